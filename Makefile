@@ -1,0 +1,48 @@
+# The verbs are the same for people and for CI. `make` alone lists them.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo serve test check format bench wheel clean
+
+help:  ## list the verbs
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
+
+install: $(STAMP)  ## create .venv and install torchere with everything it needs, pinned
+
+$(STAMP): pyproject.toml constraints.txt
+	@echo "==> creating $(VENV) and installing pinned packages (about a minute)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --progress-bar off -q -c constraints.txt -e '.[dev,demo]' $(PIP_ARGS)
+	@touch $@
+
+demo: install  ## pack a real int8 image classifier, serve it, classify a photograph over REST and gRPC
+	$(BIN)/python examples/image_classifier/demo.py
+
+serve: install  ## the same as demo, and stay up until Ctrl+C
+	$(BIN)/python examples/image_classifier/demo.py --stay
+
+test: install  ## run the tests
+	$(BIN)/python -m pytest
+
+check: install  ## lint, types, import rules, file and function length
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tests/guards/lengths.py
+
+format: install  ## rewrite the code in the house style
+	$(BIN)/ruff check --fix --unfixable TID252 .
+	$(BIN)/ruff format .
+
+bench: install  ## measure what the documents claim, beside what it is compared to
+	$(BIN)/python benchmarks/run.py
+
+wheel: install  ## build the wheel and the source distribution into dist/
+	$(BIN)/python -m build
+
+clean:  ## remove what the other verbs made
+	rm -rf $(VENV) .demo dist build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
