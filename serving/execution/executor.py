@@ -1,0 +1,120 @@
+"""The one signature that threads and processes share: a batch in, one outcome per request out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import Enum
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+from torchere.serving.errors import ServingError
+from torchere.serving.types import InferRequest, InferResponse
+
+Outcome: TypeAlias = InferResponse | ServingError
+
+
+class ExecutorState(Enum):
+    """Where one executor is in its life."""
+
+    STARTING = "starting"
+    READY = "ready"
+    RESTARTING = "restarting"  # lost, waiting for its back-off
+    FAILED = "failed"  # gave up: it kept dying for longer than max_retry_timeout_s
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorStatus:
+    """What the outside may know of one executor; a snapshot."""
+
+    executor_id: int
+    state: ExecutorState
+    started_at: datetime  # UTC
+    pid: int
+    memory_bytes: int = 0
+    gpu_id: int | None = None
+    last_failure: str = ""  # cause of the last loss or failed start, "" when there was none
+
+
+class HandlerMetric(NamedTuple):
+    """One value a handler reported through `context.metrics`."""
+
+    name: str
+    value: float
+    unit: str
+    metric_type: str  # "counter" | "gauge" | "histogram"
+    dimensions: tuple[tuple[str, str], ...]
+    request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchReport:
+    """What running one batch gave: `outcomes[i]` answers `requests[i]`."""
+
+    outcomes: Sequence[Outcome]
+    handler_s: float = 0.0  # wall time in the handler
+    metrics: tuple[HandlerMetric, ...] = ()
+
+
+class BatchSink(Protocol):
+    """Where an executor puts what a batch gives. Called on the event loop only."""
+
+    def partial(self, index: int, chunk: bytes) -> None:
+        """One more part of the streamed answer of request `index`."""
+
+    def done(self, report: BatchReport) -> None:
+        """The batch is over; called exactly once, whatever happened."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSpec:
+    """All that is needed to load one instance, here or in another process; plain data only.
+
+    `archive_dir` is the unpacked archive; `serialized` values come from its manifest and model config.
+    """
+
+    model_name: str
+    model_version: str
+    archive_dir: str
+    handler: str
+    manifest: dict[str, Any] = field(default_factory=dict)
+    model_config: dict[str, Any] = field(default_factory=dict)
+    envelope: str | None = None
+    batch_size: int = 1
+    decode_input: bool = True
+    limit_max_image_pixels: bool = True
+    intra_op_threads: int = 1
+    gpu_ids: tuple[int, ...] = ()  # executors take them in turn; empty: CPU
+    max_response_bytes: int = 6_553_500
+
+
+class ExecutorPool(Protocol):
+    """The executors of one version. All methods are called on the event loop; none blocks it."""
+
+    @property
+    def free(self) -> int:
+        """How many batches may be submitted now."""
+
+    @property
+    def in_service(self) -> int:
+        """How many executors are ready, busy or not."""
+
+    async def resize(self, count: int) -> None:
+        """Start or stop executors until there are `count`, each loaded and warm.
+
+        Raises:
+            LoadFailed: when one could not be loaded; those that run already stay.
+        """
+
+    def submit(self, requests: Sequence[InferRequest], sink: BatchSink) -> None:
+        """Run one batch on a free executor; the caller has seen `free > 0`."""
+
+    def statuses(self) -> tuple[ExecutorStatus, ...]:
+        """A snapshot of every executor, oldest first."""
+
+    async def close(self) -> None:
+        """Stop all executors at once; batches still inside are answered with `ExecutorDied`."""
+
+
+FreeCallback: TypeAlias = Callable[[], None]

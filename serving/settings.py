@@ -1,0 +1,111 @@
+"""Every knob of the server, decided once at the start and then never changed.
+
+Units are in the names. The defaults are TorchServe 0.12's unless `docs/differences.md` says otherwise.
+Nothing here reads a file or the environment: `cli.py` and `properties.py` do, and build these records.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+Isolation = Literal["auto", "thread", "process"]
+Dispatch = Literal["torchserve", "eager"]
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a REST listener binds: a TCP host and port, or a Unix socket path."""
+
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: any free port, printed at the start
+    unix_path: str | None = None
+    tls: bool = False
+
+    def __str__(self) -> str:
+        if self.unix_path:
+            return f"unix:{self.unix_path}"
+        return f"{'https' if self.tls else 'http'}://{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSettings:
+    """How requests of one version are put together.
+
+    `torchserve` dispatch waits up to `max_queue_delay_ms` for a batch to fill, counted from its oldest
+    request; `eager` never waits while an executor is idle. `max_batch_size` 1 never waits either way.
+    """
+
+    max_batch_size: int = 1
+    max_queue_delay_ms: int = 100
+    max_queue_size: int = 100  # waiting requests; one more is refused at once
+    dispatch: Dispatch = "torchserve"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """The effective settings of one version, after every source was weighed (`registry/effective.py`)."""
+
+    batch: BatchSettings = field(default_factory=BatchSettings)
+    min_executors: int = 1
+    max_executors: int = 1
+    response_timeout_s: float = 120.0  # one batch in an executor; longer is a hung executor
+    startup_timeout_s: float = 120.0  # one executor from start to loaded and warm
+    client_timeout_ms: int = 0  # 0: none; otherwise the deadline of a request that brings none
+    max_retry_timeout_s: float = 300.0  # an executor that keeps dying longer than this stays down
+    isolation: Isolation = "auto"
+    device_type: Literal["cpu", "gpu"] | None = None
+    device_ids: tuple[int, ...] = ()
+
+    def scaled(self, min_executors: int, max_executors: int) -> ModelSettings:
+        """The same settings with other executor counts."""
+        return replace(self, min_executors=min_executors, max_executors=max_executors)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds on what comes from outside; beyond one there is an error and nothing else changes."""
+
+    max_request_bytes: int = 6_553_500
+    max_response_bytes: int = 6_553_500
+    max_archive_entries: int = 10_000
+    max_archive_bytes: int = 64 * 2**30  # after unpacking
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """One server. Built by `cli.py`, read by `server.py`; tests build it directly."""
+
+    model_store: Path | None = None
+    load_models: tuple[str, ...] = ()  # items of `[name=]file`; ("all",) loads the whole store
+    inference_address: Address = Address(port=8080)
+    management_address: Address = Address(port=8081)
+    metrics_address: Address | None = Address(port=8082)  # None: no metrics listener
+    grpc_inference_address: Address | None = Address(port=7070)
+    grpc_management_address: Address | None = Address(port=7071)
+    default_executors: int = 0  # at start 0 means one per CPU; for the register API 0 means 0
+    default_response_timeout_s: float = 120.0
+    default_startup_timeout_s: float = 120.0
+    unregister_timeout_s: float = 120.0
+    max_queue_size: int = 100
+    default_handler: str | None = None
+    service_envelope: str | None = None
+    decode_input: bool = True
+    limit_max_image_pixels: bool = True
+    allowed_urls: tuple[str, ...] = ()  # regexes; empty: the model store is the only source
+    model_api_enabled: bool = False  # register and unregister over the network
+    token_auth_enabled: bool = True
+    token_expiration_min: float = 60.0
+    key_file: Path = Path("key_file.json")
+    model_defaults: dict[str, dict[str, dict[str, object]]] = field(default_factory=dict)  # `models={...}`
+    limits: Limits = field(default_factory=Limits)
+    temp_dir: Path | None = None  # None: the system's
+    drain_delay_s: float = 0.0  # after SIGTERM: keep serving, unready, for this long
+    drain_timeout_s: float = 30.0  # then finish what is in, at most this long
+    install_signal_handlers: bool = True
+
+    def startup_executors(self) -> int:
+        """How many executors a model gets that is loaded at the start and says nothing itself."""
+        return self.default_executors or os.cpu_count() or 1
