@@ -101,10 +101,17 @@ class ExecutorPool(Protocol):
         """How many executors are ready, busy or not."""
 
     async def resize(self, count: int) -> None:
-        """Start or stop executors until there are `count`, each loaded and warm.
+        """Start or stop executors until there are `count`; new ones are loaded, but not in service yet.
 
         Raises:
             LoadFailed: when one could not be loaded; those that run already stay.
+        """
+
+    async def warm_up(self) -> None:
+        """Warm the new executors up and put them in service.
+
+        Raises:
+            LoadFailed: when one fails at it.
         """
 
     def submit(self, requests: Sequence[InferRequest], sink: BatchSink) -> None:

@@ -1,0 +1,40 @@
+"""What can go wrong while packing or reading an archive: two errors, each one readable text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class ArchiveError(Exception):
+    """An archive can't be read: its bytes, its names or its manifest are wrong.
+
+    `str(error)` is one line that names the archive, the entry (when one is to blame), what is wrong and
+    what to do. `reason` alone is for callers that have a wording of their own around it.
+    """
+
+    def __init__(self, archive: str | Path, reason: str, advice: str, entry: str | None = None) -> None:
+        self.archive = str(archive)
+        self.reason = reason
+        self.advice = advice
+        self.entry = entry
+        where = f"{self.archive}: entry {_shown(entry)}" if entry is not None else self.archive
+        super().__init__(_one_line(f"{where}: {reason} ({advice})"))
+
+
+class PackingError(Exception):
+    """An archive can't be written: an input is missing or wrong, or the output is already there.
+
+    Where TorchServe's archiver has a text for the case, `str(error)` is exactly that text, which may have
+    more than one line.
+    """
+
+
+def _shown(entry: str) -> str:
+    """The name in quotes with everything unprintable escaped, cut where it stops being useful."""
+    quoted = ascii(entry)
+    return quoted if len(quoted) <= 120 else f"{quoted[:117]}..."
+
+
+def _one_line(text: str) -> str:
+    """The text with line breaks and control characters, which a path may hold, escaped."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

@@ -1,0 +1,186 @@
+"""One loaded handler and what the contract wants around each call of it. Used by threads and workers alike.
+
+Contract: data is a list with one dict per request; the handler returns a list of equal length; the failures and
+their texts are TorchServe's, because clients compare them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from torchere.handlers.context import Context, RequestProcessor
+from torchere.handlers.encode import decode_input, encode_answer
+from torchere.handlers.errors import HandlerLoadError, PredictionException, UnsupportedOutput
+from torchere.handlers.metrics import MetricsCache
+from torchere.handlers.resolve import EntryPoint, load_entry_point
+from torchere.handlers.shared_models import SharedModels
+from torchere.serving.errors import HandlerFailed, LoadFailed, OutOfResources, ServingError
+from torchere.serving.execution.executor import BatchReport, HandlerMetric, LoadSpec, Outcome
+from torchere.serving.types import InferRequest, InferResponse
+
+logger = logging.getLogger(__name__)
+
+SERVER_VERSION = "0.12.0"  # what handlers read as `server_version`: the contract we keep
+PartialSink = Callable[[int, bytes], None]
+
+
+class HandlerHost:
+    """A handler instance for one executor. Not thread-safe: one thread loads it and runs it.
+
+    `shared_models` is common to all hosts of a version in this process: the weights are loaded once.
+    """
+
+    def __init__(self, spec: LoadSpec, gpu_id: int | None, shared_models: SharedModels) -> None:
+        self._spec = spec
+        self._metrics = MetricsCache(spec.model_name)
+        self._context = Context(
+            model_name=spec.model_name,
+            model_dir=spec.archive_dir,
+            manifest=spec.manifest,
+            gpu_id=gpu_id,
+            batch_size=spec.batch_size,
+            server_version=SERVER_VERSION,
+            limit_max_image_pixels=spec.limit_max_image_pixels,
+            model_yaml_config=spec.model_config,
+            metrics=self._metrics,
+            shared_models=shared_models,
+        )
+        self._entry_point: EntryPoint | None = None
+
+    def load(self) -> None:
+        """Resolve and initialise the handler; sets the calling thread's intra-op thread count.
+
+        Raises:
+            LoadFailed: with the cause in `detail`, whatever the handler raised.
+        """
+        torch.set_num_threads(self._spec.intra_op_threads)
+        spec = self._spec
+        try:
+            self._entry_point = load_entry_point(spec.handler, self._context, envelope=spec.envelope)
+        except HandlerLoadError as err:
+            logger.error("loading %s failed: %s", spec.model_name, err)
+            raise self._load_failed(str(err), err.__cause__ or err) from err
+        except Exception as err:  # the handler's own code: anything may come out of it
+            logger.exception("loading %s failed in its handler %s", spec.model_name, spec.handler)
+            raise self._load_failed(f"handler {spec.handler} raised {_line(err)}", err) from err
+
+    def warm_up(self) -> None:
+        """Run the handler's own example rows, when it has some, until lazy work is done.
+
+        Raises:
+            LoadFailed: the handler cannot answer its own example.
+        """
+        rows = self._loaded().warmup_data()
+        for _ in range(_WARM_UP_RUNS if rows else 0):
+            self._context.begin_batch([RequestProcessor("warm-up", {}) for _ in rows or ()], None)
+            try:
+                self._loaded()(list(rows or ()), self._context)
+            except Exception as err:  # the handler's own code
+                logger.exception("the warm-up of %s failed", self._spec.model_name)
+                raise self._load_failed(f"the warm-up request failed with {_line(err)}", err) from err
+        self._metrics.drain()
+
+    def run(self, requests: Sequence[InferRequest], send_partial: PartialSink | None) -> BatchReport:
+        """Run one batch; failures become outcomes, so this does not raise."""
+        processors = [RequestProcessor(request.request_id, dict(request.headers)) for request in requests]
+        self._context.begin_batch(processors, send_partial)
+        rows = [self._row(request) for request in requests]
+        started = time.perf_counter()
+        try:
+            answers = self._loaded()(rows, self._context)
+            handler_s = time.perf_counter() - started
+            outcomes = self._outcomes(answers, processors)
+        except BaseException as err:  # also SystemExit: user code must not end the executor by mistake
+            handler_s = time.perf_counter() - started
+            outcomes = [self._failure(err, requests)] * len(requests)
+        return BatchReport(outcomes, handler_s, self._drain_metrics())
+
+    def _loaded(self) -> EntryPoint:
+        if self._entry_point is None:
+            raise RuntimeError("load() must succeed before a handler can run")
+        return self._entry_point
+
+    def _row(self, request: InferRequest) -> dict[str, Any]:
+        decode = self._spec.decode_input
+        return {p.name: decode_input(p.value, p.content_type, decode) for p in request.parameters}
+
+    def _outcomes(self, answers: object, processors: Sequence[RequestProcessor]) -> list[Outcome]:
+        if not isinstance(answers, list):
+            detail = f"the handler returned {type(answers).__name__}, expected a list with an answer per request"
+            return self._all_failed("Invalid model predict output", detail, len(processors))
+        if len(answers) != len(processors):
+            detail = f"the handler returned {len(answers)} answers for a batch of {len(processors)}"
+            return self._all_failed("number of batch response mismatched", detail, len(processors))
+        try:
+            bodies = [encode_answer(answer) for answer in answers]
+        except UnsupportedOutput as err:
+            return self._all_failed("Unsupported model output data type.", str(err), len(processors))
+        return [self._outcome(body, p) for body, p in zip(bodies, processors, strict=True)]
+
+    def _outcome(self, body: bytes, processor: RequestProcessor) -> Outcome:
+        limit = self._spec.max_response_bytes
+        if len(body) > limit:
+            return HandlerFailed(
+                f"The answer has {len(body)} bytes, more than max_response_size={limit}.", status=500
+            )
+        headers = tuple(processor.response_headers.items())
+        return InferResponse(body, headers, processor.status_code, processor.reason_phrase or "")
+
+    def _all_failed(self, message: str, detail: str, count: int) -> list[Outcome]:
+        logger.error("model %s: %s: %s", self._spec.model_name, message, detail)
+        return [HandlerFailed(message, detail=detail)] * count
+
+    def _failure(self, err: BaseException, requests: Sequence[InferRequest]) -> ServingError:
+        ids = ",".join(request.request_id for request in requests)
+        if isinstance(err, PredictionException):
+            logger.warning("model %s refused %s: %s", self._spec.model_name, ids, err.message)
+            if err.error_code == 413:  # the contract turns it into "insufficient storage"
+                return OutOfResources(err.message)
+            return HandlerFailed(err.message, err.error_code)
+        logger.error("model %s failed on %s\n%s", self._spec.model_name, ids, _trace(err))
+        if isinstance(err, MemoryError) or "CUDA" in _text(err):
+            return OutOfResources("Out of resources", _line(err))
+        return HandlerFailed(detail=_line(err))
+
+    def _load_failed(self, detail: str, err: BaseException) -> LoadFailed:
+        spec = self._spec
+        out_of_memory = isinstance(err, MemoryError) or (isinstance(err, RuntimeError) and "CUDA" in _text(err))
+        return LoadFailed(load_failed_text(spec.model_name, spec.model_version), detail, out_of_memory)
+
+    def _drain_metrics(self) -> tuple[HandlerMetric, ...]:
+        return tuple(
+            HandlerMetric(s.name, s.value, s.unit, s.metric_type, s.dimensions, s.request_ids)
+            for s in self._metrics.drain()
+        )
+
+
+_WARM_UP_RUNS = 3  # TorchScript's profiling executor specialises on the second run, and settles by the third
+
+
+def load_failed_text(model: str, version: str) -> str:
+    """The contract's text for a version whose executors do not start."""
+    return f"Failed to start workers for model {model} version: {version}"
+
+
+def _text(err: BaseException) -> str:
+    try:
+        return str(err)
+    except Exception:  # an exception of user code whose __str__ raises
+        return "<the exception cannot be printed>"
+
+
+def _line(err: BaseException) -> str:
+    return f"{type(err).__name__}: {_text(err)}".splitlines()[0]
+
+
+def _trace(err: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(err))
+    except Exception:  # as in _text
+        return _line(err)

@@ -1,0 +1,219 @@
+"""N executor threads in this process on one copy of the weights.
+
+For handlers whose work happens outside the GIL (TorchScript `forward` does). Each thread has its own handler
+instance and its own context; the model itself is shared through `SharedModels`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+
+from torchere.handlers.shared_models import SharedModels
+from torchere.serving.errors import DeadlineExceeded, ExecutorDied
+from torchere.serving.execution.executor import (
+    BatchReport,
+    BatchSink,
+    ExecutorState,
+    ExecutorStatus,
+    FreeCallback,
+    LoadSpec,
+)
+from torchere.serving.execution.host import HandlerHost
+from torchere.serving.types import InferRequest
+
+
+@dataclass(slots=True, eq=False)
+class _Task:
+    """A batch on its way through a thread; touched by the loop only."""
+
+    requests: Sequence[InferRequest]
+    sink: BatchSink
+    timer: asyncio.TimerHandle | None = None
+    answered: bool = False
+
+
+class ThreadPool:
+    """`ExecutorPool` of threads. Methods run on the event loop."""
+
+    def __init__(
+        self,
+        spec: LoadSpec,
+        *,
+        response_timeout_s: float,
+        next_id: Callable[[], int],
+        on_free: FreeCallback,
+    ) -> None:
+        self._spec = spec
+        self._response_timeout_s = response_timeout_s
+        self._next_id = next_id
+        self._on_free = on_free
+        self._loop = asyncio.get_running_loop()
+        self._shared = SharedModels()
+        self._inbox: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._threads: list[_ExecutorThread] = []
+        self._tasks: set[_Task] = set()
+        self._surplus = 0  # threads that will stop as soon as they come to the inbox
+        self._failure = ""
+
+    @property
+    def in_service(self) -> int:
+        return sum(thread.status.state is ExecutorState.READY for thread in self._threads) - self._surplus
+
+    @property
+    def free(self) -> int:
+        return max(0, self.in_service - len(self._tasks))
+
+    def statuses(self) -> tuple[ExecutorStatus, ...]:
+        return tuple(thread.status for thread in self._threads)
+
+    async def resize(self, count: int) -> None:
+        current = len(self._threads) - self._surplus
+        for _ in range(current - count):
+            self._surplus += 1
+            self._inbox.put(None)
+        fresh = [self._new_thread() for _ in range(count - current)]
+        self._threads += fresh
+        try:
+            # One after the other: the first loads the weights, the others find them loaded.
+            for thread in fresh:
+                await thread.start()
+        except BaseException:
+            for thread in fresh:
+                self._forget(thread)
+            raise
+
+    async def warm_up(self) -> None:
+        for thread in self._threads:
+            if thread.status.state is ExecutorState.STARTING:
+                await thread.warm_up()
+        self._on_free()
+
+    def submit(self, requests: Sequence[InferRequest], sink: BatchSink) -> None:
+        task = _Task(requests, sink)
+        task.timer = self._loop.call_later(self._response_timeout_s, self._timed_out, task)
+        self._tasks.add(task)
+        self._inbox.put(task)
+
+    def _finished(self, task: _Task, report: BatchReport) -> None:
+        self._tasks.discard(task)
+        self._answer(task, report)
+
+    def _timed_out(self, task: _Task) -> None:
+        # A thread can't be killed: the clients are answered, the executor stays busy until the call returns.
+        late = DeadlineExceeded(f"The model did not answer within {self._response_timeout_s:g} s.")
+        self._answer(task, BatchReport([late] * len(task.requests)))
+
+    def _answer(self, task: _Task, report: BatchReport) -> None:
+        if task.answered:
+            self._on_free()
+            return
+        task.answered = True
+        if task.timer is not None:
+            task.timer.cancel()
+        task.sink.done(report)
+
+    async def close(self) -> None:
+        for task in tuple(self._tasks):
+            self._answer(task, BatchReport([ExecutorDied("the version was unloaded")] * len(task.requests)))
+        await self.resize(0)
+        self._shared.clear()
+
+    def _new_thread(self) -> _ExecutorThread:
+        gpu_ids = self._spec.gpu_ids
+        executor_id = self._next_id()
+        gpu_id = gpu_ids[executor_id % len(gpu_ids)] if gpu_ids else None
+        host = HandlerHost(self._spec, gpu_id, self._shared)
+        return _ExecutorThread(executor_id, gpu_id, host, self)
+
+    def _forget(self, thread: _ExecutorThread) -> None:
+        if thread in self._threads:
+            self._threads.remove(thread)
+        thread.stop()
+
+    def _stopped(self, thread: _ExecutorThread) -> None:
+        self._surplus -= 1
+        if thread in self._threads:
+            self._threads.remove(thread)
+
+
+class _ExecutorThread:
+    """One thread and its handler. The thread loads, warms up and then serves the pool's inbox."""
+
+    def __init__(self, executor_id: int, gpu_id: int | None, host: HandlerHost, pool: ThreadPool) -> None:
+        self._host = host
+        self._pool = pool
+        self._loop = asyncio.get_running_loop()
+        self._commands: queue.SimpleQueue[tuple[Callable[[], None], asyncio.Future[None]] | None] = (
+            queue.SimpleQueue()
+        )
+        self.status = ExecutorStatus(
+            executor_id, ExecutorState.STARTING, datetime.now(timezone.utc), os.getpid(), gpu_id=gpu_id
+        )
+        self._thread = threading.Thread(
+            target=self._run, name=f"executor-{executor_id}", daemon=True
+        )
+
+    async def start(self) -> None:
+        """Start the thread and load the handler in it."""
+        self._thread.start()
+        await self._in_thread(self._host.load)
+
+    async def warm_up(self) -> None:
+        """Warm up, then serve batches."""
+        await self._in_thread(self._host.warm_up)
+        self.status = replace(self.status, state=ExecutorState.READY)
+        self._commands.put(None)
+
+    def stop(self) -> None:
+        """End a thread that does not serve yet."""
+        self._commands.put(None)
+        self.status = replace(self.status, state=ExecutorState.STOPPED)
+
+    async def _in_thread(self, command: Callable[[], None]) -> None:
+        done: asyncio.Future[None] = self._loop.create_future()
+        self._commands.put((command, done))
+        await done
+
+    def _run(self) -> None:
+        while (item := self._commands.get()) is not None:
+            command, done = item
+            try:
+                command()
+            except BaseException as err:  # carried to the waiting coroutine, whatever it is
+                self._tell(_fail, done, err)
+            else:
+                self._tell(_succeed, done)
+            del item, command, done
+        if self.status.state is ExecutorState.READY:
+            self._serve()
+
+    def _serve(self) -> None:
+        inbox, pool = self._pool._inbox, self._pool
+        while (task := inbox.get()) is not None:
+            report = self._host.run(task.requests, self._partial_sink(task.sink))
+            self._tell(pool._finished, task, report)
+            del task, report  # or the last batch's tensors stay alive while the thread is idle
+        self._tell(pool._stopped, self)
+
+    def _partial_sink(self, sink: BatchSink) -> Callable[[int, bytes], None]:
+        return lambda index, chunk: self._tell(sink.partial, index, chunk)
+
+    def _tell(self, callback: Callable[..., None], *args: object) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(callback, *args)
+
+
+def _succeed(done: asyncio.Future[None]) -> None:
+    if not done.done():
+        done.set_result(None)
+
+
+def _fail(done: asyncio.Future[None], err: BaseException) -> None:
+    if not done.done():
+        done.set_exception(err)

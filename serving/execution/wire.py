@@ -1,0 +1,132 @@
+"""The messages between the server and a worker process, and nothing else.
+
+One frame is a 4-byte big-endian length and that many bytes of MessagePack: a tagged array of fixed layout, decoded
+by `msgspec` against the types below, so a worker that sends anything else is found out at once. Nothing is ever
+unpickled. Both ends are of the same release: the layout may change with it.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TypeAlias
+
+import msgspec
+
+from torchere.serving.errors import ExecutorDied, HandlerFailed, OutOfResources, ServingError
+from torchere.serving.execution.executor import BatchReport, HandlerMetric, LoadSpec, Outcome
+from torchere.serving.types import InferRequest, InferResponse
+
+HEADER = struct.Struct(">I")
+MAX_FRAME_BYTES = 2**31  # a frame that says it is longer is not a frame
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Server to worker: load this; answered by `Loaded` or `LoadError`."""
+
+    spec: LoadSpec
+    gpu_id: int | None
+
+
+class WarmUp(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Server to worker: run the warm-up rows; answered by `Loaded` or `LoadError`."""
+
+
+class Run(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Server to worker: run a batch; answered by any number of `Partial` and one `Done`."""
+
+    requests: tuple[InferRequest, ...]
+
+
+class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    """Worker to server: the step asked for is done."""
+
+
+class LoadError(msgspec.Struct, frozen=True, array_like=True, tag=11):
+    """Worker to server: the step asked for failed; the worker ends."""
+
+    detail: str
+    out_of_memory: bool
+
+
+class Partial(msgspec.Struct, frozen=True, array_like=True, tag=12):
+    """Worker to server: a part of the streamed answer of request `index`."""
+
+    index: int
+    chunk: bytes
+
+
+class Failure(msgspec.Struct, frozen=True, array_like=True, tag=20):
+    """The outcome of a request that has no response."""
+
+    message: str
+    status: int  # the handler contract's number; 507 means out of resources
+    detail: str
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True, tag=21):
+    """The outcome of a request that was answered."""
+
+    response: InferResponse
+
+
+class Done(msgspec.Struct, frozen=True, array_like=True, tag=13):
+    """Worker to server: the batch is over; `outcomes[i]` is that of `requests[i]`."""
+
+    outcomes: tuple[Answer | Failure, ...]
+    handler_s: float
+    metrics: tuple[tuple[str, float, str, str, tuple[tuple[str, str], ...], tuple[str, ...]], ...]
+
+
+ToWorker: TypeAlias = Load | WarmUp | Run
+FromWorker: TypeAlias = Loaded | LoadError | Partial | Done
+
+_encoder = msgspec.msgpack.Encoder()
+to_worker_decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(Load | WarmUp | Run)
+from_worker_decoder: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(
+    Loaded | LoadError | Partial | Done
+)
+
+
+def encode_frame(message: ToWorker | FromWorker) -> bytearray:
+    """One message as one frame.
+
+    Raises:
+        ValueError: it is longer than `MAX_FRAME_BYTES`.
+    """
+    frame = bytearray(HEADER.size)
+    _encoder.encode_into(message, frame, HEADER.size)
+    length = len(frame) - HEADER.size
+    if length > MAX_FRAME_BYTES:
+        raise ValueError(f"a message of {length} bytes is over the {MAX_FRAME_BYTES} bytes a frame may hold")
+    HEADER.pack_into(frame, 0, length)
+    return frame
+
+
+def done_from_report(report: BatchReport) -> Done:
+    """A worker's report as a message."""
+    outcomes = tuple(_encode_outcome(outcome) for outcome in report.outcomes)
+    return Done(outcomes, report.handler_s, tuple(tuple(metric) for metric in report.metrics))
+
+
+def report_from_done(done: Done, expected: int) -> BatchReport:
+    """A worker's message as a report of `expected` outcomes; a wrong number fails them all."""
+    outcomes = [_decode_outcome(outcome) for outcome in done.outcomes]
+    if len(outcomes) != expected:
+        cause = f"the worker sent {len(outcomes)} outcomes for a batch of {expected}"
+        return BatchReport([ExecutorDied(cause)] * expected)
+    return BatchReport(outcomes, done.handler_s, tuple(HandlerMetric(*fields) for fields in done.metrics))
+
+
+def _encode_outcome(outcome: Outcome) -> Answer | Failure:
+    if isinstance(outcome, InferResponse):
+        return Answer(outcome)
+    status = outcome.status if isinstance(outcome, HandlerFailed) else 507
+    return Failure(outcome.message, status, outcome.detail)
+
+
+def _decode_outcome(outcome: Answer | Failure) -> InferResponse | ServingError:
+    if isinstance(outcome, Answer):
+        return outcome.response
+    if outcome.status == 507:
+        return OutOfResources(outcome.message, outcome.detail)
+    return HandlerFailed(outcome.message, outcome.status, outcome.detail)

@@ -1,0 +1,117 @@
+"""A worker process: one handler, one socket, one batch at a time.
+
+Started by `worker_process.py` as `python -m torchere.serving.execution.worker FD`. It ends when the socket closes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+
+from torchere.handlers import ts_alias
+from torchere.handlers.shared_models import SharedModels
+from torchere.serving.errors import LoadFailed
+from torchere.serving.execution.host import HandlerHost
+from torchere.serving.execution.wire import (
+    HEADER,
+    FromWorker,
+    Load,
+    Loaded,
+    LoadError,
+    Partial,
+    Run,
+    ToWorker,
+    WarmUp,
+    done_from_report,
+    encode_frame,
+    to_worker_decoder,
+)
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class Worker:
+    """Answers the messages of one server. Single-threaded."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._stream = connection.makefile("rb")
+        self._host: HandlerHost | None = None
+
+    def serve(self) -> None:
+        """Answer messages until the server closes the socket."""
+        while (message := self._receive()) is not None:
+            if not self._answer(message):
+                return
+
+    def _answer(self, message: ToWorker) -> bool:
+        if isinstance(message, Run):
+            self._run(message)
+            return True
+        try:
+            if isinstance(message, Load):
+                self._load(message)
+            elif isinstance(message, WarmUp):
+                self._loaded().warm_up()
+        except LoadFailed as err:
+            self._send(LoadError(err.detail, err.out_of_memory))
+            return False
+        self._send(Loaded())
+        return True
+
+    def _load(self, message: Load) -> None:
+        model_dir = message.spec.archive_dir
+        os.chdir(model_dir)  # handlers open files of their archive by bare name
+        sys.path.append(model_dir)  # for importlib.import_module("sibling"); `import sibling` does not need it
+        self._host = HandlerHost(message.spec, message.gpu_id, SharedModels())
+        self._host.load()
+
+    def _run(self, message: Run) -> None:
+        report = self._loaded().run(message.requests, self._send_partial)
+        self._send(done_from_report(report))
+
+    def _loaded(self) -> HandlerHost:
+        if self._host is None:
+            raise RuntimeError("the server sent work before Load")
+        return self._host
+
+    def _send_partial(self, index: int, chunk: bytes) -> None:
+        self._send(Partial(index, chunk))
+
+    def _send(self, message: FromWorker) -> None:
+        self._connection.sendall(encode_frame(message))
+
+    def _receive(self) -> ToWorker | None:
+        header = self._stream.read(HEADER.size)
+        if len(header) < HEADER.size:
+            return None
+        (length,) = HEADER.unpack(header)
+        payload = self._stream.read(length)
+        return to_worker_decoder.decode(payload) if len(payload) == length else None
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to end this process when the server dies, however it dies. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main() -> None:
+    """Entry point; the only argument is the number of the inherited socket."""
+    die_with_parent()
+    os.environ.pop("PYTHONSAFEPATH", None)  # ours alone: what the handler starts must not inherit it
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
+    ts_alias.install()
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    try:
+        Worker(connection).serve()
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # the server is gone; so are we
+
+
+if __name__ == "__main__":
+    main()

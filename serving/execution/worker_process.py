@@ -1,0 +1,247 @@
+"""The server's handle on one worker process: start it, talk to it, learn why it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from torchere.serving.errors import LoadFailed
+from torchere.serving.execution.executor import BatchSink, LoadSpec
+from torchere.serving.execution.frames import FrameProtocol
+from torchere.serving.execution.host import load_failed_text
+from torchere.serving.execution.wire import (
+    Done,
+    FromWorker,
+    Load,
+    Loaded,
+    LoadError,
+    Partial,
+    Run,
+    ToWorker,
+    WarmUp,
+    encode_frame,
+    from_worker_decoder,
+    report_from_done,
+)
+from torchere.serving.types import InferRequest
+
+logger = logging.getLogger("torchere.worker")
+
+MAX_LOG_LINE_BYTES = 8192  # a longer line of a handler's output is cut into pieces of this size
+KILL_GRACE_S = 2.0
+
+
+class WorkerProcess:
+    """One process that hosts one handler. Methods run on the event loop.
+
+    `lost` completes, with the cause in words, when the process is gone for whatever reason.
+    """
+
+    def __init__(self, spec: LoadSpec, executor_id: int, gpu_id: int | None) -> None:
+        self._spec = spec
+        self._executor_id = executor_id
+        self._gpu_id = gpu_id
+        self._loop = asyncio.get_running_loop()
+        self._process: asyncio.subprocess.Process | None = None
+        self._transport: asyncio.WriteTransport | None = None
+        self._reply: asyncio.Future[None] | None = None  # of the step (load, warm-up) under way
+        self._sink: BatchSink | None = None
+        self._batch_size = 0
+        self._kill_reason = ""
+        self._output: asyncio.Task[None] | None = None
+        self.lost: asyncio.Future[str] = self._loop.create_future()
+
+    @property
+    def pid(self) -> int:
+        """The process id; 0 before the start."""
+        return self._process.pid if self._process else 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a batch is in it."""
+        return self._sink is not None
+
+    async def start(self) -> None:
+        """Start the process and connect to it; the handler is not loaded yet."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "torchere.serving.execution.worker", str(theirs.fileno())),
+                pass_fds=(theirs.fileno(),),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                # The archive's folder must not shadow modules of the server or of torch.
+                env={**os.environ, "PYTHONSAFEPATH": "1"},
+                start_new_session=True,  # Ctrl+C in the terminal is for the server, which drains first
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        transport, _ = await self._loop.create_unix_connection(
+            lambda: FrameProtocol(self._on_frame, self._on_lost), sock=ours
+        )
+        self._transport = transport
+        self._output = asyncio.ensure_future(self._log_output())
+
+    async def load(self, timeout_s: float) -> None:
+        """Load the handler.
+
+        Raises:
+            LoadFailed: it would not load, in time or at all; the process is gone then.
+        """
+        await self._step(Load(self._spec, self._gpu_id), timeout_s)
+
+    async def warm_up(self, timeout_s: float) -> None:
+        """Run the warm-up rows.
+
+        Raises:
+            LoadFailed: as `load`.
+        """
+        await self._step(WarmUp(), timeout_s)
+
+    async def _step(self, message: ToWorker, timeout_s: float) -> None:
+        self._reply = self._loop.create_future()
+        self._send(message)
+        try:
+            await asyncio.wait_for(self._reply, timeout_s)
+        except asyncio.TimeoutError:
+            cause = f"not loaded within startup_timeout={timeout_s:g} s"
+            await self.kill(cause)
+            raise self._load_failed(cause) from None
+        except BaseException:
+            await self.kill("the load failed or was given up")
+            raise
+        finally:
+            self._reply = None
+
+    def run(self, requests: Sequence[InferRequest], sink: BatchSink) -> None:
+        """Run one batch; the worker must not be busy."""
+        self._sink, self._batch_size = sink, len(requests)
+        self._send(Run(tuple(requests)))
+
+    def take_sink(self) -> BatchSink | None:
+        """The sink of the batch inside, for whoever answers it instead of the worker."""
+        sink, self._sink = self._sink, None
+        return sink
+
+    @property
+    def batch_size(self) -> int:
+        """How many requests the batch inside has."""
+        return self._batch_size
+
+    async def kill(self, reason: str) -> None:
+        """End the process at once and wait until it is gone."""
+        self._kill_reason = self._kill_reason or reason
+        if self._process is None:
+            return
+        if self._process.returncode is None:
+            self._process.kill()
+        await self.lost
+
+    async def stop(self) -> None:
+        """Let the process end by itself (its socket closes), with a bound."""
+        self._kill_reason = "stopped by the server"
+        if self._transport is not None:
+            self._transport.close()
+        try:
+            await asyncio.wait_for(asyncio.shield(self.lost), KILL_GRACE_S)
+        except asyncio.TimeoutError:
+            await self.kill("did not stop when asked")
+
+    def _send(self, message: ToWorker) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(encode_frame(message))
+
+    def _on_frame(self, payload: memoryview) -> None:
+        try:
+            message = from_worker_decoder.decode(payload)
+        except msgspec.MsgspecError as err:
+            self._kill_reason = f"sent a frame that is not a message: {err}"
+            if self._process is not None and self._process.returncode is None:
+                self._process.kill()
+            return
+        self._on_message(message)
+
+    def _on_message(self, message: FromWorker) -> None:
+        if isinstance(message, Done):
+            if (sink := self.take_sink()) is not None:
+                sink.done(report_from_done(message, self._batch_size))
+        elif isinstance(message, Partial):
+            if self._sink is not None and 0 <= message.index < self._batch_size:
+                self._sink.partial(message.index, message.chunk)
+        elif self._reply is not None and not self._reply.done():
+            if isinstance(message, Loaded):
+                self._reply.set_result(None)
+            elif isinstance(message, LoadError):
+                self._reply.set_exception(self._load_failed(message.detail, message.out_of_memory))
+
+    def _on_lost(self) -> None:
+        asyncio.ensure_future(self._reap())
+
+    async def _reap(self) -> None:
+        """Wait for the process to end (it may have closed its socket only) and tell why it did."""
+        if self._process is None:
+            return
+        try:
+            await asyncio.wait_for(self._process.wait(), KILL_GRACE_S)
+        except asyncio.TimeoutError:
+            self._kill_reason = self._kill_reason or "closed its socket without ending"
+            self._process.kill()
+        code = await self._process.wait()
+        if self._output is not None:
+            await self._output
+        cause = self._kill_reason or describe_exit(code)
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_exception(self._load_failed(cause, out_of_memory=code == -signal.SIGKILL))
+        if not self.lost.done():
+            self.lost.set_result(cause)
+
+    def _load_failed(self, detail: str, out_of_memory: bool = False) -> LoadFailed:
+        text = load_failed_text(self._spec.model_name, self._spec.model_version)
+        return LoadFailed(text, detail, out_of_memory and not self._kill_reason)
+
+    async def _log_output(self) -> None:
+        """Everything the handler prints becomes a log line that says where it came from."""
+        if self._process is None or self._process.stdout is None:
+            return
+        extra = {
+            "model": self._spec.model_name,
+            "version": self._spec.model_version,
+            "executor": self._executor_id,
+        }
+        rest = b""
+        while chunk := await self._process.stdout.read(65536):
+            *lines, rest = (rest + chunk).split(b"\n")
+            while len(rest) > MAX_LOG_LINE_BYTES:
+                lines.append(rest[:MAX_LOG_LINE_BYTES])
+                rest = rest[MAX_LOG_LINE_BYTES:]
+            for line in lines:
+                logger.info("%s", line.decode(errors="replace"), extra=extra)
+        if rest:
+            logger.info("%s", rest.decode(errors="replace"), extra=extra)
+
+
+def describe_exit(code: int) -> str:
+    """An exit status in words.
+
+    >>> describe_exit(7)
+    'exited with code 7'
+    >>> describe_exit(-9)
+    'killed by signal 9 (SIGKILL)'
+    """
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"killed by signal {-code} ({signal.Signals(-code).name})"
+    except ValueError:
+        return f"killed by signal {-code}"
