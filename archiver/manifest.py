@@ -25,6 +25,7 @@ DEFAULT_VERSION = "1.0"
 EPOCH_S = 315532800
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_TOP_MEMBERS = frozenset({"createdOn", "runtime", "model", "archiverVersion", "torchere"})
 _FILE_MEMBERS = {
     "serializedFile": "serialized_file",
     "handler": "handler",
@@ -182,6 +183,3 @@ class _Parser:
 
     def _refuse(self, reason: str, advice: str) -> ArchiveError:
         return ArchiveError(self._archive, reason, advice, entry=MANIFEST_NAME)
-
-
-_TOP_MEMBERS = frozenset({"createdOn", "runtime", "model", "archiverVersion", "torchere"})

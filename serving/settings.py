@@ -13,6 +13,7 @@ from typing import Literal
 
 Isolation = Literal["auto", "thread", "process"]
 Dispatch = Literal["torchserve", "eager"]
+MetricsMode = Literal["log", "prometheus", "legacy"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,20 +76,51 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class SnapshotModel:
+    """One version of a `model_snapshot`: to be loaded at the start, with these settings."""
+
+    name: str
+    version: str
+    archive: str  # file name in the model store
+    default_version: bool
+    settings: dict[str, object]  # the snapshot's own names: minWorkers, maxWorkers, batchSize, ...
+
+
+@dataclass(frozen=True, slots=True)
 class ServerSettings:
     """One server. Built by `cli.py`, read by `server.py`; tests build it directly."""
 
     model_store: Path | None = None
     load_models: tuple[str, ...] = ()  # items of `[name=]file`; ("all",) loads the whole store
+    snapshot_models: tuple[SnapshotModel, ...] = ()  # from `model_snapshot`; load_models is () beside it
     inference_address: Address = Address(port=8080)
     management_address: Address = Address(port=8081)
     metrics_address: Address | None = Address(port=8082)  # None: no metrics listener
     grpc_inference_address: Address | None = Address(port=7070)
     grpc_management_address: Address | None = Address(port=7071)
+    grpc_tls_enabled: bool = False  # both gRPC listeners, with the two files below
+    grpc_inference_max_connection_age_ms: int | None = None  # None: unlimited, in all four
+    grpc_inference_max_connection_age_grace_ms: int | None = None
+    grpc_management_max_connection_age_ms: int | None = None
+    grpc_management_max_connection_age_grace_ms: int | None = None
+    certificate_file: Path | None = None  # PEM, chain included; for every listener with TLS
+    private_key_file: Path | None = None  # PEM, without a pass phrase
+    cors_allowed_origin: str = ""  # each of the three goes verbatim into every REST response; "": no header
+    cors_allowed_methods: str = ""
+    cors_allowed_headers: str = ""
+    open_inference_protocol: bool = False  # the /v2 routes and their gRPC service
+    # TorchServe's default is "log", which leaves its metrics endpoint empty.
+    metrics_mode: MetricsMode = "prometheus"
+    metrics_config: Path | None = None  # a metrics.yaml; None: the built-in set
+    metrics_auto_detect: bool = False  # accept handler metrics that no metrics.yaml declares
+    system_metrics_enabled: bool = True
+    system_metrics_interval_s: float = 60.0
     default_executors: int = 0  # at start 0 means one per CPU; for the register API 0 means 0
     default_response_timeout_s: float = 120.0
     default_startup_timeout_s: float = 120.0
     unregister_timeout_s: float = 120.0
+    max_gpus: int | None = None  # None: all that are there; never more than are there
+    hidden_env_vars: str | None = None  # regex; environment variables that match are kept from handlers
     max_queue_size: int = 100
     default_handler: str | None = None
     service_envelope: str | None = None

@@ -29,8 +29,8 @@ class BatchObserver(Protocol):
 class Batcher:
     """Admission, queue and dispatch of one version.
 
-    A request that was admitted holds the version: `drain` returns when the last one is finished. `refusal` is the
-    error text for a request that can't be admitted (the contract words it with the model's name).
+    A request that was admitted holds the version: `drain` returns when the last one is finished. `refusal`
+    is the error text for a request that can't be admitted (the contract words it with the model's name).
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Batcher:
         self._pool = pool
         self._observer = observer
         self._now = now
-        self._refusal = refusal
+        self.refusal = refusal
         self._loop = asyncio.get_running_loop()
         self._queue: deque[Pending] = deque()
         self._running: set[_RunningBatch] = set()
@@ -91,7 +91,7 @@ class Batcher:
         if request.deadline_s <= now_s:
             raise DeadlineExceeded(_LATE)
         if len(self._queue) >= self._settings.max_queue_size:
-            raise QueueFull(self._refusal)
+            raise QueueFull(self.refusal)
 
     def withdraw(self, pending: Pending, reason: ServingError | None = None) -> None:
         """Answer a request with `reason` (None: its client went away) and run it only if it runs already."""
@@ -150,7 +150,7 @@ class Batcher:
 
     def close_admission(self, reason: ServingError | None = None) -> None:
         """Refuse what comes from now on; what is in goes on."""
-        self._closed = reason or Unavailable(self._refusal)
+        self._closed = reason or Unavailable(self.refusal)
 
     def open_admission(self) -> None:
         """Admit again."""

@@ -97,6 +97,10 @@ class ExecutorPool(Protocol):
         """How many batches may be submitted now."""
 
     @property
+    def size(self) -> int:
+        """How many executors there are to be, in whatever state."""
+
+    @property
     def in_service(self) -> int:
         """How many executors are ready, busy or not."""
 

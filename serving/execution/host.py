@@ -1,7 +1,7 @@
 """One loaded handler and what the contract wants around each call of it. Used by threads and workers alike.
 
-Contract: data is a list with one dict per request; the handler returns a list of equal length; the failures and
-their texts are TorchServe's, because clients compare them.
+Contract: data is a list with one dict per request; the handler returns a list of equal length; the failures
+and their texts are TorchServe's, because clients compare them.
 """
 
 from __future__ import annotations
@@ -101,6 +101,11 @@ class HandlerHost:
             outcomes = [self._failure(err, requests)] * len(requests)
         return BatchReport(outcomes, handler_s, self._drain_metrics())
 
+    def too_slow(self, timeout_s: float) -> LoadFailed:
+        """The error for a load that took longer than `timeout_s`."""
+        text = load_failed_text(self._spec.model_name, self._spec.model_version)
+        return LoadFailed(text, f"not loaded within startup_timeout={timeout_s:g} s")
+
     def _loaded(self) -> EntryPoint:
         if self._entry_point is None:
             raise RuntimeError("load() must succeed before a handler can run")
@@ -112,7 +117,9 @@ class HandlerHost:
 
     def _outcomes(self, answers: object, processors: Sequence[RequestProcessor]) -> list[Outcome]:
         if not isinstance(answers, list):
-            detail = f"the handler returned {type(answers).__name__}, expected a list with an answer per request"
+            detail = (
+                f"the handler returned {type(answers).__name__}, expected a list with an answer per request"
+            )
             return self._all_failed("Invalid model predict output", detail, len(processors))
         if len(answers) != len(processors):
             detail = f"the handler returned {len(answers)} answers for a batch of {len(processors)}"
@@ -150,7 +157,9 @@ class HandlerHost:
 
     def _load_failed(self, detail: str, err: BaseException) -> LoadFailed:
         spec = self._spec
-        out_of_memory = isinstance(err, MemoryError) or (isinstance(err, RuntimeError) and "CUDA" in _text(err))
+        out_of_memory = isinstance(err, MemoryError) or (
+            isinstance(err, RuntimeError) and "CUDA" in _text(err)
+        )
         return LoadFailed(load_failed_text(spec.model_name, spec.model_version), detail, out_of_memory)
 
     def _drain_metrics(self) -> tuple[HandlerMetric, ...]:

@@ -54,17 +54,26 @@ class ProcessPool:
         self._slots: list[_Slot] = []
 
     @property
+    def size(self) -> int:
+        """How many executors there are to be."""
+        return len(self._slots)
+
+    @property
     def in_service(self) -> int:
+        """How many executors are loaded, warm and alive."""
         return sum(slot.status.state is ExecutorState.READY for slot in self._slots)
 
     @property
     def free(self) -> int:
+        """How many batches may be submitted now."""
         return sum(slot.is_free for slot in self._slots)
 
     def statuses(self) -> tuple[ExecutorStatus, ...]:
+        """A snapshot of every executor, oldest first."""
         return tuple(slot.status for slot in self._slots)
 
     async def resize(self, count: int) -> None:
+        """Start or stop workers; see `ExecutorPool`. A surplus worker finishes its batch first."""
         surplus, self._slots = self._slots[count:], self._slots[:count]
         await asyncio.gather(*(slot.retire() for slot in surplus))
         fresh = [self._new_slot() for _ in range(count - len(self._slots))]
@@ -79,14 +88,17 @@ class ProcessPool:
                 raise result
 
     async def warm_up(self) -> None:
+        """Warm up what was loaded and put it in service."""
         fresh = [slot for slot in self._slots if slot.status.state is ExecutorState.STARTING]
         await asyncio.gather(*(slot.warm_up() for slot in fresh))
         self._on_free()
 
     def submit(self, requests: Sequence[InferRequest], sink: BatchSink) -> None:
+        """Run one batch on a free executor."""
         next(slot for slot in self._slots if slot.is_free).run(requests, sink)
 
     async def close(self) -> None:
+        """Answer what is inside and stop the workers."""
         slots, self._slots = self._slots, []
         await asyncio.gather(*(slot.close() for slot in slots))
 
@@ -102,9 +114,9 @@ class _Slot:
     def __init__(self, pool: ProcessPool, executor_id: int, gpu_id: int | None) -> None:
         self._pool = pool
         self._worker = WorkerProcess(pool._spec, executor_id, gpu_id)
+        self.response_timeout_s = pool._response_timeout_s
         self._losses = 0
         self._first_loss_s = 0.0
-        self._timer: asyncio.TimerHandle | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._retiring = False
         self._released = asyncio.Event()
@@ -138,21 +150,19 @@ class _Slot:
 
     def run(self, requests: Sequence[InferRequest], sink: BatchSink) -> None:
         """Run one batch on the worker, which is free."""
-        timeout_s = self._pool._response_timeout_s
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(timeout_s, self._timed_out, timeout_s)
-        self._timer = timer
-        self._worker.run(requests, _SlotSink(self, sink, timer))
+        self._worker.run(requests, _SlotSink(self, sink))
 
     def batch_over(self) -> None:
         """The batch inside was answered by the worker."""
         self._losses = 0
         self._released.set()
 
-    def _timed_out(self, timeout_s: float) -> None:
+    def timed_out(self, timeout_s: float) -> None:
+        """The worker said nothing for too long: answer its clients and replace it."""
+        self.status = replace(self.status, state=ExecutorState.RESTARTING)
         late = DeadlineExceeded(f"The model did not answer within {timeout_s:g} s.")
         self._answer_batch(late)
-        asyncio.ensure_future(self._worker.kill(f"no answer within response_timeout={timeout_s:g} s"))
+        self._worker.kill(f"no answer within response_timeout={timeout_s:g} s")
 
     def _answer_batch(self, error: ServingError) -> None:
         count = self._worker.batch_size
@@ -229,16 +239,22 @@ class _Slot:
 
 
 class _SlotSink:
-    """Passes on what a batch gives, and ends its response timer."""
+    """Passes on what a batch gives; its timer bounds the silence of the worker, not a stream's length."""
 
     __slots__ = ("_sink", "_slot", "_timer")
 
-    def __init__(self, slot: _Slot, sink: BatchSink, timer: asyncio.TimerHandle) -> None:
+    def __init__(self, slot: _Slot, sink: BatchSink) -> None:
         self._slot = slot
         self._sink = sink
-        self._timer = timer
+        self._timer = self._arm()
+
+    def _arm(self) -> asyncio.TimerHandle:
+        timeout_s = self._slot.response_timeout_s
+        return asyncio.get_running_loop().call_later(timeout_s, self._slot.timed_out, timeout_s)
 
     def partial(self, index: int, chunk: bytes) -> None:
+        self._timer.cancel()
+        self._timer = self._arm()
         self._sink.partial(index, chunk)
 
     def done(self, report: BatchReport) -> None:

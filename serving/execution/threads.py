@@ -46,11 +46,13 @@ class ThreadPool:
         spec: LoadSpec,
         *,
         response_timeout_s: float,
+        startup_timeout_s: float,
         next_id: Callable[[], int],
         on_free: FreeCallback,
     ) -> None:
         self._spec = spec
         self._response_timeout_s = response_timeout_s
+        self._startup_timeout_s = startup_timeout_s
         self._next_id = next_id
         self._on_free = on_free
         self._loop = asyncio.get_running_loop()
@@ -59,21 +61,29 @@ class ThreadPool:
         self._threads: list[_ExecutorThread] = []
         self._tasks: set[_Task] = set()
         self._surplus = 0  # threads that will stop as soon as they come to the inbox
-        self._failure = ""
+
+    @property
+    def size(self) -> int:
+        """How many executors there are to be."""
+        return len(self._threads) - self._surplus
 
     @property
     def in_service(self) -> int:
+        """How many executors are loaded, warm and alive."""
         return sum(thread.status.state is ExecutorState.READY for thread in self._threads) - self._surplus
 
     @property
     def free(self) -> int:
+        """How many batches may be submitted now."""
         return max(0, self.in_service - len(self._tasks))
 
     def statuses(self) -> tuple[ExecutorStatus, ...]:
+        """A snapshot of every executor, oldest first."""
         return tuple(thread.status for thread in self._threads)
 
     async def resize(self, count: int) -> None:
-        current = len(self._threads) - self._surplus
+        """Start or stop threads; see `ExecutorPool`. A surplus thread ends after the batches before it."""
+        current = self.size
         for _ in range(current - count):
             self._surplus += 1
             self._inbox.put(None)
@@ -82,19 +92,21 @@ class ThreadPool:
         try:
             # One after the other: the first loads the weights, the others find them loaded.
             for thread in fresh:
-                await thread.start()
+                await thread.start(self._startup_timeout_s)
         except BaseException:
             for thread in fresh:
                 self._forget(thread)
             raise
 
     async def warm_up(self) -> None:
+        """Warm up what was loaded and put it in service."""
         for thread in self._threads:
             if thread.status.state is ExecutorState.STARTING:
-                await thread.warm_up()
+                await thread.warm_up(self._startup_timeout_s)
         self._on_free()
 
     def submit(self, requests: Sequence[InferRequest], sink: BatchSink) -> None:
+        """Run one batch on a free executor."""
         task = _Task(requests, sink)
         task.timer = self._loop.call_later(self._response_timeout_s, self._timed_out, task)
         self._tasks.add(task)
@@ -119,6 +131,7 @@ class ThreadPool:
         task.sink.done(report)
 
     async def close(self) -> None:
+        """Answer what is inside, end the threads, let go of the weights."""
         for task in tuple(self._tasks):
             self._answer(task, BatchReport([ExecutorDied("the version was unloaded")] * len(task.requests)))
         await self.resize(0)
@@ -155,18 +168,16 @@ class _ExecutorThread:
         self.status = ExecutorStatus(
             executor_id, ExecutorState.STARTING, datetime.now(timezone.utc), os.getpid(), gpu_id=gpu_id
         )
-        self._thread = threading.Thread(
-            target=self._run, name=f"executor-{executor_id}", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, name=f"executor-{executor_id}", daemon=True)
 
-    async def start(self) -> None:
-        """Start the thread and load the handler in it."""
+    async def start(self, timeout_s: float) -> None:
+        """Start the thread and load the handler in it; raises `LoadFailed`."""
         self._thread.start()
-        await self._in_thread(self._host.load)
+        await self._in_thread(self._host.load, timeout_s)
 
-    async def warm_up(self) -> None:
-        """Warm up, then serve batches."""
-        await self._in_thread(self._host.warm_up)
+    async def warm_up(self, timeout_s: float) -> None:
+        """Warm up, then serve batches; raises `LoadFailed`."""
+        await self._in_thread(self._host.warm_up, timeout_s)
         self.status = replace(self.status, state=ExecutorState.READY)
         self._commands.put(None)
 
@@ -175,10 +186,14 @@ class _ExecutorThread:
         self._commands.put(None)
         self.status = replace(self.status, state=ExecutorState.STOPPED)
 
-    async def _in_thread(self, command: Callable[[], None]) -> None:
+    async def _in_thread(self, command: Callable[[], None], timeout_s: float) -> None:
         done: asyncio.Future[None] = self._loop.create_future()
         self._commands.put((command, done))
-        await done
+        try:
+            await asyncio.wait_for(done, timeout_s)
+        except asyncio.TimeoutError:
+            # The thread can't be killed; it ends by itself when the handler comes back.
+            raise self._host.too_slow(timeout_s) from None
 
     def _run(self) -> None:
         while (item := self._commands.get()) is not None:

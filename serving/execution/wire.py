@@ -1,8 +1,8 @@
 """The messages between the server and a worker process, and nothing else.
 
-One frame is a 4-byte big-endian length and that many bytes of MessagePack: a tagged array of fixed layout, decoded
-by `msgspec` against the types below, so a worker that sends anything else is found out at once. Nothing is ever
-unpickled. Both ends are of the same release: the layout may change with it.
+One frame is a 4-byte big-endian length and that many bytes of MessagePack: a tagged array of fixed layout,
+decoded by `msgspec` against the types below, so a worker that sends anything else is found out at once.
+Nothing is ever unpickled. Both ends are of the same release: the layout may change with it.
 """
 
 from __future__ import annotations

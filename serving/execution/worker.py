@@ -1,10 +1,12 @@
 """A worker process: one handler, one socket, one batch at a time.
 
-Started by `worker_process.py` as `python -m torchere.serving.execution.worker FD`. It ends when the socket closes.
+Started by `worker_process.py` as `python -m torchere.serving.execution.worker FD`; it ends when the socket
+closes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -66,7 +68,9 @@ class Worker:
     def _load(self, message: Load) -> None:
         model_dir = message.spec.archive_dir
         os.chdir(model_dir)  # handlers open files of their archive by bare name
-        sys.path.append(model_dir)  # for importlib.import_module("sibling"); `import sibling` does not need it
+        sys.path.append(
+            model_dir
+        )  # for importlib.import_module("sibling"); `import sibling` does not need it
         self._host = HandlerHost(message.spec, message.gpu_id, SharedModels())
         self._host.load()
 
@@ -107,10 +111,8 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
     ts_alias.install()
     connection = socket.socket(fileno=int(sys.argv[1]))
-    try:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the server is gone; so are we
         Worker(connection).serve()
-    except (BrokenPipeError, ConnectionResetError):
-        pass  # the server is gone; so are we
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ class WorkerProcess:
         self._batch_size = 0
         self._kill_reason = ""
         self._output: asyncio.Task[None] | None = None
+        self._reaper: asyncio.Task[None] | None = None
         self.lost: asyncio.Future[str] = self._loop.create_future()
 
     @property
@@ -116,10 +117,10 @@ class WorkerProcess:
             await asyncio.wait_for(self._reply, timeout_s)
         except asyncio.TimeoutError:
             cause = f"not loaded within startup_timeout={timeout_s:g} s"
-            await self.kill(cause)
+            await self._kill_and_reap(cause)
             raise self._load_failed(cause) from None
         except BaseException:
-            await self.kill("the load failed or was given up")
+            await self._kill_and_reap("the load failed or was given up")
             raise
         finally:
             self._reply = None
@@ -139,13 +140,14 @@ class WorkerProcess:
         """How many requests the batch inside has."""
         return self._batch_size
 
-    async def kill(self, reason: str) -> None:
-        """End the process at once and wait until it is gone."""
+    def kill(self, reason: str) -> None:
+        """End the process at once; `lost` tells when it is gone."""
         self._kill_reason = self._kill_reason or reason
-        if self._process is None:
-            return
-        if self._process.returncode is None:
+        if self._process is not None and self._process.returncode is None:
             self._process.kill()
+
+    async def _kill_and_reap(self, reason: str) -> None:
+        self.kill(reason)
         await self.lost
 
     async def stop(self) -> None:
@@ -156,7 +158,7 @@ class WorkerProcess:
         try:
             await asyncio.wait_for(asyncio.shield(self.lost), KILL_GRACE_S)
         except asyncio.TimeoutError:
-            await self.kill("did not stop when asked")
+            await self._kill_and_reap("did not stop when asked")
 
     def _send(self, message: ToWorker) -> None:
         if self._transport is not None and not self._transport.is_closing():
@@ -166,9 +168,7 @@ class WorkerProcess:
         try:
             message = from_worker_decoder.decode(payload)
         except msgspec.MsgspecError as err:
-            self._kill_reason = f"sent a frame that is not a message: {err}"
-            if self._process is not None and self._process.returncode is None:
-                self._process.kill()
+            self.kill(f"sent a frame that is not a message: {err}")
             return
         self._on_message(message)
 
@@ -186,7 +186,7 @@ class WorkerProcess:
                 self._reply.set_exception(self._load_failed(message.detail, message.out_of_memory))
 
     def _on_lost(self) -> None:
-        asyncio.ensure_future(self._reap())
+        self._reaper = asyncio.ensure_future(self._reap())
 
     async def _reap(self) -> None:
         """Wait for the process to end (it may have closed its socket only) and tell why it did."""

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from enum import Enum
 
+from torchere.serving.errors import (
+    HandlerFailed,
+    InvalidRequest,
+    NotAllowed,
+    Unavailable,
+    UnregisterTimeout,
+)
 from torchere.serving.execution.executor import ExecutorStatus
-from torchere.serving.registry.version import VersionState
-from torchere.serving.settings import ModelSettings
-from torchere.serving.types import InferRequest, InferResponse, ModelKey
+from torchere.serving.frontend.dataplane import DataPlane
+from torchere.serving.registry.effective import Asked
+from torchere.serving.registry.registry import Registry, Wanted
+from torchere.serving.registry.version import Version, VersionState
+from torchere.serving.settings import ModelSettings, ServerSettings
+from torchere.serving.types import InferRequest, InferResponse, ModelKey, StreamedResponse
 
 
 class Progress(Enum):
@@ -72,6 +83,11 @@ class ModelPage:
 class ControlPlane:
     """Changes what is served. All methods run on the event loop and never block it."""
 
+    def __init__(self, registry: Registry, dataplane: DataPlane, settings: ServerSettings) -> None:
+        self._registry = registry
+        self._dataplane = dataplane
+        self._settings = settings
+
     async def register(self, wish: Registration) -> Registered:
         """Register an archive of the store.
 
@@ -80,7 +96,19 @@ class ControlPlane:
             InvalidRequest, ModelNotFound, InvalidArchive, DownloadFailed, Conflict: nothing was registered.
             LoadFailed: it would not load; it is unregistered again (only when synchronous).
         """
-        raise NotImplementedError
+        self._refuse_without_model_api()
+        version = await self._registry.register(_wanted(wish, self._settings.default_executors))
+        executors = version.target
+        if executors == 0:
+            return Registered(version.key, 0, Progress.DONE)
+        if not wish.synchronous:
+            return Registered(version.key, executors, Progress.STARTED)
+        await version.settled.wait()
+        if version.failure is not None:
+            self._registry.discard(version)
+            await version.settled.wait()
+            raise version.failure
+        return Registered(version.key, executors, _progress(version))
 
     async def unregister(self, model: str, version: str | None) -> None:
         """Remove a version (None: the default one) after its requests are answered.
@@ -88,7 +116,19 @@ class ControlPlane:
         Raises:
             NotAllowed, ModelNotFound, VersionNotFound, DefaultVersionInUse, UnregisterTimeout.
         """
-        raise NotImplementedError
+        self._refuse_without_model_api()
+        leaving = await self._registry.unregister(model, version)
+        try:
+            await asyncio.wait_for(leaving.settled.wait(), self._settings.unregister_timeout_s)
+        except asyncio.TimeoutError:
+            raise UnregisterTimeout(f"Timed out while cleaning resources: {model}") from None
+
+    def _refuse_without_model_api(self) -> None:
+        if not self._settings.model_api_enabled:
+            raise NotAllowed(
+                "Requested method is not allowed, please refer to API document.",
+                "the model API is off: start with --enable-model-api, or set enable_model_api=true",
+            )
 
     async def scale(
         self,
@@ -102,11 +142,24 @@ class ControlPlane:
         """Change how many executors a version has.
 
         Raises:
-            InvalidRequest: max below min, or a negative number (checked before the model is looked up).
+            InvalidRequest: max below min, or a number out of range (checked before the model is looked up).
             ModelNotFound, VersionNotFound.
             LoadFailed: synchronous, and an executor would not start.
         """
-        raise NotImplementedError
+        if max_executors < min_executors:
+            raise InvalidRequest("max_worker cannot be less than min_worker.")
+        if min_executors < 0 or max_executors > MAX_EXECUTORS:
+            raise InvalidRequest(
+                f"min_worker={min_executors}, max_worker={max_executors}: expected 0 to {MAX_EXECUTORS}."
+            )
+        target = self._registry.find(model, version)
+        self._registry.scale(target, min_executors, max_executors)
+        if not synchronous:
+            return Progress.STARTED
+        await target.settled.wait()
+        if target.failure is not None:
+            raise target.failure
+        return _progress(target)
 
     async def set_default(self, model: str, version: str) -> None:
         """Make `version` the one that requests without a version get.
@@ -114,7 +167,7 @@ class ControlPlane:
         Raises:
             ModelNotFound, VersionNotFound.
         """
-        raise NotImplementedError
+        self._registry.set_default(model, version)
 
     def describe(self, model: str, version: str | None) -> list[VersionDescription]:
         """Describe one version (None: the default; "all": every version).
@@ -122,7 +175,10 @@ class ControlPlane:
         Raises:
             ModelNotFound, VersionNotFound.
         """
-        raise NotImplementedError
+        if version != "all":
+            return [_describe(self._registry.find(model, version))]
+        self._registry.find(model, None)
+        return [_describe(one) for one in self._registry.served()[model].versions.values()]
 
     async def describe_customized(
         self, model: str, version: str | None, request: InferRequest
@@ -132,11 +188,35 @@ class ControlPlane:
         Raises:
             ModelNotFound, VersionNotFound; Unavailable with the contract's describe text; HandlerFailed.
         """
-        raise NotImplementedError
+        target = self._registry.find(model, version)
+        if target.target == 0:
+            raise Unavailable(
+                f'Model "{model}" has no worker to serve describe request. '
+                "Please use scale workers API to add workers."
+            )
+        asked = InferRequest(
+            request.request_id,
+            request.parameters,
+            (*request.headers, ("describe", "True")),
+            request.deadline_s,
+        )
+        # A group of its own: a describe call is always alone in its batch.
+        answer = await self._dataplane.infer(model, version, asked, group=f"describe {asked.request_id}")
+        if isinstance(answer, StreamedResponse):
+            raise HandlerFailed("Failed to get customized model metadata.", status=500)
+        return _describe(target), answer
 
     def list_models(self, limit: int, page_token: int) -> ModelPage:
         """One page of at most `limit` models, starting at `page_token` (both 0 or more)."""
-        raise NotImplementedError
+        served = self._registry.served()
+        names = sorted(served)
+        page = tuple(
+            (name, self._registry.find(name, None).origin.archive.url)
+            for name in names[page_token : page_token + limit]
+        )
+        end = page_token + limit
+        # TorchServe gives a token also when the page ends exactly at the last model: clients know.
+        return ModelPage(page, str(end) if end <= len(names) else None)
 
     def has_executors(self, model: str) -> bool:
         """Whether the default version has at least one executor (KServe v1 readiness).
@@ -144,4 +224,42 @@ class ControlPlane:
         Raises:
             ModelNotFound.
         """
-        raise NotImplementedError
+        return self._registry.find(model, None).pool.size > 0
+
+
+MAX_EXECUTORS = 1024  # of one version; a typing error must not start a million processes
+
+
+def _wanted(wish: Registration, default_executors: int) -> Wanted:
+    executors = default_executors if wish.initial_executors is None else wish.initial_executors
+    if executors > MAX_EXECUTORS or executors < 0:
+        raise InvalidRequest(f"initial_workers={executors}: expected 0 to {MAX_EXECUTORS}.")
+    asked = Asked(
+        batch_size=wish.batch_size,
+        max_batch_delay_ms=wish.max_batch_delay_ms,
+        executors=executors,
+        response_timeout_s=wish.response_timeout_s,
+        startup_timeout_s=wish.startup_timeout_s,
+    )
+    return Wanted(wish.url, asked, name=wish.model_name, handler=wish.handler, runtime=wish.runtime)
+
+
+def _progress(version: Version) -> Progress:
+    enough = version.pool.in_service >= version.settings.min_executors
+    return Progress.DONE if enough else Progress.PARTIAL
+
+
+def _describe(version: Version) -> VersionDescription:
+    return VersionDescription(
+        key=version.key,
+        url=version.origin.archive.url,
+        runtime=version.origin.runtime,
+        settings=version.settings,
+        isolation=version.origin.isolation,
+        state=version.state,
+        failure=version.failure_text,
+        loaded_at_startup=version.origin.loaded_at_startup,
+        executors=version.pool.statuses(),
+        queue_capacity=version.batcher.queue_capacity,
+        queue_length=version.batcher.queue_length,
+    )

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from dataclasses import dataclass
 
-from torchere.serving.types import InferRequest, InferResponse, StreamedResponse
+from torchere.serving.errors import QueueFull, Unavailable
+from torchere.serving.registry.registry import Registry
+from torchere.serving.registry.version import Version, VersionState
+from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, StreamedResponse
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,36 +23,104 @@ class Readiness:
 class DataPlane:
     """Answers requests. All methods run on the event loop and never block it."""
 
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._started = False
+        self._draining = False
+
     async def infer(
-        self, model: str, version: str | None, request: InferRequest
+        self, model: str, version: str | None, request: InferRequest, group: str = ""
     ) -> InferResponse | StreamedResponse:
         """Answer one request with `version` of `model` (None: its default version).
 
-        Cancelling the awaiting task withdraws the request: it won't run if it has not started yet.
+        Requests share a batch only with others of equal `group`. Cancelling the awaiting task withdraws the
+        request: it won't run if it has not started yet.
 
         Raises:
             ModelNotFound, VersionNotFound: nothing of that name is registered.
             Unavailable, QueueFull: no executor, or no room.
             DeadlineExceeded, HandlerFailed, OutOfResources, ExecutorDied: what became of it.
         """
-        raise NotImplementedError
+        target = self._registry.find(model, version)
+        self._refuse_without_executors(target, version)
+        try:
+            pending = target.batcher.submit(_with_deadline(request, target), group)
+        except QueueFull as err:
+            raise QueueFull(_worded(err.message, model, version), err.retry_after_s) from None
+        try:
+            return await pending.answer
+        except asyncio.CancelledError:  # nobody waits any more
+            target.batcher.withdraw(pending)
+            raise
+
+    def _refuse_without_executors(self, target: Version, version: str | None) -> None:
+        if target.target == 0 or target.state is VersionState.FAILED or not target.living_executors:
+            raise Unavailable(_worded(target.batcher.refusal, target.key.name, version), target.failure_text)
 
     def check_exists(self, model: str, version: str | None) -> None:
         """Raise `ModelNotFound` or `VersionNotFound` unless the version is registered."""
-        raise NotImplementedError
+        self._registry.find(model, version)
 
     def sole_startup_model(self) -> str | None:
         """The model that was loaded at the start, when it was exactly one (`/invocations` uses it)."""
-        raise NotImplementedError
+        names = {
+            version.key.name for version in self._registry.versions() if version.origin.loaded_at_startup
+        }
+        return names.pop() if len(names) == 1 else None
 
     def signature_text(self, model: str, version: str | None) -> str | None:
         """`MAR-INF/signature.json` of the archive, for the model's OpenAPI document; None without one."""
-        raise NotImplementedError
+        return self._registry.find(model, version).origin.archive.signature
 
     def healthy(self) -> bool:
-        """The rule of `/ping`: every default version has as many living executors as it should."""
-        raise NotImplementedError
+        """The rule of `/ping`: every default version has as many living executors as it should.
+
+        Executors that load or restart count as living, as in TorchServe; `readiness` is the stricter question.
+        """
+        return all(
+            _living(default) >= default.settings.min_executors
+            for default in (self._registry.find(name, None) for name in self._registry.served())
+        )
 
     def readiness(self) -> Readiness:
         """The rule of `/readyz`: started, not draining, and every version that should be ready is."""
-        raise NotImplementedError
+        reasons = []
+        if not self._started:
+            reasons.append("the server is starting")
+        if self._draining:
+            reasons.append("the server is shutting down")
+        for version in self._registry.versions():
+            if version.target > 0 and not version.ready:
+                reasons.append(f"{version.key} is {version.state.value}")
+        return Readiness(not reasons, tuple(reasons))
+
+    def opened(self) -> None:
+        """All listeners are up."""
+        self._started = True
+
+    def draining(self) -> None:
+        """The end has begun: unready from now on."""
+        self._draining = True
+
+
+def _living(version: Version) -> int:
+    if version.state is VersionState.FAILED:
+        return 0
+    if version.state in (VersionState.NEW, VersionState.LOADING, VersionState.WARMING):
+        return version.target  # still on their way
+    return version.living_executors
+
+
+def _with_deadline(request: InferRequest, target: Version) -> InferRequest:
+    client_timeout_ms = target.settings.client_timeout_ms
+    if request.deadline_s != NO_DEADLINE or not client_timeout_ms:
+        return request
+    deadline_s = time.monotonic() + client_timeout_ms / 1000
+    return InferRequest(request.request_id, request.parameters, request.headers, deadline_s)
+
+
+def _worded(text: str, model: str, version: str | None) -> str:
+    """The contract's refusal; with a version in the URL it reads differently, unbalanced quote and all."""
+    if version is None:
+        return text
+    return text.replace(f'Model "{model}" ', f'Model "{model}" Version {version}" ', 1)

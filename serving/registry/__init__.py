@@ -1,1 +1,1 @@
-"""The control plane: which versions are wanted, which there are, and the one writer that brings them together."""
+"""The control plane: which versions are wanted, which there are, and who brings the two together."""

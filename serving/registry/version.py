@@ -1,8 +1,17 @@
-"""The life of a version: its states, the legal steps between them, and the lease a request holds."""
+"""The life of a version: its states, the legal steps between them, and what is known of one version."""
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import dataclass
 from enum import Enum
+
+from torchere.serving.batching.batcher import Batcher
+from torchere.serving.errors import LoadFailed
+from torchere.serving.execution.executor import ExecutorPool, ExecutorState
+from torchere.serving.registry.store import StoredArchive
+from torchere.serving.settings import ModelSettings
+from torchere.serving.types import ModelKey
 
 
 class VersionState(Enum):
@@ -43,3 +52,58 @@ def check_transition(old: VersionState, new: VersionState) -> VersionState:
     if new not in TRANSITIONS[old]:
         raise IllegalTransition(f"a version cannot go from {old.value} to {new.value}")
     return new
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a version came from and what it runs; fixed at registration."""
+
+    archive: StoredArchive
+    handler: str
+    runtime: str
+    isolation: str  # "thread" | "process"
+    loaded_at_startup: bool
+
+
+class Version:
+    """One registered version: what is wanted of it, and what it is. Lives on the event loop.
+
+    The registry changes what is wanted (`wanted`, `settings`, `target`, `retry`), the reconciler alone what
+    is (`state`, `failure`). A request holds the version by being in its batcher: draining waits for that.
+    """
+
+    def __init__(
+        self, key: ModelKey, origin: Origin, settings: ModelSettings, pool: ExecutorPool, batcher: Batcher
+    ) -> None:
+        self.key = key
+        self.origin = origin
+        self.settings = settings
+        self.pool = pool
+        self.batcher = batcher
+        self.wanted = True
+        self.target = settings.min_executors
+        self.retry = False  # somebody asked to try a FAILED version again
+        self.state = VersionState.NEW
+        self.failure: LoadFailed | None = None  # why the last load or resize went wrong
+        self.settled = asyncio.Event()  # what is equals what is wanted, as far as it can
+
+    def enter(self, state: VersionState) -> None:
+        """Step to the next state of the life."""
+        self.state = check_transition(self.state, state)
+
+    @property
+    def living_executors(self) -> int:
+        """Executors that have not given up: those still loading or restarting count."""
+        return sum(status.state is not ExecutorState.FAILED for status in self.pool.statuses())
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request would be run without waiting for a load."""
+        return self.state is VersionState.READY and self.pool.in_service > 0
+
+    @property
+    def failure_text(self) -> str:
+        """Why it is not what it should be, in words; "" when all is well."""
+        if self.failure is not None:
+            return self.failure.detail
+        return next((s.last_failure for s in self.pool.statuses() if s.last_failure), "")

@@ -1,0 +1,177 @@
+"""Opens archives from outside: whatever the bytes, the answer is an Archive or an ArchiveError."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from torchere.archiver.entries import ArchiveLimits, Chunks, Container, Entry, open_regular
+from torchere.archiver.errors import ArchiveError
+from torchere.archiver.foldercontainer import FolderContainer
+from torchere.archiver.manifest import Manifest
+from torchere.archiver.names import MANIFEST_NAME
+from torchere.archiver.staging import staged
+from torchere.archiver.tarcontainer import TarContainer
+from torchere.archiver.zipcontainer import ZipContainer
+
+Kind = Literal["zip", "tgz", "directory"]
+_REPACK = "pack the archive again"
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """An opened archive: names, limits and manifest are checked, contents are when they are read.
+
+    Immutable, holds no file open, may be shared between threads. `entries` lists every file.
+    """
+
+    path: Path
+    kind: Kind
+    manifest: Manifest
+    has_manifest: bool
+    container: Container
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Every file in the archive."""
+        return self.container.entries
+
+    def entry(self, name: str) -> Entry:
+        """The entry of that name; ArchiveError when there is none."""
+        for entry in self.entries:
+            if entry.name == name:
+                return entry
+        raise ArchiveError(self.path, "not in the archive", "see `torchere inspect` for what is", entry=name)
+
+    def chunks(self) -> Iterator[tuple[Entry, Chunks]]:
+        """Stream every file, each verified by its digest when the last chunk was taken."""
+        with _one_error(self.path):
+            for entry, chunks in self.container.walk(lambda _: True):
+                yield entry, self._verified(entry, chunks)
+
+    def read_text(self, name: str, max_bytes: int = 2**20) -> str:
+        """Read a UTF-8 file of at most `max_bytes`, verified by its digest.
+
+        Raises:
+            ArchiveError: It is missing, larger, damaged or not UTF-8.
+        """
+        entry = self.entry(name)
+        if entry.size > max_bytes:
+            reason = f"{entry.size} bytes, more than the {max_bytes} allowed"
+            raise ArchiveError(self.path, reason, "make the file smaller", entry=name)
+        with _one_error(self.path):
+            walk = self.container.walk(lambda other: other is entry)
+            data = b"".join(chunk for _, chunks in walk for chunk in self._verified(entry, chunks))
+        try:
+            return data.decode()
+        except UnicodeDecodeError as error:
+            raise ArchiveError(self.path, "the text is not UTF-8", "save it as UTF-8", entry=name) from error
+
+    def extract(self, target: str | Path) -> Path:
+        """Unpack everything into `target`, a new directory, and return it.
+
+        The directory appears at once when all is unpacked and verified; on failure there is nothing. Files
+        are made with the umask's modes, never with the archive's.
+
+        Raises:
+            ArchiveError: `target` exists, the archive is damaged or changed, or the disk is full.
+        """
+        folder = Path(target)
+        with _one_error(self.path), staged(folder) as work:
+            if folder.exists() or folder.is_symlink():
+                raise ArchiveError(self.path, f"{folder} exists", "unpack to a path that does not")
+            work.mkdir()
+            for entry, chunks in self.chunks():
+                file = work / entry.name
+                file.parent.mkdir(parents=True, exist_ok=True)
+                with open(file, "xb") as out:
+                    for chunk in chunks:
+                        out.write(chunk)
+        return folder
+
+    def verify(self) -> None:
+        """Read everything once and check sizes, CRCs and digests; ArchiveError tells the first that is wrong."""
+        for _, chunks in self.chunks():
+            for _ in chunks:
+                pass
+
+    def _verified(self, entry: Entry, chunks: Chunks) -> Chunks:
+        expected = (self.manifest.digests or {}).get(entry.name)
+        if expected is None:
+            yield from chunks
+            return
+        found = hashlib.sha256()
+        for chunk in chunks:
+            found.update(chunk)
+            yield chunk
+        if f"sha256:{found.hexdigest()}" != expected:
+            reason = f"the SHA-256 is {found.hexdigest()}, not the one in the manifest"
+            raise ArchiveError(self.path, reason, "do not use it; pack or fetch it again", entry=entry.name)
+
+
+def open_archive(path: str | Path, limits: ArchiveLimits | None = None) -> Archive:
+    """Open a `.mar`, a `.tar.gz` or a directory; what it is, is told by its first bytes, not by its name.
+
+    Raises:
+        ArchiveError: There is nothing of that name, or it can't be used. See `ArchiveLimits` for the bounds.
+    """
+    place = Path(path)
+    limits = limits or ArchiveLimits()
+    with _one_error(place):
+        kind = _kind_of(place)
+        container = _open_container(kind, place, limits)
+        bare = Archive(place, kind, Manifest(), False, container)
+        if not any(entry.name == MANIFEST_NAME for entry in bare.entries):
+            return bare
+        text = bare.read_text(MANIFEST_NAME, limits.max_manifest_bytes)
+    archive = Archive(place, kind, Manifest.parse(text, str(place)), True, container)
+    _check_digest_list(archive)
+    return archive
+
+
+def _kind_of(path: Path) -> Kind:
+    if path.is_dir():
+        return "directory"
+    with open_regular(path) as file:
+        first = file.read(4)
+    if first in (b"PK\3\4", b"PK\5\6"):
+        return "zip"
+    if first[:2] == b"\x1f\x8b":
+        return "tgz"
+    what = f"begins with {first.hex(' ')}" if first else "is empty"
+    raise ArchiveError(path, f"the file {what}, which is neither zip nor gzip", "name a .mar or a .tar.gz")
+
+
+def _open_container(kind: Kind, path: Path, limits: ArchiveLimits) -> Container:
+    if kind == "directory":
+        return FolderContainer(path, limits)
+    return TarContainer(path, limits) if kind == "tgz" else ZipContainer(path, limits)
+
+
+def _check_digest_list(archive: Archive) -> None:
+    """When digests are recorded, they must be those of exactly the files that are there."""
+    if archive.manifest.digests is None:
+        return
+    present = {entry.name for entry in archive.entries} - {MANIFEST_NAME}
+    if extra := sorted(present - archive.manifest.digests.keys()):
+        reason = "it is not in the manifest's list of digests"
+        raise ArchiveError(archive.path, reason, "something was added later; " + _REPACK, entry=extra[0])
+    if missing := sorted(archive.manifest.digests.keys() - present):
+        reason = "it is missing, but the manifest has its digest"
+        raise ArchiveError(archive.path, reason, "something was taken out; " + _REPACK, entry=missing[0])
+
+
+@contextmanager
+def _one_error(path: Path) -> Iterator[None]:
+    """Turn what the operating system says into the one error of this module."""
+    try:
+        yield
+    except OSError as error:
+        reason = f"{error.strerror or error}: {error.filename}" if error.filename else str(error)
+        raise ArchiveError(path, reason, "check the path, its permissions and the disk") from error
+    except ValueError as error:  # a path with a NUL character
+        raise ArchiveError(path, str(error), "name an existing archive") from error

@@ -1,0 +1,109 @@
+"""What to pack, said once, and everything about it that can be decided without opening a file."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from torchere.archiver.errors import PackingError
+from torchere.archiver.manifest import EPOCH_S, FORMAT_VERSION, RUNTIMES, Manifest, created_on
+
+ArchiveFormat = Literal["default", "zip-store", "tgz", "no-archive"]
+FORMATS: tuple[str, ...] = get_args(ArchiveFormat)
+
+# Handlers that need no file, because the server has them. TorchServe 0.12's archiver knows the same ones.
+_BUILT_IN_PYTHON = frozenset(
+    {
+        "base_handler",
+        "text_classifier",
+        "image_classifier",
+        "object_detector",
+        "image_segmenter",
+        "dali_image_classifier",
+        "vllm_handler",
+        "trt_llm_handler",
+    }
+)
+_BUILT_IN_CPP = frozenset({"BaseHandler", "TorchScriptHandler"})
+_SUFFIXES = {"default": ".mar", "zip-store": ".mar", "tgz": ".tar.gz", "no-archive": ""}
+_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-.]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArchiveRequest:
+    """One archive to write; see `write_archive`.
+
+    `handler` is a built-in name, or a Python file with or without `.py` and `:function`. Each of
+    `extra_files` is a file, a directory (its contents go to the archive's root) or a glob pattern.
+    `epoch_s` (seconds since 1970, UTC) becomes `createdOn`; the same request with the same files always
+    gives the same bytes, on the same release of Python and zlib.
+    """
+
+    model_name: str
+    version: str
+    handler: str
+    serialized_file: str | Path | None = None
+    model_file: str | Path | None = None
+    extra_files: tuple[str | Path, ...] = ()
+    requirements_file: str | Path | None = None
+    config_file: str | Path | None = None
+    runtime: str = "python"
+    export_path: str | Path = "."
+    archive_format: ArchiveFormat = "default"
+    force: bool = False
+    epoch_s: int = EPOCH_S
+
+    @property
+    def target(self) -> Path:
+        """Where the archive will be: `<export_path>/<model_name>` with the suffix of its format."""
+        return Path(self.export_path) / f"{self.model_name}{_SUFFIXES[self.archive_format]}"
+
+    def check(self) -> None:
+        """Raise PackingError when a field has a value that no archive can have."""
+        if not _MODEL_NAME.fullmatch(self.model_name):
+            raise PackingError(
+                "Model name contains special characters.\nThe allowed regular expression filter for model "
+                f"name is: ^{_MODEL_NAME.pattern}$"
+            )
+        if self.archive_format not in FORMATS:
+            raise PackingError(f"archive format is {self.archive_format!r}; use one of {', '.join(FORMATS)}")
+        if self.runtime not in RUNTIMES:
+            raise PackingError(f"runtime is {self.runtime!r}; use one of {', '.join(RUNTIMES)}")
+
+    def handler_file(self) -> Path | None:
+        """The file that `handler` names, or None for a handler that the server brings itself."""
+        if self.handler in (_BUILT_IN_CPP if self.runtime == "LSP" else _BUILT_IN_PYTHON):
+            return None
+        path, colon, function = self.handler.rpartition(":")
+        # What stands after a colon is a function only if it could be one: C:\models\service.py has none.
+        file = path if colon and function.isidentifier() else self.handler
+        suffix = _cpp_suffix() if self.runtime == "LSP" else ".py"
+        return Path(file if file.endswith(suffix) else f"{file}{suffix}")
+
+    def manifest(self, digests: Mapping[str, str]) -> Manifest:
+        """The manifest of the archive whose files have these digests."""
+        return Manifest(
+            model_name=self.model_name,
+            model_version=self.version,
+            serialized_file=_base_name(self.serialized_file),
+            handler=_base_name(self.handler),
+            model_file=_base_name(self.model_file),
+            requirements_file=_base_name(self.requirements_file),
+            config_file=_base_name(self.config_file),
+            runtime=self.runtime,
+            created_on=created_on(self.epoch_s),
+            archiver_version=FORMAT_VERSION,
+            digests=digests,
+        )
+
+
+def _base_name(path: str | Path | None) -> str | None:
+    return Path(path).name if path else None
+
+
+def _cpp_suffix() -> str:
+    return ".dylib" if sys.platform == "darwin" else ".so"

@@ -1,0 +1,124 @@
+"""The formats an archive can be written in. A sink takes files one by one, in the order they are given.
+
+Nothing of the machine, the user or the hour gets in: times, modes and owners are constants.
+"""
+
+from __future__ import annotations
+
+import gzip
+import shutil
+import stat
+import struct
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Protocol
+
+from torchere.archiver.manifest import EPOCH_S
+
+ALIGNMENT = 64  # bytes: a cache line, and what torch.save uses inside a .pt; lets stored weights be mapped
+CHUNK_BYTES = 2**20
+FILE_MODE = 0o644
+# From this size the local header gets 64-bit sizes. Python's zipfile adds them above 2 GiB / 1.05; deciding
+# earlier keeps the decision, on which the padding depends, ours.
+WIDE_FROM_BYTES = 1_900_000_000
+
+_ZIP_TIME = (1980, 1, 1, 0, 0, 0)
+_LOCAL_HEADER_BYTES = 30
+_WIDE_EXTRA_BYTES = 20
+# Extra field 0xD935, "alignment": two bytes with the alignment, then zeros. Every reader skips what it does
+# not know, and this one has been in .apk files for years.
+_PADDING = struct.Struct("<HHH")
+_PADDING_ID = 0xD935
+
+
+class Source(Protocol):
+    """Where an entry's bytes come from."""
+
+    def read(self, size: int = -1, /) -> bytes:
+        """Up to `size` bytes, b"" at the end."""
+        ...
+
+
+class Sink(Protocol):
+    """An archive being written."""
+
+    def add(self, name: str, size: int, source: Source, store: bool) -> None:
+        """Write one entry of exactly `size` bytes; `store` asks for no compression and an aligned start."""
+        ...
+
+
+class ZipSink:
+    """A `.mar`: a zip whose stored entries begin at a multiple of `ALIGNMENT` bytes."""
+
+    def __init__(self, archive: zipfile.ZipFile, file: IO[bytes]) -> None:
+        self._archive = archive
+        self._file = file
+
+    def add(self, name: str, size: int, source: Source, store: bool) -> None:
+        """See `Sink.add`."""
+        info = zipfile.ZipInfo(name, _ZIP_TIME)
+        info.create_system = 3  # Unix, wherever this runs
+        info.external_attr = (stat.S_IFREG | FILE_MODE) << 16
+        info.compress_type = zipfile.ZIP_STORED if store else zipfile.ZIP_DEFLATED
+        info.file_size = size
+        wide = size >= WIDE_FROM_BYTES
+        if store:
+            info.extra = _padding(self._file.tell(), name, wide)
+        with self._archive.open(info, "w", force_zip64=wide) as entry:
+            shutil.copyfileobj(source, entry, CHUNK_BYTES)
+        info.extra = b""  # the padding belongs to the local header; the central directory is written later
+
+
+class TarSink:
+    """A `.tar.gz` with everything below one directory named after the model."""
+
+    def __init__(self, archive: tarfile.TarFile, root: str) -> None:
+        self._archive = archive
+        self._root = root
+
+    def add(self, name: str, size: int, source: Source, store: bool) -> None:
+        """See `Sink.add`; gzip compresses the whole, so `store` changes nothing."""
+        info = tarfile.TarInfo(f"{self._root}/{name}")
+        info.size = size
+        info.mode = FILE_MODE
+        info.mtime = EPOCH_S
+        self._archive.addfile(info, source)  # type: ignore[arg-type]  # it only ever reads
+
+
+class DirectorySink:
+    """A plain directory; modes are what the umask makes of new files."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def add(self, name: str, size: int, source: Source, store: bool) -> None:
+        """See `Sink.add`."""
+        path = self._root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "xb") as file:
+            shutil.copyfileobj(source, file, CHUNK_BYTES)
+
+
+@contextmanager
+def open_sink(archive_format: str, work: Path, model_name: str) -> Iterator[Sink]:
+    """Open a sink that writes `work`, which must not exist; it is complete when the block ends."""
+    if archive_format == "no-archive":
+        work.mkdir()
+        yield DirectorySink(work)
+    elif archive_format == "tgz":
+        with open(work, "xb") as file, gzip.GzipFile("", "wb", 6, file, mtime=0) as packed:
+            with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar:
+                yield TarSink(tar, model_name)
+    else:
+        with open(work, "x+b") as file, zipfile.ZipFile(file, "w") as archive:
+            yield ZipSink(archive, file)
+
+
+def _padding(header_offset: int, name: str, wide: bool) -> bytes:
+    """The extra field that moves the data of an entry to the next aligned offset."""
+    fixed = _LOCAL_HEADER_BYTES + len(name.encode()) + (_WIDE_EXTRA_BYTES if wide else 0)
+    zeros = -(header_offset + fixed + _PADDING.size) % ALIGNMENT
+    return _PADDING.pack(_PADDING_ID, _PADDING.size - 4 + zeros, ALIGNMENT) + bytes(zeros)

@@ -1,0 +1,52 @@
+"""All or nothing: work goes into a hidden sibling of the target, which takes its place only when complete."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def staged(target: Path) -> Iterator[Path]:
+    """Give a path beside `target` (same file system, not yet existing) to write a file or directory to.
+
+    When the block ends well it is renamed to `target`, replacing a file or directory that is there; when the
+    block raises, whatever was written is removed and `target` is as it was.
+    """
+    work = _sibling(target, "part")
+    try:
+        yield work
+        if target.is_dir() and not target.is_symlink():
+            _swap(work, target)
+        else:
+            os.replace(work, target)
+    finally:
+        _remove(work)
+
+
+def _swap(work: Path, target: Path) -> None:
+    """Put one directory in the place of another, which no single rename does."""
+    aside = _sibling(target, "old")
+    os.rename(target, aside)
+    try:
+        os.rename(work, target)
+    except OSError:
+        os.rename(aside, target)
+        raise
+    shutil.rmtree(aside)
+
+
+def _sibling(target: Path, purpose: str) -> Path:
+    # The name's length must not depend on the target's, which may be as long as a file system allows.
+    return target.with_name(f".torchere-{secrets.token_hex(8)}.{purpose}")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,216 @@
+"""Reads `.mar` files: zip, with everything refused on which two readers could disagree.
+
+TorchServe's server reads a zip from front to back, most others by the central directory at its end. Here both
+must tell the same: entries stand one behind the other from the first byte of the file to the central
+directory, without gap or overlap, and each local header says what the directory says.
+"""
+
+from __future__ import annotations
+
+import stat
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from torchere.archiver.entries import (
+    CHUNK_BYTES,
+    ArchiveLimits,
+    Chunks,
+    Entry,
+    Identity,
+    Intake,
+    open_regular,
+)
+from torchere.archiver.errors import ArchiveError
+from torchere.archiver.zipheaders import (
+    DEFLATED,
+    DESCRIPTOR_FLAG,
+    ENCRYPTED_FLAGS,
+    PATCHED_FLAG,
+    STORED,
+    Central,
+    Directory,
+    Local,
+    Malformed,
+    is_descriptor,
+    read_central,
+    read_directory,
+    read_local,
+)
+
+_REPACK = "pack the archive again"
+_EMPTY_DEFLATED_BYTES = 2  # some tools "compress" directories
+
+
+class ZipContainer:
+    """One zip file, indexed and checked; see `entries.Container`."""
+
+    def __init__(self, path: Path, limits: ArchiveLimits) -> None:
+        self._path = path
+        with open_regular(path) as file:
+            self._identity = Identity.of(file)
+            self.entries = _Indexer(path, file, Intake(path, limits)).entries(self._identity.size)
+
+    def walk(self, wanted: Callable[[Entry], bool]) -> Iterator[tuple[Entry, Chunks]]:
+        """See `Container.walk`."""
+        with open_regular(self._path, self._identity) as file:
+            for entry in self.entries:
+                if wanted(entry):
+                    yield entry, self._checked(entry, _unpacked(file, entry))
+
+    def _checked(self, entry: Entry, chunks: Chunks) -> Chunks:
+        crc = size = 0
+        try:
+            for chunk in chunks:
+                crc = zlib.crc32(chunk, crc)
+                size += len(chunk)
+                if size > entry.size:
+                    break
+                yield chunk
+        except (zlib.error, Malformed) as error:
+            raise ArchiveError(
+                self._path, f"the data is damaged: {error}", _REPACK, entry=entry.name
+            ) from error
+        if size != entry.size:
+            lie = f"unpacks to {'more' if size > entry.size else 'less'} than the {entry.size} bytes declared"
+            raise ArchiveError(self._path, lie, _REPACK, entry=entry.name)
+        if crc != entry.crc:
+            reason = f"the CRC is {crc:08x}, not the {entry.crc:08x} recorded"
+            raise ArchiveError(self._path, reason, _REPACK, entry=entry.name)
+
+
+class _Indexer:
+    """Reads and checks the records of one open file."""
+
+    def __init__(self, path: Path, file: BinaryIO, intake: Intake) -> None:
+        self._path = path
+        self._file = file
+        self._intake = intake
+
+    def entries(self, file_size: int) -> tuple[Entry, ...]:
+        """All files, in the order they stand in."""
+        try:
+            directory = read_directory(self._file, file_size)
+            self._intake.check_count(directory.count)
+            centrals = self._centrals(directory)
+        except Malformed as error:
+            raise ArchiveError(self._path, str(error), _REPACK) from error
+        self._take_all(centrals, directory)
+        return self._intake.finish()
+
+    def _centrals(self, directory: Directory) -> list[Central]:
+        self._file.seek(directory.offset)
+        centrals = [read_central(self._file) for _ in range(directory.count)]
+        if self._file.tell() != directory.end:
+            raise Malformed("the central directory is not as long as the end record says")
+        return sorted(centrals, key=lambda central: central.header_offset)
+
+    def _take_all(self, centrals: list[Central], directory: Directory) -> None:
+        cursor = 0
+        for number, central in enumerate(centrals):
+            last = number + 1 == len(centrals)
+            limit = directory.offset if last else centrals[number + 1].header_offset
+            name = self._name(central)
+            try:
+                cursor = self._take(name, central, cursor, limit)
+            except Malformed as error:
+                raise self._intake.refuse(name, str(error), _REPACK) from error
+        if cursor != directory.offset:
+            raise ArchiveError(self._path, "bytes that belong to no entry", _REPACK)
+
+    def _name(self, central: Central) -> str:
+        try:
+            return central.raw_name.decode()
+        except UnicodeDecodeError as error:
+            shown = central.raw_name.decode("latin-1")
+            raise self._intake.refuse(shown, "the name is not UTF-8", _REPACK) from error
+
+    def _take(self, name: str, central: Central, cursor: int, limit: int) -> int:
+        """Check one entry, which must begin at `cursor`, and return where it ends, at most at `limit`."""
+        if central.header_offset != cursor:
+            overlaps = central.header_offset < cursor
+            raise Malformed("it overlaps another entry" if overlaps else "bytes before it belong to no entry")
+        _check_kind(name, central)
+        local = read_local(self._file, cursor)
+        _check_agreement(local, central)
+        end = local.data_offset + central.stored_size
+        if central.flags & DESCRIPTOR_FLAG and end <= limit:
+            self._file.seek(end)
+            if not is_descriptor(self._file.read(min(limit - end, 25)), *central[3:6]):
+                raise Malformed("what follows its data is not the data descriptor that belongs there")
+            end = limit
+        if end > limit:
+            raise Malformed("it overlaps what follows it")
+        self._keep(name, central, local)
+        return end
+
+    def _keep(self, name: str, central: Central, local: Local) -> None:
+        if name.endswith("/"):
+            if central.size or central.stored_size > _EMPTY_DEFLATED_BYTES:
+                raise Malformed("a directory has data")
+            self._intake.add_directory(name[:-1])
+            return
+        method = "deflated" if central.method == DEFLATED else "stored"
+        self._intake.add(
+            Entry(name, central.size, central.stored_size, method, local.data_offset, central.crc)
+        )
+
+
+def _check_kind(name: str, central: Central) -> None:
+    if central.flags & ENCRYPTED_FLAGS:
+        raise Malformed("it is encrypted")
+    if central.method not in (STORED, DEFLATED) or central.flags & PATCHED_FLAG:
+        raise Malformed(f"unknown compression method {central.method}; only stored and deflated are read")
+    if central.method == STORED and central.size != central.stored_size:
+        raise Malformed("it is stored, but its two sizes differ")
+    kind = stat.S_IFMT(central.attributes >> 16)
+    if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
+        raise Malformed("it is a link" if kind == stat.S_IFLNK else "it is a device, FIFO or socket")
+    if kind == stat.S_IFDIR and not name.endswith("/"):
+        raise Malformed("it is marked as a directory but named like a file")
+
+
+def _check_agreement(local: Local, central: Central) -> None:
+    """The header in front of the data must not contradict the central directory."""
+    same = ("raw_name", "flags", "method")
+    values = ("crc", "stored_size", "size")
+    wrong = [field for field in same if getattr(local, field) != getattr(central, field)]
+    for field in values:
+        allowed = {getattr(central, field)}
+        if central.flags & DESCRIPTOR_FLAG:
+            allowed.add(0)  # unknown when it was written; the descriptor has it
+        if getattr(local, field) not in allowed:
+            wrong.append(field)
+    if wrong:
+        raise Malformed(f"its local header differs from the central directory in {', '.join(wrong)}")
+
+
+def _unpacked(file: BinaryIO, entry: Entry) -> Chunks:
+    """The entry's bytes in chunks; never much more than one chunk in memory, whatever the data says."""
+    file.seek(entry.offset or 0)
+    packed = _packed(file, entry.stored_size)
+    if entry.method == "stored":
+        yield from packed
+        return
+    inflater = zlib.decompressobj(-zlib.MAX_WBITS)
+    for pending in packed:
+        while pending:
+            if inflater.eof:
+                raise Malformed("there is something behind the compressed data")
+            yield inflater.decompress(pending, CHUNK_BYTES)
+            pending = inflater.unconsumed_tail or inflater.unused_data  # noqa: PLW2901  # what is left of it
+    while not inflater.eof:  # input is over; output may still be held back by the bound above
+        rest = inflater.decompress(b"", CHUNK_BYTES)
+        if not rest and not inflater.eof:
+            raise Malformed("the compressed data is cut off")
+        yield rest
+
+
+def _packed(file: BinaryIO, size: int) -> Chunks:
+    while size:
+        chunk = file.read(min(size, CHUNK_BYTES))
+        if not chunk:
+            raise Malformed("the file is cut off")
+        size -= len(chunk)
+        yield chunk

@@ -1,0 +1,201 @@
+"""What a handler may know about its model, its requests and its answers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchere.handlers.metrics import MetricsCache
+    from torchere.handlers.shared_models import SharedModels
+
+SendPartial = Callable[[int, bytes], None]
+StoppingCriterion = Callable[[Any], bool | None]
+
+
+class RequestProcessor:
+    """One request of a batch as the handler sees it, and what the handler wants its response to be.
+
+    Args:
+        request_id: the id the client sees as `x-request-id`.
+        headers: the client's headers in the client's spelling; looked up with exact case.
+    """
+
+    __slots__ = ("_headers", "reason_phrase", "request_id", "response_headers", "status_code")
+
+    def __init__(self, request_id: str, headers: Mapping[str, str]) -> None:
+        self.request_id = request_id
+        self.status_code = 200
+        self.reason_phrase: str | None = None
+        self.response_headers: dict[str, str] = {}
+        self._headers = headers
+
+    def get_request_property(self, key: str) -> str | None:
+        """The request header of exactly that name, or None."""
+        return self._headers.get(key)
+
+    def get_request_properties(self) -> dict[str, str]:
+        """All request headers; the caller may keep and change the dict."""
+        return dict(self._headers)
+
+    def report_status(self, code: int, reason_phrase: str | None = None) -> None:
+        """Choose the HTTP status of the response."""
+        self.status_code = code
+        self.reason_phrase = reason_phrase
+
+    def add_response_property(self, key: str, value: str) -> None:
+        """Set a response header.
+
+        Raises:
+            TypeError: the value is not a `str`; headers are text.
+        """
+        if not isinstance(value, str):
+            raise TypeError(
+                f"response header {key!r} has a value of type {type(value).__name__}; convert it with str()"
+            )
+        self.response_headers[key] = value
+
+    def get_response_header(self, key: str) -> str | None:
+        """The response header set so far under that name, or None."""
+        return self.response_headers.get(key)
+
+    def get_response_headers(self) -> dict[str, str]:
+        """All response headers set so far."""
+        return self.response_headers
+
+    def get_response_status_code(self) -> int:
+        """The status chosen so far; 200 unless the handler chose another."""
+        return self.status_code
+
+    def get_response_status_phrase(self) -> str | None:
+        """The reason phrase chosen so far, or None."""
+        return self.reason_phrase
+
+
+class Context:
+    """One handler instance's window on the server: fixed facts about the model, and the current batch.
+
+    An executor makes one context, gives it to `initialize`, and calls `begin_batch` before every call of the
+    handler. Not thread-safe across batches: one batch at a time. Threads a handler starts itself may read it
+    while their batch runs.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_name: str,
+        model_dir: str,
+        manifest: dict[str, Any] | None,
+        gpu_id: int | None,
+        batch_size: int,
+        server_version: str,
+        limit_max_image_pixels: bool = True,
+        model_yaml_config: dict[str, Any] | None = None,
+        metrics: MetricsCache | None = None,
+        shared_models: SharedModels | None = None,
+    ) -> None:
+        self.model_name = model_name
+        self.manifest = manifest
+        self.system_properties: dict[str, Any] = {
+            "model_dir": model_dir,
+            "gpu_id": gpu_id,
+            "batch_size": batch_size,
+            "server_name": "MMS",  # the name TorchServe always gave, from the server it was forked from
+            "server_version": server_version,
+            "limit_max_image_pixels": limit_max_image_pixels,
+        }
+        self.model_yaml_config: dict[str, Any] = model_yaml_config if model_yaml_config is not None else {}
+        self.metrics = metrics
+        self.shared_models = shared_models
+        self.request_ids: dict[int, str] | None = None
+        self.request_processor: Sequence[RequestProcessor] | None = None
+        self.stopping_criteria: list[StoppingCriterion] | None = None
+        self.cl_socket: None = None  # TorchServe's worker socket; ours is not for handlers
+        # The names of the variables are the ones TorchServe's Python worker reads.
+        self.header_key_sequence_id = os.environ.get("TS_REQUEST_SEQUENCE_ID", "ts_request_sequence_id")
+        self.header_key_sequence_start = os.environ.get(
+            "TS_REQUEST_SEQUENCE_START", "ts_request_sequence_start"
+        )
+        self.header_key_sequence_end = os.environ.get("TS_REQUEST_SEQUENCE_END", "ts_request_sequence_end")
+        self._send_partial: SendPartial | None = None
+
+    def begin_batch(self, requests: Sequence[RequestProcessor], send_partial: SendPartial | None) -> None:
+        """Turn to the next batch. Called by the executor only.
+
+        Args:
+            requests: one per request, in the order of the handler's `data`.
+            send_partial: takes (index, bytes) of a part of a streamed answer; None when the client can't
+                take an answer in parts.
+        """
+        self.request_processor = requests
+        self.request_ids = {index: request.request_id for index, request in enumerate(requests)}
+        self.stopping_criteria = None
+        self._send_partial = send_partial
+        if self.metrics is not None:
+            self.metrics.begin_batch(self.request_ids)
+
+    def send_partial(self, index: int, chunk: bytes) -> None:
+        """Send one part of the answer to request `index` now; the returned answer comes after it.
+
+        Raises:
+            RuntimeError: answers can't be sent in parts here.
+        """
+        if self._send_partial is None:
+            raise RuntimeError(
+                "this request can't take an answer in parts: the call came outside a batch, or from a client "
+                "of an API without streaming; return the whole answer from the handler instead"
+            )
+        self._send_partial(index, chunk)
+
+    def _request(self, index: int) -> RequestProcessor:
+        if self.request_processor is None:
+            raise RuntimeError("there is no request yet: the context holds requests during handle() only")
+        return self.request_processor[index]
+
+    def get_request_id(self, idx: int = 0) -> str | None:
+        """The id of request `idx` of the batch, or None when there is none."""
+        return None if self.request_ids is None else self.request_ids.get(idx)
+
+    def get_request_header(self, idx: int, key: str) -> str | None:
+        """The header of exactly that name (case matters) of request `idx`, or None."""
+        return self._request(idx).get_request_property(key)
+
+    def get_all_request_header(self, idx: int) -> dict[str, str]:
+        """All headers of request `idx`."""
+        return self._request(idx).get_request_properties()
+
+    def set_response_content_type(self, idx: int, value: str) -> None:
+        """Set the `content-type` of response `idx`."""
+        self.set_response_header(idx, "content-type", value)
+
+    def get_response_content_type(self, idx: int) -> str | None:
+        """The `content-type` set so far for response `idx`, or None."""
+        return self._request(idx).get_response_header("content-type")
+
+    def set_response_header(self, idx: int, key: str, value: str) -> None:
+        """Set a header of response `idx`; the value must be a `str`."""
+        self._request(idx).add_response_property(key, value)
+
+    def get_response_headers(self, idx: int) -> dict[str, str]:
+        """The headers set so far for response `idx`."""
+        return self._request(idx).get_response_headers()
+
+    def set_response_status(self, code: int = 200, phrase: str = "", idx: int = 0) -> None:
+        """Set status code and reason phrase of response `idx`; without effect outside a batch."""
+        if self.request_processor is not None:
+            self.request_processor[idx].report_status(code, phrase)
+
+    def set_all_response_status(self, code: int = 200, phrase: str = "") -> None:
+        """Set status code and reason phrase of every response of the batch."""
+        for request in self.request_processor or ():
+            request.report_status(code, phrase)
+
+    def get_response_status(self, idx: int) -> tuple[int, str | None]:
+        """Status code and reason phrase of response `idx` so far."""
+        request = self._request(idx)
+        return request.status_code, request.reason_phrase
+
+    def get_sequence_id(self, idx: int) -> str | None:
+        """The id of the sequence that request `idx` belongs to, or None."""
+        return self.get_request_header(idx, self.header_key_sequence_id)

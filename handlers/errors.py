@@ -1,0 +1,45 @@
+"""What a handler may raise, and what loading or answering with one may raise."""
+
+from __future__ import annotations
+
+
+class PredictionException(Exception):
+    """Raised by a handler to answer its whole batch with a status and a text of its choice.
+
+    `str(error)` is `"{message} : {error_code}"`, as handlers written for TorchServe expect.
+
+    Args:
+        message: the text the client sees.
+        error_code: an HTTP status.
+    """
+
+    def __init__(self, message: str, error_code: int = 500) -> None:
+        super().__init__(message, error_code)  # both, so that the error survives pickling between processes
+        self.message = message
+        self.error_code = error_code
+
+    def __str__(self) -> str:
+        return f"{self.message} : {self.error_code}"
+
+
+class HandlerLoadError(Exception):
+    """The handler named by an archive can't be made ready.
+
+    The text names the file, the cause and what to do; `__cause__` is what the archive's own code raised.
+    """
+
+
+class UnsupportedOutput(TypeError):
+    """An element of the list a handler returned can't be turned into bytes."""
+
+
+class MetricsCacheTypeError(TypeError):
+    """A metric was declared with a name, unit, dimension or type of the wrong kind."""
+
+
+class MetricsCacheKeyError(KeyError):
+    """No metric of that name and type was declared."""
+
+
+class MetricsCacheValueError(ValueError):
+    """A metric's unit or value is outside what its type allows."""

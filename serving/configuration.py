@@ -1,0 +1,233 @@
+"""From properties, environment and command line to one `ServerSettings`, and an account of how.
+
+The first source that names a key wins: environment, command line, file, default. The environment counts
+only where the file lets it (`enable_envvars_config=true`). Everything here is a pure function.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from torchere.serving.properties import ConfigurationError, Entry, substitute
+from torchere.serving.property_keys import KEYS, METRICS_API, Key
+from torchere.serving.settings import ServerSettings
+
+Level = Literal["effect", "warning", "error"]
+_HIDDEN = "***"
+_SHOWN_CHARACTERS = 80  # of a value in a message; `models` may be long
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What became of one value, or what is wrong with it."""
+
+    level: Level
+    source: str  # "line 3", "environment variable TS_...", "command line"
+    key: str
+    value: str  # as given, shortened; "***" for a secret, and for what an unknown key holds
+    message: str
+    line: int = 0  # of the file; 0: not from the file
+
+    def __str__(self) -> str:
+        return f"{self.source}: {self.key}: {self.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """The settings, and every finding in the order of the file, then environment and command line.
+
+    With an error among the findings the settings hold the defaults in the places of the bad values.
+    """
+
+    settings: ServerSettings
+    findings: tuple[Finding, ...]
+
+    def of_level(self, level: Level) -> tuple[Finding, ...]:
+        """The findings of one level."""
+        return tuple(finding for finding in self.findings if finding.level == level)
+
+    def checked(self, origin: str = "configuration") -> ServerSettings:
+        """The settings, if there is no error.
+
+        Raises:
+            ConfigurationError: there is; the text names all of them, one a line.
+        """
+        if errors := self.of_level("error"):
+            raise ConfigurationError("\n".join(f"{origin}: {error}" for error in errors))
+        return self.settings
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A value that some source gives to a known key."""
+
+    key: Key
+    text: str
+    source: str
+    line: int = 0
+
+    def finding(self, level: Level, message: str) -> Finding:
+        shown = _HIDDEN if self.key.secret else _shown(self.text)
+        return Finding(level, self.source, self.key.name, shown, _printable(message), self.line)
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What was gathered so far."""
+
+    values: dict[str, Any] = field(default_factory=dict)  # setting -> value
+    findings: list[Finding] = field(default_factory=list)
+
+
+def configure(
+    entries: Iterable[Entry] = (),
+    environ: Mapping[str, str] | None = None,
+    overrides: Mapping[str, str] | None = None,
+) -> Configuration:
+    """Weigh the sources; `overrides` is the command line, as keys of the file.
+
+    Never raises for a bad value: that is a finding of level "error" (see `Configuration.checked`).
+    """
+    environ = environ or {}
+    outcome = _Outcome()
+    from_file = list(_known(entries, environ, outcome.findings))
+    open_gates = {given.key.name for given in from_file if given.text.lower() == "true"}
+    sources = (
+        _from_environment(environ, open_gates, outcome.findings),
+        [_Given(KEYS[name], text, "command line") for name, text in (overrides or {}).items()],
+        from_file[::-1],  # of duplicates the last one counts
+    )
+    winners: dict[str, _Given] = {}
+    for given in (given for source in sources for given in source):
+        winner = winners.setdefault(given.key.name, given)
+        if winner is not given:
+            # Two lines of one file are a mistake; one source over another is what sources are for.
+            level: Level = "warning" if given.line and winner.line else "effect"
+            outcome.findings.append(given.finding(level, f"not used: {winner.source} comes first"))
+    for given in winners.values():
+        _take(given, outcome)
+    outcome.findings += _contradictions(outcome.values)
+    settings = _build(outcome.values)
+    findings = sorted(outcome.findings, key=lambda found: (not found.line, found.line, found.level))
+    return Configuration(settings, tuple(findings))
+
+
+def _known(entries: Iterable[Entry], environ: Mapping[str, str], findings: list[Finding]) -> Iterator[_Given]:
+    """The entries whose key is known, placeholders filled in; the others become findings."""
+    for entry in entries:
+        source = f"line {entry.line}"
+        key = KEYS.get(entry.key)
+        if key is None:
+            name, message = _shown(entry.key), _unknown_key(entry.key)
+            findings.append(Finding("warning", source, name, _HIDDEN, message, entry.line))
+            continue
+        try:
+            text = substitute(entry, environ).value.strip()
+        except ConfigurationError as err:
+            message = str(err).removeprefix(f"{source}: ")
+            findings.append(_Given(key, entry.value, source, entry.line).finding("error", message))
+            continue
+        yield _Given(key, text, source, entry.line)
+
+
+def _unknown_key(name: str) -> str:
+    near = difflib.get_close_matches(name, KEYS, n=1)
+    return f"unknown key, not used; did you mean {near[0]}?" if near else "unknown key, not used"
+
+
+def _from_environment(
+    environ: Mapping[str, str], open_gates: set[str], findings: list[Finding]
+) -> Iterator[_Given]:
+    for key in KEYS.values():
+        if not key.variable or key.variable not in environ:
+            continue
+        given = _Given(key, environ[key.variable].strip(), f"environment variable {key.variable}")
+        closed = [gate for gate in key.gates if gate not in open_gates]
+        if closed:
+            findings.append(given.finding("warning", f"not used: the file must say {closed[0]}=true"))
+        else:
+            yield given
+
+
+def _take(given: _Given, outcome: _Outcome) -> None:
+    """Read the winning value of a key into the outcome."""
+    key = given.key
+    try:
+        value = key.kind.read(given.text)
+    except ValueError as err:
+        outcome.findings.append(_unreadable(given, err))
+        return
+    if key.kind.remark and (remark := key.kind.remark(given.text)):
+        outcome.findings.append(given.finding("warning", remark))
+    if key.setting:
+        outcome.values[key.setting] = value
+        outcome.findings.append(given.finding("effect", f"{key.setting} = {_shown_value(value)}"))
+    elif key.advice and given.text.lower() != key.no_advice_for:
+        outcome.findings.append(given.finding("warning", f"has no effect: {key.advice}"))
+    else:
+        outcome.findings.append(given.finding("effect", "accepted"))
+
+
+def _unreadable(given: _Given, err: ValueError) -> Finding:
+    found = str(err) or f"found {_shown(given.text)!r}"
+    message = f"{found}, expected {given.key.kind.expected}"
+    if given.key.lenient:
+        return given.finding("warning", f"{message}; the default stays")
+    return given.finding("error", message)
+
+
+def _contradictions(values: Mapping[str, Any]) -> Iterator[Finding]:
+    """What no single key can tell: keys that need or exclude each other."""
+    if "snapshot_models" in values and values.get("load_models"):
+        message = "not used: model_snapshot is there, and says what to load"
+        yield Finding("warning", "configuration", "load_models", _shown_value(values["load_models"]), message)
+    tls_files = [values.get("certificate_file"), values.get("private_key_file")]
+    if all(tls_files):
+        return
+    needing = [name for name in _REST_ADDRESSES if (address := values.get(name)) and address.tls]
+    needing += ["enable_grpc_ssl"] if values.get("grpc_tls_enabled") else []
+    if any(tls_files):
+        needing = ["certificate_file" if tls_files[0] else "private_key_file"]
+    for name in needing:
+        message = "TLS needs both certificate_file and private_key_file (PEM); set them"
+        yield Finding("error", "configuration", name, "", message)
+
+
+_REST_ADDRESSES = ("inference_address", "management_address", "metrics_address")
+
+
+def _build(values: Mapping[str, Any]) -> ServerSettings:
+    """The default settings with these values in place; a dotted name is a field of a field."""
+    settings = ServerSettings()
+    fields = dict(values)
+    if fields.pop(METRICS_API, True) is False:
+        fields["metrics_address"] = None
+    if "snapshot_models" in fields:
+        fields["load_models"] = ()
+    for name in [name for name in fields if "." in name]:
+        outer, inner = name.split(".")
+        record = fields.get(outer, getattr(settings, outer))
+        fields[outer] = replace(record, **{inner: fields.pop(name)})
+    return replace(settings, **fields)
+
+
+def _shown(text: str) -> str:
+    """The text, cut to what a message can hold."""
+    return _printable(text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}...")
+
+
+def _printable(text: str) -> str:
+    """The text with nothing in it that could forge a line of a log."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
+        for character in text
+    )
+
+
+def _shown_value(value: object) -> str:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return _shown(", ".join(str(getattr(item, "name", item)) for item in value))
+    return _shown(str(value))

@@ -1,0 +1,25 @@
+"""Threads or processes for a version: a pure choice from what its archive holds."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from torchere.handlers.resolve import BUILT_IN_HANDLERS
+from torchere.serving.settings import Isolation
+
+COMPILED_SUFFIXES = (".pt", ".pt2")  # models whose forward needs no Python of the archive's own
+
+
+def choose_isolation(
+    wanted: Isolation, handler: str, manifest_model: dict[str, Any]
+) -> Literal["thread", "process"]:
+    """What `wanted` comes to for an archive with this handler and manifest `model` section.
+
+    `auto` takes threads only where the archive brings no Python of its own: a handler file may rely on being
+    alone in its process (module globals, `os.environ`, `chdir`), a model file on the GIL.
+    """
+    if wanted != "auto":
+        return wanted
+    compiled = str(manifest_model.get("serializedFile", "")).endswith(COMPILED_SUFFIXES)
+    own_python = handler not in BUILT_IN_HANDLERS or "modelFile" in manifest_model
+    return "thread" if compiled and not own_python else "process"

@@ -1,0 +1,115 @@
+"""How `describe` and `list` look as JSON; REST and gRPC send the same text."""
+
+from __future__ import annotations
+
+import json
+from datetime import timezone
+from typing import Any
+
+import msgspec
+
+from torchere.serving.frontend.controlplane import ModelPage, VersionDescription
+from torchere.serving.execution.executor import ExecutorState, ExecutorStatus
+from torchere.serving.types import InferResponse
+
+
+def pretty(value: object) -> str:
+    """JSON as TorchServe prints it: two spaces a level, characters as they are, no newline at the end."""
+    return json.dumps(value, indent=2, ensure_ascii=False)
+
+
+def version_json(version: VersionDescription) -> dict[str, Any]:
+    """One version in the field order of the contract, and what only we know under `torchere`."""
+    return {
+        "modelName": version.key.name,
+        "modelVersion": version.key.version,
+        "modelUrl": version.url,
+        "runtime": version.runtime,
+        **_settings_json(version),
+        "loadedAtStartup": version.loaded_at_startup,
+        "workers": [_executor_json(executor) for executor in version.executors],
+        "jobQueueStatus": {
+            "remainingCapacity": version.queue_capacity,
+            "pendingRequests": version.queue_length,
+        },
+        "torchere": _own_json(version),
+    }
+
+
+def versions_text(versions: list[VersionDescription]) -> str:
+    """The array that `describe` answers."""
+    return pretty([version_json(version) for version in versions])
+
+
+def customized_text(version: VersionDescription, response: InferResponse) -> str:
+    """`describe` of one version with what its handler said of itself, when that is a JSON object."""
+    described = version_json(version)
+    try:
+        metadata = msgspec.json.decode(response.body)
+    except msgspec.DecodeError:
+        metadata = None
+    if isinstance(metadata, dict):
+        described["customizedMetadata"] = metadata
+    return pretty([described])
+
+
+def page_text(page: ModelPage) -> str:
+    """One page of `list`."""
+    token = {} if page.next_page_token is None else {"nextPageToken": page.next_page_token}
+    models = [{"modelName": name, "modelUrl": url} for name, url in page.models]
+    return pretty({**token, "models": models})
+
+
+def _settings_json(version: VersionDescription) -> dict[str, Any]:
+    settings = version.settings
+    device_ids = {"deviceIds": list(settings.device_ids)} if settings.device_ids else {}
+    return {
+        "minWorkers": settings.min_executors,
+        "maxWorkers": settings.max_executors,
+        "batchSize": settings.batch.max_batch_size,
+        "maxBatchDelay": settings.batch.max_queue_delay_ms,
+        "responseTimeout": round(settings.response_timeout_s),
+        "startupTimeout": round(settings.startup_timeout_s),
+        "maxRetryTimeoutInSec": round(settings.max_retry_timeout_s),
+        "clientTimeoutInMills": settings.client_timeout_ms,
+        "parallelType": "",
+        "parallelLevel": 0,
+        "deviceType": settings.device_type or _device_in_use(version),
+        **device_ids,
+        "continuousBatching": False,
+        "useJobTicket": False,
+        "useVenv": False,
+        "stateful": False,
+        "sequenceMaxIdleMSec": 0,
+        "sequenceTimeoutMSec": 0,
+        "maxNumSequence": 0,
+        "maxSequenceJobQueueSize": 0,
+    }
+
+
+def _device_in_use(version: VersionDescription) -> str:
+    return "gpu" if any(executor.gpu_id is not None for executor in version.executors) else "cpu"
+
+
+def _own_json(version: VersionDescription) -> dict[str, Any]:
+    own = {"state": version.state.value, "isolation": version.isolation}
+    if version.failure:
+        own["failure"] = version.failure
+    return own
+
+
+def _executor_json(executor: ExecutorStatus) -> dict[str, Any]:
+    started = executor.started_at.astimezone(timezone.utc).isoformat(timespec="milliseconds")
+    described: dict[str, Any] = {
+        "id": str(executor.executor_id),
+        "startTime": started.replace("+00:00", "Z"),
+        # Clients wait for READY and know no other word than this one for all the rest.
+        "status": "READY" if executor.state is ExecutorState.READY else "UNLOADING",
+        "memoryUsage": executor.memory_bytes,
+        "pid": executor.pid,
+        "gpu": executor.gpu_id is not None,
+        "gpuUsage": "N/A" if executor.gpu_id is None else f"gpuId::{executor.gpu_id}",
+    }
+    if executor.last_failure:
+        described["lastFailure"] = executor.last_failure
+    return described

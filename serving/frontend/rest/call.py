@@ -1,0 +1,156 @@
+"""One HTTP request from its head to its last byte: what every answer has in common."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import time
+from collections.abc import Sequence
+
+from starlette.types import Message, Scope, Send
+
+from torchere.serving.errors import HandlerFailed, QueueFull, ServingError
+from torchere.serving.frontend import access_log
+from torchere.serving.frontend.description import pretty
+from torchere.serving.frontend.request_id import new_request_id
+from torchere.serving.frontend.rest.errors import error_body, status_and_type
+from torchere.serving.frontend.services import CorsHeaders
+from torchere.serving.telemetry.metrics import Metrics
+
+RawHeaders = list[tuple[bytes, bytes]]
+
+_NO_CACHE = [
+    (b"pragma", b"no-cache"),
+    (b"cache-control", b"no-cache; no-store, must-revalidate, private"),
+    (b"expires", b"Thu, 01 Jan 1970 00:00:00 UTC"),
+]
+_KEEP = [*_NO_CACHE, (b"connection", b"keep-alive")]
+_CLOSE = [*_NO_CACHE, (b"connection", b"close")]
+_JSON = (b"content-type", b"application/json")
+_OURS = frozenset(
+    {"x-request-id", "pragma", "cache-control", "expires", "connection", "content-length", "transfer-encoding"}
+)
+_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, 5.6.2: token
+_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+
+
+class Call:
+    """One request being answered. Lives in one task; answer it exactly once.
+
+    `show_detail` is true on listeners that operators use. `status` is 0 until the answer has started.
+    """
+
+    __slots__ = ("_cors", "_metrics", "_send", "request_id", "scope", "show_detail", "started_s", "status")
+
+    def __init__(
+        self, scope: Scope, send: Send, metrics: Metrics, cors: RawHeaders, *, show_detail: bool = False
+    ) -> None:
+        self.scope = scope
+        self.request_id = new_request_id()
+        self.started_s = time.monotonic()
+        self.status = 0
+        self.show_detail = show_detail
+        self._send = send
+        self._metrics = metrics
+        self._cors = cors
+
+    async def answer(self, status: int, headers: RawHeaders, body: bytes) -> None:
+        """Send a complete answer; the headers that every answer has are added."""
+        if status in (204, 304):
+            body = b""  # RFC 9110, 6.4.1: these have no content
+        else:
+            headers.append((b"content-length", b"%d" % len(body)))
+        await self.start(status, headers)
+        await self._send({"type": "http.response.body", "body": body})
+        self.finished()
+
+    async def answer_json(self, status: int, text: str) -> None:
+        """Send JSON text, closed by the newline that TorchServe ends it with."""
+        await self.answer(status, [_JSON], text.encode() + b"\n")
+
+    async def answer_error(self, error: ServingError) -> None:
+        """Send the JSON body of an error."""
+        headers = [_JSON]
+        if isinstance(error, QueueFull):
+            headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
+        body = pretty(error_body(error, self.show_detail)).encode() + b"\n"
+        await self.answer(status_and_type(error)[0], headers, body)
+
+    async def start(self, status: int, headers: RawHeaders) -> None:
+        """Send the head of an answer whose body follows through `body_part`."""
+        self.status = status
+        headers.append((b"x-request-id", self.request_id.encode()))
+        headers += _KEEP if status < 400 else _CLOSE
+        if self._cors:
+            headers += self._cors
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def body_part(self, part: bytes, *, last: bool = False) -> None:
+        """Send one part of the body: one chunk on the wire."""
+        await self._send({"type": "http.response.body", "body": part, "more_body": not last})
+        if last:
+            self.finished()
+
+    async def framed_send(self, message: Message) -> None:
+        """An ASGI `send` for the routes of the framework: adds what every answer has."""
+        if message["type"] == "http.response.start":
+            await self.start(message["status"], list(message.get("headers", ())))
+            return
+        await self._send(message)
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self.finished()
+
+    def finished(self) -> None:
+        """Count the answer and write its line in the access log."""
+        self._metrics.request_finished(self.status)
+        if access_log.logger.isEnabledFor(logging.INFO):
+            self._log_access()
+
+    def _log_access(self) -> None:
+        scope = self.scope
+        target = scope.get("raw_path") or scope["path"].encode()
+        if scope["query_string"]:
+            target += b"?" + scope["query_string"]
+        client = "{}:{}".format(*(scope.get("client") or ("unix", 0)))
+        line = f"{scope['method']} {target.decode('latin-1')} HTTP/{scope['http_version']}"
+        access_log.log_access(client, line, self.status, self.started_s)
+
+
+def cors_headers(cors: CorsHeaders) -> RawHeaders:
+    """The configured `Access-Control-*` headers; TorchServe sends them on all answers when all three are set."""
+    if not (cors.origin and cors.methods and cors.headers):
+        return []
+    return [
+        (b"access-control-allow-origin", cors.origin.encode("latin-1")),
+        (b"access-control-allow-methods", cors.methods.encode("latin-1")),
+        (b"access-control-allow-headers", cors.headers.encode("latin-1")),
+    ]
+
+
+def handler_headers(headers: Sequence[tuple[str, str]]) -> RawHeaders:
+    """The headers a handler set, as bytes; those that the server decides itself are left out.
+
+    Raises:
+        HandlerFailed: a name or value can't stand in a header (a line break in it would forge others).
+    """
+    if not headers:
+        return []
+    raw = {}  # the last one of a name wins, as in TorchServe
+    for name, value in headers:
+        lowered = name.lower()
+        if lowered not in _OURS:
+            raw[lowered.encode("latin-1", "replace")] = _header_value(name, value)
+    return list(raw.items())
+
+
+def _header_value(name: str, value: str) -> bytes:
+    try:
+        encoded = value.encode("latin-1")
+    except UnicodeEncodeError:
+        encoded = b"\n"
+    if _NAME.fullmatch(name) and not _CONTROL.search(encoded):
+        return encoded
+    raise HandlerFailed(
+        "Prediction failed", 500, f"the handler set a header that HTTP can't carry: {name!r}: {value!r}"
+    )

@@ -1,0 +1,63 @@
+"""The one table from our errors to HTTP: status and the class name TorchServe's clients read."""
+
+from __future__ import annotations
+
+from torchere.serving import errors as e
+
+# What came from a handler or an executor carries this type whatever its status is.
+INTERNAL = "InternalServerException"
+_REWRITTEN_STATUS = {413: 507}  # 413 is kept for bodies that the server itself refused
+
+
+class WorkflowNotFound(e.NotFound):
+    """Workflows can't be registered (as in TorchServe 0.12), so none is ever found."""
+
+    code = "workflow_not_found"
+
+
+# Looked up along the class's MRO, so a new subclass inherits its parent's answer.
+TABLE: dict[type[e.ServingError], tuple[int, str]] = {
+    e.InvalidRequest: (400, "BadRequestException"),
+    e.NotFound: (404, "ResourceNotFoundException"),
+    e.ModelNotFound: (404, "ModelNotFoundException"),
+    e.VersionNotFound: (404, "ModelVersionNotFoundException"),
+    WorkflowNotFound: (404, "WorkflowNotFoundException"),
+    e.Conflict: (409, "ConflictStatusException"),
+    e.DefaultVersionInUse: (403, "InvalidModelVersionException"),
+    e.NotAllowed: (405, "MethodNotAllowedException"),
+    e.Unauthorized: (400, "InvalidKeyException"),
+    e.InvalidArchive: (400, "InvalidModelException"),
+    e.DownloadFailed: (400, "DownloadArchiveException"),
+    e.Unavailable: (503, "ServiceUnavailableException"),
+    e.DeadlineExceeded: (504, "RequestTimeoutException"),  # TorchServe never answers here at all
+    e.Cancelled: (499, INTERNAL),
+    e.OutOfResources: (507, INTERNAL),
+    e.ExecutorDied: (500, INTERNAL),
+    e.LoadFailed: (500, INTERNAL),
+    e.UnregisterTimeout: (408, "RequestTimeoutException"),
+    e.ServingError: (500, INTERNAL),
+}
+
+
+def status_and_type(error: e.ServingError) -> tuple[int, str]:
+    """Return the HTTP status of an error and its `type` string."""
+    if isinstance(error, e.HandlerFailed):
+        return handler_status(error.status), INTERNAL
+    if isinstance(error, e.LoadFailed) and error.out_of_memory:
+        return 507, INTERNAL
+    return next(TABLE[cls] for cls in type(error).__mro__ if cls in TABLE)
+
+
+def handler_status(status: int) -> int:
+    """The status line for a number a handler chose for its failure: 413 becomes 507, nonsense 500."""
+    status = _REWRITTEN_STATUS.get(status, status)
+    return status if 400 <= status <= 599 else 500
+
+
+def error_body(error: e.ServingError, show_detail: bool) -> dict[str, object]:
+    """The JSON object of an error; `detail` only where operators listen."""
+    status, type_name = status_and_type(error)
+    body: dict[str, object] = {"code": status, "type": type_name, "message": error.message}
+    if show_detail and error.detail:
+        body["detail"] = error.detail
+    return body

@@ -1,0 +1,88 @@
+"""The outermost ASGI app of every REST port: authorise, dispatch, frame, and answer whatever goes wrong."""
+
+from __future__ import annotations
+
+import logging
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from torchere.serving.errors import ServingError
+from torchere.serving.frontend.rest.authorisation import Surfaces, required_key
+from torchere.serving.frontend.rest.body import BodyTooLarge, ClientGone, discard_rest
+from torchere.serving.frontend.rest.call import Call, cors_headers
+from torchere.serving.frontend.rest.predict import Predictor
+from torchere.serving.frontend.rest.targets import prediction_target
+from torchere.serving.frontend.services import Services
+
+logger = logging.getLogger(__name__)
+
+
+class Listener:
+    """Predictions take the short way through `predictor`; everything else goes to `routes`.
+
+    Serves one event loop. Every request is authorised here, before anything looks at its path or body.
+    """
+
+    def __init__(
+        self, surfaces: Surfaces, services: Services, routes: ASGIApp, predictor: Predictor | None
+    ) -> None:
+        self._surfaces = surfaces
+        self._keys = services.keys
+        self._metrics = services.metrics
+        self._cors = cors_headers(services.cors)
+        self._max_request_bytes = services.settings.limits.max_request_bytes
+        self._routes = routes
+        self._predictor = predictor
+        # Where predictions are answered clients listen, and details are not for them.
+        self._show_detail = surfaces == {"management"}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._routes(scope, receive, send)
+            return
+        call = Call(scope, send, self._metrics, self._cors, show_detail=self._show_detail)
+        try:
+            await self._dispatch(call, receive)
+        except ServingError as error:
+            await self._fail(call, error)
+        except BodyTooLarge:
+            await self._refuse_body(call, receive)
+        except ClientGone:
+            logger.debug("request %s: the client went away", call.request_id)
+        except Exception as error:  # the top of every request: a bug is logged, and the client gets a 500
+            logger.exception("request %s failed unexpectedly", call.request_id)
+            await self._fail(call, ServingError("Internal server error", repr(error)))
+
+    async def _dispatch(self, call: Call, receive: Receive) -> None:
+        scope = call.scope
+        path = scope["path"].rstrip("/") or "/"
+        if self._keys is not None:
+            kind = required_key(self._surfaces, scope["method"], path)
+            if kind is not None:
+                self._keys.check(kind, authorization(scope))
+        if self._predictor is not None and scope["method"] != "OPTIONS":
+            target = prediction_target(path)
+            if target is not None:
+                await self._predictor.predict(call, target, receive)
+                return
+        scope["path"] = path
+        await self._routes(scope, receive, call.framed_send)
+
+    async def _fail(self, call: Call, error: ServingError) -> None:
+        if call.status == 0:  # otherwise the answer has begun, and breaking it off is all that is left
+            await call.answer_error(error)
+
+    async def _refuse_body(self, call: Call, receive: Receive) -> None:
+        """Answer 413 with nothing in it, as TorchServe does, and read on so that the client can see it."""
+        await call.start(413, [(b"content-length", b"0")])
+        await discard_rest(receive, self._max_request_bytes)
+        await call.body_part(b"", last=True)
+
+
+def authorization(scope: Scope) -> str | None:
+    """The `Authorization` header of a request, None when it has none."""
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            found: bytes = value
+            return found.decode("latin-1")
+    return None

@@ -1,0 +1,96 @@
+"""`multipart/form-data` bodies to parameters, with bounds on everything a client can make many of."""
+
+from __future__ import annotations
+
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+
+from torchere.serving.errors import InvalidRequest
+from torchere.serving.types import Parameter
+
+MAX_PARTS = 1000
+MAX_PART_HEADERS = 16
+MAX_PART_HEADER_BYTES = 4096
+
+
+def multipart_parameters(content_type: str, body: bytes) -> list[Parameter]:
+    """Return one parameter a part, in order.
+
+    A file brings its own content type; a plain field has none, whatever its part says.
+
+    Raises:
+        InvalidRequest: no boundary, broken framing, a part without a name, or too many parts.
+    """
+    boundary = parse_options_header(content_type)[1].get(b"boundary")
+    if not boundary:
+        raise InvalidRequest("multipart/form-data needs a boundary in its content type.")
+    collector = _Collector()
+    try:
+        parser = MultipartParser(
+            boundary,
+            collector.callbacks(),  # type: ignore[arg-type]
+            max_header_count=MAX_PART_HEADERS,
+            max_header_size=MAX_PART_HEADER_BYTES,
+        )
+        parser.write(body)
+        parser.finalize()
+    except FormParserError as err:
+        raise InvalidRequest(f"The multipart body is broken: {err}") from err
+    if not collector.complete:
+        raise InvalidRequest("The multipart body ends before its closing boundary.")
+    return collector.parameters
+
+
+class _Collector:
+    """Gathers what the parser calls back with; one body, one thread."""
+
+    def __init__(self) -> None:
+        self.parameters: list[Parameter] = []
+        self.complete = False
+        self._headers: dict[bytes, bytes] = {}
+        self._field = b""
+        self._value = b""
+        self._data: list[bytes] = []
+
+    def callbacks(self) -> dict[str, object]:
+        """What the parser wants to be given."""
+        return {
+            "on_part_begin": self._begin_part,
+            "on_part_data": self._add_data,
+            "on_part_end": self._end_part,
+            "on_header_field": self._add_field,
+            "on_header_value": self._add_value,
+            "on_header_end": self._end_header,
+            "on_end": self._end,
+        }
+
+    def _begin_part(self) -> None:
+        if len(self.parameters) >= MAX_PARTS:
+            raise InvalidRequest(f"The multipart body has more than {MAX_PARTS} parts.")
+        self._headers, self._data = {}, []
+
+    def _add_data(self, data: bytes, start: int, end: int) -> None:
+        self._data.append(data[start:end])
+
+    def _add_field(self, data: bytes, start: int, end: int) -> None:
+        self._field += data[start:end]
+
+    def _add_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+
+    def _end_header(self) -> None:
+        self._headers[self._field.lower()] = self._value
+        self._field = self._value = b""
+
+    def _end_part(self) -> None:
+        options = parse_options_header(self._headers.get(b"content-disposition", b""))[1]
+        name = options.get(b"name")
+        if name is None:
+            raise InvalidRequest("A part of the multipart body has no name in its Content-Disposition.")
+        content_type = ""
+        if b"filename" in options:
+            content_type = self._headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip()
+        self.parameters.append(Parameter(name.decode("utf-8", "replace"), b"".join(self._data), content_type))
+
+    def _end(self) -> None:
+        self.complete = True

@@ -1,0 +1,72 @@
+"""Which paths ask for a prediction, and of what. Pure."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+Pairs = tuple[tuple[str, str], ...]
+
+EXPLAIN_NO: Pairs = (("explain", "False"),)
+EXPLAIN_YES: Pairs = (("explain", "True"),)
+
+# First segments that mean something else: a model of such a name can't be reached by `/{model}/predict`.
+_RESERVED = frozenset(
+    "api-description explanations invocations livez metrics models ping predictions readyz token v1 v2 wfpredict "
+    "workflows".split()
+)
+
+
+class Target(NamedTuple):
+    """What a prediction path asks for."""
+
+    model: str | None  # None: said elsewhere in the request (`/invocations`)
+    version: str | None = None  # None: the default version
+    headers: Pairs = ()  # what the handler sees beside the client's headers
+    takes_query: bool = False  # query parameters reach the handler too
+
+
+def prediction_target(path: str) -> Target | None:
+    """Return what a percent-decoded path asks to be predicted; None when it is another kind of path."""
+    segments = path.rstrip("/").split("/")[1:]
+    if not segments:
+        return None
+    first = segments[0]
+    if first == "predictions":
+        return _named(segments, EXPLAIN_NO)
+    if first == "explanations":
+        return _named(segments, EXPLAIN_YES)
+    if first in ("v1", "v2"):
+        return _kserve(segments)
+    return _query_style(segments)
+
+
+def _named(segments: list[str], explain: Pairs) -> Target | None:
+    if len(segments) < 2:
+        return None
+    version = segments[2] if len(segments) > 2 else None
+    return Target(segments[1], version, (("url_path", "/".join(segments[3:])), *explain))
+
+
+def _kserve(segments: list[str]) -> Target | None:
+    if len(segments) < 3 or segments[1] != "models":
+        return None
+    if segments[0] == "v2":
+        explain = {"infer": EXPLAIN_NO, "explain": EXPLAIN_YES}.get(segments[3] if len(segments) == 4 else "")
+        return None if explain is None else Target(segments[2], headers=explain)
+    model, colon, verb = segments[2].partition(":")
+    if len(segments) > 3 or not colon:
+        return None
+    if verb.startswith("predict"):
+        return Target(model, headers=EXPLAIN_NO)
+    return Target(model, headers=EXPLAIN_YES) if verb.startswith("explain") else None
+
+
+def _query_style(segments: list[str]) -> Target | None:
+    if segments == ["invocations"]:
+        return Target(None, takes_query=True)
+    if segments[0] == "models":
+        is_invoke = len(segments) == 3 and segments[2] == "invoke"
+        return Target(segments[1], takes_query=True) if is_invoke else None
+    if segments[-1] != "predict" or segments[0] in _RESERVED or not 2 <= len(segments) <= 3:
+        return None
+    return Target(segments[0], segments[1] if len(segments) == 3 else None, takes_query=True)

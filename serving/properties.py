@@ -1,0 +1,142 @@
+"""Java properties files: from bytes to entries that know their line. What the keys mean is not known here.
+
+The grammar is that of `java.util.Properties`, except that the file is read as UTF-8 and that the mistakes
+Java lets pass (a line without a key, half a surrogate pair) are errors with a line number.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+MAX_FILE_BYTES = 2**20  # a configuration beyond 1 MiB is some other file given by mistake
+
+_LINE_END = re.compile(r"\r\n|\n|\r")  # not splitlines(): Java ends a line at these three only
+_BLANKS = " \t\f"
+_KEY = re.compile(r"(?:[^\\=: \t\f]|\\.)*", re.DOTALL)
+_SEPARATOR = re.compile(r"[ \t\f]*[=:]?[ \t\f]*")
+_ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|.)", re.DOTALL)
+_CONTROL = {"t": "\t", "n": "\n", "r": "\r", "f": "\f"}
+_PLACEHOLDER = re.compile(r"\$\$(\w+)\$\$", re.ASCII)
+
+
+class ConfigurationError(Exception):
+    """The configuration can't be used; the text says where, what was found and what was expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One `key=value` of a file, unescaped; `line` is the 1-based number of its first line."""
+
+    key: str
+    value: str
+    line: int
+
+
+def read_properties(path: Path) -> tuple[Entry, ...]:
+    """The entries of the file, in its order, duplicates included (the last one counts).
+
+    Raises:
+        ConfigurationError: it can't be read, is over `MAX_FILE_BYTES`, is not UTF-8 or breaks the grammar.
+    """
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_FILE_BYTES + 1)
+    except OSError as err:
+        raise ConfigurationError(f"{path}: can't be read: {err.strerror}") from err
+    if len(raw) > MAX_FILE_BYTES:
+        raise ConfigurationError(f"{path}: over {MAX_FILE_BYTES} bytes; expected a properties file")
+    try:
+        return parse_properties(raw.decode("utf-8-sig"))
+    except UnicodeDecodeError as err:
+        line = raw.count(b"\n", 0, err.start) + 1
+        raise ConfigurationError(
+            f"{path}: line {line}: byte 0x{raw[err.start]:02x} is not UTF-8; "
+            r"save the file as UTF-8, or write the character as \uXXXX"
+        ) from err
+    except ConfigurationError as err:
+        raise ConfigurationError(f"{path}: {err}") from err
+
+
+def parse_properties(text: str) -> tuple[Entry, ...]:
+    r"""The entries of a properties text.
+
+    >>> parse_properties("a = 1, \\\n    2")
+    (Entry(key='a', value='1, 2', line=1),)
+
+    Raises:
+        ConfigurationError: a line has no key, a malformed escape or a NUL character.
+    """
+    return tuple(_entry(line, joined) for line, joined in _logical_lines(text) if joined)
+
+
+def substitute(entry: Entry, environ: Mapping[str, str]) -> Entry:
+    """The entry with each `$$NAME$$` in its value replaced by that environment variable.
+
+    Raises:
+        ConfigurationError: the variable is not set.
+    """
+
+    def value_of(match: re.Match[str]) -> str:
+        name = match.group(1)
+        if name not in environ:
+            # The first words are TorchServe's.
+            raise ConfigurationError(
+                f"line {entry.line}: Invalid Environment Variable {name}: "
+                f"{entry.key} needs it for $${name}$$, and it is not set"
+            )
+        return environ[name]
+
+    return replace(entry, value=_PLACEHOLDER.sub(value_of, entry.value))
+
+
+def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
+    """(number of its first line, text) of each line, continuations joined, comments and blanks left out."""
+    parts: list[str] = []
+    first = 0  # 0: no logical line is open
+    for number, natural in enumerate(_LINE_END.split(text), start=1):
+        line = natural.lstrip(_BLANKS)
+        if not first:
+            if not line or line[0] in "#!":
+                continue
+            first = number
+        backslashes = len(line) - len(line.rstrip("\\"))
+        if backslashes % 2:  # an odd one escapes the line end
+            parts.append(line[:-1])
+            continue
+        yield first, "".join([*parts, line])
+        parts, first = [], 0
+    if first:
+        yield first, "".join(parts)
+
+
+def _entry(line: int, joined: str) -> Entry:
+    key_match = _KEY.match(joined)
+    key_end = key_match.end() if key_match else 0
+    separator = _SEPARATOR.match(joined, key_end)
+    value_start = separator.end() if separator else key_end
+    key = _unescape(line, joined[:key_end])
+    if not key:
+        raise ConfigurationError(f"line {line}: found {joined[:40]!r}, expected key=value")
+    return Entry(key, _unescape(line, joined[value_start:]), line)
+
+
+def _unescape(line: int, text: str) -> str:
+    def character(match: re.Match[str]) -> str:
+        code: str = match.group(1)
+        if code == "u":
+            raise ConfigurationError(f"line {line}: malformed escape: expected \\u and four hex digits")
+        if code[0] == "u":
+            return chr(int(code[1:], 16))
+        return _CONTROL.get(code, code)
+
+    plain = _ESCAPE.sub(character, text)
+    if "\0" in plain:
+        raise ConfigurationError(f"line {line}: found a NUL character; expected text")
+    try:
+        # A character beyond the basic plane is written as two escapes, the halves of a surrogate pair.
+        return plain.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
+    except UnicodeDecodeError as err:
+        raise ConfigurationError(f"line {line}: malformed escape: half of a surrogate pair") from err

@@ -1,0 +1,213 @@
+"""The kinds of values a property can have: how its text is read, and what to say when it can't be."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchere.serving.settings import Address, SnapshotModel
+
+MAX_PORT = 65_535
+# Beyond a century a key may as well never expire; it also keeps the date of expiry printable.
+MAX_EXPIRATION_MIN = 100 * 365 * 24 * 60
+
+_WHOLE = re.compile(r"[+-]?[0-9]{1,18}")  # int() alone would take underscores and other scripts' digits
+_TCP = re.compile(r"(https?)://(\[[0-9a-f:.%]+\]|[^\s:/\[\]]+)(?::([0-9]{1,5}))?", re.IGNORECASE)
+_UNIX = re.compile(r"unix:(/.*)", re.IGNORECASE)
+_SNAPSHOT_FIELDS = ("defaultVersion", "marName", "minWorkers", "maxWorkers", "batchSize", "maxBatchDelay")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of value.
+
+    `read` turns text without outer blanks into the value, or raises ValueError; a text in the exception says
+    more than `expected` can. `remark` returns a warning about a value that reads, but maybe not as meant.
+    """
+
+    expected: str
+    read: Callable[[str], object]
+    remark: Callable[[str], str] | None = None
+
+
+def _read_boolean(text: str) -> bool:
+    return text.lower() == "true"
+
+
+def _remark_boolean(text: str) -> str:
+    if text.lower() in ("true", "false"):
+        return ""
+    return f"found {text!r}, which counts as false; write true or false"
+
+
+BOOLEAN = Kind("true or false", _read_boolean, _remark_boolean)
+INVERTED_BOOLEAN = Kind("true or false", lambda text: not _read_boolean(text), _remark_boolean)
+
+# The environment variable of Open Inference Protocol says `oip` where the file says `true`.
+PROTOCOL_SWITCH = Kind(
+    "true or false (in the environment: oip)", lambda text: text.lower() in ("true", "oip")
+)
+
+
+def whole(minimum: int, maximum: int | None = None) -> Kind:
+    """A whole number in these bounds, both included."""
+    bounds = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+
+    def read(text: str) -> int:
+        if not _WHOLE.fullmatch(text):
+            raise ValueError
+        number = int(text)
+        if number < minimum or (maximum is not None and number > maximum):
+            raise ValueError
+        return number
+
+    return Kind(f"a whole number {bounds}", read)
+
+
+def seconds(minimum: float) -> Kind:
+    """Seconds, fractions allowed, at least `minimum`."""
+    return Kind(f"seconds, at least {minimum:g}", lambda text: _finite(text, minimum, math.inf))
+
+
+def _finite(text: str, minimum: float, maximum: float) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        raise ValueError from None  # its own words say less than the kind's
+    if not math.isfinite(number) or not minimum <= number <= maximum:
+        raise ValueError
+    return number
+
+
+def _read_expiration(text: str) -> float:
+    minutes = _finite(text, 0.0, MAX_EXPIRATION_MIN)
+    if minutes == 0:
+        raise ValueError
+    return minutes
+
+
+EXPIRATION = Kind("minutes over 0, at most a century", _read_expiration)
+TEXT = Kind("text", lambda text: text)
+OPTIONAL_TEXT = Kind("text", lambda text: text or None)
+PATH = Kind("a path", lambda text: Path(text) if text else None)
+
+
+def address(http_port: int, https_port: int) -> Kind:
+    """A REST address; the ports are those of an address that names none."""
+
+    def read(text: str) -> Address:
+        if unix := _UNIX.fullmatch(text):
+            return Address(unix_path=unix.group(1))
+        tcp = _TCP.fullmatch(text)
+        if tcp is None:
+            raise ValueError(f"Invalid binding address: {text}")
+        scheme, host, port = tcp.groups()
+        tls = scheme.lower() == "https"
+        number = int(port) if port else (https_port if tls else http_port)
+        if number > MAX_PORT:
+            raise ValueError(f"Invalid binding address: {text}")
+        return Address(host=host.strip("[]"), port=number, tls=tls)
+
+    return Kind("http://host[:port], https://host[:port] or unix:/absolute/path", read)
+
+
+def _read_host(text: str) -> str:
+    if not re.fullmatch(r"\[?[^\s/\[\]]+\]?", text):
+        raise ValueError
+    return text.strip("[]")
+
+
+HOST = Kind("a host name or IP address, without scheme and port", _read_host)
+
+
+def _read_models(text: str) -> tuple[str, ...]:
+    items = tuple(item.strip() for item in text.split(",") if item.strip())
+    return ("all",) if [item.lower() for item in items] == ["all"] else items
+
+
+MODELS = Kind("all, or a comma-separated list of [name=]archive", _read_models)
+
+
+def _read_pattern(text: str) -> str | None:
+    if not text:
+        return None
+    try:
+        re.compile(text)
+    except (re.error, RecursionError) as err:
+        raise ValueError(f"{text!r} is not a regular expression: {err}") from err
+    return text
+
+
+def _read_patterns(text: str) -> tuple[str, ...]:
+    parts = (part.strip() for part in text.split(","))
+    return tuple(pattern for part in parts if (pattern := _read_pattern(part)))
+
+
+PATTERN = Kind("a regular expression", _read_pattern)
+PATTERNS = Kind("comma-separated regular expressions", _read_patterns)
+
+
+def _read_metrics_mode(text: str) -> str:
+    mode = "".join(text.split()).lower()
+    if mode not in ("log", "prometheus", "legacy"):
+        raise ValueError
+    return mode
+
+
+METRICS_MODE = Kind("log, prometheus or legacy", _read_metrics_mode)
+
+
+def _object(value: object, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} is {type(value).__name__}, expected a JSON object")
+    return value
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as err:
+        raise ValueError(f"not JSON: {err}") from err
+    return _object(value, "the value")
+
+
+def _versions(models: dict[str, Any]) -> dict[str, dict[str, dict[str, object]]]:
+    """By model and version the settings, each level checked to be an object."""
+    return {
+        name: {
+            version: _object(settings, f"version {version} of model {name}")
+            for version, settings in _object(versions, f"model {name}").items()
+        }
+        for name, versions in models.items()
+    }
+
+
+def _read_snapshot(text: str) -> tuple[SnapshotModel, ...]:
+    models = _versions(_object(_json_object(text).get("models", {}), "models"))
+    return tuple(
+        _snapshot_model(name, version, settings)
+        for name, versions in models.items()
+        for version, settings in versions.items()
+    )
+
+
+def _snapshot_model(name: str, version: str, settings: dict[str, object]) -> SnapshotModel:
+    missing = [field for field in _SNAPSHOT_FIELDS if field not in settings]
+    if missing:
+        raise ValueError(f"version {version} of model {name} lacks {', '.join(missing)}")
+    archive, default = settings["marName"], settings["defaultVersion"]
+    if not isinstance(archive, str) or not archive:
+        raise ValueError(f"marName of {name} {version} is {archive!r}, expected a file name")
+    if not isinstance(default, bool):
+        raise ValueError(f"defaultVersion of {name} {version} is {default!r}, expected true or false")
+    rest = {key: value for key, value in settings.items() if key not in ("marName", "defaultVersion")}
+    return SnapshotModel(name, version, archive, default, rest)
+
+
+MODEL_DEFAULTS = Kind('{"model": {"version": {...}}}', lambda text: _versions(_json_object(text)))
+SNAPSHOT = Kind('{"models": {"model": {"version": {...}}}}', _read_snapshot)

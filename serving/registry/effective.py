@@ -1,0 +1,82 @@
+"""Which source of a setting wins: a pure function of all of them.
+
+TorchServe's precedence (contract, "Precedence of effective values"): the API, the archive's model config, the
+`models={...}` property, the server's defaults; for time-outs the model config comes first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchere.serving.registry.model_config import ModelConfig
+from torchere.serving.settings import BatchSettings, ModelSettings, ServerSettings
+
+# An archive with a model config that names no time-out gets TorchServe's own default, not the server's: a
+# model that relies on it must not be cut short by a `default_response_timeout` it never obeyed.
+TIMEOUT_WITH_CONFIG_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the registration call itself said; None: nothing."""
+
+    batch_size: int | None = None
+    max_batch_delay_ms: int | None = None
+    executors: int = 0
+    response_timeout_s: float | None = None
+    startup_timeout_s: float | None = None
+
+
+def effective_settings(
+    asked: Asked, config: ModelConfig, defaults: dict[str, object], server: ServerSettings
+) -> ModelSettings:
+    """The settings of one version. `defaults` is its entry of the `models={...}` property, {} without one."""
+
+    def first(*candidates: object, fallback: int) -> int:
+        return next((value for value in candidates if _usable(value)), fallback)  # type: ignore[return-value]
+
+    batch = BatchSettings(
+        max_batch_size=first(asked.batch_size, config.batch_size, defaults.get("batchSize"), fallback=1),
+        max_queue_delay_ms=first(
+            asked.max_batch_delay_ms, config.max_batch_delay_ms, defaults.get("maxBatchDelay"), fallback=100
+        ),
+        max_queue_size=first(config.job_queue_size, fallback=server.max_queue_size),
+        dispatch=config.dispatch,
+    )
+    min_executors, max_executors = _executors(asked, config, defaults)
+    return ModelSettings(
+        batch=batch,
+        min_executors=min_executors,
+        max_executors=max_executors,
+        response_timeout_s=_timeout(
+            (config.response_timeout_s, defaults.get("responseTimeout"), asked.response_timeout_s),
+            TIMEOUT_WITH_CONFIG_S if config.present else server.default_response_timeout_s,
+        ),
+        startup_timeout_s=_timeout(
+            (config.startup_timeout_s, defaults.get("startupTimeout"), asked.startup_timeout_s),
+            TIMEOUT_WITH_CONFIG_S if config.present else server.default_startup_timeout_s,
+        ),
+        client_timeout_ms=config.client_timeout_ms or 0,
+        max_retry_timeout_s=300.0 if config.max_retry_timeout_s is None else config.max_retry_timeout_s,
+        isolation=config.isolation,
+        device_type=config.device_type,
+        device_ids=config.device_ids,
+    )
+
+
+def _usable(value: object) -> bool:
+    return type(value) is int and value > 0
+
+
+def _executors(asked: Asked, config: ModelConfig, defaults: dict[str, object]) -> tuple[int, int]:
+    if config.min_workers and config.max_workers and config.max_workers >= config.min_workers:
+        return config.min_workers, config.max_workers
+    low, high = defaults.get("minWorkers"), defaults.get("maxWorkers")
+    if type(low) is int and type(high) is int and high >= low > 0:
+        return low, high
+    return asked.executors, asked.executors
+
+
+def _timeout(candidates: tuple[object, ...], fallback_s: float) -> float:
+    given = (value for value in candidates if isinstance(value, (int, float)) and value > 0)
+    return float(next(given, fallback_s))

@@ -1,0 +1,149 @@
+"""From an unpacked archive to a version that can be loaded: settings, executors and batcher put together.
+
+Nothing is loaded here: the reconciler does that when executors are wanted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable
+
+from torchere.serving.batching.batcher import Batcher, BatchObserver
+from torchere.serving.errors import InvalidRequest
+from torchere.serving.execution.devices import available_cores, intra_op_threads
+from torchere.serving.execution.executor import ExecutorPool, FreeCallback, LoadSpec
+from torchere.serving.execution.isolation import choose_isolation
+from torchere.serving.execution.processes import ProcessPool
+from torchere.serving.execution.threads import ThreadPool
+from torchere.serving.registry.effective import Asked, effective_settings
+from torchere.serving.registry.store import StoredArchive
+from torchere.serving.registry.version import Origin, Version
+from torchere.serving.settings import ModelSettings, ServerSettings
+from torchere.serving.types import ModelKey
+
+RUNTIMES = ("python", "python3", "LSP")
+FIRST_EXECUTOR_ID = 9000  # TorchServe numbers its workers by port, from 9000; tools show these ids
+
+
+def no_worker_text(model: str) -> str:
+    """The contract's one text for every request that can't be admitted."""
+    return (
+        f'Model "{model}" has no worker to serve inference request. Please use scale workers API to add '
+        "workers. If this is a sequence inference, please check if it is closed, or expired; or exceeds "
+        "maxSequenceJobQueueSize"
+    )
+
+
+class Loader:
+    """Builds versions for one server; lives on the event loop."""
+
+    def __init__(self, server: ServerSettings, observer: Callable[[ModelKey], BatchObserver]) -> None:
+        self._server = server
+        self._observer = observer
+        self._executor_ids = itertools.count(FIRST_EXECUTOR_ID)
+
+    def build(
+        self,
+        key: ModelKey,
+        archive: StoredArchive,
+        asked: Asked,
+        *,
+        handler: str | None,
+        runtime: str | None,
+        loaded_at_startup: bool,
+    ) -> Version:
+        """A version in state NEW.
+
+        Raises:
+            InvalidRequest: no handler is named anywhere, or the runtime is not one of `RUNTIMES`.
+        """
+        model = archive.manifest.get("model") or {}
+        handler = handler or model.get("handler") or self._server.default_handler
+        if not handler:
+            raise InvalidRequest(
+                f"No handler is named for {key.name}: neither by the request, nor by the archive's manifest, "
+                "nor by default_service_handler."
+            )
+        settings = effective_settings(asked, archive.config, self._defaults_of(key), self._server)
+        origin = Origin(
+            archive=archive,
+            handler=handler,
+            runtime=_checked_runtime(runtime or archive.manifest.get("runtime") or "python"),
+            isolation=choose_isolation(settings.isolation, handler, model),
+            loaded_at_startup=loaded_at_startup,
+        )
+        return self._assemble(key, origin, settings)
+
+    def _assemble(self, key: ModelKey, origin: Origin, settings: ModelSettings) -> Version:
+        pump = _Pump()
+        pool = self._pool(self._spec(key, origin, settings), origin.isolation, settings, pump)
+        batcher = Batcher(
+            settings.batch,
+            pool,
+            observer=self._observer(key),
+            now=time.monotonic,
+            refusal=no_worker_text(key.name),
+        )
+        pump.batcher = batcher
+        return Version(key, origin, settings, pool, batcher)
+
+    def _pool(
+        self, spec: LoadSpec, isolation: str, settings: ModelSettings, on_free: FreeCallback
+    ) -> ExecutorPool:
+        if isolation == "thread":
+            return ThreadPool(
+                spec,
+                response_timeout_s=settings.response_timeout_s,
+                startup_timeout_s=settings.startup_timeout_s,
+                next_id=self._next_id,
+                on_free=on_free,
+            )
+        return ProcessPool(
+            spec,
+            response_timeout_s=settings.response_timeout_s,
+            startup_timeout_s=settings.startup_timeout_s,
+            max_retry_timeout_s=settings.max_retry_timeout_s,
+            next_id=self._next_id,
+            on_free=on_free,
+        )
+
+    def _spec(self, key: ModelKey, origin: Origin, settings: ModelSettings) -> LoadSpec:
+        return LoadSpec(
+            model_name=key.name,
+            model_version=key.version,
+            archive_dir=str(origin.archive.directory),
+            handler=origin.handler,
+            manifest=origin.archive.manifest,
+            model_config=origin.archive.config.raw,
+            envelope=self._server.service_envelope,
+            batch_size=settings.batch.max_batch_size,
+            decode_input=self._server.decode_input,
+            limit_max_image_pixels=self._server.limit_max_image_pixels,
+            intra_op_threads=intra_op_threads(available_cores(), settings.min_executors),
+            gpu_ids=settings.device_ids,
+            max_response_bytes=self._server.limits.max_response_bytes,
+        )
+
+    def _defaults_of(self, key: ModelKey) -> dict[str, object]:
+        return self._server.model_defaults.get(key.name, {}).get(key.version, {})
+
+    def _next_id(self) -> int:
+        return next(self._executor_ids)
+
+
+class _Pump:
+    """Wakes a batcher that is built after the pool it listens to."""
+
+    batcher: Batcher | None = None
+
+    def __call__(self) -> None:
+        if self.batcher is not None:
+            asyncio.get_running_loop().call_soon(self.batcher.pump)
+
+
+def _checked_runtime(runtime: str) -> str:
+    if runtime not in RUNTIMES:
+        raise InvalidRequest(f"Invalid RuntimeType value: {runtime}")
+    return runtime

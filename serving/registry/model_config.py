@@ -1,0 +1,145 @@
+"""Reads `model-config.yaml`: strictly typed, bounded, and never more than data."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import yaml
+
+from torchere.serving.errors import InvalidArchive
+from torchere.serving.settings import Isolation
+
+logger = logging.getLogger(__name__)
+
+MAX_CONFIG_BYTES = 1 << 20
+MAX_ALIASES = 100  # a few anchors are fine; thousands are a bomb
+MAX_DEPTH = 50
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The keys the server itself understands (contract: TorchServe's names); None: not given.
+
+    `raw` is the whole file, which handlers see as `context.model_yaml_config`.
+    """
+
+    present: bool = False
+    raw: dict[str, Any] = field(default_factory=dict)
+    min_workers: int | None = None
+    max_workers: int | None = None
+    batch_size: int | None = None
+    max_batch_delay_ms: int | None = None
+    response_timeout_s: int | None = None
+    startup_timeout_s: int | None = None
+    max_retry_timeout_s: int | None = None
+    client_timeout_ms: int | None = None
+    job_queue_size: int | None = None
+    device_type: Literal["cpu", "gpu"] | None = None
+    device_ids: tuple[int, ...] = ()
+    isolation: Isolation = "auto"
+    dispatch: Literal["torchserve", "eager"] = "torchserve"
+
+
+def parse_model_config(text: str) -> ModelConfig:
+    """Read the text of a `model-config.yaml`.
+
+    A key of a wrong type is ignored with a warning, as TorchServe does.
+
+    Raises:
+        InvalidArchive: not YAML, not a mapping, or larger, deeper or more self-referring than is sane.
+    """
+    raw = _load_yaml(text)
+    integer = _IntegerReader(raw)
+    return ModelConfig(
+        present=True,
+        raw=raw,
+        min_workers=integer("minWorkers", 1),
+        max_workers=integer("maxWorkers", 0),
+        batch_size=integer("batchSize", 1),
+        max_batch_delay_ms=integer("maxBatchDelay", 1),  # 0 behaves as unset, as in TorchServe
+        response_timeout_s=integer("responseTimeout", 1),
+        startup_timeout_s=integer("startupTimeout", 1),
+        max_retry_timeout_s=integer("maxRetryTimeoutInSec", 0),
+        client_timeout_ms=integer("clientTimeoutInMills", 0),
+        job_queue_size=integer("jobQueueSize", 1),
+        device_type=_choice(raw, "deviceType", ("cpu", "gpu"), None),
+        device_ids=_device_ids(raw),
+        isolation=_choice(raw, "isolation", ("auto", "thread", "process"), "auto"),
+        dispatch=_choice(raw, "dispatch", ("torchserve", "eager"), "torchserve"),
+    )
+
+
+def _load_yaml(text: str) -> dict[str, Any]:
+    try:
+        _check_shape(text)
+        raw = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as err:
+        raise InvalidArchive(f"The model config is not valid YAML: {_one_line(err)}") from err
+    if raw is None:
+        return {}
+    if not isinstance(raw, dict):
+        raise InvalidArchive(
+            f"The model config is a {type(raw).__name__}, expected a mapping of keys to values"
+        )
+    return raw
+
+
+def _check_shape(text: str) -> None:
+    if len(text) > MAX_CONFIG_BYTES:
+        raise ValueError(f"{len(text)} characters, at most {MAX_CONFIG_BYTES} are read")
+    depth = aliases = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        aliases += isinstance(event, yaml.AliasEvent)
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if aliases > MAX_ALIASES or depth > MAX_DEPTH:
+            raise ValueError(f"more than {MAX_ALIASES} aliases or {MAX_DEPTH} levels")
+
+
+def _one_line(err: BaseException) -> str:
+    return " ".join(str(err).split())
+
+
+class _IntegerReader:
+    """Takes an integer of at least `minimum` from a mapping; anything else there is said and ignored."""
+
+    def __init__(self, raw: dict[str, Any]) -> None:
+        self._raw = raw
+
+    def __call__(self, key: str, minimum: int) -> int | None:
+        value = self._raw.get(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int):
+            _warn(key, value, "an integer")
+            return None
+        return value if value >= minimum else (1 if minimum == 1 and key in _CLAMPED else None)
+
+
+_CLAMPED = ("minWorkers", "batchSize")  # TorchServe raises these to 1 rather than ignoring them
+
+
+def _choice(raw: dict[str, Any], key: str, allowed: tuple[str, ...], default: Any) -> Any:
+    value = raw.get(key)
+    if value is None:
+        return default
+    if isinstance(value, str) and value.lower() in allowed:
+        return value.lower()
+    _warn(key, value, "one of " + ", ".join(allowed))
+    return default
+
+
+def _device_ids(raw: dict[str, Any]) -> tuple[int, ...]:
+    value = raw.get("deviceIds")
+    if value is None:
+        return ()
+    if isinstance(value, list) and all(type(item) is int and item >= 0 for item in value):
+        return tuple(value)
+    _warn("deviceIds", value, "a list of integers")
+    return ()
+
+
+def _warn(key: str, value: object, expected: str) -> None:
+    logger.warning("model config: %s is %.80r, expected %s; it is ignored", key, value, expected)

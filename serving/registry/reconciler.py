@@ -1,0 +1,121 @@
+"""The only one that changes what a version is: brings it, step by step, to what is wanted of it.
+
+One task per version carries out one step after the other, so the steps of a version never overlap, and a slow
+load of one does not hold up another. Which step comes next is `policy.py`'s to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from torchere.serving.errors import LoadFailed, Unavailable
+from torchere.serving.registry.policy import Step, VersionView, next_step
+from torchere.serving.registry.version import Version, VersionState
+
+logger = logging.getLogger(__name__)
+
+
+class Reconciler:
+    """Wakes on a change of what is wanted. Lives on the event loop.
+
+    `on_gone` is called when a version is gone, to forget it and to free what the store holds for it.
+    """
+
+    def __init__(self, drain_timeout_s: float, on_gone: Callable[[Version], Awaitable[None]]) -> None:
+        self._drain_timeout_s = drain_timeout_s
+        self._on_gone = on_gone
+        self._tasks: dict[Version, asyncio.Task[None]] = {}
+        self._loads: dict[Version, asyncio.Task[None]] = {}
+
+    def wake(self, version: Version) -> None:
+        """Something that is wanted of the version changed."""
+        version.settled.clear()
+        if not version.wanted and version in self._loads:
+            self._loads[version].cancel()  # what loads now is not wanted any more
+        if version not in self._tasks:
+            self._tasks[version] = asyncio.ensure_future(self._run(version))
+
+    async def _run(self, version: Version) -> None:
+        steps = {
+            Step.LOAD: self._load,
+            Step.RESIZE: self._resize,
+            Step.UNLOAD: self._unload,
+            Step.REMOVE: self._remove,
+        }
+        try:
+            while (step := next_step(_view(version))) is not None:
+                await steps[step](version)
+        except Exception:  # the top of a task: a bug here must be seen, and nobody may wait for ever
+            logger.exception("the reconciler failed on %s in state %s", version.key, version.state.value)
+        finally:
+            del self._tasks[version]
+            version.settled.set()
+
+    async def _load(self, version: Version) -> None:
+        version.retry = False
+        version.failure = None
+        version.enter(VersionState.LOADING)
+        logger.info("loading %s with %d executors", version.key, version.target)
+        try:
+            await self._cancellable(version, version.pool.resize(version.target))
+            version.enter(VersionState.WARMING)
+            await self._cancellable(version, version.pool.warm_up())
+        except LoadFailed as err:
+            await self._fail(version, err)
+        except asyncio.CancelledError:
+            await self._fail(version, LoadFailed("unregistered", "unregistered while it was loading"))
+        else:
+            version.enter(VersionState.READY)
+            version.batcher.pump()
+            logger.info("%s is ready", version.key)
+
+    async def _cancellable(self, version: Version, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._loads[version] = task  # type: ignore[assignment]
+        try:
+            await task
+        finally:
+            del self._loads[version]
+
+    async def _fail(self, version: Version, err: LoadFailed) -> None:
+        logger.error("%s: %s", err.message, err.detail, extra={"model": version.key.name})
+        version.failure = err
+        await version.pool.close()
+        version.batcher.fail_queued(Unavailable(err.message, err.detail))
+        version.enter(VersionState.FAILED)
+
+    async def _resize(self, version: Version) -> None:
+        version.failure = None
+        try:
+            await version.pool.resize(version.target)
+            await version.pool.warm_up()
+        except LoadFailed as err:
+            logger.error("%s: %s", err.message, err.detail, extra={"model": version.key.name})
+            version.failure = err
+            version.target = version.pool.size  # or the next step would try the same again at once
+        version.batcher.pump()
+
+    async def _unload(self, version: Version) -> None:
+        version.enter(VersionState.DRAINING)
+        version.batcher.close_admission()
+        if not await version.batcher.drain(self._drain_timeout_s):
+            logger.warning("%s still had requests after %g s", version.key, self._drain_timeout_s)
+        version.enter(VersionState.UNLOADING)
+        await version.pool.close()
+        if version.wanted:
+            version.enter(VersionState.NEW)
+            version.batcher.open_admission()
+        else:
+            await self._remove(version)
+
+    async def _remove(self, version: Version) -> None:
+        version.batcher.close_admission()
+        version.batcher.fail_queued(Unavailable(f"Model {version.key.name} was unregistered."))
+        version.enter(VersionState.GONE)
+        await self._on_gone(version)
+
+
+def _view(version: Version) -> VersionView:
+    return VersionView(version.state, version.wanted, version.target, version.pool.size, version.retry)

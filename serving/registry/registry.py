@@ -1,0 +1,152 @@
+"""The desired state and the serving map: what operators change, and what requests read.
+
+The map is immutable and swapped whole. Lives on the event loop; the request path only looks things up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torchere.serving.batching.batcher import BatchObserver
+from torchere.serving.errors import Conflict, DefaultVersionInUse, ServingError, VersionNotFound
+from torchere.serving.registry import routing
+from torchere.serving.registry.effective import Asked
+from torchere.serving.registry.loader import Loader
+from torchere.serving.registry.policy import scaled_target
+from torchere.serving.registry.reconciler import Reconciler
+from torchere.serving.registry.store import Store, check_model_name, check_version_name, default_model_name
+from torchere.serving.registry.version import Version, VersionState
+from torchere.serving.settings import ServerSettings
+from torchere.serving.types import ModelKey
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One archive that somebody wants served."""
+
+    url: str
+    asked: Asked
+    name: str | None = None
+    handler: str | None = None
+    runtime: str | None = None
+    at_startup: bool = False
+
+
+class Registry:
+    """Every registered version of one server."""
+
+    def __init__(self, server: ServerSettings, observer: Callable[[ModelKey], BatchObserver]) -> None:
+        self._server = server
+        self._store = Store(server.model_store, server.limits, server.temp_dir)
+        self._loader = Loader(server, observer)
+        self._reconciler = Reconciler(server.unregister_timeout_s, self._gone)
+        self._serving: routing.ServingMap = routing.EMPTY
+
+    def find(self, model: str, version: str | None) -> Version:
+        """The version a request means; raises `ModelNotFound` or `VersionNotFound`."""
+        return routing.find(self._serving, model, version)
+
+    def served(self) -> routing.ServingMap:
+        """The map as it is now; it will not change under the caller."""
+        return self._serving
+
+    def versions(self) -> Iterator[Version]:
+        """Every version of every model."""
+        return (version for served in self._serving.values() for version in served.versions.values())
+
+    async def register(self, wanted: Wanted) -> Version:
+        """Take an archive into the desired state; loading it has only begun when this returns.
+
+        Raises:
+            ModelNotFound, DownloadFailed, InvalidArchive, InvalidRequest: the archive or the wish is no good.
+            Conflict: the same name and version is registered. Nothing has changed in all these cases.
+        """
+        archive = await asyncio.to_thread(self._store.open, wanted.url)
+        name = wanted.name or archive.manifest.model_name or default_model_name(wanted.url)
+        key = ModelKey(check_model_name(name), check_version_name(wanted.url, archive.manifest))
+        self._refuse_twin(key)
+        stored = await asyncio.to_thread(self._store.unpack, wanted.url, archive)
+        try:
+            self._refuse_twin(key)  # somebody may have been faster while this one was unpacked
+            version = self._loader.build(
+                key,
+                stored,
+                wanted.asked,
+                handler=wanted.handler,
+                runtime=wanted.runtime,
+                loaded_at_startup=wanted.at_startup,
+            )
+        except ServingError:
+            await asyncio.to_thread(self._store.remove, stored)
+            raise
+        self._serving = routing.with_version(self._serving, version)
+        self._reconciler.wake(version)
+        return version
+
+    def _refuse_twin(self, key: ModelKey) -> None:
+        if key.name in self._serving and key.version in self._serving[key.name].versions:
+            raise Conflict(f"Model version {key.version} is already registered for model {key.name}")
+
+    async def unregister(self, model: str, version: str | None) -> Version:
+        """Take a version out: no request finds it any more; its end has only begun when this returns.
+
+        Raises:
+            ModelNotFound, VersionNotFound.
+            DefaultVersionInUse: it is the default and not the only one.
+        """
+        found = self.find(model, version)
+        served = self._serving[model]
+        if found.key.version == served.default_version and len(served.versions) > 1:
+            raise DefaultVersionInUse(f"Cannot remove default version for model {model}")
+        self.discard(found)
+        return found
+
+    def discard(self, version: Version) -> None:
+        """Take a version out without asking whether it is the default."""
+        self._serving = routing.without_version(self._serving, version)
+        version.wanted = False
+        self._reconciler.wake(version)
+
+    def scale(self, version: Version, min_executors: int, max_executors: int) -> None:
+        """Want another number of executors of a version; `version.settled` tells when it is so."""
+        version.settings = version.settings.scaled(min_executors, max_executors)
+        version.target = scaled_target(version.pool.size, min_executors, max_executors)
+        version.retry = version.state is VersionState.FAILED
+        self._reconciler.wake(version)
+
+    def set_default(self, model: str, version: str) -> None:
+        """Make a version the default; raises `ModelNotFound` or `VersionNotFound`."""
+        routing.find(self._serving, model, None)
+        if version not in self._serving[model].versions:
+            raise VersionNotFound(f"Model version {version} does not exist for model {model}")
+        self._serving = routing.with_default(self._serving, model, version)
+
+    async def load_at_startup(self) -> None:
+        """Register what the settings say; one that is no good is logged and skipped, as TorchServe does."""
+        for item in self._startup_items():
+            name, _, url = item.rpartition("=")
+            executors = Asked(executors=self._server.startup_executors())
+            try:
+                await self.register(Wanted(url, executors, name=name or None, at_startup=True))
+            except ServingError as err:
+                logger.error("Failed to load model: %s: %s", url, err.detail or err.message)
+
+    def _startup_items(self) -> list[str]:
+        items = list(self._server.load_models)
+        return self._store.names() if [item.lower() for item in items] == ["all"] else items
+
+    async def close(self) -> None:
+        """Take every version out and wait until all are gone."""
+        leaving = list(self.versions())
+        for version in leaving:
+            self.discard(version)
+        await asyncio.gather(*(version.settled.wait() for version in leaving))
+        await asyncio.to_thread(self._store.close)
+
+    async def _gone(self, version: Version) -> None:
+        await asyncio.to_thread(self._store.remove, version.origin.archive)

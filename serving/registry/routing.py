@@ -1,0 +1,60 @@
+"""Which version a request means: pure look-ups in an immutable map."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from torchere.serving.errors import ModelNotFound, VersionNotFound
+from torchere.serving.registry.version import Version
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The versions of one model and the one that requests without a version get."""
+
+    default_version: str
+    versions: Mapping[str, Version]
+
+
+ServingMap = Mapping[str, ServedModel]
+EMPTY: ServingMap = MappingProxyType({})
+
+
+def find(serving: ServingMap, model: str, version: str | None) -> Version:
+    """The version meant by a name and, perhaps, a version string (compared exactly).
+
+    Raises:
+        ModelNotFound, VersionNotFound.
+    """
+    served = serving.get(model)
+    if served is None:
+        raise ModelNotFound.named(model)
+    found = served.versions.get(version or served.default_version)
+    if found is None:
+        raise VersionNotFound.of(model, version or "")
+    return found
+
+
+def with_version(serving: ServingMap, added: Version) -> ServingMap:
+    """The map with one version more; the first of a model is its default."""
+    name, number = added.key
+    served = serving.get(name) or ServedModel(number, MappingProxyType({}))
+    versions = MappingProxyType({**served.versions, number: added})
+    return MappingProxyType({**serving, name: ServedModel(served.default_version, versions)})
+
+
+def without_version(serving: ServingMap, removed: Version) -> ServingMap:
+    """The map without one version; a model that has none left goes with it."""
+    name, number = removed.key
+    versions = {key: value for key, value in serving[name].versions.items() if key != number}
+    rest = {key: value for key, value in serving.items() if key != name}
+    if versions:
+        rest[name] = ServedModel(serving[name].default_version, MappingProxyType(versions))
+    return MappingProxyType(rest)
+
+
+def with_default(serving: ServingMap, model: str, version: str) -> ServingMap:
+    """The map with another default version of one model, which must have it."""
+    return MappingProxyType({**serving, model: ServedModel(version, serving[model].versions)})

@@ -1,0 +1,175 @@
+"""Where archives come from: the model store, one folder. Turns a name in it into an unpacked archive.
+
+Archives are unpacked into a folder of this server's own, which is removed on unregister and at the end.
+Everything here blocks on the disk: call it in a thread.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torchere.archiver.errors import ArchiveError
+from torchere.archiver.manifest import Manifest
+from torchere.archiver.names import MANIFEST_NAME
+from torchere.archiver.reader import Archive, ArchiveLimits, open_archive
+from torchere.serving.errors import DownloadFailed, InvalidArchive, InvalidRequest, ModelNotFound
+from torchere.serving.registry.model_config import MAX_CONFIG_BYTES, ModelConfig, parse_model_config
+from torchere.serving.settings import Limits
+
+SIGNATURE_NAME = "MAR-INF/signature.json"
+MAX_TEXT_BYTES = 16 << 20  # a manifest or signature larger than this is not one
+ARCHIVE_SUFFIXES = (".mar", ".model", ".tar.gz", ".tgz")
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-.]{0,254}")  # the archiver's rule, with a bound
+
+
+@dataclass(frozen=True, slots=True)
+class StoredArchive:
+    """One archive, ready to load: unpacked under `directory`."""
+
+    url: str  # as the caller named it
+    directory: Path
+    manifest: dict[str, Any] = field(default_factory=dict)  # as written; {} when the archive has none
+    config: ModelConfig = field(default_factory=ModelConfig)
+    signature: str | None = None  # text of MAR-INF/signature.json
+    temporary: bool = True  # ours to delete
+
+
+class Store:
+    """The model store of one server. Thread-safe: it keeps no state but its folders."""
+
+    def __init__(self, root: Path | None, limits: Limits, temp_dir: Path | None) -> None:
+        self._root = root.resolve() if root else None
+        self._limits = ArchiveLimits(
+            max_entries=limits.max_archive_entries, max_total_bytes=limits.max_archive_bytes
+        )
+        self._unpacked = Path(tempfile.mkdtemp(prefix="torchere-models-", dir=temp_dir))
+
+    def open(self, url: str) -> Archive:
+        """Find an archive and read what it says of itself; nothing is unpacked.
+
+        Raises:
+            ModelNotFound: nothing of that name is in the store, with the contract's texts.
+            DownloadFailed: a URL; only the store is a source.
+            InvalidArchive: it is there and broken.
+        """
+        path = self._resolve(url)
+        try:
+            return open_archive(path, self._limits)
+        except ArchiveError as err:
+            raise _invalid(err) from err
+
+    def unpack(self, url: str, archive: Archive) -> StoredArchive:
+        """Unpack an archive and read its model config.
+
+        Raises:
+            InvalidArchive: an entry, a digest or the model config is wrong; nothing stays behind.
+        """
+        config_name = archive.manifest.config_file
+        try:
+            manifest = _manifest_as_written(archive)
+            config = (
+                parse_model_config(archive.read_text(config_name, MAX_CONFIG_BYTES))
+                if config_name
+                else ModelConfig()
+            )
+            signature = _optional_text(archive, SIGNATURE_NAME)
+            directory = Path(tempfile.mkdtemp(dir=self._unpacked)) / "model"
+            archive.extract(directory)
+        except ArchiveError as err:
+            raise _invalid(err) from err
+        return StoredArchive(url, directory, manifest, config, signature)
+
+    def remove(self, stored: StoredArchive) -> None:
+        """Delete what `unpack` made."""
+        if stored.temporary:
+            shutil.rmtree(stored.directory.parent, ignore_errors=True)
+
+    def close(self) -> None:
+        """Delete everything this store unpacked."""
+        shutil.rmtree(self._unpacked, ignore_errors=True)
+
+    def names(self) -> list[str]:
+        """Every archive and folder in the store, sorted: what `load_models=all` means."""
+        if self._root is None:
+            return []
+        return sorted(
+            path.name
+            for path in self._root.iterdir()
+            if not path.name.startswith(".") and (path.is_dir() or path.name.endswith(ARCHIVE_SUFFIXES))
+        )
+
+    def _resolve(self, url: str) -> Path:
+        if not url:
+            raise ModelNotFound("empty url")
+        if ".." in url:
+            raise ModelNotFound(f"Relative path is not allowed in url: {url}")
+        if re.match(r"(https?|file)://", url, re.IGNORECASE):
+            raise DownloadFailed(
+                f"Failed to download archive from: {url}",
+                "archives come from the model store only: copy the file there and name it",
+            )
+        if self._root is None:
+            raise ModelNotFound("Model store has not been configured.")
+        name = url.rstrip("/").rpartition("/")[2]
+        path = self._root / name
+        if "\0" in url or not name or not path.exists():
+            raise ModelNotFound(f"Model not found at: {url}", f"there is no {name!r} in {self._root}")
+        if path.resolve().parent != self._root and not path.is_symlink():
+            raise ModelNotFound(f"Model not found at: {url}")
+        return path
+
+
+def default_model_name(url: str) -> str:
+    """The name of a model that nobody named: from its file, as TorchServe derives it."""
+    name = url.rstrip("/").rpartition("/")[2]
+    stem = name.rpartition(".")[0] if name.endswith((".mar", ".model")) else name
+    return re.sub(r"\W", "_", stem)
+
+
+def check_model_name(name: str) -> str:
+    """The name, if it may be one.
+
+    Raises:
+        InvalidRequest: it could not be told apart from a path, or would not fit a label or a log line.
+    """
+    if not NAME_PATTERN.fullmatch(name):
+        raise InvalidRequest(
+            f"Model name {name[:80]!r} contains special characters. Expected a letter or digit, then "
+            "letters, digits, '_', '-' or '.', at most 255 in all."
+        )
+    return name
+
+
+def check_version_name(archive: str, manifest: Manifest) -> str:
+    """The version of a manifest, if it may be one.
+
+    Raises:
+        InvalidArchive: as `check_model_name`.
+    """
+    version = manifest.model_version
+    if not version.strip() or len(version) > 255 or "/" in version or not version.isprintable():
+        raise InvalidArchive(
+            f"Model version {version[:80]!r} of {archive} is not usable: expected 1 to 255 printable "
+            "characters without '/'."
+        )
+    return version
+
+
+def _manifest_as_written(archive: Archive) -> dict[str, Any]:
+    text = _optional_text(archive, MANIFEST_NAME)
+    return json.loads(text) if text else {}
+
+
+def _optional_text(archive: Archive, name: str) -> str | None:
+    present = any(entry.name == name for entry in archive.entries)
+    return archive.read_text(name, MAX_TEXT_BYTES) if present else None
+
+
+def _invalid(err: ArchiveError) -> InvalidArchive:
+    return InvalidArchive(err.reason, str(err))
