@@ -34,7 +34,9 @@ class Entry:
     size: int  # bytes after unpacking, as declared; streaming fails when it is not the truth
     stored_size: int  # bytes in the archive; for gzip, which packs the whole, the same as `size`
     method: Method
-    offset: int | None = None  # where the data begins in the archive's file; None if it has no place of its own
+    offset: int | None = (
+        None  # where the data begins in the archive's file; None if it has no place of its own
+    )
     crc: int | None = None  # CRC-32 of the data, when the format has one per entry
 
 
@@ -130,7 +132,7 @@ class Identity:
 
 def open_regular(path: Path, identity: Identity | None = None) -> BinaryIO:
     """Open a regular file for reading; with `identity`, only if it is still the same file, unchanged."""
-    file = open(path, "rb", opener=_without_waiting)
+    file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115  # the caller closes it
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise ArchiveError(path, "not a regular file", "name a .mar, a .tar.gz or a directory")

@@ -1,4 +1,4 @@
-"""Reads a plain directory as an archive: what `--archive-format no-archive` writes, or files put there by hand."""
+"""Reads a plain directory as an archive: what the format `no-archive` writes, or files put there by hand."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ class FolderContainer:
         self._path = path
         self.root = _only_folder_in(path) or path
         intake = Intake(path, limits)
-        for found in sorted(self._files(self.root, intake), key=lambda entry: entry.name):
-            intake.add(found)
-        self.entries = intake.finish()
+        folders = [self.root]
+        while folders:
+            folders += self._scan(folders.pop(), intake)
+        self.entries = tuple(sorted(intake.finish(), key=lambda entry: entry.name))
 
     def walk(self, wanted: Callable[[Entry], bool]) -> Iterator[tuple[Entry, Chunks]]:
         """See `Container.walk`."""
@@ -32,20 +33,22 @@ class FolderContainer:
             if wanted(entry):
                 yield entry, self._chunks(entry)
 
-    def _files(self, folder: Path, intake: Intake) -> Iterator[Entry]:
+    def _scan(self, folder: Path, intake: Intake) -> list[Path]:
+        """Take the files of one folder and return the folders in it."""
+        folders = []
         with os.scandir(folder) as found:
             for item in found:
                 name = Path(item.path).relative_to(self.root).as_posix()
                 status = item.stat(follow_symlinks=False)
-                if stat.S_ISDIR(status.st_mode):
-                    if item.name != "__pycache__":
-                        intake.add_directory(name)
-                        yield from self._files(Path(item.path), intake)
-                elif stat.S_ISREG(status.st_mode):
-                    yield Entry(name, status.st_size, status.st_size, "file", 0)
-                else:
+                if stat.S_ISREG(status.st_mode):
+                    intake.add(Entry(name, status.st_size, status.st_size, "file", 0))
+                elif not stat.S_ISDIR(status.st_mode):
                     kind = "a link" if item.is_symlink() else "a device, FIFO or socket"
                     raise intake.refuse(name, f"it is {kind}", "put the file itself there")
+                elif item.name != "__pycache__":
+                    intake.add_directory(name)
+                    folders.append(Path(item.path))
+        return folders
 
     def _chunks(self, entry: Entry) -> Chunks:
         size = 0

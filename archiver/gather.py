@@ -48,7 +48,8 @@ def gather(request: ArchiveRequest) -> list[Input]:
         _check_agreement(chosen.setdefault(item.name, item), item)
     if clash := first_clash(sorted(chosen)):
         raise PackingError(
-            f"{chosen[clash[0]].path} and {chosen[clash[1]].path} would be one file on some systems; rename one"
+            f"{chosen[clash[0]].path} and {chosen[clash[1]].path} would be one file on some systems; "
+            "rename one"
         )
     return [chosen[name] for name in sorted(chosen)]
 
@@ -61,7 +62,7 @@ def _named_files(request: ArchiveRequest) -> Iterator[Input]:
         request.requirements_file,
         request.config_file,
     )
-    for path in map(Path, filter(None, files)):
+    for path in [Path(file) for file in files if file]:
         os.stat(path)  # raises the FileNotFoundError that names it
         yield Input(path.name, path)
 
@@ -121,5 +122,6 @@ def _check(item: Input) -> None:
 def _check_agreement(first: Input, second: Input) -> None:
     if first is not second and not filecmp.cmp(first.path, second.path, shallow=False):
         raise PackingError(
-            f"{first.path} and {second.path} differ, and both would be {first.name!r} in the archive; rename one"
+            f"{first.path} and {second.path} differ, and both would be {first.name!r} in the archive; "
+            "rename one"
         )

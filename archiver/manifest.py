@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from typing import Any
 
 from torchere.archiver.errors import ArchiveError
@@ -92,8 +92,8 @@ class Manifest:
 
 
 def created_on(epoch_s: int) -> str:
-    """`createdOn` for seconds since 1970, as `dd/mm/YYYY HH:MM:SS` in UTC (local time would differ by machine)."""
-    return datetime.fromtimestamp(epoch_s, tz=timezone.utc).strftime("%d/%m/%Y %H:%M:%S")
+    """`createdOn` for seconds since 1970: `dd/mm/YYYY HH:MM:SS` in UTC, as local time differs by machine."""
+    return time.strftime("%d/%m/%Y %H:%M:%S", time.gmtime(epoch_s))
 
 
 class _Parser:
@@ -134,7 +134,9 @@ class _Parser:
     def _without_twins(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            raise self._refuse("a member is given twice", "keep one of them: readers differ in which one wins")
+            raise self._refuse(
+                "a member is given twice", "keep one of them: readers differ in which one wins"
+            )
         return found
 
     def _object(self, value: Any, what: str) -> dict[str, Any]:
@@ -151,7 +153,9 @@ class _Parser:
         return value
 
     def _version(self, model: Mapping[str, Any]) -> str:
-        value = model.get("modelVersion", DEFAULT_VERSION)
+        if "modelVersion" not in model:
+            return DEFAULT_VERSION
+        value = model["modelVersion"]
         if value is None:
             raise self._refuse("Model version is not defined.", "set 'modelVersion', or leave it out for 1.0")
         if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -164,7 +168,7 @@ class _Parser:
         name = self._optional_text(model, member)
         path = name.partition(":")[0] if name and member == "handler" else name
         if path and (problem := problem_with(path)):
-            raise self._refuse(f"{member} is {ascii(name)}: {problem}", "name a file inside the archive")
+            raise self._refuse(f"{member} is {name!a}: {problem}", "name a file inside the archive")
         return name or None
 
     def _digests(self, extra: Any) -> dict[str, str] | None:

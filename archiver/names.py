@@ -18,7 +18,7 @@ _DRIVE = re.compile(r"^[A-Za-z]:")
 
 
 def problem_with(name: str) -> str | None:
-    """Say why `name` (a file, or a directory with its last slash removed) is refused, or None if it is fine."""
+    """Say why `name` (of a directory: without its last slash) is refused, or None if it is fine."""
     if not name:
         return "the name is empty"
     if "\\" in name:

@@ -18,6 +18,8 @@ from torchere.archiver.staging import staged
 from torchere.archiver.tarcontainer import TarContainer
 from torchere.archiver.zipcontainer import ZipContainer
 
+__all__ = ["Archive", "ArchiveError", "ArchiveLimits", "Entry", "Kind", "open_archive"]
+
 Kind = Literal["zip", "tgz", "directory"]
 _REPACK = "pack the archive again"
 
@@ -94,21 +96,20 @@ class Archive:
         return folder
 
     def verify(self) -> None:
-        """Read everything once and check sizes, CRCs and digests; ArchiveError tells the first that is wrong."""
+        """Read everything once and check sizes, CRCs and digests; ArchiveError tells the first wrong one."""
         for _, chunks in self.chunks():
             for _ in chunks:
                 pass
 
     def _verified(self, entry: Entry, chunks: Chunks) -> Chunks:
         expected = (self.manifest.digests or {}).get(entry.name)
-        if expected is None:
-            yield from chunks
-            return
         found = hashlib.sha256()
-        for chunk in chunks:
-            found.update(chunk)
-            yield chunk
-        if f"sha256:{found.hexdigest()}" != expected:
+        with _one_error(self.path):
+            for chunk in chunks:
+                if expected is not None:
+                    found.update(chunk)
+                yield chunk
+        if expected is not None and f"sha256:{found.hexdigest()}" != expected:
             reason = f"the SHA-256 is {found.hexdigest()}, not the one in the manifest"
             raise ArchiveError(self.path, reason, "do not use it; pack or fetch it again", entry=entry.name)
 
@@ -121,6 +122,8 @@ def open_archive(path: str | Path, limits: ArchiveLimits | None = None) -> Archi
     """
     place = Path(path)
     limits = limits or ArchiveLimits()
+    if "\0" in str(place):
+        raise ArchiveError(place, "the path has a NUL character", "name an existing archive")
     with _one_error(place):
         kind = _kind_of(place)
         container = _open_container(kind, place, limits)
@@ -173,5 +176,3 @@ def _one_error(path: Path) -> Iterator[None]:
     except OSError as error:
         reason = f"{error.strerror or error}: {error.filename}" if error.filename else str(error)
         raise ArchiveError(path, reason, "check the path, its permissions and the disk") from error
-    except ValueError as error:  # a path with a NUL character
-        raise ArchiveError(path, str(error), "name an existing archive") from error

@@ -85,7 +85,7 @@ class TarSink:
         info.size = size
         info.mode = FILE_MODE
         info.mtime = EPOCH_S
-        self._archive.addfile(info, source)  # type: ignore[arg-type]  # it only ever reads
+        self._archive.addfile(info, source)
 
 
 class DirectorySink:
@@ -109,9 +109,12 @@ def open_sink(archive_format: str, work: Path, model_name: str) -> Iterator[Sink
         work.mkdir()
         yield DirectorySink(work)
     elif archive_format == "tgz":
-        with open(work, "xb") as file, gzip.GzipFile("", "wb", 6, file, mtime=0) as packed:
-            with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar:
-                yield TarSink(tar, model_name)
+        with (
+            open(work, "xb") as plain,
+            gzip.GzipFile("", "wb", 6, plain, mtime=0) as packed,
+            tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar,
+        ):
+            yield TarSink(tar, model_name)
     else:
         with open(work, "x+b") as file, zipfile.ZipFile(file, "w") as archive:
             yield ZipSink(archive, file)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,7 +41,7 @@ def _swap(work: Path, target: Path) -> None:
 
 def _sibling(target: Path, purpose: str) -> Path:
     # The name's length must not depend on the target's, which may be as long as a file system allows.
-    return target.with_name(f".torchere-{secrets.token_hex(8)}.{purpose}")
+    return target.with_name(f".torchere-{os.urandom(8).hex()}.{purpose}")
 
 
 def _remove(path: Path) -> None:

@@ -34,7 +34,12 @@ class TarContainer:
         with open_regular(self._path, self._identity) as file:
             stream = TarStream(self._path, file)
             for header in stream.headers():
-                if not header.is_directory and wanted(entry := next(entries)):
+                if header.is_directory:
+                    continue
+                entry = next(entries, None)
+                if entry is None or entry.size != header.size:
+                    raise ArchiveError(self._path, "the file changed after it was opened", "open it again")
+                if wanted(entry):
                     yield entry, stream.data()
 
     def _checked_headers(self, stream: TarStream, limits: ArchiveLimits) -> list[Header]:

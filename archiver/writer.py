@@ -46,7 +46,9 @@ def write_archive(request: ArchiveRequest, progress: Progress | None = None) -> 
         with open_sink(request.archive_format, work, request.model_name) as sink:
             digests = {item.name: _add(sink, item, request, progress) for item in inputs}
             manifest = request.manifest(digests).dump().encode()
-            sink.add(MANIFEST_NAME, len(manifest), io.BytesIO(manifest), request.archive_format == "zip-store")
+            sink.add(
+                MANIFEST_NAME, len(manifest), io.BytesIO(manifest), request.archive_format == "zip-store"
+            )
         _refuse_existing(request)  # once more: another run may have been quicker
     return target
 

@@ -20,6 +20,7 @@ from torchere.archiver.entries import (
     Entry,
     Identity,
     Intake,
+    Method,
     open_regular,
 )
 from torchere.archiver.errors import ArchiveError
@@ -92,7 +93,7 @@ class _Indexer:
         """All files, in the order they stand in."""
         try:
             directory = read_directory(self._file, file_size)
-            self._intake.check_count(directory.count)
+            self._intake.check_count(directory.entries)
             centrals = self._centrals(directory)
         except Malformed as error:
             raise ArchiveError(self._path, str(error), _REPACK) from error
@@ -101,7 +102,7 @@ class _Indexer:
 
     def _centrals(self, directory: Directory) -> list[Central]:
         self._file.seek(directory.offset)
-        centrals = [read_central(self._file) for _ in range(directory.count)]
+        centrals = [read_central(self._file) for _ in range(directory.entries)]
         if self._file.tell() != directory.end:
             raise Malformed("the central directory is not as long as the end record says")
         return sorted(centrals, key=lambda central: central.header_offset)
@@ -151,7 +152,7 @@ class _Indexer:
                 raise Malformed("a directory has data")
             self._intake.add_directory(name[:-1])
             return
-        method = "deflated" if central.method == DEFLATED else "stored"
+        method: Method = "deflated" if central.method == DEFLATED else "stored"
         self._intake.add(
             Entry(name, central.size, central.stored_size, method, local.data_offset, central.crc)
         )

@@ -29,7 +29,12 @@ class Directory(NamedTuple):
 
     offset: int
     end: int
-    count: int
+    entries: int
+
+
+class _WideEnd(NamedTuple):
+    values: tuple[int, ...]  # as in the plain end record, with 64 bits each
+    offset: int
 
 
 class Central(NamedTuple):
@@ -65,28 +70,39 @@ def read_directory(file: BinaryIO, file_size: int) -> Directory:
     sign, disk, first_disk, here, count, size, offset, comment = _END.unpack(_at(file, end_at, _END.size))
     if sign != b"PK\5\6" or comment:
         raise Malformed("no zip end record at the end: it is cut off, or something was put behind it")
-    if _FULL_16 in (disk, first_disk, here, count) or _FULL_32 in (size, offset):
-        return _read_wide_directory(file, end_at)
-    if disk or first_disk or here != count:
-        raise Malformed("the zip is one part of several")
-    return _directory(offset, size, count, end_at)
+    values = (disk, first_disk, here, count, size, offset)
+    wide = _read_wide_end(file, end_at)
+    full = (*[_FULL_16] * 4, *[_FULL_32] * 2)
+    if wide is None:
+        return _directory(values, end_at)
+    if any(
+        value not in (limit, other) for value, limit, other in zip(values, full, wide.values, strict=True)
+    ):
+        raise Malformed("the two end records differ")
+    return _directory(wide.values, wide.offset)
 
 
-def _read_wide_directory(file: BinaryIO, end_at: int) -> Directory:
+def _read_wide_end(file: BinaryIO, end_at: int) -> _WideEnd | None:
+    """Read the 64-bit end record that stands, with its locator, in front of the plain one; None without."""
     locator_at = end_at - _WIDE_LOCATOR.size
     if locator_at < _WIDE_END.size:
-        raise Malformed("the 64-bit end record is missing")
+        return None
     sign, disk, wide_at, disks = _WIDE_LOCATOR.unpack(_at(file, locator_at, _WIDE_LOCATOR.size))
-    if sign != b"PK\6\7" or disk or disks > 1 or wide_at != locator_at - _WIDE_END.size:
-        raise Malformed("the 64-bit end record is missing or not where it is said to be")
-    record = _WIDE_END.unpack(_at(file, wide_at, _WIDE_END.size))
-    sign, length, _, _, disk, first_disk, here, count, size, offset = record
-    if sign != b"PK\6\6" or length != _WIDE_END.size - 12 or disk or first_disk or here != count:
+    if sign != b"PK\6\7":
+        return None
+    if disk or disks > 1 or wide_at != locator_at - _WIDE_END.size:
+        raise Malformed("the 64-bit end record is not where it is said to be")
+    sign, length, _, _, *values = _WIDE_END.unpack(_at(file, wide_at, _WIDE_END.size))
+    if sign != b"PK\6\6" or length != _WIDE_END.size - 12:
         raise Malformed("the 64-bit end record is wrong")
-    return _directory(offset, size, count, wide_at)
+    return _WideEnd(tuple(values), wide_at)
 
 
-def _directory(offset: int, size: int, count: int, end: int) -> Directory:
+def _directory(values: tuple[int, ...], end: int) -> Directory:
+    """The directory that an end record at `end` describes."""
+    disk, first_disk, here, count, size, offset = values
+    if disk or first_disk or here != count:
+        raise Malformed("the zip is one part of several, or lists more entries than it has")
     if offset + size != end:
         raise Malformed("the central directory does not end where the end record begins")
     return Directory(offset, end, count)
@@ -121,7 +137,7 @@ def read_local(file: BinaryIO, offset: int) -> Local:
 
 
 def is_descriptor(record: bytes, crc: int, stored_size: int, size: int) -> bool:
-    """Say whether `record` is a data descriptor with these values: 32 or 64 bits, with or without signature."""
+    """Say if `record` is a data descriptor with these values: 32 or 64 bits, with or without signature."""
     body = record[4:] if len(record) in (16, 24) else record
     if body is not record and not record.startswith(b"PK\7\x08"):
         return False
@@ -139,8 +155,10 @@ def _widened(extra: bytes, values: tuple[int, ...]) -> tuple[int, ...]:
         if value == _FULL_32:
             if len(wide) < 8:
                 raise Malformed("a 64-bit size is missing")
-            value, wide = int.from_bytes(wide[:8], "little"), wide[8:]
-        found.append(value)
+            found.append(int.from_bytes(wide[:8], "little"))
+            wide = wide[8:]
+        else:
+            found.append(value)
     return tuple(found)
 
 

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Public API for handler authors: what runs a model inside the server, and what it may use."""

@@ -22,8 +22,8 @@ from torchere.serving.types import NO_DEADLINE, InferRequest
 class BatchObserver(Protocol):
     """Who wants to know what ran; called on the event loop after a batch is answered."""
 
-    def batch_finished(self, pendings: Sequence[Pending], report: BatchReport, total_s: float) -> None:
-        """`total_s` is from dispatch to report."""
+    def batch_finished(self, pendings: Sequence[Pending], report: BatchReport, executor_s: float) -> None:
+        """`executor_s` is from dispatch to report."""
 
 
 class Batcher:
@@ -103,7 +103,7 @@ class Batcher:
     def pump(self) -> None:
         """Dispatch all that can be dispatched now; call it whenever an executor came free."""
         while isinstance(action := plan(self._view(), self._settings, self._now()), Dispatch):
-            self._dispatch(action.count)
+            self._dispatch(action.size)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -158,6 +158,8 @@ class Batcher:
 
     async def drain(self, timeout_s: float) -> bool:
         """Wait until everything that is in is answered; False when the time was not enough."""
+        if self._idle.is_set():
+            return True
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except asyncio.TimeoutError:

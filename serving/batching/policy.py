@@ -21,9 +21,9 @@ class QueueView(NamedTuple):
 
 
 class Dispatch(NamedTuple):
-    """Run the first `count` requests now."""
+    """Run the first `size` requests now."""
 
-    count: int
+    size: int
 
 
 class WaitUntil(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timezone
 from enum import Enum
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -35,6 +35,11 @@ class ExecutorStatus:
     memory_bytes: int = 0
     gpu_id: int | None = None
     last_failure: str = ""  # cause of the last loss or failed start, "" when there was none
+
+
+def age_s(status: ExecutorStatus) -> float:
+    """Seconds since an executor was (last) started."""
+    return (datetime.now(timezone.utc) - status.started_at).total_seconds()
 
 
 class HandlerMetric(NamedTuple):
@@ -128,4 +133,5 @@ class ExecutorPool(Protocol):
         """Stop all executors at once; batches still inside are answered with `ExecutorDied`."""
 
 
-FreeCallback: TypeAlias = Callable[[], None]
+FreeCallback: TypeAlias = Callable[[], None]  # an executor came free, or there will never be one again
+LoadedCallback: TypeAlias = Callable[[int, float], None]  # executor id, seconds from its start to ready

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
+from typing import Any
 
 from torchere.serving.errors import DeadlineExceeded, ExecutorDied, LoadFailed, ServingError
 from torchere.serving.execution.executor import (
@@ -21,7 +22,9 @@ from torchere.serving.execution.executor import (
     ExecutorState,
     ExecutorStatus,
     FreeCallback,
+    LoadedCallback,
     LoadSpec,
+    age_s,
 )
 from torchere.serving.execution.restart import restart_delay_s
 from torchere.serving.execution.worker_process import WorkerProcess
@@ -42,6 +45,7 @@ class ProcessPool:
         max_retry_timeout_s: float,
         next_id: Callable[[], int],
         on_free: FreeCallback,
+        on_loaded: LoadedCallback,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._spec = spec
@@ -50,6 +54,7 @@ class ProcessPool:
         self._max_retry_timeout_s = max_retry_timeout_s
         self._next_id = next_id
         self._on_free = on_free
+        self._on_loaded = on_loaded
         self._now = now
         self._slots: list[_Slot] = []
 
@@ -145,6 +150,7 @@ class _Slot:
         """Warm up and go into service, supervised from now on; raises `LoadFailed`."""
         await self._worker.warm_up(self._pool._startup_timeout_s)
         self.status = replace(self.status, state=ExecutorState.READY)
+        self._pool._on_loaded(self.status.executor_id, age_s(self.status))
         if self._supervisor is None:
             self._supervisor = asyncio.ensure_future(self._supervise())
 
@@ -221,7 +227,8 @@ class _Slot:
         while self._worker.busy and not self._worker.lost.done():
             self._released.clear()
             released = asyncio.ensure_future(self._released.wait())
-            await asyncio.wait({released, self._worker.lost}, return_when=asyncio.FIRST_COMPLETED)
+            either: list[asyncio.Future[Any]] = [released, self._worker.lost]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             released.cancel()
         await self.close()
 

@@ -22,7 +22,9 @@ from torchere.serving.execution.executor import (
     ExecutorState,
     ExecutorStatus,
     FreeCallback,
+    LoadedCallback,
     LoadSpec,
+    age_s,
 )
 from torchere.serving.execution.host import HandlerHost
 from torchere.serving.types import InferRequest
@@ -49,12 +51,14 @@ class ThreadPool:
         startup_timeout_s: float,
         next_id: Callable[[], int],
         on_free: FreeCallback,
+        on_loaded: LoadedCallback,
     ) -> None:
         self._spec = spec
         self._response_timeout_s = response_timeout_s
         self._startup_timeout_s = startup_timeout_s
         self._next_id = next_id
         self._on_free = on_free
+        self._on_loaded = on_loaded
         self._loop = asyncio.get_running_loop()
         self._shared = SharedModels()
         self._inbox: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
@@ -103,6 +107,7 @@ class ThreadPool:
         for thread in self._threads:
             if thread.status.state is ExecutorState.STARTING:
                 await thread.warm_up(self._startup_timeout_s)
+                self._on_loaded(thread.status.executor_id, age_s(thread.status))
         self._on_free()
 
     def submit(self, requests: Sequence[InferRequest], sink: BatchSink) -> None:
@@ -135,7 +140,7 @@ class ThreadPool:
         for task in tuple(self._tasks):
             self._answer(task, BatchReport([ExecutorDied("the version was unloaded")] * len(task.requests)))
         await self.resize(0)
-        self._shared.clear()
+        self._shared = SharedModels()
 
     def _new_thread(self) -> _ExecutorThread:
         gpu_ids = self._spec.gpu_ids

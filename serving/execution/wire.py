@@ -74,7 +74,7 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=13):
 
     outcomes: tuple[Answer | Failure, ...]
     handler_s: float
-    metrics: tuple[tuple[str, float, str, str, tuple[tuple[str, str], ...], tuple[str, ...]], ...]
+    metrics: tuple[HandlerMetric, ...]
 
 
 ToWorker: TypeAlias = Load | WarmUp | Run
@@ -105,7 +105,7 @@ def encode_frame(message: ToWorker | FromWorker) -> bytearray:
 def done_from_report(report: BatchReport) -> Done:
     """A worker's report as a message."""
     outcomes = tuple(_encode_outcome(outcome) for outcome in report.outcomes)
-    return Done(outcomes, report.handler_s, tuple(tuple(metric) for metric in report.metrics))
+    return Done(outcomes, report.handler_s, report.metrics)
 
 
 def report_from_done(done: Done, expected: int) -> BatchReport:
@@ -114,7 +114,7 @@ def report_from_done(done: Done, expected: int) -> BatchReport:
     if len(outcomes) != expected:
         cause = f"the worker sent {len(outcomes)} outcomes for a batch of {expected}"
         return BatchReport([ExecutorDied(cause)] * expected)
-    return BatchReport(outcomes, done.handler_s, tuple(HandlerMetric(*fields) for fields in done.metrics))
+    return BatchReport(outcomes, done.handler_s, done.metrics)
 
 
 def _encode_outcome(outcome: Outcome) -> Answer | Failure:

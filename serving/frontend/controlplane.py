@@ -16,7 +16,8 @@ from torchere.serving.errors import (
 from torchere.serving.execution.executor import ExecutorStatus
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.registry.effective import Asked
-from torchere.serving.registry.registry import Registry, Wanted
+from torchere.serving.registry.registry import Registry
+from torchere.serving.registry.startup import Wanted
 from torchere.serving.registry.version import Version, VersionState
 from torchere.serving.settings import ModelSettings, ServerSettings
 from torchere.serving.types import InferRequest, InferResponse, ModelKey, StreamedResponse

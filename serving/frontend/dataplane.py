@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torchere.serving.errors import QueueFull, Unavailable
 from torchere.serving.registry.registry import Registry
 from torchere.serving.registry.version import Version, VersionState
+from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, StreamedResponse
 
 
@@ -23,8 +24,9 @@ class Readiness:
 class DataPlane:
     """Answers requests. All methods run on the event loop and never block it."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, metrics: Metrics) -> None:
         self._registry = registry
+        self._metrics = metrics
         self._started = False
         self._draining = False
 
@@ -42,16 +44,20 @@ class DataPlane:
             DeadlineExceeded, HandlerFailed, OutOfResources, ExecutorDied: what became of it.
         """
         target = self._registry.find(model, version)
+        self._metrics.prediction_accepted(model, version)
         self._refuse_without_executors(target, version)
         try:
             pending = target.batcher.submit(_with_deadline(request, target), group)
         except QueueFull as err:
             raise QueueFull(_worded(err.message, model, version), err.retry_after_s) from None
         try:
-            return await pending.answer
+            response = await pending.answer
         except asyncio.CancelledError:  # nobody waits any more
             target.batcher.withdraw(pending)
             raise
+        total_s = time.monotonic() - pending.enqueued_s
+        self._metrics.prediction_answered(model, version, total_s, pending.dequeued_s - pending.enqueued_s)
+        return response
 
     def _refuse_without_executors(self, target: Version, version: str | None) -> None:
         if target.target == 0 or target.state is VersionState.FAILED or not target.living_executors:
@@ -75,7 +81,7 @@ class DataPlane:
     def healthy(self) -> bool:
         """The rule of `/ping`: every default version has as many living executors as it should.
 
-        Executors that load or restart count as living, as in TorchServe; `readiness` is the stricter question.
+        Executors that load or restart count as living, as in TorchServe; `readiness` asks for more.
         """
         return all(
             _living(default) >= default.settings.min_executors

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from torchere.serving.frontend.controlplane import ModelPage, VersionDescription
 from torchere.serving.execution.executor import ExecutorState, ExecutorStatus
+from torchere.serving.frontend.controlplane import ModelPage, VersionDescription
 from torchere.serving.types import InferResponse
 
 

@@ -1,4 +1,4 @@
-"""The sentences of the management API, spelled as TorchServe's clients know them; REST and gRPC share them."""
+"""The sentences of the management API as TorchServe's clients know them; REST and gRPC share them."""
 
 from __future__ import annotations
 

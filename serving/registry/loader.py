@@ -8,9 +8,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable
 
-from torchere.serving.batching.batcher import Batcher, BatchObserver
+from torchere.serving.batching.batcher import Batcher
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.execution.devices import available_cores, intra_op_threads
 from torchere.serving.execution.executor import ExecutorPool, FreeCallback, LoadSpec
@@ -18,6 +17,7 @@ from torchere.serving.execution.isolation import choose_isolation
 from torchere.serving.execution.processes import ProcessPool
 from torchere.serving.execution.threads import ThreadPool
 from torchere.serving.registry.effective import Asked, effective_settings
+from torchere.serving.registry.observer import RegistryObserver, VersionObserver
 from torchere.serving.registry.store import StoredArchive
 from torchere.serving.registry.version import Origin, Version
 from torchere.serving.settings import ModelSettings, ServerSettings
@@ -39,7 +39,7 @@ def no_worker_text(model: str) -> str:
 class Loader:
     """Builds versions for one server; lives on the event loop."""
 
-    def __init__(self, server: ServerSettings, observer: Callable[[ModelKey], BatchObserver]) -> None:
+    def __init__(self, server: ServerSettings, observer: RegistryObserver) -> None:
         self._server = server
         self._observer = observer
         self._executor_ids = itertools.count(FIRST_EXECUTOR_ID)
@@ -78,11 +78,12 @@ class Loader:
 
     def _assemble(self, key: ModelKey, origin: Origin, settings: ModelSettings) -> Version:
         pump = _Pump()
-        pool = self._pool(self._spec(key, origin, settings), origin.isolation, settings, pump)
+        observer = self._observer.watch(key)
+        pool = self._pool(self._spec(key, origin, settings), origin.isolation, settings, pump, observer)
         batcher = Batcher(
             settings.batch,
             pool,
-            observer=self._observer(key),
+            observer=observer,
             now=time.monotonic,
             refusal=no_worker_text(key.name),
         )
@@ -90,7 +91,12 @@ class Loader:
         return Version(key, origin, settings, pool, batcher)
 
     def _pool(
-        self, spec: LoadSpec, isolation: str, settings: ModelSettings, on_free: FreeCallback
+        self,
+        spec: LoadSpec,
+        isolation: str,
+        settings: ModelSettings,
+        on_free: FreeCallback,
+        observer: VersionObserver,
     ) -> ExecutorPool:
         if isolation == "thread":
             return ThreadPool(
@@ -99,6 +105,7 @@ class Loader:
                 startup_timeout_s=settings.startup_timeout_s,
                 next_id=self._next_id,
                 on_free=on_free,
+                on_loaded=observer.executor_loaded,
             )
         return ProcessPool(
             spec,
@@ -107,6 +114,7 @@ class Loader:
             max_retry_timeout_s=settings.max_retry_timeout_s,
             next_id=self._next_id,
             on_free=on_free,
+            on_loaded=observer.executor_loaded,
         )
 
     def _spec(self, key: ModelKey, origin: Origin, settings: ModelSettings) -> LoadSpec:

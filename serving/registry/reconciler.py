@@ -73,7 +73,7 @@ class Reconciler:
 
     async def _cancellable(self, version: Version, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
-        self._loads[version] = task  # type: ignore[assignment]
+        self._loads[version] = task
         try:
             await task
         finally:

@@ -6,17 +6,18 @@ The map is immutable and swapped whole. Lives on the event loop; the request pat
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
-from torchere.serving.batching.batcher import BatchObserver
+from torchere.handlers.archive_import import forget_archive
 from torchere.serving.errors import Conflict, DefaultVersionInUse, ServingError, VersionNotFound
 from torchere.serving.registry import routing
-from torchere.serving.registry.effective import Asked
 from torchere.serving.registry.loader import Loader
+from torchere.serving.registry.observer import RegistryObserver
 from torchere.serving.registry.policy import scaled_target
 from torchere.serving.registry.reconciler import Reconciler
+from torchere.serving.registry.startup import Wanted, startup_models
 from torchere.serving.registry.store import Store, check_model_name, check_version_name, default_model_name
 from torchere.serving.registry.version import Version, VersionState
 from torchere.serving.settings import ServerSettings
@@ -25,23 +26,12 @@ from torchere.serving.types import ModelKey
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """One archive that somebody wants served."""
-
-    url: str
-    asked: Asked
-    name: str | None = None
-    handler: str | None = None
-    runtime: str | None = None
-    at_startup: bool = False
-
-
 class Registry:
     """Every registered version of one server."""
 
-    def __init__(self, server: ServerSettings, observer: Callable[[ModelKey], BatchObserver]) -> None:
+    def __init__(self, server: ServerSettings, observer: RegistryObserver) -> None:
         self._server = server
+        self._observer = observer
         self._store = Store(server.model_store, server.limits, server.temp_dir)
         self._loader = Loader(server, observer)
         self._reconciler = Reconciler(server.unregister_timeout_s, self._gone)
@@ -128,17 +118,15 @@ class Registry:
 
     async def load_at_startup(self) -> None:
         """Register what the settings say; one that is no good is logged and skipped, as TorchServe does."""
-        for item in self._startup_items():
-            name, _, url = item.rpartition("=")
-            executors = Asked(executors=self._server.startup_executors())
+        for wanted in startup_models(self._server, self._store.names()):
             try:
-                await self.register(Wanted(url, executors, name=name or None, at_startup=True))
+                await self.register(wanted)
             except ServingError as err:
-                logger.error("Failed to load model: %s: %s", url, err.detail or err.message)
-
-    def _startup_items(self) -> list[str]:
-        items = list(self._server.load_models)
-        return self._store.names() if [item.lower() for item in items] == ["all"] else items
+                logger.error("Failed to load model: %s: %s", wanted.url, err.detail or err.message)
+        for model in self._server.snapshot_models:
+            if model.default_version and model.name in self._serving:
+                with contextlib.suppress(VersionNotFound):  # it failed to register, and the log says so
+                    self.set_default(model.name, model.version)
 
     async def close(self) -> None:
         """Take every version out and wait until all are gone."""
@@ -149,4 +137,6 @@ class Registry:
         await asyncio.to_thread(self._store.close)
 
     async def _gone(self, version: Version) -> None:
+        self._observer.gone(version.key, was_last=version.key.name not in self._serving)
+        forget_archive(version.key.name, version.key.version)
         await asyncio.to_thread(self._store.remove, version.origin.archive)

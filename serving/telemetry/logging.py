@@ -6,11 +6,18 @@ among them must not look like a line of ours, or move the terminal's cursor.
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import math
 from collections.abc import Mapping
 from datetime import datetime, timezone
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    _StreamHandler = logging.StreamHandler[TextIO]
+else:
+    _StreamHandler = logging.StreamHandler  # takes a parameter at run time from Python 3.11 on only
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
@@ -18,7 +25,7 @@ _OWN_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"
 _HIDDEN_PREFIX = "_"  # extras for other handlers
 
 
-class _Handler(logging.StreamHandler[TextIO]):
+class _Handler(_StreamHandler):
     """Ours, so that configuring again replaces it and leaves the handlers of others alone."""
 
 
@@ -26,7 +33,7 @@ class JsonFormatter(logging.Formatter):
     """One JSON object a line: time, level, logger, message, then what `extra=` gave, then the traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, without its end. An extra that is not JSON is shown by its `str`."""
+        """The line, without its end. An extra that JSON has no form for is shown by its `str`."""
         fields: dict[str, Any] = {
             "time": _utc(record.created, "microseconds"),
             "level": record.levelname,
@@ -34,11 +41,11 @@ class JsonFormatter(logging.Formatter):
             "message": record.getMessage(),
         }
         for name, value in _extras(record).items():
-            fields.setdefault(name, value)
+            fields.setdefault(name, _plain(value))
         if trace := _trace(self, record):
             fields["exception"] = trace
         # JSON may hold DEL as it is, a terminal should not; it can only stand inside of a string.
-        return json.dumps(fields, default=str, skipkeys=True).replace("\x7f", "\\u007f")
+        return json.dumps(fields).replace("\x7f", "\\u007f")
 
 
 class TextFormatter(logging.Formatter):
@@ -69,6 +76,8 @@ def configure(level: str, json_lines: bool, stream: TextIO) -> None:
     name = level.upper()
     if name not in LEVELS:
         raise ValueError(f"log level: found {level!r}, expected one of {', '.join(LEVELS)}")
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")  # a line is never lost to a narrow encoding
     handler = _Handler(stream)
     handler.setFormatter(JsonFormatter() if json_lines else TextFormatter())
     root = logging.getLogger()
@@ -95,6 +104,17 @@ def _extras(record: logging.LogRecord) -> Mapping[str, Any]:
         for name, value in vars(record).items()
         if name not in _OWN_FIELDS and not name.startswith(_HIDDEN_PREFIX)
     }
+
+
+def _plain(value: object) -> object:
+    """The value if JSON has it, its `str` otherwise; NaN and infinity are not JSON."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value)
 
 
 def _trace(formatter: logging.Formatter, record: logging.LogRecord) -> str:

@@ -1,20 +1,26 @@
-"""Answers of the framework's routes: JSON in TorchServe's layout, and the texts for what it raises itself."""
+"""Answers of the framework's routes: JSON in TorchServe's layout, and one for everything that is raised."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from torchere.serving.errors import NotAllowed, NotFound, ServingError
 from torchere.serving.frontend import wording
 from torchere.serving.frontend.description import pretty
+from torchere.serving.frontend.rest.body import BodyTooLarge, ClientGone
+from torchere.serving.frontend.rest.errors import error_body, status_and_type
+
+ANY_METHOD = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"]
 
 
 def json_answer(text: str, status: int = 200) -> Response:
     """JSON text, closed by a newline; the content type has no charset, as clients compare it."""
-    response = Response(text + "\n", status)
-    response.headers["content-type"] = "application/json"
-    return response
+    return Response(text + "\n", status, {"content-type": "application/json"})
 
 
 def status_answer(sentence: str, status: int = 200) -> Response:
@@ -22,20 +28,42 @@ def status_answer(sentence: str, status: int = 200) -> Response:
     return json_answer(pretty({"status": sentence}), status)
 
 
-async def no_such_path(request: Request) -> Response:
-    """For paths that nothing answers."""
-    raise NotFound(wording.NO_SUCH_RESOURCE)
+def error_answer(error: ServingError, show_detail: bool) -> Response:
+    """The JSON body of an error with its status."""
+    return json_answer(pretty(error_body(error, show_detail)), status_and_type(error)[0])
 
 
 async def no_such_method(request: Request) -> Response:
-    """For paths that exist with other methods."""
+    """An endpoint for methods that a path does not have."""
     raise NotAllowed(wording.NO_SUCH_METHOD)
 
 
-def framework_error(status: int) -> ServingError:
-    """What the framework's own 404 and 405 are in our error tree; any other one is a bad request."""
+def answer_errors(app: FastAPI, *, show_detail: bool) -> None:
+    """Give the app an answer for whatever its routes raise.
+
+    The framework raises what is no `ServingError` again after it answered, so the listener gets to log it.
+    """
+
+    def handler(convert: Callable[[Exception], ServingError]) -> Callable[[Request, Exception], Response]:
+        return lambda request, error: error_answer(convert(error), show_detail)
+
+    app.add_exception_handler(ServingError, handler(_as_it_is))
+    app.add_exception_handler(HTTPException, handler(_of_framework))
+    app.add_exception_handler(Exception, handler(_of_bug))
+    app.add_exception_handler(BodyTooLarge, lambda request, error: Response(status_code=413))
+    app.add_exception_handler(ClientGone, lambda request, error: Response(status_code=499))
+
+
+def _as_it_is(error: Exception) -> ServingError:
+    return error if isinstance(error, ServingError) else _of_bug(error)
+
+
+def _of_framework(error: Exception) -> ServingError:
+    status = error.status_code if isinstance(error, HTTPException) else 500
     if status == 404:
         return NotFound(wording.NO_SUCH_RESOURCE)
-    if status == 405:
-        return NotAllowed(wording.NO_SUCH_METHOD)
-    return ServingError("Internal server error", f"the framework answered {status}")
+    return NotAllowed(wording.NO_SUCH_METHOD) if status == 405 else _of_bug(error)
+
+
+def _of_bug(error: Exception) -> ServingError:
+    return ServingError("Internal server error", repr(error))

@@ -29,7 +29,8 @@ _KEEP = [*_NO_CACHE, (b"connection", b"keep-alive")]
 _CLOSE = [*_NO_CACHE, (b"connection", b"close")]
 _JSON = (b"content-type", b"application/json")
 _OURS = frozenset(
-    {"x-request-id", "pragma", "cache-control", "expires", "connection", "content-length", "transfer-encoding"}
+    {"x-request-id", "pragma", "cache-control", "expires"}
+    | {"connection", "content-length", "transfer-encoding"}
 )
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, 5.6.2: token
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
@@ -118,7 +119,7 @@ class Call:
 
 
 def cors_headers(cors: CorsHeaders) -> RawHeaders:
-    """The configured `Access-Control-*` headers; TorchServe sends them on all answers when all three are set."""
+    """The configured `Access-Control-*` headers; on every answer, once all three are set."""
     if not (cors.origin and cors.methods and cors.headers):
         return []
     return [

@@ -40,8 +40,12 @@ def form_parameters(text: bytes) -> tuple[Parameter, ...]:
     """
     if text.count(b"&") >= MAX_FIELDS:
         raise InvalidRequest(f"The form has more than {MAX_FIELDS} fields.")
-    pairs = (field.partition(b"=") for field in text.split(b"&") if field)
-    return tuple(Parameter(_unquoted(name).decode("utf-8", "replace"), _unquoted(value)) for name, _, value in pairs)
+    return tuple(_field(field) for field in text.split(b"&") if field)
+
+
+def _field(text: bytes) -> Parameter:
+    name, _, value = text.partition(b"=")
+    return Parameter(_unquoted(name).decode("utf-8", "replace"), _unquoted(value))
 
 
 def _unquoted(text: bytes) -> bytes:
@@ -49,7 +53,7 @@ def _unquoted(text: bytes) -> bytes:
 
 
 def text_values(query: bytes) -> dict[str, str]:
-    """The query string as text values by name; the first of a name wins, as in TorchServe's management API."""
+    """The query string as text values by name; the first of a name wins."""
     values: dict[str, str] = {}
     for parameter in form_parameters(query):
         values.setdefault(parameter.name, parameter.value.decode("utf-8", "replace"))

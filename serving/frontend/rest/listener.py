@@ -37,6 +37,7 @@ class Listener:
         self._show_detail = surfaces == {"management"}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request, whatever goes wrong with it."""
         if scope["type"] != "http":
             await self._routes(scope, receive, send)
             return

@@ -11,8 +11,9 @@ EXPLAIN_YES: Pairs = (("explain", "True"),)
 
 # First segments that mean something else: a model of such a name can't be reached by `/{model}/predict`.
 _RESERVED = frozenset(
-    "api-description explanations invocations livez metrics models ping predictions readyz token v1 v2 wfpredict "
-    "workflows".split()
+    {"predictions", "explanations", "invocations", "wfpredict", "ping", "api-description"}  # inference
+    | {"models", "workflows", "token", "v1", "v2"}  # management and KServe
+    | {"metrics", "livez", "readyz"}
 )
 
 

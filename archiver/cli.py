@@ -1,0 +1,135 @@
+"""The command lines: `torch-model-archiver` (also `torchere archive`) and `torchere inspect`.
+
+This module alone reads the environment (SOURCE_DATE_EPOCH) and prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import NoReturn
+
+from torchere.archiver.errors import ArchiveError, PackingError
+from torchere.archiver.inspection import inspect_archive
+from torchere.archiver.manifest import EPOCH_S, RUNTIMES
+from torchere.archiver.progress import Progress
+from torchere.archiver.request import FORMATS, ArchiveRequest
+from torchere.archiver.writer import write_archive
+
+_LATEST_EPOCH_S = 253402300799  # the last second of the year 9999, the last one that has a date
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `torch-model-archiver`; exit codes as TorchServe's: 0, 1 for a failure, 2 for wrong arguments."""
+    parser = argparse.ArgumentParser(
+        prog="torch-model-archiver", description="Pack a model and its handler into an archive for serving."
+    )
+    add_archive_arguments(parser)
+    namespace = parser.parse_args(argv)
+    # Ended by a signal, the run still removes what it has written so far.
+    signal.signal(signal.SIGTERM, _end)
+    return run_archive(namespace)
+
+
+def inspect_main(argv: Sequence[str] | None = None) -> int:
+    """Run `torchere inspect` on its own."""
+    parser = argparse.ArgumentParser(prog="torchere inspect", description="Show what is in an archive.")
+    add_inspect_arguments(parser)
+    return run_inspect(parser.parse_args(argv))
+
+
+def add_archive_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add every flag of `torch-model-archiver` to `parser`."""
+    add = parser.add_argument
+    add("--model-name", required=True, metavar="NAME", help="name of the model and of the archive's file")
+    add("-v", "--version", required=True, metavar="V", help="version of the model, any text")
+    add(
+        "--handler",
+        required=True,
+        metavar="H",
+        help="built-in handler, or a Python file with optional :function",
+    )
+    add("--serialized-file", metavar="FILE", help="weights: .pt, .pth, .pt2, .onnx, .so, .safetensors ...")
+    add("--model-file", metavar="FILE", help="Python file with the model's class, when the weights lack it")
+    add("--extra-files", metavar="LIST", help="comma-separated files, directories (their contents) and globs")
+    add("--runtime", choices=RUNTIMES, default="python", help="what runs the handler (default: python)")
+    add("--export-path", metavar="DIR", default=".", help="where to put the archive (default: here)")
+    add(
+        "--archive-format",
+        choices=FORMATS,
+        default="default",
+        help="default: NAME.mar, weights stored, the rest deflated; zip-store: NAME.mar, all stored; "
+        "tgz: NAME.tar.gz; no-archive: a plain directory NAME",
+    )
+    add("-f", "--force", action="store_true", help="overwrite what is there")
+    add("-r", "--requirements-file", metavar="FILE", help="requirements.txt of the handler")
+    add("-c", "--config-file", metavar="FILE", help="model-config.yaml")
+
+
+def run_archive(namespace: argparse.Namespace) -> int:
+    """Write the archive; prints one error and returns 1 when that fails."""
+    logging.basicConfig(format="%(levelname)s - %(message)s")
+    try:
+        write_archive(_request(namespace), Progress(sys.stderr))
+    except (PackingError, OSError) as error:
+        print(f"torch-model-archiver: {_text_of(error)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `torchere inspect` to `parser`."""
+    parser.add_argument("archive", help="a .mar, a .tar.gz or a directory")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run_inspect(namespace: argparse.Namespace) -> int:
+    """Verify the archive and print the report; prints one line and returns 1 when it can't be used."""
+    try:
+        report = inspect_archive(namespace.archive)
+    except ArchiveError as error:
+        print(f"torchere inspect: {error}", file=sys.stderr)
+        return 1
+    print(report.as_json() if namespace.json else report.as_text())
+    return 0
+
+
+def _request(namespace: argparse.Namespace) -> ArchiveRequest:
+    extra = namespace.extra_files.split(",") if namespace.extra_files else ()
+    return ArchiveRequest(
+        model_name=namespace.model_name,
+        version=namespace.version,
+        handler=namespace.handler,
+        serialized_file=namespace.serialized_file,
+        model_file=namespace.model_file,
+        extra_files=tuple(item for item in extra if item.strip()),
+        requirements_file=namespace.requirements_file,
+        config_file=namespace.config_file,
+        runtime=namespace.runtime,
+        export_path=namespace.export_path,
+        archive_format=namespace.archive_format,
+        force=namespace.force,
+        epoch_s=_epoch_s(os.environ.get("SOURCE_DATE_EPOCH", "")),
+    )
+
+
+def _epoch_s(text: str) -> int:
+    """Seconds from SOURCE_DATE_EPOCH (reproducible-builds.org), or the fixed date when it is not set."""
+    if not text:
+        return EPOCH_S
+    if not (text.isascii() and text.isdigit()) or int(text[:20]) > _LATEST_EPOCH_S:
+        raise PackingError(f"SOURCE_DATE_EPOCH is {text!r}; set it to whole seconds since 1970, or unset it")
+    return int(text)
+
+
+def _text_of(error: Exception) -> str:
+    return f"FileNotFoundError: {error}" if isinstance(error, FileNotFoundError) else str(error)
+
+
+def _end(number: int, _frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)

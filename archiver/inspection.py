@@ -1,0 +1,170 @@
+"""What an archive is and what it may execute, told without running anything in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchere.archiver.entries import ArchiveLimits, Chunks, Entry
+from torchere.archiver.names import MANIFEST_NAME
+from torchere.archiver.reader import Archive, open_archive
+from torchere.archiver.weights import HEAD_BYTES, SUFFIXES, Weights, classify
+
+_MAX_CONFIG_BYTES = 2**18
+_MAX_ALIGNMENT = 4096  # a memory page; more makes no difference to anyone
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One inspected archive. `digests_verified` is None when the manifest has no digests."""
+
+    archive: Archive
+    digests_verified: bool | None
+    config_text: str | None
+    weights: tuple[Weights, ...]
+    code: tuple[str, ...]  # sentences: what may run when it is served
+
+    def as_json(self) -> str:
+        """The report for programs."""
+        manifest = json.loads(self.archive.manifest.dump()) if self.archive.has_manifest else None
+        report: dict[str, Any] = {
+            "archive": str(self.archive.path),
+            "kind": self.archive.kind,
+            "manifest": manifest,
+            "entries": [_entry_members(entry) for entry in self.archive.entries],
+            "digests": "not present" if self.digests_verified is None else "verified",
+            "config": self.config_text,
+            "weights": [
+                {"name": found.name, "kind": found.kind, "pickled": found.pickled} for found in self.weights
+            ],
+            "executes": list(self.code),
+        }
+        return json.dumps(report, indent=2)
+
+    def as_text(self) -> str:
+        """The report for people."""
+        manifest = self.archive.manifest.dump() if self.archive.has_manifest else "  none"
+        verified = "not present" if self.digests_verified is None else "verified (sha256)"
+        parts = [
+            f"{self.archive.path}: {self.archive.kind}",
+            "",
+            "Manifest",
+            _indented(manifest),
+            "",
+            "Entries",
+        ]
+        parts += [_entry_line(entry) for entry in self.archive.entries]
+        parts += ["", f"Digests: {verified}", "", "May execute"]
+        parts += [f"  {sentence}" for sentence in self.code]
+        if self.config_text is not None:
+            parts += ["", f"Configuration ({self.archive.manifest.config_file})", _indented(self.config_text)]
+        return "\n".join(parts)
+
+
+def inspect_archive(path: str | Path, limits: ArchiveLimits | None = None) -> Report:
+    """Read the whole archive once, verify it and say what is in it.
+
+    Raises:
+        ArchiveError: It can't be used; the text says why.
+    """
+    archive = open_archive(path, limits)
+    weights = []
+    for entry, chunks in archive.chunks():
+        found = _look_at(archive, entry, chunks)
+        if found is not None:
+            weights.append(found)
+    config = archive.manifest.config_file
+    has_config = config is not None and any(entry.name == config for entry in archive.entries)
+    return Report(
+        archive=archive,
+        digests_verified=None if archive.manifest.digests is None else True,
+        config_text=archive.read_text(config, _MAX_CONFIG_BYTES) if config and has_config else None,
+        weights=tuple(weights),
+        code=tuple(_code(archive, weights)),
+    )
+
+
+def _look_at(archive: Archive, entry: Entry, chunks: Chunks) -> Weights | None:
+    """Use up the entry's chunks, which verifies them, and classify it when it is a weights file."""
+    head = b""
+    is_weights = (
+        os.path.splitext(entry.name)[1].lower() in SUFFIXES or entry.name == archive.manifest.serialized_file
+    )
+    with tempfile.TemporaryFile() as copy:
+        for chunk in chunks:
+            head = head or chunk[:HEAD_BYTES]
+            if is_weights and head.startswith(b"PK"):  # a zip is known by its end: keep it for a second look
+                copy.write(chunk)
+        return classify(entry.name, head, copy) if is_weights else None
+
+
+def _code(archive: Archive, weights: list[Weights]) -> list[str]:
+    names = {entry.name for entry in archive.entries}
+    manifest = archive.manifest
+    found = [_handler_sentence(manifest.handler, names)]
+    if manifest.model_file:
+        found.append(_file_sentence("model file", manifest.model_file, names, "Python code"))
+    if manifest.requirements_file:
+        what = "packages that are installed if the server is told to (install_py_dep_per_model)"
+        found.append(_file_sentence("requirements", manifest.requirements_file, names, what))
+    named = {manifest.model_file, *_handler_files(manifest.handler)}
+    others = sorted(name for name in names - named if name.endswith((".py", ".pyc")))
+    if others:
+        found.append(f"other Python files that these may import: {', '.join(others)}")
+    for item in weights:
+        pickled = "pickled" if item.pickled else "no pickle"
+        found.append(f"weights: {item.name} ({item.kind}, {pickled}) {item.risk}")
+    return found
+
+
+def _handler_sentence(handler: str | None, names: set[str]) -> str:
+    if handler is None:
+        return "handler: none named; the server's default handler"
+    for file in _handler_files(handler):
+        if file in names:
+            return f"handler: {handler} (Python code in {file})"
+    return f"handler: {handler} (no such file in the archive: one of the server's own, or missing)"
+
+
+def _handler_files(handler: str | None) -> tuple[str, ...]:
+    """The files a handler may mean: as written, and with `.py`."""
+    path = (handler or "").partition(":")[0]
+    return (path, f"{path}.py") if path else ()
+
+
+def _file_sentence(role: str, name: str, names: set[str], what: str) -> str:
+    return f"{role}: {name} ({what if name in names else 'missing from the archive'})"
+
+
+def _alignment(entry: Entry) -> int | None:
+    """The largest power of two, up to a page, that divides the data's offset; None without an offset."""
+    if entry.offset is None:
+        return None
+    return min(entry.offset & -entry.offset or _MAX_ALIGNMENT, _MAX_ALIGNMENT)
+
+
+def _entry_members(entry: Entry) -> dict[str, Any]:
+    return {
+        "name": entry.name,
+        "size": entry.size,
+        "stored_size": entry.stored_size,
+        "method": entry.method,
+        "offset": entry.offset,
+        "alignment": _alignment(entry),
+    }
+
+
+def _entry_line(entry: Entry) -> str:
+    alignment = _alignment(entry)
+    aligned = f"aligned to {alignment}" if entry.method == "stored" else ""
+    note = "  (manifest)" if entry.name == MANIFEST_NAME else ""
+    sizes = f"{entry.size:>13,} {entry.stored_size:>13,}"
+    return f"  {sizes} {entry.method:<9}{aligned:<16} {entry.name}{note}"
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())

@@ -1,0 +1,201 @@
+"""Imports the Python code of an archive under names of its own.
+
+Two archives in one process may both hold `model.py`, and an archive may hold a `json.py`. So nothing is put on
+`sys.path`: the module `net` of version 1.0 of model `m` becomes `_torchere_archive.m.1_0_<digest>.net`, and the
+imports inside it look into the archive first. That is done by giving its modules a `__builtins__` whose
+`__import__` knows the archive; CPython takes `__import__` from there for every `import` statement.
+
+Only import statements and `__import__` are covered. `importlib.import_module("net")` inside an archive names a
+module of the process, not of the archive.
+"""
+
+from __future__ import annotations
+
+import builtins
+import hashlib
+import importlib
+import importlib.util
+import re
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torchere.handlers.context import Context
+
+ROOT = "_torchere_archive"
+
+
+class ArchiveModules:
+    """The modules of one unpacked archive.
+
+    Thread-safe as far as Python's import system is. Made by `open_archive`.
+    """
+
+    def __init__(self, prefix: str, model_dir: str) -> None:
+        self.prefix = prefix
+        self.model_dir = model_dir
+        self._owned: dict[str, bool] = {}
+        # One dict for all modules of the archive; they see the real builtins but for `__import__`.
+        self.builtins: dict[str, Any] = {**vars(builtins), "__import__": self._import}
+
+    def load(self, name: str) -> ModuleType:
+        """Import module `name` (dotted for one in a package) of the archive; the same object every time.
+
+        Raises:
+            ModuleNotFoundError: the archive has no such file; `error.name` is then the private name.
+            Exception: whatever the module's own code raises.
+        """
+        return importlib.import_module(f"{self.prefix}.{name}")
+
+    def owns(self, name: str) -> bool:
+        """Whether the archive itself holds the module or package of that top-level name."""
+        owned = self._owned.get(name)
+        if owned is None:
+            owned = self._owned[name] = self._look_up(name)
+        return owned
+
+    def _look_up(self, name: str) -> bool:
+        spec = PathFinder.find_spec(f"{self.prefix}.{name}", [self.model_dir])
+        if spec is None:
+            return False
+        if spec.loader is not None and spec.origin is not None:
+            return True
+        # A bare directory, say `data/`, is a package only if nothing else has the name: the rule of sys.path.
+        return next(Path(self.model_dir, name).rglob("*.py"), None) is not None and not _exists(name)
+
+    def _import(
+        self,
+        name: str,
+        globals: Mapping[str, object] | None = None,
+        locals: Mapping[str, object] | None = None,
+        fromlist: Sequence[str] | None = (),
+        level: int = 0,
+    ) -> ModuleType:
+        """`__import__` for the code of this archive; the parameters are that function's."""
+        top = name.partition(".")[0]
+        if level or not self.owns(top):
+            return builtins.__import__(name, globals, locals, fromlist or (), level)
+        module = builtins.__import__(f"{self.prefix}.{name}", globals, locals, fromlist or (), 0)
+        # `import a.b` binds `a`; with a prefix in front, `__import__` gave us the root package instead.
+        return module if fromlist else sys.modules[f"{self.prefix}.{top}"]
+
+
+class _ArchiveLoader(SourceFileLoader):
+    """Runs a source file with the builtins of its archive, and leaves no `__pycache__` in the archive."""
+
+    def __init__(self, fullname: str, path: str, archive: ArchiveModules) -> None:
+        super().__init__(fullname, path)
+        self._archive = archive
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module)["__builtins__"] = self._archive.builtins
+        super().exec_module(module)
+
+    def set_data(self, path: str, data: Any, *, _mode: int = 0o666) -> None:
+        """Write no bytecode: the directory of an archive may be read-only, and is compared by digest."""
+
+
+class _ArchiveFinder:
+    """The meta-path finder for private names; every other name is none of its business."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """A spec whose loader sets the archive's builtins; the parameters are the import system's."""
+        if not fullname.startswith(ROOT + "."):
+            return None
+        archive = _archive_of(fullname)
+        if archive is None:
+            return None
+        spec = PathFinder.find_spec(fullname, path)
+        if spec is not None and isinstance(spec.loader, SourceFileLoader) and spec.origin is not None:
+            spec.loader = _ArchiveLoader(fullname, spec.origin, archive)
+        return spec
+
+
+_archives: dict[tuple[str, str], ArchiveModules] = {}
+_by_prefix: dict[str, ArchiveModules] = {}
+_lock = threading.Lock()  # guards both maps and the finder's place; no archive code runs under it
+_finder = _ArchiveFinder()
+
+
+def open_archive(model: str, version: str, model_dir: str) -> ArchiveModules:
+    """The modules of that version; the same object for every executor of it in this process.
+
+    A version that comes back from another directory starts afresh, without the old modules.
+    """
+    model_dir = str(Path(model_dir).resolve())
+    with _lock:
+        known = _archives.get((model, version))
+        if known is not None and known.model_dir == model_dir:
+            return known
+        if known is not None:
+            _drop(known)
+        prefix = f"{ROOT}.{_safe(model)}.{_safe(version)}"
+        archive = _archives[model, version] = _by_prefix[prefix] = ArchiveModules(prefix, model_dir)
+        _install(archive)
+        return archive
+
+
+def archive_of(context: Context) -> ArchiveModules:
+    """The modules of the archive that the context belongs to."""
+    model = (context.manifest or {}).get("model") or {}
+    version = str(model.get("modelVersion", "1.0"))  # the manifest's default
+    return open_archive(context.model_name, version, context.system_properties["model_dir"])
+
+
+def forget_archive(model: str, version: str) -> None:
+    """Drop the modules of a version that was unloaded; without effect when it has none.
+
+    Code that still runs keeps the objects it has; the next `open_archive` imports anew.
+    """
+    with _lock:
+        known = _archives.pop((model, version), None)
+        if known is not None:
+            _drop(known)
+
+
+def _install(archive: ArchiveModules) -> None:
+    """Put the packages above the archive's modules in place; called under `_lock`."""
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+    root, model, version = archive.prefix.split(".")
+    sys.modules.setdefault(root, _package(root, []))
+    sys.modules.setdefault(f"{root}.{model}", _package(f"{root}.{model}", []))
+    sys.modules[f"{root}.{model}.{version}"] = _package(archive.prefix, [archive.model_dir])
+    importlib.invalidate_caches()  # the directory may be younger than the finders' listings
+
+
+def _package(name: str, path: list[str]) -> ModuleType:
+    package = ModuleType(name, "Holds modules of an archive.")
+    package.__path__ = path
+    package.__spec__ = ModuleSpec(name, None, is_package=True)
+    return package
+
+
+def _drop(archive: ArchiveModules) -> None:
+    _by_prefix.pop(archive.prefix, None)
+    for name in [n for n in sys.modules if n == archive.prefix or n.startswith(archive.prefix + ".")]:
+        del sys.modules[name]
+
+
+def _archive_of(fullname: str) -> ArchiveModules | None:
+    return _by_prefix.get(".".join(fullname.split(".")[:3]))
+
+
+def _safe(name: str) -> str:
+    """An identifier for a model or version name; distinct names stay distinct."""
+    safe = re.sub(r"\W", "_", name, flags=re.ASCII)
+    return safe if safe == name else f"{safe}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
+def _exists(name: str) -> bool:
+    """Whether the process could import a module of that name without the archive."""
+    try:
+        return name in sys.modules or importlib.util.find_spec(name) is not None
+    except ValueError:  # a half-made module without a spec: it exists
+        return True

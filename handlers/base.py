@@ -1,0 +1,254 @@
+"""BaseHandler: what handlers derive from, and the handler of archives that need none."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.profiler import record_function
+
+from torchere.handlers import aot, onnx, profiling
+from torchere.handlers.archive_import import archive_of
+from torchere.handlers.compile_options import compile_options, wants_aot_compile
+from torchere.handlers.context import Context
+from torchere.handlers.devices import choose_device
+from torchere.handlers.eager import load_eager
+from torchere.handlers.labels import load_label_mapping
+from torchere.handlers.timer import timed
+from torchere.handlers.torchscript import load_torchscript
+from torchere.handlers.weights import WeightsKind, weights_kind
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class BaseHandler:
+    """Loads the archive's model, and answers batches in three stages that subclasses override.
+
+    One instance belongs to one executor and runs one batch at a time; several instances of a version in one
+    process share the weights, so a subclass must not change the model while it answers.
+
+    Example:
+        >>> class Doubler(BaseHandler):
+        ...     def preprocess(self, data):
+        ...         return torch.tensor([row["body"]["x"] for row in data])
+        ...     def postprocess(self, output):
+        ...         return [{"y": y} for y in output.tolist()]
+    """
+
+    def __init__(self) -> None:
+        self.model: Any = None
+        self.mapping: dict[str, str] | None = None
+        self.device: Any = None
+        self.initialized = False
+        self.context: Any = None
+        self.model_pt_path: str | None = None
+        self.manifest: Any = None
+        self.map_location: str | None = None
+        self.explain = False
+        self.target = 0
+        self.profiler_args: dict[str, Any] = {}
+        self.model_yaml_config: dict[str, Any] = {}
+
+    def initialize(self, context: Context) -> None:
+        """Choose the device, load the model, compile it if the config says so, and read the class names.
+
+        Raises:
+            RuntimeError: the archive holds no weights that can be loaded; the text says what to do.
+            ValueError: the config or the class names are wrong.
+        """
+        self.context = context
+        self.model_yaml_config = context.model_yaml_config or {}
+        self.map_location, self.device = choose_device(context.system_properties.get("gpu_id"))
+        self.manifest = context.manifest
+        model_dir = context.system_properties["model_dir"]
+        model = (self.manifest or {}).get("model") or {}
+        serialized = model.get("serializedFile")
+        self.model_pt_path = str(Path(model_dir, serialized)) if serialized else None
+        self.model = self._load(weights_kind(model, model_dir, self.model_yaml_config), model_dir, model)
+        self.model = self._compile(self.model)
+        self.mapping = load_label_mapping(str(Path(model_dir, "index_to_name.json")))
+        self.initialized = True
+
+    def _load(self, kind: WeightsKind, model_dir: str, model: dict[str, Any]) -> Any:
+        path = str(self.model_pt_path)
+        if kind is WeightsKind.EAGER:
+            loaded = self._load_pickled_model(model_dir, model["modelFile"], self.model_pt_path)
+            return _on_device(_in_eval_mode(loaded), self.device)
+        if kind is WeightsKind.TORCHSCRIPT:
+            return _in_eval_mode(self._load_torchscript_model(path))
+        if kind is WeightsKind.ONNX:
+            return onnx.load_onnx(path, self.map_location)
+        if self.map_location == "cuda":
+            torch.cuda.set_device(self.device)  # the loaders below take the kind of device, not which one
+        if kind is WeightsKind.AOT_PACKAGE:
+            return aot.load_package(path)
+        return self._load_torch_export_aot_compile(path)
+
+    def _load_torchscript_model(self, model_pt_path: str) -> Any:
+        """Load TorchScript; one copy per process and device. Subclasses may override it."""
+        block = self.model_yaml_config.get("torchscript")
+        engine = block.get("quantized_engine") if isinstance(block, dict) else None
+        device = self.device
+        return self._shared(
+            ("torchscript", model_pt_path, str(device), engine),
+            lambda: load_torchscript(model_pt_path, device, engine),
+        )
+
+    def _load_pickled_model(self, model_dir: str, model_file: str, model_pt_path: str | None) -> Any:
+        """Load an eager model; one copy per process and device. Subclasses may override it."""
+        archive, device = archive_of(self.context), self.device
+        return self._shared(
+            ("eager", model_dir, model_file, model_pt_path, str(device)),
+            lambda: load_eager(archive, model_file, model_pt_path, device).to(device).eval(),
+        )
+
+    def _load_torch_export_aot_compile(self, model_so_path: str) -> Any:
+        """Load a compiled `.so`. Subclasses may override it."""
+        return aot.load_shared_object(model_so_path, self.map_location)
+
+    def _use_torch_export_aot_compile(self) -> bool:
+        """Whether the config says that the weights are a compiled `.so`."""
+        return wants_aot_compile(self.model_yaml_config)
+
+    def _shared(self, key: Hashable, load: Callable[[], T]) -> T:
+        shared = getattr(self.context, "shared_models", None)
+        return load() if shared is None else shared.get_or_load(key, load)
+
+    def _compile(self, model: Any) -> Any:
+        options = compile_options(self.model_yaml_config)
+        if options is None:
+            return model
+        try:
+            compiled = torch.compile(model, **options)
+        except (RuntimeError, ValueError, TypeError, ImportError) as err:  # the model is fine without it
+            logger.warning(
+                "Compiling the model with %s failed, proceeding without compilation: %s", options, err
+            )
+            return model
+        logger.info("Compiled model with %s", options)
+        return compiled
+
+    @timed
+    def preprocess(self, data: Any) -> Any:
+        """Turn the rows of a batch into what the model takes; here: rows that are numbers already.
+
+        Args:
+            data: one row per request; with an envelope its payload, without one a dict.
+
+        Returns:
+            A tensor on the handler's device, first dimension the batch.
+        """
+        return torch.as_tensor(data, device=self.device)
+
+    @timed
+    def inference(self, data: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the model on what `preprocess` returned, without recording gradients."""
+        with torch.inference_mode():
+            return self.model(data.to(self.device), *args, **kwargs)
+
+    @timed
+    def postprocess(self, data: Any) -> Any:
+        """Turn the model's output into a list with one answer per request."""
+        return data.tolist()
+
+    def handle(self, data: Any, context: Any) -> Any:
+        """Answer one batch.
+
+        The headers of the first request choose for all: `describe: True` answers with `describe_handle()`,
+        `explain: True` with `explain_handle()`.
+
+        Returns:
+            A list with one answer per request.
+        """
+        started = time.perf_counter()
+        self.context = context
+        if os.environ.get("ENABLE_TORCH_PROFILER"):
+            output, _ = self._infer_with_profiler(data)
+        elif self._is_describe():
+            output = [self.describe_handle()]
+        else:
+            output = self._run(data)
+        if context.metrics is not None:
+            elapsed_ms = round((time.perf_counter() - started) * 1000, 2)
+            context.metrics.add_time("HandlerTime", elapsed_ms, None, "ms")
+        return output
+
+    def _run(self, data: Any) -> Any:
+        model_input = self.preprocess(data)
+        if self._is_explain():
+            return self.explain_handle(model_input, data)
+        return self.postprocess(self.inference(model_input))
+
+    def _infer_with_profiler(self, data: Any) -> tuple[Any, Any]:
+        """Answer one batch under torch's profiler; returns the answers and the profiler."""
+
+        def stages() -> Any:
+            with record_function("preprocess"):
+                model_input = self.preprocess(data)
+            if self._is_explain():
+                with record_function("explain"):
+                    return self.explain_handle(model_input, data)
+            with record_function("inference"):
+                output = self.inference(model_input)
+            with record_function("postprocess"):
+                return self.postprocess(output)
+
+        return profiling.run_profiled(stages, self.context.model_name, self.profiler_args)
+
+    def explain_handle(self, data_preprocess: Any, raw_data: Any) -> Any:
+        """Explain the answer to the first request with `get_insights(model input, raw input, target)`.
+
+        Raises:
+            NotImplementedError: this kind of handler can't explain.
+        """
+        get_insights = getattr(self, "get_insights", None)
+        if get_insights is None:
+            raise NotImplementedError(
+                f"{type(self).__name__} has no explanations; define get_insights(data, inputs, target) in it"
+            )
+        row = raw_data[0]
+        inputs, target = None, 0
+        if isinstance(row, dict):
+            inputs = row.get("data") or row.get("body")
+            target = row.get("target") or 0
+        return get_insights(data_preprocess, inputs, target)
+
+    def _header_is_true(self, name: str) -> bool:
+        context = self.context
+        return context is not None and context.get_request_header(0, name) == "True"
+
+    def _is_explain(self) -> bool:
+        if self._header_is_true("explain"):
+            self.explain = True
+            return True
+        return False
+
+    def _is_describe(self) -> bool:
+        return self._header_is_true("describe")
+
+    def describe_handle(self) -> Any:
+        """What `describe` with `customized=true` shows for this model; nothing by default."""
+        return None
+
+    def get_device(self) -> Any:
+        """The device the model is on."""
+        return self.device
+
+    def warmup_data(self) -> list[dict[str, object]] | None:
+        """Example rows, as `data` of `handle` would hold them, to run before the first request; None for none."""
+        return None
+
+
+# Neither needlessly: the model may be shared, and in use by another thread.
+def _on_device(model: Any, device: torch.device) -> Any:
+    return model if all(parameter.device == device for parameter in model.parameters()) else model.to(device)
+
+
+def _in_eval_mode(model: Any) -> Any:
+    return model.eval() if getattr(model, "training", False) else model

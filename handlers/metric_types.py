@@ -1,0 +1,52 @@
+"""The words of metrics: types, labels, units, and the record of one reported value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import NamedTuple
+
+
+class MetricTypes(str, Enum):
+    """How the values of a metric are added up."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class Dimension(NamedTuple):
+    """One label of a metric."""
+
+    name: str
+    value: str
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.value}"
+
+
+class Units:
+    """What each accepted spelling of a unit is written out as; other units stay as they are."""
+
+    units: Mapping[str, str] = {
+        "ms": "Milliseconds",
+        "s": "Seconds",
+        "percent": "Percent",
+        "count": "Count",
+        "MB": "Megabytes",
+        "kB": "Kilobytes",
+        "GB": "Gigabytes",
+        "B": "Bytes",
+        "": "unit",
+    }
+
+
+class MetricSample(NamedTuple):
+    """One reported value. A counter's value is what to add, a gauge's what to set."""
+
+    name: str
+    value: float
+    unit: str
+    metric_type: str  # "counter" | "gauge" | "histogram"
+    dimensions: tuple[tuple[str, str], ...]
+    request_ids: tuple[str, ...]

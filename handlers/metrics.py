@@ -1,0 +1,275 @@
+"""Metrics a handler reports: collected per batch, drained by the executor after it.
+
+Names, units, defaults and automatic dimensions are those of TorchServe's `context.metrics`.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+
+from torchere.handlers.errors import MetricsCacheKeyError, MetricsCacheTypeError, MetricsCacheValueError
+from torchere.handlers.metric_types import Dimension, MetricSample, MetricTypes, Units
+
+logger = logging.getLogger(__name__)
+
+
+_current: contextvars.ContextVar[MetricsCache | None] = contextvars.ContextVar("metrics", default=None)
+
+
+def current_metrics() -> MetricsCache | None:
+    """The collector of the batch that runs in this thread, for the old calls that are not given one."""
+    return _current.get()
+
+
+class CachingMetric:
+    """A declared metric: a name and type with the names of its dimensions. Made by `MetricsCache` only."""
+
+    def __init__(
+        self,
+        cache: MetricsCache,
+        metric_name: str,
+        unit: str,
+        dimension_names: Sequence[str],
+        metric_type: MetricTypes,
+    ) -> None:
+        self.metric_name = metric_name
+        self.unit = Units.units.get(unit, unit)
+        self.dimension_names = tuple(dimension_names)
+        self.metric_type = metric_type
+        self._cache = cache
+
+    def add_or_update(
+        self,
+        value: float,
+        dimension_values: Sequence[str] | None = None,
+        request_id: str | Sequence[str] = "",
+    ) -> None:
+        """Report a value; a wrong one is logged and dropped, because a metric must not fail a prediction.
+
+        Args:
+            value: to add (counter), to set (gauge) or to observe (histogram).
+            dimension_values: one per declared dimension name, in their order.
+            request_id: the request, or the requests, that the value belongs to.
+        """
+        values = tuple(str(item) for item in dimension_values or ())
+        problem = self._problem(value, values)
+        if problem:
+            logger.error("metric %s: %s; the value is dropped", self.metric_name, problem)
+            return
+        ids = (request_id,) if isinstance(request_id, str) else tuple(request_id)
+        self._cache.record(
+            MetricSample(
+                self.metric_name,
+                float(value),
+                self.unit,
+                self.metric_type.value,
+                tuple(zip(self.dimension_names, values, strict=True)),
+                tuple(item for item in ids if item),
+            )
+        )
+
+    def update(
+        self,
+        value: float,
+        request_id: str | Sequence[str] = "",
+        dimensions: Sequence[Dimension] | None = None,
+    ) -> None:
+        """Report a value with `Dimension` objects: the older spelling of `add_or_update`."""
+        self.add_or_update(value, [item.value for item in dimensions or ()], request_id)
+
+    def _problem(self, value: object, dimension_values: tuple[str, ...]) -> str:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return f"expected a number, found {value!r}"
+        if self.metric_type is MetricTypes.COUNTER and value < 0:
+            return f"a counter can't fall, found {value!r}"
+        if len(dimension_values) != len(self.dimension_names):
+            return f"expected values for the dimensions {self.dimension_names}, found {dimension_values}"
+        return ""
+
+
+class MetricsCache:
+    """What `context.metrics` is. One per handler instance; threads of a handler may report at the same time.
+
+    Example:
+        >>> metrics = MetricsCache("resnet")
+        >>> metrics.add_counter("Cats", 2)
+        >>> [(sample.name, sample.value) for sample in metrics.drain()]
+        [('Cats', 2.0)]
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self.model_name = model_name
+        self.request_ids: Mapping[int, str] = {}
+        self.cache: dict[tuple[str, MetricTypes], CachingMetric] = {}
+        self._samples: list[MetricSample] = []
+        self._lock = threading.Lock()  # guards _samples
+
+    def begin_batch(self, request_ids: Mapping[int, str]) -> None:
+        """Attach what is reported from now on to these requests."""
+        self.request_ids = request_ids
+        _current.set(self)
+
+    def record(self, sample: MetricSample) -> None:
+        """Keep one value for the next `drain`."""
+        with self._lock:
+            self._samples.append(sample)
+
+    def drain(self) -> list[MetricSample]:
+        """All values reported since the last call, in order."""
+        with self._lock:
+            samples, self._samples = self._samples, []
+        return samples
+
+    def add_metric_to_cache(
+        self,
+        metric_name: str,
+        unit: str,
+        dimension_names: Sequence[str] | None = None,
+        metric_type: MetricTypes = MetricTypes.COUNTER,
+    ) -> CachingMetric:
+        """Declare a metric; declaring it again replaces it.
+
+        Raises:
+            MetricsCacheTypeError: an argument has the wrong type.
+        """
+        names = list(dimension_names or ())
+        if not isinstance(metric_name, str) or not isinstance(unit, str):
+            raise MetricsCacheTypeError(f"metric_name and unit must be str, found {metric_name!r}, {unit!r}")
+        if not all(isinstance(name, str) for name in names):
+            raise MetricsCacheTypeError(f"dimension_names of {metric_name} must be str, found {names!r}")
+        if not isinstance(metric_type, MetricTypes):
+            raise MetricsCacheTypeError(
+                f"metric_type of {metric_name} must be a MetricTypes: {metric_type!r}"
+            )
+        key = (metric_name, metric_type)
+        if key in self.cache:
+            logger.warning("metric %s (%s) is declared again and replaced", metric_name, metric_type.value)
+        self.cache[key] = CachingMetric(self, metric_name, unit, names, metric_type)
+        return self.cache[key]
+
+    def get_metric(self, metric_name: str, metric_type: MetricTypes = MetricTypes.COUNTER) -> CachingMetric:
+        """The metric declared under that name and type.
+
+        Raises:
+            MetricsCacheKeyError: none was declared.
+            MetricsCacheTypeError: an argument has the wrong type.
+        """
+        if not isinstance(metric_name, str) or not isinstance(metric_type, MetricTypes):
+            raise MetricsCacheTypeError(
+                f"expected a str and a MetricTypes, found {metric_name!r}, {metric_type!r}"
+            )
+        metric = self.cache.get((metric_name, metric_type))
+        if metric is None:
+            raise MetricsCacheKeyError(
+                f"no metric {metric_name!r} of type {metric_type.value}; declare it with add_metric_to_cache"
+            )
+        return metric
+
+    def add_metric(
+        self,
+        name: str,
+        value: float,
+        unit: str,
+        idx: int | None = None,
+        dimensions: Sequence[Dimension] | None = None,
+        metric_type: MetricTypes = MetricTypes.COUNTER,
+    ) -> None:
+        """Report a value of any kind.
+
+        Args:
+            name: metric name.
+            value: see `CachingMetric.add_or_update`.
+            unit: free text; the short spellings of `Units` are written out.
+            idx: index of the request in the batch; None: all requests of the batch.
+            dimensions: labels beside the automatic ones.
+            metric_type: how values add up.
+        """
+        ids = self._ids(idx)
+        labels = (*(dimensions or ()), *self._automatic(ids))
+        self._report(name, value, unit, labels, ids, metric_type)
+
+    def add_counter(
+        self, name: str, value: float, idx: int | None = None, dimensions: Sequence[Dimension] | None = None
+    ) -> None:
+        """Add `value` to a counter."""
+        self.add_metric(name, value, "count", idx, dimensions, MetricTypes.COUNTER)
+
+    def add_time(
+        self,
+        name: str,
+        value: float,
+        idx: int | None = None,
+        unit: str = "ms",
+        dimensions: Sequence[Dimension] | None = None,
+        metric_type: MetricTypes = MetricTypes.GAUGE,
+    ) -> None:
+        """Report a time in `ms` or `s`.
+
+        Raises:
+            MetricsCacheValueError: the unit is another one.
+        """
+        if unit not in ("ms", "s"):
+            raise MetricsCacheValueError(f"the unit of the time {name!r} must be 'ms' or 's', found {unit!r}")
+        self.add_metric(name, value, unit, idx, dimensions, metric_type)
+
+    def add_size(
+        self,
+        name: str,
+        value: float,
+        idx: int | None = None,
+        unit: str = "MB",
+        dimensions: Sequence[Dimension] | None = None,
+        metric_type: MetricTypes = MetricTypes.GAUGE,
+    ) -> None:
+        """Report a size in `MB`, `kB`, `GB` or `B`.
+
+        Raises:
+            MetricsCacheValueError: the unit is another one.
+        """
+        if unit not in ("MB", "kB", "GB", "B"):
+            raise MetricsCacheValueError(
+                f"the unit of the size {name!r} must be 'MB', 'kB', 'GB' or 'B', found {unit!r}"
+            )
+        self.add_metric(name, value, unit, idx, dimensions, metric_type)
+
+    def add_percent(
+        self,
+        name: str,
+        value: float,
+        idx: int | None = None,
+        dimensions: Sequence[Dimension] | None = None,
+        metric_type: MetricTypes = MetricTypes.GAUGE,
+    ) -> None:
+        """Report a percentage."""
+        self.add_metric(name, value, "percent", idx, dimensions, metric_type)
+
+    def add_error(self, name: str, value: float, dimensions: Sequence[Dimension] | None = None) -> None:
+        """Count an error; it belongs to no request."""
+        self._report(name, value, "", (*(dimensions or ()), *self._automatic(())), (), MetricTypes.COUNTER)
+
+    def _ids(self, idx: int | None) -> tuple[str, ...]:
+        if idx is None:
+            return tuple(self.request_ids.values())
+        return (self.request_ids[idx],) if idx in self.request_ids else ()
+
+    def _automatic(self, ids: tuple[str, ...]) -> tuple[Dimension, ...]:
+        level = Dimension("Level", "Model" if ids else "Error")
+        return (Dimension("ModelName", self.model_name), level)
+
+    def _report(
+        self,
+        name: str,
+        value: float,
+        unit: str,
+        dimensions: tuple[Dimension, ...],
+        ids: tuple[str, ...],
+        metric_type: MetricTypes,
+    ) -> None:
+        names = tuple(item.name for item in dimensions)
+        metric = self.cache.get((name, metric_type))
+        if metric is None or metric.dimension_names != names:
+            metric = self.cache[name, metric_type] = CachingMetric(self, name, unit, names, metric_type)
+        metric.add_or_update(value, [item.value for item in dimensions], ids)

@@ -1,0 +1,44 @@
+"""The profiled way through a handler, taken when `ENABLE_TORCH_PROFILER` is set."""
+
+from __future__ import annotations
+
+import logging
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+logger = logging.getLogger(__name__)
+
+
+def run_profiled(
+    stages: Callable[[], Any], model_name: str, profiler_args: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Run one batch under the profiler and write its trace.
+
+    Args:
+        stages: runs the batch; names its parts with `torch.profiler.record_function`.
+        model_name: names the folder of the traces, `<temporary folder>/pytorch_profiler/<model>`.
+        profiler_args: arguments for `torch.profiler.profile`; activities, shapes and the trace's place are
+            filled in where it names none.
+
+    Returns:
+        What `stages` returned, and the profiler.
+    """
+    args = dict(profiler_args)
+    if not args:
+        cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        args = {"activities": [ProfilerActivity.CPU, *cuda], "record_shapes": True}
+    if "on_trace_ready" not in args:
+        safe_name = re.sub(r"[^\w.-]", "_", model_name).lstrip(".")
+        folder = str(Path(tempfile.gettempdir(), "pytorch_profiler", safe_name))
+        args["on_trace_ready"] = torch.profiler.tensorboard_trace_handler(folder)
+        logger.info("Saving chrome trace to : %s", folder)
+    with profile(**args) as profiler:
+        output = stages()
+    logger.info("%s", profiler.key_averages().table(sort_by="cpu_time_total", row_limit=10))
+    return output, profiler

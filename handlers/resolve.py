@@ -1,0 +1,230 @@
+"""From the handler string of a manifest to something that can be called with a batch.
+
+A handler is a file of the archive (`my_handler.py`, `my_handler:function`) or the name of one that we ship.
+Nothing else is imported, so a manifest can't reach modules of the process (`os:system`) or of other folders.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import re
+import weakref
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from torchere.handlers import ts_alias
+from torchere.handlers.archive_import import ArchiveModules, archive_of
+from torchere.handlers.context import Context
+from torchere.handlers.errors import HandlerLoadError
+
+BUILT_IN_HANDLERS = {
+    "base_handler": "torchere.handlers.base:BaseHandler",
+    "image_classifier": "torchere.handlers.image_classifier:ImageClassifier",
+    "image_segmenter": "torchere.handlers.image_segmenter:ImageSegmenter",
+    "object_detector": "torchere.handlers.object_detector:ObjectDetector",
+    "text_classifier": "torchere.handlers.text_classifier:TextClassifier",
+}
+"""Names that need no file in the archive. All of them may run in threads on shared weights."""
+
+ENVELOPES = {
+    "body": "torchere.handlers.envelopes:BodyEnvelope",
+    "json": "torchere.handlers.envelopes:JSONEnvelope",
+    "kserve": "torchere.handlers.envelopes:KServeEnvelope",
+    "kservev2": "torchere.handlers.envelopes_v2:KServev2Envelope",
+}
+
+NOT_SHIPPED = {
+    "dali_image_classifier": "it needs NVIDIA DALI",
+    "densenet_handler": "it unpickles what clients send",
+    "text_handler": "it is a base class, not a handler",
+    "trt_llm_handler": "it needs TensorRT-LLM",
+    "vllm_handler": "it needs vLLM",
+}
+"""Names that TorchServe ships and we do not, and why."""
+
+Call = Callable[[Any, Context], Any]
+_HANDLER = re.compile(r"(?P<path>[^:]+?)(\.py)?(:(?P<function>[^:]+))?")
+_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+class EntryPoint:
+    """A handler that is loaded and initialised. Used by one executor at a time.
+
+    Args:
+        call: takes (data, context) and returns the answers, or a coroutine for them.
+        instance: the handler object behind it, None for the function form.
+        enveloped: an envelope stands before the handler, so example rows of the handler do not fit.
+    """
+
+    def __init__(self, call: Call, instance: object | None = None, enveloped: bool = False) -> None:
+        self._call = call
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.instance = instance
+        self.enveloped = enveloped
+
+    def __call__(self, data: list[Any] | None, context: Context) -> object:
+        """Run one batch; raises what the handler raises."""
+        answers = self._call(data, context)
+        return self._wait_for(answers) if inspect.iscoroutine(answers) else answers
+
+    def warmup_data(self) -> list[dict[str, object]] | None:
+        """Example rows for the first runs, as `data` would hold them; None when the handler has none."""
+        example = getattr(self.instance, "warmup_data", None)
+        return None if example is None or self.enveloped else example()
+
+    def _wait_for(self, answers: Any) -> object:
+        # One loop for the life of the handler: asynchronous clients it keeps stay bound to their loop.
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            weakref.finalize(self, self._loop.close)
+        return self._loop.run_until_complete(answers)
+
+
+def load_entry_point(handler: str, context: Context, *, envelope: str | None = None) -> EntryPoint:
+    """Import, construct and initialise the handler of an archive.
+
+    Args:
+        handler: as the manifest has it: `file.py`, `file`, `file:function`, or a built-in name.
+        context: its `model_dir` is where the archive is unpacked.
+        envelope: name of a request envelope (`ENVELOPES`), None for none.
+
+    Raises:
+        HandlerLoadError: no such handler, or its file can't be imported, or is not a handler. The text names
+            the file, the cause and what to do; `__cause__` is the archive's own exception, if there is one.
+        Exception: what the handler's own initialisation raises.
+    """
+    module_name, function = _parse(handler)
+    archive = archive_of(context)
+    stem = module_name.rpartition(".")[2]  # TorchServe drops folders, and so do old manifests that have some
+    held = next((name for name in (module_name, stem) if archive.owns(name.partition(".")[0])), None)
+    if held is not None:
+        ts_alias.install()
+        entry_point = _from_archive(archive, held, function, context)
+    else:
+        entry_point = _built_in(handler, module_name, archive.model_dir, context)
+    if envelope:
+        return EntryPoint(_envelope(envelope)(entry_point).handle, entry_point.instance, enveloped=True)
+    return entry_point
+
+
+def _parse(handler: str) -> tuple[str, str]:
+    match = _HANDLER.fullmatch(handler.strip().removeprefix("./"))
+    path = match["path"].replace("/", ".") if match else ""
+    if match is None or not _MODULE.fullmatch(path):
+        raise HandlerLoadError(
+            f"the handler {handler!r} can't be used: expected a Python file at the top of the archive, such as "
+            f"'my_handler.py' or 'my_handler:function', or one of {', '.join(sorted(BUILT_IN_HANDLERS))}; paths "
+            "that leave the archive are refused"
+        )
+    return path, match["function"] or "handle"
+
+
+def _from_archive(archive: ArchiveModules, module_name: str, function: str, context: Context) -> EntryPoint:
+    module = _import_file(archive, module_name)
+    entry = getattr(module, function, None)
+    if entry is None:
+        handler_class = _only_class(module, function)
+        return _initialised(handler_class, module, context)
+    if not callable(entry):
+        raise HandlerLoadError(f"{function!r} in {module.__file__} is not callable; make it a function")
+    entry_point = EntryPoint(entry)
+    entry_point(None, context)  # the contract: called once without data, to load
+    return entry_point
+
+
+def _import_file(archive: ArchiveModules, module_name: str) -> ModuleType:
+    try:
+        return archive.load(module_name)
+    except ImportError as err:
+        raise HandlerLoadError(_import_failure(archive, module_name, err)) from err
+    except SyntaxError as err:
+        raise HandlerLoadError(
+            f"the handler file {err.filename} is not valid Python: {err.msg} in line {err.lineno}; correct it "
+            "and make the archive again"
+        ) from err
+
+
+def _import_failure(archive: ArchiveModules, module_name: str, err: ImportError) -> str:
+    file = f"{module_name.replace('.', '/')}.py"
+    if isinstance(err, ModuleNotFoundError) and err.name == f"{archive.prefix}.{module_name}":
+        return (
+            f"the archive holds no handler file {file}; add it with --extra-files and make the archive again"
+        )
+    text = str(err).replace(f"{archive.prefix}.", "")
+    if isinstance(err, ModuleNotFoundError):
+        missing = (err.name or "").replace(f"{archive.prefix}.", "")
+        return (
+            f"the handler file {file} was found, but its code imports {missing!r}, which is not there ({text}); "
+            "add the file with --extra-files, or install the package in the server's environment"
+        )
+    return f"the handler file {file} was found, but an import in its code failed: {text}"
+
+
+def _only_class(module: ModuleType, function: str) -> type:
+    classes = list_classes_from_module(module)
+    file = module.__file__
+    if len(classes) != 1:
+        found = ", ".join(item.__name__ for item in classes) or "none"
+        raise HandlerLoadError(
+            "Expected only one class in custom service code or a function entry point "
+            f"[found: {found}]: {file} has no function {function!r}, so it must define exactly one class; "
+            "move the others to a file beside it"
+        )
+    for method in ("handle", "initialize"):
+        if not callable(getattr(classes[0], method, None)):
+            raise HandlerLoadError(
+                f"the class {classes[0].__name__} in {file} has no method {method!r}; a handler needs "
+                "initialize(context) and handle(data, context), or derive it from BaseHandler"
+            )
+    return classes[0]
+
+
+def _initialised(handler_class: type, module: ModuleType, context: Context) -> EntryPoint:
+    try:
+        instance: Any = handler_class()
+    except TypeError as err:
+        raise HandlerLoadError(
+            f"the class {handler_class.__name__} in {module.__file__} can't be constructed without arguments: {err}"
+        ) from err
+    instance.initialize(context)
+    # Looked up at each call: handlers may replace their own `handle`, as MicroBatching's users do.
+    return EntryPoint(lambda data, ctx: instance.handle(data, ctx), instance)
+
+
+def _built_in(handler: str, module_name: str, model_dir: str, context: Context) -> EntryPoint:
+    name = module_name.removeprefix("ts.torch_handler.")
+    if name in NOT_SHIPPED:
+        raise HandlerLoadError(
+            f"the handler {name!r} is not built in here: {NOT_SHIPPED[name]}; put a handler file of your own "
+            "into the archive"
+        )
+    if name not in BUILT_IN_HANDLERS:
+        raise HandlerLoadError(
+            f"the handler {handler!r} is neither a file in the archive ({model_dir} holds no {module_name}.py) "
+            f"nor one of {', '.join(sorted(BUILT_IN_HANDLERS))}; check the spelling of --handler"
+        )
+    module, class_name = BUILT_IN_HANDLERS[name].split(":")
+    imported = importlib.import_module(module)
+    return _initialised(getattr(imported, class_name), imported, context)
+
+
+def _envelope(name: str) -> Any:
+    if name not in ENVELOPES:
+        raise HandlerLoadError(
+            f"the service envelope {name!r} does not exist; expected one of {', '.join(sorted(ENVELOPES))}"
+        )
+    module, class_name = ENVELOPES[name].split(":")
+    return getattr(importlib.import_module(module), class_name)
+
+
+def list_classes_from_module(module: ModuleType, parent_class: type | None = None) -> list[type]:
+    """The classes that the module itself defines, in name order; only subclasses of `parent_class` if given."""
+    defined = [
+        member
+        for _, member in inspect.getmembers(module, inspect.isclass)
+        if member.__module__ == module.__name__
+    ]
+    return [item for item in defined if parent_class is None or issubclass(item, parent_class)]

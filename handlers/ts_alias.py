@@ -1,0 +1,125 @@
+"""`import ts...` without TorchServe: its module paths lead to our classes.
+
+Handlers written for TorchServe import from `ts`. After `install()` those imports give what the table below
+says. Names that we do not ship raise an ImportError that says so, instead of "No module named".
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+_HANDLERS = "torchere.handlers."
+
+# Module path under `ts` -> where its names come from: "module" (all its public names), "module:Name", or
+# "module:Name=Alias". An empty tuple is a package that only holds others.
+ALIASES: dict[str, tuple[str, ...]] = {
+    "ts": ("version:__version__",),
+    "ts.version": ("version:__version__",),
+    "ts.context": ("context:Context", "context:RequestProcessor"),
+    "ts.service": ("metrics_legacy:emit_metrics",),
+    "ts.torch_handler": (),
+    "ts.torch_handler.base_handler": ("base",),
+    "ts.torch_handler.vision_handler": ("vision",),
+    "ts.torch_handler.image_classifier": ("image_classifier",),
+    "ts.torch_handler.image_segmenter": ("image_segmenter",),
+    "ts.torch_handler.object_detector": ("object_detector",),
+    "ts.torch_handler.text_handler": ("text",),
+    "ts.torch_handler.text_classifier": ("text_classifier",),
+    "ts.torch_handler.request_envelope": (),
+    "ts.torch_handler.request_envelope.base": ("envelopes:BaseEnvelope",),
+    "ts.torch_handler.request_envelope.body": ("envelopes:BodyEnvelope",),
+    "ts.torch_handler.request_envelope.json": ("envelopes:JSONEnvelope",),
+    "ts.torch_handler.request_envelope.kserve": ("envelopes:KServeEnvelope",),
+    "ts.torch_handler.request_envelope.kservev2": ("envelopes_v2:KServev2Envelope",),
+    "ts.handler_utils": (),
+    "ts.handler_utils.utils": ("streaming:send_intermediate_predict_response", "class_import:import_class"),
+    "ts.handler_utils.micro_batching": ("micro_batching:MicroBatching",),
+    "ts.handler_utils.timer": ("timer:timed",),
+    "ts.protocol": (),
+    "ts.protocol.otf_message_handler": ("streaming:send_intermediate_predict_response",),
+    "ts.utils": (),
+    "ts.utils.util": (
+        "errors:PredictionException",
+        "labels:load_label_mapping",
+        "labels:map_class_to_label",
+        "resolve:list_classes_from_module",
+        "compile_options:check_valid_pt2_backend",
+    ),
+    "ts.metrics": (),
+    "ts.metrics.dimension": ("metric_types:Dimension",),
+    "ts.metrics.unit": ("metric_types:Units",),
+    "ts.metrics.metric_type_enum": ("metric_types:MetricTypes",),
+    "ts.metrics.metric": ("metrics_legacy:Metric",),
+    "ts.metrics.metrics_store": ("metrics_legacy:MetricsStore",),
+    "ts.metrics.caching_metric": ("metrics:CachingMetric",),
+    "ts.metrics.metric_cache_yaml_impl": ("metrics:MetricsCache=MetricsCacheYamlImpl",),
+    "ts.metrics.metric_cache_errors": (
+        "errors:MetricsCacheTypeError",
+        "errors:MetricsCacheKeyError",
+        "errors:MetricsCacheValueError",
+    ),
+}
+
+# Module path under `ts` -> why it is not here, and what to do instead.
+NOT_SHIPPED: dict[str, str] = {
+    "ts.torch_handler.dali_handler": "it needs NVIDIA DALI; decode with torchere.handlers.image",
+    "ts.torch_handler.dali_image_classifier": "it needs NVIDIA DALI; use image_classifier",
+    "ts.torch_handler.densenet_handler": "it unpickles what clients send; send JSON or raw bytes instead",
+    "ts.torch_handler.vllm_handler": "it needs vLLM; run the vLLM server beside this one",
+    "ts.torch_handler.trt_llm_handler": "it needs TensorRT-LLM; run its own server beside this one",
+    "ts.torch_handler.distributed": "PiPPy and DeepSpeed are not supported; derive from BaseHandler",
+    "ts.handler_utils.distributed": "PiPPy and DeepSpeed are not supported; derive from BaseHandler",
+    "ts.handler_utils.hf_batch_streamer": "call send_intermediate_predict_response for each part instead",
+    "ts.handler_utils.preprocess": "it needs NVIDIA DALI; decode with torchere.handlers.image",
+    "ts.launcher": "start the server with the command `torchere serve`",
+}
+
+
+class _AliasFinder:
+    """The meta-path finder for `ts` and everything under it."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """A spec for the names of the table; the parameters are the import system's.
+
+        Raises:
+            ImportError: TorchServe has the module and we have not.
+        """
+        if fullname in ALIASES:
+            is_package = any(name.startswith(fullname + ".") for name in (*ALIASES, *NOT_SHIPPED))
+            return ModuleSpec(fullname, _AliasLoader(), origin="torchere.handlers", is_package=is_package)
+        if fullname in NOT_SHIPPED:
+            raise ImportError(f"{fullname} is not part of torchere: {NOT_SHIPPED[fullname]}", name=fullname)
+        return None
+
+
+class _AliasLoader(Loader):
+    """Fills an alias module with the names of ours."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        for source in ALIASES[module.__name__]:
+            module_name, _, names = source.partition(":")
+            ours = importlib.import_module(_HANDLERS + module_name)
+            if names:
+                name, _, alias = names.partition("=")
+                setattr(module, alias or name, getattr(ours, name))
+            else:
+                vars(module).update({k: v for k, v in vars(ours).items() if not k.startswith("_")})
+
+
+_finder = _AliasFinder()
+
+
+def install() -> None:
+    """Let `ts` mean our classes from now on, in this process. Idempotent; cheap, as nothing is imported yet.
+
+    It goes before an installed TorchServe. Modules of one that were imported earlier stay as they are.
+    """
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)  # type: ignore[arg-type]  # duck-typed, as the import system is

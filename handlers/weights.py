@@ -1,0 +1,71 @@
+"""Which kind of model an archive holds: decided from its manifest and its files, before anything is loaded."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from torchere.handlers.compile_options import wants_aot_compile
+
+
+class WeightsKind(Enum):
+    """How the model of an archive is loaded."""
+
+    EAGER = "eager"  # a class from the model file, with or without a state dict
+    TORCHSCRIPT = "torchscript"
+    ONNX = "onnx"
+    AOT_SHARED_OBJECT = "aot_shared_object"
+    AOT_PACKAGE = "aot_package"
+
+
+_BY_SUFFIX = {
+    ".pt": WeightsKind.TORCHSCRIPT,
+    ".onnx": WeightsKind.ONNX,
+    ".so": WeightsKind.AOT_SHARED_OBJECT,
+    ".pt2": WeightsKind.AOT_PACKAGE,
+}
+
+
+def weights_kind(model: dict[str, Any], model_dir: str, config: dict[str, Any]) -> WeightsKind:
+    """The kind of weights.
+
+    Args:
+        model: the `model` object of the manifest.
+        model_dir: the unpacked archive.
+        config: model-config.yaml.
+
+    Raises:
+        RuntimeError: there are none, or not of a kind that can be loaded; the text says what to do.
+    """
+    serialized = model.get("serializedFile")
+    if serialized and not Path(model_dir, serialized).is_file():
+        held = ", ".join(sorted(item.name for item in Path(model_dir).iterdir())) or "nothing"
+        raise RuntimeError(
+            f"No model weights could be loaded: the manifest names {serialized}, and the archive holds {held}"
+        )
+    if model.get("modelFile"):
+        return WeightsKind.EAGER
+    if not serialized:
+        raise RuntimeError(
+            "No model weights could be loaded: the archive names no file for them; make it with "
+            "--serialized-file, or with --model-file for a class that makes its own"
+        )
+    return _kind_of_file(serialized, config)
+
+
+def _kind_of_file(serialized: str, config: dict[str, Any]) -> WeightsKind:
+    suffix = Path(serialized).suffix
+    kind = _BY_SUFFIX.get(suffix)
+    if kind is WeightsKind.AOT_SHARED_OBJECT and not wants_aot_compile(config):
+        raise RuntimeError(
+            f"No model weights could be loaded: {serialized} is loaded only when model-config.yaml sets "
+            "pt2: {export: {aot_compile: true}}"
+        )
+    if kind is None:
+        hint = "a state_dict needs the model's class: add it with --model-file" if suffix == ".pth" else ""
+        raise RuntimeError(
+            f"No model weights could be loaded: {serialized} has the suffix {suffix!r}; expected one of "
+            f"{', '.join(_BY_SUFFIX)}, or a --model-file beside it. {hint}".strip()
+        )
+    return kind

@@ -1,0 +1,8 @@
+"""`python -m torchere.serving`: the command `torchere`."""
+
+import sys
+
+from torchere.serving.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

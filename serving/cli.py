@@ -1,0 +1,207 @@
+"""The commands `torchere` and `torchserve`. The only reader of the arguments and of the environment.
+
+Modules that take long to import (torch, fastapi, grpc) are not needed to say how a command is used, so
+nothing here imports them before a server really starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import logging
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchere.archiver.cli import add_archive_arguments, add_inspect_arguments, run_archive, run_inspect
+from torchere.serving import __version__
+from torchere.serving.config_report import report
+from torchere.serving.configuration import configure
+from torchere.serving.errors import ServingError
+from torchere.serving.properties import ConfigurationError, read_properties
+from torchere.serving.serve_options import (
+    DEFAULT_FILE,
+    LaunchRefused,
+    Plan,
+    add_serve_options,
+    plan_from,
+    serve_arguments,
+)
+from torchere.serving.telemetry.logging import LEVELS
+from torchere.serving.telemetry.logging import configure as configure_logging
+
+TORCHSERVE_VERSION = "0.12.0"  # the release whose behaviour is answered
+
+if TYPE_CHECKING:
+    _Commands = argparse._SubParsersAction[argparse.ArgumentParser]  # has no public name
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `torchere`; the exit status is 0, 1 (refused or failed) or 2 (wrong usage, raised by argparse)."""
+    options = _parser().parse_args(argv)
+    return _guarded(options.run, options)
+
+
+def torchserve_main(argv: Sequence[str] | None = None) -> int:
+    """Run `torchserve`, with the flags, texts and exit statuses of TorchServe 0.12."""
+    options = _torchserve_parser().parse_args(argv)
+    if options.version:
+        print(f"TorchServe Version is {TORCHSERVE_VERSION}")
+        return 0
+    return _guarded(_stop if options.stop else _start, options)
+
+
+def _guarded(action: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+    """The status of the action; its refusals as a line and status 1."""
+    try:
+        return action(options)
+    except LaunchRefused as refusal:
+        print(refusal)  # standard output, as TorchServe's launcher does
+    except ConfigurationError as err:
+        print(err, file=sys.stderr)
+    except ServingError as err:
+        print(" ".join(filter(None, (err.message, err.detail))), file=sys.stderr)
+    return 1
+
+
+def _start(options: argparse.Namespace) -> int:
+    from torchere.serving import launcher  # noqa: PLC0415 - psutil is not needed for --help
+
+    pid_file = launcher.pid_file(os.environ)
+    if not launcher.may_start(pid_file):
+        return 1
+    plan_from(options, os.environ)  # the server does it again; here a mistake still has its exit status
+    command = launcher.server_command(serve_arguments(options))
+    if options.foreground:
+        launcher.become(command, pid_file)
+    else:
+        launcher.start_in_background(command, pid_file)
+    return 0
+
+
+def _stop(options: argparse.Namespace) -> int:
+    from torchere.serving import launcher  # noqa: PLC0415 - psutil is not needed for --help
+
+    wait_s = launcher.STOP_WAIT_S if options.foreground else 0.0
+    return launcher.stop(launcher.pid_file(os.environ), wait_s)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    plan = plan_from(options, os.environ)
+    from torchere.serving.server import serve  # noqa: PLC0415 - imports torch, fastapi and grpc
+
+    as_json = not sys.stdout.isatty() if options.log_format == "auto" else options.log_format == "json"
+    configure_logging(options.log_level, as_json, sys.stdout)
+    _log_account(plan, options)
+    return serve(plan.settings)
+
+
+def _log_account(plan: Plan, options: argparse.Namespace) -> None:
+    origin = plan.config_file or "no configuration file"
+    logger.info("Config file: %s", origin)
+    for finding in plan.configuration.of_level("warning"):
+        logger.warning("%s, %s", origin, finding)
+    if plan.settings.snapshot_models:
+        count = len(plan.settings.snapshot_models)
+        logger.warning("%s: restoring its snapshot of %d models; start without it by --ncs", origin, count)
+    if options.log_config:
+        logger.warning("--log-config has no effect: torchere serve has --log-level and --log-format")
+
+
+def _check_config(options: argparse.Namespace) -> int:
+    configuration = configure(read_properties(options.file), os.environ)
+    print(report(options.file, configuration))
+    failing = configuration.of_level("error") + (configuration.of_level("warning") if options.strict else ())
+    return 1 if failing else 0
+
+
+def _version(_options: argparse.Namespace) -> int:
+    print(f"torchere {__version__}")
+    print(f"answers as TorchServe {TORCHSERVE_VERSION}")
+    print(f"PyTorch {importlib.metadata.version('torch')}, Python {platform.python_version()}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _described(
+        argparse.ArgumentParser(prog="torchere"),
+        "Pack PyTorch models into archives and serve them over REST and gRPC.",
+        "torchere serve --model-store store --models net=net.mar",
+    )
+    parser.add_argument("--version", action="version", version=f"torchere {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_serve(commands)
+    _add_archiver(commands)
+    _add_config(commands)
+    version = commands.add_parser("version", help="print versions")
+    _described(version, "Print the versions of torchere, PyTorch and Python.", "torchere version")
+    version.set_defaults(run=_version)
+    return parser
+
+
+def _add_serve(commands: _Commands) -> None:
+    serve = commands.add_parser("serve", help="serve models in the foreground")
+    example = "torchere serve --model-store store --models all --ts-config config.properties"
+    _described(serve, "Serve models in the foreground, until SIGTERM or Ctrl+C.", example)
+    add_serve_options(serve)
+    serve.add_argument("--log-level", default="INFO", type=str.upper, choices=LEVELS, help="default: INFO")
+    serve.add_argument(
+        "--log-format",
+        default="auto",
+        choices=("auto", "json", "text"),
+        help="default: auto, which is text on a terminal and JSON lines otherwise",
+    )
+    serve.add_argument("--process-name", help=argparse.SUPPRESS)  # only there to be found in the arguments
+    serve.set_defaults(run=_serve)
+
+
+def _add_archiver(commands: _Commands) -> None:
+    archive = commands.add_parser("archive", help="pack a model and its handler into a .mar archive")
+    example = "torchere archive --model-name net -v 1.0 --serialized-file net.pt --handler image_classifier"
+    _described(archive, "Pack a model and its handler into a .mar archive.", example)
+    add_archive_arguments(archive)
+    archive.set_defaults(run=run_archive)
+    inspect = commands.add_parser("inspect", help="show what is in an archive")
+    _described(inspect, "Show what is in an archive, without loading the model.", "torchere inspect net.mar")
+    add_inspect_arguments(inspect)
+    inspect.set_defaults(run=run_inspect)
+
+
+def _add_config(commands: _Commands) -> None:
+    config = commands.add_parser("config", help="explain a configuration file")
+    _described(config, "Work with configuration files.", "torchere config check config.properties")
+    check = config.add_subparsers(metavar="COMMAND", required=True).add_parser(
+        "check", help="say what each line of a properties file does"
+    )
+    text = "Say what each line of a properties file does, and what is wrong with it. Status 1: errors."
+    _described(check, text, "torchere config check --strict config.properties")
+    check.add_argument("file", nargs="?", type=Path, default=DEFAULT_FILE, help=f"default: {DEFAULT_FILE}")
+    check.add_argument("--strict", action="store_true", help="count warnings as errors")
+    check.set_defaults(run=_check_config)
+
+
+def _torchserve_parser() -> argparse.ArgumentParser:
+    parser = _described(
+        argparse.ArgumentParser(prog="torchserve"),
+        "TorchServe's command line, answered by torchere. Without --stop or --version it starts the server.",
+        "torchserve --start --ncs --model-store store --models net=net.mar",
+    )
+    verb = parser.add_mutually_exclusive_group()
+    verb.add_argument("-v", "--version", action="store_true", help="print the version answered for")
+    verb.add_argument("--start", action="store_true", help="start the server, in the background")
+    verb.add_argument("--stop", action="store_true", help="stop the server")
+    parser.add_argument(
+        "--foreground", action="store_true", help="start in the foreground; with --stop, wait for the end"
+    )
+    add_serve_options(parser)
+    return parser
+
+
+def _described(parser: argparse.ArgumentParser, description: str, example: str) -> argparse.ArgumentParser:
+    parser.description, parser.epilog = description, f"example: {example}"
+    return parser

@@ -1,0 +1,43 @@
+"""Routes of the inference API that are no predictions: per-model OpenAPI documents and workflows."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from torchere.serving.errors import NotFound
+from torchere.serving.frontend import wording
+from torchere.serving.frontend.dataplane import DataPlane
+from torchere.serving.frontend.description import pretty
+from torchere.serving.frontend.rest.answers import ANY_METHOD, json_answer
+from torchere.serving.frontend.rest.errors import WorkflowNotFound
+from torchere.serving.frontend.rest.openapi import prediction_document
+from torchere.serving.frontend.rest.targets import prediction_target
+
+
+def inference_routes() -> APIRouter:
+    """Routes with a first segment of their own."""
+    router = APIRouter()
+
+    async def predict_workflow(workflow: str) -> Response:
+        raise WorkflowNotFound(f"Workflow not found: {workflow}")
+
+    router.add_api_route("/wfpredict/{workflow}", predict_workflow, methods=ANY_METHOD)
+    return router
+
+
+def prediction_options(dataplane: DataPlane) -> APIRouter:
+    """`OPTIONS` on any path that would predict. It matches every path, so include it last."""
+    router = APIRouter()
+
+    async def describe(request: Request) -> Response:
+        target = prediction_target(request.scope["path"]) if request.method == "OPTIONS" else None
+        if target is None or target.model is None:
+            raise NotFound(wording.NO_SUCH_RESOURCE)
+        dataplane.check_exists(target.model, target.version)
+        signature = dataplane.signature_text(target.model, target.version)
+        return json_answer(pretty(prediction_document(target.model, signature)))
+
+    router.add_api_route("/{path:path}", describe, methods=ANY_METHOD)
+    return router

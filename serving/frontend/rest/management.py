@@ -1,0 +1,136 @@
+"""Routes of the management API."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from torchere.serving.errors import InvalidRequest
+from torchere.serving.frontend import description, wording
+from torchere.serving.frontend.controlplane import ControlPlane, Progress
+from torchere.serving.frontend.registration import flag, integer, registration
+from torchere.serving.frontend.request_id import new_request_id
+from torchere.serving.frontend.rest.answers import ANY_METHOD, json_answer, no_such_method, status_answer
+from torchere.serving.frontend.rest.body import read_body
+from torchere.serving.frontend.rest.call import handler_headers
+from torchere.serving.frontend.rest.codec import request_headers, text_values
+from torchere.serving.frontend.rest.openapi import management_document
+from torchere.serving.types import InferRequest, ModelKey
+
+PAGE_SIZE = 100  # both the default and the most
+STATUS_OF = {
+    Progress.DONE: HTTPStatus.OK,
+    Progress.STARTED: HTTPStatus.ACCEPTED,
+    Progress.PARTIAL: HTTPStatus.PARTIAL_CONTENT,
+}
+
+
+class ModelRoutes:
+    """Endpoints over one control plane; each translates and nothing else."""
+
+    def __init__(self, controlplane: ControlPlane, max_request_bytes: int) -> None:
+        self._controlplane = controlplane
+        self._max_request_bytes = max_request_bytes
+
+    def router(self) -> APIRouter:
+        """The endpoints at their places. Starlette takes the first match, so exact methods come first."""
+        router = APIRouter()
+        router.add_api_route("/models", self.list_models, methods=["GET"])
+        router.add_api_route("/models", self.register, methods=["POST"])
+        router.add_api_route("/models/{model}/{version}/set-default", self.set_default, methods=["PUT"])
+        for path in ("/models/{model}", "/models/{model}/{version}"):
+            router.add_api_route(path, self.describe, methods=["GET"])
+            router.add_api_route(path, self.scale, methods=["PUT"])
+            router.add_api_route(path, self.unregister, methods=["DELETE"])
+            router.add_api_route(path, self.describe_api, methods=["OPTIONS"])
+        router.add_api_route("/v1/models/{model}", self.kserve_ready, methods=["GET"])
+        for path in ("/models", "/models/{model}", "/models/{model}/{version}", "/v1/models/{model}"):
+            router.add_api_route(path, no_such_method, methods=ANY_METHOD)
+        return router
+
+    async def list_models(self, request: Request) -> Response:
+        """One page of the models; numbers that make no sense count as not said."""
+        query = text_values(request.scope["query_string"])
+        limit = _natural(query.get("limit"), PAGE_SIZE)
+        page = self._controlplane.list_models(
+            limit if limit <= PAGE_SIZE else PAGE_SIZE, _natural(query.get("next_page_token"), 0)
+        )
+        return json_answer(description.page_text(page))
+
+    async def register(self, request: Request) -> Response:
+        """Register an archive: parameters from the query, or all of them from a JSON object."""
+        values: dict[str, object] = {**text_values(request.scope["query_string"])}
+        content_type = request.headers.get("content-type", "")
+        if content_type.partition(";")[0].strip().lower() == "application/json":
+            values = await self._json_object(request)
+        result = await self._controlplane.register(registration(values))
+        return status_answer(wording.registered(result), STATUS_OF[result.progress])
+
+    async def _json_object(self, request: Request) -> dict[str, object]:
+        length = int(request.headers.get("content-length", "0"))
+        body = await read_body(request.receive, length, self._max_request_bytes)
+        try:
+            return msgspec.json.decode(body, type=dict[str, object])
+        except (msgspec.DecodeError, RecursionError) as err:
+            raise InvalidRequest(f"The body must be a JSON object of parameters: {err}") from err
+
+    async def describe(self, request: Request, model: str, version: str | None = None) -> Response:
+        """Describe a version, or all of them; `customized=true` asks the handler too."""
+        query = text_values(request.scope["query_string"])
+        if flag(query, "customized", default=False) and version != "all":
+            return await self._describe_customized(request, model, version)
+        return json_answer(description.versions_text(self._controlplane.describe(model, version)))
+
+    async def _describe_customized(self, request: Request, model: str, version: str | None) -> Response:
+        headers = (*request_headers(request.scope), ("describe", "True"))
+        wish = InferRequest(new_request_id(), (), headers)
+        described, response = await self._controlplane.describe_customized(model, version, wish)
+        answer = json_answer(description.customized_text(described, response), response.status)
+        for name, value in handler_headers(response.headers):
+            answer.headers[name.decode("latin-1")] = value.decode("latin-1")
+        return answer
+
+    async def scale(self, request: Request, model: str, version: str | None = None) -> Response:
+        """Change how many executors a version has."""
+        query = text_values(request.scope["query_string"])
+        version = version or query.get("model_version") or None
+        min_executors = integer(query, "min_worker")
+        minimum = 1 if min_executors is None else min_executors
+        max_executors = integer(query, "max_worker")
+        progress = await self._controlplane.scale(
+            model,
+            version,
+            min_executors=minimum,
+            max_executors=minimum if max_executors is None else max_executors,
+            synchronous=flag(query, "synchronous", default=False),
+        )
+        return status_answer(wording.scaled(progress, model, version, minimum), STATUS_OF[progress])
+
+    async def unregister(self, model: str, version: str | None = None) -> Response:
+        """Remove a version once its requests are answered."""
+        await self._controlplane.unregister(model, version)
+        return status_answer(wording.unregistered(model))
+
+    async def set_default(self, model: str, version: str) -> Response:
+        """Make a version the one that requests without a version get."""
+        await self._controlplane.set_default(model, version)
+        return status_answer(wording.default_set(ModelKey(model, version)))
+
+    async def describe_api(self, model: str) -> Response:
+        """The OpenAPI document of what may be done with a model."""
+        self._controlplane.describe(model, None)
+        return json_answer(description.pretty(management_document(model)))
+
+    async def kserve_ready(self, model: str) -> Response:
+        """KServe v1 readiness of a model."""
+        ready = self._controlplane.has_executors(model)
+        return json_answer(description.pretty({"name": model, "ready": ready}))
+
+
+def _natural(text: str | None, default: int) -> int:
+    """The number a text stands for, 0 or more; `default` for anything else."""
+    return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 10 else default

@@ -1,0 +1,178 @@
+"""The OpenAPI 3.0.1 documents that the listeners give out. Pure: data in, plain dicts out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import msgspec
+
+from torchere.serving.errors import InvalidRequest
+from torchere.serving.frontend.rest.authorisation import Surfaces
+
+Document = dict[str, Any]
+
+TITLE = "TorchServe APIs"  # clients and gateways find the API by it
+DESCRIPTION = "TorchServe is a flexible and easy to use tool for serving deep learning models"
+_STATUSES = {
+    200: "OK",
+    202: "Accepted: the change is on its way",
+    206: "Fewer executors than asked for are up",
+    400: "The request is wrong",
+    403: "The default version can't be removed",
+    404: "There is no such model or version",
+    405: "The method or the model API is off",
+    408: "Requests were still running when the time was over",
+    409: "This version is registered already",
+    500: "Internal server error",
+    503: "Nobody can take the request now",
+    504: "The deadline passed",
+}
+
+
+class Operation(NamedTuple):
+    """One row of an API: where, what it is called, what it takes in the query, what it answers."""
+
+    path: str
+    method: str
+    operation_id: str
+    summary: str
+    statuses: tuple[int, ...] = (200, 500)
+    query: tuple[tuple[str, str], ...] = ()  # name, JSON type
+    has_body: bool = False
+
+
+_PREDICT = (200, 400, 404, 500, 503, 504)
+_SCALED = (200, 202, 206, 400, 404, 500)
+_REGISTERED = (200, 202, 206, 400, 404, 405, 409, 500)
+_UNREGISTERED = (200, 403, 404, 405, 408)
+_SCALE = (("min_worker", "integer"), ("max_worker", "integer"), ("synchronous", "boolean"))
+_REGISTER = (
+    ("url", "string"),
+    ("model_name", "string"),
+    ("handler", "string"),
+    ("runtime", "string"),
+    ("batch_size", "integer"),
+    ("max_batch_delay", "integer"),
+    ("initial_workers", "integer"),
+    ("synchronous", "boolean"),
+    ("response_timeout", "integer"),
+    ("startup_timeout", "integer"),
+)
+_CUSTOMIZED = (("customized", "boolean"),)
+_MODEL, _VERSION = "/models/{model_name}", "/models/{model_name}/{model_version}"
+
+SHARED = (
+    Operation("/", "options", "apiDescription", "Describe this API"),
+    Operation("/api-description", "get", "api-description", "Describe this API"),
+)
+METRICS = (Operation("/metrics", "get", "metrics", "Metrics as text", (200,), (("name[]", "string"),)),)
+INFERENCE = (
+    Operation("/ping", "get", "ping", "Whether the models are healthy"),
+    Operation(
+        "/v1/models/{model_name}:predict", "post", "predictions_v1", "Predict", _PREDICT, has_body=True
+    ),
+    Operation("/v2/models/{model_name}/infer", "post", "predictions_v2", "Predict", _PREDICT, has_body=True),
+    Operation("/predictions/{model_name}", "post", "predictions", "Predict", _PREDICT, has_body=True),
+    Operation(
+        "/predictions/{model_name}/{model_version}",
+        "post",
+        "version_predictions",
+        "Predict with a named version",
+        _PREDICT,
+        has_body=True,
+    ),
+)
+_LIST_QUERY = (("limit", "integer"), ("next_page_token", "integer"))
+_MODEL_OPERATIONS = (
+    Operation(_MODEL, "get", "describeModel", "Describe a model", (200, 404, 500), _CUSTOMIZED),
+    Operation(_MODEL, "put", "setAutoScale", "Scale a model", _SCALED, _SCALE),
+    Operation(_MODEL, "delete", "unregisterModel", "Unregister a model", _UNREGISTERED),
+    Operation(_VERSION, "get", "version_describeModel", "Describe a version", (200, 404, 500), _CUSTOMIZED),
+    Operation(_VERSION, "put", "version_setAutoScale", "Scale a version", _SCALED, _SCALE),
+    Operation(_VERSION, "delete", "version_unregisterModel", "Unregister a version", _UNREGISTERED),
+    Operation(f"{_VERSION}/set-default", "put", "setDefault", "Make a version the default one", (200, 404)),
+)
+MANAGEMENT = (
+    Operation("/models", "get", "listModels", "List the models", (200,), _LIST_QUERY),
+    Operation("/models", "post", "registerModel", "Register a model", _REGISTERED, _REGISTER),
+    *_MODEL_OPERATIONS,
+)
+
+
+def listener_document(surfaces: Surfaces, server_version: str) -> Document:
+    """The document of one listener: all that it answers.
+
+    The metrics stand in each, as in TorchServe, whose clients look for them there.
+    """
+    parts: list[Operation] = [*SHARED]
+    if "inference" in surfaces:
+        parts += INFERENCE
+    if "management" in surfaces:
+        parts += MANAGEMENT
+    return _document(TITLE, server_version, [*parts, *METRICS], DESCRIPTION)
+
+
+def management_document(model: str) -> Document:
+    """What may be done with one model."""
+    return _document(f"RESTful Management API for: {model}", "1.0.0", _MODEL_OPERATIONS)
+
+
+def prediction_document(model: str, signature_text: str | None) -> Document:
+    """How to ask one model, with the inputs and outputs that its archive's `signature.json` declares.
+
+    Raises:
+        InvalidRequest: the signature is no JSON object.
+    """
+    paths = (f"/prediction/{model}", "/v1/models/{model_name}:predict", "/v2/models/{model_name}/infer")
+    rows = [Operation(path, "post", model, "Predict", (200, 500), has_body=True) for path in paths]
+    document = _document(f"RESTful API for: {model}", "1.0.0", rows)
+    if signature_text is not None:
+        _merge_signature(document, signature_text)
+    return document
+
+
+def _document(title: str, version: str, rows: Iterable[Operation], description: str = "") -> Document:
+    paths: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        paths.setdefault(row.path, {})[row.method] = _operation(row)
+    info = {"title": title, "description": description, "version": version}
+    return {"openapi": "3.0.1", "info": {k: v for k, v in info.items() if v}, "paths": paths}
+
+
+def _operation(row: Operation) -> dict[str, Any]:
+    names = [part.partition("}")[0] for part in row.path.split("{")[1:]]
+    parameters = [_parameter("path", name, "string") for name in names]
+    parameters += [_parameter("query", name, kind) for name, kind in row.query]
+    operation: dict[str, Any] = {"summary": row.summary, "operationId": row.operation_id}
+    if parameters:
+        operation["parameters"] = parameters
+    if row.has_body:
+        operation["requestBody"] = {"content": {"*/*": {"schema": {"type": "string", "format": "binary"}}}}
+    operation["responses"] = {str(status): {"description": _STATUSES[status]} for status in row.statuses}
+    return operation
+
+
+def _parameter(place: str, name: str, kind: str) -> dict[str, Any]:
+    required = place == "path" or name == "url"
+    return {"in": place, "name": name, "required": required, "schema": {"type": kind}}
+
+
+def _merge_signature(document: Document, signature_text: str) -> None:
+    try:
+        signature = msgspec.json.decode(signature_text)
+    except msgspec.DecodeError as err:
+        raise InvalidRequest("Failed to parse signature.json") from err
+    if not isinstance(signature, dict):
+        raise InvalidRequest("Failed to parse signature.json")
+    for path in document["paths"].values():
+        operation = path["post"]
+        if "inputs" in signature:
+            operation["requestBody"] = {"content": _json_content(signature["inputs"])}
+        if "outputs" in signature:
+            operation["responses"]["200"]["content"] = _json_content(signature["outputs"])
+
+
+def _json_content(declared: object) -> dict[str, Any]:
+    # The format of the file was never written down; what it says is handed on as it stands.
+    return {"application/json": {"schema": {"type": "object"}, "example": declared}}

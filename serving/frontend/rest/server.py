@@ -1,0 +1,126 @@
+"""Running one REST listener: a uvicorn server that neither owns the process nor its signals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from torchere.serving.frontend.rest.protocol import Protocol
+from torchere.serving.settings import Address
+
+BACKLOG = 1024
+KEEP_ALIVE_S = 75  # idle connections; longer than the 60 s of common load balancers, so they close first
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM files of a listener's certificate chain and key."""
+
+    certificate: Path
+    private_key: Path
+
+
+class RestServer:
+    """One listener. `start` binds and serves, `stop` drains; call both on the loop that serves.
+
+    Example:
+        server = RestServer(app, Address(port=0), drain_timeout_s=30)
+        await server.start()      # server.address has the port that was free
+        ...
+        await server.stop()
+    """
+
+    def __init__(
+        self, app: ASGIApp, address: Address, *, drain_timeout_s: float = 30.0, tls: TlsFiles | None = None
+    ) -> None:
+        if address.tls and tls is None:
+            raise ValueError(f"{address} needs a certificate and a private key, and none was given")
+        self.address = address
+        self._server = _Server(_config(app, address, drain_timeout_s, tls))
+        self._task: asyncio.Task[None] | None = None
+        self._socket: socket.socket | None = None
+
+    async def start(self) -> Address:
+        """Bind and begin to serve; returns the address with its real port.
+
+        Raises:
+            OSError: the address can't be bound.
+        """
+        self._socket = _bound_socket(self.address)
+        if self.address.unix_path is None:
+            self.address = Address(self.address.host, self._socket.getsockname()[1], tls=self.address.tls)
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        started = asyncio.create_task(self._server.up.wait())
+        await asyncio.wait({self._task, started}, return_when=asyncio.FIRST_COMPLETED)
+        started.cancel()
+        if self._task.done():
+            await self._task
+        return self.address
+
+    async def stop(self) -> None:
+        """Refuse new connections, let requests finish for at most `drain_timeout_s`, cancel what is left."""
+        if self._task is None:
+            return
+        self._server.should_exit = True
+        await self._task
+        if self.address.unix_path is not None:
+            Path(self.address.unix_path).unlink(missing_ok=True)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which tells when it is up, and leaves signals to `serving/server.py`."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.up = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.up.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _config(app: ASGIApp, address: Address, drain_timeout_s: float, tls: TlsFiles | None) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=Protocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        proxy_headers=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
+        ssl_certfile=tls.certificate if tls is not None and address.tls else None,
+        ssl_keyfile=tls.private_key if tls is not None and address.tls else None,
+    )
+
+
+def _bound_socket(address: Address) -> socket.socket:
+    if address.unix_path is not None:
+        Path(address.unix_path).unlink(missing_ok=True)  # left by a server that was killed
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listening.bind(address.unix_path)
+        return listening
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((address.host, address.port))
+    except OSError:
+        listening.close()
+        raise
+    return listening

@@ -1,0 +1,28 @@
+"""The token API: a new key for the holder of the API key."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from torchere.serving.errors import Unauthorized
+from torchere.serving.frontend.keys import Keys
+from torchere.serving.frontend.rest.answers import ANY_METHOD, json_answer
+
+REFUSED = "Token Authentication failed. Token either incorrect, expired, or not provided correctly"
+
+
+def token_routes(keys: Keys) -> APIRouter:
+    """`/token?type=inference|management`. The new key stands in the key file, not in the answer."""
+    router = APIRouter()
+
+    async def regenerate(request: Request) -> Response:
+        try:
+            keys.regenerate(request.query_params.get("type", ""), request.headers.get("authorization"))
+        except Unauthorized as err:
+            raise Unauthorized(REFUSED, err.detail) from err
+        return json_answer("")
+
+    router.add_api_route("/token", regenerate, methods=ANY_METHOD)
+    return router

@@ -1,0 +1,148 @@
+"""Starting and stopping the server from another process, by its pid file.
+
+The pid file counts only if that process is a server, which its command line tells: a pid is soon given to
+another process, and nobody's editor should get our SIGTERM.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from torchere.serving.properties import ConfigurationError
+
+# Tools that look for a running TorchServe (SageMaker's among them) search command lines for this.
+PROCESS_NAME = "org.pytorch.serve.ModelServer"
+STOP_WAIT_S = 60.0  # TorchServe's
+
+ALREADY_RUNNING = "TorchServe is already running, please use torchserve --stop to stop TorchServe."
+ORPHAN = "Removing orphan pid file."
+NOT_RUNNING = "TorchServe is not currently running."
+STOPPED = "TorchServe has stopped."
+ALREADY_STOPPED = "TorchServe already stopped."
+TOO_LONG = "Stopping TorchServe took too long."
+
+
+def pid_file(environ: Mapping[str, str]) -> Path:
+    """Where the pid of this machine's server is kept: `$TMPDIR/.model_server.pid`."""
+    return Path(environ.get("TMPDIR") or tempfile.gettempdir()) / ".model_server.pid"
+
+
+def server_command(arguments: Sequence[str]) -> list[str]:
+    """The command that runs `torchere serve` with these arguments, to be found by `PROCESS_NAME`."""
+    # -P keeps the current directory off the import path: a stray torch.py there must not be ours.
+    safe_path = ["-P"] if sys.version_info >= (3, 11) else []
+    module = ["-m", "torchere.serving", "serve", f"--process-name={PROCESS_NAME}"]
+    return [sys.executable, *safe_path, *module, *arguments]
+
+
+def may_start(file: Path, say: Callable[[str], None] = print) -> bool:
+    """Whether no server runs; an orphan pid file is removed, with a word."""
+    if not file.exists():
+        return True
+    if running(read_pid(file)):
+        say(ALREADY_RUNNING)
+        return False
+    say(ORPHAN)
+    file.unlink(missing_ok=True)
+    return True
+
+
+def start_in_background(command: Sequence[str], file: Path) -> subprocess.Popen[bytes]:
+    """Spawn the server, in a session of its own and on our standard output, and note its pid."""
+    write_pid(file, 0)  # before there is a server that could not be found again
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    write_pid(file, process.pid)
+    return process
+
+
+def become(command: Sequence[str], file: Path) -> None:
+    """Turn this process into the server: signals and the exit status need no go-between. Never returns."""
+    write_pid(file, os.getpid())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(command[0], list(command))
+
+
+def stop(file: Path, wait_s: float = 0.0, say: Callable[[str], None] = print) -> int:
+    """Ask the server of the pid file to end (SIGTERM) and forget it, its keys of this directory too.
+
+    Args:
+        file: The pid file.
+        wait_s: Seconds to wait for its end; 0 does not wait.
+        say: Gets the one line to print.
+
+    Returns:
+        The exit status: 0, or 1 when the server belongs to another user.
+    """
+    pid = read_pid(file)
+    if pid is None:
+        say(NOT_RUNNING)
+        file.unlink(missing_ok=True)
+        return 0
+    try:
+        say(_terminate(pid, wait_s))
+    except psutil.AccessDenied:
+        say(f"TorchServe (process {pid}) belongs to another user; stop it as that user.")
+        return 1
+    file.unlink(missing_ok=True)
+    Path("key_file.json").unlink(missing_ok=True)
+    return 0
+
+
+def _terminate(pid: int, wait_s: float) -> str:
+    if not running(pid):
+        return ALREADY_STOPPED
+    try:
+        process = psutil.Process(pid)
+        process.terminate()
+        if wait_s:
+            process.wait(timeout=wait_s)
+    except psutil.NoSuchProcess:
+        return ALREADY_STOPPED
+    except psutil.TimeoutExpired:
+        return TOO_LONG
+    return STOPPED
+
+
+def running(pid: int | None) -> bool:
+    """Whether that process is there and is a server."""
+    if pid is None:
+        return False
+    try:
+        return any(PROCESS_NAME in word for word in psutil.Process(pid).cmdline())
+    except psutil.AccessDenied:
+        return True  # there, and not ours to look into: rather no second server
+    except psutil.Error:
+        return False
+
+
+def read_pid(file: Path) -> int | None:
+    """The pid in the file; None without a file, or with something else in it."""
+    try:
+        pid = int(file.read_text(encoding="ascii").split("\n")[0])
+    except (OSError, ValueError):
+        return None
+    return pid if 0 < pid < 2**31 else None  # 0 and below address groups of processes
+
+
+def write_pid(file: Path, pid: int) -> None:
+    """Write the pid file.
+
+    Raises:
+        ConfigurationError: it can't be written, or is a link (the directory is everybody's).
+    """
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        with os.fdopen(os.open(file, flags, 0o644), "w", encoding="ascii") as opened:
+            opened.write(f"{pid}\n")
+    except OSError as err:
+        raise ConfigurationError(
+            f"{file}: {err.strerror}; the pid file must be writable: remove it, or set TMPDIR"
+        ) from err

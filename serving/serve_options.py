@@ -1,0 +1,146 @@
+"""The options of `torchere serve` and `torchserve`, and how they become settings.
+
+The flags, the order of the configuration files and the texts of `LaunchRefused` are TorchServe 0.12's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torchere.serving.configuration import Configuration, configure
+from torchere.serving.properties import read_properties
+from torchere.serving.settings import ServerSettings
+
+DEFAULT_FILE = Path("config.properties")
+_SNAPSHOT_NAME = re.compile(r"[0-9]{17}-(startup|snapshot|shutdown)\.cfg")
+
+
+class LaunchRefused(Exception):
+    """The server can't start like this; the text is the one TorchServe's launcher prints."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to start: settings, and the account of where they come from."""
+
+    settings: ServerSettings
+    configuration: Configuration
+    config_file: Path | None
+
+
+def add_serve_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what to serve and how; `serve_arguments` turns them back into flags."""
+    add = parser.add_argument
+    add("--ts-config", metavar="FILE", help="properties file (TS_CONFIG_FILE in the environment wins)")
+    add("--model-store", metavar="DIR", help="directory the archives are in; needed here or in the file")
+    add("--workflow-store", metavar="DIR", help="accepted; workflows are not supported")
+    add("--models", metavar="MODEL", nargs="+", help="models to load: [name=]archive ..., or all")
+    add("--log-config", metavar="FILE", help="accepted; log4j2 files have no effect")
+    add("--cpp-log-config", metavar="FILE", help="accepted; there is no C++ backend")
+    add(
+        "--no-config-snapshots",
+        "--ncs",
+        action="store_true",
+        help="do not restore the newest snapshot of the log directory",
+    )
+    add("--plugins-path", "--ppath", metavar="PATH", help="accepted; Java plug-ins can't be loaded")
+    add("--disable-token-auth", "--dt", action="store_true", help="let calls pass without a token")
+    add("--enable-model-api", action="store_true", help="allow register and unregister over the network")
+
+
+def serve_arguments(options: argparse.Namespace) -> list[str]:
+    """The flags that make `torchere serve` see these options again."""
+    arguments: list[str] = []
+    for name in (
+        "ts_config",
+        "model_store",
+        "workflow_store",
+        "log_config",
+        "cpp_log_config",
+        "plugins_path",
+    ):
+        if value := getattr(options, name):
+            arguments.append(f"--{name.replace('_', '-')}={value}")  # one word: a value may begin with a dash
+    for name in ("no_config_snapshots", "disable_token_auth", "enable_model_api"):
+        if getattr(options, name):
+            arguments.append(f"--{name.replace('_', '-')}")
+    return [*arguments, "--models", *options.models] if options.models else arguments
+
+
+def plan_from(options: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
+    """Weigh options, configuration file and environment.
+
+    Raises:
+        LaunchRefused: a file or directory that is named is not there, or no model store is named.
+        ConfigurationError: the configuration file can't be read, or holds a value that can't be used.
+    """
+    path = config_file(options, environ)
+    _require_files(options)
+    temp = environ.get("TEMP")
+    if temp and not Path(temp).is_dir():
+        raise LaunchRefused(f"Invalid temp directory: {temp}, please check TEMP environment variable.")
+    entries = read_properties(path) if path else ()
+    configuration = configure(entries, environ, _overrides(options))
+    settings = configuration.checked(str(path or "configuration"))
+    _require_stores(settings.model_store, options.workflow_store)
+    settings = replace(settings, temp_dir=Path(temp) if temp else None)
+    return Plan(settings, configuration, path)
+
+
+def config_file(options: argparse.Namespace, environ: Mapping[str, str]) -> Path | None:
+    """The file to configure from: environment, option, newest snapshot, `./config.properties`, or none.
+
+    Raises:
+        LaunchRefused: the one named by the environment or the option is not there.
+    """
+    named = environ.get("TS_CONFIG_FILE") or options.ts_config
+    if named:
+        if not Path(named).is_file():
+            raise LaunchRefused(f"--ts-config file not found: {named}")
+        return Path(named)
+    if not options.no_config_snapshots:
+        snapshot = newest_snapshot(Path(environ.get("LOG_LOCATION") or "logs") / "config")
+        if snapshot:
+            return snapshot
+    return DEFAULT_FILE if DEFAULT_FILE.is_file() else None
+
+
+def newest_snapshot(directory: Path) -> Path | None:
+    """The snapshot with the latest time in its name; times of files do not survive a copy."""
+    if not directory.is_dir():
+        return None
+    names = [path.name for path in directory.iterdir() if _SNAPSHOT_NAME.fullmatch(path.name)]
+    return directory / max(names) if names else None
+
+
+def _overrides(options: argparse.Namespace) -> dict[str, str]:
+    """The command line as keys of the configuration file."""
+    given = {
+        "model_store": options.model_store,
+        "workflow_store": options.workflow_store,
+        "load_models": ",".join(options.models) if options.models else None,
+        "cpp_log_config": options.cpp_log_config,
+        "plugins_path": options.plugins_path,
+        "disable_token_authorization": "true" if options.disable_token_auth else None,
+        "enable_model_api": "true" if options.enable_model_api else None,
+    }
+    return {key: value for key, value in given.items() if value}
+
+
+def _require_files(options: argparse.Namespace) -> None:
+    for flag, value in (("--log-config", options.log_config), ("--cpp-log-config", options.cpp_log_config)):
+        if value and not Path(value).is_file():
+            raise LaunchRefused(f"{flag} file not found: {value}")
+
+
+def _require_stores(model_store: Path | None, workflow_store: str | None) -> None:
+    if model_store is None:
+        raise LaunchRefused("Missing mandatory parameter --model-store")
+    if not model_store.is_dir():
+        raise LaunchRefused(f"--model-store directory not found: {model_store}")
+    if workflow_store and not Path(workflow_store).is_dir():
+        raise LaunchRefused(f"--workflow-store directory not found: {workflow_store}")

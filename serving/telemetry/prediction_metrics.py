@@ -1,0 +1,122 @@
+"""Series that every prediction changes: kept as plain numbers, and made into families only when asked for.
+
+The library takes a lock and several calls for each number; a prediction changes seven of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+
+from prometheus_client import Metric
+from prometheus_client.registry import Collector
+
+from torchere.serving.telemetry.families import help_text
+
+DEFAULT_VERSION = "default"  # label of requests that named no version
+# From a tenth of a millisecond, where small models answer, to the longest response time-out by default.
+SECONDS_BUCKETS = (
+    *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0),
+)
+
+
+class _Distribution:
+    """A histogram's numbers; whoever holds the lock of its series may touch it."""
+
+    __slots__ = ("counts", "total")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(SECONDS_BUCKETS) + 1)
+        self.total = 0.0
+
+    def observe(self, value_s: float) -> None:
+        self.counts[bisect_left(SECONDS_BUCKETS, value_s)] += 1
+        self.total += value_s
+
+
+class _Series:
+    """All numbers of one model and version label; `lock` guards them."""
+
+    __slots__ = ("duration", "lock", "queue", "requests")
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.requests = 0
+        self.duration = _Distribution()
+        self.queue = _Distribution()
+
+
+class PredictionMetrics(Collector):
+    """The prediction families of one server. Thread-safe."""
+
+    def __init__(self, hostname: str) -> None:
+        self._hostname = hostname
+        self._lock = threading.Lock()  # guards the map; the series in it have their own locks
+        self._series: dict[tuple[str, str | None], _Series] = {}
+        self._last_queue_s = 0.0
+
+    def accepted(self, model: str, version: str | None) -> None:
+        """A prediction for a registered model came in."""
+        series = self._of(model, version)
+        with series.lock:
+            series.requests += 1
+
+    def answered(self, model: str, version: str | None, total_s: float, queue_s: float) -> None:
+        """A prediction was answered."""
+        series = self._of(model, version)
+        self._last_queue_s = queue_s
+        with series.lock:
+            series.duration.observe(total_s)
+            series.queue.observe(queue_s)
+
+    def forget(self, model: str, version: str | None) -> None:
+        """Drop the series of a version label; without an error when there is none."""
+        with self._lock:
+            self._series.pop((model, version), None)
+
+    def collect(self) -> Iterable[Metric]:
+        """Make the families, for the registry."""
+        with self._lock:
+            series = list(self._series.items())
+        requests = _family("ts_inference_requests_total", "counter", "Count")
+        latency = _family("ts_inference_latency_microseconds", "counter", "Microseconds")
+        queue = _family("ts_queue_latency_microseconds", "counter", "Microseconds")
+        durations = _family("torchere_request_duration_seconds", "histogram", "Seconds")
+        queues = _family("torchere_queue_duration_seconds", "histogram", "Seconds")
+        for (model, version), one in series:
+            shown = version or DEFAULT_VERSION
+            ts = {"model_name": model, "model_version": shown, "hostname": self._hostname}
+            with one.lock:
+                requests.add_sample(requests.name, ts, one.requests)
+                latency.add_sample(latency.name, ts, one.duration.total * 1e6)
+                queue.add_sample(queue.name, ts, one.queue.total * 1e6)
+                _add_distribution(durations, {"model": model, "version": shown}, one.duration)
+                _add_distribution(queues, {"model": model, "version": shown}, one.queue)
+        queue_time = _family("QueueTime", "gauge", "Milliseconds")
+        queue_time.add_sample(
+            "QueueTime", {"Level": "Host", "Hostname": self._hostname}, int(self._last_queue_s * 1000)
+        )
+        return [requests, latency, queue, queue_time, durations, queues]
+
+    def _of(self, model: str, version: str | None) -> _Series:
+        series = self._series.get((model, version))
+        if series is None:
+            with self._lock:
+                series = self._series.setdefault((model, version), _Series())
+        return series
+
+
+def _family(name: str, kind: str, unit: str) -> Metric:
+    return Metric(name, help_text(kind, unit), kind)
+
+
+def _add_distribution(family: Metric, labels: dict[str, str], values: _Distribution) -> None:
+    total = 0
+    bounds: Sequence[str] = [*map(str, SECONDS_BUCKETS), "+Inf"]
+    for bound, count in zip(bounds, values.counts, strict=True):
+        total += count
+        family.add_sample(f"{family.name}_bucket", {**labels, "le": bound}, total)
+    family.add_sample(f"{family.name}_count", labels, total)
+    family.add_sample(f"{family.name}_sum", labels, values.total)

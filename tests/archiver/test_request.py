@@ -1,0 +1,77 @@
+"""What can be decided about a request before a file is opened."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchere.archiver.errors import PackingError
+from torchere.archiver.request import ArchiveRequest
+
+
+def request_of(handler: str = "base_handler", **fields: object) -> ArchiveRequest:
+    return ArchiveRequest(**{"model_name": "m", "version": "1", "handler": handler, **fields})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["m", "0", "Resnet-18_v1.5"])
+def test_an_ordinary_model_name_is_accepted(name: str) -> None:
+    request = request_of(model_name=name)
+    request.check()
+    assert request.target == Path(f"{name}.mar")
+
+
+@pytest.mark.parametrize("name", ["", "-m", ".m", "a b", "a/b", "ü", "m\n"])
+def test_a_model_name_with_special_characters_is_refused_with_the_known_text(name: str) -> None:
+    with pytest.raises(PackingError) as caught:
+        request_of(model_name=name).check()
+    assert str(caught.value) == (
+        "Model name contains special characters.\n"
+        r"The allowed regular expression filter for model name is: ^[A-Za-z0-9][A-Za-z0-9_\-.]*$"
+    )
+
+
+@pytest.mark.parametrize("fields", [{"runtime": "ruby"}, {"archive_format": "rar"}])
+def test_an_unknown_choice_is_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(PackingError, match="use one of"):
+        request_of(**fields).check()
+
+
+@pytest.mark.parametrize(
+    ("handler", "file"),
+    [
+        ("image_classifier", None),
+        ("service.py", "service.py"),
+        ("src/service.py:handle", "src/service.py"),
+        ("src/service:handle", "src/service.py"),
+        ("src/service", "src/service.py"),
+        ("C:/src/service.py", "C:/src/service.py"),
+    ],
+)
+def test_a_handler_names_its_file(handler: str, file: str | None) -> None:
+    assert request_of(handler).handler_file() == (Path(file) if file else None)
+
+
+def test_a_cpp_handler_is_a_shared_library() -> None:
+    suffix = ".dylib" if sys.platform == "darwin" else ".so"
+    assert request_of("lib/libh:Handler", runtime="LSP").handler_file() == Path(f"lib/libh{suffix}")
+    assert request_of("TorchScriptHandler", runtime="LSP").handler_file() is None
+
+
+@pytest.mark.parametrize(
+    ("archive_format", "name"),
+    [("default", "m.mar"), ("zip-store", "m.mar"), ("tgz", "m.tar.gz"), ("no-archive", "m")],
+)
+def test_the_format_decides_the_name(archive_format: str, name: str) -> None:
+    assert request_of(archive_format=archive_format, export_path="out").target == Path("out", name)
+
+
+def test_the_manifest_names_files_by_their_base_names() -> None:
+    request = request_of("src/service.py:handle", serialized_file="w/model.pt", model_file=Path("a/model.py"))
+    manifest = request.manifest({})
+    assert (manifest.handler, manifest.serialized_file, manifest.model_file) == (
+        "service.py:handle",
+        "model.pt",
+        "model.py",
+    )

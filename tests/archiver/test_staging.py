@@ -1,0 +1,51 @@
+"""All or nothing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from torchere.archiver.staging import staged
+
+
+def test_a_file_takes_its_place_when_the_block_ends(tmp_path: Path) -> None:
+    target = tmp_path / "x.mar"
+    target.write_text("old")
+    with staged(target) as work:
+        work.write_text("new")
+        assert target.read_text() == "old"
+    assert target.read_text() == "new"
+    assert os.listdir(tmp_path) == ["x.mar"]
+
+
+def test_a_directory_replaces_a_directory(tmp_path: Path) -> None:
+    target = tmp_path / "x"
+    target.mkdir()
+    (target / "old").write_text("")
+    with staged(target) as work:
+        work.mkdir()
+        (work / "new").write_text("")
+    assert os.listdir(target) == ["new"]
+    assert os.listdir(tmp_path) == ["x"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_a_failing_block_leaves_everything_as_it_was(tmp_path: Path, error: type[BaseException]) -> None:
+    target = tmp_path / "x"
+    target.write_text("old")
+    with pytest.raises(error), staged(target) as work:
+        work.mkdir()
+        (work / "part").write_text("")
+        raise error
+    assert target.read_text() == "old"
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_the_old_directory_comes_back_when_the_new_one_is_not_there(tmp_path: Path) -> None:
+    target = tmp_path / "x"
+    target.mkdir()
+    with pytest.raises(FileNotFoundError), staged(target):
+        pass
+    assert os.listdir(tmp_path) == ["x"]

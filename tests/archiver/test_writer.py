@@ -1,0 +1,199 @@
+"""Packing: layout, reproducibility, and what is left when it fails."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchere.archiver import writer
+from torchere.archiver.errors import PackingError
+from torchere.archiver.names import MANIFEST_NAME
+from torchere.archiver.progress import Progress
+from torchere.archiver.request import FORMATS
+from torchere.archiver.writer import write_archive
+
+
+def test_a_mar_stores_weights_and_deflates_the_rest_with_the_manifest_last(request_for: Any) -> None:
+    with zipfile.ZipFile(write_archive(request_for())) as archive:
+        methods = {info.filename: info.compress_type for info in archive.infolist()}
+    assert list(methods)[-1] == MANIFEST_NAME
+    assert list(methods)[:-1] == sorted(list(methods)[:-1])
+    assert {name for name, method in methods.items() if method == zipfile.ZIP_STORED} == {"model.pt"}
+
+
+def test_zip_store_stores_everything(request_for: Any) -> None:
+    with zipfile.ZipFile(write_archive(request_for(archive_format="zip-store"))) as archive:
+        assert {info.compress_type for info in archive.infolist()} == {zipfile.ZIP_STORED}
+
+
+def test_a_tgz_has_everything_below_the_models_name(request_for: Any) -> None:
+    with tarfile.open(write_archive(request_for(archive_format="tgz"))) as archive:
+        members = archive.getmembers()
+    assert "mlp/MAR-INF/MANIFEST.json" in [member.name for member in members]
+    assert all(member.name.startswith("mlp/") and member.isreg() for member in members)
+    assert {(member.uid, member.gid, member.uname, member.mode) for member in members} == {(0, 0, "", 0o644)}
+
+
+def test_no_archive_is_a_plain_directory(request_for: Any, sources: Path) -> None:
+    folder = write_archive(request_for(archive_format="no-archive"))
+    assert (folder / "model.pt").read_bytes() == (sources / "model.pt").read_bytes()
+    assert (folder / "deep" / "vocab.txt").is_file()
+    assert (folder / MANIFEST_NAME).is_file()
+
+
+def test_the_manifest_has_the_digest_of_every_other_file(request_for: Any, sources: Path) -> None:
+    folder = write_archive(request_for(archive_format="no-archive"))
+    manifest = json.loads((folder / MANIFEST_NAME).read_text())
+    assert sorted(manifest["torchere"]["digests"]) == [
+        "deep/vocab.txt",
+        "model-config.yaml",
+        "model.pt",
+        "names.json",
+        "service.py",
+    ]
+    expected = hashlib.sha256((sources / "model.pt").read_bytes()).hexdigest()
+    assert manifest["torchere"]["digests"]["model.pt"] == f"sha256:{expected}"
+    assert manifest["createdOn"] == "01/01/1980 00:00:00"
+    assert manifest["archiverVersion"] == "0.12.0"
+
+
+@pytest.mark.parametrize("archive_format", ["default", "zip-store", "tgz"])
+def test_the_same_inputs_give_the_same_bytes(
+    request_for: Any, sources: Path, tmp_path: Path, archive_format: str
+) -> None:
+    first = write_archive(request_for(archive_format=archive_format)).read_bytes()
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(sources, elsewhere, copy_function=shutil.copyfile)
+    for number, path in enumerate(elsewhere.rglob("*")):
+        os.utime(path, (number, number))
+        path.chmod(0o700)
+    again = write_archive(
+        request_for(
+            archive_format=archive_format,
+            handler=str(elsewhere / "service.py"),
+            serialized_file=elsewhere / "model.pt",
+            config_file=elsewhere / "model-config.yaml",
+            extra_files=(elsewhere / "extra",),
+            export_path=tmp_path / "again",
+        )
+    )
+    assert again.read_bytes() == first
+
+
+def test_a_given_date_is_written(request_for: Any) -> None:
+    folder = write_archive(request_for(archive_format="no-archive", epoch_s=1735689599))
+    assert json.loads((folder / MANIFEST_NAME).read_text())["createdOn"] == "31/12/2024 23:59:59"
+
+
+def test_large_files_are_stored_only_when_compressing_them_is_wasted(request_for: Any, sources: Path) -> None:
+    (sources / "extra" / "noise.dat").write_bytes(os.urandom(300_000))
+    (sources / "extra" / "text.dat").write_bytes(b"tell me again " * 30_000)
+    with zipfile.ZipFile(write_archive(request_for())) as archive:
+        assert archive.getinfo("noise.dat").compress_type == zipfile.ZIP_STORED
+        assert archive.getinfo("text.dat").compress_type == zipfile.ZIP_DEFLATED
+
+
+@pytest.mark.skipif(shutil.which("unzip") is None, reason="unzip is not installed")
+def test_unzip_finds_nothing_wrong(request_for: Any) -> None:
+    path = write_archive(request_for())
+    done = subprocess.run(["unzip", "-t", path], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_existing_output_is_refused_with_the_known_text(request_for: Any) -> None:
+    path = write_archive(request_for())
+    before = path.read_bytes()
+    with pytest.raises(PackingError) as caught:
+        write_archive(request_for(version="2"))
+    assert str(caught.value) == (
+        f"{path} already exists.\n"
+        "Please specify --force/-f option to overwrite the model archive output file.\n"
+        "See -h/--help for more details."
+    )
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("archive_format", FORMATS)
+def test_force_replaces_the_whole_output(request_for: Any, archive_format: str) -> None:
+    first = write_archive(request_for(archive_format=archive_format))
+    again = write_archive(request_for(archive_format=archive_format, extra_files=(), force=True))
+    assert again == first
+    assert os.listdir(first.parent) == [first.name]
+    if first.is_dir():
+        assert not (first / "names.json").exists()
+
+
+def test_force_does_not_replace_a_directory_by_a_file(request_for: Any, tmp_path: Path) -> None:
+    (tmp_path / "out" / "mlp.mar").mkdir(parents=True)
+    with pytest.raises(PackingError, match="is a directory"):
+        write_archive(request_for(force=True))
+
+
+def test_an_export_path_that_is_a_file_is_refused_with_the_known_text(
+    request_for: Any, sources: Path
+) -> None:
+    place = sources / "model.pt"
+    with pytest.raises(PackingError) as caught:
+        write_archive(request_for(export_path=place))
+    assert str(caught.value) == (
+        f"Given export-path {place} is not a directory. Point to a valid export-path directory."
+    )
+
+
+@pytest.mark.parametrize("archive_format", FORMATS)
+def test_a_failed_run_leaves_nothing_behind(
+    request_for: Any, tmp_path: Path, monkeypatch: Any, archive_format: str
+) -> None:
+    class DiskFull(Progress):
+        def advance(self, count: int) -> None:
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        write_archive(request_for(archive_format=archive_format), DiskFull(None))
+    assert os.listdir(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize(("before", "after"), [(b"short", b"a longer text"), (b"a longer text", b"short")])
+@pytest.mark.parametrize("archive_format", FORMATS)
+def test_a_file_that_changes_while_it_is_packed_is_an_error(
+    request_for: Any, sources: Path, monkeypatch: Any, archive_format: str, before: bytes, after: bytes
+) -> None:
+    (sources / "extra" / "names.json").write_bytes(before)
+    true_size = os.fstat
+
+    def writes_meanwhile(number: int) -> Any:
+        status = true_size(number)
+        if status.st_size == len(before):
+            (sources / "extra" / "names.json").write_bytes(after)
+        return status
+
+    monkeypatch.setattr(writer.os, "fstat", writes_meanwhile)
+    request = request_for(archive_format=archive_format)
+    with pytest.raises((PackingError, OSError), match="changed while|unexpected end"):
+        write_archive(request)
+    assert os.listdir(request.export_path) == []
+
+
+def test_memory_stays_small_however_large_the_file() -> None:
+    class Endless(io.RawIOBase):
+        largest = 0
+
+        def read(self, size: int = -1, /) -> bytes:
+            self.largest = max(self.largest, size)
+            return bytes(size)
+
+    source = Endless()
+    hashed = writer._HashedSource(source, 10**9, Progress(None))  # type: ignore[arg-type]
+    with open(os.devnull, "wb") as nowhere:
+        shutil.copyfileobj(hashed, nowhere, writer_chunk := 2**20)
+    assert source.largest == writer_chunk

@@ -1,0 +1,67 @@
+"""The packaging rewrites folder names, so three things could go wrong unseen: each has its guard."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from setuptools import find_packages
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli", reason="tomllib came with Python 3.11")
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = ("archiver", "handlers", "serving")
+
+
+def packages() -> list[str]:
+    found = []
+    for room in ROOMS:
+        found += [f"torchere.{room}", *(f"torchere.{room}.{name}" for name in find_packages(str(ROOT / room)))]
+    return sorted(found)
+
+
+def test_every_subpackage_is_listed() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert sorted(listed) == packages()
+
+
+def test_no_source_file_is_loaded_under_two_names() -> None:
+    code = (
+        "import sys, pathlib, torchere.serving.server\n"
+        f"root = pathlib.Path({str(ROOT)!r})\n"
+        "files = [m.__file__ for m in list(sys.modules.values()) if getattr(m, '__file__', None)]\n"
+        "ours = [f for f in files if pathlib.Path(f).is_relative_to(root) and '.venv' not in f]\n"
+        "assert len(ours) > 30, ours\n"
+        "assert len(ours) == len(set(ours)), sorted(f for f in ours if ours.count(f) > 1)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_wheel_holds_every_module_and_imports(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    done = subprocess.run(build, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    wheel = next(tmp_path.glob("*.whl"))
+    with zipfile.ZipFile(wheel) as opened:
+        held = {name for name in opened.namelist() if name.startswith("torchere/")}
+        opened.extractall(tmp_path / "site")
+    source = {
+        f"torchere/{path.relative_to(ROOT)}" for room in ROOMS for path in (ROOT / room).rglob("*.py")
+    }
+    assert source <= held
+    modules = sorted(name[:-3].replace("/", ".").removesuffix(".__init__") for name in source)
+    runnable = [name for name in modules if not name.endswith("__main__")]
+    code = (
+        "import sys, importlib\n"
+        f"sys.path.insert(0, {str(tmp_path / 'site')!r})\n"
+        "sys.meta_path = [f for f in sys.meta_path if '__editable__' not in type(f).__module__ + repr(f)]\n"
+        f"for name in {runnable!r}: importlib.import_module(name)\n"
+        f"assert sys.modules['torchere.serving'].__file__.startswith({str(tmp_path)!r})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,222 @@
+"""The batcher with executors and a clock that the test moves by hand."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import pytest
+
+from torchere.serving.batching.batcher import Batcher
+from torchere.serving.batching.pending import Pending
+from torchere.serving.errors import DeadlineExceeded, ExecutorDied, HandlerFailed, QueueFull, Unavailable
+from torchere.serving.execution.executor import BatchReport, BatchSink, Outcome
+from torchere.serving.settings import BatchSettings
+from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, StreamedResponse
+
+
+class PuppetPool:
+    """Executors that do nothing until the test says so; `batches` holds what runs."""
+
+    def __init__(self, free: int = 1) -> None:
+        self.free = free
+        self.batches: list[tuple[list[str], BatchSink]] = []
+
+    def submit(self, requests: Sequence[InferRequest], sink: BatchSink) -> None:
+        self.free -= 1
+        self.batches.append(([request.request_id for request in requests], sink))
+
+    def finish(self, outcomes: list[Outcome] | None = None) -> list[str]:
+        """Complete the oldest running batch; returns the ids it had."""
+        ids, sink = self.batches.pop(0)
+        self.free += 1
+        sink.done(BatchReport(outcomes or [InferResponse(name.encode()) for name in ids]))
+        return ids
+
+
+class Stage:
+    """One batcher, its puppet, its clock, and the reports it gave."""
+
+    def __init__(self, settings: BatchSettings, free: int = 1) -> None:
+        self.now_s = 100.0
+        self.pool = PuppetPool(free)
+        self.reports: list[int] = []
+        self.batcher = Batcher(
+            settings,
+            self.pool,
+            observer=self,
+            now=lambda: self.now_s,
+            refusal="no worker",  # type: ignore[arg-type]
+        )
+
+    def batch_finished(self, pendings: Sequence[Pending], report: BatchReport, executor_s: float) -> None:
+        self.reports.append(len(pendings))
+
+    def submit(self, name: str, group: str = "", deadline_s: float = NO_DEADLINE) -> Pending:
+        return self.batcher.submit(InferRequest(name, (), (), deadline_s), group)
+
+    @property
+    def running(self) -> list[list[str]]:
+        return [ids for ids, _ in self.pool.batches]
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    def wrapper() -> None:
+        asyncio.run(test())
+
+    wrapper.__name__ = test.__name__
+    return wrapper
+
+
+@run
+async def test_each_request_gets_its_own_answer() -> None:
+    stage = Stage(BatchSettings(max_batch_size=2))
+    first, second = stage.submit("a"), stage.submit("b")
+    assert stage.pool.finish() == ["a", "b"]
+    assert (await first.answer).body == b"a"
+    assert (await second.answer).body == b"b"
+    assert stage.reports == [2]
+
+
+@run
+async def test_a_free_executor_takes_the_next_batch_when_one_is_done() -> None:
+    stage = Stage(BatchSettings())
+    stage.submit("a")
+    stage.submit("b")
+    assert stage.running == [["a"]]
+    stage.pool.finish()
+    assert stage.running == [["b"]]
+
+
+@run
+async def test_the_queue_is_bounded_and_refuses_at_once() -> None:
+    stage = Stage(BatchSettings(max_queue_size=1))
+    stage.submit("running")
+    stage.submit("waiting")
+    with pytest.raises(QueueFull, match="no worker"):
+        stage.submit("too many")
+    assert stage.batcher.queue_capacity == 0
+
+
+@run
+async def test_a_partial_batch_goes_when_its_delay_is_over() -> None:
+    stage = Stage(BatchSettings(max_batch_size=4, max_queue_delay_ms=50))
+    stage.submit("a")
+    assert stage.running == []
+    stage.now_s += 0.05
+    stage.batcher.pump()
+    assert stage.running == [["a"]]
+
+
+@run
+async def test_groups_do_not_share_a_batch() -> None:
+    stage = Stage(BatchSettings(max_batch_size=4, max_queue_delay_ms=0), free=0)
+    for name, group in (("a", ""), ("b", ""), ("c", "explain"), ("d", "")):
+        stage.submit(name, group)
+    stage.pool.free = 3
+    stage.batcher.pump()
+    assert stage.running == [["a", "b"], ["c"], ["d"]]
+
+
+@run
+async def test_a_request_that_is_late_on_arrival_is_refused() -> None:
+    stage = Stage(BatchSettings())
+    with pytest.raises(DeadlineExceeded):
+        stage.submit("late", deadline_s=100.0)
+    assert stage.running == []
+
+
+@run
+async def test_an_expired_request_never_runs() -> None:
+    stage = Stage(BatchSettings(), free=0)
+    expired = stage.submit("expired", deadline_s=101.0)
+    stage.submit("alive", deadline_s=200.0)
+    stage.now_s = 102.0
+    stage.pool.free = 2
+    stage.batcher.pump()
+    assert stage.running == [["alive"]]
+    with pytest.raises(DeadlineExceeded):
+        await expired.answer
+
+
+@run
+async def test_a_withdrawn_request_leaves_the_queue() -> None:
+    stage = Stage(BatchSettings(), free=0)
+    gone = stage.submit("gone")
+    gone.answer.cancel()
+    stage.batcher.withdraw(gone)
+    assert stage.batcher.queue_length == 0
+    stage.pool.free = 1
+    stage.batcher.pump()
+    assert stage.running == []
+    assert await stage.batcher.drain(0.0)
+
+
+@run
+async def test_a_late_answer_is_dropped() -> None:
+    stage = Stage(BatchSettings())
+    late = stage.submit("late")
+    stage.batcher.withdraw(late, DeadlineExceeded("too late"))
+    stage.pool.finish()
+    with pytest.raises(DeadlineExceeded, match="too late"):
+        await late.answer
+
+
+@run
+async def test_one_failed_item_does_not_touch_its_neighbour() -> None:
+    stage = Stage(BatchSettings(max_batch_size=2))
+    bad, good = stage.submit("bad"), stage.submit("good")
+    stage.pool.finish([HandlerFailed(), InferResponse(b"fine")])
+    with pytest.raises(HandlerFailed):
+        await bad.answer
+    assert (await good.answer).body == b"fine"
+
+
+@run
+async def test_a_streamed_answer_arrives_in_parts_and_ends() -> None:
+    stage = Stage(BatchSettings())
+    pending = stage.submit("a")
+    sink = stage.pool.batches[0][1]
+    sink.partial(0, b"one")
+    response = await pending.answer
+    assert isinstance(response, StreamedResponse)
+    sink.partial(0, b"two")
+    stage.pool.finish([InferResponse(b"end")])
+    assert [chunk async for chunk in response.chunks] == [b"one", b"two", b"end"]
+
+
+@run
+async def test_a_stream_that_breaks_raises_where_it_is_read() -> None:
+    stage = Stage(BatchSettings())
+    pending = stage.submit("a")
+    stage.pool.batches[0][1].partial(0, b"one")
+    response = await pending.answer
+    assert isinstance(response, StreamedResponse)
+    stage.pool.finish([ExecutorDied("killed")])
+    seen = []
+    with pytest.raises(ExecutorDied):
+        async for chunk in response.chunks:
+            seen.append(chunk)
+    assert seen == [b"one"]
+
+
+@run
+async def test_draining_refuses_new_requests_and_waits_for_the_old() -> None:
+    stage = Stage(BatchSettings())
+    pending = stage.submit("a")
+    stage.batcher.close_admission()
+    with pytest.raises(Unavailable):
+        stage.submit("b")
+    assert not await stage.batcher.drain(0.0)
+    stage.pool.finish()
+    assert await stage.batcher.drain(0.0)
+    assert (await pending.answer).body == b"a"
+
+
+@run
+async def test_what_waits_is_answered_when_nobody_is_left_to_run_it() -> None:
+    stage = Stage(BatchSettings(), free=0)
+    pending = stage.submit("a")
+    stage.batcher.fail_queued(Unavailable("no worker"))
+    with pytest.raises(Unavailable):
+        await pending.answer
+    assert await stage.batcher.drain(0.0)

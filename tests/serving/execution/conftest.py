@@ -1,0 +1,78 @@
+"""What tests of executors share: an archive folder with one handler, and a sink that remembers."""
+
+import asyncio
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchere.serving.execution.executor import BatchReport, LoadSpec
+from torchere.serving.types import InferRequest, Parameter
+
+HANDLER = """
+    import os, signal, time
+
+    class Handler:
+        def initialize(self, context):
+            self.initialized = True
+
+        def handle(self, data, context):
+            word = bytes(data[0]["body"]).decode()
+            if word == "exit":
+                os._exit(7)
+            if word == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if word == "raise":
+                raise ValueError("boom")
+            if word == "wait":
+                while not os.path.exists("go"):
+                    time.sleep(0.005)
+            if word == "print":
+                print("said by the handler", flush=True)
+            if word == "pid":
+                return [str(os.getpid())] * len(data)
+            return [word + "!"] * len(data)
+"""
+
+
+class Sink:
+    """Remembers what a batch gave; await `report` for its end."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[int, bytes]] = []
+        self.report: asyncio.Future[BatchReport] = asyncio.get_running_loop().create_future()
+
+    def partial(self, index: int, chunk: bytes) -> None:
+        self.parts.append((index, chunk))
+
+    def done(self, report: BatchReport) -> None:
+        self.report.set_result(report)  # a second call would raise InvalidStateError
+
+    async def outcome(self) -> Any:
+        """The outcome of the only request."""
+        return (await asyncio.wait_for(self.report, 30)).outcomes[0]
+
+
+def request(word: str) -> InferRequest:
+    return InferRequest(word, (Parameter("body", word.encode()),))
+
+
+@pytest.fixture
+def make_sink() -> type[Sink]:
+    return Sink
+
+
+@pytest.fixture
+def make_request() -> Callable[[str], InferRequest]:
+    return request
+
+
+@pytest.fixture
+def make_spec(tmp_path: Path) -> Callable[..., LoadSpec]:
+    def make(source: str = HANDLER, **changes: Any) -> LoadSpec:
+        (tmp_path / "handler.py").write_text(textwrap.dedent(source))
+        return LoadSpec("demo", "1.0", str(tmp_path), "handler.py", **changes)
+
+    return make

@@ -1,0 +1,210 @@
+"""Worker processes: real ones, killed and crashed as users' handlers do it."""
+
+import asyncio
+import itertools
+import logging
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from torchere.serving.errors import DeadlineExceeded, ExecutorDied, HandlerFailed, LoadFailed
+from torchere.serving.execution.executor import ExecutorState, LoadSpec
+from torchere.serving.execution.processes import ProcessPool
+
+
+@asynccontextmanager
+async def pool_of(spec: LoadSpec, count: int = 1, **changes: Any) -> AsyncIterator[ProcessPool]:
+    """A pool in service; `pool.freed` is set whenever an executor may have come free."""
+    freed = asyncio.Event()
+    settings: dict[str, Any] = {
+        "response_timeout_s": 30.0,
+        "startup_timeout_s": 60.0,
+        "max_retry_timeout_s": 60.0,
+    }
+    pool = ProcessPool(
+        spec,
+        **{**settings, **changes},
+        next_id=itertools.count(9000).__next__,
+        on_free=freed.set,
+        on_loaded=lambda executor_id, load_s: None,
+    )
+    pool.freed = freed  # type: ignore[attr-defined]
+    try:
+        await pool.resize(count)
+        await pool.warm_up()
+        yield pool
+    finally:
+        await pool.close()
+
+
+async def until_free(pool: Any) -> None:
+    """Wait for a restart to be over."""
+    async with asyncio.timeout(60) if hasattr(asyncio, "timeout") else _no_limit():
+        while not pool.free:
+            pool.freed.clear()
+            await pool.freed.wait()
+
+
+@asynccontextmanager
+async def _no_limit() -> AsyncIterator[None]:
+    yield
+
+
+def test_a_worker_answers_and_keeps_its_process(make_spec: Any, make_sink: Any, make_request: Any) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec()) as pool:
+            pids = set()
+            for _ in range(2):
+                sink = make_sink()
+                pool.submit([make_request("pid")], sink)
+                assert pool.free == 0
+                pids.add((await sink.outcome()).body)
+            assert pids == {str(pool.statuses()[0].pid).encode()}
+            assert pids != {str(os.getpid()).encode()}
+
+    asyncio.run(main())
+
+
+def test_a_raising_handler_fails_its_request_and_lives_on(
+    make_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec()) as pool:
+            bad, good = make_sink(), make_sink()
+            pool.submit([make_request("raise")], bad)
+            outcome = await bad.outcome()
+            assert isinstance(outcome, HandlerFailed)
+            assert (outcome.message, outcome.detail) == ("Prediction failed", "ValueError: boom")
+            pool.submit([make_request("hi")], good)
+            assert (await good.outcome()).body == b"hi!"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("word", "cause"), [("exit", "exited with code 7"), ("kill", "killed by signal 9 (SIGKILL)")]
+)
+def test_a_lost_worker_says_why_and_comes_back(
+    make_spec: Any, make_sink: Any, make_request: Any, word: str, cause: str
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec()) as pool:
+            lost, after = make_sink(), make_sink()
+            pool.submit([make_request(word)], lost)
+            outcome = await lost.outcome()
+            assert isinstance(outcome, ExecutorDied)
+            assert (outcome.message, outcome.detail) == ("Worker died.", cause)
+            await until_free(pool)
+            assert pool.statuses()[0].last_failure == cause
+            pool.submit([make_request("hi")], after)
+            assert (await after.outcome()).body == b"hi!"
+
+    asyncio.run(main())
+
+
+def test_the_neighbour_of_a_lost_worker_does_not_notice(
+    make_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec(), count=2) as pool:
+            lost, neighbour = make_sink(), make_sink()
+            pool.submit([make_request("exit")], lost)
+            pool.submit([make_request("hi")], neighbour)
+            assert (await neighbour.outcome()).body == b"hi!"
+            assert isinstance(await lost.outcome(), ExecutorDied)
+            assert pool.in_service == 1
+
+    asyncio.run(main())
+
+
+def test_a_hung_worker_is_replaced_after_its_response_timeout(
+    make_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec(), response_timeout_s=0.3) as pool:
+            hung, after = make_sink(), make_sink()
+            pid = pool.statuses()[0].pid
+            pool.submit([make_request("wait")], hung)
+            assert isinstance(await hung.outcome(), DeadlineExceeded)
+            assert pool.free == 0
+            await until_free(pool)
+            assert pool.statuses()[0].pid != pid
+            pool.submit([make_request("hi")], after)
+            assert (await after.outcome()).body == b"hi!"
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_gives_up_is_failed_and_says_so(
+    make_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec(), max_retry_timeout_s=-1.0) as pool:
+            lost = make_sink()
+            pool.freed.clear()  # type: ignore[attr-defined]
+            pool.submit([make_request("exit")], lost)
+            assert isinstance(await lost.outcome(), ExecutorDied)
+            await asyncio.wait_for(pool.freed.wait(), 30)  # type: ignore[attr-defined]
+            assert pool.statuses()[0].state is ExecutorState.FAILED
+            assert pool.free == 0
+
+    asyncio.run(main())
+
+
+def test_scaling_down_lets_the_batch_inside_finish(
+    make_spec: Callable[..., LoadSpec], make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        spec = make_spec()
+        async with pool_of(spec) as pool:
+            waiting = make_sink()
+            pool.submit([make_request("wait")], waiting)
+            shrinking = asyncio.ensure_future(pool.resize(0))
+            await asyncio.sleep(0)
+            assert not waiting.report.done()
+            with open(f"{spec.archive_dir}/go", "w"):
+                pass
+            assert (await waiting.outcome()).body == b"wait!"
+            await shrinking
+            assert pool.statuses() == ()
+
+    asyncio.run(main())
+
+
+def test_what_a_handler_prints_is_logged_with_its_model(
+    make_spec: Any, make_sink: Any, make_request: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec()) as pool:
+            sink = make_sink()
+            pool.submit([make_request("print")], sink)
+            await sink.outcome()
+
+    with caplog.at_level(logging.INFO, "torchere.worker"):
+        asyncio.run(main())
+    record = next(r for r in caplog.records if r.getMessage() == "said by the handler")
+    assert (record.model, record.version, record.executor) == ("demo", "1.0", 9000)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("source", "cause"),
+    [
+        ("raise RuntimeError('no weights')", "no weights"),
+        ("import os; os._exit(3)", "exited with code 3"),
+        ("import time\nwhile True: time.sleep(0.1)", "startup_timeout"),
+    ],
+    ids=["raises", "exits", "hangs"],
+)
+def test_a_handler_that_does_not_load_is_refused_with_its_cause(
+    make_spec: Any, source: str, cause: str
+) -> None:
+    async def main() -> None:
+        with pytest.raises(LoadFailed, match="Failed to start workers for model demo version: 1.0") as caught:
+            async with pool_of(make_spec(source), startup_timeout_s=8.0):
+                pass
+        assert cause in caught.value.detail
+
+    asyncio.run(main())

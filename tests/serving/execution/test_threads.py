@@ -1,0 +1,148 @@
+"""Executor threads in this process."""
+
+import asyncio
+import itertools
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchere.serving.errors import DeadlineExceeded, ExecutorDied, HandlerFailed, LoadFailed
+from torchere.serving.execution.executor import LoadSpec
+from torchere.serving.execution.threads import ThreadPool
+
+
+@asynccontextmanager
+async def pool_of(
+    spec: LoadSpec, count: int = 1, response_timeout_s: float = 30.0
+) -> AsyncIterator[ThreadPool]:
+    """A pool in service; `pool.freed` is set whenever an executor may have come free."""
+    freed = asyncio.Event()
+    pool = ThreadPool(
+        spec,
+        response_timeout_s=response_timeout_s,
+        startup_timeout_s=30.0,
+        next_id=itertools.count(9000).__next__,
+        on_free=freed.set,
+        on_loaded=lambda executor_id, load_s: None,
+    )
+    pool.freed = freed  # type: ignore[attr-defined]
+    try:
+        await pool.resize(count)
+        await pool.warm_up()
+        yield pool
+    finally:
+        await pool.close()
+
+
+def executor_threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("executor-")}
+
+
+def test_threads_answer_side_by_side(make_spec: Any, make_sink: Any, make_request: Any) -> None:
+    gate = """
+        import threading
+        barrier = threading.Barrier(2, timeout=20)
+        class Handler:
+            def initialize(self, context): pass
+            def handle(self, data, context):
+                barrier.wait()
+                return [threading.current_thread().name] * len(data)
+    """
+
+    async def main() -> None:
+        async with pool_of(make_spec(gate), count=2) as pool:
+            sinks = [make_sink(), make_sink()]
+            for sink in sinks:
+                pool.submit([make_request("x")], sink)
+            assert pool.free == 0
+            names = {(await sink.outcome()).body for sink in sinks}
+            assert names == {b"executor-9000", b"executor-9001"}
+            assert pool.free == 2
+
+    asyncio.run(main())
+
+
+def test_a_raising_handler_fails_its_request_and_lives_on(
+    make_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec()) as pool:
+            bad, good = make_sink(), make_sink()
+            pool.submit([make_request("raise")], bad)
+            assert isinstance(await bad.outcome(), HandlerFailed)
+            pool.submit([make_request("hi")], good)
+            assert (await good.outcome()).body == b"hi!"
+
+    asyncio.run(main())
+
+
+def test_a_slow_call_is_answered_in_time_and_its_late_answer_dropped(
+    make_spec: Any, make_sink: Any, make_request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # threads share the server's folder: the handler looks for its file there
+
+    async def main() -> None:
+        async with pool_of(make_spec(), response_timeout_s=0.05) as pool:
+            slow = make_sink()
+            pool.submit([make_request("wait")], slow)
+            assert isinstance(await slow.outcome(), DeadlineExceeded)
+            assert pool.free == 0
+            pool.freed.clear()  # type: ignore[attr-defined]
+            (tmp_path / "go").touch()
+            await asyncio.wait_for(pool.freed.wait(), 30)  # type: ignore[attr-defined]
+            assert pool.free == 1
+
+    asyncio.run(main())
+
+
+def test_resizing_starts_and_ends_threads(make_spec: Any, make_sink: Any, make_request: Any) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec(), count=3) as pool:
+            assert len(executor_threads()) == 3
+            await pool.resize(1)
+            sink = make_sink()
+            assert pool.size == 1
+            pool.submit([make_request("hi")], sink)
+            assert (await sink.outcome()).body == b"hi!"
+        await asyncio.to_thread(_join_executors)
+        assert executor_threads() == set()
+
+    asyncio.run(main())
+
+
+def _join_executors() -> None:
+    for thread in threading.enumerate():
+        if thread.name.startswith("executor-"):
+            thread.join(20)
+
+
+def test_closing_answers_what_is_inside(
+    make_spec: Any, make_sink: Any, make_request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    async def main() -> None:
+        async with pool_of(make_spec()) as pool:
+            inside = make_sink()
+            pool.submit([make_request("wait")], inside)
+        assert isinstance(await inside.outcome(), ExecutorDied)
+        (tmp_path / "go").touch()
+        await asyncio.to_thread(_join_executors)
+
+    asyncio.run(main())
+
+
+def test_a_handler_that_does_not_load_is_refused_and_leaves_no_thread(make_spec: Any) -> None:
+    async def main() -> None:
+        with pytest.raises(LoadFailed) as caught:
+            async with pool_of(make_spec("raise RuntimeError('no weights')"), count=2):
+                pass
+        assert "no weights" in caught.value.detail
+        await asyncio.to_thread(_join_executors)
+        assert executor_threads() == set()
+
+    asyncio.run(main())

@@ -1,0 +1,67 @@
+"""What goes to a worker and comes back is the same on both sides, and nothing but it is accepted."""
+
+import msgspec
+import pytest
+
+from torchere.serving.errors import ExecutorDied, HandlerFailed, OutOfResources
+from torchere.serving.execution.executor import BatchReport, HandlerMetric, LoadSpec
+from torchere.serving.execution.wire import (
+    HEADER,
+    Load,
+    Run,
+    done_from_report,
+    encode_frame,
+    from_worker_decoder,
+    report_from_done,
+    to_worker_decoder,
+)
+from torchere.serving.types import InferRequest, InferResponse, Parameter
+
+
+def payload(frame: bytearray) -> bytes:
+    (length,) = HEADER.unpack_from(frame)
+    assert length == len(frame) - HEADER.size
+    return bytes(frame[HEADER.size :])
+
+
+def test_a_batch_survives_the_way_to_a_worker() -> None:
+    request = InferRequest("id", (Parameter("body", b"\x00\xff", "image/png"),), (("a", "é"),), 12.5)
+    assert to_worker_decoder.decode(payload(encode_frame(Run((request,))))) == Run((request,))
+
+
+def test_a_load_survives_the_way_to_a_worker() -> None:
+    spec = LoadSpec(
+        "m", "1.0", "/dir", "h.py", {"model": {"x": [1]}}, {"handler": {"k": None}}, gpu_ids=(0, 1)
+    )
+    assert to_worker_decoder.decode(payload(encode_frame(Load(spec, 1)))) == Load(spec, 1)
+
+
+def test_a_report_survives_the_way_back() -> None:
+    metric = HandlerMetric("Time", 1.5, "ms", "gauge", (("Level", "Model"),), ("id",))
+    outcomes = [
+        InferResponse(b"x", (("k", "v"),), 418, "teapot"),
+        HandlerFailed("no", 513, "why"),
+        OutOfResources("Out of resources", "MemoryError"),
+    ]
+    done = from_worker_decoder.decode(
+        payload(encode_frame(done_from_report(BatchReport(outcomes, 0.25, (metric,)))))
+    )
+    back = report_from_done(done, 3)
+    assert back.outcomes[0] == outcomes[0]
+    assert isinstance(back.outcomes[1], HandlerFailed)
+    assert (back.outcomes[1].message, back.outcomes[1].status, back.outcomes[1].detail) == ("no", 513, "why")
+    assert isinstance(back.outcomes[2], OutOfResources)
+    assert (back.handler_s, back.metrics) == (0.25, (metric,))
+
+
+def test_a_wrong_number_of_outcomes_fails_them_all() -> None:
+    done = done_from_report(BatchReport([InferResponse(b"one")]))
+    report = report_from_done(done, 2)
+    assert len(report.outcomes) == 2
+    assert all(isinstance(outcome, ExecutorDied) for outcome in report.outcomes)
+
+
+@pytest.mark.parametrize("junk", [b"", b"\x80\x04K\x01.", b"\x93\x01\x02", b"\xc0", b"[1]"])
+def test_what_is_not_a_message_is_refused(junk: bytes) -> None:
+    with pytest.raises(msgspec.MsgspecError):
+        from_worker_decoder.decode(junk)

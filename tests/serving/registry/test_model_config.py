@@ -1,0 +1,62 @@
+"""`model-config.yaml` is outside input: typed, bounded, and nothing but data."""
+
+import logging
+
+import pytest
+
+from torchere.serving.errors import InvalidArchive
+from torchere.serving.registry.model_config import parse_model_config
+
+
+def test_the_keys_of_torchserve_are_read() -> None:
+    config = parse_model_config(
+        "minWorkers: 1\nmaxWorkers: 2\nbatchSize: 4\nmaxBatchDelay: 200\nresponseTimeout: 30\n"
+        "deviceType: CPU\ndeviceIds: [0, 1]\njobQueueSize: 9\nhandler: {mine: [1]}\n"
+    )
+    assert (config.min_workers, config.max_workers, config.batch_size) == (1, 2, 4)
+    assert (config.max_batch_delay_ms, config.response_timeout_s, config.job_queue_size) == (200, 30, 9)
+    assert (config.device_type, config.device_ids) == ("cpu", (0, 1))
+    assert config.raw["handler"] == {"mine": [1]}
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "---\n"])
+def test_an_empty_file_says_nothing_but_is_there(text: str) -> None:
+    config = parse_model_config(text)
+    assert config.present
+    assert config.raw == {}
+
+
+@pytest.mark.parametrize(
+    "text", ['batchSize: "4"', "batchSize: true", "batchSize: 1.5", "deviceIds: [a]", "isolation: sandbox"]
+)
+def test_a_wrong_type_is_said_and_ignored(text: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        config = parse_model_config(text)
+    assert (config.batch_size, config.device_ids, config.isolation) == (None, (), "auto")
+    assert text.partition(":")[0] in caplog.text
+    assert "ignored" in caplog.text
+
+
+def test_a_delay_of_zero_behaves_as_unset() -> None:
+    assert parse_model_config("maxBatchDelay: 0").max_batch_delay_ms is None
+
+
+ALIAS_BOMB = "a: &a [x]\n" + "".join(f"k{i}: *a\n" for i in range(200))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "!!python/object/apply:os.system ['true']",
+        "[1, 2]",
+        "a: [",
+        "x",
+        "[" * 200,
+        ALIAS_BOMB,
+        "a: " + "x" * 2_000_000,
+    ],
+    ids=["python tag", "a list", "broken", "a word", "deep", "alias bomb", "huge"],
+)
+def test_what_is_not_a_sane_mapping_is_refused(text: str) -> None:
+    with pytest.raises(InvalidArchive, match="model config"):
+        parse_model_config(text)
