@@ -204,4 +204,5 @@ def _torchserve_parser() -> argparse.ArgumentParser:
 
 def _described(parser: argparse.ArgumentParser, description: str, example: str) -> argparse.ArgumentParser:
     parser.description, parser.epilog = description, f"example: {example}"
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter  # an example on one line can be copied
     return parser

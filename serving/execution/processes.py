@@ -178,7 +178,7 @@ class _Slot:
     async def _supervise(self) -> None:
         """Bring the worker back whenever it is lost, until the slot is closed or the rule gives up."""
         while not self._retiring:
-            cause = await self._worker.lost
+            cause = await asyncio.shield(self._worker.lost)  # cancelling this task must not end the wait of others
             if self._retiring:
                 return
             self._note_loss(cause)

@@ -69,7 +69,7 @@ def test_the_same_file_given_twice_is_one_file(request_for: Any, sources: Path) 
 
 def test_two_different_files_of_one_name_are_refused(request_for: Any, sources: Path) -> None:
     (sources / "extra" / "service.py").write_text("other")
-    with pytest.raises(PackingError, match="differ, and both would be 'service.py'"):
+    with pytest.raises(PackingError, match=r"differ, and both would be 'service.py'"):
         gather(request_for())
 
 

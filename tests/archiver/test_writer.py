@@ -163,23 +163,24 @@ def test_a_failed_run_leaves_nothing_behind(
     assert os.listdir(tmp_path / "out") == []
 
 
-@pytest.mark.parametrize(("before", "after"), [(b"short", b"a longer text"), (b"a longer text", b"short")])
+@pytest.mark.parametrize("change", [(b"short", b"a longer text"), (b"a longer text", b"short")])
 @pytest.mark.parametrize("archive_format", FORMATS)
 def test_a_file_that_changes_while_it_is_packed_is_an_error(
-    request_for: Any, sources: Path, monkeypatch: Any, archive_format: str, before: bytes, after: bytes
+    request_for: Any, sources: Path, monkeypatch: Any, archive_format: str, change: tuple[bytes, bytes]
 ) -> None:
+    before, after = change
     (sources / "extra" / "names.json").write_bytes(before)
-    true_size = os.fstat
+    true_status = os.fstat
 
     def writes_meanwhile(number: int) -> Any:
-        status = true_size(number)
+        status = true_status(number)
         if status.st_size == len(before):
             (sources / "extra" / "names.json").write_bytes(after)
         return status
 
     monkeypatch.setattr(writer.os, "fstat", writes_meanwhile)
     request = request_for(archive_format=archive_format)
-    with pytest.raises((PackingError, OSError), match="changed while|unexpected end"):
+    with pytest.raises((PackingError, OSError), match=r"changed while|unexpected end"):
         write_archive(request)
     assert os.listdir(request.export_path) == []
 

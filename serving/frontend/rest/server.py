@@ -6,25 +6,17 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from torchere.serving.frontend.rest.protocol import Protocol
+from torchere.serving.frontend.tls import TlsFiles
 from torchere.serving.settings import Address
 
 BACKLOG = 1024
 KEEP_ALIVE_S = 75  # idle connections; longer than the 60 s of common load balancers, so they close first
-
-
-@dataclass(frozen=True, slots=True)
-class TlsFiles:
-    """PEM files of a listener's certificate chain and key."""
-
-    certificate: Path
-    private_key: Path
 
 
 class RestServer:

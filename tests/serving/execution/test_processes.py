@@ -42,15 +42,13 @@ async def pool_of(spec: LoadSpec, count: int = 1, **changes: Any) -> AsyncIterat
 
 async def until_free(pool: Any) -> None:
     """Wait for a restart to be over."""
-    async with asyncio.timeout(60) if hasattr(asyncio, "timeout") else _no_limit():
+
+    async def restarted() -> None:
         while not pool.free:
             pool.freed.clear()
             await pool.freed.wait()
 
-
-@asynccontextmanager
-async def _no_limit() -> AsyncIterator[None]:
-    yield
+    await asyncio.wait_for(restarted(), 60)
 
 
 def test_a_worker_answers_and_keeps_its_process(make_spec: Any, make_sink: Any, make_request: Any) -> None:
@@ -202,7 +200,9 @@ def test_a_handler_that_does_not_load_is_refused_with_its_cause(
     make_spec: Any, source: str, cause: str
 ) -> None:
     async def main() -> None:
-        with pytest.raises(LoadFailed, match="Failed to start workers for model demo version: 1.0") as caught:
+        with pytest.raises(
+            LoadFailed, match=r"Failed to start workers for model demo version: 1\.0"
+        ) as caught:
             async with pool_of(make_spec(source), startup_timeout_s=8.0):
                 pass
         assert cause in caught.value.detail

@@ -1,0 +1,94 @@
+"""The tables from our errors to gRPC: a code, and details of two lines as TorchServe's clients know them.
+
+The second line is the name of the Java class. The inference service answers INTERNAL where one expects
+something better; its clients compare with that.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from grpc import StatusCode
+
+from torchere.serving import errors as e
+
+_MODEL = "org.pytorch.serve.archive.model."
+_HTTP = "org.pytorch.serve.http."
+INTERNAL_SERVER = f"{_HTTP}InternalServerException"
+BAD_REQUEST = f"{_HTTP}BadRequestException"
+UNAUTHORIZED = "Token Authorization failed. Token either incorrect, expired, or not provided correctly"
+
+
+class Failure(NamedTuple):
+    """What a call is ended with."""
+
+    code: StatusCode
+    message: str
+    reason: str  # second line of the details; "" leaves it out
+
+    @property
+    def details(self) -> str:
+        """The text of the gRPC status."""
+        return f"{self.message}\n{self.reason}" if self.reason else self.message
+
+
+Row = tuple[StatusCode, str]
+Table = dict[type[e.ServingError], Row]
+
+# Looked up along the class's MRO, so a new subclass inherits its parent's answer.
+MANAGEMENT: Table = {
+    e.InvalidRequest: (StatusCode.INVALID_ARGUMENT, BAD_REQUEST),
+    e.NotFound: (StatusCode.NOT_FOUND, f"{_HTTP}ResourceNotFoundException"),
+    e.ModelNotFound: (StatusCode.NOT_FOUND, f"{_MODEL}ModelNotFoundException"),
+    e.VersionNotFound: (StatusCode.NOT_FOUND, f"{_MODEL}ModelVersionNotFoundException"),
+    # TorchServe lets these two escape as UNKNOWN without a text.
+    e.Conflict: (StatusCode.ABORTED, f"{_HTTP}ConflictStatusException"),
+    e.DefaultVersionInUse: (StatusCode.FAILED_PRECONDITION, f"{_MODEL}InvalidModelVersionException"),
+    e.NotAllowed: (StatusCode.PERMISSION_DENIED, f"{_MODEL}ModelException"),
+    e.Unauthorized: (StatusCode.PERMISSION_DENIED, ""),
+    e.InvalidArchive: (StatusCode.INVALID_ARGUMENT, f"{_MODEL}InvalidModelException"),
+    e.DownloadFailed: (StatusCode.INVALID_ARGUMENT, "org.pytorch.serve.archive.DownloadArchiveException"),
+    e.Unavailable: (StatusCode.UNAVAILABLE, f"{_HTTP}ServiceUnavailableException"),
+    e.DeadlineExceeded: (StatusCode.DEADLINE_EXCEEDED, INTERNAL_SERVER),
+    e.Cancelled: (StatusCode.CANCELLED, INTERNAL_SERVER),
+    e.UnregisterTimeout: (StatusCode.FAILED_PRECONDITION, f"{_HTTP}RequestTimeoutException"),
+    e.ServingError: (StatusCode.INTERNAL, INTERNAL_SERVER),
+}
+INFERENCE: Table = {
+    **MANAGEMENT,
+    e.InvalidRequest: (StatusCode.INTERNAL, "BadRequestException.()"),
+    e.ModelNotFound: (StatusCode.INTERNAL, f"{_MODEL}ModelNotFoundException"),
+    e.VersionNotFound: (StatusCode.INTERNAL, f"{_MODEL}ModelVersionNotFoundException"),
+    e.Unavailable: (StatusCode.INTERNAL, "InternalServerException.()"),
+}
+_OF_HTTP = {
+    400: StatusCode.INVALID_ARGUMENT,
+    401: StatusCode.UNAUTHENTICATED,
+    403: StatusCode.PERMISSION_DENIED,
+    404: StatusCode.NOT_FOUND,
+    409: StatusCode.ABORTED,
+    413: StatusCode.RESOURCE_EXHAUSTED,
+    416: StatusCode.OUT_OF_RANGE,
+    429: StatusCode.RESOURCE_EXHAUSTED,
+    499: StatusCode.CANCELLED,
+    501: StatusCode.UNIMPLEMENTED,
+    503: StatusCode.UNAVAILABLE,
+    504: StatusCode.DEADLINE_EXCEEDED,
+}
+
+
+def failure(error: e.ServingError, table: Table) -> Failure:
+    """Return what a call that raised `error` is ended with."""
+    if isinstance(error, e.HandlerFailed):
+        return Failure(of_http(error.status), error.message, INTERNAL_SERVER)
+    code, reason = next(table[cls] for cls in type(error).__mro__ if cls in table)
+    message = "Model API disabled" if isinstance(error, e.NotAllowed) else error.message
+    return Failure(code, message, reason)
+
+
+def of_http(status: int) -> StatusCode:
+    """The gRPC code for an HTTP status that a handler chose for its failure."""
+    code = _OF_HTTP.get(status)
+    if code is not None:
+        return code
+    return StatusCode.FAILED_PRECONDITION if 400 <= status <= 499 else StatusCode.INTERNAL

@@ -1,0 +1,50 @@
+"""The standard health service: SERVING while the data plane is ready."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+
+from torchere.serving.errors import NotFound
+from torchere.serving.frontend.dataplane import DataPlane
+from torchere.serving.frontend.grpc.service import Context, Streaming, Unary
+
+WATCH_S = 1.0  # how often `Watch` looks; probes do not mind a second
+
+
+class HealthService:
+    """Answers for the whole server ("") and for each service of this port alike."""
+
+    def __init__(self, dataplane: DataPlane, services: frozenset[str]) -> None:
+        self._dataplane = dataplane
+        self._services = services | {""}
+
+    def methods(self) -> Mapping[str, Unary | Streaming]:
+        """The methods by the names of the .proto file; newer versions of it have `List` too."""
+        return {"Check": self.check, "Watch": self.watch, "List": self.list_all}
+
+    async def check(self, request: HealthCheckRequest, context: Context) -> HealthCheckResponse:
+        """How a service is now."""
+        if request.service not in self._services:
+            raise NotFound(f"There is no service {request.service!r} here.")
+        return self._now()
+
+    async def watch(self, request: HealthCheckRequest, context: Context) -> AsyncIterator[HealthCheckResponse]:
+        """How a service is now, and again whenever that changes."""
+        if request.service not in self._services:
+            yield HealthCheckResponse(status=HealthCheckResponse.SERVICE_UNKNOWN)
+            return
+        told = None
+        while True:
+            now = self._now()
+            if now != told:
+                yield now
+                told = now
+            await asyncio.sleep(WATCH_S)
+
+    def _now(self) -> HealthCheckResponse:
+        ready = self._dataplane.readiness().ready
+        status = HealthCheckResponse.SERVING if ready else HealthCheckResponse.NOT_SERVING
+        return HealthCheckResponse(status=status)

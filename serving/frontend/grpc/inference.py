@@ -1,0 +1,102 @@
+"""The inference service."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from google.protobuf import any_pb2, empty_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+from torchere.serving.errors import InvalidRequest, ServingError
+from torchere.serving.frontend import wording
+from torchere.serving.frontend.dataplane import DataPlane
+from torchere.serving.frontend.description import pretty
+from torchere.serving.frontend.grpc.errors import INFERENCE, failure
+from torchere.serving.frontend.grpc.protos.inference_pb2 import (
+    PredictionResponse,
+    PredictionsRequest,
+    TorchServeHealthResponse,
+)
+from torchere.serving.frontend.grpc.service import Context, Streaming, Unary
+from torchere.serving.frontend.request_id import new_request_id
+from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, Parameter, StreamedResponse
+
+SEQUENCE_ID_HEADER = "ts_request_sequence_id"
+
+
+class InferenceService:
+    """Translates between messages and the data plane; used on its event loop only."""
+
+    def __init__(self, dataplane: DataPlane) -> None:
+        self._dataplane = dataplane
+
+    def methods(self) -> Mapping[str, Unary | Streaming]:
+        """The methods by the names of the .proto file."""
+        return {
+            "Ping": self.ping,
+            "Predictions": self.predict,
+            "StreamPredictions": self.predict_stream,
+            "StreamPredictions2": self.predict_sequences,
+        }
+
+    async def ping(self, request: empty_pb2.Empty, context: Context) -> TorchServeHealthResponse:
+        """The JSON of REST's `/ping`; OK even when it says `Unhealthy`."""
+        return TorchServeHealthResponse(health=pretty({"status": wording.health(self._dataplane.healthy())}))
+
+    async def predict(self, request: PredictionsRequest, context: Context) -> PredictionResponse:
+        """One request, one answer; the parts of a streamed one are joined."""
+        parts = [part async for part in self._parts(request, context)]
+        return PredictionResponse(prediction=parts[0] if len(parts) == 1 else b"".join(parts))
+
+    async def predict_stream(
+        self, request: PredictionsRequest, context: Context
+    ) -> AsyncIterator[PredictionResponse]:
+        """One request, one message a part; a handler that does not stream gives a single one."""
+        async for part in self._parts(request, context):
+            yield PredictionResponse(prediction=part)
+
+    async def predict_sequences(
+        self, requests: AsyncIterator[PredictionsRequest], context: Context
+    ) -> AsyncIterator[PredictionResponse]:
+        """Requests of sequences, one after the other; what goes wrong with one is told in its answer."""
+        async for request in requests:
+            try:
+                if not request.sequence_id:
+                    raise InvalidRequest("Parameter sequenceId is required.")
+                headers = ((SEQUENCE_ID_HEADER, request.sequence_id),)
+                async for part in self._parts(request, context, headers):
+                    yield PredictionResponse(prediction=part, sequence_id=request.sequence_id)
+            except ServingError as error:
+                yield PredictionResponse(sequence_id=request.sequence_id, status=_status(error))
+
+    async def _parts(
+        self, message: PredictionsRequest, context: Context, headers: tuple[tuple[str, str], ...] = ()
+    ) -> AsyncIterator[bytes]:
+        if not message.model_name:
+            raise InvalidRequest("Parameter model_name is required.")
+        request = _request(message, context, headers)
+        answer: Any = await self._dataplane.infer(message.model_name, message.model_version or None, request)
+        if isinstance(answer, StreamedResponse):
+            async for chunk in answer.chunks:
+                yield chunk
+            return
+        response: InferResponse = answer
+        yield response.body
+
+
+def _request(
+    message: PredictionsRequest, context: Context, headers: tuple[tuple[str, str], ...]
+) -> InferRequest:
+    remaining_s = context.time_remaining()
+    deadline_s = NO_DEADLINE if remaining_s is None else time.monotonic() + remaining_s
+    parameters = tuple(Parameter(name, value) for name, value in message.input.items())
+    return InferRequest(new_request_id(), parameters, headers, deadline_s)
+
+
+def _status(error: ServingError) -> status_pb2.Status:
+    ended = failure(error, INFERENCE)
+    detail = any_pb2.Any()
+    detail.Pack(error_details_pb2.ErrorInfo(reason=ended.reason))
+    return status_pb2.Status(code=ended.code.value[0], message=ended.message, details=[detail])

@@ -1,0 +1,106 @@
+"""The management service."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torchere.serving.errors import InvalidRequest
+from torchere.serving.frontend import description, wording
+from torchere.serving.frontend.controlplane import ControlPlane, Registration
+from torchere.serving.frontend.grpc.protos.management_pb2 import (
+    DescribeModelRequest,
+    ListModelsRequest,
+    ManagementResponse,
+    RegisterModelRequest,
+    ScaleWorkerRequest,
+    SetDefaultRequest,
+    UnregisterModelRequest,
+)
+from torchere.serving.frontend.grpc.service import Context, Unary
+from torchere.serving.frontend.request_id import new_request_id
+from torchere.serving.types import InferRequest, ModelKey
+
+PAGE_SIZE = 100  # both the default and the most
+
+
+class ManagementService:
+    """Translates between messages and the control plane; used on its event loop only."""
+
+    def __init__(self, controlplane: ControlPlane) -> None:
+        self._controlplane = controlplane
+
+    def methods(self) -> Mapping[str, Unary]:
+        """The methods by the names of the .proto file."""
+        return {
+            "DescribeModel": self.describe,
+            "ListModels": self.list_models,
+            "RegisterModel": self.register,
+            "ScaleWorker": self.scale,
+            "SetDefault": self.set_default,
+            "UnregisterModel": self.unregister,
+        }
+
+    async def describe(self, request: DescribeModelRequest, context: Context) -> ManagementResponse:
+        """The JSON array of REST's describe."""
+        version = request.model_version or None
+        if request.customized and version != "all":
+            wish = InferRequest(new_request_id(), (), (("describe", "True"),))
+            described, answer = await self._controlplane.describe_customized(request.model_name, version, wish)
+            return ManagementResponse(msg=description.customized_text(described, answer))
+        versions = self._controlplane.describe(request.model_name, version)
+        return ManagementResponse(msg=description.versions_text(versions))
+
+    async def list_models(self, request: ListModelsRequest, context: Context) -> ManagementResponse:
+        """The JSON of REST's list. (TorchServe takes an unset limit for an empty page.)"""
+        limit = request.limit if 0 < request.limit <= PAGE_SIZE else PAGE_SIZE
+        page = self._controlplane.list_models(limit, max(0, request.next_page_token))
+        return ManagementResponse(msg=description.page_text(page))
+
+    async def register(self, request: RegisterModelRequest, context: Context) -> ManagementResponse:
+        """Register an archive."""
+        if not request.url:
+            raise InvalidRequest("Parameter url is required.")
+        wish = Registration(
+            url=request.url,
+            model_name=request.model_name or None,
+            handler=request.handler or None,
+            runtime=request.runtime or None,
+            batch_size=_said(request.batch_size),
+            max_batch_delay_ms=_said(request.max_batch_delay),
+            initial_executors=_said(request.initial_workers),
+            response_timeout_s=_said(request.response_timeout),
+            startup_timeout_s=_said(request.startup_timeout),
+            synchronous=request.synchronous,
+        )
+        return ManagementResponse(msg=wording.registered(await self._controlplane.register(wish)))
+
+    async def scale(self, request: ScaleWorkerRequest, context: Context) -> ManagementResponse:
+        """Change how many executors a version has; to 0 is not to be had over gRPC, as 0 means 1."""
+        version = request.model_version or None
+        minimum = _said(request.min_worker) or 1
+        progress = await self._controlplane.scale(
+            request.model_name,
+            version,
+            min_executors=minimum,
+            max_executors=_said(request.max_worker) or minimum,
+            synchronous=request.synchronous,
+        )
+        return ManagementResponse(msg=wording.scaled(progress, request.model_name, version, minimum))
+
+    async def set_default(self, request: SetDefaultRequest, context: Context) -> ManagementResponse:
+        """Make a version the default one."""
+        key = ModelKey(request.model_name, request.model_version)
+        await self._controlplane.set_default(key.name, key.version)
+        return ManagementResponse(msg=wording.default_set(key))
+
+    async def unregister(self, request: UnregisterModelRequest, context: Context) -> ManagementResponse:
+        """Remove a version once its requests are answered."""
+        if not request.model_name:
+            raise InvalidRequest("Parameter url is required.")  # the name of another parameter, as in TorchServe
+        await self._controlplane.unregister(request.model_name, request.model_version or None)
+        return ManagementResponse(msg=wording.unregistered(request.model_name))
+
+
+def _said(number: int) -> int | None:
+    """A number of a message, where 0 or less means that it was not set."""
+    return number if number > 0 else None
