@@ -125,7 +125,7 @@ class TarStream:
             length = self._number(self._text(length_text[:8]))
             record, data = data[:length], data[length:]
             key, equals, value = record[len(length_text) + 1 : -1].partition(b"=")
-            if not key or not equals or record[-1:] != b"\n":
+            if len(record) != length or not key or not equals or record[-1:] != b"\n":
                 raise self._refuse("a pax record is damaged")
             if key in (b"path", b"size") or key.startswith(b"GNU.sparse"):
                 records[self._text(key)] = self._text(value)

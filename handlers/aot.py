@@ -22,7 +22,7 @@ def load_package(path: str) -> CompiledModel:
     Raises:
         RuntimeError: the file is not such a package, or was compiled for another machine.
     """
-    from torch._inductor import aoti_load_package  # noqa: PLC0415  # imports the compiler: seconds, so only here
+    from torch._inductor import aoti_load_package  # noqa: PLC0415  # takes seconds to import
 
     try:
         model: CompiledModel = aoti_load_package(path)

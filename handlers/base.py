@@ -241,7 +241,7 @@ class BaseHandler:
         return self.device
 
     def warmup_data(self) -> list[dict[str, object]] | None:
-        """Example rows, as `data` of `handle` would hold them, to run before the first request; None for none."""
+        """Example rows to run before the first request, as `data` of `handle` would hold them; None for none."""
         return None
 
 

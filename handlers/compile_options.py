@@ -9,8 +9,22 @@ logger = logging.getLogger(__name__)
 
 # The names TorchServe accepts; whether this build of torch has one shows when it compiles.
 PT2_BACKENDS = frozenset(
-    "eager aot_eager inductor nvfuser aot_nvfuser aot_cudagraphs ofi fx2trt onnxrt ipex torchxla_trace_once "
-    "openvino tensorrt hpu_backend".split()
+    {
+        "aot_cudagraphs",
+        "aot_eager",
+        "aot_nvfuser",
+        "eager",
+        "fx2trt",
+        "hpu_backend",
+        "inductor",
+        "ipex",
+        "nvfuser",
+        "ofi",
+        "onnxrt",
+        "openvino",
+        "tensorrt",
+        "torchxla_trace_once",
+    }
 )
 
 

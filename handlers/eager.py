@@ -35,8 +35,8 @@ def load_eager(
     classes = list_classes_from_module(archive.load(file.stem))
     if len(classes) != 1:
         raise ValueError(
-            f"Expected only one class as model definition. {classes}: {model_file} must define the model's class "
-            "and no other; import helpers from a file beside it"
+            f"Expected only one class as model definition. {classes}: {model_file} must define the model's "
+            "class and no other; import helpers from a file beside it"
         )
     model: torch.nn.Module = classes[0]()
     if model_pt_path:
@@ -54,6 +54,7 @@ def _load_state_dict(path: str, device: torch.device | str) -> dict[str, Any]:
         ) from err
     if not isinstance(state, dict):
         raise RuntimeError(
-            f"{path} holds a {type(state).__name__}; expected a state_dict: torch.save(model.state_dict(), ...)"
+            f"{path} holds a {type(state).__name__}; expected a state_dict: "
+            "torch.save(model.state_dict(), ...)"
         )
     return state

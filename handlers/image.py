@@ -1,4 +1,4 @@
-"""Pictures: from the bytes of a request to a PIL image, and from there to a tensor.
+"""Pictures: from the bytes of a request to a PIL image.
 
 Decoding is bounded: the size that the header claims is checked before a pixel is read. What is not a picture
 is answered with 400 and a text that says what came, what was expected and how to send it.
@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import io
 import struct
-import warnings
 import zlib
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-import torch
 from PIL import Image
 
 from torchere.handlers.errors import PredictionException
 
-# Where Pillow itself refuses a picture as a decompression bomb: twice its warning level of 2**30 / 4 / 3 pixels.
+# Where Pillow itself refuses a picture as a decompression bomb: twice its warning level, 2**30 / 4 / 3 pixels.
 DEFAULT_MAX_PIXELS = 178_956_970
 DEFAULT_MAX_BYTES = 256 * 2**20
 
@@ -41,8 +37,6 @@ _BROKEN = (
     struct.error,
     zlib.error,
 )
-
-Transform = Callable[[Image.Image], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +61,8 @@ def decode_image(data: bytes | bytearray | str, limits: ImageLimits | None = Non
     raw = _from_base64(data) if isinstance(data, str) else bytes(data)
     if limits.max_bytes is not None and len(raw) > limits.max_bytes:
         raise PredictionException(
-            f"The image has {len(raw)} bytes, more than the limit of {limits.max_bytes}; send a smaller one, or "
-            "raise handler.image.max_bytes in model-config.yaml",
+            f"The image has {len(raw)} bytes, more than the limit of {limits.max_bytes}; send a smaller one, "
+            "or raise handler.image.max_bytes in model-config.yaml",
             400,
         )
     image = _open(raw, limits)
@@ -84,16 +78,58 @@ def decode_image(data: bytes | bytearray | str, limits: ImageLimits | None = Non
 
 
 def _open(raw: bytes, limits: ImageLimits) -> Image.Image:
-    if not Image.MIME or len(Image.ID) < 30:
-        Image.init()  # registers every format; until then Pillow knows the five commonest
     try:
-        with warnings.catch_warnings() if False else _NO_WARNINGS:
-            image = Image.open(io.BytesIO(raw), formats=[f for f in Image.ID if f not in _REFUSED_FORMATS])
+        image = Image.open(io.BytesIO(raw), formats=_formats())
     except Image.DecompressionBombError as err:
         raise _too_large(str(err)) from err
     except _BROKEN as err:
         raise PredictionException(_not_an_image(raw), 400) from err
     pixels = image.width * image.height
     if limits.max_pixels is not None and pixels > limits.max_pixels:
-        raise _too_large(f"it has {image.width} x {image.height} = {pixels} pixels, limit {limits.max_pixels}")
+        raise _too_large(f"{image.width} x {image.height} = {pixels} pixels, limit {limits.max_pixels}")
     return image
+
+
+@functools.cache
+def _formats() -> tuple[str, ...]:
+    Image.init()  # registers every format; until then Pillow knows the commonest five
+    return tuple(name for name in Image.ID if name not in _REFUSED_FORMATS)
+
+
+def _too_large(found: str) -> PredictionException:
+    return PredictionException(
+        f"The image is too large: {found}; send a smaller one, or set limit_max_image_pixels=false in "
+        "config.properties",
+        400,
+    )
+
+
+def _not_an_image(raw: bytes) -> str:
+    return (
+        f"The request body is not an image: found {_describe(raw)}; expected the bytes of a JPEG, PNG or "
+        "other image file. Send them as they are (curl -T cat.jpg URL), in a form field (curl -F data=@cat.jpg "
+        "URL), or as base64 text"
+    )
+
+
+def _describe(raw: bytes) -> str:
+    if not raw:
+        return "an empty body"
+    if raw[:2] in (b"PK", b"\x80\x02"):
+        return f"{len(raw)} bytes of a zip or pickle file"
+    head = raw[:24]
+    if head.lstrip()[:1] in (b"{", b"["):
+        return f"{len(raw)} bytes that look like JSON: {head!r}"
+    return f"{len(raw)} bytes that begin with {head!r}"
+
+
+def _from_base64(text: str) -> bytes:
+    payload = text.partition(";base64,")[2] if text.startswith("data:") else text
+    try:
+        return base64.b64decode("".join(payload.split()), validate=True)
+    except (binascii.Error, ValueError) as err:
+        raise PredictionException(
+            f"The request body is text that is not base64 (it begins with {text[:24]!r}); expected an image: "
+            "send its bytes with Content-Type: application/octet-stream, or encode them as base64",
+            400,
+        ) from err

@@ -1,4 +1,4 @@
-"""What the frontends need of the token keys, whoever keeps them, and which request needs which key."""
+"""What the frontends need of the token keys, whoever keeps them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ KeyKind = Literal["inference", "management"]
 class Keys(Protocol):
     """The keys of a server with token authorisation; `serving/tokens.py` keeps them in a file."""
 
-    def check(self, kind: KeyKind, authorization: str | None) -> None:
+    def authorize(self, kind: KeyKind, authorization: str | None) -> None:
         """Return when the `Authorization` header brings the live key of that kind.
 
         Raises:
             Unauthorized: it is missing, wrong or expired.
         """
 
-    def regenerate(self, kind: str, authorization: str | None) -> None:
-        """Replace the key of that kind, if the header brings the API key.
+    def renew(self, wanted: str | None, authorization: str | None) -> None:
+        """Replace the key that is wanted, if the header brings the API key.
 
         Raises:
             Unauthorized: the API key is missing or wrong, or there is no such kind.

@@ -59,14 +59,19 @@ class PredictionMetrics(Collector):
 
     def accepted(self, model: str, version: str | None) -> None:
         """A prediction for a registered model came in."""
-        series = self._of(model, version)
+        series = self._series.get((model, version))
+        if series is None:
+            with self._lock:
+                series = self._series.setdefault((model, version), _Series())
         with series.lock:
             series.requests += 1
 
     def answered(self, model: str, version: str | None, total_s: float, queue_s: float) -> None:
-        """A prediction was answered."""
-        series = self._of(model, version)
+        """A prediction was answered; nothing to note when its version was forgotten meanwhile."""
         self._last_queue_s = queue_s
+        series = self._series.get((model, version))
+        if series is None:
+            return
         with series.lock:
             series.duration.observe(total_s)
             series.queue.observe(queue_s)
@@ -99,13 +104,6 @@ class PredictionMetrics(Collector):
             "QueueTime", {"Level": "Host", "Hostname": self._hostname}, int(self._last_queue_s * 1000)
         )
         return [requests, latency, queue, queue_time, durations, queues]
-
-    def _of(self, model: str, version: str | None) -> _Series:
-        series = self._series.get((model, version))
-        if series is None:
-            with self._lock:
-                series = self._series.setdefault((model, version), _Series())
-        return series
 
 
 def _family(name: str, kind: str, unit: str) -> Metric:

@@ -172,6 +172,7 @@ def test_an_error_names_archive_entry_reason_and_advice(zip_of: Callable[..., Pa
     with pytest.raises(ArchiveError) as caught:
         open_archive(path)
     assert str(caught.value) == (
-        f"{path}: entry '../x': the name leaves the archive by '..' (pack the archive again with relative names)"
+        f"{path}: entry '../x': the name leaves the archive by '..' "
+        "(pack the archive again with relative names)"
     )
     assert (caught.value.archive, caught.value.entry) == (str(path), "../x")

@@ -126,12 +126,12 @@ def test_extended_headers_without_end_are_refused(
     ("records", "said"),
     [
         (b"0 \n", "damaged"),
-        (b"9 path=x\n9", "not a size"),
+        (b"9 path=x\n9", "damaged"),
         (b"99 path=x\n", "damaged"),
         (b"x path=a\n", "not a size"),
         (b"11 size=-1\n", "not a size"),
         (b"19 GNU.sparse.a=1234", "damaged"),
-        (b"20 GNU.sparse.a=1234\n", "sparse"),
+        (b"21 GNU.sparse.a=1234\n", "sparse"),
         (b"10 path=\xff\n", "not UTF-8"),
     ],
 )

@@ -30,7 +30,7 @@ class TokenInterceptor(ServerInterceptor):
         """Go on with the call, or put a refusal in its place."""
         if not handler_call_details.method.startswith(FREE_PREFIX):
             try:
-                self._keys.check(self._kind, _authorization(handler_call_details))
+                self._keys.authorize(self._kind, _authorization(handler_call_details))
             except Unauthorized:
                 return _REFUSAL
         return await continuation(handler_call_details)

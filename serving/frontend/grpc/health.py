@@ -22,8 +22,8 @@ class HealthService:
         self._services = services | {""}
 
     def methods(self) -> Mapping[str, Unary | Streaming]:
-        """The methods by the names of the .proto file; newer versions of it have `List` too."""
-        return {"Check": self.check, "Watch": self.watch, "List": self.list_all}
+        """The methods by the names of the .proto file; `List`, which newer ones have, is left out."""
+        return {"Check": self.check, "Watch": self.watch}
 
     async def check(self, request: HealthCheckRequest, context: Context) -> HealthCheckResponse:
         """How a service is now."""
@@ -31,7 +31,9 @@ class HealthService:
             raise NotFound(f"There is no service {request.service!r} here.")
         return self._now()
 
-    async def watch(self, request: HealthCheckRequest, context: Context) -> AsyncIterator[HealthCheckResponse]:
+    async def watch(
+        self, request: HealthCheckRequest, context: Context
+    ) -> AsyncIterator[HealthCheckResponse]:
         """How a service is now, and again whenever that changes."""
         if request.service not in self._services:
             yield HealthCheckResponse(status=HealthCheckResponse.SERVICE_UNKNOWN)

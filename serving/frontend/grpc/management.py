@@ -44,8 +44,10 @@ class ManagementService:
         """The JSON array of REST's describe."""
         version = request.model_version or None
         if request.customized and version != "all":
-            wish = InferRequest(new_request_id(), (), (("describe", "True"),))
-            described, answer = await self._controlplane.describe_customized(request.model_name, version, wish)
+            wish = InferRequest(new_request_id(), ())
+            described, answer = await self._controlplane.describe_customized(
+                request.model_name, version, wish
+            )
             return ManagementResponse(msg=description.customized_text(described, answer))
         versions = self._controlplane.describe(request.model_name, version)
         return ManagementResponse(msg=description.versions_text(versions))
@@ -96,7 +98,9 @@ class ManagementService:
     async def unregister(self, request: UnregisterModelRequest, context: Context) -> ManagementResponse:
         """Remove a version once its requests are answered."""
         if not request.model_name:
-            raise InvalidRequest("Parameter url is required.")  # the name of another parameter, as in TorchServe
+            raise InvalidRequest(
+                "Parameter url is required."
+            )  # the name of another parameter, as in TorchServe
         await self._controlplane.unregister(request.model_name, request.model_version or None)
         return ManagementResponse(msg=wording.unregistered(request.model_name))
 

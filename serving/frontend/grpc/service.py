@@ -31,13 +31,14 @@ def service(
 
     Args:
         descriptor: what the .proto file says.
-        methods: one for each method of the descriptor; a coroutine function where the answer is one message,
-            an async generator where it is a stream.
+        methods: by the descriptor's names; a coroutine function where the answer is one message, an async
+            generator where it is a stream. What is missing answers UNIMPLEMENTED.
         table: what each error ends a call with.
     """
     handlers = {
         method.name: _handler(descriptor.full_name, method, methods[method.name], table)
         for method in descriptor.methods
+        if method.name in methods
     }
     return grpc.method_handlers_generic_handler(descriptor.full_name, handlers)
 

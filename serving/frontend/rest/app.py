@@ -55,7 +55,7 @@ def listener_app(
     if surfaces != {"metrics"}:
         app.include_router(probe_routes(dataplane))
     if "metrics" in surfaces:
-        app.include_router(metrics_routes(services.metrics))
+        app.include_router(metrics_routes(services.metrics, services.settings.metrics_mode))
     if "inference" in surfaces:
         app.include_router(ping_routes(dataplane))
         app.include_router(inference_routes())

@@ -119,14 +119,13 @@ class Call:
 
 
 def cors_headers(cors: CorsHeaders) -> RawHeaders:
-    """The configured `Access-Control-*` headers; on every answer, once all three are set."""
-    if not (cors.origin and cors.methods and cors.headers):
-        return []
-    return [
-        (b"access-control-allow-origin", cors.origin.encode("latin-1")),
-        (b"access-control-allow-methods", cors.methods.encode("latin-1")),
-        (b"access-control-allow-headers", cors.headers.encode("latin-1")),
-    ]
+    """The configured `Access-Control-*` headers, which every answer has; "" leaves one out."""
+    named = {
+        b"access-control-allow-origin": cors.origin,
+        b"access-control-allow-methods": cors.methods,
+        b"access-control-allow-headers": cors.headers,
+    }
+    return [(name, value.encode("latin-1")) for name, value in named.items() if value]
 
 
 def handler_headers(headers: Sequence[tuple[str, str]]) -> RawHeaders:

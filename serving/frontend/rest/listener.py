@@ -60,7 +60,7 @@ class Listener:
         if self._keys is not None:
             kind = required_key(self._surfaces, scope["method"], path)
             if kind is not None:
-                self._keys.check(kind, authorization(scope))
+                self._keys.authorize(kind, authorization(scope))
         if self._predictor is not None and scope["method"] != "OPTIONS":
             target = prediction_target(path)
             if target is not None:

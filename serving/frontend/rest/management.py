@@ -86,8 +86,7 @@ class ModelRoutes:
         return json_answer(description.versions_text(self._controlplane.describe(model, version)))
 
     async def _describe_customized(self, request: Request, model: str, version: str | None) -> Response:
-        headers = (*request_headers(request.scope), ("describe", "True"))
-        wish = InferRequest(new_request_id(), (), headers)
+        wish = InferRequest(new_request_id(), (), request_headers(request.scope))
         described, response = await self._controlplane.describe_customized(model, version, wish)
         answer = json_answer(description.customized_text(described, response), response.status)
         for name, value in handler_headers(response.headers):

@@ -10,8 +10,17 @@ from torchere.serving.frontend import wording
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.rest.answers import ANY_METHOD, json_answer, status_answer
+from torchere.serving.settings import MetricsMode
 from torchere.serving.telemetry.metrics import Metrics
 
+# All that `metrics_mode=legacy` shows; `log` shows nothing.
+LEGACY_METRICS = frozenset(
+    {
+        "ts_inference_requests_total",
+        "ts_inference_latency_microseconds",
+        "ts_queue_latency_microseconds",
+    }
+)
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -45,13 +54,17 @@ def ping_routes(dataplane: DataPlane) -> APIRouter:
     return router
 
 
-def metrics_routes(metrics: Metrics) -> APIRouter:
+def metrics_routes(metrics: Metrics, mode: MetricsMode) -> APIRouter:
     """`/metrics`, with any method and anything below it; repeatable `name[]` picks samples."""
     router = APIRouter()
 
     async def expose(request: Request) -> Response:
         names = frozenset(request.query_params.getlist("name[]"))
-        return Response(metrics.exposition(names), headers={"content-type": METRICS_CONTENT_TYPE})
+        if mode == "legacy":
+            names = names & LEGACY_METRICS if names else LEGACY_METRICS
+        hidden = mode == "log" or (mode == "legacy" and not names)
+        text = "" if hidden else metrics.exposition(names)
+        return Response(text, headers={"content-type": METRICS_CONTENT_TYPE})
 
     router.add_api_route("/metrics", expose, methods=ANY_METHOD)
     router.add_api_route("/metrics/{rest:path}", expose, methods=ANY_METHOD)

@@ -15,6 +15,8 @@ from torchere.serving.frontend.rest.protocol import Protocol
 from torchere.serving.frontend.tls import TlsFiles
 from torchere.serving.settings import Address
 
+__all__ = ["RestServer", "TlsFiles"]
+
 BACKLOG = 1024
 KEEP_ALIVE_S = 75  # idle connections; longer than the 60 s of common load balancers, so they close first
 

@@ -6,23 +6,17 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from torchere.serving.errors import Unauthorized
 from torchere.serving.frontend.keys import Keys
 from torchere.serving.frontend.rest.answers import ANY_METHOD, json_answer
-
-REFUSED = "Token Authentication failed. Token either incorrect, expired, or not provided correctly"
 
 
 def token_routes(keys: Keys) -> APIRouter:
     """`/token?type=inference|management`. The new key stands in the key file, not in the answer."""
     router = APIRouter()
 
-    async def regenerate(request: Request) -> Response:
-        try:
-            keys.regenerate(request.query_params.get("type", ""), request.headers.get("authorization"))
-        except Unauthorized as err:
-            raise Unauthorized(REFUSED, err.detail) from err
+    async def renew(request: Request) -> Response:
+        keys.renew(request.query_params.get("type"), request.headers.get("authorization"))
         return json_answer("")
 
-    router.add_api_route("/token", regenerate, methods=ANY_METHOD)
+    router.add_api_route("/token", renew, methods=ANY_METHOD)
     return router

@@ -1,0 +1,150 @@
+"""Envelopes: what an orchestrator wraps around inputs and answers, taken off and put on around a handler.
+
+Chosen for the whole server by `service_envelope`. One envelope object belongs to one handler instance and
+sees one batch at a time.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from torchere.handlers.errors import PredictionException
+
+
+class BaseEnvelope(ABC):
+    """An envelope around the entry point `handle_fn(data, context)`."""
+
+    context: Any = None
+
+    def __init__(self, handle_fn: Callable[[Any, Any], Any]) -> None:
+        self._handle_fn = handle_fn
+
+    def handle(self, data: Any, context: Any) -> Any:
+        """Answer one batch: unwrap, let the handler work, wrap."""
+        self.context = context
+        if data:
+            data = self.parse_input(data)
+        results = self._handle_fn(data, context)
+        return self.format_output(results) if results else results
+
+    @abstractmethod
+    def parse_input(self, data: Any) -> Any:
+        """From the rows of the requests to the rows the handler takes."""
+
+    @abstractmethod
+    def format_output(self, data: Any) -> Any:
+        """From the handler's answers to one answer per request."""
+
+
+class BodyEnvelope(BaseEnvelope):
+    """The handler gets the bodies themselves instead of dicts."""
+
+    def parse_input(self, data: Any) -> Any:
+        """Take `data` or `body` out of each row."""
+        return [row.get("data") or row.get("body") for row in data]
+
+    def format_output(self, data: Any) -> Any:
+        """Nothing is put around answers."""
+        return data
+
+
+class JSONEnvelope(BaseEnvelope):
+    """TensorFlow Serving's REST format: `{"instances": [...]}` in, `{"predictions": [...]}` out."""
+
+    def __init__(self, handle_fn: Callable[[Any, Any], Any]) -> None:
+        super().__init__(handle_fn)
+        self._lengths: list[int] = []
+
+    def parse_input(self, data: Any) -> Any:
+        """All instances of all requests in one list; remembers how many each request had.
+
+        Raises:
+            PredictionException: 400, a request has no list of instances, or base64 that is none.
+        """
+        batches = [instances_of(row) for row in data]
+        self._lengths = [len(batch) for batch in batches]
+        return [_decoded(instance) for batch in batches for instance in batch]
+
+    def format_output(self, data: Any) -> Any:
+        """The answers of each request as one line of JSON."""
+        answers = []
+        start = 0
+        for length in self._lengths:
+            answers.append(json.dumps({"predictions": data[start : start + length]}))
+            start += length
+        return answers
+
+
+class KServeEnvelope(BaseEnvelope):
+    """KServe v1; only the first request of a batch is read, so the model needs batchSize 1."""
+
+    def parse_input(self, data: Any) -> Any:
+        """The instances of the first request.
+
+        Raises:
+            PredictionException: 400, it has no list of instances.
+        """
+        return instances_of(data[0])
+
+    def format_output(self, data: Any) -> Any:
+        """`{"predictions": ...}`, or `{"explanations": ...}` for an explanation."""
+        explained = self.context.get_request_header(0, "explain") == "True"
+        return [{"explanations" if explained else "predictions": data}]
+
+
+def json_body(row: Any) -> Any:
+    """The JSON object of a request, parsed if it came as bytes.
+
+    Raises:
+        PredictionException: 400, it is not a JSON object.
+    """
+    body = (row.get("data") or row.get("body") or row) if isinstance(row, dict) else row
+    if isinstance(body, (bytes, bytearray, str)):
+        try:
+            body = json.loads(body)
+        except (ValueError, RecursionError) as err:
+            raise PredictionException(f"The request body is not valid JSON: {err}", 400) from err
+    if not isinstance(body, dict):
+        raise PredictionException(
+            f"The request body is a JSON {type(body).__name__}; expected an object", 400
+        )
+    return body
+
+
+def instances_of(row: Any) -> list[Any]:
+    """The list `instances` of a request.
+
+    Raises:
+        PredictionException: 400, there is none.
+    """
+    body = json_body(row)
+    instances = body.get("instances")
+    if not isinstance(instances, list):
+        found = ", ".join(map(repr, body)) or "an empty object"
+        raise PredictionException(
+            f'The request has no list of instances: found {found}; expected {{"instances": [...]}}', 400
+        )
+    return instances
+
+
+def _decoded(instance: Any) -> Any:
+    if not isinstance(instance, dict):
+        return instance
+    if list(instance) == ["b64"]:
+        return _from_base64(instance["b64"])
+    return {
+        key: _from_base64(value["b64"]) if isinstance(value, dict) and list(value) == ["b64"] else value
+        for key, value in instance.items()
+    }
+
+
+def _from_base64(text: Any) -> bytes:
+    try:
+        return base64.b64decode(text)
+    except (binascii.Error, ValueError, TypeError) as err:
+        raise PredictionException(f"A value under 'b64' is not base64: {err}", 400) from err

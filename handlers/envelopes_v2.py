@@ -1,0 +1,95 @@
+"""The envelope of the KServe v2 (Open Inference) protocol."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from torchere.handlers.envelopes import BaseEnvelope, json_body
+from torchere.handlers.errors import PredictionException
+
+# numpy's names to the protocol's.
+_DATATYPES = {
+    "bool": "BOOL",
+    "uint8": "UINT8",
+    "uint16": "UINT16",
+    "uint32": "UINT32",
+    "uint64": "UINT64",
+    "int8": "INT8",
+    "int16": "INT16",
+    "int32": "INT32",
+    "int64": "INT64",
+    "float16": "FP16",
+    "float32": "FP32",
+    "float64": "FP64",
+    "object": "BYTES",
+}
+
+
+class KServev2Envelope(BaseEnvelope):
+    """`{"inputs": [...]}` in, `{"outputs": [...]}` out; the handler gets the tensors as a list of dicts.
+
+    Only the first request of a batch is read, so the model needs batchSize 1.
+    """
+
+    def __init__(self, handle_fn: Any) -> None:
+        super().__init__(handle_fn)
+        self._request_id: str | None = None
+        self._names: list[str] = []
+
+    def parse_input(self, data: Any) -> Any:
+        """The inputs of the first request; numbers in nested lists of their shape, `BYTES` as its first item.
+
+        Raises:
+            PredictionException: 400, it has no list of inputs, or data that does not fit its shape.
+        """
+        body = json_body(data[0])
+        inputs = body.get("inputs")
+        if not isinstance(inputs, list) or not all(isinstance(item, dict) for item in inputs):
+            raise PredictionException('The request has no list of tensors: expected {"inputs": [...]}', 400)
+        request_id = body.get("id")
+        self._request_id = request_id if isinstance(request_id, str) and request_id.strip() else None
+        self._names = [str(item.get("name", "")) for item in inputs]
+        return [{**item, "data": _shaped(item)} for item in inputs]
+
+    def format_output(self, data: Any) -> Any:
+        """One answer with all outputs; output i has the name of input i."""
+        model = (self.context.manifest or {}).get("model") or {}
+        return [
+            {
+                "id": self._request_id or self.context.get_request_id(0),
+                "model_name": model.get("modelName", self.context.model_name),
+                "model_version": model.get("modelVersion"),
+                "outputs": [_output(self._name(index), item) for index, item in enumerate(data)],
+            }
+        ]
+
+    def _name(self, index: int) -> str:
+        return self._names[index] if index < len(self._names) else f"output-{index}"
+
+
+def _shaped(tensor: dict[str, Any]) -> Any:
+    values = tensor.get("data")
+    if not isinstance(values, list):
+        raise PredictionException(f"The input {tensor.get('name')!r} has no list of data", 400)
+    if tensor.get("datatype") == "BYTES":
+        return values[0] if values else values
+    try:
+        return np.array(values).reshape(tensor.get("shape", [-1])).tolist()
+    except (ValueError, TypeError) as err:
+        raise PredictionException(
+            f"The data of input {tensor.get('name')!r} does not fit its shape {tensor.get('shape')!r}: {err}",
+            400,
+        ) from err
+
+
+def _output(name: str, item: Any) -> dict[str, Any]:
+    array = np.array(item)
+    datatype = "BYTES" if array.dtype.kind == "U" else _DATATYPES.get(str(array.dtype))
+    if datatype is None:
+        raise TypeError(
+            f"output {name!r} has the numpy type {array.dtype}, which the protocol has no name for"
+        )
+    flat = array.flatten()
+    return {"name": name, "datatype": datatype, "data": flat.tolist(), "shape": [flat.size]}

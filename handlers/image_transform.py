@@ -1,0 +1,94 @@
+"""Pictures: from a PIL image to the tensor a vision model takes. Needs no torchvision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+
+def to_tensor(image: Image.Image) -> torch.Tensor:
+    """Float tensor [channels, height, width] of a picture; 8-bit values become 0.0 ... 1.0."""
+    array = np.array(image, copy=True)
+    if array.ndim == 2:
+        array = array[:, :, None]
+    tensor = torch.from_numpy(array).permute(2, 0, 1).contiguous()
+    return tensor.float().div(255) if array.dtype == np.uint8 else tensor.float()
+
+
+def resized_size(width: int, height: int, shorter: int) -> tuple[int, int]:
+    """(width, height) with the shorter side made `shorter`; the longer one is cut to a whole number."""
+    if width <= height:
+        return shorter, int(shorter * height / width)
+    return int(shorter * width / height), shorter
+
+
+def crop_box(width: int, height: int, size: int) -> tuple[int, int, int, int]:
+    """(left, top, right, bottom) of the middle square; it reaches outside where the picture is smaller.
+
+    The rounding is torchvision's CenterCrop: to the nearest, halves to even; when padding, the odd pixel goes
+    to the right and to the bottom.
+    """
+    left, top = _crop_start(width, size), _crop_start(height, size)
+    return left, top, left + size, top + size
+
+
+def _crop_start(length: int, size: int) -> int:
+    return -((size - length) // 2) if length < size else round((length - size) / 2.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageTransform:
+    """Resize, crop, scale and normalise: a PIL image to a float tensor [3, crop, crop].
+
+    The steps are those of torchvision's `Resize(resize)`, `CenterCrop(crop)`, `ToTensor()`,
+    `Normalize(mean, std)` on PIL images, on three channels whatever the mode of the picture is. The default
+    numbers are ImageNet's.
+    """
+
+    resize: int | None = 256  # shorter side, in pixels
+    crop: int | None = 224  # side of the square, in pixels
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    std: tuple[float, ...] = (0.229, 0.224, 0.225)
+
+    def __call__(self, image: Image.Image) -> torch.Tensor:
+        """The tensor of a picture of any mode and size."""
+        image = image.convert("RGB") if image.mode != "RGB" else image
+        if self.resize is not None:
+            size = resized_size(image.width, image.height, self.resize)
+            image = image.resize(size, Image.Resampling.BILINEAR) if image.size != size else image
+        if self.crop is not None:
+            image = image.crop(crop_box(image.width, image.height, self.crop))
+        mean = torch.tensor(self.mean).view(-1, 1, 1)
+        std = torch.tensor(self.std).view(-1, 1, 1)
+        return to_tensor(image).sub_(mean).div_(std)
+
+    def replaced_by(self, overrides: Mapping[str, Any]) -> ImageTransform:
+        """The transform with what `handler.image` of model-config.yaml names.
+
+        Raises:
+            ValueError: a value has the wrong type or is out of range.
+        """
+        sides = {key: _side(key, overrides[key]) for key in ("resize", "crop") if key in overrides}
+        levels = {key: _levels(key, overrides[key]) for key in ("mean", "std") if key in overrides}
+        return replace(self, **sides, **levels)  # type: ignore[arg-type]  # the keys are the fields above
+
+
+def _side(key: str, value: object) -> int | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and 0 < value <= 16_384):
+        return value
+    raise ValueError(f"handler.image.{key} in model-config.yaml is {value!r}; expected pixels (1 to 16384)")
+
+
+def _levels(key: str, value: object) -> tuple[float, ...]:
+    numbers = value if isinstance(value, (list, tuple)) else ()
+    valid = len(numbers) == 3 and all(isinstance(n, (int, float)) for n in numbers)
+    if not valid or (key == "std" and 0 in numbers):
+        raise ValueError(
+            f"handler.image.{key} in model-config.yaml is {value!r}; expected three numbers, one per colour"
+        )
+    return tuple(float(n) for n in numbers)

@@ -1,0 +1,155 @@
+"""Pipelines one batch through a handler's stages, so that they overlap."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+STAGES = ("preprocess", "inference", "postprocess")
+
+
+class MicroBatching:
+    """Splits a batch into parts and runs each stage of the handler in threads of its own.
+
+    Put it in place of the handler's `handle`: `self.handle = MicroBatching(self, micro_batch_size=4)`. It is
+    called with one batch at a time.
+
+    Args:
+        parent_handler: a `BaseHandler`; its three stages must be safe to run at the same time.
+        micro_batch_size: requests per part.
+        parallelism: threads per stage, 1 for those not named.
+    """
+
+    def __init__(
+        self, parent_handler: Any, micro_batch_size: int = 1, parallelism: Mapping[str, int] | None = None
+    ) -> None:
+        if micro_batch_size < 1:
+            raise ValueError(f"micro_batch_size is {micro_batch_size}; expected 1 or more")
+        self.handler = parent_handler
+        self.micro_batch_size = micro_batch_size
+        self._parallelism: dict[str, int] = {}
+        self._pools: dict[str, ThreadPoolExecutor] = {}
+        self._part = threading.local()
+        self.parallelism = dict(parallelism or {})
+
+    def __del__(self) -> None:
+        self.shutdown()
+
+    @property
+    def parallelism(self) -> dict[str, int]:
+        """Threads per stage, for the stages that were named; set it to change them between batches.
+
+        Raises:
+            AssertionError: when set with a stage that does not exist, or with less than one thread.
+        """
+        return dict(self._parallelism)
+
+    @parallelism.setter
+    def parallelism(self, parallelism: Mapping[str, int]) -> None:
+        for stage, threads in parallelism.items():
+            if stage not in STAGES or threads < 1:
+                # TorchServe's contract names this class of error.
+                raise AssertionError(f"parallelism[{stage!r}] = {threads}; expected 1 or more for {STAGES}")
+        self._parallelism.update(parallelism)
+        self.shutdown()
+        self._pools = {
+            stage: ThreadPoolExecutor(self._parallelism.get(stage, 1), thread_name_prefix=f"micro-{stage}")
+            for stage in STAGES
+        }
+
+    def shutdown(self) -> None:
+        """End the threads; running stages are finished first."""
+        for pool in getattr(self, "_pools", {}).values():  # absent when the constructor refused its arguments
+            pool.shutdown()
+
+    def get_micro_batch_idx(self) -> int:
+        """Which part of the batch the calling stage works on.
+
+        Raises:
+            RuntimeError: called from outside a stage.
+        """
+        index = getattr(self._part, "index", None)
+        if index is None:
+            raise RuntimeError(
+                "there is no micro-batch here: call it from preprocess, inference or postprocess"
+            )
+        return int(index)
+
+    def handle(self, data: list[Any]) -> list[Any]:
+        """Answer one batch; raises what the first failing part raised, after all parts are over."""
+        size = self.micro_batch_size
+        parts = [data[start : start + size] for start in range(0, len(data), size)]
+        runs = [_PipelineRun(self, index, part) for index, part in enumerate(parts)]
+        for run in runs:
+            run.start()
+        results = [run.wait() for run in runs]
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return [answer for result in results for answer in result]
+
+    def __call__(self, data: list[Any], context: Any) -> Any:
+        """The entry point in place of the handler's own: describe and explain stay whole, the rest is split."""
+        started = time.perf_counter()
+        handler = self.handler
+        handler.context = context
+        if os.environ.get("ENABLE_TORCH_PROFILER"):
+            output, _ = handler._infer_with_profiler(data=data)
+        elif handler._is_describe():
+            output = [handler.describe_handle()]
+        elif handler._is_explain():
+            output = handler.explain_handle(handler.preprocess(data), data)
+        else:
+            output = self.handle(data)
+        if context.metrics is not None:
+            context.metrics.add_time(
+                "HandlerTime", round((time.perf_counter() - started) * 1000, 2), None, "ms"
+            )
+        return output
+
+    def submit(self, stage: str, index: int, value: Any) -> Future[Any]:
+        """Run one stage on one part, in a thread of that stage."""
+        return self._pools[stage].submit(self._run_stage, stage, index, value)
+
+    def _run_stage(self, stage: str, index: int, value: Any) -> Any:
+        self._part.index = index
+        try:
+            return getattr(self.handler, stage)(value)
+        finally:
+            self._part.index = None
+
+
+class _PipelineRun:
+    """One part on its way through the stages; each stage hands on to the next from its own thread."""
+
+    def __init__(self, batching: MicroBatching, index: int, part: list[Any]) -> None:
+        self._batching = batching
+        self._index = index
+        self._part = part
+        self._over: Future[Any] = Future()
+
+    def start(self) -> None:
+        """Queue the first stage."""
+        self._advance(0, self._part)
+
+    def wait(self) -> Any:
+        """The answers of the part, or the exception that ended it."""
+        return self._over.exception() or self._over.result()
+
+    def _advance(self, position: int, value: Any) -> None:
+        if position == len(STAGES):
+            self._over.set_result(value)
+            return
+        future = self._batching.submit(STAGES[position], self._index, value)
+        future.add_done_callback(lambda done: self._stage_done(position, done))
+
+    def _stage_done(self, position: int, done: Future[Any]) -> None:
+        error = done.exception()
+        if error is not None:
+            self._over.set_exception(error)
+        else:
+            self._advance(position + 1, done.result())

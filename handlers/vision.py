@@ -1,0 +1,109 @@
+"""What all handlers of pictures share: reading them from requests, and explaining answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from PIL import Image
+
+from torchere.handlers.base import BaseHandler
+from torchere.handlers.context import Context
+from torchere.handlers.errors import PredictionException
+from torchere.handlers.image import DEFAULT_MAX_BYTES, DEFAULT_MAX_PIXELS, ImageLimits, decode_image
+from torchere.handlers.image_transform import ImageTransform
+from torchere.handlers.insights import integrated_gradients
+from torchere.handlers.timer import timed
+
+
+class VisionHandler(BaseHandler):
+    """Base of the handlers that take pictures.
+
+    A subclass chooses `image_processing`, any callable from a PIL image to a float tensor; the images of a
+    batch must come out of it in one size. `handler.image` in model-config.yaml changes the default one
+    (`resize`, `crop`, `mean`, `std`) and the limits (`max_pixels`, `max_bytes`).
+    """
+
+    image_processing: Callable[[Image.Image], Any] = ImageTransform()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image_limits = ImageLimits()
+
+    def initialize(self, context: Context) -> None:
+        """Load the model, then apply `handler.image` and the server's `limit_max_image_pixels`.
+
+        Raises:
+            ValueError: a value under `handler.image` is wrong.
+        """
+        super().initialize(context)
+        config = self.image_config()
+        limited = bool(context.system_properties.get("limit_max_image_pixels", True))
+        if not limited:
+            Image.MAX_IMAGE_PIXELS = None  # Pillow's own guard, process-wide; ours stays for other models
+        max_pixels = config.get("max_pixels", DEFAULT_MAX_PIXELS if limited else None)
+        self.image_limits = ImageLimits(max_pixels, config.get("max_bytes", DEFAULT_MAX_BYTES))
+        if isinstance(self.image_processing, ImageTransform):
+            self.image_processing = self.image_processing.replaced_by(config)
+
+    def image_config(self) -> dict[str, Any]:
+        """The block `handler.image` of model-config.yaml; empty when there is none."""
+        handler = self.model_yaml_config.get("handler")
+        image = handler.get("image") if isinstance(handler, dict) else None
+        return image if isinstance(image, dict) else {}
+
+    @timed
+    def preprocess(self, data: Any) -> Any:
+        """Stack the pictures of a batch.
+
+        Each row has under `data` or `body` the bytes of an image file, the same in base64 (`str`), or nested
+        lists of numbers that are the model's input already.
+
+        Returns:
+            A float tensor on the handler's device, first dimension the batch.
+
+        Raises:
+            PredictionException: 400, a row is none of these, or the rows do not go together.
+        """
+        return self.stack([self._tensor(row) for row in data])
+
+    def stack(self, images: list[torch.Tensor]) -> Any:
+        """Put the tensors of a batch together."""
+        shapes = {tuple(image.shape) for image in images}
+        if len(shapes) > 1:
+            raise PredictionException(
+                f"The requests of one batch have inputs of different shapes: {sorted(shapes)}; expected one. "
+                "Serve this model with batchSize 1, or send inputs of one size",
+                400,
+            )
+        return torch.stack(images).to(self.device)
+
+    def _tensor(self, row: Any) -> torch.Tensor:
+        value = (row.get("data") or row.get("body")) if isinstance(row, dict) else row
+        if isinstance(value, (bytes, bytearray, str)):
+            tensor: torch.Tensor = self.image_processing(decode_image(value, self.image_limits))
+            return tensor
+        if value is None:
+            fields = ", ".join(map(repr, row)) if isinstance(row, dict) else repr(row)
+            raise PredictionException(
+                f"The request has no image: found the fields {fields}; expected 'data' or 'body' with the bytes "
+                "of an image file (curl -T cat.jpg URL, or curl -F data=@cat.jpg URL)",
+                400,
+            )
+        return _numbers(value)
+
+    def get_insights(self, tensor_data: torch.Tensor, _: Any, target: Any = 0) -> Any:
+        """What each input element adds to the score of class `target`, as lists shaped like the input."""
+        return integrated_gradients(self.model, tensor_data, target).tolist()
+
+
+def _numbers(value: object) -> torch.Tensor:
+    try:
+        return torch.FloatTensor(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as err:
+        raise PredictionException(
+            f"The request has a {type(value).__name__} that is not an image ({err}); expected the bytes of an "
+            "image file, base64 text, or nested lists of numbers in the shape of the model's input",
+            400,
+        ) from err

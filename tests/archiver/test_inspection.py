@@ -1,0 +1,83 @@
+"""The report on an archive."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchere.archiver.errors import ArchiveError
+from torchere.archiver.inspection import inspect_archive
+from torchere.archiver.request import FORMATS
+from torchere.archiver.writer import write_archive
+
+
+@pytest.mark.parametrize("archive_format", FORMATS)
+def test_every_format_is_reported(request_for: Any, archive_format: str) -> None:
+    report = inspect_archive(write_archive(request_for(archive_format=archive_format)))
+    assert report.digests_verified
+    assert report.config_text == "minWorkers: 1\n"
+    assert "handler: service.py (Python code in service.py)" in report.code
+    assert [found.name for found in report.weights] == ["model.pt"]
+
+
+def test_json_has_what_a_program_needs(request_for: Any, sources: Path) -> None:
+    (sources / "model.pt").write_bytes(pickle.dumps({"w": [0.0] * 10}, protocol=2))
+    report = json.loads(inspect_archive(write_archive(request_for())).as_json())
+    assert report["kind"] == "zip"
+    assert report["digests"] == "verified"
+    assert report["manifest"]["model"]["modelName"] == "mlp"
+    assert report["weights"] == [{"name": "model.pt", "kind": "pickle", "pickled": True}]
+    entry = next(entry for entry in report["entries"] if entry["name"] == "model.pt")
+    assert entry["method"] == "stored"
+    assert entry["alignment"] % 64 == 0
+    assert entry["offset"] % 64 == 0
+
+
+def test_text_says_what_may_run(request_for: Any, sources: Path) -> None:
+    (sources / "model.py").write_text("class M: ...\n")
+    (sources / "requirements.txt").write_text("six\n")
+    (sources / "extra" / "helper.py").write_text("")
+    request = request_for(
+        model_file=sources / "model.py",
+        requirements_file=sources / "requirements.txt",
+        handler=f"{sources}/service:handle",
+    )
+    text = inspect_archive(write_archive(request)).as_text()
+    assert "handler: service:handle (Python code in service.py)" in text
+    assert "model file: model.py (Python code)" in text
+    assert "install_py_dep_per_model" in text
+    assert "other Python files that these may import: helper.py" in text
+    assert "Digests: verified (sha256)" in text
+    assert "aligned to" in text
+
+
+def test_an_archive_that_says_nothing_is_reported_too(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "a.txt").write_text("a")
+    report = inspect_archive(tmp_path / "m")
+    assert report.code == ("handler: none named; the server's default handler",)
+    assert json.loads(report.as_json())["manifest"] is None
+    assert "Digests: not present" in report.as_text()
+
+
+def test_files_that_are_named_but_missing_are_said_to_be(tmp_path: Path) -> None:
+    (tmp_path / "m" / "MAR-INF").mkdir(parents=True)
+    model = {"handler": "gone.py", "modelFile": "gone2.py", "configFile": "gone.yaml"}
+    (tmp_path / "m" / "MAR-INF" / "MANIFEST.json").write_text(
+        json.dumps({"runtime": "python", "model": model})
+    )
+    report = inspect_archive(tmp_path / "m")
+    assert "or missing" in report.code[0]
+    assert report.code[1] == "model file: gone2.py (missing from the archive)"
+    assert report.config_text is None
+
+
+def test_a_damaged_archive_has_no_report(request_for: Any) -> None:
+    folder = write_archive(request_for(archive_format="no-archive"))
+    (folder / "model.pt").write_bytes(b"other")
+    with pytest.raises(ArchiveError, match="SHA-256"):
+        inspect_archive(folder)

@@ -1,0 +1,66 @@
+"""What a weights file is, told from its bytes."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+
+import pytest
+
+from torchere.archiver.weights import classify
+
+
+def zip_with(*names: str) -> io.BytesIO:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name in names:
+            archive.writestr(f"model/{name}", b"")
+    return buffer
+
+
+@pytest.mark.parametrize(
+    ("names", "kind", "pickled"),
+    [
+        (("data.pkl", "code/__torch__.py", "constants.pkl"), "TorchScript", True),
+        (("data.pkl", "data/0"), "torch.save", True),
+        # torch decides by constants.pkl alone: a folder named code does not make a pickle harmless.
+        (("data.pkl", "code/decoy.py"), "torch.save", True),
+        (("archive_format", "models/model.json", "data/weights/weight_0"), "PT2", False),
+        (("archive_format", "data/sample_inputs/model.pt"), "PT2", True),
+        (("archive_format", "data/aotinductor/model/x.so"), "PT2", False),
+        (("version", "serialized_exported_program.json", "serialized_state_dict.pt"), "PT2", True),
+        (("readme.txt",), "zip", False),
+    ],
+)
+def test_zips_are_known_by_their_records(names: tuple[str, ...], kind: str, pickled: bool) -> None:
+    found = classify("model.pt", b"PK\3\4", zip_with(*names))
+    assert (found.kind, found.pickled) == (kind, pickled)
+    assert ("any Python code" in found.risk) == (pickled and kind != "TorchScript")
+
+
+def test_native_code_in_a_package_is_said() -> None:
+    assert (
+        "native code" in classify("m.pt2", b"PK", zip_with("archive_format", "data/aotinductor/m/x.so")).risk
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "kind", "pickled"),
+    [
+        ("a.pth", pickle.dumps({"a": 1}, protocol=2)[:16], "pickle", True),
+        ("a.bin", pickle.dumps([1], protocol=5)[:16], "pickle", True),
+        ("a.so", b"\x7fELF" + bytes(12), "shared library", False),
+        ("a.safetensors", (8).to_bytes(8, "little") + b'{"a":1}', "safetensors", False),
+        ("a.onnx", b"\x08\x07\x12", "ONNX", False),
+        ("a.pt", b"", "unknown", False),
+        ("a.safetensors", b"\x7fELF" + bytes(12), "shared library", False),
+    ],
+)
+def test_other_files_are_known_by_their_first_bytes(name: str, head: bytes, kind: str, pickled: bool) -> None:
+    found = classify(name, head, None)
+    assert (found.kind, found.pickled) == (kind, pickled)
+
+
+def test_a_damaged_zip_is_said_to_be_one() -> None:
+    assert classify("a.pt", b"PK\3\4", io.BytesIO(b"PK\3\4 and nothing")).kind == "damaged zip"

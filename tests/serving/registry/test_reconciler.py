@@ -1,0 +1,169 @@
+"""The reconciler with executors that load when the test says so."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+from torchere.serving.batching.batcher import Batcher
+from torchere.serving.errors import LoadFailed, Unavailable
+from torchere.serving.registry.reconciler import Reconciler
+from torchere.serving.registry.store import StoredArchive
+from torchere.serving.registry.version import Origin, Version, VersionState
+from torchere.serving.settings import BatchSettings, ModelSettings
+from torchere.serving.types import InferRequest, ModelKey
+
+
+class PuppetPool:
+    """Executors whose loading waits for `gate`, and fails with `failure` when it is set."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.in_service = 0
+        self.free = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.failure: LoadFailed | None = None
+        self.calls: list[str] = []
+
+    async def resize(self, count: int) -> None:
+        self.calls.append(f"resize {count}")
+        await self.gate.wait()
+        if self.failure is not None:
+            raise self.failure
+        self.size = count
+
+    async def warm_up(self) -> None:
+        self.calls.append("warm up")
+        self.in_service = self.free = self.size
+
+    def statuses(self) -> tuple[Any, ...]:
+        return ()
+
+    async def close(self) -> None:
+        self.calls.append("close")
+        self.size = self.in_service = self.free = 0
+
+
+class Stage:
+    """One version with a puppet pool under a reconciler."""
+
+    def __init__(self, executors: int = 1) -> None:
+        self.gone: list[ModelKey] = []
+        self.pool = PuppetPool()
+        batcher = Batcher(
+            BatchSettings(),
+            self.pool,  # type: ignore[arg-type]
+            observer=self,  # type: ignore[arg-type]
+            now=time.monotonic,
+            refusal="no worker",
+        )
+        origin = Origin(StoredArchive("m.mar", Path("/nowhere")), "h.py", "python", "process", False)
+        settings = ModelSettings().scaled(executors, executors)
+        self.version = Version(ModelKey("m", "1"), origin, settings, self.pool, batcher)  # type: ignore[arg-type]
+        self.reconciler = Reconciler(drain_timeout_s=5.0, on_gone=self._gone)
+
+    async def _gone(self, version: Version) -> None:
+        self.gone.append(version.key)
+
+    async def settle(self) -> VersionState:
+        """Wake the reconciler and wait until it has nothing to do."""
+        self.reconciler.wake(self.version)
+        await asyncio.wait_for(self.version.settled.wait(), 5)
+        return self.version.state
+
+
+def test_a_version_is_loaded_warmed_and_ready() -> None:
+    async def main() -> None:
+        stage = Stage(executors=2)
+        assert await stage.settle() is VersionState.READY
+        assert stage.pool.calls == ["resize 2", "warm up"]
+
+    asyncio.run(main())
+
+
+def test_a_version_without_wanted_executors_loads_nothing() -> None:
+    async def main() -> None:
+        stage = Stage(executors=0)
+        assert await stage.settle() is VersionState.NEW
+        assert stage.pool.calls == []
+
+    asyncio.run(main())
+
+
+def test_a_version_that_does_not_load_keeps_the_cause_and_answers_who_waits() -> None:
+    async def main() -> None:
+        stage = Stage()
+        stage.pool.failure = LoadFailed("Failed to start", "no weights")
+        waiting = stage.version.batcher.submit(InferRequest("a", ()))
+        assert await stage.settle() is VersionState.FAILED
+        assert stage.version.failure_text == "no weights"
+        error = (await asyncio.gather(waiting.answer, return_exceptions=True))[0]
+        assert isinstance(error, Unavailable)
+
+    asyncio.run(main())
+
+
+def test_a_failed_version_is_tried_again_only_when_asked() -> None:
+    async def main() -> None:
+        stage = Stage()
+        stage.pool.failure = LoadFailed("Failed to start", "no weights")
+        await stage.settle()
+        stage.pool.failure = None
+        assert await stage.settle() is VersionState.FAILED
+        stage.version.retry = True
+        assert await stage.settle() is VersionState.READY
+        assert stage.version.failure_text == ""
+
+    asyncio.run(main())
+
+
+def test_scaling_to_nothing_unloads_and_scaling_up_loads_again() -> None:
+    async def main() -> None:
+        stage = Stage()
+        await stage.settle()
+        stage.version.target = 0
+        assert await stage.settle() is VersionState.NEW
+        assert stage.pool.calls[-1] == "close"
+        stage.version.target = 3
+        assert await stage.settle() is VersionState.READY
+        assert stage.pool.size == 3
+
+    asyncio.run(main())
+
+
+def test_a_resize_that_fails_is_not_tried_in_a_loop() -> None:
+    async def main() -> None:
+        stage = Stage()
+        await stage.settle()
+        stage.pool.failure = LoadFailed("Failed to start", "out of memory")
+        stage.version.target = 5
+        assert await stage.settle() is VersionState.READY
+        assert (stage.version.target, stage.version.failure_text) == (1, "out of memory")
+        assert stage.pool.calls.count("resize 5") == 1
+
+    asyncio.run(main())
+
+
+def test_an_unwanted_version_drains_unloads_and_is_gone() -> None:
+    async def main() -> None:
+        stage = Stage()
+        await stage.settle()
+        stage.version.wanted = False
+        assert await stage.settle() is VersionState.GONE
+        assert (stage.gone, stage.pool.calls[-1]) == ([ModelKey("m", "1")], "close")
+
+    asyncio.run(main())
+
+
+def test_a_version_that_is_unregistered_while_it_loads_is_gone_at_once() -> None:
+    async def main() -> None:
+        stage = Stage()
+        stage.pool.gate.clear()
+        stage.reconciler.wake(stage.version)
+        while "resize 1" not in stage.pool.calls:
+            await asyncio.sleep(0)
+        stage.version.wanted = False
+        assert await stage.settle() is VersionState.GONE
+
+    asyncio.run(main())

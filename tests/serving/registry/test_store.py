@@ -1,0 +1,123 @@
+"""The store: names in, archives out, and nothing from anywhere else."""
+
+import json
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from torchere.serving.errors import (
+    DownloadFailed,
+    InvalidArchive,
+    InvalidRequest,
+    ModelNotFound,
+    ServingError,
+)
+from torchere.serving.registry.store import Store, check_model_name, default_model_name
+from torchere.serving.settings import Limits
+
+
+def pack(path: Path, config: str | None = None, **model: object) -> None:
+    manifest = {
+        "runtime": "python",
+        "model": {"modelName": "m", "modelVersion": "1.0", "handler": "h.py", **model},
+    }
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("h.py", "x = 1\n")
+        if config is not None:
+            archive.writestr("c.yaml", config)
+            manifest["model"]["configFile"] = "c.yaml"  # type: ignore[index]
+        archive.writestr("MAR-INF/MANIFEST.json", json.dumps(manifest))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "store").mkdir()
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def store(root: Path, tmp_path: Path) -> Iterator[Store]:
+    (tmp_path / "temp").mkdir()
+    store = Store(root, Limits(), tmp_path / "temp")
+    yield store
+    store.close()
+    assert list((tmp_path / "temp").iterdir()) == []
+
+
+def test_an_archive_is_unpacked_with_what_it_says_of_itself(store: Store, root: Path) -> None:
+    pack(root / "m.mar", config="batchSize: 4\n")
+    stored = store.unpack("m.mar", store.open("m.mar"))
+    assert (stored.directory / "h.py").read_text() == "x = 1\n"
+    assert stored.manifest["model"]["modelName"] == "m"
+    assert stored.config.batch_size == 4
+    store.remove(stored)
+    assert not stored.directory.exists()
+
+
+@pytest.mark.parametrize(
+    ("url", "error", "text"),
+    [
+        ("", ModelNotFound, "empty url"),
+        ("missing.mar", ModelNotFound, "Model not found at: missing.mar"),
+        ("../m.mar", ModelNotFound, "Relative path is not allowed in url: ../m.mar"),
+        ("a/../../m.mar", ModelNotFound, "Relative path is not allowed"),
+        ("\0", ModelNotFound, "Model not found at"),
+        ("/", ModelNotFound, "Model not found at"),
+        ("ftp://127.0.0.1/x.mar", ModelNotFound, "Model not found at: ftp://127.0.0.1/x.mar"),
+        (
+            "http://127.0.0.1:1/x.mar",
+            DownloadFailed,
+            "Failed to download archive from: http://127.0.0.1:1/x.mar",
+        ),
+        ("FILE:///etc/passwd", DownloadFailed, "Failed to download archive"),
+    ],
+)
+def test_what_is_not_in_the_store_is_refused(
+    store: Store, url: str, error: type[ServingError], text: str
+) -> None:
+    with pytest.raises(error) as caught:
+        store.open(url)
+    assert text in caught.value.message
+
+
+def test_a_full_path_means_the_file_of_that_name_in_the_store(store: Store, root: Path) -> None:
+    pack(root / "m.mar")
+    assert store.open("/somewhere/else/m.mar").manifest.model_name == "m"
+
+
+def test_a_broken_archive_names_itself_and_the_fault(store: Store, root: Path) -> None:
+    (root / "bad.mar").write_bytes(b"this is no zip")
+    with pytest.raises(InvalidArchive) as caught:
+        store.open("bad.mar")
+    assert "bad.mar" in caught.value.detail
+
+
+def test_a_bad_model_config_leaves_nothing_behind(store: Store, root: Path, tmp_path: Path) -> None:
+    pack(root / "m.mar", config="a: [")
+    with pytest.raises(InvalidArchive, match="not valid YAML"):
+        store.unpack("m.mar", store.open("m.mar"))
+    assert [path for path in (tmp_path / "temp").rglob("*") if path.is_file()] == []
+
+
+def test_the_store_lists_archives_and_folders_only(store: Store, root: Path) -> None:
+    pack(root / "b.mar")
+    (root / "a").mkdir()
+    (root / "notes.txt").touch()
+    (root / ".hidden.mar").touch()
+    assert store.names() == ["a", "b.mar"]
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [("a.mar", "a"), ("x/my model.mar", "my_model"), ("r.1.mar", "r_1"), ("d.tar.gz", "d_tar_gz")],
+)
+def test_a_model_nobody_named_is_named_after_its_file(url: str, name: str) -> None:
+    assert default_model_name(url) == name
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a\\b", "a\0", "-a", "é", "a" * 256, "a\n"])
+def test_a_name_that_could_be_a_path_is_refused(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="Model name"):
+        check_model_name(name)
