@@ -10,7 +10,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
@@ -31,9 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add_archive_arguments(parser)
     namespace = parser.parse_args(argv)
-    # Ended by a signal, the run still removes what it has written so far.
-    signal.signal(signal.SIGTERM, _end)
-    return run_archive(namespace)
+    try:
+        with _tidy_at_sigterm():
+            return run_archive(namespace)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 def inspect_main(argv: Sequence[str] | None = None) -> int:
@@ -129,6 +132,16 @@ def _epoch_s(text: str) -> int:
 
 def _text_of(error: Exception) -> str:
     return f"FileNotFoundError: {error}" if isinstance(error, FileNotFoundError) else str(error)
+
+
+@contextmanager
+def _tidy_at_sigterm() -> Iterator[None]:
+    """Let a run that is told to end remove what it has written so far. For the main thread only."""
+    before = signal.signal(signal.SIGTERM, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _end(number: int, _frame: FrameType | None) -> NoReturn:

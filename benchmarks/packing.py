@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -71,7 +71,6 @@ def measure(folder: Path, peer: Path, rounds: int, size_mb: int) -> Result:
     """Make the model in `folder` and pack it `rounds` times with each archiver."""
     model = _make_model(folder / "model.pt", size_mb)
     ours, theirs, twin = folder / "torchere", folder / "peer", folder / "twin"
-    # The peer's site-packages hold torch too; neither command imports it.
     commands: dict[Path, list[str]] = {
         ours: [sys.executable, "-m", "torchere.archiver"],
         theirs: [str(peer)],
@@ -80,7 +79,7 @@ def measure(folder: Path, peer: Path, rounds: int, size_mb: int) -> Result:
     for number in range(rounds):
         order = [ours, theirs] if number % 2 == 0 else [theirs, ours]
         for target in order:
-            times[target].append(_timed(lambda target=target: _pack(commands[target], model, target)))
+            times[target].append(_pack(commands[target], model, target))
     _pack(commands[ours], model, twin)
     torchere_s, peer_s = statistics.median(times[ours]), statistics.median(times[theirs])
     return Result(
@@ -117,20 +116,17 @@ def _make_model(path: Path, size_mb: int) -> Path:
 
     torch.manual_seed(0)
     layers = [torch.nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(max(1, round(size_mb / _LAYER_MB)))]
-    torch.jit.script(torch.nn.Sequential(*layers)).save(str(path))
+    torch.jit.script(torch.nn.Sequential(*layers)).save(str(path))  # type: ignore[no-untyped-call]
     return path
 
 
-def _pack(command: list[str], model: Path, target: Path) -> None:
+def _pack(command: list[str], model: Path, target: Path) -> float:
+    """Run one archiver as a command of its own; returns the seconds from its start to its end."""
     target.mkdir(exist_ok=True)
     arguments = ["--model-name", "large", "--version", "1.0", "--handler", "base_handler"]
     arguments += ["--serialized-file", str(model), "--export-path", str(target), "--force"]
-    subprocess.run([*command, *arguments], check=True, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
-
-
-def _timed(action: Callable[[], None]) -> float:
     started_s = time.perf_counter()
-    action()
+    subprocess.run([*command, *arguments], check=True, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
     return time.perf_counter() - started_s
 
 

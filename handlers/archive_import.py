@@ -1,9 +1,9 @@
 """Imports the Python code of an archive under names of its own.
 
 Two archives in one process may both hold `model.py`, and an archive may hold a `json.py`. So nothing is put
-on `sys.path`: the module `net` of version 1.0 of model `m` becomes `_torchere_archive.m.1_0_<digest>.net`, and
-the imports inside it look into the archive first. That is done by giving its modules a `__builtins__` whose
-`__import__` knows the archive; CPython takes `__import__` from there for every `import` statement.
+on `sys.path`: the module `net` of version 1.0 of model `m` becomes `_torchere_archive.m.1_0_<digest>.net`,
+and the imports inside it look into the archive first. That is done by giving its modules a `__builtins__`
+whose `__import__` knows the archive; CPython takes `__import__` from there for every `import` statement.
 
 Only import statements and `__import__` are covered. `importlib.import_module("net")` inside an archive names
 a module of the process, not of the archive.

@@ -241,7 +241,7 @@ class BaseHandler:
         return self.device
 
     def warmup_data(self) -> list[dict[str, object]] | None:
-        """Example rows to run before the first request, as `data` of `handle` would hold them; None for none."""
+        """Example rows for the first runs, as `data` of `handle` would hold them; None for none."""
         return None
 
 

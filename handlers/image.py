@@ -18,7 +18,7 @@ from PIL import Image
 
 from torchere.handlers.errors import PredictionException
 
-# Where Pillow itself refuses a picture as a decompression bomb: twice its warning level, 2**30 / 4 / 3 pixels.
+# Where Pillow itself refuses a picture as a decompression bomb: twice its warning level of 2**30 / 4 / 3.
 DEFAULT_MAX_PIXELS = 178_956_970
 DEFAULT_MAX_BYTES = 256 * 2**20
 
@@ -107,8 +107,8 @@ def _too_large(found: str) -> PredictionException:
 def _not_an_image(raw: bytes) -> str:
     return (
         f"The request body is not an image: found {_describe(raw)}; expected the bytes of a JPEG, PNG or "
-        "other image file. Send them as they are (curl -T cat.jpg URL), in a form field (curl -F data=@cat.jpg "
-        "URL), or as base64 text"
+        "other image file. Send them as they are (curl -T cat.jpg URL), in a form field "
+        "(curl -F data=@cat.jpg URL), or as base64 text"
     )
 
 

@@ -168,7 +168,7 @@ class MetricsCache:
             )
         return metric
 
-    def add_metric(
+    def add_metric(  # noqa: PLR0917  # TorchServe's signature
         self,
         name: str,
         value: float,
@@ -197,7 +197,7 @@ class MetricsCache:
         """Add `value` to a counter."""
         self.add_metric(name, value, "count", idx, dimensions, MetricTypes.COUNTER)
 
-    def add_time(
+    def add_time(  # noqa: PLR0917  # TorchServe's signature
         self,
         name: str,
         value: float,
@@ -215,7 +215,7 @@ class MetricsCache:
             raise MetricsCacheValueError(f"the unit of the time {name!r} must be 'ms' or 's', found {unit!r}")
         self.add_metric(name, value, unit, idx, dimensions, metric_type)
 
-    def add_size(
+    def add_size(  # noqa: PLR0917  # TorchServe's signature
         self,
         name: str,
         value: float,
@@ -259,7 +259,7 @@ class MetricsCache:
         level = Dimension("Level", "Model" if ids else "Error")
         return (Dimension("ModelName", self.model_name), level)
 
-    def _report(
+    def _report(  # noqa: PLR0917
         self,
         name: str,
         value: float,

@@ -20,7 +20,7 @@ class Metric:
         metric_method: "counter" makes `update` add instead of replace.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917  # TorchServe's signature
         self,
         name: str,
         value: float | str,

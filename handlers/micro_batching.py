@@ -36,9 +36,6 @@ class MicroBatching:
         self._part = threading.local()
         self.parallelism = dict(parallelism or {})
 
-    def __del__(self) -> None:
-        self.shutdown()
-
     @property
     def parallelism(self) -> dict[str, int]:
         """Threads per stage, for the stages that were named; set it to change them between batches.
@@ -53,7 +50,7 @@ class MicroBatching:
         for stage, threads in parallelism.items():
             if stage not in STAGES or threads < 1:
                 # TorchServe's contract names this class of error.
-                raise AssertionError(f"parallelism[{stage!r}] = {threads}; expected 1 or more for {STAGES}")
+                raise AssertionError(f"parallelism {stage!r}: {threads}; expected 1 or more, for {STAGES}")
         self._parallelism.update(parallelism)
         self.shutdown()
         self._pools = {
@@ -63,7 +60,7 @@ class MicroBatching:
 
     def shutdown(self) -> None:
         """End the threads; running stages are finished first."""
-        for pool in getattr(self, "_pools", {}).values():  # absent when the constructor refused its arguments
+        for pool in self._pools.values():
             pool.shutdown()
 
     def get_micro_batch_idx(self) -> int:
@@ -74,9 +71,7 @@ class MicroBatching:
         """
         index = getattr(self._part, "index", None)
         if index is None:
-            raise RuntimeError(
-                "there is no micro-batch here: call it from preprocess, inference or postprocess"
-            )
+            raise RuntimeError("there is no micro-batch here: call it from a stage of the handler")
         return int(index)
 
     def handle(self, data: list[Any]) -> list[Any]:
@@ -93,7 +88,7 @@ class MicroBatching:
         return [answer for result in results for answer in result]
 
     def __call__(self, data: list[Any], context: Any) -> Any:
-        """The entry point in place of the handler's own: describe and explain stay whole, the rest is split."""
+        """Answer one batch in place of the handler's own `handle`; describe and explain stay whole."""
         started = time.perf_counter()
         handler = self.handler
         handler.context = context
@@ -106,9 +101,8 @@ class MicroBatching:
         else:
             output = self.handle(data)
         if context.metrics is not None:
-            context.metrics.add_time(
-                "HandlerTime", round((time.perf_counter() - started) * 1000, 2), None, "ms"
-            )
+            elapsed_ms = round((time.perf_counter() - started) * 1000, 2)
+            context.metrics.add_time("HandlerTime", elapsed_ms, None, "ms")
         return output
 
     def submit(self, stage: str, index: int, value: Any) -> Future[Any]:
@@ -144,7 +138,11 @@ class _PipelineRun:
         if position == len(STAGES):
             self._over.set_result(value)
             return
-        future = self._batching.submit(STAGES[position], self._index, value)
+        try:
+            future = self._batching.submit(STAGES[position], self._index, value)
+        except RuntimeError as err:  # the threads were ended meanwhile
+            self._over.set_exception(err)
+            return
         future.add_done_callback(lambda done: self._stage_done(position, done))
 
     def _stage_done(self, position: int, done: Future[Any]) -> None:

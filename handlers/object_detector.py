@@ -30,7 +30,7 @@ class ObjectDetector(VisionHandler):
 
     @timed
     def inference(self, data: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the detector; torchvision's scripted ones give (losses, detections), of which the second is it."""
+        """Run the detector; scripted ones of torchvision give (losses, detections)."""
         with torch.inference_mode():
             output = self.model(data, *args, **kwargs)
         return output[1] if isinstance(output, tuple) else output

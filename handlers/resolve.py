@@ -115,9 +115,9 @@ def _parse(handler: str) -> tuple[str, str]:
     path = match["path"].replace("/", ".") if match else ""
     if match is None or not _MODULE.fullmatch(path):
         raise HandlerLoadError(
-            f"the handler {handler!r} can't be used: expected a Python file at the top of the archive, such as "
-            f"'my_handler.py' or 'my_handler:function', or one of {', '.join(sorted(BUILT_IN_HANDLERS))}; paths "
-            "that leave the archive are refused"
+            f"the handler {handler!r} can't be used: expected a Python file of the archive, such as "
+            f"'my_handler.py' or 'my_handler:function', or one of {_known(BUILT_IN_HANDLERS)}; paths that "
+            "leave the archive are refused"
         )
     return path, match["function"] or "handle"
 
@@ -142,23 +142,21 @@ def _import_file(archive: ArchiveModules, module_name: str) -> ModuleType:
         raise HandlerLoadError(_import_failure(archive, module_name, err)) from err
     except SyntaxError as err:
         raise HandlerLoadError(
-            f"the handler file {err.filename} is not valid Python: {err.msg} in line {err.lineno}; correct it "
-            "and make the archive again"
+            f"the handler file {err.filename} is not valid Python: {err.msg} in line {err.lineno}; "
+            "correct it and make the archive again"
         ) from err
 
 
 def _import_failure(archive: ArchiveModules, module_name: str, err: ImportError) -> str:
     file = f"{module_name.replace('.', '/')}.py"
     if isinstance(err, ModuleNotFoundError) and err.name == f"{archive.prefix}.{module_name}":
-        return (
-            f"the archive holds no handler file {file}; add it with --extra-files and make the archive again"
-        )
+        return f"the archive holds no handler file {file}; add it with --handler and make the archive again"
     text = str(err).replace(f"{archive.prefix}.", "")
     if isinstance(err, ModuleNotFoundError):
         missing = (err.name or "").replace(f"{archive.prefix}.", "")
         return (
-            f"the handler file {file} was found, but its code imports {missing!r}, which is not there ({text}); "
-            "add the file with --extra-files, or install the package in the server's environment"
+            f"the handler file {file} was found, but its code imports {missing!r}, which is not there "
+            f"({text}); add the file with --extra-files, or install the package in the server's environment"
         )
     return f"the handler file {file} was found, but an import in its code failed: {text}"
 
@@ -187,11 +185,16 @@ def _initialised(handler_class: type, module: ModuleType, context: Context) -> E
         instance: Any = handler_class()
     except TypeError as err:
         raise HandlerLoadError(
-            f"the class {handler_class.__name__} in {module.__file__} can't be constructed without arguments: {err}"
+            f"the class {handler_class.__name__} in {module.__file__} can't be constructed without "
+            f"arguments: {err}"
         ) from err
     instance.initialize(context)
-    # Looked up at each call: handlers may replace their own `handle`, as MicroBatching's users do.
-    return EntryPoint(lambda data, ctx: instance.handle(data, ctx), instance)
+
+    def call(data: Any, ctx: Context) -> Any:
+        # Looked up at each call: handlers may replace their own `handle`, as MicroBatching's users do.
+        return instance.handle(data, ctx)
+
+    return EntryPoint(call, instance)
 
 
 def _built_in(handler: str, module_name: str, model_dir: str, context: Context) -> EntryPoint:
@@ -203,25 +206,29 @@ def _built_in(handler: str, module_name: str, model_dir: str, context: Context) 
         )
     if name not in BUILT_IN_HANDLERS:
         raise HandlerLoadError(
-            f"the handler {handler!r} is neither a file in the archive ({model_dir} holds no {module_name}.py) "
-            f"nor one of {', '.join(sorted(BUILT_IN_HANDLERS))}; check the spelling of --handler"
+            f"the handler {handler!r} is neither a file of the archive ({model_dir} holds no "
+            f"{module_name}.py) nor one of {_known(BUILT_IN_HANDLERS)}; check the spelling of --handler"
         )
     module, class_name = BUILT_IN_HANDLERS[name].split(":")
     imported = importlib.import_module(module)
     return _initialised(getattr(imported, class_name), imported, context)
 
 
+def _known(table: dict[str, str]) -> str:
+    return ", ".join(sorted(table))
+
+
 def _envelope(name: str) -> Any:
     if name not in ENVELOPES:
         raise HandlerLoadError(
-            f"the service envelope {name!r} does not exist; expected one of {', '.join(sorted(ENVELOPES))}"
+            f"the service envelope {name!r} does not exist; expected one of {_known(ENVELOPES)}"
         )
     module, class_name = ENVELOPES[name].split(":")
     return getattr(importlib.import_module(module), class_name)
 
 
 def list_classes_from_module(module: ModuleType, parent_class: type | None = None) -> list[type]:
-    """The classes that the module itself defines, in name order; only subclasses of `parent_class` if given."""
+    """The classes that the module itself defines, by name; only subclasses of `parent_class` if given."""
     defined = [
         member
         for _, member in inspect.getmembers(module, inspect.isclass)

@@ -32,7 +32,7 @@ def send_intermediate_predict_response(
         return
     if len(ret) != len(req_id_map):
         raise ValueError(
-            f"{len(ret)} intermediate answers for a batch of {len(req_id_map)}: send one per request, in order"
+            f"{len(ret)} partial answers for a batch of {len(req_id_map)}: send one per request, in order"
         )
     if code != 200:
         context.set_all_response_status(code, message)

@@ -33,11 +33,13 @@ def load_torchscript(
     """
     with _LOAD_LOCK, _engine(quantized_engine):
         try:
-            module: torch.jit.ScriptModule = torch.jit.load(path, map_location=device)
+            module: torch.jit.ScriptModule = torch.jit.load(  # type: ignore[no-untyped-call]
+                path, map_location=device
+            )
         except RuntimeError as err:
             raise RuntimeError(
-                f"{path} can't be loaded as TorchScript ({err}); expected a file written by torch.jit.save. If it "
-                "holds a state_dict, name the file with the model's class with --model-file"
+                f"{path} can't be loaded as TorchScript ({err}); expected a file written by torch.jit.save. "
+                "If it holds a state_dict, name the file with the model's class with --model-file"
             ) from err
     return (
         module.eval() if getattr(module, "training", False) else module

@@ -122,4 +122,4 @@ def install() -> None:
     It goes before an installed TorchServe. Modules of one that were imported earlier stay as they are.
     """
     if _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)  # type: ignore[arg-type]  # duck-typed, as the import system is
+        sys.meta_path.insert(0, _finder)

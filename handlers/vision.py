@@ -87,8 +87,8 @@ class VisionHandler(BaseHandler):
         if value is None:
             fields = ", ".join(map(repr, row)) if isinstance(row, dict) else repr(row)
             raise PredictionException(
-                f"The request has no image: found the fields {fields}; expected 'data' or 'body' with the bytes "
-                "of an image file (curl -T cat.jpg URL, or curl -F data=@cat.jpg URL)",
+                f"The request has no image: found the fields {fields}; expected 'data' or 'body' with the "
+                "bytes of an image file (curl -T cat.jpg URL, or curl -F data=@cat.jpg URL)",
                 400,
             )
         return _numbers(value)
@@ -103,7 +103,7 @@ def _numbers(value: object) -> torch.Tensor:
         return torch.FloatTensor(value)
     except (TypeError, ValueError, RuntimeError, OverflowError) as err:
         raise PredictionException(
-            f"The request has a {type(value).__name__} that is not an image ({err}); expected the bytes of an "
-            "image file, base64 text, or nested lists of numbers in the shape of the model's input",
+            f"The request has a {type(value).__name__} that is not an image ({err}); expected the bytes of "
+            "an image file, base64 text, or nested lists of numbers in the shape of the model's input",
             400,
         ) from err

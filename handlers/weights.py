@@ -1,4 +1,4 @@
-"""Which kind of model an archive holds: decided from its manifest and its files, before anything is loaded."""
+"""Which kind of model an archive holds: decided from its manifest and its files, before loading."""
 
 from __future__ import annotations
 

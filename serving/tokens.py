@@ -69,7 +69,7 @@ class KeyRing:
         self._keys: Mapping[TokenKind, _Key] = {kind: self._new_key(kind) for kind in _NAMES_IN_FILE}
         _write_private(path, _document(self._keys))
 
-    def check(self, kind: TokenKind, authorization: str | None) -> None:
+    def authorize(self, kind: TokenKind, authorization: str | None) -> None:
         """Let a call pass that carries the key of this kind, as `Bearer <key>`.
 
         Raises:
@@ -78,23 +78,23 @@ class KeyRing:
         if not self._accepts(kind, authorization):
             raise Unauthorized(_REFUSED)
 
-    def regenerate(self, kind: str, authorization: str | None) -> None:
+    def renew(self, wanted: str | None, authorization: str | None) -> None:
         """Replace the management or inference key (the token API); the old one is void at once.
 
         Args:
-            kind: "management" or "inference", as the client spelt it.
+            wanted: "management" or "inference", as the client spelt it.
             authorization: Must carry the API key.
 
         Raises:
-            Unauthorized: it does not, or `kind` is something else.
+            Unauthorized: it does not, or `wanted` is something else.
             KeyFileUnwritable: the old key stays in force.
         """
         allowed = self._accepts("api", authorization)
-        wanted = next((renewable for renewable in _RENEWABLE if renewable == kind), None)
-        if not allowed or wanted is None:
+        kind = next((kind for kind in _RENEWABLE if kind == wanted), None)
+        if not allowed or kind is None:
             raise Unauthorized(_NOT_RENEWED)
         with self._writing:
-            keys = {**self._keys, wanted: self._new_key(wanted)}
+            keys = {**self._keys, kind: self._new_key(kind)}
             _write_private(self.path, _document(keys))
             self._keys = keys
 

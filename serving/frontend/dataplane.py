@@ -27,6 +27,8 @@ class DataPlane:
     def __init__(self, registry: Registry, metrics: Metrics) -> None:
         self._registry = registry
         self._metrics = metrics
+        self.accepted = 0  # predictions that were admitted
+        self.answered = 0  # those of them that have an answer, or an error, or nobody who waits for one
         self._started = False
         self._draining = False
 
@@ -50,11 +52,14 @@ class DataPlane:
             pending = target.batcher.submit(_with_deadline(request, target), group)
         except QueueFull as err:
             raise QueueFull(_worded(err.message, model, version), err.retry_after_s) from None
+        self.accepted += 1
         try:
             response = await pending.answer
         except asyncio.CancelledError:  # nobody waits any more
             target.batcher.withdraw(pending)
             raise
+        finally:
+            self.answered += 1
         total_s = time.monotonic() - pending.enqueued_s
         self._metrics.prediction_answered(model, version, total_s, pending.dequeued_s - pending.enqueued_s)
         return response

@@ -131,7 +131,6 @@ def test_a_source_date_epoch_that_is_none_is_refused(arguments: list[str], value
 
 
 def test_ended_by_a_signal_it_leaves_nothing_behind(arguments: list[str], tmp_path: Path) -> None:
-    """A pipe as the standard error keeps it in the middle of its work: nobody reads the warning it writes."""
     out = tmp_path / "out"
     big = tmp_path / "big.pt"
     with open(big, "wb") as file:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,8 +12,8 @@ from torchere.archiver.errors import PackingError
 from torchere.archiver.request import ArchiveRequest
 
 
-def request_of(handler: str = "base_handler", **fields: object) -> ArchiveRequest:
-    return ArchiveRequest(**{"model_name": "m", "version": "1", "handler": handler, **fields})  # type: ignore[arg-type]
+def request_of(handler: str = "base_handler", **fields: Any) -> ArchiveRequest:
+    return ArchiveRequest(**{"model_name": "m", "version": "1", "handler": handler, **fields})
 
 
 @pytest.mark.parametrize("name", ["m", "0", "Resnet-18_v1.5"])
@@ -33,7 +34,7 @@ def test_a_model_name_with_special_characters_is_refused_with_the_known_text(nam
 
 
 @pytest.mark.parametrize("fields", [{"runtime": "ruby"}, {"archive_format": "rar"}])
-def test_an_unknown_choice_is_refused(fields: dict[str, object]) -> None:
+def test_an_unknown_choice_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(PackingError, match="use one of"):
         request_of(**fields).check()
 

@@ -63,6 +63,11 @@ def test_files_that_lie_in_no_common_folder_keep_their_names(
     assert [entry.name for entry in open_archive(tgz_of(*((name, b"") for name in names))).entries] == read
 
 
+def test_the_directory_that_was_packed_by_its_dot_is_no_entry(tgz_of: Maker) -> None:
+    path = tgz_of((member(".", tarfile.DIRTYPE), b""), ("./a", b"1"), (member("./d", tarfile.DIRTYPE), b""))
+    assert [entry.name for entry in open_archive(path).entries] == ["a"]
+
+
 @pytest.mark.parametrize("style", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_long_and_foreign_names_are_read(tgz_of: Maker, tmp_path: Path, style: int) -> None:
     name = "m/" + "/".join(["ordner-ü" * 10] * 5)

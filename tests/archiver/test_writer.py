@@ -178,7 +178,7 @@ def test_a_file_that_changes_while_it_is_packed_is_an_error(
             (sources / "extra" / "names.json").write_bytes(after)
         return status
 
-    monkeypatch.setattr(writer.os, "fstat", writes_meanwhile)
+    monkeypatch.setattr(os, "fstat", writes_meanwhile)
     request = request_for(archive_format=archive_format)
     with pytest.raises((PackingError, OSError), match=r"changed while|unexpected end"):
         write_archive(request)

@@ -269,7 +269,7 @@ class _Unseekable(io.RawIOBase):
 @pytest.mark.parametrize("wide", [False, True])
 def test_archives_written_to_a_pipe_are_read(tmp_path: Path, wide: bool) -> None:
     pipe = _Unseekable()
-    with zipfile.ZipFile(pipe, "w", zipfile.ZIP_DEFLATED) as archive:  # type: ignore[call-overload]
+    with zipfile.ZipFile(pipe, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in ("a", "b"):
             with archive.open(name, "w", force_zip64=wide) as entry:
                 entry.write(b"data" * 50)

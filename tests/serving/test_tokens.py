@@ -43,7 +43,7 @@ def bearer(ring: KeyRing, name: str) -> str:
 
 def refused(ring: KeyRing, kind: TokenKind, authorization: str | None) -> bool:
     try:
-        ring.check(kind, authorization)
+        ring.authorize(kind, authorization)
     except Unauthorized as err:
         return str(err) == REFUSED
     return False
@@ -117,7 +117,7 @@ def test_keys_expire_except_the_api_key(ring: KeyRing, clock: FakeClock) -> None
 def test_renewing_voids_the_old_key_and_leaves_the_others(ring: KeyRing, clock: FakeClock) -> None:
     old, management = bearer(ring, "inference"), bearer(ring, "management")
     clock.now_s += 7200
-    ring.regenerate("inference", bearer(ring, "API"))
+    ring.renew("inference", bearer(ring, "API"))
     assert refused(ring, "inference", old)
     assert not refused(ring, "inference", bearer(ring, "inference"))
     assert bearer(ring, "management") == management
@@ -128,13 +128,13 @@ def test_renewing_voids_the_old_key_and_leaves_the_others(ring: KeyRing, clock: 
 def test_only_the_two_expiring_keys_can_be_renewed(ring: KeyRing, wanted: str) -> None:
     before = ring.path.read_text()
     with pytest.raises(Unauthorized, match=re.escape(NOT_RENEWED)):
-        ring.regenerate(wanted, bearer(ring, "API"))
+        ring.renew(wanted, bearer(ring, "API"))
     assert ring.path.read_text() == before
 
 
 def test_renewing_needs_the_api_key(ring: KeyRing) -> None:
     with pytest.raises(Unauthorized, match=re.escape(NOT_RENEWED)):
-        ring.regenerate("management", bearer(ring, "management"))
+        ring.renew("management", bearer(ring, "management"))
 
 
 def test_a_directory_that_is_not_there_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_when_the_file_can_not_be_written_the_old_key_stays_in_force(ring: KeyRi
     ring.path.unlink()
     ring.path.mkdir()  # nothing can be moved onto a directory
     with pytest.raises(KeyFileUnwritable):
-        ring.regenerate("inference", api)
+        ring.renew("inference", api)
     assert not refused(ring, "inference", inference)
     assert os.listdir(ring.path.parent) == ["key_file.json"]
 
@@ -157,7 +157,7 @@ def test_when_the_file_can_not_be_written_the_old_key_stays_in_force(ring: KeyRi
 def test_keys_renewed_at_once_leave_file_and_memory_agreeing(ring: KeyRing) -> None:
     api = bearer(ring, "API")
     threads = [
-        threading.Thread(target=ring.regenerate, args=(kind, api)) for kind in ("inference", "management") * 4
+        threading.Thread(target=ring.renew, args=(kind, api)) for kind in ("inference", "management") * 4
     ]
     for thread in threads:
         thread.start()

@@ -48,4 +48,4 @@ async def _refuse(requests: Any, context: Any) -> None:
 
 
 # Stream to stream, because that shape takes any call without reading its request first.
-_REFUSAL = grpc.stream_stream_rpc_method_handler(_refuse)  # type: ignore[arg-type]
+_REFUSAL: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(_refuse)

@@ -53,7 +53,7 @@ class ManagementService:
         return ManagementResponse(msg=description.versions_text(versions))
 
     async def list_models(self, request: ListModelsRequest, context: Context) -> ManagementResponse:
-        """The JSON of REST's list. (TorchServe takes an unset limit for an empty page.)"""
+        """The JSON of REST's list; an unset limit means a full page (an empty one, in TorchServe)."""
         limit = request.limit if 0 < request.limit <= PAGE_SIZE else PAGE_SIZE
         page = self._controlplane.list_models(limit, max(0, request.next_page_token))
         return ManagementResponse(msg=description.page_text(page))
@@ -98,9 +98,8 @@ class ManagementService:
     async def unregister(self, request: UnregisterModelRequest, context: Context) -> ManagementResponse:
         """Remove a version once its requests are answered."""
         if not request.model_name:
-            raise InvalidRequest(
-                "Parameter url is required."
-            )  # the name of another parameter, as in TorchServe
+            # It names another parameter; so does TorchServe.
+            raise InvalidRequest("Parameter url is required.")
         await self._controlplane.unregister(request.model_name, request.model_version or None)
         return ManagementResponse(msg=wording.unregistered(request.model_name))
 

@@ -47,18 +47,13 @@ def _handler(
     service_name: str, method: MethodDescriptor, implementation: Any, table: Table
 ) -> grpc.RpcMethodHandler[Any, Any]:
     frame = _frame(f"{service_name}/{method.name}", table)
-    codec = {
-        "request_deserializer": GetMessageClass(method.input_type).FromString,
-        "response_serializer": Message.SerializeToString,
-    }
+    decode = GetMessageClass(method.input_type).FromString
+    encode = GetMessageClass(method.output_type).SerializeToString
     if not method.server_streaming:
-        return grpc.unary_unary_rpc_method_handler(_unary(implementation, frame), **codec)
-    kind = (
-        grpc.stream_stream_rpc_method_handler
-        if method.client_streaming
-        else grpc.unary_stream_rpc_method_handler
-    )
-    return kind(_stream(implementation, frame), **codec)
+        return grpc.unary_unary_rpc_method_handler(_unary(implementation, frame), decode, encode)
+    if method.client_streaming:
+        return grpc.stream_stream_rpc_method_handler(_stream(implementation, frame), decode, encode)
+    return grpc.unary_stream_rpc_method_handler(_stream(implementation, frame), decode, encode)
 
 
 Frame = Callable[[Context], AbstractAsyncContextManager[None]]

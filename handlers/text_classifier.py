@@ -1,0 +1,65 @@
+"""Names what a text is about."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchere.handlers.errors import PredictionException
+from torchere.handlers.labels import map_class_to_label
+from torchere.handlers.text import TextHandler, ngrams
+from torchere.handlers.timer import timed
+
+
+class TextClassifier(TextHandler):
+    """Answers a text with the probability of every class, `{name: probability}`, in class order.
+
+    The model is called with (token indices [n], offsets [1]), as `torch.nn.EmbeddingBag` takes them, and
+    gives scores [1, classes] before softmax. Only the first request of a batch is read, so the model needs
+    batchSize 1.
+    """
+
+    ngrams = 2
+
+    @timed
+    def preprocess(self, data: Any) -> Any:
+        """Clean the text up and look its words and word pairs up in the vocabulary.
+
+        Raises:
+            PredictionException: 400, the request has no text, or it is not UTF-8.
+            KeyError: a word is not in a vocabulary that is a plain dict.
+        """
+        text = _text_of(data[0])
+        text = self._expand_contractions(self._remove_html_tags(text).lower())
+        text = self._remove_punctuation(self._remove_accented_characters(text))
+        tokens = ngrams(self._tokenize(text), self.ngrams)
+        indices = [self.source_vocab[token] for token in tokens]
+        return torch.as_tensor(indices, dtype=torch.int64, device=self.device)
+
+    @timed
+    def inference(self, data: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the model on all tokens as one text."""
+        with torch.inference_mode():
+            return self.model(data, torch.zeros(1, dtype=torch.int64, device=self.device), *args, **kwargs)
+
+    @timed
+    def postprocess(self, data: Any) -> Any:
+        """Softmax, and the names of the classes."""
+        return map_class_to_label(torch.softmax(data, dim=1).tolist(), self.mapping)
+
+
+def _text_of(row: Any) -> str:
+    value = (row.get("data") or row.get("body")) if isinstance(row, dict) else row
+    if isinstance(value, (bytes, bytearray)):
+        try:
+            return bytes(value).decode()
+        except UnicodeDecodeError as err:
+            raise PredictionException(f"The request body is not UTF-8 text: {err}", 400) from err
+    if not isinstance(value, str):
+        raise PredictionException(
+            f"The request has no text: found a {type(value).__name__}; expected text under 'data' or 'body' "
+            "(curl -H 'Content-Type: text/plain' --data-binary @story.txt URL)",
+            400,
+        )
+    return value

@@ -1,0 +1,146 @@
+"""A real server process on free ports, started as users start it."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROPERTIES = """
+inference_address=http://127.0.0.1:0
+management_address=http://127.0.0.1:0
+metrics_address=http://127.0.0.1:0
+grpc_inference_port=0
+grpc_management_port=0
+default_workers_per_model=1
+"""
+
+
+@dataclass
+class Reply:
+    """One HTTP answer."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+@dataclass
+class RunningServer:
+    """A server process; `rest` and `grpc` hold host:port by API."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+    rest: dict[str, str] = field(default_factory=dict)
+    grpc: dict[str, str] = field(default_factory=dict)
+
+    def call(
+        self, method: str, path: str, body: bytes | None = None, *, api: str = "inference", **headers: str
+    ) -> Reply:
+        names = {name.replace("_", "-"): value for name, value in headers.items()}
+        request = urllib.request.Request(f"http://{self.rest[api]}{path}", body, names, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return Reply(answer.status, dict(answer.headers), answer.read())
+        except urllib.error.HTTPError as err:
+            with err:
+                return Reply(err.code, dict(err.headers), err.read())
+
+    def register(self, archive: str, **options: object) -> Reply:
+        query = "&".join([f"url={archive}", *(f"{key}={value}" for key, value in options.items())])
+        return self.call("POST", f"/models?{query}", api="management")
+
+    def follow(self, wanted: str) -> None:
+        """Wait until a text is in the log."""
+        follow(self, wanted)
+
+    def log(self) -> str:
+        return (self.folder / "server.log").read_text()
+
+    def stop(self) -> int:
+        """SIGTERM, and wait for the end."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+
+def start(folder: Path, *arguments: str, properties: str = "") -> RunningServer:
+    """Start `torchere serve` in `folder`, whose `store` is the model store, and wait until it is up."""
+    (folder / "config.properties").write_text(PROPERTIES + properties)
+    command = [
+        *(sys.executable, "-m", "torchere.serving", "serve", "--ncs", "--log-format", "json"),
+        *("--model-store", "store", "--ts-config", "config.properties", *arguments),
+    ]
+    with (folder / "server.log").open("w") as log:
+        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT, text=True)
+    server = RunningServer(process, folder)
+    follow(server, "Model server started.")
+    for api, address in re.findall(r"(\w+) API: http://([\d.:]+)", server.log()):
+        server.rest[api.lower()] = address
+    for api, address in re.findall(r"(\w+) gRPC: ([\d.:]+)", server.log()):
+        server.grpc[api.lower()] = address
+    return server
+
+
+def follow(server: RunningServer, wanted: str) -> None:
+    """Wait until a text is in the log; fails when the process ends before."""
+    with (server.folder / "server.log").open() as log:
+        seen = ""
+        while wanted not in seen:
+            seen += log.read()
+            try:
+                server.process.wait(0.02)
+            except subprocess.TimeoutExpired:
+                continue
+            seen += log.read()
+            assert wanted in seen, f"the server ended with {server.process.returncode}:\n{seen}"
+
+
+@pytest.fixture
+def start_server(tmp_path: Path) -> Iterator[Callable[..., RunningServer]]:
+    """Starts servers on the archives in `tmp_path / "store"`; stops them at the end."""
+    (tmp_path / "store").mkdir(exist_ok=True)
+    servers: list[RunningServer] = []
+
+    def starter(*arguments: str, properties: str = "") -> RunningServer:
+        servers.append(start(tmp_path, *arguments, properties=properties))
+        return servers[-1]
+
+    yield starter
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture
+def open_server(start_server: Callable[..., RunningServer]) -> RunningServer:
+    """A server without tokens, with the model API, and nothing loaded."""
+    return start_server("--disable-token-auth", "--enable-model-api")
+
+
+@pytest.fixture
+def pack(tmp_path: Path) -> Callable[..., str]:
+    """Writes an archive into the store: files by name, and manifest members."""
+
+    def packer(name: str, files: dict[str, str | bytes], **model: str) -> str:
+        store = tmp_path / "store"
+        store.mkdir(exist_ok=True)
+        described = {"modelName": name, "modelVersion": "1.0", **model}
+        with zipfile.ZipFile(store / f"{name}.mar", "w") as archive:
+            for file, content in files.items():
+                archive.writestr(file, content)
+            archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": described}))
+        return f"{name}.mar"
+
+    return packer

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def test_system_properties_are_those_of_the_contract(make_context: Any, tmp_path: Path) -> None:
+    context = make_context(tmp_path, limit_max_image_pixels=False)
+    assert context.system_properties == {
+        "model_dir": str(tmp_path),
+        "gpu_id": None,
+        "batch_size": 1,
+        "server_name": "MMS",
+        "server_version": "0.12.0",
+        "limit_max_image_pixels": False,
+    }
+    assert context.model_yaml_config == {}
+    assert context.request_processor is None
+
+
+def test_ids_and_headers_are_those_of_the_current_batch(make_context: Any, begin: Any, tmp_path: Path) -> None:
+    context = make_context(tmp_path)
+    assert context.get_request_id() is None
+    begin(context, 2, **{"X-Test": "yes"})
+    assert context.request_ids == {0: "request-0", 1: "request-1"}
+    assert context.get_request_id(1) == "request-1"
+    assert context.get_request_header(1, "X-Test") == "yes"
+    assert context.get_request_header(1, "x-test") is None
+    assert context.get_all_request_header(0) == {"X-Test": "yes"}
+    begin(context, 1)
+    assert context.request_ids == {0: "request-0"}
+
+
+def test_a_handler_cannot_change_the_headers_of_a_request(make_context: Any, begin: Any, tmp_path: Path) -> None:
+    context = make_context(tmp_path)
+    begin(context, 1, a="1")
+    context.get_all_request_header(0)["a"] = "2"
+    assert context.get_request_header(0, "a") == "1"
+
+
+def test_status_and_headers_of_responses_are_kept_per_request(make_context: Any, begin: Any, tmp_path: Path) -> None:
+    context = make_context(tmp_path)
+    begin(context, 2)
+    context.set_response_status(code=418, phrase="teapot", idx=1)
+    context.set_response_content_type(1, "text/x")
+    context.set_response_header(1, "x-answer", "42")
+    assert context.get_response_status(0) == (200, None)
+    assert context.get_response_status(1) == (418, "teapot")
+    assert context.get_response_headers(1) == {"content-type": "text/x", "x-answer": "42"}
+    assert context.get_response_content_type(1) == "text/x"
+    assert context.get_response_content_type(0) is None
+    processor = context.request_processor[1]
+    assert (processor.status_code, processor.reason_phrase) == (418, "teapot")
+    assert processor.response_headers["x-answer"] == processor.get_response_header("x-answer") == "42"
+    context.set_all_response_status(503, "later")
+    assert [context.get_response_status(i) for i in (0, 1)] == [(503, "later")] * 2
+
+
+def test_a_header_value_that_is_not_text_is_refused(make_context: Any, begin: Any, tmp_path: Path) -> None:
+    context = make_context(tmp_path)
+    begin(context, 1)
+    with pytest.raises(TypeError, match="convert it with str"):
+        context.set_response_header(0, "x-count", 3)
+
+
+def test_setting_a_status_outside_a_batch_does_nothing(make_context: Any, tmp_path: Path) -> None:
+    context = make_context(tmp_path)
+    context.set_response_status(500, "x")
+    with pytest.raises(RuntimeError, match="during handle"):
+        context.get_response_status(0)
+
+
+def test_a_new_batch_forgets_the_stopping_criteria(make_context: Any, begin: Any, tmp_path: Path) -> None:
+    context = make_context(tmp_path)
+    begin(context, 1)
+    context.stopping_criteria = [lambda result: True]
+    begin(context, 1)
+    assert context.stopping_criteria is None
+
+
+def test_the_name_of_the_sequence_header_comes_from_the_environment(
+    make_context: Any, begin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert make_context(tmp_path).header_key_sequence_start == "ts_request_sequence_start"
+    monkeypatch.setenv("TS_REQUEST_SEQUENCE_ID", "seq")
+    context = make_context(tmp_path)
+    begin(context, 1, seq="7")
+    assert context.get_sequence_id(0) == "7"

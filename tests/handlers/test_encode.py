@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import enum
+import io
+import json
+import math
+from collections import OrderedDict, namedtuple
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchere.handlers.encode import decode_input, encode_answer
+from torchere.handlers.errors import UnsupportedOutput
+
+_numbers = st.one_of(st.integers(), st.floats())
+_scalars = st.one_of(st.none(), st.booleans(), _numbers, st.text())
+_keys = st.one_of(st.text(), st.integers(), st.floats(), st.booleans(), st.none())
+_values = st.recursive(
+    st.one_of(_scalars, st.lists(st.floats(), min_size=6, max_size=20)),
+    lambda inner: st.one_of(
+        st.lists(inner), st.dictionaries(_keys, inner), st.tuples(inner, inner), st.lists(st.tuples(_numbers))
+    ),
+    max_leaves=20,
+)
+
+
+def _expected(value: Any) -> bytes:
+    return value.encode() if isinstance(value, str) else json.dumps(value, indent=2).encode()
+
+
+@given(_values)
+@settings(max_examples=400)
+def test_json_answers_are_byte_for_byte_those_of_the_standard_library(value: Any) -> None:
+    try:
+        expected = _expected(value)
+    except UnicodeEncodeError:  # a lone surrogate can't be sent as text
+        with pytest.raises(UnsupportedOutput):
+            encode_answer(value)
+        return
+    assert encode_answer(value) == expected
+
+
+@given(st.lists(st.floats(), min_size=8, max_size=64))
+@settings(max_examples=400)
+def test_long_lists_of_floats_are_too(values: list[float]) -> None:
+    assert encode_answer({"y": values, "n": [values]}) == _expected({"y": values, "n": [values]})
+
+
+def test_floats_at_every_change_of_notation_are_too() -> None:
+    powers = [10.0**exponent for exponent in range(-25, 26)]
+    around = [f(p) for p in powers for f in (float, lambda p: math.nextafter(p, 0.0), lambda p: -p * 1.5)]
+    values = [*around, 0.0, -0.0, 5e-324, 1.7976931348623157e308, math.inf, -math.inf, math.nan, 1 / 3]
+    assert encode_answer(values) == _expected(values)
+
+
+class _Colour(enum.IntEnum):
+    RED = 3
+
+
+_Pair = namedtuple("_Pair", "a b")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [],
+        {},
+        [[]],
+        {"a": {}},
+        {"a": [], "b": [{}]},
+        ({},),
+        [1, [2, [3]]],
+        {"a": [1, {"b": None}], "c": "é\u2028\U0001f600"},
+        {1: "int", 1.5: "float", True: [1], None: {"x": 1}},
+        [_Colour.RED, {"c": _Colour.RED}],
+        _Pair(1, [2]),
+        OrderedDict(b=1, a=[2]),
+        [np.float64(0.1)] * 10,
+        {"x": np.float64(0.25)},
+        0.5,
+        True,
+        None,
+        10**40,
+    ],
+)
+def test_special_values_are_encoded_like_the_standard_library_does(value: object) -> None:
+    assert encode_answer(value) == _expected(value)
+
+
+def test_bytes_and_text_go_out_as_they_are() -> None:
+    assert encode_answer(b"\x00\x01") == b"\x00\x01"
+    assert encode_answer(bytearray(b"ab")) == b"ab"
+    assert encode_answer("é") == b"\xc3\xa9"
+
+
+def test_a_tensor_is_saved_and_reads_back() -> None:
+    tensor = torch.arange(6.0).reshape(2, 3)
+    again = torch.load(io.BytesIO(encode_answer(tensor)), weights_only=True)
+    assert torch.equal(again, tensor)
+
+
+def test_a_row_of_a_batch_does_not_carry_the_other_rows() -> None:
+    batch = torch.zeros(1000, 4)
+    batch[1] = 7.0
+    body = encode_answer(batch[0])
+    assert len(body) < 4000
+    assert torch.equal(torch.load(io.BytesIO(body), weights_only=True), batch[0])
+
+
+def _endless() -> list[object]:
+    items: list[object] = []
+    items.append(items)
+    return items
+
+
+def _deep(levels: int) -> list[object]:
+    items: list[object] = []
+    for _ in range(levels):
+        items = [items]
+    return items
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        object(),
+        {1, 2},
+        [np.float32(0.5)],
+        [0.5] * 9 + [np.float32(0.5)],
+        np.zeros(3),
+        {"a": np.int64(1)},
+        {(1, 2): 3},
+        {(1, 2): [3]},
+        [b"bytes inside"],
+        [torch.zeros(1)],
+        "\ud800",
+        _endless(),
+        _deep(100_000),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_cannot_be_sent_is_refused(value: object) -> None:
+    with pytest.raises(UnsupportedOutput, match="can't be sent"):
+        encode_answer(value)
+
+
+@pytest.mark.parametrize(
+    ("body", "content_type", "expected"),
+    [
+        (b'{"a": [1, 2.5, null]}', "application/json", {"a": [1, 2.5, None]}),
+        (b"NaN", "application/json", None),
+        (b'{"a": 1}', "application/JSON", bytearray(b'{"a": 1}')),
+        (b'{"a": 1}', "application/json; charset=utf-8", bytearray(b'{"a": 1}')),
+        (b"{broken", "application/json", bytearray(b"{broken")),
+        (b'"\xff"', "application/json", bytearray(b'"\xff"')),
+        (b"", "application/json", bytearray()),
+        (b"hello", "text/plain", "hello"),
+        (b"a,b", "text/csv", "a,b"),
+        (b"\xff\xfe", "text/plain", bytearray(b"\xff\xfe")),
+        (b"hello", "", bytearray(b"hello")),
+        (b"\xff\xd8", "image/jpeg", bytearray(b"\xff\xd8")),
+        (b"", "", bytearray()),
+    ],
+)
+def test_the_content_type_decides_what_the_handler_reads(body: bytes, content_type: str, expected: object) -> None:
+    decoded = decode_input(body, content_type)
+    if expected is None:
+        assert isinstance(decoded, float)
+        assert math.isnan(decoded)
+    else:
+        assert decoded == expected
+        assert type(decoded) is type(expected)
+
+
+def test_without_decoding_everything_stays_bytes() -> None:
+    assert decode_input(b"{}", "application/json", decode=False) == bytearray(b"{}")
+
+
+def test_what_is_not_what_it_claims_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    decode_input(b"{broken", "application/json")
+    assert "application/json can't be decoded" in caplog.text
+
+
+def test_json_nested_too_deeply_stays_bytes() -> None:
+    body = b"[" * 200_000 + b"]" * 200_000
+    assert decode_input(body, "application/json") == bytearray(body)
+
+
+def test_a_number_with_too_many_digits_stays_bytes() -> None:
+    body = b"1" * 10_000
+    assert decode_input(body, "application/json") == bytearray(body)
+
+
+@given(st.recursive(_scalars, lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(), inner))))
+@settings(max_examples=300)
+def test_json_requests_read_as_the_standard_library_reads_them(value: object) -> None:
+    body = json.dumps(value).encode()
+    assert repr(decode_input(body, "application/json")) == repr(json.loads(body))
+
+
+@given(st.from_regex(r"\s*-?[0-9]{1,25}(\.[0-9]{1,25})?([eE][+-]?[0-9]{1,3})?\s*", fullmatch=True))
+def test_so_do_numbers_in_any_notation(text: str) -> None:
+    try:
+        expected: object = json.loads(text)
+    except ValueError:
+        expected = bytearray(text.encode())
+    assert repr(decode_input(text.encode(), "application/json")) == repr(expected)

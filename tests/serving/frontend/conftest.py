@@ -1,0 +1,240 @@
+"""Planes that answer what a test tells them to, and a client that calls an ASGI app without a socket."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from torchere.serving.errors import ModelNotFound, Unauthorized, VersionNotFound
+from torchere.serving.execution.executor import ExecutorState, ExecutorStatus
+from torchere.serving.frontend.controlplane import ModelPage, Progress, Registered, VersionDescription
+from torchere.serving.frontend.dataplane import Readiness
+from torchere.serving.frontend.rest.app import listener_app
+from torchere.serving.frontend.services import Services
+from torchere.serving.registry.version import VersionState
+from torchere.serving.settings import Limits, ModelSettings, ServerSettings
+from torchere.serving.telemetry.metrics import Metrics
+from torchere.serving.types import InferRequest, InferResponse, ModelKey
+
+
+class FakeDataPlane:
+    """Knows the model `echo` in version `1.0`, and answers with the first parameter's value.
+
+    Set `behave` to answer otherwise; it gets the request and may raise or wait. `asked` keeps every
+    (model, version, request), and `withdrawn` counts the calls that were cancelled.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str | None, InferRequest]] = []
+        self.behave: Callable[[InferRequest], Awaitable[Any]] | None = None
+        self.withdrawn = 0
+        self.sole: str | None = None
+        self.signature: str | None = None
+        self.is_healthy = True
+        self.is_ready = Readiness(True)
+
+    async def infer(self, model: str, version: str | None, request: InferRequest) -> Any:
+        self.check_exists(model, version)
+        self.asked.append((model, version, request))
+        if self.behave is None:
+            return InferResponse(request.parameters[0].value if request.parameters else b"")
+        try:
+            return await self.behave(request)
+        except asyncio.CancelledError:
+            self.withdrawn += 1
+            raise
+
+    def check_exists(self, model: str, version: str | None) -> None:
+        if model != "echo":
+            raise ModelNotFound.named(model)
+        if version not in (None, "1.0"):
+            raise VersionNotFound.of(model, version)
+
+    def sole_startup_model(self) -> str | None:
+        return self.sole
+
+    def signature_text(self, model: str, version: str | None) -> str | None:
+        self.check_exists(model, version)
+        return self.signature
+
+    def healthy(self) -> bool:
+        return self.is_healthy
+
+    def readiness(self) -> Readiness:
+        return self.is_ready
+
+
+class FakeControlPlane:
+    """Knows `echo` in version `1.0`; keeps every call, and raises `error` instead when that is set."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.error: Exception | None = None
+        self.progress = Progress.DONE
+        self.executors = 1
+        self.page = ModelPage((("echo", "echo.mar"),), None)
+        self.customized = InferResponse(b'{"custom": 1}', (("X-Extra", "yes"),))
+        self.description = VersionDescription(
+            key=ModelKey("echo", "1.0"),
+            url="echo.mar",
+            runtime="python",
+            settings=ModelSettings(),
+            isolation="thread",
+            state=VersionState.READY,
+            failure="",
+            loaded_at_startup=False,
+            executors=(
+                ExecutorStatus(
+                    7, ExecutorState.READY, datetime(2026, 1, 2, 3, 4, 5, 678901, timezone.utc), pid=42
+                ),
+            ),
+            queue_capacity=100,
+            queue_length=3,
+        )
+
+    def _called(self, *call: Any) -> None:
+        self.calls.append(call)
+        if self.error is not None:
+            raise self.error
+
+    async def register(self, wish: Any) -> Registered:
+        self._called("register", wish)
+        return Registered(ModelKey(wish.model_name or "echo", "1.0"), self.executors, self.progress)
+
+    async def unregister(self, model: str, version: str | None) -> None:
+        self._called("unregister", model, version)
+
+    async def scale(self, model: str, version: str | None, **how: Any) -> Progress:
+        self._called("scale", model, version, how)
+        return self.progress
+
+    async def set_default(self, model: str, version: str) -> None:
+        self._called("set_default", model, version)
+
+    def describe(self, model: str, version: str | None) -> list[VersionDescription]:
+        self._called("describe", model, version)
+        return [self.description]
+
+    async def describe_customized(self, model: str, version: str | None, request: InferRequest) -> Any:
+        self._called("describe_customized", model, version, request)
+        return self.description, self.customized
+
+    def list_models(self, limit: int, page_token: int) -> ModelPage:
+        self._called("list_models", limit, page_token)
+        return self.page
+
+    def has_executors(self, model: str) -> bool:
+        self._called("has_executors", model)
+        return True
+
+
+class FakeKeys:
+    """Takes `Bearer <kind>` for a key of that kind, and `Bearer api` for the API key."""
+
+    def __init__(self) -> None:
+        self.renewed: list[str | None] = []
+
+    def authorize(self, kind: str, authorization: str | None) -> None:
+        if authorization != f"Bearer {kind}":
+            raise Unauthorized("refused")
+
+    def renew(self, wanted: str | None, authorization: str | None) -> None:
+        if authorization != "Bearer api" or wanted not in ("inference", "management"):
+            raise Unauthorized("not renewed")
+        self.renewed.append(wanted)
+
+
+@dataclass
+class Answer:
+    """What an ASGI app sent."""
+
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    chunks: list[bytes] = field(default_factory=list)
+    ended: bool = False
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self.chunks)
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    def take(self, message: Mapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            self.headers = {name.decode(): value.decode("latin-1") for name, value in message["headers"]}
+        else:
+            self.chunks.append(message.get("body", b""))
+            self.ended = not message.get("more_body", False)
+
+
+async def ask_async(app: Any, method: str, target: str, body: bytes = b"", **headers: str) -> Answer:
+    """Call an app with one request; header names are given with underscores for dashes."""
+    path, _, query = target.partition("?")
+    raw = [(name.replace("_", "-").lower().encode(), value.encode()) for name, value in headers.items()]
+    raw.append((b"content-length", b"%d" % len(body)))
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": query.encode(),
+        "headers": raw,
+        "http_version": "1.1",
+        "client": ("127.0.0.1", 4321),
+        "server": ("127.0.0.1", 80),
+        "scheme": "http",
+    }
+    incoming = [{"type": "http.request", "body": body, "more_body": False}]
+    never = asyncio.Event()
+    answer = Answer()
+
+    async def receive() -> dict[str, Any]:
+        if not incoming:
+            await never.wait()
+        return incoming.pop()
+
+    async def send(message: Mapping[str, Any]) -> None:
+        answer.take(message)
+
+    await app(scope, receive, send)
+    return answer
+
+
+@pytest.fixture
+def planes():
+    """The two fakes, keys, metrics, and `services(...)` that puts them together."""
+    metrics = Metrics("host")
+
+    def services(*, keys: Any = None, max_request_bytes: int = 1000, **settings: Any) -> Services:
+        limits = Limits(max_request_bytes=max_request_bytes)
+        return Services(ServerSettings(limits=limits, **settings), metrics, keys, "9.9")
+
+    return SimpleNamespace(
+        data=FakeDataPlane(), control=FakeControlPlane(), keys=FakeKeys(), metrics=metrics, services=services
+    )
+
+
+@pytest.fixture
+def ask(planes):
+    """`ask(surfaces, method, target, body, **headers)`: one request to a fresh app over the fakes."""
+
+    def call(surfaces: str, method: str, target: str, body: bytes = b"", **headers: str) -> Answer:
+        services = planes.services(keys=headers.pop("keys", None))
+        app = listener_app(frozenset(surfaces.split("+")), planes.data, planes.control, services)
+        return asyncio.run(ask_async(app, method, target, body, **headers))
+
+    return call
+
+
+@pytest.fixture
+def ask_app():
+    """`ask_app(app, method, target, body, **headers)`, to await: one request to a given app."""
+    return ask_async

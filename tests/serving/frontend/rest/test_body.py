@@ -1,0 +1,64 @@
+import asyncio
+from typing import Any
+
+import pytest
+
+from torchere.serving.frontend.rest.body import BodyTooLarge, ClientGone, discard_rest, read_body
+
+
+class Incoming:
+    """Hands out chunks one by one; `left` are those that nobody asked for."""
+
+    def __init__(self, *chunks: bytes, ends: bool = True) -> None:
+        self.left = [{"type": "http.request", "body": chunk, "more_body": True} for chunk in chunks]
+        if ends:
+            self.left[-1]["more_body"] = False
+        else:
+            self.left.append({"type": "http.disconnect"})
+
+    async def receive(self) -> dict[str, Any]:
+        return self.left.pop(0)
+
+
+def read(incoming: Incoming, announced: int = 0, limit: int = 10) -> bytes:
+    return asyncio.run(read_body(incoming.receive, announced, limit))
+
+
+def test_a_body_of_one_chunk_is_that_chunk():
+    assert read(Incoming(b"0123456789")) == b"0123456789"
+
+
+def test_a_body_of_many_chunks_is_joined():
+    assert read(Incoming(*[b"a"] * 10)) == b"a" * 10
+
+
+def test_a_body_that_announces_too_much_is_refused_unread():
+    incoming = Incoming(b"a")
+    with pytest.raises(BodyTooLarge):
+        read(incoming, announced=11)
+    assert len(incoming.left) == 1
+
+
+def test_a_body_without_an_announcement_is_refused_once_it_is_too_long():
+    incoming = Incoming(*[b"aaaa"] * 10)
+    with pytest.raises(BodyTooLarge):
+        read(incoming)
+    assert len(incoming.left) == 7
+
+
+@pytest.mark.parametrize("chunks", [[b"a" * 11], [b"a" * 10, b"a"]])
+def test_one_byte_too_many_is_too_many(chunks):
+    with pytest.raises(BodyTooLarge):
+        read(Incoming(*chunks))
+
+
+@pytest.mark.parametrize("chunks", [[], [b"a"]])
+def test_a_client_that_goes_away_is_told_from_one_that_is_done(chunks):
+    with pytest.raises(ClientGone):
+        read(Incoming(*chunks, ends=False))
+
+
+def test_what_is_left_of_a_refused_body_is_dropped_within_bounds():
+    endless = Incoming(*[b"aaaa"] * 100)
+    asyncio.run(discard_rest(endless.receive, 20))
+    assert len(endless.left) == 94

@@ -1,0 +1,76 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchere.serving.errors import InvalidRequest
+from torchere.serving.frontend.rest.codec import (
+    MAX_FIELDS,
+    SPELLED_HEADERS,
+    body_parameters,
+    deadline,
+    form_parameters,
+    request_headers,
+    text_values,
+)
+from torchere.serving.types import Parameter
+
+
+@pytest.mark.parametrize(
+    ("content_type", "kept"),
+    [
+        ("application/json", "application/json"),
+        ("application/json; charset=utf-8", "application/json"),
+        ("Text/Plain", "Text/Plain"),
+        ("image/png", "image/png"),
+        ("", ""),
+    ],
+)
+def test_any_body_but_a_form_is_one_parameter_with_the_type_of_the_request(content_type, kept):
+    assert body_parameters(content_type, b"x") == (Parameter("body", b"x", kept),)
+
+
+def test_an_empty_body_is_still_a_parameter():
+    assert body_parameters("", b"") == (Parameter("body", b""),)
+
+
+def test_a_form_gives_its_decoded_fields_in_order_and_without_types():
+    found = body_parameters("application/x-www-form-urlencoded; charset=utf-8", b"b=two+words&a=%31&b=&c")
+    assert found == (
+        Parameter("b", b"two words"),
+        Parameter("a", b"1"),
+        Parameter("b", b""),
+        Parameter("c", b""),
+    )
+
+
+def test_a_form_of_too_many_fields_is_refused():
+    with pytest.raises(InvalidRequest, match=f"more than {MAX_FIELDS} fields"):
+        form_parameters(b"&" * MAX_FIELDS)
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_make_a_form(body):
+    assert all(isinstance(one.value, bytes) for one in form_parameters(body))
+
+
+def test_a_query_gives_the_first_value_of_a_name():
+    assert text_values(b"a=1&a=2&b=%FF") == {"a": "1", "b": "�"}
+
+
+def test_headers_are_in_the_spelling_of_the_client_where_it_was_kept():
+    scope = {"headers": [(b"x-test", b"1")], SPELLED_HEADERS: [(b"X-Test", b"1")]}
+    assert request_headers(scope) == (("X-Test", "1"),)
+
+
+def test_headers_are_in_lower_case_where_the_spelling_is_lost():
+    assert request_headers({"headers": [(b"x-test", b"\xe9")]}) == (("x-test", "é"),)
+
+
+def test_a_timeout_becomes_a_deadline_once():
+    assert deadline(b" 250 ", 10.0) == 10.25
+
+
+@pytest.mark.parametrize("value", [b"0", b"-1", b"1.5", b"abc", b"", b"86400001", b"9" * 4000, b"\xb2"])
+def test_a_timeout_that_is_no_sensible_number_is_refused(value):
+    with pytest.raises(InvalidRequest, match="x-torchere-timeout-ms must be a whole number from 1"):
+        deadline(value, 0.0)

@@ -1,0 +1,52 @@
+import pytest
+
+from torchere.serving import errors as e
+from torchere.serving.frontend.rest.errors import WorkflowNotFound, error_body, status_and_type
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "type_name"),
+    [
+        (e.InvalidRequest("x"), 400, "BadRequestException"),
+        (e.NotFound("x"), 404, "ResourceNotFoundException"),
+        (e.ModelNotFound("x"), 404, "ModelNotFoundException"),
+        (e.VersionNotFound("x"), 404, "ModelVersionNotFoundException"),
+        (WorkflowNotFound("x"), 404, "WorkflowNotFoundException"),
+        (e.Conflict("x"), 409, "ConflictStatusException"),
+        (e.DefaultVersionInUse("x"), 403, "InvalidModelVersionException"),
+        (e.NotAllowed("x"), 405, "MethodNotAllowedException"),
+        (e.Unauthorized("x"), 400, "InvalidKeyException"),
+        (e.InvalidArchive("x"), 400, "InvalidModelException"),
+        (e.DownloadFailed("x"), 400, "DownloadArchiveException"),
+        (e.Unavailable("x"), 503, "ServiceUnavailableException"),
+        (e.QueueFull("x"), 503, "ServiceUnavailableException"),
+        (e.DeadlineExceeded("x"), 504, "RequestTimeoutException"),
+        (e.HandlerFailed(), 503, "InternalServerException"),
+        (e.HandlerFailed("x", 513), 513, "InternalServerException"),
+        (e.HandlerFailed("x", 413), 507, "InternalServerException"),
+        (e.HandlerFailed("x", 200), 500, "InternalServerException"),
+        (e.HandlerFailed("x", 99999), 500, "InternalServerException"),
+        (e.OutOfResources("x"), 507, "InternalServerException"),
+        (e.ExecutorDied(), 500, "InternalServerException"),
+        (e.LoadFailed("x"), 500, "InternalServerException"),
+        (e.LoadFailed("x", out_of_memory=True), 507, "InternalServerException"),
+        (e.UnregisterTimeout("x"), 408, "RequestTimeoutException"),
+        (e.ServingError("x"), 500, "InternalServerException"),
+    ],
+)
+def test_each_error_has_its_status_and_type(error, status, type_name):
+    assert status_and_type(error) == (status, type_name)
+
+
+def test_an_error_without_a_row_gets_that_of_its_parent():
+    class Odd(e.ModelNotFound):
+        pass
+
+    assert status_and_type(Odd("x")) == (404, "ModelNotFoundException")
+
+
+def test_the_detail_is_shown_to_operators_only():
+    error = e.ExecutorDied("exit code 7")
+    assert "detail" not in error_body(error, show_detail=False)
+    assert error_body(error, show_detail=True)["detail"] == "exit code 7"
+    assert "detail" not in error_body(e.ExecutorDied(), show_detail=True)

@@ -1,0 +1,84 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchere.serving.errors import InvalidRequest
+from torchere.serving.frontend.rest.multipart import MAX_PARTS, multipart_parameters
+from torchere.serving.types import Parameter
+
+TYPE = "multipart/form-data; boundary=xyz"
+
+
+def part(disposition: str, body: bytes, *headers: str) -> bytes:
+    head = "\r\n".join([f"Content-Disposition: form-data; {disposition}", *headers])
+    return b"--xyz\r\n" + head.encode() + b"\r\n\r\n" + body + b"\r\n"
+
+
+def test_each_part_is_a_parameter_and_only_files_have_a_type():
+    body = (
+        part('name="data"; filename="p.png"', b"\x89PNG", "Content-Type: image/png; x=1")
+        + part('name="text"', b"hello", "Content-Type: text/plain")
+        + b"--xyz--\r\n"
+    )
+    assert multipart_parameters(TYPE, body) == [
+        Parameter("data", b"\x89PNG", "image/png"),
+        Parameter("text", b"hello", ""),
+    ]
+
+
+def test_a_value_may_hold_line_breaks_and_what_looks_like_a_boundary():
+    value = b"a\r\n--xy\r\n--x\r\n\r\n"
+    body = part('name="a"', value) + b"--xyz--"
+    assert multipart_parameters(TYPE, body) == [Parameter("a", value)]
+
+
+def test_names_may_be_utf8():
+    body = part('name="naïve"', b"1") + b"--xyz--"
+    assert multipart_parameters(TYPE, body)[0].name == "naïve"
+
+
+@pytest.mark.parametrize(
+    ("content_type", "body", "cause"),
+    [
+        ("multipart/form-data", b"", "needs a boundary"),
+        (TYPE, b"", "ends before its closing boundary"),
+        (TYPE, part('name="a"', b"1"), "ends before its closing boundary"),
+        (TYPE, b"--other\r\n\r\n", "broken"),
+        (TYPE, b'--xyz\r\nContent-Disposition: form-data; filename="a"\r\n\r\nb\r\n--xyz--', "has no name"),
+        (TYPE, b"--xyz\r\n\r\nb\r\n--xyz--", "has no name"),
+        (TYPE, part('name="a"', b"1", "X-Long: " + "a" * 5000) + b"--xyz--", "broken"),
+        (TYPE, part('name="a"', b"1", *["X-Many: 1"] * 40) + b"--xyz--", "broken"),
+        (TYPE, part('name="a"', b"1") * (MAX_PARTS + 1) + b"--xyz--", f"more than {MAX_PARTS} parts"),
+    ],
+)
+def test_what_is_broken_or_too_much_is_refused_with_its_cause(content_type, body, cause):
+    with pytest.raises(InvalidRequest, match=cause):
+        multipart_parameters(content_type, body)
+
+
+@given(st.binary(max_size=400))
+def test_garbage_is_refused_or_read_and_nothing_else(body):
+    try:
+        found = multipart_parameters(TYPE, b"--xyz\r\n" + body)
+    except InvalidRequest:
+        return
+    assert all(isinstance(one, Parameter) for one in found)
+
+
+@given(st.lists(st.tuples(st.binary(max_size=50)), max_size=5), st.data())
+def test_a_good_body_with_one_byte_changed_is_refused_or_read(values, data):
+    good = b"".join(part(f'name="n{i}"', v) for i, (v,) in enumerate(values)) + b"--xyz--"
+    place = data.draw(st.integers(0, len(good) - 1))
+    bad = good[:place] + bytes([data.draw(st.integers(0, 255))]) + good[place + 1 :]
+    try:
+        assert isinstance(multipart_parameters(TYPE, bad), list)
+    except InvalidRequest as refused:
+        assert str(refused)
+
+
+@given(st.text(max_size=60))
+def test_any_content_type_is_refused_or_read(text):
+    try:
+        assert isinstance(multipart_parameters(f"multipart/form-data; {text}", b"--x--"), list)
+    except InvalidRequest as refused:
+        assert str(refused)

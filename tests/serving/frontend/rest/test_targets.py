@@ -1,0 +1,48 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchere.serving.frontend.rest.targets import EXPLAIN_NO, EXPLAIN_YES, Target, prediction_target
+
+NO_PATH = (("url_path", ""), *EXPLAIN_NO)
+
+
+@pytest.mark.parametrize(
+    ("path", "target"),
+    [
+        ("/predictions/m", Target("m", None, NO_PATH)),
+        ("/predictions/m/", Target("m", None, NO_PATH)),
+        ("/predictions/m/1.0", Target("m", "1.0", NO_PATH)),
+        ("/predictions/m/1.0/a/b", Target("m", "1.0", (("url_path", "a/b"), *EXPLAIN_NO))),
+        ("/explanations/m", Target("m", None, (("url_path", ""), *EXPLAIN_YES))),
+        ("/v1/models/m:predict", Target("m", None, EXPLAIN_NO)),
+        ("/v1/models/m:explain", Target("m", None, EXPLAIN_YES)),
+        ("/v2/models/m/infer", Target("m", None, EXPLAIN_NO)),
+        ("/v2/models/m/explain", Target("m", None, EXPLAIN_YES)),
+        ("/invocations", Target(None, takes_query=True)),
+        ("/models/m/invoke", Target("m", takes_query=True)),
+        ("/m/predict", Target("m", takes_query=True)),
+        ("/m/1.0/predict", Target("m", "1.0", takes_query=True)),
+    ],
+)
+def test_prediction_paths_name_their_target(path, target):
+    assert prediction_target(path) == target
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/", "", "/predictions", "/predictions/", "/explanations", "/ping", "/metrics", "/models", "/models/m"),
+        *("/models/m/1.0", "/models/m/1.0/set-default", "/v1/models/m", "/v1/models", "/v2", "/v2/models/m"),
+        *("/v2/health/ready", "/v2/models/m/versions/1/infer", "/ping/predict", "/models/predict"),
+        *("/a/b/c/predict", "/predict", "/m/predict/more", "/invocations/more", "/v1/models/m:other"),
+    ],
+)
+def test_other_paths_are_none(path):
+    assert prediction_target(path) is None
+
+
+@given(st.text(alphabet="/:predictonsmv12model", max_size=40))
+def test_any_path_gets_an_answer(path):
+    target = prediction_target("/" + path)
+    assert target is None or isinstance(target, Target)

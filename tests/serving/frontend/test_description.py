@@ -1,0 +1,80 @@
+import dataclasses
+import json
+
+from torchere.serving.execution.executor import ExecutorState
+from torchere.serving.frontend.controlplane import ModelPage
+from torchere.serving.frontend.description import customized_text, page_text, versions_text
+from torchere.serving.settings import ModelSettings
+from torchere.serving.types import InferResponse
+
+FIELDS = [
+    *("modelName", "modelVersion", "modelUrl", "runtime", "minWorkers", "maxWorkers", "batchSize"),
+    *("maxBatchDelay", "responseTimeout", "startupTimeout", "maxRetryTimeoutInSec", "clientTimeoutInMills"),
+    *("parallelType", "parallelLevel", "deviceType", "continuousBatching", "useJobTicket", "useVenv"),
+    *("stateful", "sequenceMaxIdleMSec", "sequenceTimeoutMSec", "maxNumSequence", "maxSequenceJobQueueSize"),
+    *("loadedAtStartup", "workers", "jobQueueStatus"),
+]
+
+
+def described(planes, **changes):
+    changed = dataclasses.replace(planes.control.description, **changes)
+    return json.loads(versions_text([changed]))[0]
+
+
+def test_the_fields_come_in_the_known_order_and_ours_follow(planes):
+    assert [*described(planes)] == [*FIELDS, "torchere"]
+
+
+def test_a_ready_executor_is_a_ready_worker_with_its_start_in_utc(planes):
+    worker = described(planes)["workers"][0]
+    assert worker == {
+        "id": "7",
+        "startTime": "2026-01-02T03:04:05.678Z",
+        "status": "READY",
+        "memoryUsage": 0,
+        "pid": 42,
+        "gpu": False,
+        "gpuUsage": "N/A",
+    }
+
+
+def test_an_executor_in_any_other_state_is_called_unloading(planes):
+    executor = planes.control.description.executors[0]
+    for state in set(ExecutorState) - {ExecutorState.READY}:
+        other = dataclasses.replace(executor, state=state)
+        assert described(planes, executors=(other,))["workers"][0]["status"] == "UNLOADING"
+
+
+def test_an_executor_on_a_gpu_makes_the_device_type_gpu(planes):
+    executor = dataclasses.replace(planes.control.description.executors[0], gpu_id=1)
+    found = described(planes, executors=(executor,))
+    assert found["deviceType"] == "gpu"
+    assert found["workers"][0]["gpuUsage"] == "gpuId::1"
+
+
+def test_device_ids_stand_only_where_they_were_configured(planes):
+    assert "deviceIds" not in described(planes)
+    assert described(planes, settings=ModelSettings(device_ids=(0, 2)))["deviceIds"] == [0, 2]
+
+
+def test_the_cause_of_a_failure_is_told(planes):
+    found = described(planes, failure="exit code 7")
+    assert found["torchere"] == {"state": "ready", "isolation": "thread", "failure": "exit code 7"}
+
+
+def test_a_handler_that_describes_itself_with_an_object_is_quoted(planes):
+    text = customized_text(planes.control.description, InferResponse(b'{"a": 1}'))
+    assert json.loads(text)[0]["customizedMetadata"] == {"a": 1}
+
+
+def test_what_is_no_json_object_is_left_out(planes):
+    for body in (b"", b"null", b"[1]", b"not json", b"\xff"):
+        text = customized_text(planes.control.description, InferResponse(body))
+        assert "customizedMetadata" not in json.loads(text)[0]
+
+
+def test_a_page_has_its_token_first_and_only_when_there_is_one():
+    assert page_text(ModelPage((), None)) == '{\n  "models": []\n}'
+    page = json.loads(page_text(ModelPage((("a", "a.mar"),), "1")))
+    assert [*page] == ["nextPageToken", "models"]
+    assert page["models"] == [{"modelName": "a", "modelUrl": "a.mar"}]

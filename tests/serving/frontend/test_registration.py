@@ -1,0 +1,50 @@
+import pytest
+
+from torchere.serving.errors import InvalidRequest
+from torchere.serving.frontend.controlplane import Registration
+from torchere.serving.frontend.registration import flag, integer, registration, text
+
+
+def test_only_the_url_is_required():
+    assert registration({"url": "a.mar"}) == Registration("a.mar", synchronous=True)
+
+
+def test_a_missing_url_is_refused_with_the_known_text():
+    with pytest.raises(InvalidRequest, match=r"^Parameter url is required\.$"):
+        registration({})
+
+
+def test_an_empty_url_is_left_to_the_control_plane_which_has_its_own_text():
+    assert registration({"url": ""}).url == ""
+
+
+def test_numbers_come_as_text_from_a_query_and_as_numbers_from_json():
+    values = {"url": "a.mar", "batch_size": "3", "initial_workers": 2, "response_timeout": "7"}
+    wish = registration(values)
+    assert (wish.batch_size, wish.initial_executors, wish.response_timeout_s) == (3, 2, 7)
+
+
+def test_the_defaults_of_torchserve_sent_explicitly_count_as_unset():
+    wish = registration({"url": "a.mar", "batch_size": "-1", "max_batch_delay": "-100"})
+    assert (wish.batch_size, wish.max_batch_delay_ms) == (None, None)
+
+
+@pytest.mark.parametrize("value", ["abc", "1.5", 1.5, True, [], "9" * 5000])
+def test_what_is_no_whole_number_is_refused_by_name(value):
+    with pytest.raises(InvalidRequest, match="batch_size must be a whole number"):
+        integer({"batch_size": value}, "batch_size")
+
+
+def test_a_text_that_is_none_is_refused_by_name():
+    with pytest.raises(InvalidRequest, match="handler must be a text"):
+        text({"handler": {"a": 1}}, "handler")
+
+
+@pytest.mark.parametrize(("value", "expected"), [("true", True), ("TRUE", True), (True, True)])
+def test_true_in_any_case_is_true(value, expected):
+    assert flag({"synchronous": value}, "synchronous", default=False) is expected
+
+
+@pytest.mark.parametrize("value", ["false", "1", "yes", "", False, 1])
+def test_every_other_text_is_false(value):
+    assert flag({"synchronous": value}, "synchronous", default=True) is False
