@@ -1,7 +1,7 @@
 """Imports the Python code of an archive under names of its own.
 
 Two archives in one process may both hold `model.py`, and an archive may hold a `json.py`. So nothing is put
-on `sys.path`: the module `net` of version 1.0 of model `m` becomes `_torchere_archive.m.1_0_<digest>.net`,
+on `sys.path`: the module `net` of version 1.0 of model `m` becomes `_torchere_archive.m._1_0_<digest>.net`,
 and the imports inside it look into the archive first. That is done by giving its modules a `__builtins__`
 whose `__import__` knows the archive; CPython takes `__import__` from there for every `import` statement.
 
@@ -188,9 +188,14 @@ def _archive_of(fullname: str) -> ArchiveModules | None:
 
 
 def _safe(name: str) -> str:
-    """An identifier for a model or version name; distinct names stay distinct."""
+    """An identifier for a model or version name; distinct names stay distinct.
+
+    Not only because modules have such names: TorchScript parses the qualified names of what it compiles.
+    """
+    if name.isascii() and name.isidentifier():
+        return name
     safe = re.sub(r"\W", "_", name, flags=re.ASCII)
-    return safe if safe == name else f"{safe}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return f"_{safe}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def _exists(name: str) -> bool:

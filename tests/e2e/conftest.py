@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import urllib.error
 import urllib.request
 import zipfile
@@ -49,7 +50,8 @@ class RunningServer:
     def call(
         self, method: str, path: str, body: bytes | None = None, *, api: str = "inference", **headers: str
     ) -> Reply:
-        names = {name.replace("_", "-"): value for name, value in headers.items()}
+        names = {"content-type": "application/octet-stream"}
+        names |= {name.replace("_", "-"): value for name, value in headers.items()}
         request = urllib.request.Request(f"http://{self.rest[api]}{path}", body, names, method=method)
         try:
             with urllib.request.urlopen(request, timeout=60) as answer:
@@ -77,11 +79,11 @@ class RunningServer:
 
 
 def start(folder: Path, *arguments: str, properties: str = "") -> RunningServer:
-    """Start `torchere serve` in `folder`, whose `store` is the model store, and wait until it is up."""
+    """Start `torchere serve` in `folder`, with the model store beside it, and wait until it is up."""
     (folder / "config.properties").write_text(PROPERTIES + properties)
     command = [
         *(sys.executable, "-m", "torchere.serving", "serve", "--ncs", "--log-format", "json"),
-        *("--model-store", "store", "--ts-config", "config.properties", *arguments),
+        *("--model-store", "../store", "--ts-config", "config.properties", *arguments),
     ]
     with (folder / "server.log").open("w") as log:
         process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT, text=True)
@@ -108,14 +110,22 @@ def follow(server: RunningServer, wanted: str) -> None:
             assert wanted in seen, f"the server ended with {server.process.returncode}:\n{seen}"
 
 
-@pytest.fixture
-def start_server(tmp_path: Path) -> Iterator[Callable[..., RunningServer]]:
-    """Starts servers on the archives in `tmp_path / "store"`; stops them at the end."""
-    (tmp_path / "store").mkdir(exist_ok=True)
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model store that all servers of a test module use."""
+    folder = tmp_path_factory.mktemp("deployment") / "store"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def start_server(store: Path) -> Iterator[Callable[..., RunningServer]]:
+    """Starts servers, each in a folder of its own; stops them at the end of the module."""
     servers: list[RunningServer] = []
 
     def starter(*arguments: str, properties: str = "") -> RunningServer:
-        servers.append(start(tmp_path, *arguments, properties=properties))
+        folder = Path(tempfile.mkdtemp(dir=store.parent))
+        servers.append(start(folder, *arguments, properties=properties))
         return servers[-1]
 
     yield starter
@@ -123,19 +133,17 @@ def start_server(tmp_path: Path) -> Iterator[Callable[..., RunningServer]]:
         server.stop()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def open_server(start_server: Callable[..., RunningServer]) -> RunningServer:
-    """A server without tokens, with the model API, and nothing loaded."""
+    """A server without tokens, with the model API, shared by the tests of a module."""
     return start_server("--disable-token-auth", "--enable-model-api")
 
 
-@pytest.fixture
-def pack(tmp_path: Path) -> Callable[..., str]:
+@pytest.fixture(scope="module")
+def pack(store: Path) -> Callable[..., str]:
     """Writes an archive into the store: files by name, and manifest members."""
 
     def packer(name: str, files: dict[str, str | bytes], **model: str) -> str:
-        store = tmp_path / "store"
-        store.mkdir(exist_ok=True)
         described = {"modelName": name, "modelVersion": "1.0", **model}
         with zipfile.ZipFile(store / f"{name}.mar", "w") as archive:
             for file, content in files.items():

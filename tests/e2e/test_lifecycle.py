@@ -103,11 +103,11 @@ def test_a_worker_that_is_killed_comes_back_and_describe_says_why(pack: Any, ope
     assert "killed by signal 9" in open_server.log()
 
 
-def test_the_workers_end_when_the_server_is_killed(pack: Any, open_server: Any) -> None:
-    open_server.register(pack("pid", {"h.py": PID}, handler="h.py"), initial_workers=1)
-    worker = int(open_server.call("GET", "/predictions/pid").body)
-    open_server.process.kill()
-    open_server.process.wait(30)
+def test_the_workers_end_when_the_server_is_killed(pack: Any, start_server: Any) -> None:
+    server = start_server("--models", pack("pid", {"h.py": PID}, handler="h.py"), "--disable-token-auth")
+    worker = int(server.call("GET", "/predictions/pid").body)
+    server.process.kill()
+    server.process.wait(30)
     deadline_s = time.monotonic() + 30
     while _alive(worker):
         assert time.monotonic() < deadline_s, "the worker outlived its server"
@@ -120,11 +120,11 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def test_tokens_are_asked_for_by_default(pack: Any, start_server: Any, tmp_path: Path) -> None:
+def test_tokens_are_asked_for_by_default(pack: Any, start_server: Any) -> None:
     server = start_server("--models", pack("pid", {"h.py": PID}, handler="h.py"))
     refused = server.call("GET", "/predictions/pid")
     assert (refused.status, refused.json()["type"]) == (400, "InvalidKeyException")
-    keys = json.loads((tmp_path / "key_file.json").read_text())
+    keys = json.loads((server.folder / "key_file.json").read_text())
     allowed = server.call("GET", "/predictions/pid", authorization=f"Bearer {keys['inference']['key']}")
     assert allowed.status == 200
     assert server.call("GET", "/readyz").json()["status"] == "ready"

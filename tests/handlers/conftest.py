@@ -52,11 +52,11 @@ class TinyClassifier(torch.nn.Module):
 def write_archive(tmp_path: Path) -> Callable[..., Path]:
     """Writes files (text is dedented) into a new directory, as an unpacked archive."""
 
-    def write(**files: str | bytes) -> Path:
+    def write(files: dict[str, str | bytes]) -> Path:
         directory = tmp_path / f"archive-{uuid.uuid4().hex[:8]}"
         directory.mkdir()
         for name, content in files.items():
-            path = directory / name.replace("__", "/").replace("_py", ".py").replace("_json", ".json")
+            path = directory / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content if isinstance(content, bytes) else textwrap.dedent(content).encode())
         return directory
@@ -146,7 +146,9 @@ def classifier_archive(tmp_path: Path) -> Path:
 def photo() -> Image.Image:
     """A picture with colour gradients and edges, 320 x 213."""
     across, down = np.meshgrid(np.arange(320), np.arange(213))
-    pixels = np.stack([across * 255 // 320, down * 255 // 213, (across // 16 + down // 16) % 2 * 200], axis=-1)
+    pixels = np.stack(
+        [across * 255 // 320, down * 255 // 213, (across // 16 + down // 16) % 2 * 200], axis=-1
+    )
     return Image.fromarray(pixels.astype(np.uint8))
 
 

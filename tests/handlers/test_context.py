@@ -20,7 +20,9 @@ def test_system_properties_are_those_of_the_contract(make_context: Any, tmp_path
     assert context.request_processor is None
 
 
-def test_ids_and_headers_are_those_of_the_current_batch(make_context: Any, begin: Any, tmp_path: Path) -> None:
+def test_ids_and_headers_are_those_of_the_current_batch(
+    make_context: Any, begin: Any, tmp_path: Path
+) -> None:
     context = make_context(tmp_path)
     assert context.get_request_id() is None
     begin(context, 2, **{"X-Test": "yes"})
@@ -33,14 +35,18 @@ def test_ids_and_headers_are_those_of_the_current_batch(make_context: Any, begin
     assert context.request_ids == {0: "request-0"}
 
 
-def test_a_handler_cannot_change_the_headers_of_a_request(make_context: Any, begin: Any, tmp_path: Path) -> None:
+def test_a_handler_cannot_change_the_headers_of_a_request(
+    make_context: Any, begin: Any, tmp_path: Path
+) -> None:
     context = make_context(tmp_path)
     begin(context, 1, a="1")
     context.get_all_request_header(0)["a"] = "2"
     assert context.get_request_header(0, "a") == "1"
 
 
-def test_status_and_headers_of_responses_are_kept_per_request(make_context: Any, begin: Any, tmp_path: Path) -> None:
+def test_status_and_headers_of_responses_are_kept_per_request(
+    make_context: Any, begin: Any, tmp_path: Path
+) -> None:
     context = make_context(tmp_path)
     begin(context, 2)
     context.set_response_status(code=418, phrase="teapot", idx=1)

@@ -166,7 +166,9 @@ def test_what_cannot_be_sent_is_refused(value: object) -> None:
         (b"", "", bytearray()),
     ],
 )
-def test_the_content_type_decides_what_the_handler_reads(body: bytes, content_type: str, expected: object) -> None:
+def test_the_content_type_decides_what_the_handler_reads(
+    body: bytes, content_type: str, expected: object
+) -> None:
     decoded = decode_input(body, content_type)
     if expected is None:
         assert isinstance(decoded, float)

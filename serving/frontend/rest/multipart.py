@@ -21,7 +21,7 @@ def multipart_parameters(content_type: str, body: bytes) -> list[Parameter]:
     Raises:
         InvalidRequest: no boundary, broken framing, a part without a name, or too many parts.
     """
-    boundary = parse_options_header(content_type)[1].get(b"boundary")
+    boundary = parse_options_header(content_type.encode("latin-1", "replace"))[1].get(b"boundary")
     if not boundary:
         raise InvalidRequest("multipart/form-data needs a boundary in its content type.")
     collector = _Collector()

@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from torchere.handlers.archive_import import ROOT, ArchiveModules, forget_archive, open_archive
+
+WriteArchive = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    yield
+    for model in ("a", "b", "my-model", "my_model"):
+        forget_archive(model, "1.0")
+
+
+def _open(directory: Path, model: str = "a") -> ArchiveModules:
+    return open_archive(model, "1.0", str(directory))
+
+
+def test_two_archives_hold_different_code_under_one_name(write_archive: WriteArchive) -> None:
+    files = {"handler.py": "import model\nfrom model import NAME\nVALUE = (model.NAME, NAME)\n"}
+    first = _open(write_archive({**files, "model.py": "NAME = 'first'"}), "a")
+    second = _open(write_archive({**files, "model.py": "NAME = 'second'"}), "b")
+    assert first.load("handler").VALUE == ("first", "first")
+    assert second.load("handler").VALUE == ("second", "second")
+    assert "model" not in sys.modules
+    assert "handler" not in sys.modules
+
+
+def test_a_module_is_run_once_and_shared_by_all_that_import_it(write_archive: WriteArchive) -> None:
+    archive = _open(write_archive({"state.py": "", "one.py": "import state", "two.py": "import state"}))
+    assert archive.load("one").state is archive.load("two").state is archive.load("state")
+
+
+def test_an_archive_may_shadow_the_standard_library_for_itself_only(write_archive: WriteArchive) -> None:
+    archive = _open(
+        write_archive({"json.py": "dumps = None", "handler.py": "import json, string\nimport logging.config"})
+    )
+    handler = archive.load("handler")
+    assert handler.json.dumps is None
+    assert handler.string is sys.modules["string"]
+    assert sys.modules["json"] is json
+    assert json.dumps([1]) == "[1]"
+
+
+def test_packages_of_an_archive_work_in_every_spelling(write_archive: WriteArchive) -> None:
+    archive = _open(
+        write_archive(
+            {
+                "nets/__init__.py": "from nets.blocks import Block\nfrom . import blocks as relative",
+                "nets/blocks.py": "class Block: pass",
+                "nets/deep/__init__.py": "",
+                "nets/deep/leaf.py": "from ..blocks import Block",
+                "handler.py": """
+                    import nets
+                    import nets.deep.leaf
+                    import nets.deep.leaf as leaf
+                    from nets import blocks, Block
+                    from nets.blocks import *
+                    from nets.deep import leaf as other
+                """,
+            }
+        )
+    )
+    handler = archive.load("handler")
+    assert handler.nets.deep.leaf is handler.leaf is handler.other
+    assert handler.Block is handler.blocks.Block is handler.leaf.Block is handler.nets.relative.Block
+    assert handler.nets.__name__ == f"{archive.prefix}.nets"
+
+
+def test_imports_inside_functions_and_by_name_look_into_the_archive_too(write_archive: WriteArchive) -> None:
+    archive = _open(
+        write_archive(
+            {
+                "late.py": "VALUE = 1",
+                "handler.py": """
+                    def inside():
+                        import late
+                        return late.VALUE
+                    def by_name():
+                        return __import__("late").VALUE
+                    class Handler:
+                        def method(self):
+                            from late import VALUE
+                            return VALUE
+                """,
+            }
+        )
+    )
+    handler = archive.load("handler")
+    assert handler.inside() == handler.by_name() == handler.Handler().method() == 1
+    assert "late" not in sys.modules
+
+
+def test_a_directory_without_init_is_a_package_unless_the_process_has_one(
+    write_archive: WriteArchive,
+) -> None:
+    archive = _open(
+        write_archive(
+            {"parts/x.py": "V = 1", "json/x.py": "", "data/a.csv": "1", "handler.py": "import json"}
+        )
+    )
+    assert archive.owns("parts")
+    assert not archive.owns("json")
+    assert not archive.owns("data")
+    assert archive.load("handler").json is json
+
+
+def test_a_missing_module_is_reported_under_the_name_the_code_used(write_archive: WriteArchive) -> None:
+    archive = _open(write_archive({"handler.py": "import nowhere_to_be_found"}))
+    with pytest.raises(ModuleNotFoundError) as caught:
+        archive.load("handler")
+    assert caught.value.name == "nowhere_to_be_found"
+    with pytest.raises(ModuleNotFoundError) as caught:
+        archive.load("absent")
+    assert caught.value.name == f"{archive.prefix}.absent"
+
+
+def test_classes_can_be_pickled_and_resources_read(write_archive: WriteArchive) -> None:
+    archive = _open(write_archive({"pkg/__init__.py": "class Row: pass", "pkg/words.txt": "one two"}))
+    package = archive.load("pkg")
+    assert isinstance(pickle.loads(pickle.dumps(package.Row())), package.Row)
+    assert resources.files(package).joinpath("words.txt").read_text() == "one two"
+
+
+def test_forgetting_drops_every_module_and_the_next_one_starts_afresh(write_archive: WriteArchive) -> None:
+    directory = write_archive({"model.py": "NAME = 'old'"})
+    old = _open(directory).load("model")
+    forget_archive("a", "1.0")
+    assert not [name for name in sys.modules if name.startswith(f"{ROOT}.a.")]
+    (directory / "model.py").write_text("NAME = 'new one'")
+    assert _open(directory).load("model").NAME == "new one"
+    assert old.NAME == "old"
+
+
+def test_forgetting_what_was_never_there_is_fine() -> None:
+    assert forget_archive("never", "9") is None
+
+
+def test_a_version_from_another_directory_starts_afresh(write_archive: WriteArchive) -> None:
+    assert _open(write_archive({"model.py": "N = 1"})).load("model").N == 1
+    assert _open(write_archive({"model.py": "N = 2"})).load("model").N == 2
+
+
+def test_names_that_differ_only_in_punctuation_do_not_meet(write_archive: WriteArchive) -> None:
+    first = _open(write_archive({"model.py": "N = 1"}), "my-model")
+    second = _open(write_archive({"model.py": "N = 2"}), "my_model")
+    assert (first.load("model").N, second.load("model").N) == (1, 2)
+    assert all(part.isidentifier() for part in first.prefix.split("."))
+
+
+def test_nothing_is_written_into_the_archive_nor_onto_the_path(write_archive: WriteArchive) -> None:
+    directory = write_archive({"model.py": "N = 1"})
+    before = list(sys.path)
+    _open(directory).load("model")
+    assert [item.name for item in directory.iterdir()] == ["model.py"]
+    assert sys.path == before
+
+
+def test_many_threads_import_one_copy(write_archive: WriteArchive) -> None:
+    directory = write_archive({"model.py": "import helper\nN = object()", "helper.py": "N = object()"})
+    with ThreadPoolExecutor(8) as pool:
+        modules = list(pool.map(lambda _: _open(directory).load("model"), range(16)))
+    assert all(module is modules[0] for module in modules)

@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchere.handlers import profiling
+from torchere.handlers.base import BaseHandler
+from torchere.handlers.metrics import MetricsCache
+from torchere.handlers.resolve import load_entry_point
+from torchere.handlers.shared_models import SharedModels
+
+EAGER_MODEL = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.tensor(3.0))
+    def forward(self, x):
+        return x * self.factor
+"""
+
+
+@pytest.fixture
+def doubler(scripted_doubler: Path, make_context: Any) -> tuple[BaseHandler, Any]:
+    context = make_context(scripted_doubler, model={"serializedFile": "doubler.pt"})
+    handler = BaseHandler()
+    handler.initialize(context)
+    return handler, context
+
+
+def test_the_attributes_of_the_contract_are_there_before_loading() -> None:
+    handler = BaseHandler()
+    expected = {"model", "mapping", "device", "context", "model_pt_path", "manifest", "map_location"}
+    assert {name for name in expected if getattr(handler, name) is None} == expected
+    assert (handler.initialized, handler.explain, handler.target, handler.profiler_args) == (
+        False,
+        False,
+        0,
+        {},
+    )
+
+
+def test_torchscript_is_loaded_and_answers(doubler: tuple[BaseHandler, Any], begin: Any) -> None:
+    handler, context = doubler
+    begin(context, 2)
+    assert handler.initialized
+    assert handler.get_device() == torch.device("cpu")
+    assert handler.map_location == "cpu"
+    assert handler.handle([[1.0], [2.0]], context) == [[2.0], [4.0]]
+    (sample,) = context.metrics.drain()
+    assert (sample.name, sample.unit, sample.metric_type) == ("HandlerTime", "Milliseconds", "gauge")
+    assert sample.request_ids == ("request-0", "request-1")
+
+
+def test_answers_record_no_gradients(doubler: tuple[BaseHandler, Any]) -> None:
+    assert doubler[0].inference(torch.ones(1)).is_inference()
+
+
+def test_an_eager_model_is_loaded_with_its_weights(tmp_path: Path, make_context: Any) -> None:
+    (tmp_path / "model.py").write_text(EAGER_MODEL)
+    torch.save({"factor": torch.tensor(5.0)}, tmp_path / "weights.pth")
+    handler = BaseHandler()
+    handler.initialize(
+        make_context(tmp_path, model={"modelFile": "model.py", "serializedFile": "weights.pth"})
+    )
+    assert handler.model(torch.ones(1)).tolist() == [5.0]
+    assert not handler.model.training
+
+
+def test_an_archive_without_weights_is_explained(tmp_path: Path, make_context: Any) -> None:
+    with pytest.raises(RuntimeError, match="No model weights could be loaded"):
+        BaseHandler().initialize(make_context(tmp_path))
+
+
+def test_onnx_without_its_runtime_is_explained(
+    tmp_path: Path, make_context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (tmp_path / "w.onnx").touch()
+    with pytest.raises(RuntimeError, match="needs onnxruntime, which is not installed"):
+        BaseHandler().initialize(make_context(tmp_path, model={"serializedFile": "w.onnx"}))
+
+
+def test_a_broken_compiled_package_is_explained(tmp_path: Path, make_context: Any) -> None:
+    (tmp_path / "w.pt2").write_bytes(b"not a package")
+    with pytest.raises(RuntimeError, match=r"w\.pt2 can't be loaded as an AOTInductor package"):
+        BaseHandler().initialize(make_context(tmp_path, model={"serializedFile": "w.pt2"}))
+
+
+def test_a_model_is_compiled_when_the_config_says_so(
+    scripted_doubler: Path, make_context: Any, tmp_path: Path
+) -> None:
+    (scripted_doubler / "model.py").write_text(EAGER_MODEL)
+    config = {"pt2": {"compile": {"enable": True, "backend": "eager"}}}
+    handler = BaseHandler()
+    handler.initialize(make_context(scripted_doubler, model={"modelFile": "model.py"}, config=config))
+    assert isinstance(handler.model, torch._dynamo.eval_frame.OptimizedModule)
+    assert handler.model(torch.ones(1)).tolist() == [3.0]
+
+
+def test_a_failed_compilation_falls_back_to_the_model(
+    scripted_doubler: Path, make_context: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {"pt2": {"compile": {"enable": True, "mode": "warp-speed"}}}
+    handler = BaseHandler()
+    context = make_context(scripted_doubler, model={"serializedFile": "doubler.pt"}, config=config)
+    handler.initialize(context)
+    assert handler.model(torch.ones(1)).tolist() == [2.0]
+    assert "proceeding without compilation" in caplog.text
+
+
+def test_the_config_chooses_the_engine_for_int8(scripted_doubler: Path, make_context: Any) -> None:
+    config = {"torchscript": {"quantized_engine": "abacus"}}
+    context = make_context(scripted_doubler, model={"serializedFile": "doubler.pt"}, config=config)
+    with pytest.raises(ValueError, match="abacus"):
+        BaseHandler().initialize(context)
+
+
+def test_describe_and_explain_are_chosen_by_header(doubler: tuple[BaseHandler, Any], begin: Any) -> None:
+    handler, context = doubler
+    begin(context, 1, describe="True")
+    assert handler.handle([[1.0]], context) == [None]
+    begin(context, 1, describe="False", explain="True")
+    with pytest.raises(NotImplementedError, match="define get_insights"):
+        handler.handle([[1.0]], context)
+
+
+def test_explanations_get_input_and_target(doubler: tuple[BaseHandler, Any], begin: Any) -> None:
+    class Explained(BaseHandler):
+        def preprocess(self, data: Any) -> Any:
+            return "prepared"
+
+        def get_insights(self, prepared: Any, inputs: Any, target: Any) -> list[Any]:
+            return [(prepared, inputs, target)]
+
+    handler, context = Explained(), doubler[1]
+    begin(context, 1, explain="True")
+    assert handler.handle([{"body": "raw", "target": 2}], context) == [("prepared", "raw", 2)]
+    assert handler.handle([{"data": "raw"}], context) == [("prepared", "raw", 0)]
+    assert handler.explain
+
+
+def test_the_profiler_writes_a_trace_and_changes_no_answer(
+    doubler: tuple[BaseHandler, Any], begin: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    handler, context = doubler
+    monkeypatch.setenv("ENABLE_TORCH_PROFILER", "true")
+    monkeypatch.setattr(profiling.tempfile, "gettempdir", lambda: str(tmp_path))
+    begin(context, 1)
+    assert handler.handle([[1.0]], context) == [[2.0]]
+    assert list((tmp_path / "pytorch_profiler" / "m").glob("*.json"))
+
+
+def test_stages_are_timed_when_the_config_says_so(
+    scripted_doubler: Path, make_context: Any, begin: Any
+) -> None:
+    config = {"handler": {"profile": True}}
+    context = make_context(scripted_doubler, model={"serializedFile": "doubler.pt"}, config=config)
+    entry_point = load_entry_point("base_handler", context)
+    begin(context, 1)
+    entry_point([[1.0]], context)
+    names = [sample.name for sample in context.metrics.drain()]
+    assert names == ["ts_handler_preprocess", "ts_handler_inference", "ts_handler_postprocess", "HandlerTime"]
+
+
+def test_instances_in_many_threads_share_one_copy_of_the_weights(
+    scripted_doubler: Path, make_context: Any
+) -> None:
+    shared = SharedModels()
+    together = threading.Barrier(4)
+
+    def load(_: int) -> BaseHandler:
+        model = {"serializedFile": "doubler.pt"}
+        context = make_context(scripted_doubler, model=model, shared_models=shared, metrics=MetricsCache("m"))
+        handler = BaseHandler()
+        together.wait()
+        handler.initialize(context)
+        return handler
+
+    with ThreadPoolExecutor(4) as pool:
+        handlers = list(pool.map(load, range(4)))
+        assert all(handler.model is handlers[0].model for handler in handlers)
+        answers = pool.map(lambda handler: handler.inference(torch.ones(8)).tolist(), handlers * 25)
+        assert all(answer == [2.0] * 8 for answer in answers)
+
+
+def test_eager_models_are_shared_too(tmp_path: Path, make_context: Any) -> None:
+    (tmp_path / "model.py").write_text(EAGER_MODEL)
+    shared = SharedModels()
+    handlers = [BaseHandler(), BaseHandler()]
+    for handler in handlers:
+        handler.initialize(make_context(tmp_path, model={"modelFile": "model.py"}, shared_models=shared))
+    assert handlers[0].model is handlers[1].model
+
+
+def test_a_loader_of_ones_own_is_not_shared(scripted_doubler: Path, make_context: Any) -> None:
+    class Own(BaseHandler):
+        def _load_torchscript_model(self, model_pt_path: str) -> Any:
+            return torch.nn.Dropout(0.5)
+
+    shared = SharedModels()
+    handlers = [Own(), Own()]
+    for handler in handlers:
+        context = make_context(scripted_doubler, model={"serializedFile": "doubler.pt"}, shared_models=shared)
+        handler.initialize(context)
+    assert handlers[0].model is not handlers[1].model
+    assert not handlers[0].model.training

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchere.handlers.envelopes import BodyEnvelope, JSONEnvelope, KServeEnvelope
+from torchere.handlers.errors import PredictionException
+
+
+@pytest.fixture
+def context(make_context: Any, begin: Any, tmp_path: Path) -> Any:
+    made = make_context(tmp_path)
+    begin(made, 1)
+    return made
+
+
+def _same(data: Any, context: Any) -> Any:
+    return data
+
+
+def test_body_takes_the_payload_out(context: Any) -> None:
+    rows = [{"data": 1}, {"body": b"x"}, {"other": 3}]
+    assert BodyEnvelope(_same).handle(rows, context) == [1, b"x", None]
+
+
+def test_the_call_at_load_has_nothing_to_unwrap(context: Any) -> None:
+    for envelope in (BodyEnvelope, JSONEnvelope, KServeEnvelope):
+        assert envelope(_same).handle(None, context) is None
+        assert envelope(_same).handle([], context) == []
+
+
+def test_json_runs_all_instances_as_one_batch_and_splits_the_answers(context: Any) -> None:
+    rows = [{"body": {"instances": [1, 2]}}, {"data": b'{"instances": []}'}, {"instances": [3]}]
+    seen = []
+
+    def handler(data: Any, context: Any) -> Any:
+        seen.append(data)
+        return [item * 10 for item in data]
+
+    answers = JSONEnvelope(handler).handle(rows, context)
+    assert seen == [[1, 2, 3]]
+    assert answers == ['{"predictions": [10, 20]}', '{"predictions": []}', '{"predictions": [30]}']
+
+
+def test_base64_is_decoded_whole_and_in_fields(context: Any) -> None:
+    b64 = {"b64": base64.b64encode(b"pixels").decode()}
+    rows = [{"body": {"instances": [b64, {"image": b64, "n": 1}]}}]
+    seen: list[Any] = []
+
+    def handler(data: Any, context: Any) -> Any:
+        seen.extend(data)
+        return []
+
+    JSONEnvelope(handler).handle(rows, context)
+    assert seen == [b"pixels", {"image": b"pixels", "n": 1}]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"instance": [1]}, "found 'instance'; expected"),
+        ({"instances": 1}, "no list of instances"),
+        (b"{broken", "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        ([1], "a JSON list; expected an object"),
+        ({"instances": [{"b64": "a"}]}, "'b64' is not base64"),
+        ({"instances": [{"x": {"b64": 3}}]}, "'b64' is not base64"),
+    ],
+)
+def test_a_wrong_body_is_answered_with_400(context: Any, body: Any, message: str) -> None:
+    with pytest.raises(PredictionException) as caught:
+        JSONEnvelope(_same).handle([{"body": body}], context)
+    assert (caught.value.error_code, message in caught.value.message) == (400, True)
+
+
+def test_kserve_answers_the_first_request(context: Any, begin: Any) -> None:
+    envelope = KServeEnvelope(_same)
+    assert envelope.handle([{"body": {"instances": [1, 2]}}], context) == [{"predictions": [1, 2]}]
+    begin(context, 1, explain="True")
+    body = json.dumps({"instances": [1]}).encode()
+    assert envelope.handle([{"data": bytearray(body)}], context) == [{"explanations": [1]}]

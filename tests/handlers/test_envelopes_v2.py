@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torchere.handlers.envelopes_v2 import KServev2Envelope
+from torchere.handlers.errors import PredictionException
+
+
+@pytest.fixture
+def context(make_context: Any, begin: Any, tmp_path: Path) -> Any:
+    made = make_context(tmp_path, name="bert", version="2.0")
+    begin(made, 1)
+    return made
+
+
+def _run(context: Any, body: Any, answers: Any = None) -> Any:
+    return KServev2Envelope(lambda data, _: data if answers is None else answers).handle(
+        [{"body": body}], context
+    )
+
+
+def test_numbers_are_reshaped_and_answers_flattened(context: Any) -> None:
+    seen = []
+
+    def handler(data: Any, _: Any) -> Any:
+        seen.append(data)
+        return [np.array(data[0]["data"]) * 2]
+
+    inputs = [{"name": "x", "shape": [2, 2], "datatype": "INT64", "data": [1, 2, 3, 4]}]
+    answer = KServev2Envelope(handler).handle([{"body": {"id": "abc", "inputs": inputs}}], context)
+    assert seen[0][0]["data"] == [[1, 2], [3, 4]]
+    outputs = [{"name": "x", "datatype": "INT64", "data": [2, 4, 6, 8], "shape": [4]}]
+    assert answer == [{"id": "abc", "model_name": "bert", "model_version": "2.0", "outputs": outputs}]
+    assert list(answer[0]["outputs"][0]) == ["name", "datatype", "data", "shape"]
+
+
+def test_bytes_come_as_their_first_item(context: Any) -> None:
+    body = {"inputs": [{"name": "t", "shape": [1], "datatype": "BYTES", "data": ["hello"]}]}
+    seen = []
+    KServev2Envelope(lambda data, _: seen.append(data[0]["data"])).handle([{"body": body}], context)
+    assert seen == ["hello"]
+
+
+def test_a_blank_id_is_replaced_by_the_servers(context: Any) -> None:
+    body = {"id": "  ", "inputs": [{"name": "x", "shape": [1], "datatype": "FP32", "data": [1.0]}]}
+    assert _run(context, json.dumps(body).encode(), [[1.0]])[0]["id"] == "request-0"
+
+
+@pytest.mark.parametrize(
+    ("value", "datatype"),
+    [([1.5], "FP64"), ([True], "BOOL"), (["a"], "BYTES"), (np.float32([1]), "FP32"), ([{"a": 1}], "BYTES")],
+)
+def test_the_datatype_is_that_of_the_answer(context: Any, value: Any, datatype: str) -> None:
+    body = {"inputs": [{"name": "x", "shape": [1], "datatype": "FP32", "data": [1.0]}]}
+    assert _run(context, body, [value])[0]["outputs"][0]["datatype"] == datatype
+
+
+def test_more_answers_than_inputs_get_names_of_their_own(context: Any) -> None:
+    body = {"inputs": [{"name": "x", "shape": [1], "datatype": "FP32", "data": [1.0]}]}
+    assert [item["name"] for item in _run(context, body, [[1], [2]])[0]["outputs"]] == ["x", "output-1"]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "no list of tensors"),
+        ({"inputs": [3]}, "no list of tensors"),
+        ({"inputs": [{"name": "x", "data": 3}]}, "'x' has no list of data"),
+        ({"inputs": [{"name": "x", "shape": [3], "data": [1, 2]}]}, "does not fit its shape"),
+        ({"inputs": [{"name": "x", "shape": "a", "data": [1, 2]}]}, "does not fit its shape"),
+    ],
+)
+def test_a_wrong_body_is_answered_with_400(context: Any, body: Any, message: str) -> None:
+    with pytest.raises(PredictionException, match=message) as caught:
+        _run(context, body)
+    assert caught.value.error_code == 400
+
+
+def test_an_answer_the_protocol_has_no_type_for_is_an_error(context: Any) -> None:
+    body = {"inputs": [{"name": "x", "shape": [1], "datatype": "FP32", "data": [1.0]}]}
+    with pytest.raises(TypeError, match="complex128"):
+        _run(context, body, [[1j]])

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from torchere.handlers.errors import MetricsCacheKeyError, MetricsCacheTypeError, MetricsCacheValueError
+from torchere.handlers.metric_types import Dimension, MetricSample, MetricTypes
+from torchere.handlers.metrics import MetricsCache
+
+_MODEL = (("ModelName", "m"), ("Level", "Model"))
+
+
+@pytest.fixture
+def metrics() -> MetricsCache:
+    cache = MetricsCache("m")
+    cache.begin_batch({0: "a", 1: "b"})
+    return cache
+
+
+def test_a_counter_belongs_to_every_request_of_the_batch(metrics: MetricsCache) -> None:
+    metrics.add_counter("Cats", 2)
+    assert metrics.drain() == [MetricSample("Cats", 2.0, "Count", "counter", _MODEL, ("a", "b"))]
+
+
+def test_an_index_picks_one_request(metrics: MetricsCache) -> None:
+    metrics.add_counter("Cats", 1, idx=1)
+    assert metrics.drain()[0].request_ids == ("b",)
+
+
+def test_own_dimensions_come_before_the_automatic_ones(metrics: MetricsCache) -> None:
+    dimensions = [Dimension("Breed", "manx")]
+    metrics.add_counter("Cats", 1, dimensions=dimensions)
+    assert metrics.drain()[0].dimensions == (("Breed", "manx"), *_MODEL)
+    assert dimensions == [Dimension("Breed", "manx")]
+
+
+def test_each_kind_has_its_unit_and_type(metrics: MetricsCache) -> None:
+    metrics.add_time("T", 1.5)
+    metrics.add_time("S", 1.5, unit="s", metric_type=MetricTypes.HISTOGRAM)
+    metrics.add_size("M", 3)
+    metrics.add_percent("P", 50)
+    metrics.add_metric("X", 1, "furlongs", metric_type=MetricTypes.GAUGE)
+    assert [(s.unit, s.metric_type) for s in metrics.drain()] == [
+        ("Milliseconds", "gauge"),
+        ("Seconds", "histogram"),
+        ("Megabytes", "gauge"),
+        ("Percent", "gauge"),
+        ("furlongs", "gauge"),
+    ]
+
+
+def test_an_error_belongs_to_no_request(metrics: MetricsCache) -> None:
+    metrics.add_error("Broken", 1)
+    sample = metrics.drain()[0]
+    assert sample.request_ids == ()
+    assert ("Level", "Error") in sample.dimensions
+    assert sample.metric_type == "counter"
+
+
+def test_outside_a_batch_the_level_is_error() -> None:
+    metrics = MetricsCache("m")
+    metrics.add_counter("Loaded", 1)
+    assert metrics.drain()[0].dimensions == (("ModelName", "m"), ("Level", "Error"))
+
+
+def test_draining_empties(metrics: MetricsCache) -> None:
+    metrics.add_counter("Cats", 1)
+    metrics.drain()
+    assert metrics.drain() == []
+
+
+def test_the_same_name_may_be_used_with_other_dimensions(metrics: MetricsCache) -> None:
+    metrics.add_counter("Cats", 1)
+    metrics.add_counter("Cats", 1, dimensions=[Dimension("Breed", "manx")])
+    assert [len(sample.dimensions) for sample in metrics.drain()] == [2, 3]
+
+
+def test_times_and_sizes_know_their_units_only(metrics: MetricsCache) -> None:
+    with pytest.raises(MetricsCacheValueError, match="'ms' or 's', found 'h'"):
+        metrics.add_time("T", 1, unit="h")
+    with pytest.raises(ValueError, match="found 'TB'"):
+        metrics.add_size("M", 1, unit="TB")
+
+
+def test_a_falling_counter_is_logged_and_dropped(
+    metrics: MetricsCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics.add_counter("Cats", -1)
+    assert metrics.drain() == []
+    assert "a counter can't fall" in caplog.text
+
+
+def test_a_declared_metric_is_found_and_updated(metrics: MetricsCache) -> None:
+    declared = metrics.add_metric_to_cache("Depth", "cm", ["Pool"], MetricTypes.GAUGE)
+    assert metrics.get_metric("Depth", MetricTypes.GAUGE) is declared
+    declared.add_or_update(3, ["north"], "a")
+    declared.update(4, "b", [Dimension("Pool", "south")])
+    assert [(s.value, s.unit, s.dimensions, s.request_ids) for s in metrics.drain()] == [
+        (3.0, "cm", (("Pool", "north"),), ("a",)),
+        (4.0, "cm", (("Pool", "south"),), ("b",)),
+    ]
+
+
+@pytest.mark.parametrize(("value", "dimensions"), [(1, []), (1, ["a", "b"]), ("1", ["a"]), (True, ["a"])])
+def test_a_wrong_update_is_logged_not_raised(
+    metrics: MetricsCache, caplog: pytest.LogCaptureFixture, value: float, dimensions: list[str]
+) -> None:
+    metrics.add_metric_to_cache("Depth", "cm", ["Pool"]).add_or_update(value, dimensions)
+    assert metrics.drain() == []
+    assert "Depth" in caplog.text
+
+
+def test_declaring_again_replaces_with_a_warning(
+    metrics: MetricsCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = metrics.add_metric_to_cache("Depth", "cm")
+    assert metrics.add_metric_to_cache("Depth", "m") is not first
+    assert "declared again" in caplog.text
+
+
+def test_declarations_are_typed(metrics: MetricsCache) -> None:
+    with pytest.raises(MetricsCacheTypeError):
+        metrics.add_metric_to_cache(3, "cm")  # type: ignore[arg-type]
+    with pytest.raises(MetricsCacheTypeError):
+        metrics.add_metric_to_cache("Depth", "cm", [1])  # type: ignore[list-item]
+    with pytest.raises(MetricsCacheTypeError):
+        metrics.add_metric_to_cache("Depth", "cm", [], "gauge")  # type: ignore[arg-type]
+    with pytest.raises(MetricsCacheTypeError):
+        metrics.get_metric(3)  # type: ignore[arg-type]
+
+
+def test_an_unknown_metric_is_a_key_error(metrics: MetricsCache) -> None:
+    with pytest.raises(MetricsCacheKeyError, match="add_metric_to_cache"):
+        metrics.get_metric("Depth")
+
+
+def test_no_sample_is_lost_between_threads(metrics: MetricsCache) -> None:
+    drained: list[MetricSample] = []
+    threads = [
+        threading.Thread(target=lambda: [metrics.add_counter("N", 1) for _ in range(500)]) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        drained += metrics.drain()
+    assert len(drained + metrics.drain()) == 2000

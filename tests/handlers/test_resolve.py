@@ -1,0 +1,256 @@
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchere.handlers.errors import HandlerLoadError, PredictionException
+from torchere.handlers.resolve import BUILT_IN_HANDLERS, ENVELOPES, load_entry_point
+
+WriteArchive = Callable[..., Path]
+
+CLASS_FORM = """
+class Handler:
+    def initialize(self, context):
+        self.name = context.model_name
+    def handle(self, data, context):
+        return [self.name] * len(data)
+"""
+
+
+def test_a_file_with_one_class_is_a_handler(write_archive: WriteArchive, make_context: Any) -> None:
+    context = make_context(write_archive({"my.py": CLASS_FORM}))
+    for handler in ("my.py", "my", "./my.py", "my.py:nothing", "folder/my.py"):
+        assert load_entry_point(handler, context)([{}, {}], context) == ["m", "m"]
+
+
+def test_a_function_is_called_once_without_data_and_then_with(
+    write_archive: WriteArchive, make_context: Any
+) -> None:
+    code = """
+        calls = []
+        def handle(data, context):
+            calls.append(data)
+            return data and [len(calls)]
+        def other(data, context):
+            return ["other"]
+    """
+    context = make_context(write_archive({"my.py": code}))
+    assert load_entry_point("my.py", context)([{}], context) == [2]
+    assert load_entry_point("my:other", context)([{}], context) == ["other"]
+
+
+def test_the_class_imported_from_elsewhere_does_not_count(
+    write_archive: WriteArchive, make_context: Any
+) -> None:
+    code = (
+        "from ts.torch_handler.base_handler import BaseHandler\nfrom collections import OrderedDict\n"
+        + CLASS_FORM
+    )
+    context = make_context(write_archive({"my.py": code}))
+    assert load_entry_point("my.py", context)([{}], context) == ["m"]
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("x = 1", r"Expected only one class .*found: none.*my\.py has no function 'handle'"),
+        ("class A: pass\nclass B: pass", r"found: A, B.*move the others to a file beside it"),
+        ("class A:\n    def initialize(self, c): pass", "no method 'handle'"),
+        ("class A:\n    def handle(self, d, c): pass", "no method 'initialize'"),
+        ("handle = 3", "'handle' in .* is not callable"),
+        ("def handle(:", r"my\.py is not valid Python: .* in line 1"),
+        ("import not_there", r"my\.py was found, but its code imports 'not_there'.*--extra-files"),
+        ("from json import not_there", r"my\.py was found, but an import in its code failed"),
+        ("class A:\n    def __init__(self, x): pass\n    handle = initialize = print", "without arguments"),
+    ],
+)
+def test_a_wrong_file_is_explained(
+    write_archive: WriteArchive, make_context: Any, code: str, message: str
+) -> None:
+    with pytest.raises(HandlerLoadError, match=message):
+        load_entry_point("my.py", make_context(write_archive({"my.py": code})))
+
+
+def test_the_cause_inside_the_users_file_is_kept(write_archive: WriteArchive, make_context: Any) -> None:
+    context = make_context(write_archive({"my.py": "import helper", "helper.py": "import not_there"}))
+    with pytest.raises(HandlerLoadError, match="imports 'not_there'") as caught:
+        load_entry_point("my.py", context)
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+
+
+def test_a_missing_sibling_is_not_taken_for_a_missing_handler(
+    write_archive: WriteArchive, make_context: Any
+) -> None:
+    context = make_context(write_archive({"my.py": "import pkg.absent", "pkg/__init__.py": ""}))
+    with pytest.raises(HandlerLoadError, match=r"my\.py was found, but its code imports 'pkg\.absent'"):
+        load_entry_point("my.py", context)
+
+
+def test_what_initialize_raises_comes_through(write_archive: WriteArchive, make_context: Any) -> None:
+    code = CLASS_FORM.replace("self.name = context.model_name", "raise RuntimeError('CUDA out of memory')")
+    with pytest.raises(RuntimeError, match="CUDA out of memory"):
+        load_entry_point("my.py", make_context(write_archive({"my.py": code})))
+
+
+@pytest.mark.parametrize(
+    "handler", ["../my.py", "/etc/my.py", "a/../../my.py", "", ":", "my.py:", "my handler", "a;b"]
+)
+def test_paths_that_leave_the_archive_are_refused(tmp_path: Path, make_context: Any, handler: str) -> None:
+    (tmp_path / "my.py").write_text(CLASS_FORM)
+    (tmp_path / "archive").mkdir()
+    with pytest.raises(HandlerLoadError, match="can't be used"):
+        load_entry_point(handler, make_context(tmp_path / "archive"))
+
+
+@pytest.mark.parametrize(
+    "handler", ["os:system", "subprocess:call", "json", "torchere.handlers.base", "nope.py"]
+)
+def test_modules_of_the_process_are_not_handlers(tmp_path: Path, make_context: Any, handler: str) -> None:
+    with pytest.raises(HandlerLoadError, match="neither a file of the archive .* nor one of base_handler"):
+        load_entry_point(handler, make_context(tmp_path))
+
+
+def test_an_archive_file_named_like_a_module_of_the_process_wins(
+    write_archive: WriteArchive, make_context: Any
+) -> None:
+    context = make_context(write_archive({"json.py": CLASS_FORM}))
+    assert load_entry_point("json.py", context)([{}], context) == ["m"]
+    assert sys.modules["json"] is json
+
+
+def test_a_built_in_name_needs_no_file(scripted_doubler: Path, make_context: Any, begin: Any) -> None:
+    context = make_context(scripted_doubler, model={"serializedFile": "doubler.pt"})
+    for handler in ("base_handler", "base_handler.py", "ts.torch_handler.base_handler"):
+        entry_point = load_entry_point(handler, context)
+        begin(context, 1)
+        assert entry_point([[1.0, 2.0]], context) == [[2.0, 4.0]]
+        assert entry_point.warmup_data() is None
+
+
+def test_every_built_in_name_leads_to_a_class() -> None:
+    for home in (*BUILT_IN_HANDLERS.values(), *ENVELOPES.values()):
+        module, name = home.split(":")
+        assert isinstance(getattr(importlib.import_module(module), name), type)
+
+
+@pytest.mark.parametrize("handler", ["vllm_handler", "densenet_handler", "text_handler"])
+def test_a_handler_we_do_not_ship_says_why(tmp_path: Path, make_context: Any, handler: str) -> None:
+    with pytest.raises(HandlerLoadError, match=f"'{handler}' is not built in here: it "):
+        load_entry_point(handler, make_context(tmp_path))
+
+
+def test_an_envelope_stands_before_the_handler(scripted_doubler: Path, make_context: Any, begin: Any) -> None:
+    context = make_context(scripted_doubler, model={"serializedFile": "doubler.pt"})
+    entry_point = load_entry_point("base_handler", context, envelope="json")
+    begin(context, 1)
+    assert entry_point([{"body": {"instances": [1.0, 2.0]}}], context) == ['{"predictions": [2.0, 4.0]}']
+
+
+def test_an_unknown_envelope_is_an_error_at_load(scripted_doubler: Path, make_context: Any) -> None:
+    context = make_context(scripted_doubler, model={"serializedFile": "doubler.pt"})
+    with pytest.raises(HandlerLoadError, match="expected one of body, json, kserve, kservev2"):
+        load_entry_point("base_handler", context, envelope="jsno")
+
+
+def test_example_rows_are_the_handlers_own_and_not_for_envelopes(
+    write_archive: WriteArchive, make_context: Any
+) -> None:
+    code = CLASS_FORM + "    def warmup_data(self):\n        return [{'body': b'x'}]\n"
+    context = make_context(write_archive({"my.py": code}))
+    assert load_entry_point("my.py", context).warmup_data() == [{"body": b"x"}]
+    assert load_entry_point("my.py", context, envelope="body").warmup_data() is None
+
+
+def test_an_asynchronous_handler_is_waited_for_on_one_loop(
+    write_archive: WriteArchive, make_context: Any
+) -> None:
+    code = """
+        import asyncio
+        class Handler:
+            loops = set()
+            def initialize(self, context): pass
+            async def handle(self, data, context):
+                await asyncio.sleep(0)
+                self.loops.add(id(asyncio.get_running_loop()))
+                return [len(self.loops)]
+    """
+    context = make_context(write_archive({"my.py": code}))
+    entry_point = load_entry_point("my.py", context)
+    assert entry_point([{}], context) == entry_point([{}], context) == [1]
+
+
+def test_a_replaced_handle_method_is_used(write_archive: WriteArchive, make_context: Any) -> None:
+    code = CLASS_FORM + "    def __init__(self):\n        self.handle = lambda data, context: ['replaced']\n"
+    context = make_context(write_archive({"my.py": code}))
+    assert load_entry_point("my.py", context)([{}], context) == ["replaced"]
+
+
+class TestConformanceHandlers:
+    """The handlers that the recorded answers of TorchServe were made with."""
+
+    def _load(self, folder: Path, name: str, context: Any) -> Any:
+        return load_entry_point(name, context)
+
+    def test_echo(self, conformance_handlers: Path, make_context: Any, begin: Any) -> None:
+        context = make_context(conformance_handlers, name="echo")
+        entry_point = load_entry_point("echo.py", context)
+        begin(context, 1, **{"x-test-header": "h"})
+        (answer,) = entry_point([{"body": bytearray(b"abc")}], context)  # type: ignore[misc]
+        assert answer == {
+            "batch": 1,
+            "seen": {"body": {"type": "bytearray", "len": 3, "head": "616263"}},
+            "header": "h",
+        }
+
+    def test_function_handler(self, conformance_handlers: Path, make_context: Any, begin: Any) -> None:
+        context = make_context(conformance_handlers, name="func", version="2.1")
+        entry_point = load_entry_point("function_handler.py", context)
+        begin(context, 1)
+        assert entry_point([{}], context) == [{"rows": 1, "model": "func", "version": "2.1"}]
+
+    def test_broken_init(self, conformance_handlers: Path, make_context: Any) -> None:
+        with pytest.raises(RuntimeError, match="cannot initialise"):
+            load_entry_point("broken_init.py", make_context(conformance_handlers, name="broken"))
+
+    def test_json_tensor(
+        self, conformance_handlers: Path, scripted_doubler: Path, make_context: Any, begin: Any
+    ) -> None:
+        code = (conformance_handlers / "json_tensor.py").read_bytes()
+        (scripted_doubler / "json_tensor.py").write_bytes(code)
+        context = make_context(scripted_doubler, model={"serializedFile": "doubler.pt"})
+        entry_point = load_entry_point("json_tensor.py", context)
+        begin(context, 2)
+        rows = [{"body": {"x": [1, 2]}}, {"data": bytearray(b'{"x": [3, 4]}')}]
+        assert entry_point(rows, context) == [{"y": [2.0, 4.0]}, {"y": [6.0, 8.0]}]
+        assert [sample.name for sample in context.metrics.drain()] == ["HandlerTime"]
+
+    def test_rich(self, conformance_handlers: Path, make_context: Any, begin: Any) -> None:
+        context = make_context(conformance_handlers, name="rich")
+        entry_point = load_entry_point("rich.py", context)
+
+        def answer(mode: str) -> Any:
+            return entry_point([{"body": {"mode": mode}}], context)
+
+        partials = begin(context, 1)
+        assert answer("stream") == ["end"]
+        assert partials == [(0, b"part0 "), (0, b"part1 "), (0, b"part2 ")]
+        begin(context, 1)
+        assert answer("header") == ['{"ok": true}']
+        assert context.get_response_headers(0) == {
+            "content-type": "application/vnd.test+json",
+            "x-answer": "42",
+        }
+        assert answer("status") == ["short"]
+        assert context.get_response_status(0) == (418, "teapot")
+        assert answer("metric") == ["counted"]
+        assert [s.name for s in context.metrics.drain()] == ["TestCounter", "TestTimer"]
+        assert torch.equal(answer("tensor"), torch.ones(1, 2))
+        with pytest.raises(PredictionException, match="no such thing : 513"):
+            answer("prediction_exception")

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchere.handlers.text import TextHandler, basic_english_tokens, ngrams
+
+
+def test_tokens_are_those_of_basic_english() -> None:
+    assert basic_english_tokens('Hi, "you" (there)! a;b:c<br />d.') == [
+        *("hi", ",", "you", "(", "there", ")", "!", "a", "b", "c", "d", "."),
+    ]
+
+
+def test_ngrams_are_words_then_pairs_then_triples() -> None:
+    assert list(ngrams(["a", "b", "c"], 2)) == ["a", "b", "c", "a b", "b c"]
+    assert list(ngrams(["a", "b", "c"], 3))[-1] == "a b c"
+    assert list(ngrams(["a"], 2)) == ["a"]
+
+
+def test_cleaning_removes_tags_entities_accents_and_punctuation() -> None:
+    handler = TextHandler()
+    assert handler._remove_html_tags("<b>a</b>&nbsp;&#39;b<br/>") == "ab"
+    assert handler._remove_accented_characters("café") == "cafe"
+    assert handler._remove_punctuation("a.b!") == handler._remove_puncutation("a.b!") == "ab"
+
+
+def test_an_archive_without_vocabulary_is_explained(scripted_doubler: Path, make_context: Any) -> None:
+    context = make_context(scripted_doubler, model={"serializedFile": "doubler.pt"})
+    with pytest.raises(RuntimeError, match=r"Missing the source_vocab file: .*source_vocab\.pt"):
+        TextHandler().initialize(context)
+
+
+def test_the_manifest_may_name_the_vocabulary(scripted_doubler: Path, make_context: Any) -> None:
+    torch.save({"a": 1}, scripted_doubler / "words.pt")
+    model = {"serializedFile": "doubler.pt", "sourceVocab": "words.pt"}
+    handler = TextHandler()
+    handler.initialize(make_context(scripted_doubler, model=model))
+    assert handler.source_vocab == {"a": 1}
+
+
+def test_a_vocabulary_outside_the_archive_is_not_read(scripted_doubler: Path, make_context: Any) -> None:
+    torch.save({"a": 1}, scripted_doubler.parent / "words.pt")
+    model = {"serializedFile": "doubler.pt", "sourceVocab": "../words.pt"}
+    with pytest.raises(RuntimeError, match="Missing the source_vocab file"):
+        TextHandler().initialize(make_context(scripted_doubler, model=model))
+
+
+def test_a_vocabulary_with_code_is_not_run(scripted_doubler: Path, make_context: Any, tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+
+    class Bomb:
+        def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+            return Path.touch, (marker,)
+
+    torch.save({"a": Bomb()}, scripted_doubler / "source_vocab.pt")
+    context = make_context(scripted_doubler, model={"serializedFile": "doubler.pt"})
+    with pytest.raises(RuntimeError, match="unpickling") as caught:
+        TextHandler().initialize(context)
+    assert isinstance(caught.value.__cause__, pickle.UnpicklingError)
+    assert not marker.exists()
+
+
+def test_a_vocabulary_of_the_wrong_type_is_refused(scripted_doubler: Path, make_context: Any) -> None:
+    torch.save(["a"], scripted_doubler / "source_vocab.pt")
+    context = make_context(scripted_doubler, model={"serializedFile": "doubler.pt"})
+    with pytest.raises(RuntimeError, match="holds a list"):
+        TextHandler().initialize(context)

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchere.handlers.torchscript import load_torchscript
+
+
+def test_a_saved_module_loads_in_eval_mode(scripted_doubler: Path) -> None:
+    module = load_torchscript(str(scripted_doubler / "doubler.pt"), "cpu")
+    assert not module.training
+    assert module(torch.tensor([3.0])).tolist() == [6.0]
+
+
+def test_a_module_saved_in_training_mode_is_put_in_eval_mode(tmp_path: Path) -> None:
+    path = str(tmp_path / "dropout.pt")
+    torch.jit.save(torch.jit.script(torch.nn.Dropout(0.9)), path)  # type: ignore[no-untyped-call]
+    assert load_torchscript(path, "cpu")(torch.ones(100)).tolist() == [1.0] * 100
+
+
+def test_a_frozen_module_loads(tmp_path: Path) -> None:
+    path = str(tmp_path / "frozen.pt")
+    frozen = torch.jit.freeze(torch.jit.script(torch.nn.Linear(2, 2).eval()))  # type: ignore[no-untyped-call]
+    torch.jit.save(frozen, path)  # type: ignore[no-untyped-call]
+    assert load_torchscript(path, "cpu")(torch.ones(1, 2)).shape == (1, 2)
+
+
+def test_a_state_dict_is_told_from_torchscript(tmp_path: Path) -> None:
+    path = str(tmp_path / "weights.pt")
+    torch.save(torch.nn.Linear(2, 2).state_dict(), path)
+    with pytest.raises(RuntimeError, match=r"weights\.pt can't be loaded as TorchScript .*--model-file"):
+        load_torchscript(path, "cpu")
+
+
+def test_an_engine_this_build_lacks_is_named_with_those_it_has(scripted_doubler: Path) -> None:
+    with pytest.raises(ValueError, match=r"'abacus'.*expected one of .*\w"):
+        load_torchscript(str(scripted_doubler / "doubler.pt"), "cpu", "abacus")
+
+
+def test_the_engine_holds_for_the_load_only(scripted_doubler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = [name for name in torch.backends.quantized.supported_engines if name != "none"]
+    before = torch.backends.quantized.engine
+    other = next(name for name in engines if name != before)
+    seen = []
+    real_load = torch.jit.load
+
+    def spy(*args: object, **kwargs: object) -> object:
+        seen.append(torch.backends.quantized.engine)
+        return real_load(*args, **kwargs)  # type: ignore[arg-type, no-untyped-call]
+
+    monkeypatch.setattr(torch.jit, "load", spy)
+    path = str(scripted_doubler / "doubler.pt")
+    load_torchscript(path, "cpu", other)
+    load_torchscript(path, "cpu")
+    assert seen == [other, before]
+    assert torch.backends.quantized.engine == before
+
+
+def test_the_engine_is_put_back_after_a_failed_load(tmp_path: Path) -> None:
+    before = torch.backends.quantized.engine
+    other = next(e for e in torch.backends.quantized.supported_engines if e not in ("none", before))
+    (tmp_path / "bad.pt").write_bytes(b"not a model")
+    with pytest.raises(RuntimeError, match="can't be loaded"):
+        load_torchscript(str(tmp_path / "bad.pt"), "cpu", other)
+    assert torch.backends.quantized.engine == before
+
+
+def test_loads_never_see_another_loads_engine(
+    scripted_doubler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = torch.backends.quantized.engine
+    other = next(e for e in torch.backends.quantized.supported_engines if e not in ("none", before))
+    wrong = []
+    wish = threading.local()
+    real_load = torch.jit.load
+
+    def spy(*args: object, **kwargs: object) -> object:
+        if torch.backends.quantized.engine != wish.engine:
+            wrong.append(wish.engine)
+        return real_load(*args, **kwargs)  # type: ignore[arg-type, no-untyped-call]
+
+    def load(engine: str | None) -> None:
+        wish.engine = engine or before
+        load_torchscript(str(scripted_doubler / "doubler.pt"), "cpu", engine)
+
+    monkeypatch.setattr(torch.jit, "load", spy)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(load, [other, None] * 8))
+    assert wrong == []
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_an_int8_model_answers_the_same_with_every_engine(tmp_path: Path) -> None:
+    class Dynamic(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            weight = torch.quantize_per_tensor(torch.eye(4), 0.01, 0, torch.qint8)
+            self.packed = torch.ops.quantized.linear_prepack(weight, None)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = torch.ops.quantized.linear_dynamic(x, self.packed)
+            return y
+
+    engines = torch.backends.quantized.supported_engines
+    before = torch.backends.quantized.engine
+    engine = "fbgemm" if "fbgemm" in engines else "qnnpack"
+    torch.backends.quantized.engine = engine
+    try:
+        path = str(tmp_path / "int8.pt")
+        torch.jit.save(torch.jit.script(Dynamic()), path)  # type: ignore[no-untyped-call]
+    finally:
+        torch.backends.quantized.engine = before
+    row = torch.tensor([[0.5, -0.25, 1.0, 0.0]])
+    for name in (engine, "onednn"):
+        if name in engines:
+            answer = load_torchscript(path, "cpu", name)(row)
+            assert torch.allclose(answer, row, atol=0.02)

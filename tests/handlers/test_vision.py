@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from torchere.handlers.errors import PredictionException
+from torchere.handlers.image_classifier import ImageClassifier
+from torchere.handlers.vision import VisionHandler
+
+MODEL = {"serializedFile": "classifier.pt"}
+
+
+@pytest.fixture
+def handler(classifier_archive: Path, make_context: Any) -> ImageClassifier:
+    classifier = ImageClassifier()
+    classifier.initialize(make_context(classifier_archive, model=MODEL))
+    return classifier
+
+
+def test_pictures_and_numbers_are_stacked_into_a_batch(handler: ImageClassifier, jpeg: bytes) -> None:
+    numbers = torch.zeros(3, 224, 224).tolist()
+    batch = handler.preprocess([{"data": jpeg}, {"body": bytearray(jpeg)}, {"body": numbers}])
+    assert batch.shape == (3, 3, 224, 224)
+    assert torch.equal(batch[0], batch[1])
+    assert batch[2].abs().sum() == 0
+
+
+def test_an_envelope_may_hand_bodies_over_as_they_are(handler: ImageClassifier, jpeg: bytes) -> None:
+    assert handler.preprocess([jpeg]).shape == (1, 3, 224, 224)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"picture": b"x"}, "found the fields 'picture'; expected 'data' or 'body'"),
+        ({"body": b""}, "an empty body"),
+        ({"body": {"a": 1}}, "a dict that is not an image"),
+        ({"body": [[1], "x"]}, "a list that is not an image"),
+        ({"body": b"nonsense"}, "not an image"),
+    ],
+)
+def test_a_row_without_a_picture_is_answered_with_400(
+    handler: ImageClassifier, row: Any, message: str
+) -> None:
+    with pytest.raises(PredictionException) as caught:
+        handler.preprocess([row])
+    assert caught.value.error_code == 400
+    assert message in caught.value.message
+
+
+def test_inputs_of_different_shapes_are_refused(handler: ImageClassifier) -> None:
+    with pytest.raises(PredictionException, match="different shapes"):
+        handler.preprocess([{"body": [[0.0]]}, {"body": [0.0]}])
+
+
+def test_limits_come_from_the_config(classifier_archive: Path, make_context: Any, jpeg: bytes) -> None:
+    config = {"handler": {"image": {"max_pixels": 1000, "max_bytes": 10**6, "resize": 64, "crop": 32}}}
+    handler = ImageClassifier()
+    handler.initialize(make_context(classifier_archive, model=MODEL, config=config))
+    with pytest.raises(PredictionException, match="limit 1000"):
+        handler.preprocess([{"body": jpeg}])
+    handler.image_limits = handler.image_limits.__class__()
+    assert handler.preprocess([{"body": jpeg}]).shape == (1, 3, 32, 32)
+
+
+def test_the_config_of_one_model_does_not_change_another(classifier_archive: Path, make_context: Any) -> None:
+    config = {"handler": {"image": {"crop": 32}}}
+    first, second = ImageClassifier(), ImageClassifier()
+    first.initialize(make_context(classifier_archive, model=MODEL, config=config))
+    second.initialize(make_context(classifier_archive, model=MODEL))
+    assert (first.image_processing.crop, second.image_processing.crop) == (32, 224)
+
+
+def test_the_server_may_lift_pillows_limit(
+    classifier_archive: Path, make_context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)
+    handler = ImageClassifier()
+    handler.initialize(make_context(classifier_archive, model=MODEL, limit_max_image_pixels=False))
+    assert Image.MAX_IMAGE_PIXELS is None
+    assert handler.image_limits.max_pixels is None
+
+
+def test_a_subclass_may_bring_its_own_processing(
+    classifier_archive: Path, make_context: Any, jpeg: bytes
+) -> None:
+    class Grey(VisionHandler):
+        def image_processing(self, image: Any) -> torch.Tensor:
+            assert image.mode == "RGB"
+            return torch.full((1, 2, 2), 0.5)
+
+    handler = Grey()
+    handler.initialize(
+        make_context(classifier_archive, model=MODEL, config={"handler": {"image": {"crop": 3}}})
+    )
+    assert handler.preprocess([{"body": jpeg}]).tolist() == [[[[0.5, 0.5], [0.5, 0.5]]]]
+
+
+def test_explanations_add_up_to_the_score(handler: ImageClassifier, make_context: Any, begin: Any) -> None:
+    context = handler.context
+    begin(context, 1, explain="True")
+    picture = torch.rand(3, 4, 4)
+    answer = handler.handle([{"body": picture.tolist(), "target": 2}], context)
+    assert json.dumps(answer)
+    batch = picture[None]
+    difference = handler.model(batch)[0, 2] - handler.model(torch.zeros_like(batch))[0, 2]
+    assert torch.tensor(answer).shape == batch.shape
+    assert torch.tensor(answer).sum().item() == pytest.approx(difference.item(), abs=1e-5)

@@ -1,0 +1,220 @@
+import asyncio
+
+import grpc
+import pytest
+from google.protobuf import empty_pb2
+from google.rpc import error_details_pb2
+
+from torchere.serving.errors import ExecutorDied, HandlerFailed, OutOfResources, Unavailable
+from torchere.serving.frontend.grpc.protos.inference_pb2 import PredictionsRequest
+from torchere.serving.types import NO_DEADLINE, InferResponse, Parameter, StreamedResponse
+
+INTERNAL_SERVER = "org.pytorch.serve.http.InternalServerException"
+
+
+def request(model="echo", version="", sequence_id="", **values):
+    wanted = PredictionsRequest(model_name=model, model_version=version, input=values)
+    if sequence_id:
+        wanted.sequence_id = sequence_id
+    return wanted
+
+
+def raising(error):
+    async def behave(asked):
+        raise error
+
+    return behave
+
+
+def streaming(*parts, then=None):
+    async def chunks():
+        for part in parts:
+            yield part
+        if then is not None:
+            raise then
+
+    async def behave(asked):
+        return StreamedResponse(InferResponse(b""), chunks())
+
+    return behave
+
+
+def messages(serving, method, wanted):
+    async def main():
+        async with serving("inference") as served:
+            return [message async for message in served.call(method, wanted, timeout=20)]
+
+    return asyncio.run(main())
+
+
+def test_ping_answers_the_json_of_rest_and_is_ok_even_when_unhealthy(ask_grpc, planes):
+    assert ask_grpc("inference", "Ping", empty_pb2.Empty()).health == '{\n  "status": "Healthy"\n}'
+    planes.data.is_healthy = False
+    assert ask_grpc("inference", "Ping", empty_pb2.Empty()).health == '{\n  "status": "Unhealthy"\n}'
+
+
+def test_a_prediction_passes_its_input_as_bytes_without_types(ask_grpc, planes):
+    answer = ask_grpc("inference", "Predictions", request(data=b"hello", version="1.0"))
+    assert answer.prediction == b"hello"
+    model, version, asked = planes.data.asked[0]
+    assert (model, version) == ("echo", "1.0")
+    assert asked.parameters == (Parameter("data", b"hello", ""),)
+    assert asked.headers == ()
+
+
+def test_no_version_means_the_default_one_and_no_input_no_parameters(ask_grpc, planes):
+    ask_grpc("inference", "Predictions", request())
+    assert planes.data.asked[0][1] is None
+    assert planes.data.asked[0][2].parameters == ()
+
+
+def test_the_deadline_of_the_call_is_that_of_the_request(serving, planes):
+    async def main():
+        async with serving("inference") as served:
+            await served.call("Predictions", request(data=b"x"), timeout=20)
+            await served.call("Predictions", request(data=b"x"))
+
+    asyncio.run(main())
+    assert [asked.deadline_s < NO_DEADLINE for _, _, asked in planes.data.asked] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "code", "details"),
+    [
+        (request(model=""), "INTERNAL", "Parameter model_name is required.\nBadRequestException.()"),
+        (
+            request(model="nope"),
+            "INTERNAL",
+            "Model not found: nope\norg.pytorch.serve.archive.model.ModelNotFoundException",
+        ),
+        (
+            request(version="9.0"),
+            "INTERNAL",
+            "Model version: 9.0 does not exist for model: echo\n"
+            "org.pytorch.serve.archive.model.ModelVersionNotFoundException",
+        ),
+    ],
+)
+def test_what_is_not_there_is_told_with_code_and_class(refusal, wanted, code, details):
+    assert refusal("inference", "Predictions", wanted) == (code, details)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "reason"),
+    [
+        (HandlerFailed(), "UNAVAILABLE", INTERNAL_SERVER),
+        (HandlerFailed("no such thing", 513), "INTERNAL", INTERNAL_SERVER),
+        (HandlerFailed("x", 404), "NOT_FOUND", INTERNAL_SERVER),
+        (HandlerFailed("x", 418), "FAILED_PRECONDITION", INTERNAL_SERVER),
+        (OutOfResources("Out of resources"), "INTERNAL", INTERNAL_SERVER),
+        (ExecutorDied("exit code 7"), "INTERNAL", INTERNAL_SERVER),
+        (Unavailable("no worker"), "INTERNAL", "InternalServerException.()"),
+    ],
+)
+def test_what_became_of_a_prediction_is_told(refusal, planes, error, code, reason):
+    planes.data.behave = raising(error)
+    assert refusal("inference", "Predictions", request()) == (code, f"{error.message}\n{reason}")
+
+
+def test_a_bug_is_logged_and_answered_without_its_text(refusal, planes, caplog):
+    planes.data.behave = raising(RuntimeError("secret"))
+    code, details = refusal("inference", "Predictions", request())
+    assert (code, "secret" in details, "secret" in caplog.text) == ("INTERNAL", False, True)
+
+
+def test_a_stream_is_one_message_a_part(serving, planes):
+    planes.data.behave = streaming(b"a", b"b", b"end")
+    found = messages(serving, "StreamPredictions", request())
+    assert [message.prediction for message in found] == [b"a", b"b", b"end"]
+
+
+def test_a_stream_of_a_plain_handler_is_one_message(serving):
+    found = messages(serving, "StreamPredictions", request(data=b"x"))
+    assert [message.prediction for message in found] == [b"x"]
+
+
+def test_a_streamed_answer_to_a_plain_call_is_joined(ask_grpc, planes):
+    planes.data.behave = streaming(b"a", b"b", b"end")
+    assert ask_grpc("inference", "Predictions", request()).prediction == b"abend"
+
+
+def test_a_stream_that_fails_ends_with_the_error(serving, planes):
+    planes.data.behave = streaming(b"a", then=HandlerFailed())
+
+    async def main():
+        seen = []
+        async with serving("inference") as served:
+            with pytest.raises(grpc.aio.AioRpcError) as failed:
+                async for message in served.call("StreamPredictions", request(), timeout=20):
+                    seen.append(message.prediction)
+        return seen, failed.value.code()
+
+    assert asyncio.run(main()) == ([b"a"], grpc.StatusCode.UNAVAILABLE)
+
+
+def test_requests_of_sequences_are_answered_in_order_with_their_ids(serving, planes):
+    found = messages(
+        serving,
+        "StreamPredictions2",
+        iter([request(sequence_id="s", data=b"1"), request(sequence_id="t", data=b"2")]),
+    )
+    assert [(m.prediction, m.sequence_id, m.HasField("status")) for m in found] == [
+        (b"1", "s", False),
+        (b"2", "t", False),
+    ]
+    assert planes.data.asked[0][2].headers == (("ts_request_sequence_id", "s"),)
+
+
+def test_what_goes_wrong_in_a_sequence_is_told_in_band_and_the_stream_goes_on(serving):
+    found = messages(
+        serving,
+        "StreamPredictions2",
+        iter([request(data=b"1"), request(model="nope", sequence_id="s"), request(sequence_id="s", data=b"3")]),
+    )
+    assert [m.status.message for m in found[:2]] == [
+        "Parameter sequenceId is required.",
+        "Model not found: nope",
+    ]
+    assert found[0].status.code == grpc.StatusCode.INTERNAL.value[0]
+    reason = error_details_pb2.ErrorInfo()
+    assert found[0].status.details[0].Unpack(reason)
+    assert reason.reason == "BadRequestException.()"
+    assert found[2].prediction == b"3"
+
+
+def test_a_client_that_cancels_withdraws_its_request(serving, planes):
+    async def main():
+        waiting, withdrawn = asyncio.Event(), asyncio.Event()
+
+        async def behave(asked):
+            waiting.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                withdrawn.set()
+
+        planes.data.behave = behave
+        async with serving("inference") as served:
+            call = served.call("Predictions", request())
+            await asyncio.wait_for(waiting.wait(), 20)
+            call.cancel()
+            await asyncio.wait_for(withdrawn.wait(), 20)
+
+    asyncio.run(main())
+    assert planes.data.withdrawn == 1
+
+
+def test_a_message_that_is_too_large_is_refused(refusal):
+    code, _ = refusal("inference", "Predictions", request(data=b"a" * 6000))
+    assert code == "RESOURCE_EXHAUSTED"
+
+
+def test_each_call_has_a_line_in_the_access_log(ask_grpc, refusal, caplog):
+    with caplog.at_level("INFO", "ACCESS_LOG"):
+        ask_grpc("inference", "Ping", empty_pb2.Empty())
+        refusal("inference", "Predictions", request(model="nope"))
+    lines = [record.getMessage() for record in caplog.records if record.name == "ACCESS_LOG"]
+    service = "org.pytorch.serve.grpc.inference.InferenceAPIsService"
+    assert lines[0].startswith("/127.0.0.1:")
+    assert f'"gRPC {service}/Ping HTTP/2.0" 0 ' in lines[0]
+    assert f'"gRPC {service}/Predictions HTTP/2.0" 13 ' in lines[1]

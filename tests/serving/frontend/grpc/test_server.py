@@ -1,0 +1,153 @@
+"""What every gRPC port has: keys, health, reflection, and addresses."""
+
+import asyncio
+from types import SimpleNamespace
+
+import grpc
+import pytest
+from google.protobuf import empty_pb2
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+
+from torchere.serving.frontend.dataplane import Readiness
+from torchere.serving.frontend.grpc.protos import inference_pb2, management_pb2
+from torchere.serving.frontend.grpc.server import grpc_listeners, inference_server
+from torchere.serving.settings import Address, ServerSettings
+
+REFUSED = "Token Authorization failed. Token either incorrect, expired, or not provided correctly"
+SERVICE = "org.pytorch.serve.grpc.inference.InferenceAPIsService"
+
+
+def bearer(kind):
+    return (("authorization", f"Bearer {kind}"),)
+
+
+@pytest.mark.parametrize("metadata", [(), bearer("management"), (("authorization", "inference"),)])
+def test_without_its_key_no_method_answers(refusal, planes, metadata):
+    found = refusal(
+        "inference", "Ping", empty_pb2.Empty(), settings={"keys": planes.keys}, metadata=metadata
+    )
+    assert found == ("PERMISSION_DENIED", REFUSED)
+
+
+def test_with_its_key_a_method_answers(ask_grpc, planes):
+    keys = {"keys": planes.keys}
+    ask_grpc("inference", "Ping", empty_pb2.Empty(), settings=keys, metadata=bearer("inference"))
+    wish = management_pb2.ListModelsRequest()
+    answer = ask_grpc("management", "ListModels", wish, settings=keys, metadata=bearer("management"))
+    assert "echo" in answer.msg
+
+
+@pytest.mark.parametrize("method", ["StreamPredictions", "StreamPredictions2"])
+def test_streams_need_the_key_too(serving, planes, method):
+    async def main():
+        async with serving("inference", keys=planes.keys) as served:
+            request = inference_pb2.PredictionsRequest(model_name="echo")
+            wanted = iter([request]) if method.endswith("2") else request
+            with pytest.raises(grpc.aio.AioRpcError) as failed:
+                async for _ in served.call(method, wanted, timeout=20):
+                    raise AssertionError("nothing may be answered")
+        return failed.value.code()
+
+    assert asyncio.run(main()) is grpc.StatusCode.PERMISSION_DENIED
+    assert planes.data.asked == []
+
+
+def check(channel, service):
+    call = channel.unary_unary(
+        "/grpc.health.v1.Health/Check",
+        health_pb2.HealthCheckRequest.SerializeToString,
+        health_pb2.HealthCheckResponse.FromString,
+    )
+    return call(health_pb2.HealthCheckRequest(service=service), timeout=20)
+
+
+@pytest.mark.parametrize("service", ["", SERVICE])
+def test_the_health_service_tells_readiness_without_a_key(serving, planes, service):
+    async def main():
+        async with serving("inference", keys=planes.keys) as served:
+            before = await check(served.channel, service)
+            planes.data.is_ready = Readiness(False)
+            return before.status, (await check(served.channel, service)).status
+
+    assert asyncio.run(main()) == (
+        health_pb2.HealthCheckResponse.SERVING,
+        health_pb2.HealthCheckResponse.NOT_SERVING,
+    )
+
+
+def test_the_health_of_an_unknown_service_is_not_found(serving):
+    async def main():
+        async with serving("inference") as served:
+            with pytest.raises(grpc.aio.AioRpcError) as failed:
+                await check(served.channel, "nope")
+            return failed.value.code()
+
+    assert asyncio.run(main()) is grpc.StatusCode.NOT_FOUND
+
+
+def test_health_can_be_watched(serving):
+    async def main():
+        async with serving("inference") as served:
+            call = served.channel.unary_stream(
+                "/grpc.health.v1.Health/Watch",
+                health_pb2.HealthCheckRequest.SerializeToString,
+                health_pb2.HealthCheckResponse.FromString,
+            )
+            watching = call(health_pb2.HealthCheckRequest(), timeout=20)
+            first = await watching.read()
+            watching.cancel()
+            unknown = [m.status async for m in call(health_pb2.HealthCheckRequest(service="x"), timeout=20)]
+            return first.status, unknown
+
+    assert asyncio.run(main()) == (
+        health_pb2.HealthCheckResponse.SERVING,
+        [health_pb2.HealthCheckResponse.SERVICE_UNKNOWN],
+    )
+
+
+def test_reflection_lists_the_services_of_the_port(serving):
+    async def main():
+        async with serving("management") as served:
+            call = served.channel.stream_stream(
+                "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+                reflection_pb2.ServerReflectionRequest.SerializeToString,
+                reflection_pb2.ServerReflectionResponse.FromString,
+            )
+            wanted = [reflection_pb2.ServerReflectionRequest(list_services="")]
+            answers = [answer async for answer in call(iter(wanted), timeout=20)]
+            return {service.name for service in answers[0].list_services_response.service}
+
+    assert asyncio.run(main()) == {
+        "org.pytorch.serve.grpc.management.ManagementAPIsService",
+        "grpc.health.v1.Health",
+        "grpc.reflection.v1alpha.ServerReflection",
+    }
+
+
+def test_the_settings_say_which_ports_to_open(planes):
+    def opened(**settings):
+        services = SimpleNamespace(settings=ServerSettings(**settings), keys=None)
+        return [server.api for server in grpc_listeners(planes.data, planes.control, services)]
+
+    assert opened() == ["inference", "management"]
+    assert opened(grpc_management_address=None) == ["inference"]
+    assert opened(grpc_inference_address=None, grpc_management_address=None) == []
+
+
+def test_a_port_that_is_taken_is_an_error_at_the_start(serving, planes):
+    async def main():
+        async with serving("inference") as served:
+            with pytest.raises(OSError, match="can't bind"):
+                await inference_server(planes.data, planes.services(), served.address).start()
+
+    asyncio.run(main())
+
+
+def test_tls_without_files_is_an_error_at_the_start(planes):
+    async def main():
+        services = planes.services(grpc_tls_enabled=True)
+        with pytest.raises(OSError, match="needs private_key_file"):
+            await inference_server(planes.data, services, Address(port=0)).start()
+
+    asyncio.run(main())

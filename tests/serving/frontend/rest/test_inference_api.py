@@ -1,0 +1,336 @@
+import asyncio
+import json
+import uuid
+
+import pytest
+
+from torchere.serving.errors import HandlerFailed, QueueFull, Unavailable
+from torchere.serving.frontend.dataplane import Readiness
+from torchere.serving.types import NO_DEADLINE, InferResponse, Parameter, StreamedResponse
+
+NOT_FOUND = "Requested resource is not found, please refer to API document."
+NOT_ALLOWED = "Requested method is not allowed, please refer to API document."
+
+
+def answering(response):
+    async def behave(request):
+        if isinstance(response, Exception):
+            raise response
+        return response
+
+    return behave
+
+
+async def parts(*chunks, then=None):
+    for chunk in chunks:
+        yield chunk
+    if then is not None:
+        raise then
+
+
+def test_a_prediction_is_answered_with_the_bytes_of_the_handler_and_no_content_type(ask):
+    answer = ask("inference", "POST", "/predictions/echo", b'{"a":1}', content_type="application/json")
+    assert (answer.status, answer.body) == (200, b'{"a":1}')
+    assert "content-type" not in answer.headers
+
+
+def test_every_answer_has_the_known_headers(ask, planes):
+    headers = ask("inference", "POST", "/predictions/echo", x_request_id="mine").headers
+    assert headers["pragma"] == "no-cache"
+    assert headers["cache-control"] == "no-cache; no-store, must-revalidate, private"
+    assert headers["expires"] == "Thu, 01 Jan 1970 00:00:00 UTC"
+    assert headers["connection"] == "keep-alive"
+    assert uuid.UUID(headers["x-request-id"]).version == 4
+    assert planes.data.asked[0][2].request_id == headers["x-request-id"]
+
+
+@pytest.mark.parametrize("target", ["/predictions/none", "/ping", "/nope"])
+def test_framework_routes_and_failures_have_them_too(ask, planes, target):
+    planes.data.is_healthy = False
+    answer = ask("inference", "GET", target)
+    assert answer.status >= 400
+    assert answer.headers["connection"] == "close"
+    assert answer.headers["content-type"] == "application/json"
+    assert {"x-request-id", "pragma", "cache-control", "expires"} <= answer.headers.keys()
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "BREW"])
+def test_any_method_predicts(ask, planes, method):
+    assert ask("inference", method, "/predictions/echo", b"x").status == 200
+    assert planes.data.asked[0][2].parameters == (Parameter("body", b"x"),)
+
+
+def test_the_handler_sees_the_headers_and_what_the_server_adds(ask, planes):
+    ask("inference", "POST", "/explanations/echo/1.0/a/b", x_test="1", explain="maybe")
+    model, version, request = planes.data.asked[0]
+    assert (model, version) == ("echo", "1.0")
+    assert request.headers[0] == ("x-test", "1")
+    assert request.headers[-2:] == (("url_path", "a/b"), ("explain", "True"))
+
+
+def test_query_parameters_reach_the_handler_on_the_old_routes_only(ask, planes):
+    ask("inference", "POST", "/predictions/echo?a=1", b"x")
+    ask("inference", "POST", "/models/echo/invoke?a=1", b"x")
+    ask("inference", "POST", "/echo/1.0/predict?a=1", b"x")
+    asked = [request.parameters for _, _, request in planes.data.asked]
+    with_query = (Parameter("a", b"1"), Parameter("body", b"x"))
+    assert asked == [(Parameter("body", b"x"),), with_query, with_query]
+
+
+def test_a_model_that_nobody_registered_is_not_found(ask):
+    answer = ask("inference", "POST", "/predictions/none", b"{}")
+    assert answer.body.decode() == (
+        '{\n  "code": 404,\n  "type": "ModelNotFoundException",\n  "message": "Model not found: none"\n}\n'
+    )
+
+
+def test_a_version_that_nobody_registered_is_not_found(ask):
+    answer = ask("inference", "POST", "/predictions/echo/9.9")
+    assert answer.json == {
+        "code": 404,
+        "type": "ModelVersionNotFoundException",
+        "message": "Model version: 9.9 does not exist for model: echo",
+    }
+
+
+@pytest.mark.parametrize("target", ["/predictions", "/nope", "/v2/health/ready", "/v1/models/echo", "/models"])
+def test_other_paths_are_not_found(ask, target):
+    answer = ask("inference", "GET", target)
+    assert answer.json == {"code": 404, "type": "ResourceNotFoundException", "message": NOT_FOUND}
+
+
+def test_the_root_knows_options_only(ask):
+    assert ask("inference", "GET", "/").json == {
+        "code": 405,
+        "type": "MethodNotAllowedException",
+        "message": NOT_ALLOWED,
+    }
+
+
+@pytest.mark.parametrize(
+    ("target", "sole", "body", "status"),
+    [
+        ("/invocations?model_name=echo", None, b"", 200),
+        ("/invocations?model_name=none", "echo", b"", 404),
+        ("/invocations", "echo", b"", 200),
+        ("/invocations", None, b"model_name=echo", 200),
+        ("/invocations", None, b"", 400),
+    ],
+)
+def test_invocations_find_their_model_in_query_form_or_start_up(ask, planes, target, sole, body, status):
+    planes.data.sole = sole
+    answer = ask("inference", "POST", target, body, content_type="application/x-www-form-urlencoded")
+    assert answer.status == status
+    if status == 400:
+        assert answer.json["message"] == "Parameter model_name is required."
+
+
+def test_a_handler_chooses_status_and_headers_but_not_those_of_the_server(ask, planes):
+    headers = (("Content-Type", "text/x"), ("X-Answer", "1"), ("x-answer", "2"), ("X-Request-Id", "forged"))
+    planes.data.behave = answering(InferResponse(b"short", headers, 418, "teapot"))
+    answer = ask("inference", "POST", "/predictions/echo")
+    assert (answer.status, answer.body) == (418, b"short")
+    assert answer.headers["content-type"] == "text/x"
+    assert answer.headers["x-answer"] == "2"
+    assert answer.headers["x-request-id"] != "forged"
+    assert answer.headers["connection"] == "close"
+
+
+@pytest.mark.parametrize("header", [("a", "b\r\nset-cookie: c"), ("a b", "c"), ("", "c"), ("a", "€")])
+def test_a_header_that_would_forge_others_fails_the_request(ask, planes, header):
+    planes.data.behave = answering(InferResponse(b"", (header,)))
+    answer = ask("inference", "POST", "/predictions/echo")
+    assert (answer.status, answer.json["message"]) == (500, "Prediction failed")
+
+
+@pytest.mark.parametrize("status", [0, 100, 199, 600, 99999])
+def test_a_status_that_is_no_final_one_fails_the_request(ask, planes, status):
+    planes.data.behave = answering(InferResponse(b"", status=status))
+    assert ask("inference", "POST", "/predictions/echo").status == 500
+
+
+def test_a_status_without_content_is_sent_without_content(ask, planes):
+    planes.data.behave = answering(InferResponse(b"ignored", status=204))
+    answer = ask("inference", "POST", "/predictions/echo")
+    assert (answer.status, answer.body) == (204, b"")
+    assert "content-length" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "type_name"),
+    [
+        (HandlerFailed(), 503, "InternalServerException"),
+        (HandlerFailed("no such thing", 513), 513, "InternalServerException"),
+        (Unavailable('Model "echo" has no worker'), 503, "ServiceUnavailableException"),
+    ],
+)
+def test_what_became_of_a_prediction_is_told(ask, planes, error, status, type_name):
+    planes.data.behave = answering(error)
+    answer = ask("inference", "POST", "/predictions/echo")
+    assert answer.json == {"code": status, "type": type_name, "message": error.message}
+
+
+def test_a_full_queue_says_when_to_try_again(ask, planes):
+    planes.data.behave = answering(QueueFull("full", retry_after_s=0.2))
+    assert ask("inference", "POST", "/predictions/echo").headers["retry-after"] == "1"
+
+
+def test_details_are_not_for_inference_clients(ask, planes):
+    planes.data.behave = answering(HandlerFailed(detail="/secret/path"))
+    assert b"secret" not in ask("inference", "POST", "/predictions/echo").body
+
+
+def test_a_bug_is_logged_and_answered_without_its_text(ask, planes, caplog):
+    planes.data.behave = answering(RuntimeError("secret"))
+    answer = ask("inference", "POST", "/predictions/echo")
+    assert (answer.status, answer.json["type"]) == (500, "InternalServerException")
+    assert b"secret" not in answer.body
+    assert "secret" in caplog.text
+
+
+def test_a_body_that_is_too_large_gets_413_with_nothing_in_it(ask, planes):
+    answer = ask("inference", "POST", "/predictions/echo", b"a" * 1001)
+    assert (answer.status, answer.body, answer.ended) == (413, b"", True)
+    assert answer.headers["connection"] == "close"
+    assert "content-type" not in answer.headers
+    assert planes.data.asked == []
+
+
+def test_a_request_may_bring_its_timeout(ask, planes):
+    ask("inference", "POST", "/predictions/echo", x_torchere_timeout_ms="5000")
+    ask("inference", "POST", "/predictions/echo")
+    assert [request.deadline_s < NO_DEADLINE for _, _, request in planes.data.asked] == [True, False]
+
+
+def test_a_timeout_that_makes_no_sense_is_refused(ask, planes):
+    answer = ask("inference", "POST", "/predictions/echo", x_torchere_timeout_ms="soon")
+    assert (answer.status, answer.json["type"]) == (400, "BadRequestException")
+    assert planes.data.asked == []
+
+
+def test_a_streamed_answer_is_one_chunk_a_part(ask, planes):
+    response = StreamedResponse(InferResponse(b"", (("X-A", "1"),)), parts(b"a", b"b", b"end"))
+    planes.data.behave = answering(response)
+    answer = ask("inference", "POST", "/predictions/echo")
+    assert answer.chunks == [b"a", b"b", b"end", b""]
+    assert answer.headers["ts_stream_next"] == "true"
+    assert answer.headers["x-a"] == "1"
+    assert "content-length" not in answer.headers
+    assert answer.ended
+
+
+def test_a_stream_that_fails_before_its_first_part_gets_a_proper_error(ask, planes):
+    failing = StreamedResponse(InferResponse(b""), parts(then=HandlerFailed()))
+    planes.data.behave = answering(failing)
+    assert ask("inference", "POST", "/predictions/echo").status == 503
+
+
+def test_a_stream_that_fails_midway_is_broken_off(ask, planes):
+    failing = StreamedResponse(InferResponse(b""), parts(b"a", then=HandlerFailed()))
+    planes.data.behave = answering(failing)
+    answer = ask("inference", "POST", "/predictions/echo")
+    assert (answer.status, answer.chunks, answer.ended) == (200, [b"a"], False)
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_ping_tells_healthy_and_unhealthy(ask, planes, method):
+    answer = ask("inference", method, "/ping")
+    assert (answer.status, answer.body) == (200, b'{\n  "status": "Healthy"\n}\n')
+    planes.data.is_healthy = False
+    assert (ask("inference", method, "/ping/").status, ask("inference", method, "/ping").json) == (
+        500,
+        {"status": "Unhealthy"},
+    )
+
+
+@pytest.mark.parametrize("surface", ["inference", "management"])
+def test_the_probes_tell_live_and_ready(ask, planes, surface):
+    assert ask(surface, "GET", "/livez").json == {"status": "live"}
+    assert ask(surface, "GET", "/readyz").json == {"status": "ready"}
+    planes.data.is_ready = Readiness(False, ("echo:1.0 is loading",))
+    answer = ask(surface, "GET", "/readyz")
+    assert (answer.status, answer.json) == (503, {"status": "not ready", "reasons": ["echo:1.0 is loading"]})
+    assert ask(surface, "GET", "/livez").status == 200
+
+
+def test_options_on_a_prediction_path_gives_the_models_document(ask, planes):
+    document = ask("inference", "OPTIONS", "/predictions/echo").json
+    assert document["info"]["title"] == "RESTful API for: echo"
+    assert ask("inference", "OPTIONS", "/predictions/none").json["type"] == "ModelNotFoundException"
+    assert ask("inference", "OPTIONS", "/nope").status == 404
+    planes.data.signature = "not json"
+    answer = ask("inference", "OPTIONS", "/predictions/echo")
+    assert (answer.status, answer.json["message"]) == (400, "Failed to parse signature.json")
+
+
+def test_workflows_are_unknown(ask):
+    answer = ask("inference", "POST", "/wfpredict/w")
+    assert answer.json == {
+        "code": 404,
+        "type": "WorkflowNotFoundException",
+        "message": "Workflow not found: w",
+    }
+
+
+def test_without_its_key_nothing_is_answered_but_descriptions_and_probes(ask, planes):
+    for target in ("/predictions/echo", "/ping", "/nope"):
+        answer = ask("inference", "GET", target, keys=planes.keys)
+        assert (answer.status, answer.json["type"]) == (400, "InvalidKeyException")
+        assert ask("inference", "GET", target, keys=planes.keys, authorization="Bearer management").status == 400
+    assert planes.data.asked == []
+    for target in ("/api-description", "/livez", "/readyz"):
+        assert ask("inference", "GET", target, keys=planes.keys).status == 200
+
+
+def test_with_its_key_everything_is_answered(ask, planes):
+    answer = ask("inference", "GET", "/predictions/echo", keys=planes.keys, authorization="Bearer inference")
+    assert answer.status == 200
+
+
+def test_a_refused_request_is_refused_before_its_body_is_read(ask, planes):
+    answer = ask("inference", "POST", "/predictions/echo", b"a" * 5000, keys=planes.keys)
+    assert answer.json["type"] == "InvalidKeyException"
+
+
+def test_answers_are_counted_by_class(ask, planes):
+    ask("inference", "POST", "/predictions/echo")
+    ask("inference", "POST", "/predictions/none")
+    ask("inference", "GET", "/nope")
+    planes.data.behave = answering(HandlerFailed())
+    ask("inference", "POST", "/predictions/echo")
+    text = planes.metrics.exposition()
+    assert 'Requests2XX{Level="Host",Hostname="host",} 1.0' in text
+    assert 'Requests4XX{Level="Host",Hostname="host",} 2.0' in text
+    assert 'Requests5XX{Level="Host",Hostname="host",} 1.0' in text
+
+
+def test_each_answer_has_a_line_in_the_access_log(ask, caplog):
+    with caplog.at_level("INFO", "ACCESS_LOG"):
+        ask("inference", "GET", "/ping?a=1")
+        ask("inference", "POST", "/predictions/none")
+    lines = [record.getMessage() for record in caplog.records if record.name == "ACCESS_LOG"]
+    assert lines[0].startswith('/127.0.0.1:4321 "GET /ping?a=1 HTTP/1.1" 200 ')
+    assert lines[1].startswith('/127.0.0.1:4321 "POST /predictions/none HTTP/1.1" 404 ')
+
+
+def test_the_configured_cors_headers_are_on_every_answer(planes, ask_app):
+    import dataclasses
+
+    from torchere.serving.frontend.rest.app import inference_app
+    from torchere.serving.frontend.services import CorsHeaders
+
+    services = dataclasses.replace(planes.services(), cors=CorsHeaders("*", "GET, POST", ""))
+    app = inference_app(planes.data, planes.control, services)
+    for target in ("/ping", "/predictions/echo", "/nope"):
+        headers = asyncio.run(ask_app(app, "GET", target)).headers
+        assert headers["access-control-allow-origin"] == "*"
+        assert headers["access-control-allow-methods"] == "GET, POST"
+        assert "access-control-allow-headers" not in headers
+
+
+def test_the_description_is_an_openapi_document(ask):
+    for method, target in (("OPTIONS", "/"), ("GET", "/api-description"), ("POST", "/api-description")):
+        answer = ask("inference", method, target)
+        document = json.loads(answer.body)
+        assert answer.headers["content-type"] == "application/json"
+        assert (document["openapi"], document["info"]["version"]) == ("3.0.1", "9.9")

@@ -1,0 +1,257 @@
+import json
+
+import pytest
+
+from torchere.serving.errors import (
+    Conflict,
+    DefaultVersionInUse,
+    DownloadFailed,
+    InvalidArchive,
+    InvalidRequest,
+    LoadFailed,
+    ModelNotFound,
+    NotAllowed,
+    UnregisterTimeout,
+    VersionNotFound,
+)
+from torchere.serving.frontend.controlplane import ModelPage, Progress, Registration
+from torchere.serving.types import InferResponse
+
+
+def test_models_are_listed_with_the_page_that_was_asked_for(ask, planes):
+    planes.control.page = ModelPage((("a", "a.mar"), ("b", "b.mar")), "2")
+    answer = ask("management", "GET", "/models?limit=2&next_page_token=4")
+    assert planes.control.calls == [("list_models", 2, 4)]
+    assert answer.json == {
+        "nextPageToken": "2",
+        "models": [{"modelName": "a", "modelUrl": "a.mar"}, {"modelName": "b", "modelUrl": "b.mar"}],
+    }
+
+
+@pytest.mark.parametrize(
+    ("query", "limit", "token"),
+    [
+        *[("", 100, 0), ("?limit=abc", 100, 0), ("?limit=-1", 100, 0), ("?limit=101", 100, 0)],
+        *[("?limit=0", 0, 0), ("?next_page_token=x", 100, 0), ("?limit=%C2%B2", 100, 0)],
+    ],
+)
+def test_page_numbers_that_make_no_sense_count_as_unset(ask, planes, query, limit, token):
+    assert ask("management", "GET", f"/models{query}").status == 200
+    assert planes.control.calls == [("list_models", limit, token)]
+
+
+def test_registering_takes_its_wish_from_the_query(ask, planes):
+    answer = ask("management", "POST", "/models?url=echo.mar&model_name=two&batch_size=3&synchronous=false")
+    wish = Registration("echo.mar", model_name="two", batch_size=3, synchronous=False)
+    assert planes.control.calls == [("register", wish)]
+    assert answer.json == {"status": 'Model "two" Version: 1.0 registered with 1 initial workers'}
+
+
+def test_registering_takes_its_wish_from_json_and_then_from_nothing_else(ask, planes):
+    body = json.dumps({"url": "echo.mar", "batch_size": 3}).encode()
+    ask("management", "POST", "/models?model_name=two", body, content_type="application/json; charset=utf-8")
+    assert planes.control.calls == [("register", Registration("echo.mar", batch_size=3))]
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"nope", b"\xff", b'{"url": 1}', b"[" * 900])
+def test_json_that_is_no_object_of_parameters_is_refused(ask, planes, body):
+    answer = ask("management", "POST", "/models", body, content_type="application/json")
+    assert (answer.status, answer.json["type"]) == (400, "BadRequestException")
+    assert planes.control.calls == []
+
+
+def test_a_registration_that_is_too_large_is_refused(ask, planes):
+    answer = ask("management", "POST", "/models", b"a" * 1001, content_type="application/json")
+    assert (answer.status, answer.body, answer.headers["connection"]) == (413, b"", "close")
+
+
+@pytest.mark.parametrize(
+    ("progress", "status", "sentence"),
+    [
+        (Progress.DONE, 200, 'Model "echo" Version: 1.0 registered with 1 initial workers'),
+        (Progress.STARTED, 202, "Processing worker updates..."),
+        (Progress.PARTIAL, 206, "Workers scaling in progress..."),
+    ],
+)
+def test_the_status_tells_how_far_registering_came(ask, planes, progress, status, sentence):
+    planes.control.progress = progress
+    answer = ask("management", "POST", "/models?url=echo.mar")
+    assert (answer.status, answer.json) == (status, {"status": sentence})
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "type_name"),
+    [
+        (InvalidRequest("x"), 400, "BadRequestException"),
+        (ModelNotFound("empty url"), 404, "ModelNotFoundException"),
+        (InvalidArchive("x"), 400, "InvalidModelException"),
+        (DownloadFailed("x"), 400, "DownloadArchiveException"),
+        (Conflict("x"), 409, "ConflictStatusException"),
+        (NotAllowed("x"), 405, "MethodNotAllowedException"),
+        (LoadFailed("x"), 500, "InternalServerException"),
+        (LoadFailed("x", out_of_memory=True), 507, "InternalServerException"),
+    ],
+)
+def test_what_registering_failed_of_is_told(ask, planes, error, status, type_name):
+    planes.control.error = error
+    answer = ask("management", "POST", "/models?url=echo.mar")
+    assert answer.json == {"code": status, "type": type_name, "message": error.message}
+
+
+def test_operators_see_the_detail_of_a_failure(ask, planes):
+    planes.control.error = LoadFailed("Failed to start workers", "RuntimeError: no such layer")
+    answer = ask("management", "POST", "/models?url=echo.mar")
+    assert answer.json["detail"] == "RuntimeError: no such layer"
+
+
+def test_a_port_that_clients_use_too_keeps_details_back(ask, planes):
+    planes.control.error = LoadFailed("Failed to start workers", "RuntimeError: no such layer")
+    assert "detail" not in ask("inference+management", "POST", "/models?url=echo.mar").json
+
+
+@pytest.mark.parametrize(
+    ("target", "version", "low", "high", "synchronous"),
+    [
+        ("/models/echo", None, 1, 1, False),
+        ("/models/echo?min_worker=2", None, 2, 2, False),
+        ("/models/echo?min_worker=2&max_worker=4&synchronous=True", None, 2, 4, True),
+        ("/models/echo/1.0?min_worker=0", "1.0", 0, 0, False),
+        ("/models/echo?model_version=2.0", "2.0", 1, 1, False),
+        ("/models/echo/1.0?model_version=2.0", "1.0", 1, 1, False),
+        ("/models/echo?number_gpu=1&timeout=x", None, 1, 1, False),
+    ],
+)
+def test_scaling_takes_its_numbers_from_the_query(ask, planes, target, version, low, high, synchronous):
+    assert ask("management", "PUT", target).status == 200
+    how = {"min_executors": low, "max_executors": high, "synchronous": synchronous}
+    assert planes.control.calls == [("scale", "echo", version, how)]
+
+
+def test_scaling_by_what_is_no_number_is_refused(ask, planes):
+    answer = ask("management", "PUT", "/models/echo?min_worker=two")
+    assert (answer.status, answer.json["type"]) == (400, "BadRequestException")
+    assert planes.control.calls == []
+
+
+@pytest.mark.parametrize("version", [None, "1.0", "all"])
+def test_describing_passes_the_version_on(ask, planes, version):
+    answer = ask("management", "GET", f"/models/echo{'' if version is None else '/' + version}")
+    assert planes.control.calls == [("describe", "echo", version)]
+    assert answer.json[0]["modelName"] == "echo"
+    assert answer.headers["content-type"] == "application/json"
+
+
+def test_a_customised_description_asks_the_handler_with_the_clients_headers(ask, planes):
+    answer = ask("management", "GET", "/models/echo?customized=true", x_test="1")
+    name, model, version, request = planes.control.calls[0]
+    assert (name, model, version) == ("describe_customized", "echo", None)
+    assert ("x-test", "1") in request.headers
+    assert answer.json[0]["customizedMetadata"] == {"custom": 1}
+    assert (answer.headers["x-extra"], answer.headers["content-type"]) == ("yes", "application/json")
+
+
+def test_a_customised_description_may_have_the_handlers_status(ask, planes):
+    planes.control.customized = InferResponse(b"null", (("Content-Type", "text/x"),), 202)
+    answer = ask("management", "GET", "/models/echo?customized=true")
+    assert (answer.status, answer.headers["content-type"]) == (202, "text/x")
+
+
+def test_all_versions_are_never_customised(ask, planes):
+    ask("management", "GET", "/models/echo/all?customized=true")
+    assert planes.control.calls == [("describe", "echo", "all")]
+
+
+@pytest.mark.parametrize("version", [None, "1.0"])
+def test_unregistering_passes_the_version_on(ask, planes, version):
+    answer = ask("management", "DELETE", f"/models/echo{'' if version is None else '/' + version}")
+    assert planes.control.calls == [("unregister", "echo", version)]
+    assert answer.json == {"status": 'Model "echo" unregistered'}
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "type_name"),
+    [
+        (VersionNotFound("x"), 404, "ModelVersionNotFoundException"),
+        (DefaultVersionInUse("x"), 403, "InvalidModelVersionException"),
+        (UnregisterTimeout("x"), 408, "RequestTimeoutException"),
+    ],
+)
+def test_what_unregistering_failed_of_is_told(ask, planes, error, status, type_name):
+    planes.control.error = error
+    answer = ask("management", "DELETE", "/models/echo")
+    assert (answer.status, answer.json["type"]) == (status, type_name)
+
+
+def test_the_default_version_is_set(ask, planes):
+    answer = ask("management", "PUT", "/models/echo/1.0/set-default")
+    assert planes.control.calls == [("set_default", "echo", "1.0")]
+    assert answer.json == {"status": 'Default version successfully updated for model "echo" to "1.0"'}
+
+
+@pytest.mark.parametrize(
+    ("method", "target"),
+    [
+        *[("PATCH", "/models"), ("DELETE", "/models"), ("POST", "/models/echo"), ("PATCH", "/models/echo/1.0")],
+        *[("POST", "/v1/models/echo"), ("PATCH", "/workflows"), ("PUT", "/workflows/w"), ("GET", "/")],
+        *[("GET", "/models/echo/1.0/set-default"), ("DELETE", "/models/echo/1.0/set-default")],
+    ],
+)
+def test_methods_that_a_path_does_not_have_are_refused(ask, planes, method, target):
+    answer = ask("management", method, target)
+    assert (answer.status, answer.json["type"]) == (405, "MethodNotAllowedException")
+    assert answer.json["message"] == "Requested method is not allowed, please refer to API document."
+    assert planes.control.calls == []
+
+
+@pytest.mark.parametrize("target", ["/nope", "/ping", "/predictions/echo", "/models/a/b/c", "/metrics", "/token"])
+def test_paths_of_other_apis_are_not_found(ask, target):
+    answer = ask("management", "GET", target)
+    assert (answer.status, answer.json["type"]) == (404, "ResourceNotFoundException")
+
+
+def test_options_on_a_model_gives_its_document(ask):
+    document = ask("management", "OPTIONS", "/models/echo").json
+    assert document["info"]["title"] == "RESTful Management API for: echo"
+
+
+def test_kserve_v1_asks_whether_a_model_is_ready(ask):
+    assert ask("management", "GET", "/v1/models/echo").json == {"name": "echo", "ready": True}
+
+
+def test_workflows_can_not_be_registered_so_there_are_none(ask):
+    answer = ask("management", "POST", "/workflows?url=w.war")
+    assert (answer.status, answer.json["message"]) == (400, "Registering new workflows is disabled.")
+    assert ask("management", "GET", "/workflows").json == {"workflows": []}
+    assert ask("management", "GET", "/workflows/w").json["type"] == "WorkflowNotFoundException"
+
+
+def test_a_new_key_is_made_for_the_holder_of_the_api_key(ask, planes):
+    answer = ask("management", "GET", "/token?type=inference", keys=planes.keys, authorization="Bearer api")
+    assert (answer.status, answer.body) == (200, b"\n")
+    assert planes.keys.renewed == ["inference"]
+
+
+@pytest.mark.parametrize(
+    ("target", "authorization"),
+    [("/token?type=inference", "Bearer management"), ("/token?type=x", "Bearer api"), ("/token", "Bearer api")],
+)
+def test_nobody_else_gets_a_new_key(ask, planes, target, authorization):
+    answer = ask("management", "GET", target, keys=planes.keys, authorization=authorization)
+    assert (answer.status, answer.json["type"]) == (400, "InvalidKeyException")
+    assert planes.keys.renewed == []
+
+
+def test_without_its_key_nothing_changes(ask, planes):
+    for method, target in (("POST", "/models?url=echo.mar"), ("DELETE", "/models/echo"), ("GET", "/models")):
+        answer = ask("management", method, target, keys=planes.keys, authorization="Bearer inference")
+        assert answer.json["type"] == "InvalidKeyException"
+    assert planes.control.calls == []
+    right = ask("management", "GET", "/models", keys=planes.keys, authorization="Bearer management")
+    assert right.status == 200
+
+
+def test_a_bug_is_answered_once_and_logged(ask, planes, caplog):
+    planes.control.error = RuntimeError("odd")
+    answer = ask("management", "GET", "/models")
+    assert (answer.status, answer.json["message"]) == (500, "Internal server error")
+    assert "odd" in caplog.text

@@ -1,0 +1,55 @@
+import asyncio
+
+import pytest
+
+from torchere.serving.frontend.rest.app import metrics_app
+
+TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@pytest.mark.parametrize(("method", "target"), [("GET", "/metrics"), ("POST", "/metrics"), ("GET", "/metrics/a/b")])
+def test_the_metrics_are_text(ask, method, target):
+    answer = ask("metrics", method, target)
+    assert (answer.status, answer.headers["content-type"]) == (200, TYPE)
+    assert b'Requests2XX{Level="Host",Hostname="host",} ' in answer.body
+
+
+def test_samples_can_be_picked_by_name(ask):
+    answer = ask("metrics", "GET", "/metrics?name[]=Requests2XX&name%5B%5D=Requests4XX")
+    families = [line.split()[2] for line in answer.body.decode().splitlines() if line.startswith("# TYPE")]
+    assert families == ["Requests2XX", "Requests4XX"]
+
+
+def test_a_name_that_nothing_has_gives_nothing(ask):
+    answer = ask("metrics", "GET", "/metrics?name[]=nope")
+    assert (answer.status, answer.body) == (200, b"")
+
+
+def test_the_metrics_never_need_a_key(ask, planes):
+    assert ask("metrics", "GET", "/metrics", keys=planes.keys).status == 200
+
+
+def test_the_port_describes_itself_and_knows_nothing_else(ask):
+    assert [*ask("metrics", "OPTIONS", "/").json["paths"]] == ["/", "/api-description", "/metrics"]
+    assert ask("metrics", "GET", "/").status == 405
+    for target in ("/ping", "/models", "/predictions/echo", "/livez"):
+        assert ask("metrics", "GET", target).status == 404
+
+
+def test_in_log_mode_there_is_nothing_to_see(planes, ask_app):
+    app = metrics_app(planes.data, planes.control, planes.services(metrics_mode="log"))
+    answer = asyncio.run(ask_app(app, "GET", "/metrics"))
+    assert (answer.status, answer.body) == (200, b"")
+
+
+def test_in_legacy_mode_there_are_the_three_old_counters(planes, ask_app):
+    planes.metrics.prediction_accepted("echo", None)
+    app = metrics_app(planes.data, planes.control, planes.services(metrics_mode="legacy"))
+    text = asyncio.run(ask_app(app, "GET", "/metrics")).body.decode()
+    families = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
+    assert families == {
+        "ts_inference_requests_total",
+        "ts_inference_latency_microseconds",
+        "ts_queue_latency_microseconds",
+    }
+    assert asyncio.run(ask_app(app, "GET", "/metrics?name[]=Requests2XX")).body == b""

@@ -1,0 +1,255 @@
+"""What only a real socket shows: bytes on the wire, limits of the parser, clients that go away."""
+
+import asyncio
+import contextlib
+import json
+
+import pytest
+
+from torchere.serving.frontend.rest.app import inference_app
+from torchere.serving.frontend.rest.disconnect import SWEEP_S
+from torchere.serving.frontend.rest.server import RestServer
+from torchere.serving.settings import Address
+from torchere.serving.types import InferResponse, StreamedResponse
+
+POST = b"POST /predictions/echo HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n%s\r\n"
+
+
+@contextlib.asynccontextmanager
+async def serving(planes, **settings):
+    """A server on a free port, and `talk(*pieces)`: what it answers until it closes the connection."""
+    app = inference_app(planes.data, planes.control, planes.services(**settings))
+    server = RestServer(app, Address(port=0), drain_timeout_s=2)
+    address = await server.start()
+
+    async def talk(*pieces: bytes) -> bytes:
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        with contextlib.suppress(ConnectionError):
+            for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+        answer = await asyncio.wait_for(reader.read(), 20)
+        writer.close()
+        return answer
+
+    try:
+        yield talk, address
+    finally:
+        await server.stop()
+
+
+def request(body: bytes = b"", headers: bytes = b"", close: bool = True) -> bytes:
+    headers += b"Connection: close\r\n" if close else b""
+    return POST % (len(body), headers) + body
+
+
+def split(answer: bytes) -> tuple[bytes, list[bytes], bytes]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    status, *headers = head.split(b"\r\n")
+    return status, headers, body
+
+
+def test_header_names_reach_the_handler_as_the_client_wrote_them(planes):
+    async def main():
+        async with serving(planes) as (talk, _):
+            await talk(request(headers=b"X-Test-Header: abc\r\n"))
+
+    asyncio.run(main())
+    headers = dict(planes.data.asked[0][2].headers)
+    assert headers["X-Test-Header"] == "abc"
+    assert "x-test-header" not in headers
+    assert headers["Host"] == "x"
+
+
+def test_one_connection_carries_many_requests_and_a_failure_ends_it(planes):
+    async def main():
+        async with serving(planes) as (talk, _):
+            bad = b"POST /predictions/none HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
+            return await talk(request(b"one", close=False), request(b"two", close=False), bad)
+
+    answer = asyncio.run(main())
+    assert answer.count(b"HTTP/1.1 200 OK") == 2
+    assert answer.count(b"connection: keep-alive") == 2
+    assert answer.count(b"HTTP/1.1 404 Not Found") == 1
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"nonsense\r\n\r\n",
+        b"GET / HTTP/1.1\r\nbad header\r\n\r\n",
+        b"GET /" + b"a" * 5000 + b" HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nX-Long: " + b"a" * 9000 + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + b"X-Many: 1\r\n" * 2000 + b"\r\n",
+        b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+        b"POST / HTTP/1.1\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    ],
+)
+def test_what_is_no_http_gets_the_known_refusal(planes, message):
+    async def main():
+        async with serving(planes) as (talk, _):
+            return await talk(message)
+
+    status, headers, body = split(asyncio.run(main()))
+    assert status == b"HTTP/1.1 400 Bad Request"
+    assert b"content-type: application/json" in headers
+    assert json.loads(body) == {"code": 400, "type": "BadRequestException", "message": "Invalid HTTP message."}
+
+
+def test_a_body_that_is_too_large_is_refused_and_the_client_gets_to_see_it(planes):
+    async def main():
+        async with serving(planes, max_request_bytes=100_000) as (talk, _):
+            return await talk(request(b"a" * 150_000))
+
+    status, headers, body = split(asyncio.run(main()))
+    assert status.startswith(b"HTTP/1.1 413")
+    assert b"connection: close" in headers
+    assert body == b""
+
+
+def test_a_chunked_body_is_counted_as_it_comes(planes):
+    async def main():
+        async with serving(planes) as (talk, _):
+            head = b"POST /predictions/echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+            return await talk(head, *[b"64\r\n" + b"a" * 100 + b"\r\n"] * 11, b"0\r\n\r\n")
+
+    assert split(asyncio.run(main()))[0].startswith(b"HTTP/1.1 413")
+    assert planes.data.asked == []
+
+
+def test_a_body_in_many_pieces_arrives_whole(planes):
+    async def main():
+        async with serving(planes) as (talk, _):
+            head = b"POST /predictions/echo HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+            chunks = [b"1\r\n%c\r\n" % byte for byte in b"hello"]
+            return await talk(head + b"Transfer-Encoding: chunked\r\n\r\n", *chunks, b"0\r\n\r\n")
+
+    assert split(asyncio.run(main()))[2] == b"hello"
+
+
+def test_a_client_that_waits_for_a_go_ahead_gets_one(planes):
+    async def main():
+        async with serving(planes) as (talk, _):
+            return await talk(request(b"abc", b"Expect: 100-continue\r\n"))
+
+    assert asyncio.run(main()).startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK")
+
+
+def test_a_streamed_answer_is_one_http_chunk_a_part(planes):
+    async def parts():
+        for part in (b"part0 ", b"part1 ", b"end"):
+            yield part
+
+    async def behave(request):
+        return StreamedResponse(InferResponse(b""), parts())
+
+    planes.data.behave = behave
+
+    async def main():
+        async with serving(planes) as (talk, _):
+            return await talk(request())
+
+    _, headers, body = split(asyncio.run(main()))
+    assert b"transfer-encoding: chunked" in headers
+    assert b"ts_stream_next: true" in headers
+    assert body == b"6\r\npart0 \r\n6\r\npart1 \r\n3\r\nend\r\n0\r\n\r\n"
+
+
+def test_a_client_that_goes_away_withdraws_its_request(planes):
+    async def main():
+        waiting, withdrawn = asyncio.Event(), asyncio.Event()
+
+        async def behave(request):
+            waiting.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                withdrawn.set()
+
+        planes.data.behave = behave
+        async with serving(planes) as (_, address):
+            _, writer = await asyncio.open_connection(address.host, address.port)
+            writer.write(request(b"x"))
+            await asyncio.wait_for(waiting.wait(), 20)
+            writer.close()
+            await asyncio.wait_for(withdrawn.wait(), 20)
+
+    asyncio.run(main())
+    assert planes.data.withdrawn == 1
+
+
+def test_a_request_that_waits_long_is_answered_all_the_same(planes):
+    async def main():
+        watched, arrived = asyncio.Event(), asyncio.Event()
+
+        async def behave(request):
+            arrived.set()
+            await watched.wait()
+            return InferResponse(b"late")
+
+        planes.data.behave = behave
+        async with serving(planes) as (talk, _):
+            talking = asyncio.create_task(talk(request(b"x")))
+            await arrived.wait()
+            asyncio.get_running_loop().call_later(5 * SWEEP_S, watched.set)
+            return await talking
+
+    assert split(asyncio.run(main()))[2] == b"late"
+
+
+def test_stopping_lets_a_request_finish(planes):
+    async def main():
+        arrived, go_on = asyncio.Event(), asyncio.Event()
+
+        async def behave(request):
+            arrived.set()
+            await go_on.wait()
+            return InferResponse(b"done")
+
+        planes.data.behave = behave
+        app = inference_app(planes.data, planes.control, planes.services())
+        server = RestServer(app, Address(port=0), drain_timeout_s=5)
+        address = await server.start()
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        writer.write(request(b"x", close=False))
+        await arrived.wait()
+        stopping = asyncio.create_task(server.stop())
+        asyncio.get_running_loop().call_soon(go_on.set)
+        answer = await reader.read()
+        await stopping
+        writer.close()
+        return answer
+
+    assert split(asyncio.run(main()))[2] == b"done"
+
+
+def test_a_unix_socket_serves_and_is_taken_away_at_the_end(planes, tmp_path):
+    path = tmp_path / "t.sock"
+
+    async def main():
+        app = inference_app(planes.data, planes.control, planes.services())
+        server = RestServer(app, Address(unix_path=str(path)))
+        await server.start()
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(request(b"x"))
+        answer = await reader.read()
+        writer.close()
+        await server.stop()
+        return answer
+
+    assert split(asyncio.run(main()))[2] == b"x"
+    assert not path.exists()
+
+
+def test_a_port_that_is_taken_is_an_error_at_the_start(planes):
+    async def main():
+        async with serving(planes) as (_, address):
+            await RestServer(inference_app(planes.data, planes.control, planes.services()), address).start()
+
+    with pytest.raises(OSError, match="in use"):
+        asyncio.run(main())
+
+
+def test_a_tls_address_without_files_is_refused():
+    with pytest.raises(ValueError, match="needs a certificate"):
+        RestServer(lambda scope, receive, send: None, Address(tls=True))
