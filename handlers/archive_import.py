@@ -5,8 +5,8 @@ on `sys.path`: the module `net` of version 1.0 of model `m` becomes `_torchere_a
 and the imports inside it look into the archive first. That is done by giving its modules a `__builtins__`
 whose `__import__` knows the archive; CPython takes `__import__` from there for every `import` statement.
 
-Only import statements and `__import__` are covered. `importlib.import_module("net")` inside an archive names
-a module of the process, not of the archive.
+`importlib.import_module` inside the archive does the same. What looks modules up by name elsewhere, such as
+`pickle`, does not see plain names of an archive; where a process has just one, see `archive_plain_names.py`.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class ArchiveModules:
         self.prefix = prefix
         self.model_dir = model_dir
         self._owned: dict[str, bool] = {}
+        self._importlib = _ArchiveImportlib(self)
         # One dict for all modules of the archive; they see the real builtins but for `__import__`.
         self.builtins: dict[str, Any] = {**vars(builtins), "__import__": self._import}
 
@@ -78,10 +79,28 @@ class ArchiveModules:
         """`__import__` for the code of this archive; the parameters are that function's."""
         top = name.partition(".")[0]
         if level or not self.owns(top):
-            return builtins.__import__(name, globals, locals, fromlist or (), level)
+            module = builtins.__import__(name, globals, locals, fromlist or (), level)
+            return self._importlib if module is importlib else module
         module = builtins.__import__(f"{self.prefix}.{name}", globals, locals, fromlist or (), 0)
         # `import a.b` binds `a`; with a prefix in front, `__import__` gave us the root package instead.
         return module if fromlist else sys.modules[f"{self.prefix}.{top}"]
+
+
+class _ArchiveImportlib(ModuleType):
+    """What `import importlib` gives the code of an archive: the real one, but for `import_module`."""
+
+    def __init__(self, archive: ArchiveModules) -> None:
+        super().__init__("importlib", importlib.__doc__)
+        self._archive = archive
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib, name)
+
+    def import_module(self, name: str, package: str | None = None) -> ModuleType:
+        """`importlib.import_module`, which looks into the archive first."""
+        if not name.startswith(".") and self._archive.owns(name.partition(".")[0]):
+            return self._archive.load(name)
+        return importlib.import_module(name, package)
 
 
 class _ArchiveLoader(SourceFileLoader):

@@ -68,8 +68,7 @@ def expand_contractions(text: str) -> str:
     """Write contractions out ("Don't" as "Do not") in the case of their first letter; drop apostrophes."""
 
     def written_out(match: re.Match[str]) -> str:
-        found = match.group()
-        expanded = CONTRACTIONS[found.lower()]
-        return found[0] + expanded[1:] if found[0] != "'" else expanded
+        expanded = CONTRACTIONS[match.group().lower()]
+        return expanded.capitalize() if match.group()[0].isupper() else expanded
 
     return _PATTERN.sub(written_out, text).replace("'", "")

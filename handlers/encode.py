@@ -14,7 +14,9 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from itertools import chain
 from json.encoder import encode_basestring_ascii
+from typing import Any
 
 import msgspec
 
@@ -25,8 +27,9 @@ logger = logging.getLogger(__name__)
 _INDENT = "  "
 _SCALARS = frozenset({str, int, float, bool, type(None)})
 _FLOATS = frozenset({float})
-# Below this many items, setting the fast float path up costs more than it saves (measured on CPython 3.11).
-_FAST_FLOATS_FROM = 8
+_LISTS = frozenset({list})
+# From this many floats on, printing them all at once pays for its checks (measured on CPython 3.11).
+_MANY_FLOATS = 8
 _encode_floats = msgspec.json.Encoder().encode
 
 
@@ -120,7 +123,10 @@ def _layout(value: object, gap: str) -> str:
 
 def _layout_list(items: Sequence[object], gap: str) -> str:
     kinds = set(map(type, items))
-    if kinds == _FLOATS and len(items) >= _FAST_FLOATS_FROM:
+    rows = _join_rows(items, gap) if kinds == _LISTS else None
+    if rows is not None:
+        inner = rows
+    elif kinds == _FLOATS:
         inner = _join_floats(items, gap)
     elif kinds <= _SCALARS:
         inner = _flat_encoder(gap)(items)[1:-1]
@@ -157,17 +163,38 @@ def _flat_encoder(gap: str) -> Callable[[object], str]:
     return json.JSONEncoder(separators=("," + gap, ": "), check_circular=False).encode
 
 
-def _join_floats(items: Sequence[object], gap: str) -> str:
-    """Many floats at once: the shortest digits that read back equal are the same for every correct printer.
+def _join_floats(items: Sequence[Any], gap: str) -> str:
+    """Floats, and nothing else, side by side.
 
-    Only notation differs: msgspec writes 1e16 for 1e+16, 0.00001 for 1e-05 and null for nan. Where an item
-    may be such a one, Python prints it instead.
+    Many are printed at once by msgspec: the shortest digits that read back equal are the same for every
+    correct printer. Only the notation differs: it writes 1e16 for 1e+16, 0.00001 for 1e-05 and null for nan.
+    An item that may be such a one is printed by Python instead.
     """
+    separator = "," + gap
+    if len(items) < _MANY_FLOATS:
+        text = separator.join(map(float.__repr__, items))
+        return text if "n" not in text else separator.join(map(json.dumps, items))  # nan and inf
     text = _encode_floats(items)[1:-1].decode("ascii")
-    if "e" in text or "n" in text or "0.0000" in text:
-        tokens = text.split(",")
-        for index, token in enumerate(tokens):
-            if "e" in token or "n" in token or "0.0000" in token:
-                tokens[index] = json.dumps(items[index])
-        return ("," + gap).join(tokens)
-    return text.replace(",", "," + gap)
+    if not _notation_differs(text):
+        return text.replace(",", separator)
+    tokens = text.split(",")
+    for index, token in enumerate(tokens):
+        if _notation_differs(token):
+            tokens[index] = json.dumps(items[index]) if token == "null" else float.__repr__(items[index])
+    return separator.join(tokens)
+
+
+def _join_rows(rows: Sequence[Any], gap: str) -> str | None:
+    """Lists of floats side by side, printed all at once; None where that would not give the same bytes."""
+    if not all(rows) or set(map(type, chain.from_iterable(rows))) != _FLOATS:
+        return None
+    text = _encode_floats(rows)[2:-2].decode("ascii")
+    if _notation_differs(text):
+        return None
+    inner = gap + _INDENT
+    text = text.replace(",", "," + inner).replace(f"],{inner}[", f"{gap}],{gap}[{inner}")
+    return f"[{inner}{text}{gap}]"
+
+
+def _notation_differs(text: str) -> bool:
+    return "e" in text or "n" in text or "0.0000" in text

@@ -59,7 +59,7 @@ class EntryPoint:
         enveloped: an envelope stands before the handler, so example rows of the handler do not fit.
     """
 
-    def __init__(self, call: Call, instance: object | None = None, enveloped: bool = False) -> None:
+    def __init__(self, call: Call, instance: Any = None, enveloped: bool = False) -> None:
         self._call = call
         self._loop: asyncio.AbstractEventLoop | None = None
         self.instance = instance

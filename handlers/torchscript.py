@@ -16,7 +16,7 @@ _LOAD_LOCK = threading.Lock()
 def load_torchscript(
     path: str, device: torch.device | str, quantized_engine: str | None = None
 ) -> torch.jit.ScriptModule:
-    """Load a module saved with `torch.jit.save`, in eval mode.
+    """Load a module saved with `torch.jit.save`, in eval mode, its parameters without gradients.
 
     Thread-safe; loads in one process run one after the other. The module may be called from several threads
     at once.
@@ -41,9 +41,13 @@ def load_torchscript(
                 f"{path} can't be loaded as TorchScript ({err}); expected a file written by torch.jit.save. "
                 "If it holds a state_dict, name the file with the model's class with --model-file"
             ) from err
-    return (
-        module.eval() if getattr(module, "training", False) else module
-    )  # frozen ones have no such attribute
+    for parameter in module.parameters():
+        # Else TorchScript plans for gradients when a handler calls it outside inference mode, and the next
+        # call inside fails: "Inference tensors cannot be saved for backward".
+        parameter.requires_grad_(False)
+    if getattr(module, "training", False):  # frozen modules have no such attribute
+        module.eval()
+    return module
 
 
 @contextlib.contextmanager

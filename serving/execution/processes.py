@@ -26,6 +26,7 @@ from torchere.serving.execution.executor import (
     LoadSpec,
     age_s,
 )
+from torchere.serving.execution.launch import Launcher
 from torchere.serving.execution.restart import restart_delay_s
 from torchere.serving.execution.worker_process import WorkerProcess
 from torchere.serving.types import InferRequest
@@ -46,6 +47,7 @@ class ProcessPool:
         next_id: Callable[[], int],
         on_free: FreeCallback,
         on_loaded: LoadedCallback,
+        launcher: Launcher,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._spec = spec
@@ -55,6 +57,7 @@ class ProcessPool:
         self._next_id = next_id
         self._on_free = on_free
         self._on_loaded = on_loaded
+        self._launcher = launcher
         self._now = now
         self._slots: list[_Slot] = []
 
@@ -118,7 +121,7 @@ class _Slot:
 
     def __init__(self, pool: ProcessPool, executor_id: int, gpu_id: int | None) -> None:
         self._pool = pool
-        self._worker = WorkerProcess(pool._spec, executor_id, gpu_id)
+        self._worker = WorkerProcess(pool._spec, executor_id, gpu_id, pool._launcher)
         self.response_timeout_s = pool._response_timeout_s
         self._losses = 0
         self._first_loss_s = 0.0
@@ -178,7 +181,9 @@ class _Slot:
     async def _supervise(self) -> None:
         """Bring the worker back whenever it is lost, until the slot is closed or the rule gives up."""
         while not self._retiring:
-            cause = await asyncio.shield(self._worker.lost)  # cancelling this task must not end the wait of others
+            cause = await asyncio.shield(
+                self._worker.lost
+            )  # cancelling this task must not end the wait of others
             if self._retiring:
                 return
             self._note_loss(cause)
@@ -197,7 +202,9 @@ class _Slot:
                 return False
             logger.info("Retry worker: %d in %g seconds.", self.status.executor_id, delay_s)
             await asyncio.sleep(delay_s)
-            self._worker = WorkerProcess(self._pool._spec, self.status.executor_id, self.status.gpu_id)
+            self._worker = WorkerProcess(
+                self._pool._spec, self.status.executor_id, self.status.gpu_id, self._pool._launcher
+            )
             try:
                 await self.start()
                 await self.warm_up()

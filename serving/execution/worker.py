@@ -1,13 +1,14 @@
 """A worker process: one handler, one socket, one batch at a time.
 
-Started by `worker_process.py` as `python -m torchere.serving.execution.worker FD`; it ends when the socket
-closes.
+Forked by `fork_server.py`, or started as `python -m torchere.serving.execution.worker FD`; `launch.py` has
+the choice. It ends when the socket closes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import logging
 import os
 import signal
@@ -104,15 +105,21 @@ def die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def main() -> None:
-    """Entry point; the only argument is the number of the inherited socket."""
+def run(descriptor: int) -> None:
+    """Be the worker at the other end of an inherited socket, until it closes."""
     die_with_parent()
-    os.environ.pop("PYTHONSAFEPATH", None)  # ours alone: what the handler starts must not inherit it
+    faulthandler.enable()  # a crash in native code leaves a trace in the log
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
     ts_alias.install()
-    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection = socket.socket(fileno=descriptor)
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the server is gone; so are we
         Worker(connection).serve()
+
+
+def main() -> None:
+    """Entry point of a fresh interpreter; the only argument is the number of the inherited socket."""
+    os.environ.pop("PYTHONSAFEPATH", None)  # ours alone: what the handler starts must not inherit it
+    run(int(sys.argv[1]))
 
 
 if __name__ == "__main__":

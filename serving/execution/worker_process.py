@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
-import socket
-import sys
 from collections.abc import Sequence
 
 import msgspec
@@ -16,6 +13,7 @@ from torchere.serving.errors import LoadFailed
 from torchere.serving.execution.executor import BatchSink, LoadSpec
 from torchere.serving.execution.frames import FrameProtocol
 from torchere.serving.execution.host import load_failed_text
+from torchere.serving.execution.launch import Launched, Launcher
 from torchere.serving.execution.wire import (
     Done,
     FromWorker,
@@ -44,12 +42,13 @@ class WorkerProcess:
     `lost` completes, with the cause in words, when the process is gone for whatever reason.
     """
 
-    def __init__(self, spec: LoadSpec, executor_id: int, gpu_id: int | None) -> None:
+    def __init__(self, spec: LoadSpec, executor_id: int, gpu_id: int | None, launcher: Launcher) -> None:
         self._spec = spec
+        self._launcher = launcher
         self._executor_id = executor_id
         self._gpu_id = gpu_id
         self._loop = asyncio.get_running_loop()
-        self._process: asyncio.subprocess.Process | None = None
+        self._launched: Launched | None = None
         self._transport: asyncio.WriteTransport | None = None
         self._reply: asyncio.Future[None] | None = None  # of the step (load, warm-up) under way
         self._sink: BatchSink | None = None
@@ -62,7 +61,7 @@ class WorkerProcess:
     @property
     def pid(self) -> int:
         """The process id; 0 before the start."""
-        return self._process.pid if self._process else 0
+        return self._launched.pid if self._launched else 0
 
     @property
     def busy(self) -> bool:
@@ -71,28 +70,11 @@ class WorkerProcess:
 
     async def start(self) -> None:
         """Start the process and connect to it; the handler is not loaded yet."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "torchere.serving.execution.worker", str(theirs.fileno())),
-                pass_fds=(theirs.fileno(),),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                # The archive's folder must not shadow modules of the server or of torch.
-                env={**os.environ, "PYTHONSAFEPATH": "1"},
-                start_new_session=True,  # Ctrl+C in the terminal is for the server, which drains first
-            )
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        transport, _ = await self._loop.create_unix_connection(
-            lambda: FrameProtocol(self._on_frame, self._on_lost), sock=ours
+        self._launched = await self._launcher.launch()
+        self._transport, _ = await self._loop.create_unix_connection(
+            lambda: FrameProtocol(self._on_frame, self._on_lost), sock=self._launched.connection
         )
-        self._transport = transport
-        self._output = asyncio.ensure_future(self._log_output())
+        self._output = asyncio.ensure_future(self._log_output(self._launched.output))
 
     async def load(self, timeout_s: float) -> None:
         """Load the handler.
@@ -143,8 +125,8 @@ class WorkerProcess:
     def kill(self, reason: str) -> None:
         """End the process at once; `lost` tells when it is gone."""
         self._kill_reason = self._kill_reason or reason
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
+        if self._launched is not None:
+            self._launched.kill()
 
     async def _kill_and_reap(self, reason: str) -> None:
         self.kill(reason)
@@ -190,16 +172,14 @@ class WorkerProcess:
 
     async def _reap(self) -> None:
         """Wait for the process to end (it may have closed its socket only) and tell why it did."""
-        if self._process is None:
+        if self._launched is None:
             return
         try:
-            await asyncio.wait_for(self._process.wait(), KILL_GRACE_S)
+            code = await asyncio.wait_for(asyncio.shield(self._launched.exit_code), KILL_GRACE_S)
         except asyncio.TimeoutError:
-            self._kill_reason = self._kill_reason or "closed its socket without ending"
-            self._process.kill()
-        code = await self._process.wait()
-        if self._output is not None:
-            await self._output
+            self.kill("closed its socket without ending")
+            code = await self._launched.exit_code
+        await self._read_out()
         cause = self._kill_reason or describe_exit(code)
         if self._reply is not None and not self._reply.done():
             self._reply.set_exception(self._load_failed(cause, out_of_memory=code == -signal.SIGKILL))
@@ -210,17 +190,23 @@ class WorkerProcess:
         text = load_failed_text(self._spec.model_name, self._spec.model_version)
         return LoadFailed(text, detail, out_of_memory and not self._kill_reason)
 
-    async def _log_output(self) -> None:
+    async def _read_out(self) -> None:
+        """Log what it printed last, but do not wait for a child it left behind with the pipe open."""
+        if self._output is not None:
+            await asyncio.wait({self._output}, timeout=KILL_GRACE_S)
+            self._output.cancel()
+        if self._launched is not None:
+            self._launched.close()
+
+    async def _log_output(self, output: asyncio.StreamReader) -> None:
         """Everything the handler prints becomes a log line that says where it came from."""
-        if self._process is None or self._process.stdout is None:
-            return
         extra = {
             "model": self._spec.model_name,
             "version": self._spec.model_version,
             "executor": self._executor_id,
         }
         rest = b""
-        while chunk := await self._process.stdout.read(65536):
+        while chunk := await output.read(65536):
             *lines, rest = (rest + chunk).split(b"\n")
             while len(rest) > MAX_LOG_LINE_BYTES:
                 lines.append(rest[:MAX_LOG_LINE_BYTES])

@@ -14,6 +14,7 @@ from torchere.serving.errors import InvalidRequest
 from torchere.serving.execution.devices import available_cores, intra_op_threads
 from torchere.serving.execution.executor import ExecutorPool, FreeCallback, LoadSpec
 from torchere.serving.execution.isolation import choose_isolation
+from torchere.serving.execution.launch import ForkLauncher, worker_environment
 from torchere.serving.execution.processes import ProcessPool
 from torchere.serving.execution.threads import ThreadPool
 from torchere.serving.registry.effective import Asked, effective_settings
@@ -43,6 +44,7 @@ class Loader:
         self._server = server
         self._observer = observer
         self._executor_ids = itertools.count(FIRST_EXECUTOR_ID)
+        self._launcher = ForkLauncher(worker_environment(server.hidden_env_vars))
 
     def build(
         self,
@@ -115,7 +117,12 @@ class Loader:
             next_id=self._next_id,
             on_free=on_free,
             on_loaded=observer.executor_loaded,
+            launcher=self._launcher,
         )
+
+    async def close(self) -> None:
+        """End what workers are forked from; call it when no version is left."""
+        await self._launcher.close()
 
     def _spec(self, key: ModelKey, origin: Origin, settings: ModelSettings) -> LoadSpec:
         return LoadSpec(

@@ -134,6 +134,7 @@ class Registry:
         for version in leaving:
             self.discard(version)
         await asyncio.gather(*(version.settled.wait() for version in leaving))
+        await self._loader.close()
         await asyncio.to_thread(self._store.close)
 
     async def _gone(self, version: Version) -> None:

@@ -48,6 +48,7 @@ class Metrics:
         self._system = SystemMetrics(families, host, system_period_s)
         self._of_handlers = HandlerMetrics(families, host)
         self._of_handlers.adopt(self._handler_time_ms, "HandlerTime", _MODEL)
+        self._of_handlers.adopt(self._prediction_time_ms, "PredictionTime", _MODEL)
         self._lock = threading.Lock()  # guards _executors
         self._executors: dict[tuple[str, str], set[str]] = {}
 

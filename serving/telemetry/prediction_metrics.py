@@ -22,6 +22,17 @@ SECONDS_BUCKETS = (
 )
 
 
+# name, type, unit; `collect` fills them in this order
+_DECLARED = (
+    ("ts_inference_requests_total", "counter", "Count"),
+    ("ts_inference_latency_microseconds", "counter", "Microseconds"),
+    ("ts_queue_latency_microseconds", "counter", "Microseconds"),
+    ("QueueTime", "gauge", "Milliseconds"),
+    ("torchere_request_duration_seconds", "histogram", "Seconds"),
+    ("torchere_queue_duration_seconds", "histogram", "Seconds"),
+)
+
+
 class _Distribution:
     """A histogram's numbers; whoever holds the lock of its series may touch it."""
 
@@ -81,29 +92,30 @@ class PredictionMetrics(Collector):
         with self._lock:
             self._series.pop((model, version), None)
 
+    def describe(self) -> Iterable[Metric]:
+        """The families without samples: how the registry learns that their names are taken."""
+        return [_family(*declared) for declared in _DECLARED]
+
     def collect(self) -> Iterable[Metric]:
         """Make the families, for the registry."""
         with self._lock:
             series = list(self._series.items())
-        requests = _family("ts_inference_requests_total", "counter", "Count")
-        latency = _family("ts_inference_latency_microseconds", "counter", "Microseconds")
-        queue = _family("ts_queue_latency_microseconds", "counter", "Microseconds")
-        durations = _family("torchere_request_duration_seconds", "histogram", "Seconds")
-        queues = _family("torchere_queue_duration_seconds", "histogram", "Seconds")
+        requests, latency, queue, queue_time, durations, queues = families = [
+            _family(*declared) for declared in _DECLARED
+        ]
         for (model, version), one in series:
             shown = version or DEFAULT_VERSION
             ts = {"model_name": model, "model_version": shown, "hostname": self._hostname}
+            ours = {"model": model, "version": shown}
             with one.lock:
                 requests.add_sample(requests.name, ts, one.requests)
                 latency.add_sample(latency.name, ts, one.duration.total * 1e6)
                 queue.add_sample(queue.name, ts, one.queue.total * 1e6)
-                _add_distribution(durations, {"model": model, "version": shown}, one.duration)
-                _add_distribution(queues, {"model": model, "version": shown}, one.queue)
-        queue_time = _family("QueueTime", "gauge", "Milliseconds")
-        queue_time.add_sample(
-            "QueueTime", {"Level": "Host", "Hostname": self._hostname}, int(self._last_queue_s * 1000)
-        )
-        return [requests, latency, queue, queue_time, durations, queues]
+                _add_distribution(durations, ours, one.duration)
+                _add_distribution(queues, ours, one.queue)
+        host = {"Level": "Host", "Hostname": self._hostname}
+        queue_time.add_sample(queue_time.name, host, int(self._last_queue_s * 1000))
+        return families
 
 
 def _family(name: str, kind: str, unit: str) -> Metric:

@@ -118,7 +118,7 @@ def conformance_handlers() -> Path:
 def script(module: torch.nn.Module) -> bytes:
     """The module as a TorchScript file."""
     buffer = io.BytesIO()
-    torch.jit.save(torch.jit.script(module.eval()), buffer)  # type: ignore[no-untyped-call]
+    torch.jit.save(torch.jit.script(module.eval()), buffer)
     return buffer.getvalue()
 
 

@@ -142,8 +142,10 @@ def test_forgetting_drops_every_module_and_the_next_one_starts_afresh(write_arch
     assert old.NAME == "old"
 
 
-def test_forgetting_what_was_never_there_is_fine() -> None:
-    assert forget_archive("never", "9") is None
+def test_forgetting_what_was_never_there_changes_nothing() -> None:
+    before = set(sys.modules)
+    forget_archive("never", "9")
+    assert set(sys.modules) == before
 
 
 def test_a_version_from_another_directory_starts_afresh(write_archive: WriteArchive) -> None:
@@ -171,3 +173,28 @@ def test_many_threads_import_one_copy(write_archive: WriteArchive) -> None:
     with ThreadPoolExecutor(8) as pool:
         modules = list(pool.map(lambda _: _open(directory).load("model"), range(16)))
     assert all(module is modules[0] for module in modules)
+
+
+def test_importlib_inside_an_archive_looks_into_it_too(write_archive: WriteArchive) -> None:
+    archive = _open(
+        write_archive(
+            {
+                "model.py": "N = 1",
+                "handler.py": """
+                    import importlib
+                    import importlib.util
+                    from importlib import import_module, resources
+                    own = importlib.import_module("model")
+                    also = import_module("model")
+                    other = importlib.import_module("json")
+                    found = importlib.util.find_spec("json").name
+                """,
+            }
+        )
+    )
+    handler = archive.load("handler")
+    assert handler.own is handler.also is archive.load("model")
+    assert handler.other is json
+    assert handler.found == "json"
+    assert handler.resources is resources
+    assert "model" not in sys.modules

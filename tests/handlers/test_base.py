@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -8,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from torchere.handlers import profiling
 from torchere.handlers.base import BaseHandler
 from torchere.handlers.metrics import MetricsCache
 from torchere.handlers.resolve import load_entry_point
@@ -151,7 +151,7 @@ def test_the_profiler_writes_a_trace_and_changes_no_answer(
 ) -> None:
     handler, context = doubler
     monkeypatch.setenv("ENABLE_TORCH_PROFILER", "true")
-    monkeypatch.setattr(profiling.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     begin(context, 1)
     assert handler.handle([[1.0]], context) == [[2.0]]
     assert list((tmp_path / "pytorch_profiler" / "m").glob("*.json"))
@@ -211,3 +211,20 @@ def test_a_loader_of_ones_own_is_not_shared(scripted_doubler: Path, make_context
         handler.initialize(context)
     assert handlers[0].model is not handlers[1].model
     assert not handlers[0].model.training
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling ahead of time needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore")
+def test_a_package_compiled_ahead_of_time_answers_like_its_model(
+    tmp_path: Path, make_context: Any, begin: Any
+) -> None:
+    model = torch.nn.Linear(2, 1).eval()
+    program = torch.export.export(model, (torch.ones(3, 2),))
+    torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "linear.pt2"))
+    handler = BaseHandler()
+    context = make_context(tmp_path, model={"serializedFile": "linear.pt2"})
+    handler.initialize(context)
+    begin(context, 3)
+    rows = torch.rand(3, 2)
+    answer = handler.handle(rows.tolist(), context)
+    assert torch.allclose(torch.tensor(answer), model(rows), atol=1e-6)

@@ -30,6 +30,7 @@ def test_the_archives_own_classes_are_found(write_archive: Callable[..., Path], 
             return data and [import_class("net.Net").__module__]
     """
     context = make_context(write_archive({"my.py": code, "net.py": "class Net: pass"}))
-    (module,) = load_entry_point("my.py", context)([{}], context)  # type: ignore[misc]
+    answers: Any = load_entry_point("my.py", context)([{}], context)
+    (module,) = answers
     assert module.startswith("_torchere_archive.m.")
     assert module.endswith(".net")

@@ -50,6 +50,12 @@ def test_long_lists_of_floats_are_too(values: list[float]) -> None:
     assert encode_answer({"y": values, "n": [values]}) == _expected({"y": values, "n": [values]})
 
 
+@given(st.lists(st.lists(st.floats() | st.floats(0.01, 100), max_size=4), min_size=1, max_size=6))
+@settings(max_examples=400)
+def test_rows_of_floats_are_too(rows: list[list[float]]) -> None:
+    assert encode_answer({"rows": rows, "deeper": [rows]}) == _expected({"rows": rows, "deeper": [rows]})
+
+
 def test_floats_at_every_change_of_notation_are_too() -> None:
     powers = [10.0**exponent for exponent in range(-25, 26)]
     around = [f(p) for p in powers for f in (float, lambda p: math.nextafter(p, 0.0), lambda p: -p * 1.5)]
@@ -74,8 +80,12 @@ _Pair = namedtuple("_Pair", "a b")
         {"a": [], "b": [{}]},
         ({},),
         [1, [2, [3]]],
+        [[0.5, 1.25], [3.0], [-7.5e10, 0.0]],
+        [[[0.5, 1.25], [3.0]], [[1.0]]],
+        [[0.5], [math.nan], [1e-7]],
+        [[0.5], [1]],
         {"a": [1, {"b": None}], "c": "é\u2028\U0001f600"},
-        {1: "int", 1.5: "float", True: [1], None: {"x": 1}},
+        {1: "int", 1.5: "float", False: [1], None: {"x": 1}},
         [_Colour.RED, {"c": _Colour.RED}],
         _Pair(1, [2]),
         OrderedDict(b=1, a=[2]),

@@ -53,7 +53,13 @@ def test_a_blank_id_is_replaced_by_the_servers(context: Any) -> None:
 
 @pytest.mark.parametrize(
     ("value", "datatype"),
-    [([1.5], "FP64"), ([True], "BOOL"), (["a"], "BYTES"), (np.float32([1]), "FP32"), ([{"a": 1}], "BYTES")],
+    [
+        ([1.5], "FP64"),
+        ([True], "BOOL"),
+        (["a"], "BYTES"),
+        (np.array([1], dtype=np.float32), "FP32"),
+        ([{"a": 1}], "BYTES"),
+    ],
 )
 def test_the_datatype_is_that_of_the_answer(context: Any, value: Any, datatype: str) -> None:
     body = {"inputs": [{"name": "x", "shape": [1], "datatype": "FP32", "data": [1.0]}]}

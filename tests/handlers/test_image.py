@@ -93,6 +93,7 @@ def test_too_many_bytes_are_refused(jpeg: bytes) -> None:
     assert "more than the limit of 1000" in _refusal(jpeg, ImageLimits(max_bytes=1000))
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
 def test_no_damage_to_a_file_escapes_as_another_error(jpeg: bytes, photo: Image.Image) -> None:
     chance = random.Random(7)
     files = [jpeg]

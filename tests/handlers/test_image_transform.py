@@ -46,7 +46,7 @@ def test_the_middle_is_cut_with_torchvisions_rounding(
 def test_the_whole_transform_is_resize_crop_scale_normalise(photo: Image.Image) -> None:
     cropped = photo.resize((384, 256), Image.Resampling.BILINEAR).crop((80, 16, 304, 240))
     scaled = np.asarray(cropped).astype(np.float32) / 255
-    expected = (scaled - np.float32([0.485, 0.456, 0.406])) / np.float32([0.229, 0.224, 0.225])
+    expected = (scaled - np.array([0.485, 0.456, 0.406])) / np.array([0.229, 0.224, 0.225])
     tensor = ImageTransform()(photo)
     assert tensor.dtype == torch.float32
     assert tensor.shape == (3, 224, 224)

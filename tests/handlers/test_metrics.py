@@ -137,9 +137,12 @@ def test_an_unknown_metric_is_a_key_error(metrics: MetricsCache) -> None:
 
 def test_no_sample_is_lost_between_threads(metrics: MetricsCache) -> None:
     drained: list[MetricSample] = []
-    threads = [
-        threading.Thread(target=lambda: [metrics.add_counter("N", 1) for _ in range(500)]) for _ in range(4)
-    ]
+
+    def count() -> None:
+        for _ in range(500):
+            metrics.add_counter("N", 1)
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):

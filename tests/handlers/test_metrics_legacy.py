@@ -30,8 +30,13 @@ def test_a_counter_adds_up() -> None:
 
 
 def test_outside_a_batch_nobody_collects() -> None:
-    done = []
-    thread = threading.Thread(target=lambda: (emit_metrics([Metric("N", 1, "", [])]), done.append(True)))
+    done: list[bool] = []
+
+    def emit() -> None:
+        emit_metrics([Metric("N", 1, "", [])])
+        done.append(True)
+
+    thread = threading.Thread(target=emit)
     thread.start()
     thread.join()
     assert done == [True]

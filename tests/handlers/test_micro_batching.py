@@ -70,7 +70,7 @@ def test_stages_of_different_parts_overlap(handler: Tracing, batching: MicroBatc
         return data
 
     handler.preprocess = preprocess  # type: ignore[method-assign]
-    handler.inference = inference  # type: ignore[method-assign, assignment]
+    handler.inference = inference  # type: ignore[method-assign]
     assert batching.handle([1, 2]) == ["1", "2"]
 
 
@@ -83,7 +83,7 @@ def test_what_a_stage_raises_reaches_the_caller_and_the_next_batch_works(batchin
 def test_it_stands_in_for_the_handlers_own_handle(
     handler: Tracing, batching: MicroBatching, make_context: Any, begin: Any, tmp_path: Path
 ) -> None:
-    handler.handle = batching  # type: ignore[method-assign, assignment]
+    handler.handle = batching  # type: ignore[method-assign]
     context = make_context(tmp_path)
     begin(context, 3)
     assert handler.handle([1, 2, 3], context) == ["4", "6", "8"]

@@ -16,7 +16,7 @@ class Detector(torch.nn.Module):
         assert all(image.min() >= 0 and image.max() <= 1 for image in images)
         return [
             {
-                "boxes": torch.tensor([[0.0, 0.0, float(image.shape[2]), float(image.shape[1])], [1.0, 2.0, 3.0, 4.0]]),
+                "boxes": torch.tensor([[0.0, 0.0, image.shape[2], image.shape[1]], [1.0, 2.0, 3.0, 4.0]]),
                 "labels": torch.tensor([1, 0]),
                 "scores": torch.tensor([0.9, 0.4]),
             }
@@ -31,7 +31,7 @@ class ScriptedDetector(torch.nn.Module):
     def forward(
         self, images: list[torch.Tensor]
     ) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
-        found = []
+        found: list[dict[str, torch.Tensor]] = []
         for image in images:
             found.append(
                 {
@@ -56,7 +56,7 @@ def test_objects_above_the_threshold_are_named_with_their_boxes(
     assert list(answers[0][0]) == ["dog", "score"]
     assert answers[0][0]["dog"] == [0.0, 0.0, 320.0, 213.0]
     assert abs(answers[0][0]["score"] - 0.9) < 1e-6
-    entry_point.instance.threshold = 0.3  # type: ignore[union-attr]
+    entry_point.instance.threshold = 0.3
     again: Any = entry_point([{"body": jpeg}], context)
     assert [next(iter(item)) for item in again[0]] == ["dog", "cat"]
 
@@ -64,7 +64,7 @@ def test_objects_above_the_threshold_are_named_with_their_boxes(
 def test_a_scripted_detector_gets_a_list_and_pictures_of_any_size(
     tmp_path: Path, make_context: Any, begin: Any
 ) -> None:
-    torch.jit.save(torch.jit.script(ScriptedDetector()), str(tmp_path / "d.pt"))  # type: ignore[no-untyped-call]
+    torch.jit.save(torch.jit.script(ScriptedDetector()), str(tmp_path / "d.pt"))
     handler = ObjectDetector()
     context = make_context(tmp_path, model={"serializedFile": "d.pt"})
     handler.initialize(context)

@@ -24,7 +24,7 @@ class Bag(torch.nn.Module):
 
 @pytest.fixture
 def classify(tmp_path: Path, make_context: Any, begin: Any) -> Callable[[Any], Any]:
-    torch.jit.save(torch.jit.script(Bag()), str(tmp_path / "bag.pt"))  # type: ignore[no-untyped-call]
+    torch.jit.save(torch.jit.script(Bag()), str(tmp_path / "bag.pt"))
     torch.save(VOCABULARY, tmp_path / "source_vocab.pt")
     (tmp_path / "index_to_name.json").write_text(json.dumps({"0": "praise", "1": "blame"}))
     context = make_context(tmp_path, model={"serializedFile": "bag.pt"})

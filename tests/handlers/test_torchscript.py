@@ -18,14 +18,14 @@ def test_a_saved_module_loads_in_eval_mode(scripted_doubler: Path) -> None:
 
 def test_a_module_saved_in_training_mode_is_put_in_eval_mode(tmp_path: Path) -> None:
     path = str(tmp_path / "dropout.pt")
-    torch.jit.save(torch.jit.script(torch.nn.Dropout(0.9)), path)  # type: ignore[no-untyped-call]
+    torch.jit.save(torch.jit.script(torch.nn.Dropout(0.9)), path)
     assert load_torchscript(path, "cpu")(torch.ones(100)).tolist() == [1.0] * 100
 
 
 def test_a_frozen_module_loads(tmp_path: Path) -> None:
     path = str(tmp_path / "frozen.pt")
-    frozen = torch.jit.freeze(torch.jit.script(torch.nn.Linear(2, 2).eval()))  # type: ignore[no-untyped-call]
-    torch.jit.save(frozen, path)  # type: ignore[no-untyped-call]
+    frozen = torch.jit.freeze(torch.jit.script(torch.nn.Linear(2, 2).eval()))
+    torch.jit.save(frozen, path)
     assert load_torchscript(path, "cpu")(torch.ones(1, 2)).shape == (1, 2)
 
 
@@ -50,7 +50,7 @@ def test_the_engine_holds_for_the_load_only(scripted_doubler: Path, monkeypatch:
 
     def spy(*args: object, **kwargs: object) -> object:
         seen.append(torch.backends.quantized.engine)
-        return real_load(*args, **kwargs)  # type: ignore[arg-type, no-untyped-call]
+        return real_load(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     monkeypatch.setattr(torch.jit, "load", spy)
     path = str(scripted_doubler / "doubler.pt")
@@ -81,7 +81,7 @@ def test_loads_never_see_another_loads_engine(
     def spy(*args: object, **kwargs: object) -> object:
         if torch.backends.quantized.engine != wish.engine:
             wrong.append(wish.engine)
-        return real_load(*args, **kwargs)  # type: ignore[arg-type, no-untyped-call]
+        return real_load(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def load(engine: str | None) -> None:
         wish.engine = engine or before
@@ -111,7 +111,7 @@ def test_an_int8_model_answers_the_same_with_every_engine(tmp_path: Path) -> Non
     torch.backends.quantized.engine = engine
     try:
         path = str(tmp_path / "int8.pt")
-        torch.jit.save(torch.jit.script(Dynamic()), path)  # type: ignore[no-untyped-call]
+        torch.jit.save(torch.jit.script(Dynamic()), path)
     finally:
         torch.backends.quantized.engine = before
     row = torch.tensor([[0.5, -0.25, 1.0, 0.0]])
@@ -119,3 +119,24 @@ def test_an_int8_model_answers_the_same_with_every_engine(tmp_path: Path) -> Non
         if name in engines:
             answer = load_torchscript(path, "cpu", name)(row)
             assert torch.allclose(answer, row, atol=0.02)
+
+
+def test_calls_inside_and_outside_of_inference_mode_may_be_mixed(tmp_path: Path) -> None:
+    class Head(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = torch.nn.Linear(3, 7)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scores: torch.Tensor = self.head(x.mean(dim=(2, 3)))
+            return scores
+
+    path = str(tmp_path / "head.pt")
+    torch.jit.save(torch.jit.script(Head().eval()), path)
+    module = load_torchscript(path, "cpu")
+    row = torch.ones(1, 3, 4, 4)
+    expected = module(row).tolist()
+    for _ in range(3):
+        with torch.inference_mode():
+            assert module(row).tolist() == expected
+        assert module(row).tolist() == expected

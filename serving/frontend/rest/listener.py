@@ -6,7 +6,8 @@ import logging
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from torchere.serving.errors import ServingError
+from torchere.serving.errors import ServingError, Unauthorized
+from torchere.serving.frontend.keys import Keys
 from torchere.serving.frontend.rest.authorisation import Surfaces, required_key
 from torchere.serving.frontend.rest.body import BodyTooLarge, ClientGone, discard_rest
 from torchere.serving.frontend.rest.call import Call, cors_headers
@@ -58,9 +59,7 @@ class Listener:
         scope = call.scope
         path = scope["path"].rstrip("/") or "/"
         if self._keys is not None:
-            kind = required_key(self._surfaces, scope["method"], path)
-            if kind is not None:
-                self._keys.authorize(kind, authorization(scope))
+            await self._authorise(self._keys, scope, path, receive)
         if self._predictor is not None and scope["method"] != "OPTIONS":
             target = prediction_target(path)
             if target is not None:
@@ -68,6 +67,16 @@ class Listener:
                 return
         scope["path"] = path
         await self._routes(scope, receive, call.framed_send)
+
+    async def _authorise(self, keys: Keys, scope: Scope, path: str, receive: Receive) -> None:
+        kind = required_key(self._surfaces, scope["method"], path)
+        if kind is None:
+            return
+        try:
+            keys.authorize(kind, authorization(scope))
+        except Unauthorized:
+            await discard_rest(receive, self._max_request_bytes)
+            raise
 
     async def _fail(self, call: Call, error: ServingError) -> None:
         if call.status == 0:  # otherwise the answer has begun, and breaking it off is all that is left

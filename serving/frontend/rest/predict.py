@@ -25,7 +25,7 @@ class _Head(NamedTuple):
 
     content_type: str = ""
     length: int = 0
-    deadline_s: float = NO_DEADLINE
+    timeout_ms: bytes = b""
 
 
 class Predictor:
@@ -50,7 +50,8 @@ class Predictor:
             parameters = form_parameters(call.scope["query_string"]) + parameters
         model = target.model if target.model is not None else self._model_named_in(parameters)
         headers = request_headers(call.scope) + target.headers
-        request = InferRequest(call.request_id, parameters, headers, head.deadline_s)
+        deadline_s = deadline(head.timeout_ms, call.started_s) if head.timeout_ms else NO_DEADLINE
+        request = InferRequest(call.request_id, parameters, headers, deadline_s)
         watched = self._watch.enter(receive)
         try:
             response = await self._dataplane.infer(model, target.version, request)
@@ -78,15 +79,15 @@ class Predictor:
 
 
 def _read_head(call: Call) -> _Head:
-    content_type, length, deadline_s = "", 0, NO_DEADLINE
+    content_type, length, timeout_ms = "", 0, b""
     for name, value in call.scope["headers"]:
         if name == b"content-type":
             content_type = value.decode("latin-1")
         elif name == b"content-length":
             length = int(value)  # the HTTP parser let digits only through
         elif name == b"x-torchere-timeout-ms":
-            deadline_s = deadline(value, call.started_s)
-    return _Head(content_type, length, deadline_s)
+            timeout_ms = value
+    return _Head(content_type, length, timeout_ms)
 
 
 def _absorb_cancellation(task: asyncio.Task[object]) -> None:

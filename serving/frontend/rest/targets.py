@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 Pairs = tuple[tuple[str, str], ...]
@@ -26,6 +27,7 @@ class Target(NamedTuple):
     takes_query: bool = False  # query parameters reach the handler too
 
 
+@lru_cache(maxsize=1024)  # the same few paths come again and again, and every request asks
 def prediction_target(path: str) -> Target | None:
     """Return what a percent-decoded path asks to be predicted; None when it is another kind of path."""
     segments = path.rstrip("/").split("/")[1:]

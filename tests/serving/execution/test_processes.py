@@ -12,6 +12,7 @@ import pytest
 
 from torchere.serving.errors import DeadlineExceeded, ExecutorDied, HandlerFailed, LoadFailed
 from torchere.serving.execution.executor import ExecutorState, LoadSpec
+from torchere.serving.execution.launch import ForkLauncher, worker_environment
 from torchere.serving.execution.processes import ProcessPool
 
 
@@ -24,12 +25,14 @@ async def pool_of(spec: LoadSpec, count: int = 1, **changes: Any) -> AsyncIterat
         "startup_timeout_s": 60.0,
         "max_retry_timeout_s": 60.0,
     }
+    launcher = ForkLauncher(worker_environment())
     pool = ProcessPool(
         spec,
         **{**settings, **changes},
         next_id=itertools.count(9000).__next__,
         on_free=freed.set,
         on_loaded=lambda executor_id, load_s: None,
+        launcher=launcher,
     )
     pool.freed = freed  # type: ignore[attr-defined]
     try:
@@ -38,6 +41,7 @@ async def pool_of(spec: LoadSpec, count: int = 1, **changes: Any) -> AsyncIterat
         yield pool
     finally:
         await pool.close()
+        await launcher.close()
 
 
 async def until_free(pool: Any) -> None:

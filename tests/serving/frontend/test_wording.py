@@ -26,7 +26,9 @@ def test_registering_is_told_as_clients_know_it(result, sentence):
 
 def test_scaling_names_the_version_only_when_one_was_given():
     assert wording.scaled(Progress.DONE, "noop", None, 2) == "Workers scaled to 2 for model: noop"
-    assert wording.scaled(Progress.DONE, "noop", "1.0", 2) == "Workers scaled to 2 for model: noop, version: 1.0"
+    assert (
+        wording.scaled(Progress.DONE, "noop", "1.0", 2) == "Workers scaled to 2 for model: noop, version: 1.0"
+    )
     assert wording.scaled(Progress.STARTED, "noop", None, 2) == "Processing worker updates..."
     assert wording.scaled(Progress.PARTIAL, "noop", None, 2) == "Workers scaling in progress..."
 

@@ -169,7 +169,9 @@ def test_what_goes_wrong_in_a_sequence_is_told_in_band_and_the_stream_goes_on(se
     found = messages(
         serving,
         "StreamPredictions2",
-        iter([request(data=b"1"), request(model="nope", sequence_id="s"), request(sequence_id="s", data=b"3")]),
+        iter(
+            [request(data=b"1"), request(model="nope", sequence_id="s"), request(sequence_id="s", data=b"3")]
+        ),
     )
     assert [m.status.message for m in found[:2]] == [
         "Parameter sequenceId is required.",

@@ -26,11 +26,21 @@ def test_registering_takes_zero_and_empty_for_unset_and_does_not_wait_by_default
 
 def test_registering_passes_on_what_is_said(ask_grpc, planes):
     wish = m.RegisterModelRequest(
-        url="echo.mar", model_name="two", batch_size=3, initial_workers=2, synchronous=True, max_batch_delay=-5
+        url="echo.mar",
+        model_name="two",
+        batch_size=3,
+        initial_workers=2,
+        synchronous=True,
+        max_batch_delay=-5,
     )
     ask_grpc("management", "RegisterModel", wish)
     expected = Registration(
-        "echo.mar", model_name="two", batch_size=3, initial_executors=2, synchronous=True, max_batch_delay_ms=None
+        "echo.mar",
+        model_name="two",
+        batch_size=3,
+        initial_executors=2,
+        synchronous=True,
+        max_batch_delay_ms=None,
     )
     assert planes.control.calls == [("register", expected)]
 
@@ -46,12 +56,20 @@ def test_registering_without_a_url_is_refused(refusal, planes):
 @pytest.mark.parametrize(
     ("error", "code", "details"),
     [
-        (NotAllowed("x"), "PERMISSION_DENIED", "Model API disabled\norg.pytorch.serve.archive.model.ModelException"),
+        (
+            NotAllowed("x"),
+            "PERMISSION_DENIED",
+            "Model API disabled\norg.pytorch.serve.archive.model.ModelException",
+        ),
         (InvalidRequest("x"), "INVALID_ARGUMENT", "x\norg.pytorch.serve.http.BadRequestException"),
         (InvalidArchive("x"), "INVALID_ARGUMENT", "x\norg.pytorch.serve.archive.model.InvalidModelException"),
         (DownloadFailed("x"), "INVALID_ARGUMENT", "x\norg.pytorch.serve.archive.DownloadArchiveException"),
         (ModelNotFound("x"), "NOT_FOUND", "x\norg.pytorch.serve.archive.model.ModelNotFoundException"),
-        (VersionNotFound("x"), "NOT_FOUND", "x\norg.pytorch.serve.archive.model.ModelVersionNotFoundException"),
+        (
+            VersionNotFound("x"),
+            "NOT_FOUND",
+            "x\norg.pytorch.serve.archive.model.ModelVersionNotFoundException",
+        ),
         (Conflict("x"), "ABORTED", "x\norg.pytorch.serve.http.ConflictStatusException"),
         (LoadFailed("x"), "INTERNAL", "x\norg.pytorch.serve.http.InternalServerException"),
     ],
@@ -62,15 +80,19 @@ def test_what_registering_failed_of_is_told(refusal, planes, error, code, detail
 
 
 @pytest.mark.parametrize(
-    ("fields", "version", "low", "high", "synchronous"),
+    ("fields", "expected"),
     [
-        ({}, None, 1, 1, False),
-        ({"min_worker": 2}, None, 2, 2, False),
-        ({"min_worker": 2, "max_worker": 4, "synchronous": True, "model_version": "1.0"}, "1.0", 2, 4, True),
-        ({"min_worker": -1, "max_worker": -1}, None, 1, 1, False),
+        ({}, (None, 1, 1, False)),
+        ({"min_worker": 2}, (None, 2, 2, False)),
+        (
+            {"min_worker": 2, "max_worker": 4, "synchronous": True, "model_version": "1.0"},
+            ("1.0", 2, 4, True),
+        ),
+        ({"min_worker": -1, "max_worker": -1}, (None, 1, 1, False)),
     ],
 )
-def test_scaling_takes_zero_and_less_for_unset(ask_grpc, planes, fields, version, low, high, synchronous):
+def test_scaling_takes_zero_and_less_for_unset(ask_grpc, planes, fields, expected):
+    version, low, high, synchronous = expected
     answer = ask_grpc("management", "ScaleWorker", m.ScaleWorkerRequest(model_name="echo", **fields))
     how = {"min_executors": low, "max_executors": high, "synchronous": synchronous}
     assert planes.control.calls == [("scale", "echo", version, how)]
@@ -92,7 +114,9 @@ def test_describing_answers_the_json_of_rest(ask_grpc, planes):
 
 
 def test_a_customised_description_asks_the_handler(ask_grpc, planes):
-    answer = ask_grpc("management", "DescribeModel", m.DescribeModelRequest(model_name="echo", customized=True))
+    answer = ask_grpc(
+        "management", "DescribeModel", m.DescribeModelRequest(model_name="echo", customized=True)
+    )
     assert planes.control.calls[0][:3] == ("describe_customized", "echo", None)
     assert json.loads(answer.msg)[0]["customizedMetadata"] == {"custom": 1}
 

@@ -33,7 +33,13 @@ def test_the_inference_package_is_torchserves():
 def test_the_management_package_is_torchserves():
     assert management_pb2.DESCRIPTOR.package == "org.pytorch.serve.grpc.management"
     assert [*numbers(management_pb2, "RegisterModelRequest").items()] == [
-        *[("batch_size", 1), ("handler", 2), ("initial_workers", 3), ("max_batch_delay", 4), ("model_name", 5)],
+        *[
+            ("batch_size", 1),
+            ("handler", 2),
+            ("initial_workers", 3),
+            ("max_batch_delay", 4),
+            ("model_name", 5),
+        ],
         *[("response_timeout", 6), ("runtime", 7), ("synchronous", 8), ("url", 9), ("s3_sse_kms", 10)],
         ("startup_timeout", 11),
     ]

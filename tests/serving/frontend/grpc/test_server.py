@@ -24,9 +24,7 @@ def bearer(kind):
 
 @pytest.mark.parametrize("metadata", [(), bearer("management"), (("authorization", "inference"),)])
 def test_without_its_key_no_method_answers(refusal, planes, metadata):
-    found = refusal(
-        "inference", "Ping", empty_pb2.Empty(), settings={"keys": planes.keys}, metadata=metadata
-    )
+    found = refusal("inference", "Ping", empty_pb2.Empty(), settings={"keys": planes.keys}, metadata=metadata)
     assert found == ("PERMISSION_DENIED", REFUSED)
 
 

@@ -93,7 +93,9 @@ def test_a_version_that_nobody_registered_is_not_found(ask):
     }
 
 
-@pytest.mark.parametrize("target", ["/predictions", "/nope", "/v2/health/ready", "/v1/models/echo", "/models"])
+@pytest.mark.parametrize(
+    "target", ["/predictions", "/nope", "/v2/health/ready", "/v1/models/echo", "/models"]
+)
 def test_other_paths_are_not_found(ask, target):
     answer = ask("inference", "GET", target)
     assert answer.json == {"code": 404, "type": "ResourceNotFoundException", "message": NOT_FOUND}
@@ -108,17 +110,17 @@ def test_the_root_knows_options_only(ask):
 
 
 @pytest.mark.parametrize(
-    ("target", "sole", "body", "status"),
+    ("target", "found", "status"),
     [
-        ("/invocations?model_name=echo", None, b"", 200),
-        ("/invocations?model_name=none", "echo", b"", 404),
-        ("/invocations", "echo", b"", 200),
-        ("/invocations", None, b"model_name=echo", 200),
-        ("/invocations", None, b"", 400),
+        ("/invocations?model_name=echo", (None, b""), 200),
+        ("/invocations?model_name=none", ("echo", b""), 404),
+        ("/invocations", ("echo", b""), 200),
+        ("/invocations", (None, b"model_name=echo"), 200),
+        ("/invocations", (None, b""), 400),
     ],
 )
-def test_invocations_find_their_model_in_query_form_or_start_up(ask, planes, target, sole, body, status):
-    planes.data.sole = sole
+def test_invocations_find_their_model_in_query_form_or_start_up(ask, planes, target, found, status):
+    planes.data.sole, body = found
     answer = ask("inference", "POST", target, body, content_type="application/x-www-form-urlencoded")
     assert answer.status == status
     if status == 400:
@@ -276,7 +278,9 @@ def test_without_its_key_nothing_is_answered_but_descriptions_and_probes(ask, pl
     for target in ("/predictions/echo", "/ping", "/nope"):
         answer = ask("inference", "GET", target, keys=planes.keys)
         assert (answer.status, answer.json["type"]) == (400, "InvalidKeyException")
-        assert ask("inference", "GET", target, keys=planes.keys, authorization="Bearer management").status == 400
+        assert (
+            ask("inference", "GET", target, keys=planes.keys, authorization="Bearer management").status == 400
+        )
     assert planes.data.asked == []
     for target in ("/api-description", "/livez", "/readyz"):
         assert ask("inference", "GET", target, keys=planes.keys).status == 200
@@ -285,11 +289,6 @@ def test_without_its_key_nothing_is_answered_but_descriptions_and_probes(ask, pl
 def test_with_its_key_everything_is_answered(ask, planes):
     answer = ask("inference", "GET", "/predictions/echo", keys=planes.keys, authorization="Bearer inference")
     assert answer.status == 200
-
-
-def test_a_refused_request_is_refused_before_its_body_is_read(ask, planes):
-    answer = ask("inference", "POST", "/predictions/echo", b"a" * 5000, keys=planes.keys)
-    assert answer.json["type"] == "InvalidKeyException"
 
 
 def test_answers_are_counted_by_class(ask, planes):

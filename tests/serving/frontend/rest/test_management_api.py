@@ -110,18 +110,19 @@ def test_a_port_that_clients_use_too_keeps_details_back(ask, planes):
 
 
 @pytest.mark.parametrize(
-    ("target", "version", "low", "high", "synchronous"),
+    ("target", "expected"),
     [
-        ("/models/echo", None, 1, 1, False),
-        ("/models/echo?min_worker=2", None, 2, 2, False),
-        ("/models/echo?min_worker=2&max_worker=4&synchronous=True", None, 2, 4, True),
-        ("/models/echo/1.0?min_worker=0", "1.0", 0, 0, False),
-        ("/models/echo?model_version=2.0", "2.0", 1, 1, False),
-        ("/models/echo/1.0?model_version=2.0", "1.0", 1, 1, False),
-        ("/models/echo?number_gpu=1&timeout=x", None, 1, 1, False),
+        ("/models/echo", (None, 1, 1, False)),
+        ("/models/echo?min_worker=2", (None, 2, 2, False)),
+        ("/models/echo?min_worker=2&max_worker=4&synchronous=True", (None, 2, 4, True)),
+        ("/models/echo/1.0?min_worker=0", ("1.0", 0, 0, False)),
+        ("/models/echo?model_version=2.0", ("2.0", 1, 1, False)),
+        ("/models/echo/1.0?model_version=2.0", ("1.0", 1, 1, False)),
+        ("/models/echo?number_gpu=1&timeout=x", (None, 1, 1, False)),
     ],
 )
-def test_scaling_takes_its_numbers_from_the_query(ask, planes, target, version, low, high, synchronous):
+def test_scaling_takes_its_numbers_from_the_query(ask, planes, target, expected):
+    version, low, high, synchronous = expected
     assert ask("management", "PUT", target).status == 200
     how = {"min_executors": low, "max_executors": high, "synchronous": synchronous}
     assert planes.control.calls == [("scale", "echo", version, how)]
@@ -191,7 +192,12 @@ def test_the_default_version_is_set(ask, planes):
 @pytest.mark.parametrize(
     ("method", "target"),
     [
-        *[("PATCH", "/models"), ("DELETE", "/models"), ("POST", "/models/echo"), ("PATCH", "/models/echo/1.0")],
+        *[
+            ("PATCH", "/models"),
+            ("DELETE", "/models"),
+            ("POST", "/models/echo"),
+            ("PATCH", "/models/echo/1.0"),
+        ],
         *[("POST", "/v1/models/echo"), ("PATCH", "/workflows"), ("PUT", "/workflows/w"), ("GET", "/")],
         *[("GET", "/models/echo/1.0/set-default"), ("DELETE", "/models/echo/1.0/set-default")],
     ],
@@ -203,7 +209,9 @@ def test_methods_that_a_path_does_not_have_are_refused(ask, planes, method, targ
     assert planes.control.calls == []
 
 
-@pytest.mark.parametrize("target", ["/nope", "/ping", "/predictions/echo", "/models/a/b/c", "/metrics", "/token"])
+@pytest.mark.parametrize(
+    "target", ["/nope", "/ping", "/predictions/echo", "/models/a/b/c", "/metrics", "/token"]
+)
 def test_paths_of_other_apis_are_not_found(ask, target):
     answer = ask("management", "GET", target)
     assert (answer.status, answer.json["type"]) == (404, "ResourceNotFoundException")
@@ -233,7 +241,11 @@ def test_a_new_key_is_made_for_the_holder_of_the_api_key(ask, planes):
 
 @pytest.mark.parametrize(
     ("target", "authorization"),
-    [("/token?type=inference", "Bearer management"), ("/token?type=x", "Bearer api"), ("/token", "Bearer api")],
+    [
+        ("/token?type=inference", "Bearer management"),
+        ("/token?type=x", "Bearer api"),
+        ("/token", "Bearer api"),
+    ],
 )
 def test_nobody_else_gets_a_new_key(ask, planes, target, authorization):
     answer = ask("management", "GET", target, keys=planes.keys, authorization=authorization)

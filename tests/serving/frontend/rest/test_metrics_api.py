@@ -7,7 +7,9 @@ from torchere.serving.frontend.rest.app import metrics_app
 TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-@pytest.mark.parametrize(("method", "target"), [("GET", "/metrics"), ("POST", "/metrics"), ("GET", "/metrics/a/b")])
+@pytest.mark.parametrize(
+    ("method", "target"), [("GET", "/metrics"), ("POST", "/metrics"), ("GET", "/metrics/a/b")]
+)
 def test_the_metrics_are_text(ask, method, target):
     answer = ask("metrics", method, target)
     assert (answer.status, answer.headers["content-type"]) == (200, TYPE)

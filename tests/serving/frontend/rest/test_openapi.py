@@ -25,7 +25,14 @@ def test_the_inference_document_has_the_known_operations():
 
 def test_the_management_document_has_the_known_operations():
     assert operations(listener_document(frozenset({"management"}), "1")) == {
-        *("apiDescription", "listModels", "registerModel", "describeModel", "setAutoScale", "unregisterModel"),
+        *(
+            "apiDescription",
+            "listModels",
+            "registerModel",
+            "describeModel",
+            "setAutoScale",
+            "unregisterModel",
+        ),
         *("version_describeModel", "version_setAutoScale", "version_unregisterModel", "setDefault"),
         *("api-description", "metrics"),
     }
@@ -58,7 +65,9 @@ def test_a_models_document_has_its_three_paths():
 
 
 def test_a_signature_is_merged_into_the_models_document():
-    operation = prediction_document("m", '{"inputs": [{"name": "x"}], "outputs": 1}')["paths"]["/prediction/m"]["post"]
+    operation = prediction_document("m", '{"inputs": [{"name": "x"}], "outputs": 1}')["paths"][
+        "/prediction/m"
+    ]["post"]
     assert operation["requestBody"]["content"]["application/json"]["example"] == [{"name": "x"}]
     assert operation["responses"]["200"]["content"]["application/json"]["example"] == 1
 

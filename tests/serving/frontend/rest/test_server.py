@@ -93,7 +93,11 @@ def test_what_is_no_http_gets_the_known_refusal(planes, message):
     status, headers, body = split(asyncio.run(main()))
     assert status == b"HTTP/1.1 400 Bad Request"
     assert b"content-type: application/json" in headers
-    assert json.loads(body) == {"code": 400, "type": "BadRequestException", "message": "Invalid HTTP message."}
+    assert json.loads(body) == {
+        "code": 400,
+        "type": "BadRequestException",
+        "message": "Invalid HTTP message.",
+    }
 
 
 def test_a_body_that_is_too_large_is_refused_and_the_client_gets_to_see_it(planes):
@@ -105,6 +109,17 @@ def test_a_body_that_is_too_large_is_refused_and_the_client_gets_to_see_it(plane
     assert status.startswith(b"HTTP/1.1 413")
     assert b"connection: close" in headers
     assert body == b""
+
+
+def test_a_client_without_its_key_gets_to_see_that_however_much_it_sends(planes):
+    async def main():
+        async with serving(planes, keys=planes.keys, max_request_bytes=1_000_000) as (talk, _):
+            return await talk(request(b"a" * 900_000))
+
+    status, _, body = split(asyncio.run(main()))
+    assert status.startswith(b"HTTP/1.1 400")
+    assert json.loads(body)["type"] == "InvalidKeyException"
+    assert planes.data.asked == []
 
 
 def test_a_chunked_body_is_counted_as_it_comes(planes):

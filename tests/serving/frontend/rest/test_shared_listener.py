@@ -11,9 +11,23 @@ SHARED = "inference+management+metrics"
 @pytest.mark.parametrize(
     ("method", "target"),
     [
-        *[("GET", "/ping"), ("POST", "/predictions/echo"), ("POST", "/models/echo/invoke"), ("GET", "/metrics")],
-        *[("GET", "/models"), ("GET", "/models/echo"), ("GET", "/models/echo/1.0"), ("DELETE", "/models/echo/1.0")],
-        *[("PUT", "/models/echo/1.0/set-default"), ("GET", "/v1/models/echo"), ("POST", "/v1/models/echo:predict")],
+        *[
+            ("GET", "/ping"),
+            ("POST", "/predictions/echo"),
+            ("POST", "/models/echo/invoke"),
+            ("GET", "/metrics"),
+        ],
+        *[
+            ("GET", "/models"),
+            ("GET", "/models/echo"),
+            ("GET", "/models/echo/1.0"),
+            ("DELETE", "/models/echo/1.0"),
+        ],
+        *[
+            ("PUT", "/models/echo/1.0/set-default"),
+            ("GET", "/v1/models/echo"),
+            ("POST", "/v1/models/echo:predict"),
+        ],
     ],
 )
 def test_a_shared_port_answers_every_api(ask, method, target):
@@ -22,7 +36,11 @@ def test_a_shared_port_answers_every_api(ask, method, target):
 
 @pytest.mark.parametrize(
     ("target", "key"),
-    [("/predictions/echo", "inference"), ("/models/echo", "management"), ("/models/echo/invoke", "inference")],
+    [
+        ("/predictions/echo", "inference"),
+        ("/models/echo", "management"),
+        ("/models/echo/invoke", "inference"),
+    ],
 )
 def test_a_shared_port_asks_for_one_key(ask, planes, target, key):
     other = {"inference": "management", "management": "inference"}[key]

@@ -32,7 +32,17 @@ def test_prediction_paths_name_their_target(path, target):
 @pytest.mark.parametrize(
     "path",
     [
-        *("/", "", "/predictions", "/predictions/", "/explanations", "/ping", "/metrics", "/models", "/models/m"),
+        *(
+            "/",
+            "",
+            "/predictions",
+            "/predictions/",
+            "/explanations",
+            "/ping",
+            "/metrics",
+            "/models",
+            "/models/m",
+        ),
         *("/models/m/1.0", "/models/m/1.0/set-default", "/v1/models/m", "/v1/models", "/v2", "/v2/models/m"),
         *("/v2/health/ready", "/v2/models/m/versions/1/infer", "/ping/predict", "/models/predict"),
         *("/a/b/c/predict", "/predict", "/m/predict/more", "/invocations/more", "/v1/models/m:other"),

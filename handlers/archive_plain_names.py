@@ -1,0 +1,67 @@
+"""Plain names for the modules of the one archive of a process.
+
+Handlers written for one process each rely on names: a pickle in the archive refers to `model.Net`, a child
+process imports `model`. In a worker process that hosts a single archive those names can be given to it. They
+come last, after everything the process can import otherwise, and lead to the very modules that the archive's
+own imports use, so that each class exists once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+from torchere.handlers.archive_import import ArchiveModules
+
+
+class _PlainNameFinder:
+    """Two of them stand in the meta path: for top-level names the last, for what is below those the first.
+
+    The first has to be first, because a package found by its plain name has a `__path__`, where the import
+    system would otherwise find its submodules a second time.
+    """
+
+    def __init__(self, archive: ArchiveModules, below: bool) -> None:
+        self.archive = archive
+        self._below = below
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """A spec that leads to the private module; the parameters are the import system's."""
+        top, dot, _ = fullname.partition(".")
+        if bool(dot) is not self._below or not self.archive.owns(top):
+            return None
+        if self._below and sys.modules.get(top) is not self.archive.load(top):
+            return None
+        return ModuleSpec(fullname, _PlainNameLoader(self.archive))
+
+
+class _PlainNameLoader(Loader):
+    """Hands the archive's own module out under its plain name."""
+
+    def __init__(self, archive: ArchiveModules) -> None:
+        self._archive = archive
+        self._own_spec: ModuleSpec | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = self._archive.load(spec.name)
+        self._own_spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        # It ran when it was loaded. The import system has put the plain name's spec on it meanwhile.
+        module.__spec__ = self._own_spec
+
+
+def give_plain_names(archive: ArchiveModules) -> None:
+    """Let the whole process import the archive's modules by their plain names.
+
+    Only for a process that hosts this archive and no other; there is no way back. Idempotent.
+    """
+    if not any(isinstance(item, _PlainNameFinder) and item.archive is archive for item in sys.meta_path):
+        sys.meta_path.insert(0, _PlainNameFinder(archive, below=True))
+        sys.meta_path.append(_PlainNameFinder(archive, below=False))

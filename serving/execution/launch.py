@@ -1,0 +1,129 @@
+"""How a worker process comes to be: forked from a process that has torch already, or started afresh."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from torchere.serving.execution.fork_client import ForkServer
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A worker process that has just been started and waits for its first message."""
+
+    pid: int
+    connection: socket.socket  # our end of its socket
+    output: asyncio.StreamReader  # what it prints, standard error included
+    exit_code: asyncio.Future[int]  # negative: the number of the signal that ended it
+    close: Callable[[], None]  # let go of the output pipe, once the process is gone
+
+    def kill(self) -> None:
+        """End it at once; without effect when it has ended."""
+        if not self.exit_code.done():
+            with suppress(ProcessLookupError):  # gone, and its exit code is on the way
+                os.kill(self.pid, signal.SIGKILL)
+
+
+class Launcher(Protocol):
+    """Starts worker processes. Used on the event loop."""
+
+    async def launch(self) -> Launched:
+        """Start one.
+
+        Raises:
+            OSError: the system would not (no process, memory or descriptor left).
+        """
+
+
+class ExecLauncher:
+    """Starts a fresh interpreter for each worker: slower, and the only way into another environment.
+
+    Args:
+        environment: see `worker_environment`.
+        python: the interpreter to run; None for the server's own.
+    """
+
+    def __init__(self, environment: Mapping[str, str], python: str | None = None) -> None:
+        self._environment = environment
+        self._python = python or sys.executable
+
+    async def launch(self) -> Launched:
+        """Start an interpreter that imports everything itself."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(self._python, "-m", "torchere.serving.execution.worker", str(theirs.fileno())),
+                pass_fds=(theirs.fileno(),),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env=self._environment,
+                start_new_session=True,  # Ctrl+C in the terminal is for the server, which drains first
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        if process.stdout is None:
+            raise OSError("the worker has no output pipe")
+        exit_code = asyncio.ensure_future(process.wait())
+        return Launched(process.pid, ours, process.stdout, exit_code, close=_nothing)
+
+
+class ForkLauncher:
+    """Forks workers from one process that imported torch: a worker is there in a few milliseconds.
+
+    One for a server. The process is started by the first launch, and again when it was lost.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = environment
+        self._fork_server: ForkServer | None = None
+
+    async def launch(self) -> Launched:
+        """Have the fork server make one."""
+        if self._fork_server is None or self._fork_server.lost:
+            self._fork_server = await ForkServer.start(self._environment)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        read_end, write_end = os.pipe()
+        pipe = os.fdopen(read_end, "rb", 0)
+        output = asyncio.StreamReader()
+        try:
+            pid, exit_code = await self._fork_server.fork(theirs.fileno(), write_end)
+            transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+                lambda: asyncio.StreamReaderProtocol(output), pipe
+            )
+        except BaseException:
+            ours.close()
+            pipe.close()
+            raise
+        finally:
+            theirs.close()
+            os.close(write_end)
+        return Launched(pid, ours, output, exit_code, close=transport.close)
+
+    async def close(self) -> None:
+        """End the fork server, and with it every worker that is left."""
+        if self._fork_server is not None:
+            await self._fork_server.close()
+
+
+def worker_environment(hidden: str | None = None) -> dict[str, str]:
+    """The environment of a worker: the server's, without the variables that `hidden` (a regex) matches."""
+    passed = {name: value for name, value in os.environ.items() if not (hidden and re.match(hidden, name))}
+    # The folder the server was started in must not shadow modules of torchere or torch (Python 3.11 on).
+    return {**passed, "PYTHONSAFEPATH": "1"}
+
+
+def _nothing() -> None:
+    """Leave it to asyncio, which closes the pipe of its subprocess itself."""

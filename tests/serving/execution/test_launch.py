@@ -1,0 +1,75 @@
+"""Both ways of starting a worker give the same worker."""
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from torchere.serving.execution.launch import ExecLauncher, ForkLauncher, Launched, worker_environment
+
+LAUNCHERS = {"fork": ForkLauncher, "exec": ExecLauncher}
+
+
+def run_with(kind: str, test: Any) -> None:
+    async def main() -> None:
+        launcher = LAUNCHERS[kind](worker_environment())
+        try:
+            await test(launcher)
+        finally:
+            if isinstance(launcher, ForkLauncher):
+                await launcher.close()
+
+    asyncio.run(main())
+
+
+async def end(worker: Launched) -> int:
+    """Close the server's end of the socket and wait for the worker."""
+    worker.connection.close()
+    code = await asyncio.wait_for(worker.exit_code, 60)
+    await worker.output.read()
+    worker.close()
+    return code
+
+
+@pytest.mark.parametrize("kind", LAUNCHERS)
+def test_a_worker_ends_by_itself_when_its_socket_closes(kind: str) -> None:
+    async def test(launcher: Any) -> None:
+        worker = await launcher.launch()
+        assert worker.pid != os.getpid()
+        assert await end(worker) == 0
+
+    run_with(kind, test)
+
+
+@pytest.mark.parametrize("kind", LAUNCHERS)
+def test_a_killed_worker_tells_the_signal(kind: str) -> None:
+    async def test(launcher: Any) -> None:
+        worker = await launcher.launch()
+        worker.kill()
+        assert await end(worker) == -signal.SIGKILL
+
+    run_with(kind, test)
+
+
+def test_workers_of_a_lost_fork_server_are_lost_and_the_next_launch_starts_another() -> None:
+    async def test(launcher: ForkLauncher) -> None:
+        first = await launcher.launch()
+        fork_server = launcher._fork_server
+        assert fork_server is not None
+        os.kill(fork_server._process.pid, signal.SIGKILL)
+        assert await end(first) == -signal.SIGKILL
+        await asyncio.to_thread(fork_server._process.wait)
+        second = await launcher.launch()
+        assert await end(second) == 0
+
+    run_with("fork", test)
+
+
+def test_hidden_variables_do_not_reach_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "x")
+    monkeypatch.setenv("OPEN_TOKEN", "y")
+    passed = worker_environment("SECRET.*")
+    assert "SECRET_TOKEN" not in passed
+    assert passed["OPEN_TOKEN"] == "y"
