@@ -52,7 +52,7 @@ class InferResponse(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StreamedResponse:
-    """An answer in parts. `head` is what is known before the first part; iterate `chunks` once.
+    """An answer in parts. `head` has status and headers; iterate `chunks`, all of the body, once.
 
     Iterating raises a `ServingError` when the executor fails midway.
     """

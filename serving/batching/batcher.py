@@ -16,7 +16,7 @@ from torchere.serving.batching.policy import Dispatch, QueueView, WaitUntil, pla
 from torchere.serving.errors import Cancelled, DeadlineExceeded, QueueFull, ServingError, Unavailable
 from torchere.serving.execution.executor import BatchReport, ExecutorPool
 from torchere.serving.settings import BatchSettings
-from torchere.serving.types import NO_DEADLINE, InferRequest
+from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse
 
 
 class BatchObserver(Protocol):
@@ -183,8 +183,8 @@ class _RunningBatch:
         self.pendings = pendings
         self.dispatched_s = dispatched_s
 
-    def partial(self, index: int, chunk: bytes) -> None:
-        self.pendings[index].add_part(chunk)
+    def partial(self, index: int, part: InferResponse) -> None:
+        self.pendings[index].add_part(part)
 
     def done(self, report: BatchReport) -> None:
         self._batcher._batch_done(self, report)

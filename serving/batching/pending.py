@@ -34,14 +34,14 @@ class Pending:
         """Whether somebody still waits for (the rest of) the answer."""
         return self.stream is not None or not self.answer.done()
 
-    def add_part(self, chunk: bytes) -> None:
+    def add_part(self, part: InferResponse) -> None:
         """Hand on one part of a streamed answer; the first one answers the client's wait."""
         if self.stream is None:
             if self.answer.done():
                 return
             self.stream = asyncio.Queue()
-            self.answer.set_result(StreamedResponse(InferResponse(b""), self._chunks(self.stream)))
-        self.stream.put_nowait(chunk)
+            self.answer.set_result(StreamedResponse(part, self._chunks(self.stream)))
+        self.stream.put_nowait(part.body)
 
     def finish(self, outcome: InferResponse | ServingError) -> None:
         """Complete the answer; a no-op when it was complete already."""

@@ -65,8 +65,12 @@ class BatchReport:
 class BatchSink(Protocol):
     """Where an executor puts what a batch gives. Called on the event loop only."""
 
-    def partial(self, index: int, chunk: bytes) -> None:
-        """One more part of the streamed answer of request `index`."""
+    def partial(self, index: int, part: InferResponse) -> None:
+        """One more part of the streamed answer of request `index`.
+
+        Its body is the part; status and headers are what the handler has set so far, and count in the first
+        part only.
+        """
 
     def done(self, report: BatchReport) -> None:
         """The batch is over; called exactly once, whatever happened."""

@@ -27,7 +27,7 @@ from torchere.serving.types import InferRequest, InferResponse
 logger = logging.getLogger(__name__)
 
 SERVER_VERSION = "0.12.0"  # what handlers read as `server_version`: the contract we keep
-PartialSink = Callable[[int, bytes], None]
+PartialSink = Callable[[int, InferResponse], None]
 
 
 class HandlerHost:
@@ -89,7 +89,7 @@ class HandlerHost:
     def run(self, requests: Sequence[InferRequest], send_partial: PartialSink | None) -> BatchReport:
         """Run one batch; failures become outcomes, so this does not raise."""
         processors = [RequestProcessor(request.request_id, dict(request.headers)) for request in requests]
-        self._context.begin_batch(processors, send_partial)
+        self._context.begin_batch(processors, _parts_of(processors, send_partial))
         rows = [self._row(request) for request in requests]
         started = time.perf_counter()
         try:
@@ -136,8 +136,7 @@ class HandlerHost:
             return HandlerFailed(
                 f"The answer has {len(body)} bytes, more than max_response_size={limit}.", status=500
             )
-        headers = tuple(processor.response_headers.items())
-        return InferResponse(body, headers, processor.status_code, processor.reason_phrase or "")
+        return _response(body, processor)
 
     def _all_failed(self, message: str, detail: str, count: int) -> list[Outcome]:
         logger.error("model %s: %s: %s", self._spec.model_name, message, detail)
@@ -167,6 +166,24 @@ class HandlerHost:
             HandlerMetric(s.name, s.value, s.unit, s.metric_type, s.dimensions, s.request_ids)
             for s in self._metrics.drain()
         )
+
+
+def _parts_of(
+    processors: Sequence[RequestProcessor], send_partial: PartialSink | None
+) -> Callable[[int, bytes], None] | None:
+    """What a context calls for each part of an answer: adds the status and headers the handler has set."""
+    if send_partial is None:
+        return None
+
+    def send(index: int, chunk: bytes) -> None:
+        send_partial(index, _response(chunk, processors[index]))
+
+    return send
+
+
+def _response(body: bytes, processor: RequestProcessor) -> InferResponse:
+    headers = tuple(processor.response_headers.items())
+    return InferResponse(body, headers, processor.status_code, processor.reason_phrase or "")
 
 
 _WARM_UP_RUNS = 3  # TorchScript's profiling executor specialises on the second run, and settles by the third

@@ -29,7 +29,7 @@ from torchere.serving.execution.executor import (
 from torchere.serving.execution.launch import Launcher
 from torchere.serving.execution.restart import restart_delay_s
 from torchere.serving.execution.worker_process import WorkerProcess
-from torchere.serving.types import InferRequest
+from torchere.serving.types import InferRequest, InferResponse
 
 logger = logging.getLogger(__name__)
 
@@ -266,10 +266,10 @@ class _SlotSink:
         timeout_s = self._slot.response_timeout_s
         return asyncio.get_running_loop().call_later(timeout_s, self._slot.timed_out, timeout_s)
 
-    def partial(self, index: int, chunk: bytes) -> None:
+    def partial(self, index: int, part: InferResponse) -> None:
         self._timer.cancel()
         self._timer = self._arm()
-        self._sink.partial(index, chunk)
+        self._sink.partial(index, part)
 
     def done(self, report: BatchReport) -> None:
         self._timer.cancel()

@@ -26,7 +26,7 @@ from torchere.serving.execution.executor import (
     LoadSpec,
     age_s,
 )
-from torchere.serving.execution.host import HandlerHost
+from torchere.serving.execution.host import HandlerHost, PartialSink
 from torchere.serving.types import InferRequest
 
 
@@ -221,8 +221,8 @@ class _ExecutorThread:
             del task, report  # or the last batch's tensors stay alive while the thread is idle
         self._tell(pool._stopped, self)
 
-    def _partial_sink(self, sink: BatchSink) -> Callable[[int, bytes], None]:
-        return lambda index, chunk: self._tell(sink.partial, index, chunk)
+    def _partial_sink(self, sink: BatchSink) -> PartialSink:
+        return lambda index, part: self._tell(sink.partial, index, part)
 
     def _tell(self, callback: Callable[..., None], *args: object) -> None:
         if not self._loop.is_closed():

@@ -49,10 +49,10 @@ class LoadError(msgspec.Struct, frozen=True, array_like=True, tag=11):
 
 
 class Partial(msgspec.Struct, frozen=True, array_like=True, tag=12):
-    """Worker to server: a part of the streamed answer of request `index`."""
+    """Worker to server: a part of the streamed answer of request `index`; see `BatchSink.partial`."""
 
     index: int
-    chunk: bytes
+    part: InferResponse
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True, tag=20):

@@ -33,6 +33,7 @@ from torchere.serving.execution.wire import (
     encode_frame,
     to_worker_decoder,
 )
+from torchere.serving.types import InferResponse
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -84,8 +85,8 @@ class Worker:
             raise RuntimeError("the server sent work before Load")
         return self._host
 
-    def _send_partial(self, index: int, chunk: bytes) -> None:
-        self._send(Partial(index, chunk))
+    def _send_partial(self, index: int, part: InferResponse) -> None:
+        self._send(Partial(index, part))
 
     def _send(self, message: FromWorker) -> None:
         self._connection.sendall(encode_frame(message))

@@ -69,8 +69,15 @@ class WorkerProcess:
         return self._sink is not None
 
     async def start(self) -> None:
-        """Start the process and connect to it; the handler is not loaded yet."""
-        self._launched = await self._launcher.launch()
+        """Start the process and connect to it; the handler is not loaded yet.
+
+        Raises:
+            LoadFailed: the system would not start one.
+        """
+        try:
+            self._launched = await self._launcher.launch()
+        except OSError as err:
+            raise self._load_failed(f"the worker process could not be started: {err}") from err
         self._transport, _ = await self._loop.create_unix_connection(
             lambda: FrameProtocol(self._on_frame, self._on_lost), sock=self._launched.connection
         )
@@ -160,7 +167,7 @@ class WorkerProcess:
                 sink.done(report_from_done(message, self._batch_size))
         elif isinstance(message, Partial):
             if self._sink is not None and 0 <= message.index < self._batch_size:
-                self._sink.partial(message.index, message.chunk)
+                self._sink.partial(message.index, message.part)
         elif self._reply is not None and not self._reply.done():
             if isinstance(message, Loaded):
                 self._reply.set_result(None)

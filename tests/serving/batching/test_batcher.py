@@ -176,10 +176,11 @@ async def test_a_streamed_answer_arrives_in_parts_and_ends() -> None:
     stage = Stage(BatchSettings())
     pending = stage.submit("a")
     sink = stage.pool.batches[0][1]
-    sink.partial(0, b"one")
+    sink.partial(0, InferResponse(b"one", (("k", "v"),), 202))
     response = await pending.answer
     assert isinstance(response, StreamedResponse)
-    sink.partial(0, b"two")
+    assert (response.head.status, response.head.headers) == (202, (("k", "v"),))
+    sink.partial(0, InferResponse(b"two"))
     stage.pool.finish([InferResponse(b"end")])
     assert [chunk async for chunk in response.chunks] == [b"one", b"two", b"end"]
 
@@ -188,7 +189,7 @@ async def test_a_streamed_answer_arrives_in_parts_and_ends() -> None:
 async def test_a_stream_that_breaks_raises_where_it_is_read() -> None:
     stage = Stage(BatchSettings())
     pending = stage.submit("a")
-    stage.pool.batches[0][1].partial(0, b"one")
+    stage.pool.batches[0][1].partial(0, InferResponse(b"one"))
     response = await pending.answer
     assert isinstance(response, StreamedResponse)
     stage.pool.finish([ExecutorDied("killed")])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from torchere.serving.execution.executor import BatchReport, LoadSpec
-from torchere.serving.types import InferRequest, Parameter
+from torchere.serving.types import InferRequest, InferResponse, Parameter
 
 HANDLER = """
     import os, signal, time
@@ -41,11 +41,11 @@ class Sink:
     """Remembers what a batch gave; await `report` for its end."""
 
     def __init__(self) -> None:
-        self.parts: list[tuple[int, bytes]] = []
+        self.parts: list[tuple[int, InferResponse]] = []
         self.report: asyncio.Future[BatchReport] = asyncio.get_running_loop().create_future()
 
-    def partial(self, index: int, chunk: bytes) -> None:
-        self.parts.append((index, chunk))
+    def partial(self, index: int, part: InferResponse) -> None:
+        self.parts.append((index, part))
 
     def done(self, report: BatchReport) -> None:
         self.report.set_result(report)  # a second call would raise InvalidStateError
