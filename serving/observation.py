@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torchere.serving.batching.pending import Pending
 from torchere.serving.execution.executor import BatchReport
@@ -39,6 +39,10 @@ class RegistryMetrics:
     def watch(self, key: ModelKey) -> VersionMetrics:
         """The observer of a new version."""
         return VersionMetrics(key, self._metrics)
+
+    def registered(self, key: ModelKey, queue_length: Callable[[], int]) -> None:
+        """Show the queue of a version at each exposition."""
+        self._metrics.watch_queue(*key, queue_length)
 
     def gone(self, key: ModelKey, *, was_last: bool) -> None:
         """Drop the series of a version."""

@@ -86,7 +86,9 @@ def _padding(convolution: Conv2dStaticSamePadding) -> tuple[int, int]:
     left, right, top, bottom = convolution.static_padding.padding
     if (left, right) != (top, bottom) or not 0 <= right - left <= 1:
         found = convolution.static_padding.padding
-        raise RewriteFailed(f"a padding is {found}; expected the same both ways, and at most one pixel uneven")
+        raise RewriteFailed(
+            f"a padding is {found}; expected the same both ways, and at most one pixel uneven"
+        )
     return left, right
 
 

@@ -40,13 +40,12 @@ _PIXELS = FixedQParamsObserver(scale=1 / 128, zero_point=127, **_LEVELS)
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """The int8 network packed for one engine, and how it did."""
+class Packed:
+    """The int8 network packed for one engine."""
 
     engine: str
     module: torch.jit.ScriptModule
     latency_ms: float  # one picture, one thread, median
-    agreement: Agreement
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,9 @@ class Agreement:
 
     same: int
     pictures: int
-    same_of_sure: int  # among the pictures of which the fp32 network is sure: more than one half for one class
+    same_of_sure: (
+        int  # among the pictures of which the fp32 network is sure: more than one half for one class
+    )
     sure: int
 
     @property
@@ -64,21 +65,17 @@ class Agreement:
         return self.same_of_sure >= 0.9 * self.sure
 
 
-def candidates(
-    network: nn.Module, fp32: torch.jit.ScriptModule, calibration: list[torch.Tensor], held_out: list[torch.Tensor]
-) -> list[Candidate]:
-    """The network quantised for each engine of this machine, the fastest first.
+def packed(network: nn.Module, calibration: list[torch.Tensor]) -> list[Packed]:
+    """The network quantised and packed for each engine of this machine, the fastest first.
 
     Args:
         network: the rewritten network; left as it is.
-        fp32: what the answers are compared with.
         calibration: batches that the ranges of the activations are taken from.
-        held_out: batches to compare the answers on.
     """
     calibrated = _calibrated(network, calibration)
-    example = held_out[0][:1]
-    found = [_candidate(engine, calibrated, fp32, held_out, example) for engine in _present()]
-    return sorted(found, key=lambda candidate: candidate.latency_ms)
+    example = calibration[0][:1]
+    found = [_packed(engine, calibrated, example) for engine in _present()]
+    return sorted(found, key=lambda one: one.latency_ms)
 
 
 def median_ms(module: torch.jit.ScriptModule, picture: torch.Tensor, budget_s: float = 0.8) -> float:
@@ -97,7 +94,9 @@ def median_ms(module: torch.jit.ScriptModule, picture: torch.Tensor, budget_s: f
     return 1e3 * statistics.median(times)
 
 
-def agreement(fp32: torch.jit.ScriptModule, int8: torch.jit.ScriptModule, batches: list[torch.Tensor]) -> Agreement:
+def agreement(
+    fp32: torch.jit.ScriptModule, int8: torch.jit.ScriptModule, batches: list[torch.Tensor]
+) -> Agreement:
     """Compare the first class of both networks for every picture."""
     with torch.inference_mode():
         wanted = torch.cat([fp32(batch) for batch in batches])
@@ -111,18 +110,12 @@ def _present() -> list[str]:
     return [engine for engine in ENGINES if engine in torch.backends.quantized.supported_engines]
 
 
-def _candidate(
-    engine: str,
-    calibrated: torch.fx.GraphModule,
-    fp32: torch.jit.ScriptModule,
-    held_out: list[torch.Tensor],
-    example: torch.Tensor,
-) -> Candidate:
+def _packed(engine: str, calibrated: torch.fx.GraphModule, example: torch.Tensor) -> Packed:
     before = torch.backends.quantized.engine
     torch.backends.quantized.engine = engine  # decides how the weights are packed, while they are packed
     try:
         module = scripted(convert_fx(copy.deepcopy(calibrated)), example)
-        return Candidate(engine, module, median_ms(module, example), agreement(fp32, module, held_out))
+        return Packed(engine, module, median_ms(module, example))
     finally:
         torch.backends.quantized.engine = before
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from torchere.handlers.archive_import import archive_of
+from torchere.handlers.archive_plain_names import give_plain_names
 from torchere.handlers.context import Context, RequestProcessor
 from torchere.handlers.encode import decode_input, encode_answer
 from torchere.handlers.errors import HandlerLoadError, PredictionException, UnsupportedOutput
@@ -52,6 +54,10 @@ class HandlerHost:
             shared_models=shared_models,
         )
         self._entry_point: EntryPoint | None = None
+
+    def own_process(self) -> None:
+        """Nothing else is hosted in this process: the archive's modules get their plain names, too."""
+        give_plain_names(archive_of(self._context))
 
     def load(self) -> None:
         """Resolve and initialise the handler; sets the calling thread's intra-op thread count.

@@ -70,10 +70,10 @@ class Worker:
     def _load(self, message: Load) -> None:
         model_dir = message.spec.archive_dir
         os.chdir(model_dir)  # handlers open files of their archive by bare name
-        sys.path.append(
-            model_dir
-        )  # for importlib.import_module("sibling"); `import sibling` does not need it
+        search_path = [os.environ.get("PYTHONPATH"), model_dir]  # for Python processes the handler starts
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, search_path))
         self._host = HandlerHost(message.spec, message.gpu_id, SharedModels())
+        self._host.own_process()
         self._host.load()
 
     def _run(self, message: Run) -> None:

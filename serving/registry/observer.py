@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torchere.serving.batching.pending import Pending
@@ -24,7 +24,10 @@ class RegistryObserver(Protocol):
     """Watches a registry. Called on the event loop."""
 
     def watch(self, key: ModelKey) -> VersionObserver:
-        """A version was registered."""
+        """A version is being built."""
+
+    def registered(self, key: ModelKey, queue_length: Callable[[], int]) -> None:
+        """It is in the serving map now; `queue_length` tells at any time how many requests wait."""
 
     def gone(self, key: ModelKey, *, was_last: bool) -> None:
         """A version is gone; `was_last` when the model has no other."""

@@ -75,6 +75,7 @@ class Registry:
             await asyncio.to_thread(self._store.remove, stored)
             raise
         self._serving = routing.with_version(self._serving, version)
+        self._observer.registered(key, lambda: version.batcher.queue_length)
         self._reconciler.wake(version)
         return version
 

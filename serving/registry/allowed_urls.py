@@ -1,0 +1,160 @@
+"""Which URLs an archive may come from: the operator's patterns, and the shape a URL must have.
+
+`allowed_urls` is empty by default, so that the model store is the only source. A pattern has to match the
+whole URL, in any case of letters, as in TorchServe. End the host in a pattern with a slash or a port:
+`https://models.example.com.*` also matches `https://models.example.com.evil.org/x.mar`.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import logging
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import unquote, urlsplit
+
+from torchere.serving.errors import ModelNotFound
+
+logger = logging.getLogger(__name__)
+
+MAX_URL_CHARACTERS = 2048
+MAX_PATTERN_CHARACTERS = 1024
+# A pattern can take for ever on a URL made for it, and nothing stops Python's `re`. So it runs in a process of
+# its own, which usually takes a twentieth of a second.
+MATCH_TIMEOUT_S = 5.0
+
+_REMOTE = re.compile(r"(https?|file)://", re.IGNORECASE)
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-.]{0,254}")
+_DEFAULT_PORTS = {"http": 80, "https": 443, "file": 0}
+_MATCHER = """\
+import json, re, sys
+url, *patterns = sys.argv[1:]
+print(json.dumps([bool(re.fullmatch(pattern, url, re.IGNORECASE)) for pattern in patterns]))
+"""
+_V4_INSIDE = tuple(map(ipaddress.IPv6Network, ("::ffff:0:0/96", "::/96", "64:ff9b::/96")))
+_TUNNELS = tuple(map(ipaddress.IPv6Network, ("2002::/16", "2001::/32", "64:ff9b:1::/48")))
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One URL that may be fetched."""
+
+    url: str
+    scheme: str  # "http" | "https" | "file"
+    host: str  # without brackets; "" for a file
+    port: int
+    target: str  # path and query, as sent; of a file its path, decoded
+    file_name: str  # last component of the path
+    may_be_private: bool  # the pattern names this very host, so it may be inside of the operator's network
+
+
+def is_remote(url: str) -> bool:
+    """Whether it is a URL that would have to be fetched, rather than a name in the model store."""
+    return _REMOTE.match(url) is not None
+
+
+def allow(url: str, patterns: Sequence[str]) -> Source:
+    """What to fetch for a URL. Blocks for as long as the patterns take, at most `MATCH_TIMEOUT_S`.
+
+    Raises:
+        ModelNotFound: no pattern matches it, or its shape is one that could deceive a pattern; with
+            TorchServe's texts, and the reason in `detail`.
+    """
+    if any(".." in text for text in _decodings(url)):
+        raise ModelNotFound(f"Relative path is not allowed in url: {url}")
+    if problem := _deceptive(url):
+        raise _refused(url, problem)
+    matching = _matching(url, patterns)
+    if not matching:
+        raise _refused(
+            url, "allowed_urls is empty" if not patterns else "no pattern of allowed_urls matches it"
+        )
+    source = _source(url, matching)
+    if not _FILE_NAME.fullmatch(source.file_name):
+        raise _refused(url, f"its path ends in {source.file_name[:80]!r}, expected the name of an archive")
+    return source
+
+
+def is_public(address: str) -> bool:
+    """Whether an IP address belongs to a host on the Internet, rather than to this machine or its network."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        if any(ip in network for network in _TUNNELS):
+            return False
+        if any(ip in network for network in _V4_INSIDE):
+            ip = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+    return ip.is_global and not ip.is_multicast and not ip.is_reserved
+
+
+def names_host(pattern: str, host: str) -> bool:
+    r"""Whether a pattern spells out this host.
+
+    >>> names_host(r"https?://models\\.internal(:8080)?/.*", "models.internal")
+    True
+    >>> names_host(r"https?://.*\\.internal/.*", "models.internal")
+    False
+    """
+    plain = re.sub(r"\\([.\-:\[\]])", r"\1", pattern)
+    around = rf"(?<![\w.\-*+]){re.escape(host.rstrip('.'))}(?![\w.\-*+?])"
+    return bool(host) and re.search(around, plain, re.IGNORECASE) is not None
+
+
+def _deceptive(url: str) -> str:
+    """What about a URL is not as plain as a pattern takes it to be; "" when it is."""
+    if len(url) > MAX_URL_CHARACTERS:
+        return f"it has {len(url)} characters, at most {MAX_URL_CHARACTERS} are read"
+    if not url.isascii() or not url.isprintable() or set(url) & set(" \\#<>\"'`{}|^"):
+        return "it holds a character that has to be percent-encoded, or a fragment"
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as err:
+        return str(err)
+    if "@" in parts.netloc or "%" in parts.netloc:
+        return "it names a user, or encodes its host; name the host alone"
+    if parts.scheme == "file":
+        return "" if parts.netloc in ("", "localhost") else "a file URL names no host: file:///path"
+    return "" if parts.hostname and port != 0 else "it names no host"
+
+
+def _decodings(url: str) -> list[str]:
+    """The URL, and what one and two servers in a row might decode it to."""
+    once = unquote(url)
+    return [url, once, unquote(once)]
+
+
+def _matching(url: str, patterns: Sequence[str]) -> list[str]:
+    usable = [pattern for pattern in patterns if len(pattern) <= MAX_PATTERN_CHARACTERS]
+    if not usable:
+        return []
+    command = [sys.executable, "-I", "-S", "-c", _MATCHER, url, *usable]
+    try:
+        found = subprocess.run(command, capture_output=True, timeout=MATCH_TIMEOUT_S, check=True)
+    except (subprocess.SubprocessError, OSError) as err:
+        logger.warning("allowed_urls could not be matched, so the URL is refused: %s", type(err).__name__)
+        return []
+    return [pattern for pattern, matches in zip(usable, json.loads(found.stdout), strict=True) if matches]
+
+
+def _source(url: str, matching: Sequence[str]) -> Source:
+    parts = urlsplit(url)
+    is_file = parts.scheme == "file"
+    host = "" if is_file else parts.hostname or ""
+    query = f"?{parts.query}" if parts.query else ""
+    return Source(
+        url=url,
+        scheme=parts.scheme,
+        host=host,
+        port=parts.port or _DEFAULT_PORTS[parts.scheme],
+        target=unquote(parts.path) if is_file else (parts.path or "/") + query,
+        file_name=unquote(parts.path).rpartition("/")[2],
+        may_be_private=any(names_host(pattern, host) for pattern in matching),
+    )
+
+
+def _refused(url: str, reason: str) -> ModelNotFound:
+    return ModelNotFound(f"Given URL {url[:MAX_URL_CHARACTERS]} does not match any allowed URL(s)", reason)

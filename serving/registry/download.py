@@ -1,0 +1,201 @@
+"""Fetches an archive from an allowed URL into the model store: bounded, pinned to one address, all or nothing.
+
+Proxies of the environment are not used: the address that was checked is the one that is connected to.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+import ssl
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from urllib.parse import urljoin
+
+from torchere.serving.errors import DownloadFailed, ModelNotFound, ServingError
+from torchere.serving.registry.allowed_urls import Source, allow, is_public
+
+MAX_REDIRECTS = 5
+SILENCE_TIMEOUT_S = 30.0  # for one answer of the network; the whole download has a bound of its own
+CHUNK_BYTES = 1 << 18
+PART_PREFIX = ".download-"  # hidden files of the store are not archives
+
+Resolve = Callable[[str, int], Sequence[str]]
+
+
+def resolve(host: str, port: int) -> list[str]:
+    """The IP addresses of a host, as the system knows them; OSError when it knows none."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(address[0]) for *_, address in found]
+
+
+class Downloader:
+    """Downloads for one server. Thread-safe: it keeps no state.
+
+    Args:
+        patterns: `allowed_urls`.
+        max_bytes: The largest archive that is fetched.
+        timeout_s: For one download, redirects included.
+        resolver: How names become addresses.
+    """
+
+    def __init__(
+        self, patterns: Sequence[str], max_bytes: int, timeout_s: float, resolver: Resolve = resolve
+    ) -> None:
+        self._patterns = patterns
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+        self._resolve = resolver
+
+    def download(self, url: str, folder: Path) -> Path:
+        """Copy what is at the URL into the folder, under its own name. Blocks.
+
+        Raises:
+            ModelNotFound: the URL is not allowed.
+            DownloadFailed: it can't be fetched; `detail` says why.
+            ServingError: a file of that name is there already, or it can't be written.
+                Nothing is left in the folder in all these cases.
+        """
+        source = allow(url, self._patterns)
+        target = folder / source.file_name
+        if target.exists():
+            raise _exists(target)
+        try:
+            descriptor, part = tempfile.mkstemp(prefix=PART_PREFIX, dir=folder)
+        except OSError as err:
+            raise ServingError(f"Failed to save model: {url}", f"{folder}: {err.strerror}") from err
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                for chunk in self._chunks(source):
+                    file.write(chunk)
+            os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))  # the name is ours now
+            os.chmod(part, 0o644)
+            os.replace(part, target)
+        except FileExistsError as err:
+            raise _exists(target) from err
+        except OSError as err:
+            raise ServingError(f"Failed to save model: {url}", f"{target}: {err.strerror}") from err
+        finally:
+            Path(part).unlink(missing_ok=True)
+        return target
+
+    def _chunks(self, source: Source) -> Iterator[bytes]:
+        """The bytes behind a URL; whatever goes wrong is a `DownloadFailed`."""
+        received = 0
+        try:
+            for chunk in _file_chunks(source) if source.scheme == "file" else self._http_chunks(source):
+                received += len(chunk)
+                if received > self._max_bytes:
+                    raise _failed(source, f"it is larger than max_download_bytes={self._max_bytes}")
+                yield chunk
+        except (OSError, http.client.HTTPException) as err:
+            raise _failed(source, f"{type(err).__name__}: {err}") from err
+
+    def _http_chunks(self, source: Source) -> Iterator[bytes]:
+        deadline_s = time.monotonic() + self._timeout_s
+        asked = source
+        for _ in range(MAX_REDIRECTS + 1):
+            with self._answer(source, deadline_s) as response:
+                if 300 <= response.status < 400 and (location := response.getheader("Location")):
+                    source = self._redirected(asked, source, location)
+                    continue
+                if response.status != 200:
+                    raise _failed(asked, f"the server answered {response.status} {response.reason}")
+                yield from _body(asked, response, deadline_s)
+                return
+        raise _failed(asked, f"more than {MAX_REDIRECTS} redirects")
+
+    def _redirected(self, asked: Source, source: Source, location: str) -> Source:
+        try:
+            target = allow(urljoin(source.url, location), self._patterns)
+        except ModelNotFound as err:
+            raise _failed(
+                asked, f"it redirects to {location[:200]!r}, which allowed_urls does not match"
+            ) from err
+        if target.scheme == "file" or (source.scheme, target.scheme) == ("https", "http"):
+            raise _failed(asked, f"it redirects from {source.scheme} to {target.scheme}")
+        return target
+
+    @contextmanager
+    def _answer(self, source: Source, deadline_s: float) -> Iterator[http.client.HTTPResponse]:
+        connection = _PinnedConnection(source, self._address(source))
+        # A server that sends one byte now and then never lets a socket time out: cut the line instead.
+        cutter = threading.Timer(max(0.0, deadline_s - time.monotonic()), connection.cut)
+        cutter.daemon = True
+        cutter.start()
+        try:
+            connection.request("GET", source.target, headers={"User-Agent": "torchere", "Accept": "*/*"})
+            yield connection.getresponse()
+        finally:
+            cutter.cancel()
+            connection.close()
+
+    def _address(self, source: Source) -> str:
+        addresses = self._resolve(source.host, source.port)
+        if not source.may_be_private and (private := [one for one in addresses if not is_public(one)]):
+            raise _failed(
+                source,
+                f"{source.host} is {private[0]}, an address of this machine or its network; "
+                "name the host itself in allowed_urls to allow that",
+            )
+        return addresses[0]
+
+
+class _PinnedConnection(http.client.HTTPConnection):
+    """A connection to the address that was checked, whatever the name means by now."""
+
+    def __init__(self, source: Source, address: str) -> None:
+        self.default_port = 443 if source.scheme == "https" else 80  # decides whether Host names the port
+        super().__init__(source.host, source.port, timeout=SILENCE_TIMEOUT_S)
+        self._address = address
+        self._tls = source.scheme == "https"
+
+    def connect(self) -> None:
+        """Connect, and shake hands under the name of the host."""
+        sock = socket.create_connection((self._address, self.port), SILENCE_TIMEOUT_S)
+        self.sock = sock
+        if self._tls:
+            self.sock = ssl.create_default_context().wrap_socket(sock, server_hostname=self.host)
+
+    def cut(self) -> None:
+        """End the connection under whoever reads from it."""
+        sock: socket.socket | None = self.sock
+        if sock is not None:
+            with suppress(OSError):  # it ended by itself
+                sock.shutdown(socket.SHUT_RDWR)
+
+
+def _body(asked: Source, response: http.client.HTTPResponse, deadline_s: float) -> Iterator[bytes]:
+    expected = response.length  # None: chunked, or until the connection ends
+    received = 0
+    while chunk := response.read1(CHUNK_BYTES):
+        received += len(chunk)
+        yield chunk
+    if time.monotonic() >= deadline_s:
+        raise _failed(asked, "it took longer than download_timeout_s")
+    if expected is not None and received != expected:
+        raise _failed(asked, f"the connection ended after {received} of {expected} bytes")
+
+
+def _file_chunks(source: Source) -> Iterator[bytes]:
+    descriptor = os.open(source.target, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe must not block
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise _failed(source, f"{source.target} is not a regular file")
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk
+
+
+def _failed(source: Source, reason: str) -> DownloadFailed:
+    return DownloadFailed(f"Failed to download archive from: {source.url}", reason)
+
+
+def _exists(target: Path) -> ServingError:
+    text = "delete it from the model store, or register it by its name instead of the URL"
+    return ServingError(f"Model file already exists {target.name}", text)

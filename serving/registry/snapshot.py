@@ -1,0 +1,157 @@
+"""Snapshots: what a server serves, written down after each change, so that the next start serves the same.
+
+The files are TorchServe's: `<log location>/config/<time>-{startup,snapshot,shutdown}.cfg`, Java properties with
+the models as JSON under `model_snapshot`. Either server restores what the other wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+from torchere.serving.registry.routing import ServingMap
+from torchere.serving.registry.version import Version
+
+SnapshotKind = Literal["startup", "snapshot", "shutdown"]
+
+FIRST_LINE = "#Snapshot of torchere"  # tells our files from TorchServe's, which are never deleted
+NAME = re.compile(r"([0-9]{17})-(startup|snapshot|shutdown)\.cfg")
+_PARTS = re.compile(r"(\d{4})(\d\d)(\d\d)(\d\d)(\d\d)(\d\d)(\d{3})", re.ASCII)
+_ESCAPES = {"\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t", "\f": "\\f"}
+
+
+def model_table(serving: ServingMap) -> dict[str, dict[str, dict[str, Any]]]:
+    """By model and version what it takes to have it again; TorchServe's names, and ours where it has none."""
+    return {
+        name: {
+            number: {"defaultVersion": number == served.default_version, **_version_entry(version)}
+            for number, version in served.versions.items()
+        }
+        for name, served in serving.items()
+    }
+
+
+def _version_entry(version: Version) -> dict[str, Any]:
+    settings, origin = version.settings, version.origin
+    named = (origin.archive.manifest.get("model") or {}).get("handler")
+    entry = {
+        "marName": origin.archive.file_name,
+        "minWorkers": settings.min_executors,
+        "maxWorkers": settings.max_executors,
+        "batchSize": settings.batch.max_batch_size,
+        "maxBatchDelay": settings.batch.max_queue_delay_ms,
+        "responseTimeout": math.ceil(settings.response_timeout_s),
+        "startupTimeout": math.ceil(settings.startup_timeout_s),
+        "runtimeType": origin.runtime,
+    }
+    if origin.handler != named:
+        entry["handler"] = origin.handler  # TorchServe forgets it
+    if origin.archive.outside_store:
+        entry["path"] = origin.archive.url  # likewise
+    return entry
+
+
+def snapshot_text(
+    name: str,
+    created: datetime,
+    properties: Iterable[tuple[str, str]],
+    models: Mapping[str, Mapping[str, Any]],
+) -> str:
+    """The content of the snapshot file `name`."""
+    record = {
+        "name": name,
+        "modelCount": sum(len(versions) for versions in models.values()),
+        "created": int(created.timestamp() * 1000),
+        "models": models,
+    }
+    lines = [FIRST_LINE, f"#{created.astimezone().isoformat(timespec='seconds')}"]
+    lines += [property_line(key, value) for key, value in properties]
+    return "\n".join([*lines, property_line("model_snapshot", json.dumps(record, indent=2)), ""])
+
+
+def property_line(key: str, value: str) -> str:
+    """One line of a properties file that any Java reads back as this value."""
+    text = "".join(_escaped(character) for character in value)
+    guard = "\\" if text.startswith(" ") else ""  # blanks after the separator are not part of a value
+    return f"{key}={guard}{text}"
+
+
+def _escaped(character: str) -> str:
+    if character in _ESCAPES:
+        return _ESCAPES[character]
+    if " " <= character <= "~":
+        return character
+    units = character.encode("utf-16-be", "surrogatepass")  # beyond the basic plane: two halves, two escapes
+    return "".join(f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2))
+
+
+def snapshot_name(kind: SnapshotKind, now: datetime, existing: Iterable[str]) -> str:
+    """A name later than all existing ones, even when the clock was put back: the latest name is restored."""
+    times = [moment for name in existing if (moment := _time_of(name))]
+    latest = max(times, default=datetime.min)
+    moment = max(now.replace(tzinfo=None), latest + timedelta(milliseconds=1) if times else latest)
+    return f"{moment:%Y%m%d%H%M%S}{moment.microsecond // 1000:03d}-{kind}.cfg"
+
+
+def _time_of(name: str) -> datetime | None:
+    match = NAME.fullmatch(name)
+    parts = _PARTS.fullmatch(match.group(1)) if match else None
+    if parts is None:
+        return None
+    *whole, milliseconds = map(int, parts.groups())
+    try:
+        return datetime(*whole, milliseconds * 1000)  # type: ignore[arg-type, misc]  # six whole numbers
+    except ValueError:
+        return None  # seventeen digits, and no time
+
+
+def write_snapshot(
+    directory: Path,
+    kind: SnapshotKind,
+    properties: Sequence[tuple[str, str]],
+    models: Mapping[str, Mapping[str, Any]],
+    keep: int,
+) -> Path:
+    """Write one snapshot, whole or not at all, and delete the oldest of ours beyond `keep`.
+
+    Readable by its owner only: values that came from the environment may be among the properties.
+
+    Raises:
+        OSError: the directory can't be made or written.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    now = datetime.now()  # local time without a zone, as in TorchServe's names
+    name = snapshot_name(kind, now, os.listdir(directory))
+    text = snapshot_text(name, now, properties, models)
+    descriptor, temporary = tempfile.mkstemp(prefix=".snapshot-", dir=directory)
+    try:
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(text)
+        os.replace(temporary, directory / name)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    _prune(directory, keep)
+    return directory / name
+
+
+def _prune(directory: Path, keep: int) -> None:
+    names = sorted(name for name in os.listdir(directory) if NAME.fullmatch(name))
+    ours = [name for name in names if _is_ours(directory / name)]
+    for name in ours[:-keep]:
+        (directory / name).unlink(missing_ok=True)
+
+
+def _is_ours(file: Path) -> bool:
+    try:
+        with file.open("rb") as opened:
+            return opened.read(len(FIRST_LINE)) == FIRST_LINE.encode("ascii")
+    except FileNotFoundError:
+        return False  # another server deleted it
