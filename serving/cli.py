@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from torchere.archiver.cli import add_archive_arguments, add_inspect_arguments, run_archive, run_inspect
 from torchere.serving import __version__
+from torchere.serving.bench import add_bench_arguments, run_bench
 from torchere.serving.config_report import report
 from torchere.serving.configuration import configure
 from torchere.serving.errors import ServingError
@@ -30,6 +31,7 @@ from torchere.serving.serve_options import (
     plan_from,
     serve_arguments,
 )
+from torchere.serving.telemetry.log_files import add_log_files
 from torchere.serving.telemetry.logging import LEVELS
 from torchere.serving.telemetry.logging import configure as configure_logging
 
@@ -76,6 +78,7 @@ def _start(options: argparse.Namespace) -> int:
     if not launcher.may_start(pid_file):
         return 1
     plan_from(options, os.environ)  # the server does it again; here a mistake still has its exit status
+    options.log_files = True  # what collects TorchServe's logs looks for its files
     command = launcher.server_command(serve_arguments(options))
     if options.foreground:
         launcher.become(command, pid_file)
@@ -97,6 +100,8 @@ def _serve(options: argparse.Namespace) -> int:
 
     as_json = not sys.stdout.isatty() if options.log_format == "auto" else options.log_format == "json"
     configure_logging(options.log_level, as_json, sys.stdout)
+    if plan.settings.log_files:
+        add_log_files(plan.log_directory)
     _log_account(plan, options)
     return serve(plan.settings)
 
@@ -137,6 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_serve(commands)
     _add_archiver(commands)
+    _add_bench(commands)
     _add_config(commands)
     version = commands.add_parser("version", help="print versions")
     _described(version, "Print the versions of torchere, PyTorch and Python.", "torchere version")
@@ -170,6 +176,14 @@ def _add_archiver(commands: _Commands) -> None:
     _described(inspect, "Show what is in an archive, without loading the model.", "torchere inspect net.mar")
     add_inspect_arguments(inspect)
     inspect.set_defaults(run=run_inspect)
+
+
+def _add_bench(commands: _Commands) -> None:
+    bench = commands.add_parser("bench", help="measure a model of a running server")
+    text = "Put load on a model of a running server, and print throughput, latencies and errors."
+    _described(bench, text, "torchere bench mlp --clients 32 --seconds 5 --body input.json")
+    add_bench_arguments(bench)
+    bench.set_defaults(run=run_bench)
 
 
 def _add_config(commands: _Commands) -> None:

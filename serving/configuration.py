@@ -9,13 +9,16 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from torchere.serving.properties import ConfigurationError, Entry, substitute
 from torchere.serving.property_keys import KEYS, METRICS_API, Key
+from torchere.serving.property_kinds import PATH
 from torchere.serving.settings import ServerSettings
 
 Level = Literal["effect", "warning", "error"]
+COMMAND_LINE = "command line"
 _HIDDEN = "***"
 _SHOWN_CHARACTERS = 80  # of a value in a message; `models` may be long
 
@@ -44,6 +47,7 @@ class Configuration:
 
     settings: ServerSettings
     findings: tuple[Finding, ...]
+    effective: tuple[tuple[str, str], ...] = ()  # key and text of what counts, as a snapshot repeats it
 
     def of_level(self, level: Level) -> tuple[Finding, ...]:
         """The findings of one level."""
@@ -97,7 +101,7 @@ def configure(
     open_gates = {given.key.name for given in from_file if given.text.lower() == "true"}
     sources = (
         _from_environment(environ, open_gates, outcome.findings),
-        [_Given(KEYS[name], text, "command line") for name, text in (overrides or {}).items()],
+        [_Given(KEYS[name], text, COMMAND_LINE) for name, text in (overrides or {}).items()],
         from_file[::-1],  # of duplicates the last one counts
     )
     winners: dict[str, _Given] = {}
@@ -112,7 +116,21 @@ def configure(
     outcome.findings += _contradictions(outcome.values)
     settings = _build(outcome.values)
     findings = sorted(outcome.findings, key=lambda found: (not found.line, found.line, found.level))
-    return Configuration(settings, tuple(findings))
+    return Configuration(settings, tuple(findings), tuple(_effective(winners.values())))
+
+
+# What is said anew at each start. A snapshot must not keep doors open that one command line opened.
+_NOT_KEPT = ("load_models", "model_snapshot", "tsConfigFile")
+_NOT_KEPT_FROM_COMMAND_LINE = ("disable_token_authorization", "enable_model_api")
+
+
+def _effective(winners: Iterable[_Given]) -> Iterator[tuple[str, str]]:
+    for given in winners:
+        name, said = given.key.name, given.source == COMMAND_LINE and given.key.name
+        if given.key.secret or name in _NOT_KEPT or said in _NOT_KEPT_FROM_COMMAND_LINE:
+            continue
+        is_path = given.key.kind is PATH and given.text
+        yield name, str(Path(given.text).absolute()) if is_path else given.text
 
 
 def _known(entries: Iterable[Entry], environ: Mapping[str, str], findings: list[Finding]) -> Iterator[_Given]:

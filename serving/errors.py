@@ -84,6 +84,18 @@ class InvalidArchive(ServingError):
     code = "invalid_archive"
 
 
+class DependenciesFailed(InvalidArchive):
+    """What the archive requires could not be installed, or its virtual environment not be made."""
+
+    code = "dependencies_failed"
+
+
+class InvalidSnapshot(ServingError):
+    """A snapshot asks for what is not there; the server does not start with less than it served before."""
+
+    code = "invalid_snapshot"
+
+
 class DownloadFailed(ServingError):
     """A remote archive could not be fetched."""
 

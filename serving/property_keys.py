@@ -111,6 +111,7 @@ _MODELS = (
     _key("default_service_handler", kinds.OPTIONAL_TEXT, "default_handler"),
     _key("service_envelope", kinds.OPTIONAL_TEXT, "service_envelope"),
     _key("blacklist_env_vars", kinds.PATTERN, "hidden_env_vars"),
+    _key("install_py_dep_per_model", kinds.BOOLEAN, "install_dependencies"),
 )
 
 _ACCESS = (
@@ -141,6 +142,7 @@ _WITHOUT_EFFECT = (
     Key(URLS_ENV_GATE, kinds.BOOLEAN),
     Key("version"),
     Key("tsConfigFile"),
+    Key("python"),  # TorchServe writes it into its snapshots
     Key("NUM_WORKERS"),
     _advice("debug", "attach a debugger to the server process instead", "false"),
     _advice("workflow_store", "workflows are not supported; chain models in the client or in a handler"),
@@ -154,11 +156,6 @@ _WITHOUT_EFFECT = (
     _advice("keystore", _NO_KEYSTORE),
     _advice("keystore_pass", _NO_KEYSTORE, secret=True),
     _advice("keystore_type", _NO_KEYSTORE),
-    _advice(
-        "install_py_dep_per_model",
-        "the server installs no packages; install what archives require where the server is installed",
-        "false",
-    ),
     _advice("ipex_enable", _NO_IPEX, "false"),
     _advice("ipex_gpu_enable", _NO_IPEX, "false"),
     _advice("cpu_launcher_enable", _NO_LAUNCHER, "false"),
@@ -180,6 +177,10 @@ _OURS = (
     _key("drain_timeout_s", kinds.seconds(0), "drain_timeout_s"),
     _key("max_archive_entries", kinds.whole(1), "limits.max_archive_entries"),
     _key("max_archive_bytes", kinds.whole(1), "limits.max_archive_bytes"),
+    _key("max_download_bytes", kinds.whole(1), "limits.max_download_bytes"),
+    _key("download_timeout_s", kinds.seconds(1), "download_timeout_s"),
+    _key("install_timeout_s", kinds.seconds(1), "install_timeout_s"),
+    _key("log_files", kinds.BOOLEAN, "log_files"),
 )
 
 KEYS: dict[str, Key] = {

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torchere.serving.configuration import Configuration, configure
 from torchere.serving.properties import read_properties
-from torchere.serving.settings import ServerSettings
+from torchere.serving.settings import ServerSettings, SnapshotSettings
 
 DEFAULT_FILE = Path("config.properties")
 _SNAPSHOT_NAME = re.compile(r"[0-9]{17}-(startup|snapshot|shutdown)\.cfg")
@@ -30,6 +30,7 @@ class Plan:
     settings: ServerSettings
     configuration: Configuration
     config_file: Path | None
+    log_directory: Path  # of log files and snapshots; may not be there
 
 
 def add_serve_options(parser: argparse.ArgumentParser) -> None:
@@ -45,11 +46,16 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
         "--no-config-snapshots",
         "--ncs",
         action="store_true",
-        help="do not restore the newest snapshot of the log directory",
+        help="neither restore the newest snapshot of the log directory nor write any",
     )
     add("--plugins-path", "--ppath", metavar="PATH", help="accepted; Java plug-ins can't be loaded")
     add("--disable-token-auth", "--dt", action="store_true", help="let calls pass without a token")
     add("--enable-model-api", action="store_true", help="allow register and unregister over the network")
+    add(
+        "--log-files",
+        action="store_true",
+        help="also write access_log.log, model_log.log and ts_log.log to LOG_LOCATION (default: logs)",
+    )
 
 
 def serve_arguments(options: argparse.Namespace) -> list[str]:
@@ -65,7 +71,7 @@ def serve_arguments(options: argparse.Namespace) -> list[str]:
     ):
         if value := getattr(options, name):
             arguments.append(f"--{name.replace('_', '-')}={value}")  # one word: a value may begin with a dash
-    for name in ("no_config_snapshots", "disable_token_auth", "enable_model_api"):
+    for name in ("no_config_snapshots", "disable_token_auth", "enable_model_api", "log_files"):
         if getattr(options, name):
             arguments.append(f"--{name.replace('_', '-')}")
     return [*arguments, "--models", *options.models] if options.models else arguments
@@ -87,8 +93,12 @@ def plan_from(options: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
     configuration = configure(entries, environ, _overrides(options))
     settings = configuration.checked(str(path or "configuration"))
     _require_stores(settings.model_store, options.workflow_store)
-    settings = replace(settings, temp_dir=Path(temp) if temp else None)
-    return Plan(settings, configuration, path)
+    logs = log_directory(environ)
+    snapshots = (
+        None if options.no_config_snapshots else SnapshotSettings(logs / "config", configuration.effective)
+    )
+    settings = replace(settings, temp_dir=Path(temp) if temp else None, snapshots=snapshots)
+    return Plan(settings, configuration, path, logs)
 
 
 def config_file(options: argparse.Namespace, environ: Mapping[str, str]) -> Path | None:
@@ -103,10 +113,15 @@ def config_file(options: argparse.Namespace, environ: Mapping[str, str]) -> Path
             raise LaunchRefused(f"--ts-config file not found: {named}")
         return Path(named)
     if not options.no_config_snapshots:
-        snapshot = newest_snapshot(Path(environ.get("LOG_LOCATION") or "logs") / "config")
+        snapshot = newest_snapshot(log_directory(environ) / "config")
         if snapshot:
             return snapshot
     return DEFAULT_FILE if DEFAULT_FILE.is_file() else None
+
+
+def log_directory(environ: Mapping[str, str]) -> Path:
+    """Where log files and snapshots go: `LOG_LOCATION`, or `logs` in the current directory."""
+    return Path(environ.get("LOG_LOCATION") or "logs").absolute()
 
 
 def newest_snapshot(directory: Path) -> Path | None:
@@ -127,6 +142,7 @@ def _overrides(options: argparse.Namespace) -> dict[str, str]:
         "plugins_path": options.plugins_path,
         "disable_token_authorization": "true" if options.disable_token_auth else None,
         "enable_model_api": "true" if options.enable_model_api else None,
+        "log_files": "true" if options.log_files else None,
     }
     return {key: value for key, value in given.items() if value}
 

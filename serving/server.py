@@ -82,6 +82,7 @@ class Server:
             await self.stop()
             raise
         self._dataplane.opened()
+        await self._registry.opened()
         return endpoints
 
     async def _open_ports(self, controlplane: ControlPlane, services: Services) -> Endpoints:

@@ -43,6 +43,17 @@ class BatchSettings:
     max_queue_delay_ms: int = 100
     max_queue_size: int = 100  # waiting requests; one more is refused at once
     dispatch: Dispatch = "torchserve"
+    use_tickets: bool = False  # admit a request only while an executor has nothing to do
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSettings:
+    """How many sequences there may be at a time, and when one ends by itself."""
+
+    max_idle_s: float  # without a request for longer, it is over
+    timeout_s: float = 0.0  # its whole life; 0: no limit
+    max_sequences: int = 1
+    max_queue_size: int = 1  # waiting requests of one sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +68,9 @@ class ModelSettings:
     client_timeout_ms: int = 0  # 0: none; otherwise the deadline of a request that brings none
     max_retry_timeout_s: float = 300.0  # an executor that keeps dying longer than this stays down
     isolation: Isolation = "auto"
+    sequences: SequenceSettings | None = None  # None: requests have nothing to do with each other
+    sequences_unbounded: bool = False  # asked for without an idle time: no request can be admitted (contract)
+    continuous: bool = False  # a request may ask to be in the next batch again
     device_type: Literal["cpu", "gpu"] | None = None
     device_ids: tuple[int, ...] = ()
 
@@ -73,6 +87,7 @@ class Limits:
     max_response_bytes: int = 6_553_500
     max_archive_entries: int = 10_000
     max_archive_bytes: int = 64 * 2**30  # after unpacking
+    max_download_bytes: int = 16 * 2**30  # of an archive that is fetched from a URL
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +99,15 @@ class SnapshotModel:
     archive: str  # file name in the model store
     default_version: bool
     settings: dict[str, object]  # the snapshot's own names: minWorkers, maxWorkers, batchSize, ...
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotSettings:
+    """Where and with what snapshots are written."""
+
+    directory: Path
+    properties: tuple[tuple[str, str], ...] = ()  # the configuration they repeat, key and text
+    keep: int = 20  # older ones of our own are deleted
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +151,11 @@ class ServerSettings:
     decode_input: bool = True
     limit_max_image_pixels: bool = True
     allowed_urls: tuple[str, ...] = ()  # regexes; empty: the model store is the only source
+    download_timeout_s: float = 600.0  # for one archive from a URL
+    install_dependencies: bool = False  # of archives that bring a requirements file
+    install_timeout_s: float = 600.0  # for one archive
+    snapshots: SnapshotSettings | None = None  # None: none are written
+    log_files: bool = False  # TorchServe's three log files beside standard output
     model_api_enabled: bool = False  # register and unregister over the network
     token_auth_enabled: bool = True
     token_expiration_min: float = 60.0

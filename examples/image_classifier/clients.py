@@ -10,6 +10,7 @@ from collections.abc import Callable
 import grpc
 import requests
 from server import Server
+
 from torchere.serving.frontend.grpc.protos import inference_pb2
 
 Labels = dict[str, float]  # class name to probability, the most probable first

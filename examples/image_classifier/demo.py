@@ -29,7 +29,7 @@ _METRICS = ("ts_inference_requests_total", "ts_inference_latency_microseconds", 
 
 
 class NotACat(Exception):
-    """A model saw something else than a cat first."""
+    """A version saw something else than a cat first, or answered differently by the two protocols."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +80,21 @@ def _run(stay: bool) -> None:
 
 
 def _show(server: Server, built: Built, picture: bytes) -> Shown:
-    """Ask one version over both protocols; both must see a cat, and the same one."""
+    """Ask one version over both protocols; both must see a cat, and answer the same."""
     over_rest = rest_client(server, MODEL, built.version)
     with grpc.insecure_channel(f"127.0.0.1:{server.ports.grpc_inference}") as channel:
         over_grpc = grpc_client(channel, server, MODEL, built.version)
-        for protocol, ask in (("REST", over_rest), ("gRPC", over_grpc)):
-            _expect_cat(ask(picture), f"version {built.version} ({built.precision}) over {protocol}")
-        return Shown(built, over_rest(picture), median_ms(over_rest, picture), median_ms(over_grpc, picture))
+        labels = over_rest(picture)
+        _expect_cat(labels, built)
+        if (other := over_grpc(picture)) != labels:
+            raise NotACat(f"version {built.version} answers {labels} over REST and {other} over gRPC")
+        return Shown(built, labels, median_ms(over_rest, picture), median_ms(over_grpc, picture))
 
 
-def _expect_cat(labels: Labels, who: str) -> None:
+def _expect_cat(labels: Labels, built: Built) -> None:
     first = next(iter(labels), "nothing")
     if not first.startswith(CATS):
+        who = f"version {built.version} ({built.precision})"
         raise NotACat(f"{who} sees {first!r} first in {CAT}; expected one of {', '.join(CATS)}")
 
 
@@ -114,12 +117,10 @@ def _announce(server: Server) -> None:
 
 def _print_labels(shown: list[Shown]) -> None:
     print(f"\nWhat is in {CAT}? The same answer over REST and gRPC")
-    print(
-        "  "
-        + "".join(f"{f'{one.built.version} {one.built.precision}':<{_LABEL_WIDTH + 14}}" for one in shown)
-    )
+    names = [f"{one.built.version} {one.built.precision}" for one in shown]
+    print("  " + "".join(f"{name:<{_LABEL_WIDTH + 14}}" for name in names).rstrip())
     for row in zip(*(one.labels.items() for one in shown), strict=True):
-        print("  " + "".join(f"{_cut(label):<{_LABEL_WIDTH}}{p:7.1%}{'':7}" for label, p in row))
+        print("  " + "".join(f"{_cut(label):<{_LABEL_WIDTH}}{p:7.1%}{'':7}" for label, p in row).rstrip())
 
 
 def _cut(label: str) -> str:

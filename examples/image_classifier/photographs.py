@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from PIL import Image, ImageEnhance
+
 from torchere.handlers.image_transform import ImageTransform, to_tensor
 
 SIDE = 224  # pixels; what EfficientNet-Lite0 was trained on
@@ -55,7 +56,7 @@ def photograph(name: str) -> Path:
 
 
 def centre(name: str) -> torch.Tensor:
-    """Float tensor [1, 3, 224, 224] of the middle of the photograph, as the image_classifier handler makes it."""
+    """Float tensor [1, 3, 224, 224] of the middle, as the image_classifier handler makes it."""
     with Image.open(photograph(name)) as image:
         return TRANSFORM(image)[None]
 

@@ -3,7 +3,7 @@
 Three decisions make the result good; each was measured (README.md, "What the int8 model is made of").
 
 - Activations behind a ReLU6 are quantised over exactly 0 ... 6. The ReLU6 is then the saturation of the
-  number format itself and costs nothing; the convolution runs with a plain ReLU, which the kernels have fused.
+  number format itself and costs nothing; the convolution runs with a plain ReLU, which is fused into it.
 - Weights have 7 bits. Processors without VNNI add pairs of products of 8 bits in 16, and two of 255 x 127
   do not fit; two of 255 x 64 do. On such a processor 8 bits come out worse than 7, on others a little better.
 - The input is quantised by the scale of the photograph's own pixels, which loses nothing at all.
@@ -30,13 +30,13 @@ from torch.ao.quantization import (
 )
 from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
 
-ENGINES = ("onednn", "x86", "fbgemm")  # qnnpack is for ARM: its answers are wrong with per-channel weights
+ENGINES = ("onednn", "x86", "fbgemm", "qnnpack")  # qnnpack is what ARM has
 WEIGHT_LIMIT = 64  # 7 bits: -64 ... 63
 _RELU6_SCALE = 6 / 255
 _CLIPPED = r"(.*\.)?(_conv_stem|_conv_head|_expand_conv|_depthwise_conv|_swish)"  # followed by ReLU6
 _LEVELS = {"dtype": torch.quint8, "quant_min": 0, "quant_max": 255}
 # The network takes (pixel - 127) / 128.
-_PIXELS = FixedQParamsObserver(scale=1 / 128, zero_point=127, **_LEVELS)
+_PIXELS: nn.Module = FixedQParamsObserver(scale=1 / 128, zero_point=127, **_LEVELS)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,15 +146,15 @@ def _configuration() -> QConfigMapping:
         quant_max=WEIGHT_LIMIT - 1,
     )
     # Fake-quantised, not only observed: what comes after must be calibrated on values that end at 6.
-    clipped = FixedQParamsFakeQuantize.with_args(
+    clipped = FixedQParamsFakeQuantize.with_args(  # type: ignore[no-untyped-call]
         observer=FixedQParamsObserver.with_args(scale=_RELU6_SCALE, zero_point=0, **_LEVELS)
     )
-    observed = QConfig(activation=MinMaxObserver.with_args(**_LEVELS), weight=weight)
-    return (
-        QConfigMapping()
-        .set_global(observed)
-        .set_module_name_regex(_CLIPPED, QConfig(activation=clipped, weight=weight))
+    observed = MinMaxObserver.with_args(**_LEVELS)
+    elsewhere, before_relu6 = (
+        QConfig(activation=activation, weight=weight)  # type: ignore[no-untyped-call]
+        for activation in (observed, clipped)
     )
+    return QConfigMapping().set_global(elsewhere).set_module_name_regex(_CLIPPED, before_relu6)
 
 
 def _input_observer(prepared: torch.fx.GraphModule) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -124,13 +125,20 @@ def started(directory: Path, store: Path, models: Sequence[str], ports: Ports) -
     command = [str(Path(sys.executable).with_name("torchere")), "serve", "--ncs", "--log-format", "text"]
     command += ["--model-store", str(store), "--ts-config", str(config), "--models", *models]
     with (directory / "server.log").open("wb") as log:
-        process = subprocess.Popen(command, cwd=directory, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, cwd=directory, env=_environment(), stdout=log, stderr=subprocess.STDOUT
+        )
     try:
         yield Server(directory, ports, process)
     finally:
         if process.poll() is None:
             process.kill()
             process.wait()
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment without TS_..., which would win over config.properties."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("TS_")}
 
 
 def _properties(ports: Ports) -> str:

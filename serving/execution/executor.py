@@ -11,7 +11,18 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from torchere.serving.errors import ServingError
 from torchere.serving.types import InferRequest, InferResponse
 
-Outcome: TypeAlias = InferResponse | ServingError
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """The outcome of a request whose handler has more to say: `part` is a part of its answer.
+
+    It is to be run again, on the same executor, with the same id and no parameters (continuous batching).
+    """
+
+    part: InferResponse
+
+
+Outcome: TypeAlias = InferResponse | Unfinished | ServingError
 
 
 class ExecutorState(Enum):
@@ -73,7 +84,10 @@ class BatchSink(Protocol):
         """
 
     def done(self, report: BatchReport) -> None:
-        """The batch is over; called exactly once, whatever happened."""
+        """The batch is over. Exactly one call of this or of `returned` ends a batch, whatever happened."""
+
+    def returned(self) -> None:
+        """The executor was lost before it began with the batch: it may be submitted again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +110,7 @@ class LoadSpec:
     intra_op_threads: int = 1
     gpu_ids: tuple[int, ...] = ()  # executors take them in turn; empty: CPU
     max_response_bytes: int = 6_553_500
+    pinned: bool = False  # batches are sent to an executor by its id (state lives in the handler)
 
 
 class ExecutorPool(Protocol):
@@ -127,8 +142,13 @@ class ExecutorPool(Protocol):
             LoadFailed: when one fails at it.
         """
 
-    def submit(self, requests: Sequence[InferRequest], sink: BatchSink) -> None:
-        """Run one batch on a free executor; the caller has seen `free > 0`."""
+    def idle_ids(self) -> tuple[int, ...]:
+        """The executors that are in service and have nothing to do."""
+
+    def submit(
+        self, requests: Sequence[InferRequest], sink: BatchSink, executor_id: int | None = None
+    ) -> None:
+        """Run one batch: on the idle executor named, or on any when the caller has seen `free > 0`."""
 
     def statuses(self) -> tuple[ExecutorStatus, ...]:
         """A snapshot of every executor, oldest first."""

@@ -22,8 +22,8 @@ from torchere.handlers.errors import HandlerLoadError, PredictionException, Unsu
 from torchere.handlers.metrics import MetricsCache
 from torchere.handlers.resolve import EntryPoint, load_entry_point
 from torchere.handlers.shared_models import SharedModels
-from torchere.serving.errors import HandlerFailed, LoadFailed, OutOfResources, ServingError
-from torchere.serving.execution.executor import BatchReport, HandlerMetric, LoadSpec, Outcome
+from torchere.serving.errors import DeadlineExceeded, HandlerFailed, LoadFailed, OutOfResources, ServingError
+from torchere.serving.execution.executor import BatchReport, HandlerMetric, LoadSpec, Outcome, Unfinished
 from torchere.serving.types import InferRequest, InferResponse
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,27 @@ class HandlerHost:
         self._metrics.drain()
 
     def run(self, requests: Sequence[InferRequest], send_partial: PartialSink | None) -> BatchReport:
-        """Run one batch; failures become outcomes, so this does not raise."""
+        """Run one batch; failures become outcomes, so this does not raise.
+
+        Requests whose deadline passed while they waited for this executor are answered without being run.
+        """
+        now_s = time.monotonic()
+        if all(request.deadline_s > now_s for request in requests):
+            return self._run(requests, send_partial)
+        places = [place for place, request in enumerate(requests) if request.deadline_s > now_s]
+        live = [requests[place] for place in places]
+
+        def send(index: int, part: InferResponse) -> None:
+            if send_partial is not None:
+                send_partial(places[index], part)
+
+        report = self._run(live, send) if live else BatchReport([])
+        of_live = iter(report.outcomes)
+        late = DeadlineExceeded("The deadline of the request passed before it was run.")
+        outcomes = [next(of_live) if request.deadline_s > now_s else late for request in requests]
+        return BatchReport(outcomes, report.handler_s, report.metrics)
+
+    def _run(self, requests: Sequence[InferRequest], send_partial: PartialSink | None) -> BatchReport:
         processors = [RequestProcessor(request.request_id, dict(request.headers)) for request in requests]
         self._context.begin_batch(processors, _parts_of(processors, send_partial))
         rows = [self._row(request) for request in requests]
@@ -134,15 +154,27 @@ class HandlerHost:
             bodies = [encode_answer(answer) for answer in answers]
         except UnsupportedOutput as err:
             return self._all_failed("Unsupported model output data type.", str(err), len(processors))
-        return [self._outcome(body, p) for body, p in zip(bodies, processors, strict=True)]
+        finished = self._finished(answers)
+        return [
+            self._outcome(body, processor, is_last)
+            for body, processor, is_last in zip(bodies, processors, finished, strict=True)
+        ]
 
-    def _outcome(self, body: bytes, processor: RequestProcessor) -> Outcome:
+    def _finished(self, answers: list[Any]) -> list[bool]:
+        """Whether each answer is the last of its request: it is, unless a stopping criterion says False."""
+        criteria = self._context.stopping_criteria
+        if not criteria or len(criteria) != len(answers):
+            return [True] * len(answers)
+        return [criterion(answer) is not False for criterion, answer in zip(criteria, answers, strict=True)]
+
+    def _outcome(self, body: bytes, processor: RequestProcessor, is_last: bool) -> Outcome:
         limit = self._spec.max_response_bytes
         if len(body) > limit:
             return HandlerFailed(
                 f"The answer has {len(body)} bytes, more than max_response_size={limit}.", status=500
             )
-        return _response(body, processor)
+        response = _response(body, processor)
+        return response if is_last else Unfinished(response)
 
     def _all_failed(self, message: str, detail: str, count: int) -> list[Outcome]:
         logger.error("model %s: %s: %s", self._spec.model_name, message, detail)

@@ -11,7 +11,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 
 from torchere.handlers.shared_models import SharedModels
@@ -27,17 +27,10 @@ from torchere.serving.execution.executor import (
     age_s,
 )
 from torchere.serving.execution.host import HandlerHost, PartialSink
-from torchere.serving.types import InferRequest
+from torchere.serving.execution.inflight import InFlight
+from torchere.serving.types import InferRequest, InferResponse
 
-
-@dataclass(slots=True, eq=False)
-class _Task:
-    """A batch on its way through a thread; touched by the loop only."""
-
-    requests: Sequence[InferRequest]
-    sink: BatchSink
-    timer: asyncio.TimerHandle | None = None
-    answered: bool = False
+Inbox = queue.SimpleQueue[InFlight | None]
 
 
 class ThreadPool:
@@ -61,25 +54,34 @@ class ThreadPool:
         self._on_loaded = on_loaded
         self._loop = asyncio.get_running_loop()
         self._shared = SharedModels()
-        self._inbox: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._shared_inbox: Inbox = queue.SimpleQueue()
         self._threads: list[_ExecutorThread] = []
-        self._tasks: set[_Task] = set()
-        self._surplus = 0  # threads that will stop as soon as they come to the inbox
+        self._retiring: list[_ExecutorThread] = []  # they finish what they are at, and end
+        self._inside: dict[InFlight, _ExecutorThread | None] = {}  # None: whichever thread takes it
 
     @property
     def size(self) -> int:
         """How many executors there are to be."""
-        return len(self._threads) - self._surplus
+        return len(self._threads)
 
     @property
     def in_service(self) -> int:
         """How many executors are loaded, warm and alive."""
-        return sum(thread.status.state is ExecutorState.READY for thread in self._threads) - self._surplus
+        return sum(thread.status.state is ExecutorState.READY for thread in self._threads)
 
     @property
     def free(self) -> int:
         """How many batches may be submitted now."""
-        return max(0, self.in_service - len(self._tasks))
+        return max(0, self.in_service - len(self._inside))
+
+    def idle_ids(self) -> tuple[int, ...]:
+        """The executors that are in service and have nothing to do; meant for pinned pools."""
+        busy = set(self._inside.values())
+        return tuple(
+            thread.status.executor_id
+            for thread in self._threads
+            if thread.status.state is ExecutorState.READY and thread not in busy
+        )
 
     def statuses(self) -> tuple[ExecutorStatus, ...]:
         """A snapshot of every executor, oldest first."""
@@ -87,11 +89,11 @@ class ThreadPool:
 
     async def resize(self, count: int) -> None:
         """Start or stop threads; see `ExecutorPool`. A surplus thread ends after the batches before it."""
-        current = self.size
-        for _ in range(current - count):
-            self._surplus += 1
-            self._inbox.put(None)
-        fresh = [self._new_thread() for _ in range(count - current)]
+        surplus, self._threads = self._threads[count:], self._threads[:count]
+        self._retiring += surplus
+        for thread in surplus:
+            thread.retire()
+        fresh = [self._new_thread() for _ in range(count - len(self._threads))]
         self._threads += fresh
         try:
             # One after the other: the first loads the weights, the others find them loaded.
@@ -110,35 +112,34 @@ class ThreadPool:
                 self._on_loaded(thread.status.executor_id, age_s(thread.status))
         self._on_free()
 
-    def submit(self, requests: Sequence[InferRequest], sink: BatchSink) -> None:
-        """Run one batch on a free executor."""
-        task = _Task(requests, sink)
-        task.timer = self._loop.call_later(self._response_timeout_s, self._timed_out, task)
-        self._tasks.add(task)
-        self._inbox.put(task)
+    def submit(
+        self, requests: Sequence[InferRequest], sink: BatchSink, executor_id: int | None = None
+    ) -> None:
+        """Run one batch on the executor named, or on whichever takes it first."""
+        named = [thread for thread in self._threads if thread.status.executor_id == executor_id]
+        batch = InFlight(requests, sink)
+        batch.watch(self._response_timeout_s, self._timed_out)
+        self._inside[batch] = named[0] if named else None
+        (named[0].inbox if named else self._shared_inbox).put(batch)
 
-    def _finished(self, task: _Task, report: BatchReport) -> None:
-        self._tasks.discard(task)
-        self._answer(task, report)
+    def _partial(self, batch: InFlight, index: int, part: InferResponse) -> None:
+        batch.watch(self._response_timeout_s, self._timed_out)  # it bounds the silence only
+        batch.partial(index, part)
 
-    def _timed_out(self, task: _Task) -> None:
-        # A thread can't be killed: the clients are answered, the executor stays busy until the call returns.
-        late = DeadlineExceeded(f"The model did not answer within {self._response_timeout_s:g} s.")
-        self._answer(task, BatchReport([late] * len(task.requests)))
-
-    def _answer(self, task: _Task, report: BatchReport) -> None:
-        if task.answered:
+    def _finished(self, batch: InFlight, report: BatchReport) -> None:
+        self._inside.pop(batch, None)
+        if batch.answered:  # it was too late; but the executor is free again
             self._on_free()
-            return
-        task.answered = True
-        if task.timer is not None:
-            task.timer.cancel()
-        task.sink.done(report)
+        batch.answer(report)
+
+    def _timed_out(self, batch: InFlight) -> None:
+        # A thread can't be killed: the clients are answered, the executor stays busy until the call returns.
+        batch.fail(DeadlineExceeded(f"The model did not answer within {self._response_timeout_s:g} s."))
 
     async def close(self) -> None:
         """Answer what is inside, end the threads, let go of the weights."""
-        for task in tuple(self._tasks):
-            self._answer(task, BatchReport([ExecutorDied("the version was unloaded")] * len(task.requests)))
+        for batch in tuple(self._inside):
+            batch.fail(ExecutorDied("the version was unloaded"))
         await self.resize(0)
         self._shared = SharedModels()
 
@@ -147,25 +148,31 @@ class ThreadPool:
         executor_id = self._next_id()
         gpu_id = gpu_ids[executor_id % len(gpu_ids)] if gpu_ids else None
         host = HandlerHost(self._spec, gpu_id, self._shared)
-        return _ExecutorThread(executor_id, gpu_id, host, self)
+        inbox: Inbox = queue.SimpleQueue() if self._spec.pinned else self._shared_inbox
+        return _ExecutorThread(executor_id, gpu_id, host, self, inbox)
 
     def _forget(self, thread: _ExecutorThread) -> None:
         if thread in self._threads:
             self._threads.remove(thread)
-        thread.stop()
+        thread.abandon()
 
     def _stopped(self, thread: _ExecutorThread) -> None:
-        self._surplus -= 1
-        if thread in self._threads:
-            self._threads.remove(thread)
+        # A shared inbox does not say which thread takes the order to end: any one does, and all are alike.
+        if thread in self._threads and self._retiring:
+            self._threads[self._threads.index(thread)] = self._retiring.pop()
+        elif thread in self._retiring:
+            self._retiring.remove(thread)
 
 
 class _ExecutorThread:
     """One thread and its handler. The thread loads, warms up and then serves the pool's inbox."""
 
-    def __init__(self, executor_id: int, gpu_id: int | None, host: HandlerHost, pool: ThreadPool) -> None:
+    def __init__(
+        self, executor_id: int, gpu_id: int | None, host: HandlerHost, pool: ThreadPool, inbox: Inbox
+    ) -> None:
         self._host = host
         self._pool = pool
+        self.inbox = inbox
         self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[tuple[Callable[[], None], asyncio.Future[None]] | None] = (
             queue.SimpleQueue()
@@ -186,7 +193,11 @@ class _ExecutorThread:
         self.status = replace(self.status, state=ExecutorState.READY)
         self._commands.put(None)
 
-    def stop(self) -> None:
+    def retire(self) -> None:
+        """End, after the batches that were given before."""
+        self.inbox.put(None)
+
+    def abandon(self) -> None:
         """End a thread that does not serve yet."""
         self._commands.put(None)
         self.status = replace(self.status, state=ExecutorState.STOPPED)
@@ -214,15 +225,15 @@ class _ExecutorThread:
             self._serve()
 
     def _serve(self) -> None:
-        inbox, pool = self._pool._inbox, self._pool
-        while (task := inbox.get()) is not None:
-            report = self._host.run(task.requests, self._partial_sink(task.sink))
-            self._tell(pool._finished, task, report)
-            del task, report  # or the last batch's tensors stay alive while the thread is idle
+        pool = self._pool
+        while (batch := self.inbox.get()) is not None:
+            report = self._host.run(batch.requests, self._partial_sink(batch))
+            self._tell(pool._finished, batch, report)
+            del batch, report  # or the last batch's tensors stay alive while the thread is idle
         self._tell(pool._stopped, self)
 
-    def _partial_sink(self, sink: BatchSink) -> PartialSink:
-        return lambda index, part: self._tell(sink.partial, index, part)
+    def _partial_sink(self, batch: InFlight) -> PartialSink:
+        return lambda index, part: self._tell(self._pool._partial, batch, index, part)
 
     def _tell(self, callback: Callable[..., None], *args: object) -> None:
         if not self._loop.is_closed():

@@ -12,8 +12,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from torchere.serving.errors import ExecutorDied, HandlerFailed, OutOfResources, ServingError
-from torchere.serving.execution.executor import BatchReport, HandlerMetric, LoadSpec, Outcome
+from torchere.serving.errors import DeadlineExceeded, ExecutorDied, HandlerFailed, OutOfResources
+from torchere.serving.execution.executor import BatchReport, HandlerMetric, LoadSpec, Outcome, Unfinished
 from torchere.serving.types import InferRequest, InferResponse
 
 HEADER = struct.Struct(">I")
@@ -32,8 +32,12 @@ class WarmUp(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Run(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Server to worker: run a batch; answered by any number of `Partial` and one `Done`."""
+    """Server to worker: run a batch; answered by any number of `Partial` and one `Done` of the same `run_id`.
 
+    A worker runs batches in the order they came; the next may be sent while one runs.
+    """
+
+    run_id: int
     requests: tuple[InferRequest, ...]
 
 
@@ -51,6 +55,7 @@ class LoadError(msgspec.Struct, frozen=True, array_like=True, tag=11):
 class Partial(msgspec.Struct, frozen=True, array_like=True, tag=12):
     """Worker to server: a part of the streamed answer of request `index`; see `BatchSink.partial`."""
 
+    run_id: int
     index: int
     part: InferResponse
 
@@ -69,10 +74,17 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag=21):
     response: InferResponse
 
 
+class More(msgspec.Struct, frozen=True, array_like=True, tag=22):
+    """The outcome of a request that goes on: see `Unfinished`."""
+
+    part: InferResponse
+
+
 class Done(msgspec.Struct, frozen=True, array_like=True, tag=13):
     """Worker to server: the batch is over; `outcomes[i]` is that of `requests[i]`."""
 
-    outcomes: tuple[Answer | Failure, ...]
+    run_id: int
+    outcomes: tuple[Answer | More | Failure, ...]
     handler_s: float
     metrics: tuple[HandlerMetric, ...]
 
@@ -102,10 +114,10 @@ def encode_frame(message: ToWorker | FromWorker) -> bytearray:
     return frame
 
 
-def done_from_report(report: BatchReport) -> Done:
+def done_from_report(run_id: int, report: BatchReport) -> Done:
     """A worker's report as a message."""
     outcomes = tuple(_encode_outcome(outcome) for outcome in report.outcomes)
-    return Done(outcomes, report.handler_s, report.metrics)
+    return Done(run_id, outcomes, report.handler_s, report.metrics)
 
 
 def report_from_done(done: Done, expected: int) -> BatchReport:
@@ -117,16 +129,27 @@ def report_from_done(done: Done, expected: int) -> BatchReport:
     return BatchReport(outcomes, done.handler_s, done.metrics)
 
 
-def _encode_outcome(outcome: Outcome) -> Answer | Failure:
+_LATE, _FULL = 504, 507  # statuses that stand for errors of their own
+
+
+def _encode_outcome(outcome: Outcome) -> Answer | More | Failure:
     if isinstance(outcome, InferResponse):
         return Answer(outcome)
-    status = outcome.status if isinstance(outcome, HandlerFailed) else 507
+    if isinstance(outcome, Unfinished):
+        return More(outcome.part)
+    if isinstance(outcome, HandlerFailed):
+        return Failure(outcome.message, outcome.status, outcome.detail)
+    status = _LATE if isinstance(outcome, DeadlineExceeded) else _FULL
     return Failure(outcome.message, status, outcome.detail)
 
 
-def _decode_outcome(outcome: Answer | Failure) -> InferResponse | ServingError:
+def _decode_outcome(outcome: Answer | More | Failure) -> Outcome:
     if isinstance(outcome, Answer):
         return outcome.response
-    if outcome.status == 507:
+    if isinstance(outcome, More):
+        return Unfinished(outcome.part)
+    if outcome.status == _FULL:
         return OutOfResources(outcome.message, outcome.detail)
+    if outcome.status == _LATE:
+        return DeadlineExceeded(outcome.message, outcome.detail)
     return HandlerFailed(outcome.message, outcome.status, outcome.detail)

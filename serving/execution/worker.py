@@ -77,16 +77,16 @@ class Worker:
         self._host.load()
 
     def _run(self, message: Run) -> None:
-        report = self._loaded().run(message.requests, self._send_partial)
-        self._send(done_from_report(report))
+        def send_partial(index: int, part: InferResponse) -> None:
+            self._send(Partial(message.run_id, index, part))
+
+        report = self._loaded().run(message.requests, send_partial)
+        self._send(done_from_report(message.run_id, report))
 
     def _loaded(self) -> HandlerHost:
         if self._host is None:
             raise RuntimeError("the server sent work before Load")
         return self._host
-
-    def _send_partial(self, index: int, part: InferResponse) -> None:
-        self._send(Partial(index, part))
 
     def _send(self, message: FromWorker) -> None:
         self._connection.sendall(encode_frame(message))

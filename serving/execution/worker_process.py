@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from torchere.serving.errors import LoadFailed
-from torchere.serving.execution.executor import BatchSink, LoadSpec
+from torchere.serving.execution.executor import LoadSpec
 from torchere.serving.execution.frames import FrameProtocol
 from torchere.serving.execution.host import load_failed_text
 from torchere.serving.execution.launch import Launched, Launcher
@@ -26,7 +26,6 @@ from torchere.serving.execution.wire import (
     WarmUp,
     encode_frame,
     from_worker_decoder,
-    report_from_done,
 )
 from torchere.serving.types import InferRequest
 
@@ -39,10 +38,18 @@ KILL_GRACE_S = 2.0
 class WorkerProcess:
     """One process that hosts one handler. Methods run on the event loop.
 
-    `lost` completes, with the cause in words, when the process is gone for whatever reason.
+    `lost` completes, with the cause in words, when the process is gone for whatever reason. `on_run_message`
+    gets what it says about batches.
     """
 
-    def __init__(self, spec: LoadSpec, executor_id: int, gpu_id: int | None, launcher: Launcher) -> None:
+    def __init__(
+        self,
+        spec: LoadSpec,
+        executor_id: int,
+        gpu_id: int | None,
+        launcher: Launcher,
+        on_run_message: Callable[[Partial | Done], None],
+    ) -> None:
         self._spec = spec
         self._launcher = launcher
         self._executor_id = executor_id
@@ -51,8 +58,7 @@ class WorkerProcess:
         self._launched: Launched | None = None
         self._transport: asyncio.WriteTransport | None = None
         self._reply: asyncio.Future[None] | None = None  # of the step (load, warm-up) under way
-        self._sink: BatchSink | None = None
-        self._batch_size = 0
+        self._on_run_message = on_run_message
         self._kill_reason = ""
         self._output: asyncio.Task[None] | None = None
         self._reaper: asyncio.Task[None] | None = None
@@ -62,11 +68,6 @@ class WorkerProcess:
     def pid(self) -> int:
         """The process id; 0 before the start."""
         return self._launched.pid if self._launched else 0
-
-    @property
-    def busy(self) -> bool:
-        """Whether a batch is in it."""
-        return self._sink is not None
 
     async def start(self) -> None:
         """Start the process and connect to it; the handler is not loaded yet.
@@ -114,20 +115,9 @@ class WorkerProcess:
         finally:
             self._reply = None
 
-    def run(self, requests: Sequence[InferRequest], sink: BatchSink) -> None:
-        """Run one batch; the worker must not be busy."""
-        self._sink, self._batch_size = sink, len(requests)
-        self._send(Run(tuple(requests)))
-
-    def take_sink(self) -> BatchSink | None:
-        """The sink of the batch inside, for whoever answers it instead of the worker."""
-        sink, self._sink = self._sink, None
-        return sink
-
-    @property
-    def batch_size(self) -> int:
-        """How many requests the batch inside has."""
-        return self._batch_size
+    def run(self, run_id: int, requests: Sequence[InferRequest]) -> None:
+        """Send one batch; the worker runs it after those that were sent before."""
+        self._send(Run(run_id, tuple(requests)))
 
     def kill(self, reason: str) -> None:
         """End the process at once; `lost` tells when it is gone."""
@@ -162,12 +152,8 @@ class WorkerProcess:
         self._on_message(message)
 
     def _on_message(self, message: FromWorker) -> None:
-        if isinstance(message, Done):
-            if (sink := self.take_sink()) is not None:
-                sink.done(report_from_done(message, self._batch_size))
-        elif isinstance(message, Partial):
-            if self._sink is not None and 0 <= message.index < self._batch_size:
-                self._sink.partial(message.index, message.part)
+        if isinstance(message, (Done, Partial)):
+            self._on_run_message(message)
         elif self._reply is not None and not self._reply.done():
             if isinstance(message, Loaded):
                 self._reply.set_result(None)

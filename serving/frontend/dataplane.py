@@ -6,6 +6,7 @@ import asyncio
 import time
 from dataclasses import dataclass
 
+from torchere.serving.batching.stateful import begin_sequence
 from torchere.serving.errors import QueueFull, Unavailable
 from torchere.serving.registry.registry import Registry
 from torchere.serving.registry.version import Version, VersionState
@@ -49,7 +50,7 @@ class DataPlane:
         self._metrics.prediction_accepted(model, version)
         self._refuse_without_executors(target, version)
         try:
-            pending = target.batcher.submit(_with_deadline(request, target), group)
+            pending = target.batcher.submit(_prepared(request, target), group)
         except QueueFull as err:
             raise QueueFull(_worded(err.message, model, version), err.retry_after_s) from None
         self.accepted += 1
@@ -120,6 +121,12 @@ def _living(version: Version) -> int:
     if version.state in (VersionState.NEW, VersionState.LOADING, VersionState.WARMING):
         return version.target  # still on their way
     return version.living_executors
+
+
+def _prepared(request: InferRequest, target: Version) -> InferRequest:
+    if target.settings.sequences is not None:
+        request = begin_sequence(request)
+    return _with_deadline(request, target)
 
 
 def _with_deadline(request: InferRequest, target: Version) -> InferRequest:

@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 MAX_URL_CHARACTERS = 2048
 MAX_PATTERN_CHARACTERS = 1024
-# A pattern can take for ever on a URL made for it, and nothing stops Python's `re`. So it runs in a process of
-# its own, which usually takes a twentieth of a second.
+# A pattern can take for ever on a URL made for it, and nothing stops Python's `re`. So it runs in a process
+# of its own, which usually takes a twentieth of a second.
 MATCH_TIMEOUT_S = 5.0
 
 _REMOTE = re.compile(r"(https?|file)://", re.IGNORECASE)
@@ -66,6 +66,8 @@ def allow(url: str, patterns: Sequence[str]) -> Source:
     """
     if any(".." in text for text in _decodings(url)):
         raise ModelNotFound(f"Relative path is not allowed in url: {url}")
+    if not is_remote(url):
+        raise _refused(url, "it is neither http, https nor file")
     if problem := _deceptive(url):
         raise _refused(url, problem)
     matching = _matching(url, patterns)
@@ -151,7 +153,7 @@ def _source(url: str, matching: Sequence[str]) -> Source:
         host=host,
         port=parts.port or _DEFAULT_PORTS[parts.scheme],
         target=unquote(parts.path) if is_file else (parts.path or "/") + query,
-        file_name=unquote(parts.path).rpartition("/")[2],
+        file_name=parts.path.rpartition("/")[2],
         may_be_private=any(names_host(pattern, host) for pattern in matching),
     )
 

@@ -1,4 +1,4 @@
-"""Fetches an archive from an allowed URL into the model store: bounded, pinned to one address, all or nothing.
+"""Fetches an archive from an allowed URL into the model store: bounded, to a checked address, all or nothing.
 
 Proxies of the environment are not used: the address that was checked is the one that is connected to.
 """
@@ -155,20 +155,25 @@ class _PinnedConnection(http.client.HTTPConnection):
         super().__init__(source.host, source.port, timeout=SILENCE_TIMEOUT_S)
         self._address = address
         self._tls = source.scheme == "https"
+        self._is_cut = False
 
     def connect(self) -> None:
         """Connect, and shake hands under the name of the host."""
         sock = socket.create_connection((self._address, self.port), SILENCE_TIMEOUT_S)
         self.sock = sock
+        if self._is_cut:
+            raise TimeoutError("it took longer than download_timeout_s")
         if self._tls:
             self.sock = ssl.create_default_context().wrap_socket(sock, server_hostname=self.host)
 
     def cut(self) -> None:
         """End the connection under whoever reads from it."""
+        self._is_cut = True
         sock: socket.socket | None = self.sock
         if sock is not None:
             with suppress(OSError):  # it ended by itself
-                sock.shutdown(socket.SHUT_RDWR)
+                # Not SSLSocket's method: that one pulls the TLS object from under the reading thread.
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 def _body(asked: Source, response: http.client.HTTPResponse, deadline_s: float) -> Iterator[bytes]:

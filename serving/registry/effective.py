@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchere.serving.registry.model_config import ModelConfig
-from torchere.serving.settings import BatchSettings, ModelSettings, ServerSettings
+from torchere.serving.settings import BatchSettings, ModelSettings, SequenceSettings, ServerSettings
 
 # An archive with a model config that names no time-out gets TorchServe's own default, not the server's: a
 # model that relies on it must not be cut short by a `default_response_timeout` it never obeyed.
@@ -42,6 +42,7 @@ def effective_settings(
         ),
         max_queue_size=first(config.job_queue_size, fallback=server.max_queue_size),
         dispatch=config.dispatch,
+        use_tickets=config.use_job_ticket,
     )
     min_executors, max_executors = _executors(asked, config, defaults)
     return ModelSettings(
@@ -59,8 +60,22 @@ def effective_settings(
         client_timeout_ms=config.client_timeout_ms or 0,
         max_retry_timeout_s=300.0 if config.max_retry_timeout_s is None else config.max_retry_timeout_s,
         isolation=config.isolation,
+        sequences=_sequences(config),
+        sequences_unbounded=config.sequence_batching and not config.sequence_max_idle_ms,
+        continuous=config.continuous_batching,
         device_type=config.device_type,
         device_ids=config.device_ids,
+    )
+
+
+def _sequences(config: ModelConfig) -> SequenceSettings | None:
+    if not config.sequence_batching or not config.sequence_max_idle_ms:
+        return None
+    return SequenceSettings(
+        max_idle_s=config.sequence_max_idle_ms / 1000,
+        timeout_s=(config.sequence_timeout_ms or 0) / 1000,
+        max_sequences=config.max_num_sequence or 1,
+        max_queue_size=config.max_sequence_job_queue_size or 1,
     )
 
 

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import time
 
+from torchere.serving.batching.admission import Admission
 from torchere.serving.batching.batcher import Batcher
+from torchere.serving.batching.stateful import StatefulBatcher
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.execution.devices import available_cores, intra_op_threads
 from torchere.serving.execution.executor import ExecutorPool, FreeCallback, LoadSpec
 from torchere.serving.execution.isolation import choose_isolation
-from torchere.serving.execution.launch import ForkLauncher, worker_environment
+from torchere.serving.execution.launch import ExecLauncher, ForkLauncher, Launcher, worker_environment
 from torchere.serving.execution.processes import ProcessPool
 from torchere.serving.execution.threads import ThreadPool
 from torchere.serving.registry.effective import Asked, effective_settings
+from torchere.serving.registry.environments import Environment
 from torchere.serving.registry.observer import RegistryObserver, VersionObserver
 from torchere.serving.registry.store import StoredArchive
 from torchere.serving.registry.version import Origin, Version
@@ -73,7 +77,10 @@ class Loader:
             archive=archive,
             handler=handler,
             runtime=_checked_runtime(runtime or archive.manifest.get("runtime") or "python"),
-            isolation=choose_isolation(settings.isolation, handler, model),
+            # Packages of its own can't come into this process.
+            isolation="process"
+            if archive.environment
+            else choose_isolation(settings.isolation, handler, model),
             loaded_at_startup=loaded_at_startup,
         )
         return self._assemble(key, origin, settings)
@@ -81,26 +88,20 @@ class Loader:
     def _assemble(self, key: ModelKey, origin: Origin, settings: ModelSettings) -> Version:
         pump = _Pump()
         observer = self._observer.watch(key)
-        pool = self._pool(self._spec(key, origin, settings), origin.isolation, settings, pump, observer)
-        batcher = Batcher(
-            settings.batch,
-            pool,
-            observer=observer,
-            now=time.monotonic,
-            refusal=no_worker_text(key.name),
-        )
+        pool = self._pool(self._spec(key, origin, settings), origin, settings, pump, observer)
+        batcher = _batcher(key, settings, pool, observer)
         pump.batcher = batcher
         return Version(key, origin, settings, pool, batcher)
 
     def _pool(
         self,
         spec: LoadSpec,
-        isolation: str,
+        origin: Origin,
         settings: ModelSettings,
         on_free: FreeCallback,
         observer: VersionObserver,
     ) -> ExecutorPool:
-        if isolation == "thread":
+        if origin.isolation == "thread":
             return ThreadPool(
                 spec,
                 response_timeout_s=settings.response_timeout_s,
@@ -117,8 +118,17 @@ class Loader:
             next_id=self._next_id,
             on_free=on_free,
             on_loaded=observer.executor_loaded,
-            launcher=self._launcher,
+            launcher=self._launcher_of(origin.archive.environment),
         )
+
+    def _launcher_of(self, environment: Environment | None) -> Launcher:
+        if environment is None:
+            return self._launcher
+        variables = worker_environment(self._server.hidden_env_vars)
+        if environment.packages:
+            search_path = [environment.packages, variables.get("PYTHONPATH")]
+            variables["PYTHONPATH"] = os.pathsep.join(filter(None, search_path))
+        return ExecLauncher(variables, environment.python)
 
     async def close(self) -> None:
         """End what workers are forked from; call it when no version is left."""
@@ -139,6 +149,7 @@ class Loader:
             intra_op_threads=intra_op_threads(available_cores(), settings.min_executors),
             gpu_ids=settings.device_ids,
             max_response_bytes=self._server.limits.max_response_bytes,
+            pinned=_is_stateful(settings),
         )
 
     def _defaults_of(self, key: ModelKey) -> dict[str, object]:
@@ -148,10 +159,28 @@ class Loader:
         return next(self._executor_ids)
 
 
+def _is_stateful(settings: ModelSettings) -> bool:
+    return settings.sequences is not None or settings.continuous
+
+
+def _batcher(
+    key: ModelKey, settings: ModelSettings, pool: ExecutorPool, observer: VersionObserver
+) -> Admission:
+    text = no_worker_text(key.name)
+    if _is_stateful(settings):
+        return StatefulBatcher(
+            settings.batch, settings.sequences, pool, observer=observer, now=time.monotonic, refusal=text
+        )
+    batcher = Batcher(settings.batch, pool, observer=observer, now=time.monotonic, refusal=text)
+    if settings.sequences_unbounded:
+        batcher.close_admission()  # the contract: without sequenceMaxIdleMSec every request is refused
+    return batcher
+
+
 class _Pump:
     """Wakes a batcher that is built after the pool it listens to."""
 
-    batcher: Batcher | None = None
+    batcher: Admission | None = None
 
     def __call__(self) -> None:
         if self.batcher is not None:

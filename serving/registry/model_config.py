@@ -38,6 +38,13 @@ class ModelConfig:
     job_queue_size: int | None = None
     device_type: Literal["cpu", "gpu"] | None = None
     device_ids: tuple[int, ...] = ()
+    use_job_ticket: bool = False
+    sequence_batching: bool = False
+    sequence_max_idle_ms: int | None = None
+    sequence_timeout_ms: int | None = None
+    max_num_sequence: int | None = None
+    max_sequence_job_queue_size: int | None = None
+    continuous_batching: bool = False
     isolation: Isolation = "auto"
     dispatch: Literal["torchserve", "eager"] = "torchserve"
 
@@ -66,6 +73,13 @@ def parse_model_config(text: str) -> ModelConfig:
         job_queue_size=integer("jobQueueSize", 1),
         device_type=_choice(raw, "deviceType", ("cpu", "gpu"), None),
         device_ids=_device_ids(raw),
+        use_job_ticket=_flag(raw, "useJobTicket"),
+        sequence_batching=_flag(raw, "sequenceBatching"),
+        sequence_max_idle_ms=integer("sequenceMaxIdleMSec", 1),
+        sequence_timeout_ms=integer("sequenceTimeoutMSec", 0),
+        max_num_sequence=integer("maxNumSequence", 1),
+        max_sequence_job_queue_size=integer("maxSequenceJobQueueSize", 1),
+        continuous_batching=_flag(raw, "continuousBatching"),
         isolation=_choice(raw, "isolation", ("auto", "thread", "process"), "auto"),
         dispatch=_choice(raw, "dispatch", ("torchserve", "eager"), "torchserve"),
     )
@@ -129,6 +143,14 @@ def _choice(raw: dict[str, Any], key: str, allowed: tuple[str, ...], default: An
         return value.lower()
     _warn(key, value, "one of " + ", ".join(allowed))
     return default
+
+
+def _flag(raw: dict[str, Any], key: str) -> bool:
+    value = raw.get(key, False)
+    if isinstance(value, bool):
+        return value
+    _warn(key, value, "true or false")
+    return False
 
 
 def _device_ids(raw: dict[str, Any]) -> tuple[int, ...]:

@@ -9,15 +9,26 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 from torchere.handlers.archive_import import forget_archive
-from torchere.serving.errors import Conflict, DefaultVersionInUse, ServingError, VersionNotFound
+from torchere.serving.errors import (
+    Conflict,
+    DefaultVersionInUse,
+    InvalidSnapshot,
+    ServingError,
+    VersionNotFound,
+)
+from torchere.serving.execution.launch import worker_environment
 from torchere.serving.registry import routing
+from torchere.serving.registry.environments import EnvironmentBuilder, plan_environment
 from torchere.serving.registry.loader import Loader
 from torchere.serving.registry.observer import RegistryObserver
 from torchere.serving.registry.policy import scaled_target
 from torchere.serving.registry.reconciler import Reconciler
-from torchere.serving.registry.startup import Wanted, startup_models
+from torchere.serving.registry.snapshot_keeper import SnapshotKeeper
+from torchere.serving.registry.startup import Wanted, check_snapshot, startup_models
 from torchere.serving.registry.store import Store, check_model_name, check_version_name, default_model_name
 from torchere.serving.registry.version import Version, VersionState
 from torchere.serving.settings import ServerSettings
@@ -32,10 +43,20 @@ class Registry:
     def __init__(self, server: ServerSettings, observer: RegistryObserver) -> None:
         self._server = server
         self._observer = observer
-        self._store = Store(server.model_store, server.limits, server.temp_dir)
+        self._store = Store(
+            server.model_store,
+            server.limits,
+            server.temp_dir,
+            allowed_urls=server.allowed_urls,
+            download_timeout_s=server.download_timeout_s,
+        )
+        variables = worker_environment(server.hidden_env_vars)
+        self._environments = EnvironmentBuilder(variables, server.install_timeout_s)
         self._loader = Loader(server, observer)
         self._reconciler = Reconciler(server.unregister_timeout_s, self._gone)
         self._serving: routing.ServingMap = routing.EMPTY
+        self._snapshots = SnapshotKeeper(server.snapshots, self.served)
+        self._closing = False
 
     def find(self, model: str, version: str | None) -> Version:
         """The version a request means; raises `ModelNotFound` or `VersionNotFound`."""
@@ -56,27 +77,53 @@ class Registry:
             ModelNotFound, DownloadFailed, InvalidArchive, InvalidRequest: the archive or the wish is no good.
             Conflict: the same name and version is registered. Nothing has changed in all these cases.
         """
-        archive = await asyncio.to_thread(self._store.open, wanted.url)
-        name = wanted.name or archive.manifest.model_name or default_model_name(wanted.url)
+        downloaded = await self._downloaded(wanted.url)
+        try:
+            version = await self._built(wanted, downloaded)
+        except BaseException:  # cancelled, too
+            if downloaded:
+                downloaded.unlink(missing_ok=True)
+            raise
+        self._serving = routing.with_version(self._serving, version)
+        self._observer.registered(version.key, lambda: version.batcher.queue_length)
+        self._reconciler.wake(version)
+        self._snapshots.changed(version)
+        return version
+
+    async def _downloaded(self, url: str) -> Path | None:
+        """The copy in the store of what is at a URL; None when it is no URL."""
+        download = asyncio.ensure_future(asyncio.to_thread(self._store.download, url))
+        try:
+            return await asyncio.shield(download)
+        except asyncio.CancelledError:
+            download.add_done_callback(_delete_download)  # its thread can't be stopped, only be undone
+            raise
+
+    async def _built(self, wanted: Wanted, downloaded: Path | None) -> Version:
+        location = downloaded.name if downloaded else wanted.url
+        archive = await asyncio.to_thread(self._store.open, location, wanted.at_startup)
+        name = wanted.name or archive.manifest.model_name or default_model_name(location)
         key = ModelKey(check_model_name(name), check_version_name(wanted.url, archive.manifest))
         self._refuse_twin(key)
         stored = await asyncio.to_thread(self._store.unpack, wanted.url, archive)
         try:
+            plan = plan_environment(self._server.install_dependencies, stored.manifest, stored.config.raw)
+            environment = await self._environments.build(key.name, stored.directory, plan)
             self._refuse_twin(key)  # somebody may have been faster while this one was unpacked
             version = self._loader.build(
                 key,
-                stored,
+                replace(stored, downloaded=downloaded, environment=environment),
                 wanted.asked,
                 handler=wanted.handler,
                 runtime=wanted.runtime,
                 loaded_at_startup=wanted.at_startup,
             )
-        except ServingError:
+        except BaseException:  # cancelled, too
             await asyncio.to_thread(self._store.remove, stored)
             raise
-        self._serving = routing.with_version(self._serving, version)
-        self._observer.registered(key, lambda: version.batcher.queue_length)
-        self._reconciler.wake(version)
+        if wanted.executor_range:
+            version.settings = version.settings.scaled(*wanted.executor_range)
+            version.target = version.settings.min_executors
         return version
 
     def _refuse_twin(self, key: ModelKey) -> None:
@@ -95,6 +142,7 @@ class Registry:
         if found.key.version == served.default_version and len(served.versions) > 1:
             raise DefaultVersionInUse(f"Cannot remove default version for model {model}")
         self.discard(found)
+        self._snapshots.changed()
         return found
 
     def discard(self, version: Version) -> None:
@@ -109,6 +157,7 @@ class Registry:
         version.target = scaled_target(version.pool.size, min_executors, max_executors)
         version.retry = version.state is VersionState.FAILED
         self._reconciler.wake(version)
+        self._snapshots.changed(version)
 
     def set_default(self, model: str, version: str) -> None:
         """Make a version the default; raises `ModelNotFound` or `VersionNotFound`."""
@@ -116,9 +165,19 @@ class Registry:
         if version not in self._serving[model].versions:
             raise VersionNotFound(f"Model version {version} does not exist for model {model}")
         self._serving = routing.with_default(self._serving, model, version)
+        self._snapshots.changed()
 
     async def load_at_startup(self) -> None:
-        """Register what the settings say; one that is no good is logged and skipped, as TorchServe does."""
+        """Register what the settings say; one that is no good is logged and skipped, as TorchServe does.
+
+        Raises:
+            InvalidSnapshot: the settings restore a snapshot, and an archive of it is not in the store.
+        """
+        try:
+            check_snapshot(self._server.snapshot_models, self._store.has)
+        except InvalidSnapshot:
+            await self.close()
+            raise
         for wanted in startup_models(self._server, self._store.names()):
             try:
                 await self.register(wanted)
@@ -129,8 +188,14 @@ class Registry:
                 with contextlib.suppress(VersionNotFound):  # it failed to register, and the log says so
                     self.set_default(model.name, model.version)
 
+    async def opened(self) -> None:
+        """The server answers now: snapshots are written from here on."""
+        await self._snapshots.started()
+
     async def close(self) -> None:
         """Take every version out and wait until all are gone."""
+        await self._snapshots.stopping()
+        self._closing = True
         leaving = list(self.versions())
         for version in leaving:
             self.discard(version)
@@ -141,4 +206,11 @@ class Registry:
     async def _gone(self, version: Version) -> None:
         self._observer.gone(version.key, was_last=version.key.name not in self._serving)
         forget_archive(version.key.name, version.key.version)
-        await asyncio.to_thread(self._store.remove, version.origin.archive)
+        # At the end of the server downloads stay: the next one restores them from the store.
+        keep = self._closing
+        await asyncio.to_thread(self._store.remove, version.origin.archive, keep_download=keep)
+
+
+def _delete_download(download: asyncio.Future[Path | None]) -> None:
+    if not download.cancelled() and download.exception() is None and (copy := download.result()):
+        copy.unlink(missing_ok=True)

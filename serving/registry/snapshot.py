@@ -1,7 +1,7 @@
 """Snapshots: what a server serves, written down after each change, so that the next start serves the same.
 
-The files are TorchServe's: `<log location>/config/<time>-{startup,snapshot,shutdown}.cfg`, Java properties with
-the models as JSON under `model_snapshot`. Either server restores what the other wrote.
+The files are TorchServe's: `<log location>/config/<time>-{startup,snapshot,shutdown}.cfg`, Java properties
+with the models as JSON under `model_snapshot`. Either server restores what the other wrote.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _time_of(name: str) -> datetime | None:
         return None
     *whole, milliseconds = map(int, parts.groups())
     try:
-        return datetime(*whole, milliseconds * 1000)  # type: ignore[arg-type, misc]  # six whole numbers
+        return datetime(*whole, milliseconds * 1000)  # type: ignore[arg-type, call-arg]  # six whole numbers
     except ValueError:
         return None  # seventeen digits, and no time
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from torchere.serving.errors import InvalidSnapshot
 from torchere.serving.registry.effective import Asked
 from torchere.serving.settings import ServerSettings, SnapshotModel
 
@@ -19,6 +20,7 @@ class Wanted:
     handler: str | None = None
     runtime: str | None = None
     at_startup: bool = False
+    executor_range: tuple[int, int] | None = None  # (min, max) that a snapshot holds; nothing comes before it
 
 
 def startup_models(server: ServerSettings, stored: Sequence[str]) -> list[Wanted]:
@@ -35,6 +37,26 @@ def startup_models(server: ServerSettings, stored: Sequence[str]) -> list[Wanted
     return wanted + [_from_snapshot(model) for model in server.snapshot_models]
 
 
+def check_snapshot(models: Sequence[SnapshotModel], has: Callable[[str, bool], bool]) -> None:
+    """Refuse a snapshot that can't be restored whole, as TorchServe does.
+
+    A server that comes up without a model it served before is worse than one that says why it does not.
+
+    Raises:
+        InvalidSnapshot: `has(archive, True)` is false for an archive of it; the text names them all.
+    """
+    missing = [
+        f"{_location(model)} ({model.name} {model.version})"
+        for model in models
+        if not has(_location(model), True)
+    ]
+    if missing:
+        raise InvalidSnapshot(
+            f"The model snapshot names archives that are not in the model store: {', '.join(missing)}.",
+            "Put them back, take them out of model_snapshot, or start without snapshots (--ncs).",
+        )
+
+
 def _from_item(item: str, asked: Asked) -> Wanted:
     name, _, url = item.rpartition("=")
     return Wanted(url, asked, name=name or None, at_startup=True)
@@ -45,6 +67,10 @@ def _from_snapshot(model: SnapshotModel) -> Wanted:
         value = model.settings.get(key)
         return value if type(value) is int and value > 0 else None
 
+    def text(key: str) -> str | None:
+        value = model.settings.get(key)
+        return value if isinstance(value, str) and value else None
+
     asked = Asked(
         batch_size=integer("batchSize"),
         max_batch_delay_ms=integer("maxBatchDelay"),
@@ -52,4 +78,18 @@ def _from_snapshot(model: SnapshotModel) -> Wanted:
         response_timeout_s=integer("responseTimeout"),
         startup_timeout_s=integer("startupTimeout"),
     )
-    return Wanted(model.archive, asked, name=model.name, at_startup=True)
+    low, high = integer("minWorkers") or 0, integer("maxWorkers") or 0
+    return Wanted(
+        _location(model),
+        asked,
+        name=model.name,
+        handler=text("handler"),
+        runtime=text("runtimeType"),
+        at_startup=True,
+        executor_range=(low, max(low, high)),
+    )
+
+
+def _location(model: SnapshotModel) -> str:
+    path = model.settings.get("path")  # ours: a folder outside of the store
+    return path if isinstance(path, str) and path else model.archive

@@ -1,5 +1,7 @@
 """Where archives come from: the model store, one folder. Turns a name in it into an unpacked archive.
 
+What comes from an allowed URL is copied into the store first.
+
 Archives are unpacked into a folder of this server's own, which is removed on unregister and at the end.
 Everything here blocks on the disk: call it in a thread.
 """
@@ -10,6 +12,7 @@ import json
 import re
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,16 @@ from torchere.archiver.errors import ArchiveError
 from torchere.archiver.manifest import Manifest
 from torchere.archiver.names import MANIFEST_NAME
 from torchere.archiver.reader import Archive, ArchiveLimits, open_archive
-from torchere.serving.errors import DownloadFailed, InvalidArchive, InvalidRequest, ModelNotFound
+from torchere.serving.errors import (
+    DownloadFailed,
+    InvalidArchive,
+    InvalidRequest,
+    ModelNotFound,
+    ServingError,
+)
+from torchere.serving.registry.allowed_urls import is_remote
+from torchere.serving.registry.download import Downloader
+from torchere.serving.registry.environments import Environment
 from torchere.serving.registry.model_config import MAX_CONFIG_BYTES, ModelConfig, parse_model_config
 from torchere.serving.settings import Limits
 
@@ -38,27 +50,70 @@ class StoredArchive:
     config: ModelConfig = field(default_factory=ModelConfig)
     signature: str | None = None  # text of MAR-INF/signature.json
     temporary: bool = True  # ours to delete
+    file_name: str = ""  # in the model store
+    outside_store: bool = False  # a folder that the operator named by its path
+    downloaded: Path | None = None  # the copy in the model store of what came from a URL
+    environment: Environment | None = None  # None: the server's
 
 
 class Store:
     """The model store of one server. Thread-safe: it keeps no state but its folders."""
 
-    def __init__(self, root: Path | None, limits: Limits, temp_dir: Path | None) -> None:
+    def __init__(
+        self,
+        root: Path | None,
+        limits: Limits,
+        temp_dir: Path | None,
+        *,
+        allowed_urls: Sequence[str] = (),
+        download_timeout_s: float = 600.0,
+    ) -> None:
+        self._downloader = Downloader(allowed_urls, limits.max_download_bytes, download_timeout_s)
         self._root = root.resolve() if root else None
         self._limits = ArchiveLimits(
             max_entries=limits.max_archive_entries, max_total_bytes=limits.max_archive_bytes
         )
         self._unpacked = Path(tempfile.mkdtemp(prefix="torchere-models-", dir=temp_dir))
 
-    def open(self, url: str) -> Archive:
+    def download(self, url: str) -> Path | None:
+        """Fetch an archive into the store; None when `url` is no URL, but a name in the store.
+
+        Raises:
+            ModelNotFound: the URL is not allowed, or there is no store.
+            DownloadFailed, ServingError: see `Downloader.download`.
+        """
+        if re.match(r"s3://", url, re.IGNORECASE):
+            advice = (
+                "S3 is not supported: copy the archive into the model store, or give a presigned https URL"
+            )
+            raise DownloadFailed(f"Failed to download archive from: {url}", advice)
+        if not is_remote(url):
+            return None
+        if self._root is None:
+            raise ModelNotFound("Model store has not been configured.")
+        return self._downloader.download(url, self._root)
+
+    def has(self, name: str, trusted: bool = False) -> bool:
+        """Whether `open` would find something of that name."""
+        try:
+            self._resolve(name, trusted)
+        except ServingError:
+            return False
+        return True
+
+    def open(self, url: str, trusted: bool = False) -> Archive:
         """Find an archive and read what it says of itself; nothing is unpacked.
+
+        Args:
+            url: A name in the store; of a path, the last component counts.
+            trusted: The operator's own words, not a client's: the path of a folder is taken as it is.
 
         Raises:
             ModelNotFound: nothing of that name is in the store, with the contract's texts.
-            DownloadFailed: a URL; only the store is a source.
+            DownloadFailed: a URL; `download` has to come first.
             InvalidArchive: it is there and broken.
         """
-        path = self._resolve(url)
+        path = self._resolve(url, trusted)
         try:
             return open_archive(path, self._limits)
         except ArchiveError as err:
@@ -83,10 +138,20 @@ class Store:
             archive.extract(directory)
         except ArchiveError as err:
             raise _invalid(err) from err
-        return StoredArchive(url, directory, manifest, config, signature)
+        return StoredArchive(
+            url,
+            directory,
+            manifest,
+            config,
+            signature,
+            file_name=archive.path.name,
+            outside_store=archive.path.parent.resolve() != self._root,
+        )
 
-    def remove(self, stored: StoredArchive) -> None:
-        """Delete what `unpack` made."""
+    def remove(self, stored: StoredArchive, *, keep_download: bool = False) -> None:
+        """Delete what `unpack` made, and the copy of what was downloaded for it."""
+        if stored.downloaded and not keep_download:
+            stored.downloaded.unlink(missing_ok=True)
         if stored.temporary:
             shutil.rmtree(stored.directory.parent, ignore_errors=True)
 
@@ -104,16 +169,15 @@ class Store:
             if not path.name.startswith(".") and (path.is_dir() or path.name.endswith(ARCHIVE_SUFFIXES))
         )
 
-    def _resolve(self, url: str) -> Path:
+    def _resolve(self, url: str, trusted: bool) -> Path:
         if not url:
             raise ModelNotFound("empty url")
         if ".." in url:
             raise ModelNotFound(f"Relative path is not allowed in url: {url}")
-        if re.match(r"(https?|file)://", url, re.IGNORECASE):
-            raise DownloadFailed(
-                f"Failed to download archive from: {url}",
-                "archives come from the model store only: copy the file there and name it",
-            )
+        if is_remote(url):
+            raise DownloadFailed(f"Failed to download archive from: {url}", "it was not downloaded before")
+        if trusted and "\0" not in url and Path(url).is_absolute() and Path(url).is_dir():
+            return Path(url)
         if self._root is None:
             raise ModelNotFound("Model store has not been configured.")
         name = url.rstrip("/").rpartition("/")[2]

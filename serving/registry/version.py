@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from enum import Enum
 
-from torchere.serving.batching.batcher import Batcher
+from torchere.serving.batching.admission import Admission
 from torchere.serving.errors import LoadFailed
 from torchere.serving.execution.executor import ExecutorPool, ExecutorState
 from torchere.serving.registry.store import StoredArchive
@@ -73,7 +73,7 @@ class Version:
     """
 
     def __init__(
-        self, key: ModelKey, origin: Origin, settings: ModelSettings, pool: ExecutorPool, batcher: Batcher
+        self, key: ModelKey, origin: Origin, settings: ModelSettings, pool: ExecutorPool, batcher: Admission
     ) -> None:
         self.key = key
         self.origin = origin

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from torchere.serving import __version__, cli, launcher, serve_options
-from torchere.serving.settings import ServerSettings
+from torchere.serving.settings import ServerSettings, SnapshotSettings
+from torchere.serving.telemetry.log_files import remove_log_files
 from torchere.serving.tokens import KeyFileUnwritable
 
 HEAVY = ("torch", "fastapi", "grpc", "uvicorn", "numpy", "prometheus_client")
@@ -189,6 +190,7 @@ def test_torchserve_starts_our_serve_with_the_same_options(
         "--no-config-snapshots",
         "--disable-token-auth",
         "--enable-model-api",
+        "--log-files",
         "--models",
         "a=a.mar",
         "b.mar",
@@ -297,3 +299,27 @@ def test_archive_and_inspect_are_the_archivers(capsys: pytest.CaptureFixture[str
 
 def test_the_newest_snapshot_of_no_directory_is_none(tmp_path: Path) -> None:
     assert serve_options.newest_snapshot(tmp_path / "none") is None
+
+
+def test_snapshots_go_to_the_log_location_unless_switched_off(
+    store: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOG_LOCATION", str(store / "elsewhere"))
+    assert cli.main(["serve", "--model-store", str(store)]) == 0
+    assert cli.main(["serve", "--model-store", str(store), "--no-config-snapshots"]) == 0
+    with_snapshots, without = server.served
+    assert with_snapshots.snapshots == SnapshotSettings(
+        store / "elsewhere" / "config", (("model_store", str(store)),)
+    )
+    assert without.snapshots is None
+
+
+@pytest.mark.parametrize(("flags", "files"), [([], []), (["--log-files"], ["access_log.log"])])
+def test_log_files_are_written_when_asked_for(
+    store: Path, server: FakeServer, flags: list[str], files: list[str]
+) -> None:
+    try:
+        assert cli.main(["serve", "--ncs", "--model-store", str(store), *flags]) == 0
+    finally:
+        remove_log_files()
+    assert [path.name for path in Path("logs").glob("access*")] == files

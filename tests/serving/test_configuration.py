@@ -179,3 +179,20 @@ def test_load_models_gives_way_to_a_snapshot_with_a_warning() -> None:
 def test_any_value_of_any_key_ends_in_a_finding_never_in_a_crash(name: str, value: str) -> None:
     made = configure((), {}, {name: value})
     assert [finding for finding in made.findings if finding.key == name or finding.level == "error"]
+
+
+def test_what_counts_is_kept_for_snapshots_without_what_must_be_said_anew() -> None:
+    text = "model_store=store\njob_queue_size=$$SIZE$$\nkeystore_pass=secret\nload_models=all\nunknown=1"
+    environ = {"SIZE": "7"}
+    command_line = {"disable_token_authorization": "true", "default_workers_per_model": "2"}
+    effective = dict(configure(parse_properties(text), environ, command_line).effective)
+    assert effective == {
+        "model_store": str(Path("store").absolute()),
+        "job_queue_size": "7",
+        "default_workers_per_model": "2",
+    }
+
+
+def test_a_door_that_the_file_opens_is_kept_open() -> None:
+    effective = dict(configure(parse_properties("enable_model_api=true")).effective)
+    assert effective == {"enable_model_api": "true"}

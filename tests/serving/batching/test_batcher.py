@@ -162,6 +162,27 @@ async def test_a_late_answer_is_dropped() -> None:
 
 
 @run
+async def test_a_batch_that_was_given_back_is_first_in_line_again() -> None:
+    stage = Stage(BatchSettings())
+    first = stage.submit("first")
+    stage.submit("second")
+    _, sink = stage.pool.batches.pop(0)
+    stage.pool.free = 1
+    sink.returned()
+    assert stage.pool.finish() == ["first"]
+    assert (await first.answer).body == b"first"
+    assert stage.running == [["second"]]
+
+
+@run
+async def test_with_tickets_a_request_is_admitted_only_while_an_executor_is_idle() -> None:
+    stage = Stage(BatchSettings(use_tickets=True))
+    stage.submit("running")
+    with pytest.raises(QueueFull):
+        stage.submit("no ticket")
+
+
+@run
 async def test_one_failed_item_does_not_touch_its_neighbour() -> None:
     stage = Stage(BatchSettings(max_batch_size=2))
     bad, good = stage.submit("bad"), stage.submit("good")

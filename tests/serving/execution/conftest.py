@@ -43,12 +43,16 @@ class Sink:
     def __init__(self) -> None:
         self.parts: list[tuple[int, InferResponse]] = []
         self.report: asyncio.Future[BatchReport] = asyncio.get_running_loop().create_future()
+        self.given_back: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
     def partial(self, index: int, part: InferResponse) -> None:
         self.parts.append((index, part))
 
     def done(self, report: BatchReport) -> None:
         self.report.set_result(report)  # a second call would raise InvalidStateError
+
+    def returned(self) -> None:
+        self.given_back.set_result(True)
 
     async def outcome(self) -> Any:
         """The outcome of the only request."""

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import logging
 import os
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from torchere.serving.errors import DeadlineExceeded, ExecutorDied, HandlerFaile
 from torchere.serving.execution.executor import ExecutorState, LoadSpec
 from torchere.serving.execution.launch import ForkLauncher, worker_environment
 from torchere.serving.execution.processes import ProcessPool
+from torchere.serving.types import InferRequest
 
 
 @asynccontextmanager
@@ -62,7 +64,7 @@ def test_a_worker_answers_and_keeps_its_process(make_spec: Any, make_sink: Any, 
             for _ in range(2):
                 sink = make_sink()
                 pool.submit([make_request("pid")], sink)
-                assert pool.free == 0
+                assert pool.idle_ids() == ()
                 pids.add((await sink.outcome()).body)
             assert pids == {str(pool.statuses()[0].pid).encode()}
             assert pids != {str(os.getpid()).encode()}
@@ -152,6 +154,39 @@ def test_a_worker_that_gives_up_is_failed_and_says_so(
             await asyncio.wait_for(pool.freed.wait(), 30)  # type: ignore[attr-defined]
             assert pool.statuses()[0].state is ExecutorState.FAILED
             assert pool.free == 0
+
+    asyncio.run(main())
+
+
+def test_batches_sent_ahead_to_a_lost_worker_are_given_back(
+    make_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec()) as pool:
+            while pool.free < 2:  # a quick worker earns the right to have batches sent ahead
+                quick = make_sink()
+                pool.submit([make_request("hi")], quick)
+                await quick.outcome()
+            lost, ahead = make_sink(), make_sink()
+            pool.submit([make_request("kill")], lost)
+            pool.submit([make_request("hi")], ahead)
+            assert isinstance(await lost.outcome(), ExecutorDied)
+            assert await asyncio.wait_for(ahead.given_back, 30)
+            assert not ahead.report.done()
+
+    asyncio.run(main())
+
+
+def test_a_request_that_expires_behind_another_is_never_run(
+    make_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec()) as pool:
+            late = make_sink()
+            expired = InferRequest("late", make_request("exit").parameters, (), time.monotonic() - 1)
+            pool.submit([expired], late)
+            assert isinstance(await late.outcome(), DeadlineExceeded)
+            assert pool.in_service == 1
 
     asyncio.run(main())
 

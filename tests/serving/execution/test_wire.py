@@ -26,7 +26,7 @@ def payload(frame: bytearray) -> bytes:
 
 def test_a_batch_survives_the_way_to_a_worker() -> None:
     request = InferRequest("id", (Parameter("body", b"\x00\xff", "image/png"),), (("a", "é"),), 12.5)
-    assert to_worker_decoder.decode(payload(encode_frame(Run((request,))))) == Run((request,))
+    assert to_worker_decoder.decode(payload(encode_frame(Run(7, (request,))))) == Run(7, (request,))
 
 
 def test_a_load_survives_the_way_to_a_worker() -> None:
@@ -44,7 +44,7 @@ def test_a_report_survives_the_way_back() -> None:
         OutOfResources("Out of resources", "MemoryError"),
     ]
     done = from_worker_decoder.decode(
-        payload(encode_frame(done_from_report(BatchReport(outcomes, 0.25, (metric,)))))
+        payload(encode_frame(done_from_report(7, BatchReport(outcomes, 0.25, (metric,)))))
     )
     back = report_from_done(done, 3)
     assert back.outcomes[0] == outcomes[0]
@@ -55,7 +55,7 @@ def test_a_report_survives_the_way_back() -> None:
 
 
 def test_a_wrong_number_of_outcomes_fails_them_all() -> None:
-    done = done_from_report(BatchReport([InferResponse(b"one")]))
+    done = done_from_report(7, BatchReport([InferResponse(b"one")]))
     report = report_from_done(done, 2)
     assert len(report.outcomes) == 2
     assert all(isinstance(outcome, ExecutorDied) for outcome in report.outcomes)

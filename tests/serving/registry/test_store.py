@@ -3,6 +3,7 @@
 import json
 import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -121,3 +122,41 @@ def test_a_model_nobody_named_is_named_after_its_file(url: str, name: str) -> No
 def test_a_name_that_could_be_a_path_is_refused(name: str) -> None:
     with pytest.raises(InvalidRequest, match="Model name"):
         check_model_name(name)
+
+
+def test_a_url_is_copied_into_the_store_when_it_is_allowed(root: Path, tmp_path: Path) -> None:
+    pack(tmp_path / "m.mar")
+    url = f"file://{tmp_path}/m.mar"
+    store = Store(root, Limits(), tmp_path, allowed_urls=(f"file://{tmp_path}/.*",))
+    downloaded = store.download(url)
+    assert downloaded == root / "m.mar"
+    stored = replace(store.unpack(url, store.open("m.mar")), downloaded=downloaded)
+    assert (stored.url, stored.file_name, stored.outside_store) == (url, "m.mar", False)
+    store.remove(stored, keep_download=True)
+    assert downloaded.exists()
+    store.remove(stored)
+    assert not downloaded.exists()
+    store.close()
+
+
+def test_a_name_is_not_downloaded(store: Store) -> None:
+    assert store.download("m.mar") is None
+
+
+def test_s3_is_refused_with_the_way_round(store: Store) -> None:
+    with pytest.raises(DownloadFailed) as caught:
+        store.download("s3://bucket/m.mar")
+    assert "presigned https URL" in caught.value.detail
+
+
+def test_a_folder_by_its_path_is_for_the_operator_alone(store: Store, tmp_path: Path) -> None:
+    folder = tmp_path / "ml" / "model"
+    folder.mkdir(parents=True)
+    (folder / "model.pt").write_bytes(b"weights")
+    assert not store.has(str(folder))
+    with pytest.raises(ModelNotFound):
+        store.open(str(folder))
+    stored = store.unpack(str(folder), store.open(str(folder), trusted=True))
+    assert (stored.file_name, stored.outside_store, stored.manifest) == ("model", True, {})
+    assert (stored.directory / "model.pt").read_bytes() == b"weights"
+    assert store.has(str(folder), trusted=True)

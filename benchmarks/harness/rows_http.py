@@ -1,0 +1,157 @@
+"""Rows of REST throughput: the tiny MLP, a custom handler, two executor threads."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+from harness import servers
+from harness.figures import Goal
+from harness.load import http_load
+from harness.models import FEATURES, instances_body, plain_body, v2_body
+from harness.processes import Endpoint, Probe, until_answered
+from harness.rows import Conditions, Figures, Measure, Row
+
+WARM_UP_S = 2.0  # the JVM compiles what is hot, TorchScript specialises
+_WARM_UP_CLIENTS = 16
+CLIENTS = (1, 32, 128)
+_ENVELOPE = "service_envelope=json\n"
+_TINY = (FEATURES, 4)
+WORKERS = 2
+
+
+def closed_loop(
+    server: AbstractContextManager[Endpoint], probe: Probe, conditions: Conditions, clients: tuple[int, ...]
+) -> Figures:
+    """Start, warm up, and load with each number of clients; rates are per second."""
+    with server as endpoint:
+        figures = {"start_s": until_answered(endpoint, probe)}
+        url = f"{endpoint.url}{probe.path}"
+        http_load(url, probe.body, _WARM_UP_CLIENTS, WARM_UP_S, probe.content_type)
+        for count in clients:
+            load = http_load(url, probe.body, count, conditions.seconds, probe.content_type)
+            figures[f"rps_{count}"] = load.per_second
+            figures |= {f"p{key}_{count}_ms": value for key, value in load.latency_ms.items()}
+    return figures
+
+
+def _tiny() -> Row:
+    built_in = Probe("/predictions/tiny", instances_body(), b'"predictions"')
+
+    def torchere(conditions: Conditions) -> Figures:
+        server = servers.torchere(conditions.shop, "tiny", WORKERS, _ENVELOPE)
+        return closed_loop(server, built_in, conditions, CLIENTS)
+
+    def torchserve(conditions: Conditions) -> Figures:
+        server = servers.torchserve(conditions.shop, "tiny", WORKERS, _ENVELOPE)
+        return closed_loop(server, built_in, conditions, CLIENTS)
+
+    def mosec(conditions: Conditions) -> Figures:
+        probe = Probe("/inference", plain_body(), b'"y"')
+        return closed_loop(servers.mosec(conditions.shop, *_TINY), probe, conditions, CLIENTS)
+
+    def litserve(conditions: Conditions) -> Figures:
+        probe = Probe("/predict", plain_body(), b'"y"')
+        return closed_loop(servers.litserve(conditions.shop, *_TINY), probe, conditions, CLIENTS)
+
+    def triton(conditions: Conditions) -> Figures:
+        probe = Probe("/v2/models/mlp/infer", v2_body(), b'"outputs"')
+        return closed_loop(servers.triton(conditions.shop, *_TINY), probe, conditions, CLIENTS)
+
+    contenders: dict[str, Measure] = {
+        "torchere": torchere,
+        "torchserve": torchserve,
+        "mosec": mosec,
+        "litserve": litserve,
+        "triton": triton,
+    }
+    others = ("mosec", "triton", "litserve")
+    return Row(
+        "tiny_mlp",
+        "Tiny MLP, thread executors",
+        "TorchScript MLP of 4 layers 64 x 64; 64 floats in and out as JSON over REST, wrk. torchere and TorchServe "
+        "serve the same archive (base_handler, json envelope, batches of up to 32, 2 workers); mosec, LitServe "
+        "and Triton run the same file with batches of up to 32 in one worker, as their documents say.",
+        contenders,
+        {
+            "rps_1": "req/s, 1 client",
+            "p50_1_ms": "p50 ms",
+            "rps_32": "req/s, 32",
+            "p50_32_ms": "p50 ms",
+            "p99_32_ms": "p99 ms",
+            "rps_128": "req/s, 128",
+            "p99_128_ms": "p99 ms",
+        },
+        (
+            Goal("req/s at 32 clients, to TorchServe", "rps_32", 12, against=("torchserve",)),
+            Goal("req/s at 32 clients, to the best of mosec, Triton, LitServe", "rps_32", 1.1, against=others),
+            Goal("req/s at 128 clients, to the best of mosec, Triton, LitServe", "rps_128", 1.0, against=others),
+            Goal(
+                "p50 of 1 client, to the best peer",
+                "p50_1_ms",
+                0.75,
+                more_is_better=False,
+                against=("torchserve", *others),
+            ),
+        ),
+    )
+
+
+def _custom() -> Row:
+    probe = Probe("/predictions/custom", plain_body(), b'"y"')
+    clients = (1, 32)
+
+    def torchere(conditions: Conditions) -> Figures:
+        return closed_loop(servers.torchere(conditions.shop, "custom", WORKERS), probe, conditions, clients)
+
+    def torchserve(conditions: Conditions) -> Figures:
+        return closed_loop(servers.torchserve(conditions.shop, "custom", WORKERS), probe, conditions, clients)
+
+    peer = ("torchserve",)
+    return Row(
+        "custom_handler",
+        "Custom handler, process executors",
+        "The same MLP behind a handler of the archive's own, written for TorchServe; 2 workers, batch size 1. "
+        "Both serve the same archive.",
+        {"torchere": torchere, "torchserve": torchserve},
+        {
+            "rps_1": "req/s, 1 client",
+            "p50_1_ms": "p50 ms",
+            "rps_32": "req/s, 32",
+            "p50_32_ms": "p50 ms",
+            "p99_32_ms": "p99 ms",
+        },
+        (
+            Goal("req/s at 32 clients, to TorchServe", "rps_32", 6, against=peer),
+            Goal("p50 of 1 client, to TorchServe", "p50_1_ms", 0.35, more_is_better=False, against=peer),
+        ),
+    )
+
+
+def _two_threads() -> Row:
+    probe = Probe("/predictions/forward", b"{}", b'"rows"')
+
+    def with_threads(count: int) -> Measure:
+        def measure(conditions: Conditions) -> Figures:
+            server = servers.torchere(conditions.shop, "forward", count)
+            figures = closed_loop(server, probe, conditions, (4,))
+            return {"forward_per_s": figures["rps_4"], "p50_ms": figures["p50_4_ms"]}
+
+        return measure
+
+    goal = Goal(
+        "forwards a second, 2 threads to 1", "forward_per_s", 1.9, against=("1 thread",), ours="2 threads"
+    )
+    return Row(
+        "two_threads",
+        "Two executor threads on one copy of the weights",
+        "TorchScript MLP of 8 layers 1024 x 1024 on 32 rows that the handler makes itself, so that the forward is "
+        "what is timed; 4 clients. wrk and the event loop take their share of the same cores.",
+        {"2 threads": with_threads(2), "1 thread": with_threads(1)},
+        {"forward_per_s": "forwards/s", "p50_ms": "p50 ms"},
+        (goal,),
+    )
+
+
+def rows() -> list[Row]:
+    """The rows of this module."""
+    return [_tiny(), _custom(), _two_threads()]

@@ -1,0 +1,207 @@
+"""How much memory `torchere serve` takes for one large model with one executor, and with eight.
+
+    python benchmarks/memory.py [--size-mb 400] [--executors 8] [--json FILE]
+
+A TorchScript model of linear layers is made and packed for `base_handler`, so that the executors are threads.
+For each number of executors a server is started, every executor is kept busy with predictions, and the PSS of
+the whole process tree is summed from /proc/PID/smaps_rollup: PSS counts a page that several processes share
+once. Exit status 1 when the larger server takes more than `GOAL` times the smaller one's memory. Linux only;
+needs about three times the model's size on disk and in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+import requests
+import torch
+
+GOAL = 1.15  # memory with many executors over memory with one
+MODEL = "wide"
+START_TIMEOUT_S = 180.0
+_WIDTH = 2048  # one square float32 layer of this width has 16 MiB
+_LAYER_MB = _WIDTH * _WIDTH * 4 / 1e6
+_PREDICTIONS_PER_EXECUTOR = 12
+_BIN = Path(sys.executable).parent
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One run. PSS in bytes, over the server's process tree."""
+
+    model_bytes: int
+    executors: int
+    pss_one: int
+    pss_many: int
+
+    @property
+    def ratio(self) -> float:
+        """Memory with many executors over memory with one."""
+        return self.pss_many / self.pss_one
+
+
+class ServerFailed(Exception):
+    """The server ended, or was not ready in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running server and where it listens."""
+
+    process: subprocess.Popen[bytes]
+    inference: str
+    management: str
+    log: Path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, and compare with the goal."""
+    parser = argparse.ArgumentParser(
+        description="Memory of one large model with one and with many executors."
+    )
+    parser.add_argument("--size-mb", type=float, default=400.0, help="size of the model (default: 400)")
+    parser.add_argument("--executors", type=int, default=8, help="the larger number (default: 8)")
+    parser.add_argument("--json", type=Path, help="write the result there")
+    options = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="torchere-memory-") as folder:
+        archive = make_archive(Path(folder), options.size_mb)
+        try:
+            one, many = (measure(Path(folder), count) for count in (1, options.executors))
+        except ServerFailed as error:
+            print(error, file=sys.stderr)
+            return 1
+        result = Result(archive.stat().st_size, options.executors, one, many)
+    print(f"model                {result.model_bytes / 1e6:8.0f} MB")
+    print(f"PSS, 1 executor      {one / 1e6:8.0f} MB")
+    print(f"PSS, {options.executors} executors     {many / 1e6:8.0f} MB")
+    print(f"ratio                {result.ratio:8.2f}      goal: at most {GOAL}")
+    if options.json:
+        options.json.write_text(json.dumps({**asdict(result), "ratio": result.ratio}, indent=2))
+    return 0 if result.ratio <= GOAL else 1
+
+
+def make_archive(folder: Path, size_mb: float) -> Path:
+    """Pack a TorchScript model of about `size_mb` of weights into `folder`/store."""
+    layers = [torch.nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(max(1, round(size_mb / _LAYER_MB)))]
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated; archives in the field hold it
+        module = torch.jit.trace(torch.nn.Sequential(*layers).eval(), torch.zeros(1, _WIDTH))  # type: ignore[no-untyped-call]
+        torch.jit.freeze(module).save(str(folder / f"{MODEL}.pt"))
+    (folder / "model-config.yaml").write_text("deviceType: cpu\n")
+    (folder / "store").mkdir()
+    command = [str(_BIN / "torch-model-archiver"), "--model-name", MODEL, "--version", "1.0"]
+    command += ["--handler", "base_handler", "--serialized-file", str(folder / f"{MODEL}.pt")]
+    command += ["--config-file", str(folder / "model-config.yaml"), "--export-path", str(folder / "store")]
+    subprocess.run(command, check=True)
+    (folder / f"{MODEL}.pt").unlink()
+    return folder / "store" / f"{MODEL}.mar"
+
+
+def measure(folder: Path, executors: int) -> int:
+    """PSS in bytes of a fresh server with that many executors, after all of them have been busy."""
+    with served(folder, executors) as server:
+        wait_until_ready(server, executors)
+        body = {"instances": [[0.5] * _WIDTH]}
+
+        def predict(_: int) -> None:
+            url = f"{server.inference}/predictions/{MODEL}"
+            requests.post(url, json=body, timeout=120).raise_for_status()
+
+        # Twice as many at a time as there are executors, so that none is ever without work.
+        with ThreadPoolExecutor(2 * executors) as clients:
+            list(clients.map(predict, range(_PREDICTIONS_PER_EXECUTOR * executors)))
+        return tree_pss(server.process.pid)
+
+
+def tree_pss(pid: int) -> int:
+    """PSS in bytes of a process and all its descendants."""
+    root = psutil.Process(pid)
+    return sum(_pss(process.pid) for process in (root, *root.children(recursive=True)))
+
+
+def _pss(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024  # the kernel's kB are KiB
+    raise ValueError(f"/proc/{pid}/smaps_rollup has no line Pss:; expected Linux 4.14 or later")
+
+
+@contextlib.contextmanager
+def served(folder: Path, executors: int) -> Iterator[Server]:
+    """A server over `folder`/store on free loopback ports; ended when the block ends."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(5)]
+        ports = [one.getsockname()[1] for one in sockets]
+    config, log = folder / "config.properties", folder / f"server-{executors}.log"
+    config.write_text(_properties(ports, executors))
+    command = [str(_BIN / "torchere"), "serve", "--ncs", "--disable-token-auth", "--ts-config", str(config)]
+    command += ["--model-store", str(folder / "store"), "--models", f"{MODEL}={MODEL}.mar"]
+    # TS_... would win over the file.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TS_")}
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        yield Server(process, f"http://127.0.0.1:{ports[0]}", f"http://127.0.0.1:{ports[1]}", log)
+    finally:
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _properties(ports: Sequence[int], executors: int) -> str:
+    return (
+        f"inference_address=http://127.0.0.1:{ports[0]}\n"
+        f"management_address=http://127.0.0.1:{ports[1]}\n"
+        f"metrics_address=http://127.0.0.1:{ports[2]}\n"
+        f"grpc_inference_port={ports[3]}\n"
+        f"grpc_management_port={ports[4]}\n"
+        f"default_workers_per_model={executors}\n"
+        "service_envelope=json\n"
+    )
+
+
+def wait_until_ready(server: Server, executors: int) -> None:
+    """Block until that many executors are READY.
+
+    Raises:
+        ServerFailed: the server ended, or it took longer than `START_TIMEOUT_S`.
+    """
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while _ready_executors(server) < executors:
+        ended = server.process.poll()
+        if ended is not None or time.monotonic() > deadline_s:
+            found = "it still runs" if ended is None else f"it ended with exit status {ended}"
+            words = "\n".join(server.log.read_text(errors="replace").splitlines()[-15:])
+            raise ServerFailed(
+                f"torchere serve has no {executors} READY executors, {found}; its log:\n{words}"
+            )
+        time.sleep(0.2)
+
+
+def _ready_executors(server: Server) -> int:
+    try:
+        answer = requests.get(f"{server.management}/models/{MODEL}", timeout=10)
+    except requests.ConnectionError:
+        return 0  # not listening yet
+    return sum(worker["status"] == "READY" for worker in answer.json()[0]["workers"]) if answer.ok else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

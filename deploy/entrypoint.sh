@@ -1,0 +1,37 @@
+#!/bin/sh
+# The arguments of the image, as TorchServe's image takes them:
+#
+#   (none) | serve            the bundled configuration, tokens off
+#   torchserve --start ...    a command line for TorchServe; kept in the foreground, so that the container lives and
+#                             dies with its server (TorchServe's image goes on without one)
+#   'torchserve --start ...'  the same as one word; TorchServe's image evaluates it
+#   anything else             is run as it is
+set -eu
+
+home=/home/model-server
+
+if [ $# -eq 1 ]; then
+  case $1 in
+    *[\;\&\|\$\`\<\>\(\)\'\"]*) exec sh -c "$1" ;;
+    *' '*) # words separated by blanks, without looking for file names in them
+      set -f
+      # shellcheck disable=SC2086
+      set -- $1
+      set +f
+      ;;
+  esac
+fi
+
+if [ $# -eq 0 ] || [ "$1" = serve ]; then
+  [ $# -eq 0 ] || shift
+  set -- torchserve --start --ts-config "$home/config.properties" --disable-token-auth "$@"
+fi
+
+if [ "$1" = torchserve ]; then
+  case " $* " in
+    *' --foreground '* | *' --stop '* | *' -v '* | *' --version '* | *' -h '* | *' --help '*) ;;
+    *) shift && set -- torchserve --foreground "$@" ;;
+  esac
+fi
+
+exec "$@"

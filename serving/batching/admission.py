@@ -1,0 +1,139 @@
+"""What every batcher has in common: the door, the deadlines, and the end.
+
+Everything here runs on the event loop, so there is no lock; nothing blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torchere.serving.batching.pending import Pending
+from torchere.serving.errors import Cancelled, DeadlineExceeded, ServingError, Unavailable
+from torchere.serving.execution.executor import BatchReport, ExecutorPool
+from torchere.serving.types import NO_DEADLINE, InferRequest
+
+LATE = "The deadline of the request passed before there was an answer."
+
+
+class BatchObserver(Protocol):
+    """Who wants to know what ran; called on the event loop after a batch is answered."""
+
+    def batch_finished(self, pendings: Sequence[Pending], report: BatchReport, executor_s: float) -> None:
+        """`executor_s` is from dispatch to report."""
+
+
+class Admission(ABC):
+    """Admits requests of one version, and knows when the last of them is answered.
+
+    A request that was admitted holds the version: `drain` returns when the last one is finished. `refusal`
+    is the error text for a request that can't be admitted (the contract words it with the model's name).
+    """
+
+    def __init__(
+        self, pool: ExecutorPool, *, observer: BatchObserver, now: Callable[[], float], refusal: str
+    ) -> None:
+        self._pool = pool
+        self._observer = observer
+        self._now = now
+        self.refusal = refusal
+        self._loop = asyncio.get_running_loop()
+        self._closed: ServingError | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    @abstractmethod
+    def queue_length(self) -> int:
+        """How many requests wait."""
+
+    @property
+    @abstractmethod
+    def queue_capacity(self) -> int:
+        """How many more may wait."""
+
+    @abstractmethod
+    def pump(self) -> None:
+        """Dispatch all that can be dispatched now; call it whenever an executor came free."""
+
+    @abstractmethod
+    def _enqueue(self, pending: Pending) -> None:
+        """Take a request that passed the door; raises `QueueFull` or `Unavailable` to refuse it after all."""
+
+    @abstractmethod
+    def _remove(self, pending: Pending) -> None:
+        """Take a request out that waits; without effect when it doesn't."""
+
+    @abstractmethod
+    def _waiting(self) -> list[Pending]:
+        """All requests that wait."""
+
+    @abstractmethod
+    def _running(self) -> bool:
+        """Whether an executor has a batch."""
+
+    def submit(self, request: InferRequest, group: str = "") -> Pending:
+        """Admit a request; its `Pending` is finished in any case.
+
+        Raises:
+            QueueFull: too many wait already.
+            Unavailable: the batcher is closed.
+            DeadlineExceeded: the request came too late to be worth an answer.
+        """
+        now_s = self._now()
+        if self._closed is not None:
+            raise self._closed
+        if request.deadline_s <= now_s:
+            raise DeadlineExceeded(LATE)
+        pending = Pending(request, group, now_s, self._loop)
+        self._enqueue(pending)
+        if request.deadline_s != NO_DEADLINE:
+            pending.deadline_timer = self._loop.call_later(
+                request.deadline_s - now_s, self.withdraw, pending, DeadlineExceeded(LATE)
+            )
+        self._idle.clear()
+        self.pump()
+        return pending
+
+    def withdraw(self, pending: Pending, reason: ServingError | None = None) -> None:
+        """Answer a request with `reason` (None: its client went away); it runs only if it runs already."""
+        self._remove(pending)
+        pending.finish(reason or Cancelled("the client went away"))
+        self._settle()
+
+    def _is_live(self, pending: Pending, now_s: float) -> bool:
+        """Whether a request is still worth running; one that is late is answered."""
+        if pending.request.deadline_s <= now_s:  # its timer is due in this turn of the loop
+            pending.finish(DeadlineExceeded(LATE))
+            return False
+        pending.dequeued_s = pending.dequeued_s or now_s
+        return True
+
+    def _settle(self) -> None:
+        if not self._running() and not self.queue_length:
+            self._idle.set()
+
+    def close_admission(self, reason: ServingError | None = None) -> None:
+        """Refuse what comes from now on; what is in goes on."""
+        self._closed = reason or Unavailable(self.refusal)
+
+    def open_admission(self) -> None:
+        """Admit again."""
+        self._closed = None
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Wait until everything that is in is answered; False when the time was not enough."""
+        if self._idle.is_set():
+            return True
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except asyncio.TimeoutError:
+            return False
+        return True
+
+    def fail_queued(self, reason: ServingError) -> None:
+        """Answer all that wait with `reason`: nobody is left to run them."""
+        for pending in self._waiting():
+            self.withdraw(pending, reason)

@@ -1,0 +1,244 @@
+"""The batcher for handlers that keep state between calls: sequences and continuous batching.
+
+Contract: with `sequenceBatching`, requests of one sequence run in order on one executor; with
+`continuousBatching`, a request whose stopping criterion says "more" is in the next batch of the same executor
+again, with its id and without parameters, and newcomers join it there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable
+
+from torchere.serving.batching.admission import Admission, BatchObserver
+from torchere.serving.batching.pending import Pending
+from torchere.serving.batching.policy import Dispatch, QueueView, WaitUntil, plan
+from torchere.serving.batching.sequences import SequenceTable
+from torchere.serving.errors import ExecutorDied, QueueFull, ServingError, Unavailable
+from torchere.serving.execution.executor import BatchReport, ExecutorPool, Outcome, Unfinished
+from torchere.serving.settings import BatchSettings, SequenceSettings
+from torchere.serving.types import InferRequest, InferResponse
+
+SEQUENCE_ID = "ts_request_sequence_id"
+SEQUENCE_START = "ts_request_sequence_start"
+SEQUENCE_END = "ts_request_sequence_end"
+
+
+class StatefulBatcher(Admission):
+    """Admission and dispatch of one version whose handler keeps state. One batch at a time for an executor.
+
+    `sequences` None: no sequences, just continuous batching.
+    """
+
+    def __init__(
+        self,
+        settings: BatchSettings,
+        sequences: SequenceSettings | None,
+        pool: ExecutorPool,
+        *,
+        observer: BatchObserver,
+        now: Callable[[], float],
+        refusal: str,
+    ) -> None:
+        super().__init__(pool, observer=observer, now=now, refusal=refusal)
+        self._settings = settings
+        self._table = SequenceTable(sequences, refusal) if sequences else None
+        self._queue: deque[Pending] = deque()  # what belongs to no sequence
+        self._going_on: dict[int, list[Pending]] = {}  # unfinished requests, by the executor they live on
+        self._batches: set[_Round] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def queue_length(self) -> int:
+        """How many requests wait, those that go on included."""
+        return len(self._waiting())
+
+    @property
+    def queue_capacity(self) -> int:
+        """How many more may wait."""
+        return max(0, self._settings.max_queue_size - self.queue_length)
+
+    def _enqueue(self, pending: Pending) -> None:
+        if self.queue_length >= self._settings.max_queue_size:
+            raise QueueFull(self.refusal)
+        if self._settings.use_tickets and self.queue_length >= len(self._pool.idle_ids()):
+            raise QueueFull(self.refusal)
+        if self._table is None or pending.group:  # a describe call belongs to no sequence
+            self._queue.append(pending)
+        else:
+            self._table.add(sequence_of(pending.request), pending, self._now())
+
+    def _remove(self, pending: Pending) -> None:
+        if pending in self._queue:
+            self._queue.remove(pending)
+        if self._table is not None:
+            self._table.remove(pending)
+        for going_on in self._going_on.values():
+            if pending in going_on:
+                going_on.remove(pending)
+
+    def _waiting(self) -> list[Pending]:
+        in_sequences = self._table.waiting if self._table is not None else []
+        return [*self._queue, *in_sequences, *(p for those in self._going_on.values() for p in those)]
+
+    def _running(self) -> bool:
+        return bool(self._batches)
+
+    def pump(self) -> None:
+        """Give every idle executor its next batch, if there is one for it."""
+        self._end_what_is_over()
+        wake_s = self._table.next_expiry_s() if self._table is not None else math.inf
+        for executor_id in self._pool.idle_ids():
+            wake_s = min(wake_s, self._pump_one(executor_id))
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if wake_s != math.inf:
+            self._timer = self._loop.call_later(max(0.0, wake_s - self._now()), self.pump)
+
+    def _end_what_is_over(self) -> None:
+        there = {status.executor_id for status in self._pool.statuses()}
+        for executor_id in [name for name in self._going_on if name not in there]:
+            for pending in self._going_on.pop(executor_id):
+                pending.finish(ExecutorDied("its executor was stopped"))
+        if self._table is not None:
+            self._table.keep_on(there)
+            for pending in self._table.expire(self._now()):
+                pending.finish(Unavailable(self.refusal))
+
+    def _pump_one(self, executor_id: int) -> float:
+        """Dispatch to one idle executor; returns when to try again, infinity for: when something changes."""
+        going_on = self._going_on.pop(executor_id, [])
+        room = self._settings.max_batch_size - len(going_on)
+        heads = self._table.heads(executor_id, room) if self._table is not None else []
+        newcomers = self._queue_run(room - len(heads), alone=bool(going_on or heads))
+        if not going_on:  # what goes on does not wait for company
+            action = plan(
+                self._view(heads_s=[s.waiting[0].enqueued_s for s in heads], newcomers=newcomers),
+                self._settings,
+                self._now(),
+            )
+            if not isinstance(action, Dispatch):
+                return action.at_s if isinstance(action, WaitUntil) else math.inf
+        batch = list(going_on)
+        if self._table is not None:
+            batch += [self._table.take(sequence, executor_id) for sequence in heads]
+        batch += [self._queue.popleft() for _ in range(newcomers)]
+        self._dispatch(executor_id, batch)
+        return math.inf
+
+    def _queue_run(self, room: int, alone: bool) -> int:
+        """How many requests at the head of the queue may come along; describe calls only by themselves."""
+        run = 0
+        for pending in self._queue:
+            if run >= room or (pending.group and (alone or run)):
+                break
+            run += 1
+            if pending.group:
+                break
+        return run
+
+    def _view(self, heads_s: list[float], newcomers: int) -> QueueView:
+        count = len(heads_s) + newcomers
+        if not count:
+            return QueueView(0, False, 0.0, 0)
+        oldest_s = min([*heads_s, *(self._queue[i].enqueued_s for i in range(newcomers))])
+        closed = newcomers == 1 and not heads_s and bool(self._queue[0].group)
+        return QueueView(count, closed, oldest_s, free_executors=1)
+
+    def _dispatch(self, executor_id: int, pendings: list[Pending]) -> None:
+        now_s = self._now()
+        live = [pending for pending in pendings if self._is_live(pending, now_s)]
+        for pending in pendings:
+            if pending not in live:
+                self._sequence_done(pending)
+        if live:
+            batch = _Round(self, executor_id, live, now_s)
+            self._batches.add(batch)
+            self._pool.submit([pending.request for pending in live], batch, executor_id)
+        self._settle()
+
+    def _round_done(self, batch: _Round, report: BatchReport) -> None:
+        self._batches.discard(batch)
+        for pending, outcome in zip(batch.pendings, report.outcomes, strict=True):
+            self._take_outcome(batch.executor_id, pending, outcome)
+        self._observer.batch_finished(batch.pendings, report, self._now() - batch.dispatched_s)
+        self._settle()
+        self.pump()
+
+    def _take_outcome(self, executor_id: int, pending: Pending, outcome: Outcome) -> None:
+        if isinstance(outcome, Unfinished):
+            pending.add_part(outcome.part)
+            if pending.open:
+                pending.request = _again(pending.request)
+                self._going_on.setdefault(executor_id, []).append(pending)
+                return
+        else:
+            pending.finish(outcome)
+        self._sequence_done(pending)
+        self._end_sequences_of(outcome)
+
+    def _sequence_done(self, pending: Pending) -> None:
+        if self._table is not None and not pending.group:
+            self._table.done(sequence_of(pending.request), self._now())
+
+    def _end_sequences_of(self, outcome: Outcome) -> None:
+        if self._table is None or isinstance(outcome, (ServingError, Unfinished)):
+            return
+        ended = next((value for name, value in outcome.headers if name == SEQUENCE_END), "")
+        for pending in self._table.end(filter(None, ended.split(";"))):
+            pending.finish(Unavailable(self.refusal))
+
+    def _round_returned(self, batch: _Round) -> None:
+        self._batches.discard(batch)
+        for pending in reversed(batch.pendings):
+            pending.dequeued_s = 0.0
+            if self._table is not None and not pending.group:
+                self._table.give_back(sequence_of(pending.request), pending)
+            else:
+                self._queue.appendleft(pending)
+        self._settle()
+        self.pump()
+
+
+class _Round:
+    """The sink of one batch on one executor."""
+
+    __slots__ = ("_batcher", "dispatched_s", "executor_id", "pendings")
+
+    def __init__(
+        self, batcher: StatefulBatcher, executor_id: int, pendings: list[Pending], dispatched_s: float
+    ) -> None:
+        self._batcher = batcher
+        self.executor_id = executor_id
+        self.pendings = pendings
+        self.dispatched_s = dispatched_s
+
+    def partial(self, index: int, part: InferResponse) -> None:
+        self.pendings[index].add_part(part)
+
+    def done(self, report: BatchReport) -> None:
+        self._batcher._round_done(self, report)
+
+    def returned(self) -> None:
+        self._batcher._round_returned(self)
+
+
+def sequence_of(request: InferRequest) -> str:
+    """The sequence a request belongs to; `begin_sequence` has seen to it that there is one."""
+    return next((value for name, value in request.headers if name == SEQUENCE_ID), "")
+
+
+def begin_sequence(request: InferRequest) -> InferRequest:
+    """The request with a sequence: one that names none begins its own, and its handler sees that it does."""
+    if sequence_of(request):
+        return request
+    name = f"ts-seq-{request.request_id}"
+    headers = (*request.headers, (SEQUENCE_START, "true"), (SEQUENCE_ID, name))
+    return InferRequest(request.request_id, request.parameters, headers, request.deadline_s)
+
+
+def _again(request: InferRequest) -> InferRequest:
+    return InferRequest(request.request_id, (), request.headers, request.deadline_s)

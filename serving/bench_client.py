@@ -1,0 +1,157 @@
+"""One HTTP/1.1 connection of a load client: bytes out, status and body back, one request at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import urllib.parse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import httptools
+
+
+class Reply(NamedTuple):
+    """What came back."""
+
+    status: int
+    body: bytes
+
+
+class ConnectionLost(Exception):
+    """The connection could not be made, or ended before the whole answer was there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where requests go: the parts of an `http://` or `https://` URL."""
+
+    host: str
+    port: int
+    path: str
+    tls: bool
+
+    @staticmethod
+    def parse(url: str) -> Target:
+        """The parts of a URL.
+
+        Raises:
+            ValueError: it is no HTTP URL; the text says what was found.
+        """
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"the address is {url!r}; expected http://host:port or https://host:port")
+        tls = parts.scheme == "https"
+        return Target(parts.hostname, parts.port or (443 if tls else 80), parts.path or "/", tls)
+
+
+def request_bytes(target: Target, body: bytes, headers: Mapping[str, str]) -> bytes:
+    """A POST of `body`, complete, to be sent any number of times.
+
+    Raises:
+        ValueError: a header holds a line break.
+    """
+    host = f"[{target.host}]" if ":" in target.host else target.host
+    lines = [f"POST {target.path} HTTP/1.1", f"Host: {host}:{target.port}", f"Content-Length: {len(body)}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    if any("\r" in line or "\n" in line for line in lines):
+        raise ValueError("a header holds a line break; expected one line")
+    return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
+
+
+class Client:
+    """Keeps one connection to a server, and makes a new one when the server has closed it.
+
+    Lives on one event loop; one request at a time.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._connection: _Connection | None = None
+
+    async def send(self, request: bytes) -> Reply:
+        """Send one request and wait for its whole answer.
+
+        Raises:
+            ConnectionLost: there is no whole answer.
+        """
+        if self._connection is None or not self._connection.usable:
+            self._connection = await self._connect()
+        try:
+            return await self._connection.exchange(request)
+        except BaseException:  # cancelled in the middle, too: what is still to come belongs to no request
+            self.close()
+            raise
+
+    async def _connect(self) -> _Connection:
+        context = ssl.create_default_context() if self._target.tls else None
+        loop = asyncio.get_running_loop()
+        try:
+            _, made = await loop.create_connection(
+                _Connection, self._target.host, self._target.port, ssl=context
+            )
+        except OSError as err:
+            raise ConnectionLost(str(err)) from err
+        return made
+
+    def close(self) -> None:
+        """Give up the connection; the next `send` makes another."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+class _Connection(asyncio.Protocol):
+    """The protocol of one connection; the `on_...` methods are the parser's callbacks."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._answer: asyncio.Future[Reply] | None = None
+        self._body: list[bytes] = []
+        self.usable = False
+
+    async def exchange(self, request: bytes) -> Reply:
+        if self._transport is None:
+            raise RuntimeError("the event loop makes the connection before it hands it out")
+        self._answer = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        return await self._answer
+
+    def close(self) -> None:
+        self.usable = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if isinstance(transport, asyncio.Transport):
+            self._transport = transport
+        self.usable = True
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as err:
+            self._lose(f"the answer is not HTTP: {err}")
+            self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.usable = False
+        self._lose(str(exc or "the server closed the connection"))
+
+    def on_message_begin(self) -> None:
+        self._body = []
+
+    def on_body(self, body: bytes) -> None:
+        self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        if not self._parser.should_keep_alive():
+            self.usable = False
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(Reply(self._parser.get_status_code(), b"".join(self._body)))
+
+    def _lose(self, cause: str) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(ConnectionLost(cause))

@@ -1,0 +1,229 @@
+"""One place for a worker process: the worker in it, the batches inside, and its supervision."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from typing import Any
+
+from torchere.serving.errors import DeadlineExceeded, ExecutorDied, LoadFailed, ServingError
+from torchere.serving.execution.executor import (
+    ExecutorState,
+    ExecutorStatus,
+    FreeCallback,
+    LoadedCallback,
+    LoadSpec,
+    age_s,
+)
+from torchere.serving.execution.inflight import InFlight
+from torchere.serving.execution.launch import Launcher
+from torchere.serving.execution.restart import restart_delay_s
+from torchere.serving.execution.wire import Done, Partial, report_from_done
+from torchere.serving.execution.worker_process import WorkerProcess
+
+logger = logging.getLogger(__name__)
+
+# A worker that answers within this long gets batches sent ahead, so that it need not wait for the server in
+# between; a slower one does not, because a batch sent ahead can't go to a neighbour that comes free earlier.
+QUICK_S = 0.002
+AHEAD = 4  # batches inside a quick worker, the running one included
+_MEMORY = 0.8  # of the running mean of the handler's time, per batch
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSettings:
+    """What all slots of a pool have in common."""
+
+    spec: LoadSpec
+    response_timeout_s: float
+    startup_timeout_s: float
+    max_retry_timeout_s: float
+    launcher: Launcher
+    on_free: FreeCallback
+    on_loaded: LoadedCallback
+    now: Callable[[], float]
+
+
+class Slot:
+    """Keeps its executor id through restarts of its worker. Lives on the event loop."""
+
+    def __init__(self, settings: SlotSettings, executor_id: int, gpu_id: int | None) -> None:
+        self._settings = settings
+        self._inside: dict[int, InFlight] = {}  # by run id, in the order the worker runs them
+        self._run_ids = itertools.count()
+        self._mean_run_s = QUICK_S
+        self._losses = 0
+        self._first_loss_s = 0.0
+        self._supervisor: asyncio.Task[None] | None = None
+        self._retiring = False
+        self._emptied = asyncio.Event()
+        self.status = ExecutorStatus(
+            executor_id, ExecutorState.STARTING, datetime.now(timezone.utc), 0, gpu_id=gpu_id
+        )
+        self._worker = self._new_worker()
+
+    def _new_worker(self) -> WorkerProcess:
+        return WorkerProcess(
+            self._settings.spec,
+            self.status.executor_id,
+            self.status.gpu_id,
+            self._settings.launcher,
+            self._on_run_message,
+        )
+
+    @property
+    def load(self) -> int:
+        """How many batches are inside."""
+        return len(self._inside)
+
+    @property
+    def room(self) -> int:
+        """How many more batches it takes now."""
+        if self._retiring or self.status.state is not ExecutorState.READY or self._worker.lost.done():
+            return 0
+        one_by_one = self._settings.spec.pinned or self._settings.spec.batch_size > 1
+        depth = 1 if one_by_one or self._mean_run_s >= QUICK_S else AHEAD
+        return max(0, depth - len(self._inside))
+
+    async def start(self) -> None:
+        """Start the worker and load the handler; raises `LoadFailed`."""
+        await self._worker.start()
+        self.status = replace(
+            self.status,
+            state=ExecutorState.STARTING,
+            started_at=datetime.now(timezone.utc),
+            pid=self._worker.pid,
+        )
+        await self._worker.load(self._settings.startup_timeout_s)
+
+    async def warm_up(self) -> None:
+        """Warm up and go into service, supervised from now on; raises `LoadFailed`."""
+        await self._worker.warm_up(self._settings.startup_timeout_s)
+        self.status = replace(self.status, state=ExecutorState.READY)
+        self._settings.on_loaded(self.status.executor_id, age_s(self.status))
+        if self._supervisor is None:
+            self._supervisor = asyncio.ensure_future(self._supervise())
+
+    def submit(self, batch: InFlight) -> None:
+        """Send one batch to the worker, which has room for it."""
+        run_id = next(self._run_ids)
+        self._inside[run_id] = batch
+        if len(self._inside) == 1:
+            batch.watch(self._settings.response_timeout_s, self._timed_out)
+        self._worker.run(run_id, batch.requests)
+
+    def _on_run_message(self, message: Partial | Done) -> None:
+        batch = self._inside.get(message.run_id)
+        if batch is None:
+            return
+        if isinstance(message, Partial):
+            batch.watch(self._settings.response_timeout_s, self._timed_out)  # it bounds the silence only
+            batch.partial(message.index, message.part)
+            return
+        del self._inside[message.run_id]
+        self._losses = 0
+        self._mean_run_s = _MEMORY * self._mean_run_s + (1 - _MEMORY) * message.handler_s
+        self._watch_next()
+        batch.answer(report_from_done(message, len(batch.requests)))
+
+    def _watch_next(self) -> None:
+        if self._inside:
+            running = next(iter(self._inside.values()))
+            running.watch(self._settings.response_timeout_s, self._timed_out)
+        else:
+            self._emptied.set()
+
+    def _timed_out(self, batch: InFlight) -> None:
+        """The worker said nothing for too long: answer who waits, and replace it."""
+        timeout_s = self._settings.response_timeout_s
+        self.status = replace(self.status, state=ExecutorState.RESTARTING)
+        self._empty(DeadlineExceeded(f"The model did not answer within {timeout_s:g} s."))
+        self._worker.kill(f"no answer within response_timeout={timeout_s:g} s")
+
+    def _empty(self, error: ServingError) -> None:
+        """Answer the batch the worker was at with `error`; give back those it had not begun."""
+        batches = list(self._inside.values())
+        self._inside.clear()
+        self._emptied.set()
+        for batch in reversed(batches[1:]):  # the last one first: each goes to the front of its queue
+            batch.give_back()
+        for batch in batches[:1]:
+            batch.fail(error)
+
+    async def _supervise(self) -> None:
+        """Bring the worker back whenever it is lost, until the slot is closed or the rule gives up."""
+        while not self._retiring:
+            # Shielded: cancelling this task must not end the wait of others.
+            cause = await asyncio.shield(self._worker.lost)
+            if self._retiring:
+                return
+            self._note_loss(cause)
+            if not await self._restart():
+                self.status = replace(self.status, state=ExecutorState.FAILED)
+            self._settings.on_free()  # also after giving up: who waits must learn that it won't come
+            if self.status.state is ExecutorState.FAILED:
+                return
+
+    async def _restart(self) -> bool:
+        settings = self._settings
+        while True:
+            delay_s = restart_delay_s(
+                self._losses, self._first_loss_s, settings.now(), settings.max_retry_timeout_s
+            )
+            if delay_s is None:
+                return False
+            logger.info("Retry worker: %d in %g seconds.", self.status.executor_id, delay_s)
+            await asyncio.sleep(delay_s)
+            self._worker = self._new_worker()
+            try:
+                await self.start()
+                await self.warm_up()
+            except LoadFailed as err:
+                self._note_loss(err.detail)
+                continue
+            return True
+
+    def _note_loss(self, cause: str) -> None:
+        if self._losses == 0:
+            self._first_loss_s = self._settings.now()
+        self._losses += 1
+        self.status = replace(self.status, state=ExecutorState.RESTARTING, last_failure=cause)
+        spec = self._settings.spec
+        logger.error(
+            "worker %d of model %s version %s was lost: %s",
+            self.status.executor_id,
+            spec.model_name,
+            spec.model_version,
+            cause,
+        )
+        self._empty(ExecutorDied(cause))
+
+    async def retire(self) -> None:
+        """Finish the batches inside, then stop."""
+        self._retiring = True
+        while self._inside and not self._worker.lost.done():
+            self._emptied.clear()
+            emptied = asyncio.ensure_future(self._emptied.wait())
+            either: list[asyncio.Future[Any]] = [emptied, self._worker.lost]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            emptied.cancel()
+        await self.close()
+
+    async def close(self) -> None:
+        """Stop the worker now; batches inside are answered with `ExecutorDied`."""
+        self._retiring = True
+        for batch in self._inside.values():
+            batch.fail(ExecutorDied("the version was unloaded"))
+        self._inside.clear()
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._supervisor
+        if self._worker.pid:
+            await self._worker.stop()
+        self.status = replace(self.status, state=ExecutorState.STOPPED)

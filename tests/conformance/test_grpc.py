@@ -1,0 +1,14 @@
+"""Every recorded gRPC call ends as it did with TorchServe 0.12.0, or as deviations.yaml says."""
+
+import pytest
+from conformity.recordings import Exchange, rpc_names
+
+
+@pytest.mark.parametrize("case", rpc_names())
+def test_a_recorded_call_ends_as_it_did_with_torchserve(
+    case: str, grpc_exchanges: dict[str, Exchange], skip_reason: dict[str, str]
+) -> None:
+    if case in skip_reason:
+        pytest.skip(skip_reason[case])
+
+    assert grpc_exchanges[case].problems == []

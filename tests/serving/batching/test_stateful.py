@@ -1,0 +1,173 @@
+"""The stateful batcher with executors that the test moves by hand."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import pytest
+
+from torchere.serving.batching.pending import Pending
+from torchere.serving.batching.stateful import SEQUENCE_END, SEQUENCE_ID, StatefulBatcher, begin_sequence
+from torchere.serving.errors import QueueFull
+from torchere.serving.execution.executor import BatchReport, BatchSink, Outcome, Unfinished
+from torchere.serving.settings import BatchSettings, SequenceSettings
+from torchere.serving.types import InferRequest, InferResponse, Parameter, StreamedResponse
+
+
+class PuppetPool:
+    """Pinned executors; `inside[executor_id]` is what one runs."""
+
+    def __init__(self, *executor_ids: int) -> None:
+        self.ids = executor_ids
+        self.inside: dict[int, tuple[list[InferRequest], BatchSink]] = {}
+
+    def idle_ids(self) -> tuple[int, ...]:
+        return tuple(name for name in self.ids if name not in self.inside)
+
+    def statuses(self) -> tuple[Any, ...]:
+        class Status:
+            def __init__(self, executor_id: int) -> None:
+                self.executor_id = executor_id
+
+        return tuple(map(Status, self.ids))
+
+    def submit(self, requests: Sequence[InferRequest], sink: BatchSink, executor_id: int) -> None:
+        self.inside[executor_id] = (list(requests), sink)
+
+    def finish(self, executor_id: int, outcomes: list[Outcome] | None = None) -> None:
+        requests, sink = self.inside.pop(executor_id)
+        sink.done(BatchReport(outcomes or [InferResponse(r.request_id.encode()) for r in requests]))
+
+
+class Stage:
+    """One stateful batcher on puppets and a clock."""
+
+    def __init__(
+        self, *executor_ids: int, size: int = 4, delay_ms: int = 0, sequences: SequenceSettings | None = None
+    ) -> None:
+        self.now_s = 100.0
+        self.pool = PuppetPool(*executor_ids)
+        self.batcher = StatefulBatcher(
+            BatchSettings(max_batch_size=size, max_queue_delay_ms=delay_ms),
+            sequences,
+            self.pool,  # type: ignore[arg-type]
+            observer=self,
+            now=lambda: self.now_s,
+            refusal="no worker",
+        )
+
+    def batch_finished(self, pendings: Sequence[Pending], report: BatchReport, executor_s: float) -> None:
+        pass
+
+    def submit(self, name: str, sequence: str = "") -> Pending:
+        headers = ((SEQUENCE_ID, sequence),) if sequence else ()
+        return self.batcher.submit(InferRequest(name, (Parameter("body", b"x"),), headers))
+
+    def running(self, executor_id: int) -> list[str]:
+        return [request.request_id for request in self.pool.inside[executor_id][0]]
+
+
+SEQUENCES = SequenceSettings(max_idle_s=10.0, max_sequences=4, max_queue_size=4)
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    def wrapper() -> None:
+        asyncio.run(test())
+
+    wrapper.__name__ = test.__name__
+    return wrapper
+
+
+@run
+async def test_requests_of_a_sequence_run_in_order_on_one_executor() -> None:
+    stage = Stage(1, 2, sequences=SEQUENCES)
+    answers = [stage.submit(name, "s") for name in ("a", "b", "c")]
+    for name in ("a", "b", "c"):
+        assert stage.running(1) == [name]
+        assert 2 not in stage.pool.inside
+        stage.pool.finish(1)
+    assert [(await answer.answer).body for answer in answers] == [b"a", b"b", b"c"]
+
+
+@run
+async def test_a_batch_holds_one_request_of_each_sequence() -> None:
+    stage = Stage(sequences=SEQUENCES)
+    for name, sequence in (("a1", "a"), ("a2", "a"), ("b1", "b")):
+        stage.submit(name, sequence)
+    stage.pool.ids = (1,)
+    stage.batcher.pump()
+    assert stage.running(1) == ["a1", "b1"]
+
+
+@run
+async def test_a_handler_can_end_a_sequence_and_make_room() -> None:
+    stage = Stage(1, sequences=SequenceSettings(max_idle_s=10.0, max_sequences=1, max_queue_size=1))
+    stage.submit("a", "s")
+    with pytest.raises(QueueFull):
+        stage.submit("b", "t")
+    stage.pool.finish(1, [InferResponse(b"bye", ((SEQUENCE_END, "s"),))])
+    stage.submit("b", "t")
+    assert stage.running(1) == ["b"]
+
+
+@run
+async def test_an_unfinished_request_is_in_the_next_batch_again_without_parameters() -> None:
+    stage = Stage(1)
+    pending = stage.submit("a")
+    stage.pool.finish(1, [Unfinished(InferResponse(b"one "))])
+    response = await pending.answer
+    assert isinstance(response, StreamedResponse)
+    (again,) = stage.pool.inside[1][0]
+    assert (again.request_id, again.parameters) == ("a", ())
+    newcomer = stage.submit("b")
+    stage.pool.finish(1, [Unfinished(InferResponse(b"two "))])
+    assert stage.running(1) == ["a", "b"]  # the newcomer joins what goes on
+    stage.pool.finish(1, [InferResponse(b"end"), InferResponse(b"b")])
+    assert [chunk async for chunk in response.chunks] == [b"one ", b"two ", b"end"]
+    assert (await newcomer.answer).body == b"b"  # a first message that is the last one is an ordinary answer
+    assert await stage.batcher.drain(0.0)
+
+
+@run
+async def test_unfinished_requests_stay_on_their_executor() -> None:
+    stage = Stage(1, 2, size=1)
+    for name in ("a", "b"):
+        stage.submit(name)
+    assert (stage.running(1), stage.running(2)) == (["a"], ["b"])
+    stage.pool.finish(2, [Unfinished(InferResponse(b"."))])
+    stage.pool.finish(1, [Unfinished(InferResponse(b"."))])
+    assert (stage.running(1), stage.running(2)) == (["a"], ["b"])
+
+
+@run
+async def test_a_client_that_leaves_ends_its_part_of_a_continuous_batch() -> None:
+    stage = Stage(1)
+    leaving, staying = stage.submit("a"), stage.submit("b")
+    if stage.running(1) == ["a"]:
+        stage.pool.finish(1, [Unfinished(InferResponse(b"."))])
+    assert stage.running(1) == ["a", "b"]
+    stage.batcher.withdraw(leaving)
+    stage.pool.finish(1, [Unfinished(InferResponse(b".")), Unfinished(InferResponse(b"."))])
+    assert stage.running(1) == ["b"]
+    stage.pool.finish(1)
+    assert isinstance(await staying.answer, StreamedResponse)
+
+
+@run
+async def test_newcomers_wait_for_company_when_nothing_goes_on() -> None:
+    stage = Stage(1, delay_ms=50)
+    stage.submit("a")
+    assert stage.pool.inside == {}
+    stage.now_s += 0.05
+    stage.batcher.pump()
+    assert stage.running(1) == ["a"]
+
+
+def test_a_request_without_a_sequence_begins_one_and_its_handler_sees_that() -> None:
+    begun = begin_sequence(InferRequest("id", ()))
+    assert dict(begun.headers) == {
+        "ts_request_sequence_start": "true",
+        "ts_request_sequence_id": "ts-seq-id",
+    }
+    named = InferRequest("id", (), ((SEQUENCE_ID, "mine"),))
+    assert begin_sequence(named) is named

@@ -1,0 +1,158 @@
+"""Snapshots: what is written, under which name, and that either server would read it back."""
+
+import json
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchere.serving.configuration import configure
+from torchere.serving.properties import parse_properties, read_properties
+from torchere.serving.registry.snapshot import (
+    FIRST_LINE,
+    model_table,
+    property_line,
+    snapshot_name,
+    write_snapshot,
+)
+from torchere.serving.serve_options import newest_snapshot
+from torchere.serving.settings import BatchSettings, ModelSettings
+
+# As TorchServe 0.12.0 writes it (properties in the order of a hash map, blanks and colons escaped).
+WRITTEN_BY_TORCHSERVE = r"""#Saving snapshot
+#Sat Nov 21 09:52:27 UTC 2026
+inference_address=http\://127.0.0.1\:18080
+load_models=echo\=echo.mar
+model_store=store
+python=/usr/bin/python3
+model_snapshot={\n  "name"\: "20261121095227582-snapshot.cfg",\n  "modelCount"\: 1,\n  "created"\: 1795254747583,\n  "models"\: {\n    "echo"\: {\n      "1.0"\: {\n        "defaultVersion"\: true,\n        "marName"\: "echo.mar",\n        "minWorkers"\: 0,\n        "maxWorkers"\: 2,\n        "batchSize"\: 1,\n        "maxBatchDelay"\: 100,\n        "responseTimeout"\: 120,\n        "startupTimeout"\: 120,\n        "runtimeType"\: "python"\n      }\n    }\n  }\n}
+tsConfigFile=c.properties
+version=0.12.0
+disable_token_authorization=true
+"""  # noqa: E501
+TABLE: dict[str, dict[str, dict[str, Any]]] = {
+    "m": {
+        "1.0": {
+            "defaultVersion": True,
+            "marName": "m.mar",
+            "minWorkers": 1,
+            "maxWorkers": 2,
+            "batchSize": 4,
+            "maxBatchDelay": 50,
+        }
+    }
+}
+NOON = datetime(2026, 1, 2, 12, 0, 0, 345_000)
+
+
+def version(**changes: Any) -> Any:
+    """As much of a registered version as a snapshot looks at."""
+    archive: dict[str, Any] = {
+        "manifest": {"model": {"handler": "h.py"}},
+        "file_name": "m.mar",
+        "outside_store": False,
+        "url": "m.mar",
+    }
+    archive |= changes.pop("archive", {})
+    settings = ModelSettings(BatchSettings(4, 50), min_executors=1, max_executors=2, response_timeout_s=0.5)
+    origin: dict[str, Any] = {"archive": SimpleNamespace(**archive), "handler": "h.py", "runtime": "python"}
+    return SimpleNamespace(settings=settings, origin=SimpleNamespace(**{**origin, **changes}))
+
+
+def test_the_table_has_torchserves_fields_with_whole_seconds() -> None:
+    served: Any = {"m": SimpleNamespace(default_version="2", versions={"1": version(), "2": version()})}
+    table = model_table(served)
+    assert table["m"]["2"] == {
+        "defaultVersion": True,
+        "marName": "m.mar",
+        "minWorkers": 1,
+        "maxWorkers": 2,
+        "batchSize": 4,
+        "maxBatchDelay": 50,
+        "responseTimeout": 1,
+        "startupTimeout": 120,
+        "runtimeType": "python",
+    }
+    assert table["m"]["1"]["defaultVersion"] is False
+
+
+def test_what_torchserve_forgets_is_kept_in_fields_of_ours() -> None:
+    outside = {"outside_store": True, "url": "/opt/ml/model", "file_name": "model"}
+    one = version(handler="other.py:handle", archive=outside)
+    table = model_table({"m": SimpleNamespace(default_version="1", versions={"1": one})})  # type: ignore[dict-item]
+    assert table["m"]["1"]["handler"] == "other.py:handle"
+    assert (table["m"]["1"]["marName"], table["m"]["1"]["path"]) == ("model", "/opt/ml/model")
+
+
+@given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
+def test_any_text_survives_a_property_line(text: str) -> None:
+    line = property_line("key", text)
+    assert line.isascii()
+    assert [(entry.key, entry.value) for entry in parse_properties(line)] == [("key", text)]
+
+
+def test_a_written_snapshot_configures_the_same_server_again(tmp_path: Path) -> None:
+    properties = [("inference_address", "http://127.0.0.1:1234"), ("cors_allowed_origin", " é\\\n")]
+    path = write_snapshot(tmp_path / "logs" / "config", "startup", properties, TABLE, keep=5)
+    assert newest_snapshot(path.parent) == path
+    settings = configure(read_properties(path)).checked()
+    assert settings.inference_address.port == 1234
+    (model,) = settings.snapshot_models
+    assert (model.name, model.version, model.archive, model.settings["maxWorkers"]) == (
+        "m",
+        "1.0",
+        "m.mar",
+        2,
+    )
+    record = json.loads(next(e.value for e in read_properties(path) if e.key == "model_snapshot"))
+    assert (record["name"], record["modelCount"], record["models"]) == (path.name, 1, TABLE)
+    assert path.stat().st_mode & 0o077 == 0  # values from the environment may be secrets
+
+
+def test_a_snapshot_of_torchserve_itself_is_read(tmp_path: Path) -> None:
+    (tmp_path / "c.cfg").write_text(WRITTEN_BY_TORCHSERVE)
+    configuration = configure(read_properties(tmp_path / "c.cfg"))
+    settings = configuration.checked()
+    assert [model.archive for model in settings.snapshot_models] == ["echo.mar"]
+    assert settings.token_auth_enabled is False
+    assert [finding.key for finding in configuration.of_level("warning")] == ["load_models"]
+
+
+def test_a_name_tells_the_time_and_the_kind() -> None:
+    assert snapshot_name("startup", NOON, []) == "20260102120000345-startup.cfg"
+
+
+@pytest.mark.parametrize(
+    ("existing", "expected"),
+    [
+        ("20260102120000345-startup.cfg", "20260102120000346-shutdown.cfg"),
+        ("20270102235959999-snapshot.cfg", "20270103000000000-shutdown.cfg"),
+        ("20260102120000344-snapshot.cfg", "20260102120000345-shutdown.cfg"),
+        ("99999999999999999-snapshot.cfg", "20260102120000345-shutdown.cfg"),
+        ("notes.txt", "20260102120000345-shutdown.cfg"),
+    ],
+)
+def test_a_name_comes_after_all_there_are_even_when_the_clock_went_back(existing: str, expected: str) -> None:
+    assert snapshot_name("shutdown", NOON, [existing]) == expected
+
+
+def test_only_the_newest_of_ours_are_kept_and_none_of_anybody_else(tmp_path: Path) -> None:
+    theirs = tmp_path / "20200101000000000-startup.cfg"
+    theirs.write_text("#Saving snapshot\n")
+    (tmp_path / "notes.txt").write_text(FIRST_LINE)
+    written = [write_snapshot(tmp_path, "snapshot", [], TABLE, keep=3) for _ in range(5)]
+    assert sorted(tmp_path.iterdir()) == sorted([theirs, tmp_path / "notes.txt", *written[2:]])
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(source: object, target: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("torchere.serving.registry.snapshot.os.replace", full)
+    with pytest.raises(OSError, match="No space"):
+        write_snapshot(tmp_path, "startup", [], TABLE, keep=3)
+    assert list(tmp_path.iterdir()) == []

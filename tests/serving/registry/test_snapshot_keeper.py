@@ -1,0 +1,107 @@
+"""The keeper: a snapshot after each change that settled, in order, and none for what changed nothing."""
+
+import asyncio
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from torchere.serving.registry.snapshot_keeper import SnapshotKeeper
+from torchere.serving.settings import SnapshotSettings
+from torchere.serving.types import ModelKey
+
+
+def kinds(directory: Path) -> list[str]:
+    names = sorted(path.name for path in directory.iterdir())
+    return [re.sub(r"\d+-(\w+)\.cfg", r"\1", name) for name in names]
+
+
+def a_version() -> Any:
+    return SimpleNamespace(key=ModelKey("m", "1"), settled=asyncio.Event())
+
+
+@pytest.fixture(autouse=True)
+def empty_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands in a table is another test's concern."""
+    monkeypatch.setattr("torchere.serving.registry.snapshot_keeper.model_table", lambda served: {})
+
+
+def keeper_of(directory: Path | None, served: dict[str, Any]) -> SnapshotKeeper:
+    return SnapshotKeeper(SnapshotSettings(directory) if directory else None, lambda: served)
+
+
+async def settle(keeper: SnapshotKeeper) -> None:
+    await asyncio.gather(*keeper._changes)
+
+
+def test_a_life_is_told_in_order(tmp_path: Path) -> None:
+    async def life() -> None:
+        keeper = keeper_of(tmp_path, {})
+        keeper.changed()  # start-up models come before the first snapshot
+        await keeper.started()
+        keeper.changed()
+        keeper.changed()
+        await settle(keeper)
+        await keeper.stopping()
+        await keeper.stopping()
+        keeper.changed()
+
+    asyncio.run(life())
+    assert kinds(tmp_path) == ["startup", "snapshot", "snapshot", "shutdown"]
+
+
+def test_a_change_is_written_when_its_version_settled_and_is_still_there(tmp_path: Path) -> None:
+    async def life() -> None:
+        served: dict[str, Any] = {}
+        keeper = keeper_of(tmp_path, served)
+        await keeper.started()
+        stays, taken_back = a_version(), a_version()
+        served["m"] = SimpleNamespace(versions={"1": stays})
+        keeper.changed(stays)
+        keeper.changed(taken_back)
+        await asyncio.sleep(0)
+        assert kinds(tmp_path) == ["startup"]
+        stays.settled.set()
+        taken_back.settled.set()
+        await settle(keeper)
+
+    asyncio.run(life())
+    assert kinds(tmp_path) == ["startup", "snapshot"]
+
+
+def test_the_end_does_not_wait_for_a_load(tmp_path: Path) -> None:
+    async def life() -> None:
+        keeper = keeper_of(tmp_path, {})
+        await keeper.started()
+        keeper.changed(a_version())
+        await asyncio.sleep(0)
+        await keeper.stopping()
+
+    asyncio.run(life())
+    assert kinds(tmp_path) == ["startup", "shutdown"]
+
+
+def test_a_server_that_never_opened_writes_none(tmp_path: Path) -> None:
+    asyncio.run(keeper_of(tmp_path, {}).stopping())
+    assert kinds(tmp_path) == []
+
+
+def test_a_directory_that_cannot_be_written_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    asyncio.run(keeper_of(tmp_path / "file" / "config", {}).started())
+    assert "no snapshot in" in caplog.text
+
+
+def test_without_settings_nothing_happens(tmp_path: Path) -> None:
+    async def life() -> None:
+        keeper = keeper_of(None, {})
+        await keeper.started()
+        keeper.changed()
+        await keeper.stopping()
+
+    asyncio.run(life())
+    assert kinds(tmp_path) == []
