@@ -5,7 +5,7 @@ Three decisions make the result good; each was measured (README.md, "What the in
 - Activations behind a ReLU6 are quantised over exactly 0 ... 6. The ReLU6 is then the saturation of the
   number format itself and costs nothing; the convolution runs with a plain ReLU, which is fused into it.
 - Weights have 7 bits. Processors without VNNI add pairs of products of 8 bits in 16, and two of 255 x 127
-  do not fit; two of 255 x 64 do. On such a processor 8 bits come out worse than 7, on others a little better.
+  do not fit; two of 255 x 64 do. On such a processor 8 bits come out worse than 7.
 - The input is quantised by the scale of the photograph's own pixels, which loses nothing at all.
 """
 

@@ -10,6 +10,7 @@ import msgspec
 
 from torchere.serving.execution.executor import ExecutorState, ExecutorStatus
 from torchere.serving.frontend.controlplane import ModelPage, VersionDescription
+from torchere.serving.settings import ModelSettings
 from torchere.serving.types import InferResponse
 
 
@@ -76,14 +77,21 @@ def _settings_json(version: VersionDescription) -> dict[str, Any]:
         "parallelLevel": 0,
         "deviceType": settings.device_type or _device_in_use(version),
         **device_ids,
-        "continuousBatching": False,
-        "useJobTicket": False,
+        "continuousBatching": settings.continuous,
+        "useJobTicket": settings.batch.use_tickets,
         "useVenv": False,
-        "stateful": False,
-        "sequenceMaxIdleMSec": 0,
-        "sequenceTimeoutMSec": 0,
-        "maxNumSequence": 0,
-        "maxSequenceJobQueueSize": 0,
+        **_sequence_json(settings),
+    }
+
+
+def _sequence_json(settings: ModelSettings) -> dict[str, Any]:
+    sequences = settings.sequences
+    return {
+        "stateful": sequences is not None or settings.sequences_unbounded,
+        "sequenceMaxIdleMSec": round(sequences.max_idle_s * 1000) if sequences else 0,
+        "sequenceTimeoutMSec": round(sequences.timeout_s * 1000) if sequences else 0,
+        "maxNumSequence": sequences.max_sequences if sequences else 0,
+        "maxSequenceJobQueueSize": sequences.max_queue_size if sequences else 0,
     }
 
 

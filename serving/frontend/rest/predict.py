@@ -54,7 +54,7 @@ class Predictor:
         request = InferRequest(call.request_id, parameters, headers, deadline_s)
         watched = self._watch.enter(receive)
         try:
-            response = await self._dataplane.infer(model, target.version, request)
+            response = await self._dataplane.infer(model, target.version, request, target.group)
             if isinstance(response, StreamedResponse):
                 await _send_stream(call, response)
                 return

@@ -26,6 +26,11 @@ class Target(NamedTuple):
     headers: Pairs = ()  # what the handler sees beside the client's headers
     takes_query: bool = False  # query parameters reach the handler too
 
+    @property
+    def group(self) -> str:
+        """Who may share a batch with it: an explanation is another call of the handler than a prediction."""
+        return "explain" if EXPLAIN_YES[0] in self.headers else ""
+
 
 @lru_cache(maxsize=1024)  # the same few paths come again and again, and every request asks
 def prediction_target(path: str) -> Target | None:

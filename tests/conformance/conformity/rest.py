@@ -1,4 +1,4 @@
-"""One REST request and its answer, as the recordings describe them; what is kept is what clients depend on."""
+"""One REST request and its answer, as the recordings describe them; kept is what clients depend on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # The headers that are compared; those that differ by nature (dates, lengths) or by server are not.
-WATCHED = ("content-type", "transfer-encoding", "connection", "cache-control", "pragma", "expires", "x-answer")
+WATCHED = (
+    "content-type",
+    "transfer-encoding",
+    "connection",
+    "cache-control",
+    "pragma",
+    "expires",
+    "x-answer",
+)
 TIMEOUT_S = 60.0
 BOUNDARY = "conformity-boundary"
 

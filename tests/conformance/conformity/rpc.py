@@ -45,9 +45,7 @@ def call(record: Mapping[str, Any], addresses: Mapping[str, str]) -> RpcAnswer:
             return RpcAnswer(err.code().name, (), err.details() or "")
 
 
-def _messages(
-    channel: grpc.Channel, method: MethodDescriptor, fields: Mapping[str, Any]
-) -> Iterator[Any]:
+def _messages(channel: grpc.Channel, method: MethodDescriptor, fields: Mapping[str, Any]) -> Iterator[Any]:
     if "input" in fields:
         fields = {**fields, "input": {name: text.encode() for name, text in fields["input"].items()}}
     request = GetMessageClass(method.input_type)(**fields)

@@ -1,4 +1,4 @@
-"""Runs the servers that are compared, each in a folder of its own: torchere, and the real TorchServe 0.12.0."""
+"""Runs the servers that are compared, each in its own folder: torchere, and the real TorchServe 0.12.0."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class FakeDataPlane:
         self.is_healthy = True
         self.is_ready = Readiness(True)
 
-    async def infer(self, model: str, version: str | None, request: InferRequest) -> Any:
+    async def infer(self, model: str, version: str | None, request: InferRequest, group: str = "") -> Any:
         self.check_exists(model, version)
         self.asked.append((model, version, request))
         if self.behave is None:

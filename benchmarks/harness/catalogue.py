@@ -1,0 +1,19 @@
+"""Every row there is."""
+
+from __future__ import annotations
+
+from harness import rows_grpc, rows_http, rows_image, rows_life, rows_overload
+from harness.rows import Row
+
+PEERS = frozenset({"torchserve", "mosec", "litserve", "triton"})  # contenders that `--peers` chooses from
+
+
+def rows() -> list[Row]:
+    """The rows in the order of the table."""
+    return [
+        *rows_http.rows(),
+        *rows_grpc.rows(),
+        *rows_life.rows(),
+        *rows_overload.rows(),
+        *rows_image.rows(),
+    ]

@@ -1,0 +1,54 @@
+{{/* What a schema can't say: values that need or exclude each other. Each message says what to do. */}}
+{{- define "torchere.checks" -}}
+{{- $v := include "torchere.effective" . | fromYaml -}}
+{{- if regexMatch "(^|/)pytorch/torchserve(-nightly)?(:|@|$)" (.Values.torchserve_image | default "") -}}
+{{- fail "torchserve_image names TorchServe's own image, which this chart can't run: it has no /livez and /readyz. Remove torchserve_image, and set image.repository and image.tag to an image of torchere." -}}
+{{- end -}}
+{{- if and .Values.namespace (ne .Values.namespace .Release.Namespace) (ne .Values.namespace "torchserve") -}}
+{{- fail (printf "namespace: %s has no effect, neither here nor in TorchServe's chart: install with --namespace %s, and remove the value." .Values.namespace .Values.namespace) -}}
+{{- end -}}
+{{- if and .Values.autoscaling.enabled .Values.keda.enabled -}}
+{{- fail "autoscaling.enabled and keda.enabled: two autoscalers would fight over one Deployment; enable one." -}}
+{{- end -}}
+{{- if and .Values.autoscaling.enabled (gt (int .Values.autoscaling.minReplicas) (int .Values.autoscaling.maxReplicas)) -}}
+{{- fail (printf "autoscaling.minReplicas is %v, more than maxReplicas, %v." .Values.autoscaling.minReplicas .Values.autoscaling.maxReplicas) -}}
+{{- end -}}
+{{- if and .Values.keda.enabled (gt (int .Values.keda.minReplicas) (int .Values.keda.maxReplicas)) -}}
+{{- fail (printf "keda.minReplicas is %v, more than maxReplicas, %v." .Values.keda.minReplicas .Values.keda.maxReplicas) -}}
+{{- end -}}
+{{- $many := or .Values.autoscaling.enabled .Values.keda.enabled (gt (int $v.replicas) 1) -}}
+{{- if and .Values.auth.enabled $many -}}
+{{- fail "auth.enabled: every server makes its own tokens, so a client's token would fit one pod of many. Set replicaCount to 1 without autoscaling, or auth.enabled to false and let networkPolicy.inferenceFrom or an ingress say who may call." -}}
+{{- end -}}
+{{- if and .Values.management.modelApi (not .Values.management.enabled) -}}
+{{- fail "management.modelApi needs management.enabled; without it nobody could call the model API." -}}
+{{- end -}}
+{{- if and .Values.management.modelApi $many -}}
+{{- fail "management.modelApi: a registration reaches one pod of many, and is gone with it. List the archives in models instead, or set replicaCount to 1 without autoscaling." -}}
+{{- end -}}
+{{- if and .Values.tls.enabled (not .Values.tls.secretName) -}}
+{{- fail "tls.enabled needs tls.secretName: a Secret of type kubernetes.io/tls." -}}
+{{- end -}}
+{{- $store := $v.storeType -}}
+{{- if and (eq $store "pvc") (not $v.claimName) -}}
+{{- fail "modelStore.type pvc needs modelStore.pvc.claimName: an existing PersistentVolumeClaim." -}}
+{{- end -}}
+{{- if and (eq $store "image") (not .Values.modelStore.image.reference) -}}
+{{- fail "modelStore.type image needs modelStore.image.reference: an OCI image with the archives." -}}
+{{- end -}}
+{{- if and (eq $store "image") (not (semverCompare ">=1.33.0-0" .Capabilities.KubeVersion.Version)) -}}
+{{- fail (printf "modelStore.type image needs image volumes: Kubernetes 1.33 or later, found %s. Use modelStore.type init or pvc." .Capabilities.KubeVersion.Version) -}}
+{{- end -}}
+{{- if and (eq $store "s3") (not .Values.modelStore.s3.uri) -}}
+{{- fail "modelStore.type s3 needs modelStore.s3.uri: s3://bucket/prefix." -}}
+{{- end -}}
+{{- if and (eq $store "init") (not .Values.modelStore.init.image) -}}
+{{- fail "modelStore.type init needs modelStore.init.image: a container that writes archives into $MODEL_STORE." -}}
+{{- end -}}
+{{- if and (eq $v.configFrom "volume") (ne $store "pvc") -}}
+{{- fail "server.configFrom volume reads config/config.properties of a claim: it needs modelStore.type pvc." -}}
+{{- end -}}
+{{- if and (eq $v.configFrom "volume") (or .Values.models .Values.server.properties .Values.tls.enabled .Values.auth.enabled .Values.management.modelApi) -}}
+{{- fail "server.configFrom volume (implied by persistentVolume.name): the claim's config.properties says everything, so models, server.properties, tls, auth and management.modelApi must stay unset. Or use modelStore.pvc.claimName with server.configFrom chart." -}}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,47 @@
+{{/* The lines of config.properties. Keys that follow from other values can't be set twice. */}}
+{{- define "torchere.properties" -}}
+{{- $v := include "torchere.effective" . | fromYaml -}}
+{{- $p := $v.ports -}}
+{{- $scheme := ternary "https" "http" .Values.tls.enabled -}}
+{{- $inside := ternary "0.0.0.0" "127.0.0.1" .Values.management.enabled -}}
+{{- $models := list -}}
+{{- range .Values.models -}}
+{{- $models = append $models (ternary (printf "%s=%s" (.name | default "") .archive) .archive (not (empty .name))) -}}
+{{- end -}}
+{{- $own := dict
+      "inference_address" (printf "%s://0.0.0.0:%v" $scheme $p.http)
+      "management_address" (printf "%s://%s:%v" $scheme $inside $p.management)
+      "metrics_address" (printf "http://0.0.0.0:%v" $p.metrics)
+      "grpc_inference_address" "0.0.0.0"
+      "grpc_inference_port" $p.grpc
+      "grpc_management_address" $inside
+      "grpc_management_port" $p.grpcManagement
+      "model_store" (include "torchere.store" .)
+      "load_models" (default "all" (join "," $models))
+      "default_workers_per_model" .Values.server.workersPerModel
+      "job_queue_size" .Values.server.queueSize
+      "default_response_timeout" .Values.server.responseTimeoutSeconds
+      "drain_delay_s" .Values.server.drainDelaySeconds
+      "drain_timeout_s" .Values.server.drainTimeoutSeconds
+      "ts_open_inference_protocol" .Values.server.openInferenceProtocol
+      "enable_model_api" .Values.management.modelApi
+      "disable_token_authorization" (not .Values.auth.enabled) -}}
+{{- if .Values.auth.enabled -}}
+{{- $_ := set $own "key_file" "/run/torchere/key_file.json" -}}
+{{- $_ := set $own "token_expiration_min" .Values.auth.expirationMinutes -}}
+{{- end -}}
+{{- if .Values.tls.enabled -}}
+{{- $_ := set $own "certificate_file" "/run/torchere-tls/tls.crt" -}}
+{{- $_ := set $own "private_key_file" "/run/torchere-tls/tls.key" -}}
+{{- $_ := set $own "enable_grpc_ssl" true -}}
+{{- end -}}
+{{- range $key, $_ := .Values.server.properties -}}
+{{- if hasKey $own $key -}}
+{{- fail (printf "server.properties.%s: the chart makes this key of its other values; set those (see values.yaml)" $key) -}}
+{{- end -}}
+{{- end -}}
+{{- $suggested := dict "grpc_inference_max_connection_age_ms" 300000 "grpc_inference_max_connection_age_grace_ms" 60000 -}}
+{{- range $key, $value := merge $own .Values.server.properties $suggested }}
+{{ $key }}={{ include "torchere.plain" $value }}
+{{- end }}
+{{- end -}}
