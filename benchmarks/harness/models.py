@@ -7,9 +7,8 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchere.archiver import ArchiveRequest, write_archive
-
 from harness.paths import ROOT
+from torchere.archiver import ArchiveRequest, write_archive
 
 FEATURES = 64  # of the tiny MLP: 4 layers of 64 x 64
 WIDE = 1024  # of the MLP whose forward takes milliseconds: 8 layers of 1024 x 1024
@@ -45,9 +44,9 @@ class Workshop:
         return path
 
     def archive(self, name: str) -> str:
-        """Pack one of `_ARCHIVES`; returns its file name in the store."""
-        packing = _ARCHIVES[name]
+        """Pack one of `_ARCHIVES` if it is not in the store; returns its file name there."""
         if not (self.store / f"{name}.mar").exists():
+            packing = _ARCHIVES[name]
             config = self.folder / f"{name}.yaml"
             config.write_text(packing.config, encoding="utf-8")
             write_archive(

@@ -20,7 +20,9 @@ def draw(result: Result, folder: Path) -> list[Path]:
     """
     python = environment("plots") / "bin" / "python"
     command = [str(python), str(SCRIPTS / "draw_plots.py"), str(folder)]
-    done = subprocess.run(command, input=json.dumps(plain(result)), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, input=json.dumps(plain(result)), capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise Unavailable(f"drawing failed: {done.stderr.strip().splitlines()[-1:]}")
     return [Path(line) for line in done.stdout.splitlines()]

@@ -41,7 +41,10 @@ def measure(row: Row, conditions: Conditions, count: int) -> Measured:
                 measured.missing[name] = f"round {number + 1}: {reason}"
                 figures = {}
             taken[name].append(figures)
-            print(line(figures, row.columns) if figures else f"nothing: {measured.missing[name][:300]}", flush=True)
+            print(
+                line(figures, row.columns) if figures else f"nothing: {measured.missing[name][:300]}",
+                flush=True,
+            )
     measured.samples = {name: _by_metric(rounds) for name, rounds in taken.items() if any(rounds)}
     return measured
 

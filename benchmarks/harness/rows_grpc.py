@@ -7,7 +7,6 @@ import tempfile
 from pathlib import Path
 
 import grpc
-from torchere.serving.frontend.grpc.protos import inference_pb2
 
 from harness import servers
 from harness.errors import Failed
@@ -17,6 +16,7 @@ from harness.models import instances_body
 from harness.paths import SCRIPTS
 from harness.processes import START_S, Endpoint, free_ports, serving
 from harness.rows import Conditions, Figures, Row
+from torchere.serving.frontend.grpc.protos import inference_pb2
 
 _METHOD = "/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions"
 _CONNECTIONS, _STREAMS = 8, 4
@@ -49,7 +49,9 @@ def _measure(endpoint: Endpoint, wanted: bytes, conditions: Conditions) -> Figur
     message = request.SerializeToString()
     _until_answered(endpoint, message, wanted)
     loads = [
-        grpc_load(endpoint.grpc, _METHOD, message, connections=_CONNECTIONS, streams=_STREAMS, seconds=seconds)
+        grpc_load(
+            endpoint.grpc, _METHOD, message, connections=_CONNECTIONS, streams=_STREAMS, seconds=seconds
+        )
         for seconds in (_WARM_UP_S, conditions.seconds)
     ]
     return {"rps": loads[-1].per_second, "mean_ms": loads[-1].latency_ms["mean"]}

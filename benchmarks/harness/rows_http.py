@@ -83,8 +83,12 @@ def _tiny() -> Row:
         },
         (
             Goal("req/s at 32 clients, to TorchServe", "rps_32", 12, against=("torchserve",)),
-            Goal("req/s at 32 clients, to the best of mosec, Triton, LitServe", "rps_32", 1.1, against=others),
-            Goal("req/s at 128 clients, to the best of mosec, Triton, LitServe", "rps_128", 1.0, against=others),
+            Goal(
+                "req/s at 32 clients, to the best of mosec, Triton, LitServe", "rps_32", 1.1, against=others
+            ),
+            Goal(
+                "req/s at 128 clients, to the best of mosec, Triton, LitServe", "rps_128", 1.0, against=others
+            ),
             Goal(
                 "p50 of 1 client, to the best peer",
                 "p50_1_ms",

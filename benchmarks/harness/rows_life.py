@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from torchere.serving.bench_client import Client, ConnectionLost, Target, request_bytes
-
 from harness import servers
 from harness.errors import Failed
 from harness.figures import Goal
@@ -22,6 +20,7 @@ from harness.models import LARGE, LARGE_LAYERS, Workshop, instances_body, plain_
 from harness.paths import SCRIPTS
 from harness.processes import Endpoint, Probe, until_answered
 from harness.rows import Conditions, Figures, Measure, Row
+from torchere.serving.bench_client import Client, ConnectionLost, Target, request_bytes
 
 _ENVELOPE = "service_envelope=json\n"
 _KILL_CLIENTS = 8

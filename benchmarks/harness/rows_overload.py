@@ -9,13 +9,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
-from torchere.serving.bench_client import Client, ConnectionLost, Reply, Target, request_bytes
-from torchere.serving.bench_figures import percentile
-
 from harness import servers
 from harness.figures import Goal
 from harness.processes import Endpoint, Probe, until_answered
 from harness.rows import Conditions, Figures, Measure, Row
+from torchere.serving.bench_client import Client, ConnectionLost, Reply, Target, request_bytes
+from torchere.serving.bench_figures import percentile
 
 DEADLINE_S = 0.25
 PEAK_CLIENTS = 8  # enough to keep one executor busy, few enough that all are in time
@@ -106,7 +105,10 @@ async def _overload(endpoint: Endpoint, seconds: float) -> Figures:
         after = await generator.report()
         figures[f"goodput_{factor:g}x"] = seen.in_time() / seconds
         if factor == FACTORS[-1]:
-            figures |= {"refused": float(seen.refused), "late": float(after.get("late", 0) - before.get("late", 0))}
+            figures |= {
+                "refused": float(seen.refused),
+                "late": float(after.get("late", 0) - before.get("late", 0)),
+            }
             if seen.latencies_s:
                 figures["p99_ms"] = percentile(sorted(seen.latencies_s), 99) * 1000
     generator.close()
@@ -143,7 +145,15 @@ def rows() -> list[Row]:
                 "late": "begun late",
             },
             (
-                Goal("goodput at 3 x, to its own peak", "goodput_3x", 0.9, True, ("torchere",), "torchere", "peak_rps"),
+                Goal(
+                    "goodput at 3 x, to its own peak",
+                    "goodput_3x",
+                    0.9,
+                    True,
+                    ("torchere",),
+                    "torchere",
+                    "peak_rps",
+                ),
                 Goal("p99 of answered requests, ms", "p99_ms", 250, more_is_better=False),
                 Goal("requests begun after their deadline", "late", 0, more_is_better=False),
             ),

@@ -15,7 +15,7 @@ from typing import Any
 import matplotlib as mpl  # type: ignore[import-not-found,unused-ignore]  # lives in an environment of its own
 
 mpl.use("Agg")
-from matplotlib import pyplot as plt  # type: ignore[import-not-found,unused-ignore]  # noqa: E402
+from matplotlib import pyplot as plt  # type: ignore[import-not-found,unused-ignore]
 
 Samples = dict[str, dict[str, list[float | None]]]
 _PERCENTS = ("1", "5", "10", "25", "50", "75", "90", "95", "99", "99.9")

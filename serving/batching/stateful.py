@@ -232,11 +232,17 @@ def sequence_of(request: InferRequest) -> str:
 
 
 def begin_sequence(request: InferRequest) -> InferRequest:
-    """The request with a sequence: one that names none begins its own, and its handler sees that it does."""
+    """The request with a sequence: one that names none begins its own, and its handler sees that it does.
+
+    HTTP clients may spell the header as they like; the handler finds it under the name it knows.
+    """
     if sequence_of(request):
         return request
-    name = f"ts-seq-{request.request_id}"
-    headers = (*request.headers, (SEQUENCE_START, "true"), (SEQUENCE_ID, name))
+    named = [value for name, value in request.headers if name.lower() == SEQUENCE_ID and value]
+    added = [(SEQUENCE_ID, named[-1])] if named else []
+    if not named:
+        added = [(SEQUENCE_START, "true"), (SEQUENCE_ID, f"ts-seq-{request.request_id}")]
+    headers = (*request.headers, *added)
     return InferRequest(request.request_id, request.parameters, headers, request.deadline_s)
 
 

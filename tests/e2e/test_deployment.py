@@ -86,7 +86,8 @@ class Deployment:
     def call(
         self, method: str, path: str, body: bytes | None = None, api: str = "Inference"
     ) -> tuple[int, Any]:
-        request = urllib.request.Request(f"{self.address(api)}{path}", body, method=method)
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(f"{self.address(api)}{path}", body, headers, method=method)
         try:
             with urllib.request.urlopen(request, timeout=60) as answer:
                 return answer.status, json.loads(answer.read())
@@ -116,7 +117,7 @@ def test_the_images_command_line_starts_answers_and_stops(deployment: Deployment
     assert deployment.run(*command, "--models", "mlp=mlp.mar", "echo.mar").returncode == 0
     deployment.wait_until_started()
     status, answer = deployment.call("POST", "/predictions/mlp", ROW)
-    assert (status, list(answer)) == (200, ["y"]), deployment.log()
+    assert (status, list(answer)) == (200, ["y"])
     assert deployment.call("POST", "/predictions/echo", b"x")[0] == 200
     pid = deployment.pid
     assert "org.pytorch.serve.ModelServer" in " ".join(psutil.Process(pid).cmdline())

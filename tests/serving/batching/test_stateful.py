@@ -171,3 +171,9 @@ def test_a_request_without_a_sequence_begins_one_and_its_handler_sees_that() -> 
     }
     named = InferRequest("id", (), ((SEQUENCE_ID, "mine"),))
     assert begin_sequence(named) is named
+
+
+def test_the_header_of_a_sequence_may_be_spelt_in_any_case() -> None:
+    spelt = begin_sequence(InferRequest("id", (), (("Ts_Request_Sequence_Id", "mine"),)))
+    assert dict(spelt.headers)[SEQUENCE_ID] == "mine"
+    assert "ts_request_sequence_start" not in dict(spelt.headers)
