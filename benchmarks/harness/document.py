@@ -13,8 +13,8 @@ _HEAD = """# Benchmarks
 Written by `python benchmarks/run.py --write-docs`; do not edit. `make bench` repeats the run on your machine.
 
 Every figure is the median over the rounds, with the least and the greatest in brackets. One server is up at a
-time, all with the same client, on the same cores as the client; each round measures every contender once. Goals
-are ratios within one round: absolute figures drift with the machine, ratios much less.
+time, all with the same client, on the same cores as the client; each round measures every contender once.
+Goals are ratios within one round: absolute figures drift with the machine, ratios much less.
 """
 
 
@@ -29,8 +29,8 @@ def _machine(machine: Machine, rounds: int, seconds: float) -> str:
     return (
         f"Measured {machine.date} on {machine.cpu}, {machine.cores} cores, {machine.memory_gib:g} GiB, "
         f"{machine.system}; Python {machine.python}, PyTorch {machine.torch}, torchere {machine.torchere} "
-        f"(commit {machine.commit}); {rounds} rounds, {seconds:g} s a phase. Load average just before the run: "
-        f"{machine.load_before:g}{_quiet(machine)}.\n"
+        f"(commit {machine.commit}); {rounds} rounds, {seconds:g} s a phase. Load average just before the "
+        f"run: {machine.load_before:g}{_quiet(machine)}.\n"
     )
 
 

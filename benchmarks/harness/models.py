@@ -92,7 +92,7 @@ def _save_mlp(path: Path, width: int, layers: int) -> None:
             "ignore", DeprecationWarning
         )  # torch.jit works; what is archived today is made by it
         module = torch.jit.freeze(torch.jit.script(torch.nn.Sequential(*stack[:-1]).eval()))
-        module.save(str(path))  # type: ignore[no-untyped-call]
+        module.save(str(path))
 
 
 def row(width: int) -> list[float]:

@@ -60,7 +60,7 @@ def _measure(endpoint: Endpoint, wanted: bytes, conditions: Conditions) -> Figur
 def _until_answered(endpoint: Endpoint, message: bytes, wanted: bytes) -> None:
     """Ask with gRPC's own client until the answer is right: h2load does not look into answers."""
     with grpc.insecure_channel(endpoint.grpc) as channel:
-        call = channel.unary_unary(_METHOD)  # bytes in, bytes out
+        call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_METHOD)  # bytes in, bytes out
         grpc.channel_ready_future(channel).result(START_S)
         answer = call(message, timeout=START_S, wait_for_ready=True)
         for _ in range(1000):
@@ -76,8 +76,9 @@ def rows() -> list[Row]:
         Row(
             "grpc",
             "gRPC Predictions",
-            f"The tiny MLP of the first row over gRPC: h2load with {_CONNECTIONS} connections of {_STREAMS} streams. "
-            "The echo is a bare grpc.aio server that gives back the bytes it got: the floor for any in Python.",
+            f"The tiny MLP of the first row over gRPC: h2load with {_CONNECTIONS} connections of "
+            f"{_STREAMS} streams. The echo is a bare grpc.aio server that gives back the bytes it got: the "
+            "floor for any in Python.",
             {"torchere": _torchere, "grpc.aio echo": _echo, "torchserve": _torchserve},
             {"rps": "calls/s", "mean_ms": "mean ms"},
             (

@@ -68,9 +68,10 @@ def _tiny() -> Row:
     return Row(
         "tiny_mlp",
         "Tiny MLP, thread executors",
-        "TorchScript MLP of 4 layers 64 x 64; 64 floats in and out as JSON over REST, wrk. torchere and TorchServe "
-        "serve the same archive (base_handler, json envelope, batches of up to 32, 2 workers); mosec, LitServe "
-        "and Triton run the same file with batches of up to 32 in one worker, as their documents say.",
+        "TorchScript MLP of 4 layers 64 x 64; 64 floats in and out as JSON over REST, wrk. torchere and "
+        "TorchServe serve the same archive (base_handler, json envelope, batches of up to 32, 2 workers); "
+        "mosec, LitServe and Triton run the same file with batches of up to 32 in one worker, as their "
+        "documents say.",
         contenders,
         {
             "rps_1": "req/s, 1 client",
@@ -114,8 +115,8 @@ def _custom() -> Row:
     return Row(
         "custom_handler",
         "Custom handler, process executors",
-        "The same MLP behind a handler of the archive's own, written for TorchServe; 2 workers, batch size 1. "
-        "Both serve the same archive.",
+        "The same MLP behind a handler of the archive's own, written for TorchServe; 2 workers, batch "
+        "size 1. Both serve the same archive.",
         {"torchere": torchere, "torchserve": torchserve},
         {
             "rps_1": "req/s, 1 client",
@@ -148,8 +149,8 @@ def _two_threads() -> Row:
     return Row(
         "two_threads",
         "Two executor threads on one copy of the weights",
-        "TorchScript MLP of 8 layers 1024 x 1024 on 32 rows that the handler makes itself, so that the forward is "
-        "what is timed; 4 clients. wrk and the event loop take their share of the same cores.",
+        "TorchScript MLP of 8 layers 1024 x 1024 on 32 rows that the handler makes itself, so that the "
+        "forward is what is timed; 4 clients. wrk and the event loop take their share of the same cores.",
         {"2 threads": with_threads(2), "1 thread": with_threads(1)},
         {"forward_per_s": "forwards/s", "p50_ms": "p50 ms"},
         (goal,),

@@ -43,11 +43,11 @@ def _picture() -> bytes:
     """A square photograph as JPEG."""
     try:
         from PIL import Image  # noqa: PLC0415  # needed by this row only, as is the next
-        from skimage import data  # noqa: PLC0415
+        from skimage.data import data_dir  # noqa: PLC0415
     except ImportError as err:
         raise Unavailable(f"{err}; the photograph comes with pip install -e '.[demo]'") from err
     buffer = io.BytesIO()
-    Image.fromarray(data.chelsea()).resize((_SIDE, _SIDE)).save(buffer, "JPEG", quality=90)
+    Image.open(Path(data_dir, "chelsea.png")).resize((_SIDE, _SIDE)).save(buffer, "JPEG", quality=90)
     return buffer.getvalue()
 
 
@@ -80,9 +80,10 @@ def rows() -> list[Row]:
         Row(
             "image",
             "Image classification, EfficientNet-Lite0",
-            f"The demo's fp32 archive (built-in image_classifier, 2 threads): a JPEG of {_SIDE} x {_SIDE} pixels in, "
-            f"five labels out, {_CLIENTS} clients. The bare loop runs forward only, on tensors that are there "
-            "already, with every batch size up to 16 and the better of one loop on all cores and one loop a core.",
+            f"The demo's fp32 archive (built-in image_classifier, 2 threads): a JPEG of {_SIDE} x {_SIDE} "
+            f"pixels in, five labels out, {_CLIENTS} clients. The bare loop runs forward only, on tensors "
+            "that are there already, with every batch size up to 16 and the better of one loop on all "
+            "cores and one loop a core.",
             {"torchere": _torchere, "bare loop": _bare},
             {"pictures_per_s": "pictures/s", "p50_ms": "p50 ms", "batch": "best batch"},
             (

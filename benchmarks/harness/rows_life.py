@@ -48,9 +48,9 @@ def _cold() -> Row:
     return Row(
         "cold_start",
         "Cold start with a 400 MB archive",
-        "From the start of the process to the first right answer, asked for every 5 ms; one worker. The floor is "
-        "a Python process that imports torch, loads the same file with torch.jit.load and runs it once. The "
-        "files are in the page cache.",
+        "From the start of the process to the first right answer, asked for every 5 ms; one worker. The "
+        "floor is a Python process that imports torch, loads the same file with torch.jit.load and runs "
+        "it once. The files are in the page cache.",
         {"torchere": served(servers.torchere), "bare torch": bare, "torchserve": served(servers.torchserve)},
         {"first_answer_s": "first answer s"},
         (
@@ -84,8 +84,9 @@ def _kill() -> Row:
     return Row(
         "kill",
         "kill -9 of a worker under load",
-        f"Two workers, batch size 1, {_KILL_CLIENTS} clients. From the kill of one worker to the first answer of the "
-        "process that replaces it, whose id is in the answer. Failures are the answers other than 200 meanwhile.",
+        f"Two workers, batch size 1, {_KILL_CLIENTS} clients. From the kill of one worker to the first "
+        "answer of the process that replaces it, whose id is in the answer. Failures are the answers "
+        "other than 200 meanwhile.",
         {"torchere": served(servers.torchere), "torchserve": served(servers.torchserve)},
         {"back_s": "back after s", "failures": "failures"},
         (

@@ -1,4 +1,4 @@
-"""The row of overload: three times what the server can do, and every client gives up after a quarter second."""
+"""The row of overload: three times what the server can do, from clients that wait a quarter second."""
 
 from __future__ import annotations
 
@@ -131,10 +131,11 @@ def rows() -> list[Row]:
         Row(
             "overload",
             "Three times the capacity, with deadlines of 250 ms",
-            "One worker that is busy 8 ms for a request (asleep, so that the client finds a core). The peak is "
-            "the rate of 8 closed-loop clients; then requests come at 0.5, 1, 2 and 3 times the peak, each with a "
-            "deadline of 250 ms (header x-torchere-timeout-ms, which TorchServe does not know). Goodput is the "
-            "rate of answers within the deadline; late counts the requests the handler began after theirs.",
+            "One worker that is busy 8 ms for a request (asleep, so that the client finds a core). The "
+            "peak is the rate of 8 closed-loop clients; then requests come at 0.5, 1, 2 and 3 times the "
+            "peak, each with a deadline of 250 ms (header x-torchere-timeout-ms, which TorchServe does "
+            "not know). Goodput is the rate of answers within the deadline; late counts the requests the "
+            "handler began after theirs.",
             {"torchere": _served(servers.torchere), "torchserve": _served(servers.torchserve)},
             {
                 "peak_rps": "peak req/s",

@@ -16,10 +16,10 @@ async def echo(request: bytes, _context: object) -> bytes:
     return request
 
 
-class Echo(grpc.GenericRpcHandler):  # type: ignore[misc]
+class Echo(grpc.GenericRpcHandler):
     """Answers every method, without (de)serialising."""
 
-    def service(self, handler_call_details: object) -> grpc.RpcMethodHandler:
+    def service(self, handler_call_details: object) -> grpc.RpcMethodHandler[bytes, bytes]:
         """The handler of a call."""
         return grpc.unary_unary_rpc_method_handler(echo)
 

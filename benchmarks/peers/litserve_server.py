@@ -27,7 +27,7 @@ class Mlp(litserve.LitAPI):  # type: ignore[misc]
     def predict(self, x: torch.Tensor) -> torch.Tensor:
         """One batch."""
         with torch.inference_mode():
-            return self.model(x)  # type: ignore[no-any-return]
+            return self.model(x)
 
     def unbatch(self, output: torch.Tensor) -> list[list[float]]:
         """The rows as answers."""

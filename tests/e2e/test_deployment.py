@@ -46,21 +46,24 @@ class Deployment:
     folder: Path
     variables: dict[str, str] = field(default_factory=dict)
 
-    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """Run a command that ends by itself; a server it leaves behind writes to `server.log`."""
+    def start(self, *command: str) -> int:
+        """Run a command to its end and return its status; a server it leaves writes to `server.log`."""
         with (self.folder / "server.log").open("w") as log:
-            done = subprocess.run(
-                command,
-                cwd=self.folder,
-                env=self.environ,
-                stdout=log,
-                stderr=log,
-                text=True,
-                timeout=60,
-                check=False,
-            )
-        done.stdout = self.log()
-        return done
+            return subprocess.run(
+                command, cwd=self.folder, env=self.environ, stdout=log, stderr=log, timeout=60, check=False
+            ).returncode
+
+    def ask(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """Run a command that leaves nothing behind."""
+        return subprocess.run(
+            command,
+            cwd=self.folder,
+            env=self.environ,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
 
     @property
     def environ(self) -> dict[str, str]:
@@ -96,7 +99,7 @@ class Deployment:
                 return err.code, json.loads(err.read())
 
     def stop(self) -> str:
-        return self.run(TORCHSERVE, "--stop", "--foreground").stdout
+        return self.ask(TORCHSERVE, "--stop", "--foreground").stdout
 
 
 @pytest.fixture
@@ -114,16 +117,14 @@ def deployment(tmp_path: Path) -> Iterator[Deployment]:
 
 def test_the_images_command_line_starts_answers_and_stops(deployment: Deployment) -> None:
     command = [TORCHSERVE, "--start", "--ts-config", "config.properties", "--disable-token-auth"]
-    assert deployment.run(*command, "--models", "mlp=mlp.mar", "echo.mar").returncode == 0
+    assert deployment.start(*command, "--models", "mlp=mlp.mar", "echo.mar") == 0
     deployment.wait_until_started()
     status, answer = deployment.call("POST", "/predictions/mlp", ROW)
     assert (status, list(answer)) == (200, ["y"])
     assert deployment.call("POST", "/predictions/echo", b"x")[0] == 200
     pid = deployment.pid
     assert "org.pytorch.serve.ModelServer" in " ".join(psutil.Process(pid).cmdline())
-    again = subprocess.run(
-        command, cwd=deployment.folder, env=deployment.environ, capture_output=True, text=True, check=False
-    )
+    again = deployment.ask(*command)
     assert (again.returncode, "already running" in again.stdout) == (1, True)
     assert deployment.stop() == "TorchServe has stopped.\n"
     assert not psutil.pid_exists(pid)
@@ -135,7 +136,7 @@ def test_the_images_command_line_starts_answers_and_stops(deployment: Deployment
 
 def test_a_restart_restores_what_was_changed_over_the_api(deployment: Deployment) -> None:
     flags = ["--disable-token-auth", "--enable-model-api"]
-    deployment.run(TORCHSERVE, "--start", "--ts-config", "config.properties", *flags)
+    deployment.start(TORCHSERVE, "--start", "--ts-config", "config.properties", *flags)
     deployment.wait_until_started()
     query = "url=mlp.mar&model_name=net&initial_workers=1&batch_size=3&max_batch_delay=7"
     assert deployment.call("POST", f"/models?{query}", api="Management")[0] == 200
@@ -148,7 +149,7 @@ def test_a_restart_restores_what_was_changed_over_the_api(deployment: Deployment
     kinds = [name.rpartition("-")[2] for name in sorted(os.listdir(deployment.folder / "logs" / "config"))]
     assert kinds == ["startup.cfg", "snapshot.cfg", "snapshot.cfg", "snapshot.cfg", "shutdown.cfg"]
 
-    assert deployment.run(TORCHSERVE, "--start", "--disable-token-auth").returncode == 0  # no --ts-config
+    assert deployment.start(TORCHSERVE, "--start", "--disable-token-auth") == 0  # no --ts-config
     deployment.wait_until_started()
     status, described = deployment.call("GET", "/models/net/all", api="Management")
     first = next(one for one in described if one["modelVersion"] == "1.0")
@@ -167,7 +168,7 @@ def test_a_snapshot_whose_archive_is_gone_stops_the_start(deployment: Deployment
     models = {name: {"1.0": {**entry, "marName": f"{name}.mar"}} for name in ("mlp", "gone")}
     snapshot = IMAGE_CONFIG + f"model_snapshot={json.dumps({'models': models})}\n"
     (config / "20250101000000000-shutdown.cfg").write_text(snapshot)
-    done = deployment.run(TORCHSERVE, "--start", "--foreground")
+    done = deployment.ask(TORCHSERVE, "--start", "--foreground")
     assert done.returncode == 1
     assert "not in the model store: gone.mar (gone 1.0)" in done.stdout
     assert STARTED not in done.stdout
@@ -245,7 +246,7 @@ def test_sagemakers_command_line_with_a_folder_as_the_model(deployment: Deployme
     deployment.variables = {"SAGEMAKER_TS_BATCH_SIZE": "2"}
     command = [TORCHSERVE, "--start", "--model-store", "model-store", "--log-config", "log4j2.xml"]
     command += ["--ts-config", "sagemaker-ts.properties", "--models", f"model={model}"]
-    assert deployment.run(*command).returncode == 0
+    assert deployment.start(*command) == 0
     deployment.wait_until_started()
     (described,) = deployment.call("GET", "/models/model")[1]
     assert (described["batchSize"], described["modelUrl"]) == (2, str(model))
