@@ -27,11 +27,11 @@ class Mlp(litserve.LitAPI):  # type: ignore[misc]
     def predict(self, x: torch.Tensor) -> torch.Tensor:
         """One batch."""
         with torch.inference_mode():
-            return self.model(x)
+            return self.model(x)  # type: ignore[no-any-return]
 
     def unbatch(self, output: torch.Tensor) -> list[list[float]]:
         """The rows as answers."""
-        return output.tolist()  # type: ignore[no-any-return]
+        return output.tolist()
 
     def encode_response(self, output: list[float]) -> dict[str, list[float]]:
         """One answer."""

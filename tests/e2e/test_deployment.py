@@ -89,7 +89,7 @@ class Deployment:
     def call(
         self, method: str, path: str, body: bytes | None = None, api: str = "Inference"
     ) -> tuple[int, Any]:
-        headers = {"content-type": "application/json"}
+        headers = {"content-type": "application/json"} if body is not None else {}
         request = urllib.request.Request(f"{self.address(api)}{path}", body, headers, method=method)
         try:
             with urllib.request.urlopen(request, timeout=60) as answer:
@@ -218,7 +218,7 @@ def test_kserves_single_port_configuration_with_a_model_snapshot(deployment: Dep
     assert deployment.pid == process.pid  # signals of the container's runtime reach the server
     (model,) = deployment.call("GET", "/models/net?customized=false")[1]
     assert (model["maxWorkers"], model["jobQueueStatus"]["remainingCapacity"]) == (5, 11)
-    instances = json.dumps({"instances": [{"x": [0.5] * 8}]}).encode()
+    instances = json.dumps({"instances": [{"data": {"x": [0.5] * 8}}]}).encode()
     status, answer = deployment.call("POST", "/predictions/net", instances)
     assert status == 200, answer
     process.send_signal(signal.SIGTERM)

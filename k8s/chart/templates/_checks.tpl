@@ -7,6 +7,18 @@
 {{- if and .Values.namespace (ne .Values.namespace .Release.Namespace) (ne .Values.namespace "torchserve") -}}
 {{- fail (printf "namespace: %s has no effect, neither here nor in TorchServe's chart: install with --namespace %s, and remove the value." .Values.namespace .Values.namespace) -}}
 {{- end -}}
+{{- if eq .Values.image.tag "latest" -}}
+{{- fail "image.tag latest: what runs would change with no change here, and no roll-back could undo it. Set a version or image.digest." -}}
+{{- end -}}
+{{- if and .Values.service.headless (ne .Values.service.type "ClusterIP") -}}
+{{- fail (printf "service.headless and service.type %s exclude each other: a headless Service has no address to balance on." .Values.service.type) -}}
+{{- end -}}
+{{- if regexMatch "(_total|_microseconds|_count|_sum|_bucket|^Requests[245]XX)$" .Values.autoscaling.metric -}}
+{{- fail (printf "autoscaling.metric %s is a counter: it never goes down, so replicas never would. Use a gauge, like torchere_queue_depth." .Values.autoscaling.metric) -}}
+{{- end -}}
+{{- if and .Values.keda.enabled (eq (int .Values.keda.minReplicas) 0) (not .Values.keda.extraTriggers) -}}
+{{- fail "keda.minReplicas 0 needs keda.extraTriggers: where no server runs, no request waits in a queue, so nothing would ever start one. Count requests in front of the servers, or set minReplicas to 1." -}}
+{{- end -}}
 {{- if and .Values.autoscaling.enabled .Values.keda.enabled -}}
 {{- fail "autoscaling.enabled and keda.enabled: two autoscalers would fight over one Deployment; enable one." -}}
 {{- end -}}

@@ -89,3 +89,8 @@ configFrom, mount, limits. A value of theirs wins over a default of ours, for wh
 {{- define "torchere.grace" -}}
 {{- add (ceil .Values.server.drainDelaySeconds) (ceil .Values.server.drainTimeoutSeconds) 15 -}}
 {{- end -}}
+
+{{/* The port of the Service that clients call. */}}
+{{- define "torchere.httpPort" -}}
+{{- default (include "torchere.effective" . | fromYaml).ports.http .Values.service.httpPort -}}
+{{- end -}}

@@ -1,0 +1,120 @@
+"""`torchere bench` against tiny real servers on the loopback interface."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from torchere.serving.bench_client import Target, request_bytes
+from torchere.serving.cli import main
+
+
+class Model(BaseHTTPRequestHandler):
+    """Answers `/predictions/echo` and notes what it got; everything else is a 404 that closes the connection."""
+
+    protocol_version = "HTTP/1.1"
+    seen: list[tuple[str, bytes, str | None]]
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.seen.append((self.path, body, self.headers["X-Note"]))
+        known = self.path == "/predictions/echo"
+        self.send_response(200 if known else 404)
+        self.send_header("Content-Length", str(len(body)))
+        if not known:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_args: object) -> None:
+        pass
+
+
+class Garbage(Model):
+    """Answers with something that is not HTTP."""
+
+    def do_POST(self) -> None:
+        self.wfile.write(b"no such protocol\r\n\r\n")
+        self.close_connection = True
+
+
+@contextmanager
+def running(kind: type[Model]) -> Iterator[tuple[str, list[tuple[str, bytes, str | None]]]]:
+    handler = type("Handler", (kind,), {"seen": []})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", handler.seen
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def bench(url: str, model: str, *arguments: str) -> int:
+    return main(["bench", model, "--url", url, "--seconds", "0.3", "--clients", "2", *arguments])
+
+
+def test_it_sends_the_body_and_headers_and_prints_rate_and_latencies(capsys, tmp_path: Path):
+    (tmp_path / "body").write_bytes(b"\x00payload")
+    with running(Model) as (url, seen):
+        assert bench(url, "echo", "--body", str(tmp_path / "body"), "--header", "X-Note: a note") == 0
+    printed = capsys.readouterr()
+    rate, latencies = printed.out.splitlines()
+    assert float(rate.split()[0]) > 0
+    assert f"({len(seen)} answers in " in rate
+    assert latencies.startswith("p50 ")
+    assert set(seen) == {("/predictions/echo", b"\x00payload", "a note")}
+    assert printed.err == ""  # no progress bar where there is no terminal
+
+
+def test_error_statuses_are_counted_and_the_exit_status_tells(capsys):
+    with running(Model) as (url, seen):
+        assert bench(url, "nobody/2.0") == 1
+    assert f"{len(seen)} x status 404" in capsys.readouterr().out
+    assert seen[0][0] == "/predictions/nobody/2.0"
+
+
+def test_answers_that_are_not_http_are_lost_connections(capsys):
+    with running(Garbage) as (url, _seen):
+        assert bench(url, "echo") == 1
+    assert "no answer (connection lost)" in capsys.readouterr().out
+
+
+def test_a_server_that_is_not_there_is_lost_connections(capsys):
+    with running(Model) as (url, _seen):
+        pass
+    assert bench(url, "echo") == 1
+    assert "x no answer (connection lost)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--url", "localhost:8080"], "expected http://host:port"),
+        (["--header", "no colon"], "expected 'Name: value'"),
+        (["--body", "/no/such/file"], "No such file"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_in_words(capsys, arguments: list[str], said: str):
+    assert main(["bench", "echo", *arguments]) == 1
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--clients", "0"], ["--seconds", "-1"], ["--seconds", "soon"]])
+def test_numbers_out_of_range_are_wrong_usage(capsys, arguments: list[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "echo", *arguments])
+    assert ended.value.code == 2
+    assert "expected" in capsys.readouterr().err
+
+
+def test_a_header_with_a_line_break_is_refused():
+    target = Target.parse("http://[::1]:80/predictions/echo")
+    assert b"\r\nHost: [::1]:80\r\n" in request_bytes(target, b"", {})
+    with pytest.raises(ValueError, match="line break"):
+        request_bytes(target, b"", {"X-Note": "a\r\nForged: b"})
