@@ -33,13 +33,28 @@ class UnsupportedOutput(TypeError):
     """An element of the list a handler returned can't be turned into bytes."""
 
 
-class MetricsCacheTypeError(TypeError):
+class MetricsCacheError(Exception):
+    """What is wrong with a metric, or with the file that declares metrics; raised as one of its subclasses."""
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self.args))  # the text itself, where KeyError would show its repr
+
+
+class MetricsCacheTypeError(MetricsCacheError, TypeError):
     """A metric was declared with a name, unit, dimension or type of the wrong kind."""
 
 
-class MetricsCacheKeyError(KeyError):
-    """No metric of that name and type was declared."""
+class MetricsCacheKeyError(MetricsCacheError, KeyError):
+    """No metric of that name and type was declared; in a file: a key is missing or unknown."""
 
 
-class MetricsCacheValueError(ValueError):
+class MetricsCacheValueError(MetricsCacheError, ValueError):
     """A metric's unit or value is outside what its type allows."""
+
+
+class MetricsCachePyYamlError(MetricsCacheError, ValueError):
+    """The file that declares metrics is not YAML."""
+
+
+class MetricsCacheIOError(MetricsCacheError, OSError):
+    """The file that declares metrics can't be read."""

@@ -62,6 +62,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
         "errors:MetricsCacheTypeError",
         "errors:MetricsCacheKeyError",
         "errors:MetricsCacheValueError",
+        "errors:MetricsCachePyYamlError",
+        "errors:MetricsCacheIOError",
     ),
 }
 

@@ -125,6 +125,14 @@ def _check_config(options: argparse.Namespace) -> int:
     return 1 if failing else 0
 
 
+def _check_migration(options: argparse.Namespace) -> int:
+    from torchere.serving.migration import check_migration  # noqa: PLC0415 - imports the handlers
+
+    report = check_migration(options.ts_config, options.model_store, options.snapshots, os.environ)
+    print(report.as_json() if options.json else report.as_text())
+    return 1 if report.count("unsupported") else 0
+
+
 def _version(_options: argparse.Namespace) -> int:
     print(f"torchere {__version__}")
     print(f"answers as TorchServe {TORCHSERVE_VERSION}")
@@ -144,6 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_archiver(commands)
     _add_bench(commands)
     _add_config(commands)
+    _add_migrate(commands)
     version = commands.add_parser("version", help="print versions")
     _described(version, "Print the versions of torchere, PyTorch and Python.", "torchere version")
     version.set_defaults(run=_version)
@@ -197,6 +206,26 @@ def _add_config(commands: _Commands) -> None:
     check.add_argument("file", nargs="?", type=Path, default=DEFAULT_FILE, help=f"default: {DEFAULT_FILE}")
     check.add_argument("--strict", action="store_true", help="count warnings as errors")
     check.set_defaults(run=_check_config)
+
+
+def _add_migrate(commands: _Commands) -> None:
+    migrate = commands.add_parser("migrate", help="say what becomes of a TorchServe deployment")
+    _described(migrate, "Come from TorchServe.", "torchere migrate check --ts-config config.properties")
+    check = migrate.add_subparsers(metavar="COMMAND", required=True).add_parser(
+        "check", help="say what stays the same, what differs and what is not supported"
+    )
+    text = (
+        "Read configuration, archives and snapshots of a TorchServe deployment, and say what stays the\n"
+        "same, what differs and what is not supported. Nothing in them is run.\n"
+        "Status 1: something is not supported, or a file can't be read."
+    )
+    _described(check, text, "torchere migrate check --ts-config config.properties --model-store store")
+    add = check.add_argument
+    add("--ts-config", type=Path, metavar="FILE", help="its config.properties")
+    add("--model-store", type=Path, metavar="DIR", help="its archives (default: the file's model_store)")
+    add("--snapshots", type=Path, metavar="DIR", help="its snapshots, usually logs/config")
+    add("--json", action="store_true", help="print the findings as JSON")
+    check.set_defaults(run=_check_migration)
 
 
 def _torchserve_parser() -> argparse.ArgumentParser:

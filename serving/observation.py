@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 
+from torchere.serving.batching.admission import Admission
 from torchere.serving.batching.pending import Pending
-from torchere.serving.execution.executor import BatchReport
+from torchere.serving.errors import ServingError
+from torchere.serving.execution.executor import BatchReport, ExecutorPool, Unfinished
+from torchere.serving.telemetry.load_metrics import VersionLoad
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.types import ModelKey
 
@@ -19,8 +23,14 @@ class VersionMetrics:
 
     def batch_finished(self, pendings: Sequence[Pending], report: BatchReport, executor_s: float) -> None:
         """Count the batch and take over what its handler reported."""
+        failed = all(isinstance(outcome, ServingError) for outcome in report.outcomes)
         self._metrics.batch_finished(
-            *self._key, size=len(pendings), executor_s=executor_s, handler_s=report.handler_s
+            *self._key,
+            size=len(pendings),
+            queue_s=_waited_s(pendings, report),
+            executor_s=executor_s,
+            handler_s=report.handler_s,
+            succeeded_ids=() if failed else [pending.request.request_id for pending in pendings],
         )
         if report.metrics:
             self._metrics.handler_metrics(report.metrics)
@@ -40,10 +50,30 @@ class RegistryMetrics:
         """The observer of a new version."""
         return VersionMetrics(key, self._metrics)
 
-    def registered(self, key: ModelKey, queue_length: Callable[[], int]) -> None:
-        """Show the queue of a version at each exposition."""
-        self._metrics.watch_queue(*key, queue_length)
+    def registered(self, key: ModelKey, batcher: Admission, pool: ExecutorPool) -> None:
+        """Show the load of a version at each exposition."""
+        self._metrics.watch_load(*key, lambda: load_of(batcher, pool))
 
     def gone(self, key: ModelKey, *, was_last: bool) -> None:
         """Drop the series of a version."""
         self._metrics.forget(*key, was_last=was_last)
+
+
+def load_of(batcher: Admission, pool: ExecutorPool) -> VersionLoad:
+    """How loaded a version is now. Call it on the event loop."""
+    return VersionLoad(
+        queued=batcher.queue_length,
+        queue_room=batcher.queue_capacity,
+        in_service=pool.in_service,
+        busy=pool.in_service - len(pool.idle_ids()),
+        executors=Counter(status.state.value for status in pool.statuses()),
+    )
+
+
+def _waited_s(pendings: Sequence[Pending], report: BatchReport) -> float:
+    """How long the requests waited before they were first run, added up; each counts when it is finished."""
+    return sum(
+        pending.dequeued_s - pending.enqueued_s
+        for pending, outcome in zip(pendings, report.outcomes, strict=True)
+        if not isinstance(outcome, Unfinished)
+    )

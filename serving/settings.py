@@ -136,6 +136,7 @@ class ServerSettings:
     # TorchServe's default is "log", which leaves its metrics endpoint empty.
     metrics_mode: MetricsMode = "prometheus"
     metrics_config: Path | None = None  # a metrics.yaml; None: the built-in set
+    metrics_directory: Path = Path("logs")  # of ts_metrics.log and model_metrics.log; unused in "prometheus"
     metrics_auto_detect: bool = False  # accept handler metrics that no metrics.yaml declares
     system_metrics_enabled: bool = True
     system_metrics_interval_s: float = 60.0

@@ -9,6 +9,11 @@ ROWS, WIDTH = 32, 1024
 class ForwardOnlyHandler(BaseHandler):
     """Answers the number of rows it ran. For batch size 1."""
 
+    def initialize(self, context):
+        """One intra-op thread, however many cores the server would give a single executor."""
+        super().initialize(context)
+        torch.set_num_threads(1)
+
     def preprocess(self, data):
         """The rows, whatever was sent."""
         return torch.full((ROWS, WIDTH), 0.5)

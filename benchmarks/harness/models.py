@@ -73,6 +73,7 @@ class _Packing:
 _ARCHIVES = {
     "tiny": _Packing("base_handler", FEATURES, 4, _BATCHED),
     "custom": _Packing(str(_RECORDED), FEATURES, 4, _SINGLE + "isolation: process\n"),
+    "rows": _Packing(str(_RECORDED), FEATURES, 4, _BATCHED + "isolation: thread\n"),
     "pid": _Packing(str(_HANDLERS / "pid_tensor.py"), FEATURES, 4, _SINGLE + "isolation: process\n"),
     "forward": _Packing(str(_HANDLERS / "forward_only.py"), WIDE, 8, _SINGLE + "isolation: thread\n"),
     "large": _Packing("base_handler", LARGE, LARGE_LAYERS, _SINGLE),

@@ -31,15 +31,15 @@ def measure(row: Row, conditions: Conditions, count: int) -> Measured:
             if name in out:
                 continue
             print(f"[{row.key}] round {number + 1}/{count} {name:<14}", end="", flush=True)
+            figures: Figures = {}
             try:
                 figures = row.contenders[name](conditions)
             except Unavailable as reason:
                 out.add(name)
                 measured.missing[name] = str(reason)
-                figures = {}
-            except Failed as reason:
-                measured.missing[name] = f"round {number + 1}: {reason}"
-                figures = {}
+            except Exception as reason:  # one contender's accident must not lose the figures of the others
+                told = str(reason) if isinstance(reason, Failed) else repr(reason)
+                measured.missing[name] = f"round {number + 1}: {told}"
             taken[name].append(figures)
             print(
                 line(figures, row.columns) if figures else f"nothing: {measured.missing[name][:300]}",

@@ -49,6 +49,8 @@ def _configured(
     ports = free_ports(5)
     file = shop.archive(archive)
     with tempfile.TemporaryDirectory(dir=shop.folder) as place:
+        # Else TorchServe's process number and sockets lie where any other TorchServe of the machine has its own.
+        extra |= {"TMPDIR": place, "TEMP": place}
         config = Path(place, "config.properties")
         config.write_text(
             f"inference_address=http://127.0.0.1:{ports[0]}\n"

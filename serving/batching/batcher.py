@@ -8,9 +8,9 @@ from collections.abc import Callable
 from itertools import islice
 
 from torchere.serving.batching.admission import Admission, BatchObserver
-from torchere.serving.batching.pending import Pending
+from torchere.serving.batching.pending import Pending, alone
 from torchere.serving.batching.policy import Dispatch, QueueView, WaitUntil, plan
-from torchere.serving.errors import QueueFull
+from torchere.serving.errors import HandlerFailed, QueueFull
 from torchere.serving.execution.executor import BatchReport, ExecutorPool, Unfinished
 from torchere.serving.settings import BatchSettings
 from torchere.serving.types import InferResponse
@@ -75,6 +75,8 @@ class Batcher(Admission):
         if not self._queue:
             return QueueView(0, False, 0.0, 0)
         head = self._queue[0]
+        if head.group and head.group == alone(head.request):
+            return QueueView(1, True, head.enqueued_s, self._pool.free)
         run = 0
         for pending in islice(self._queue, self._settings.max_batch_size):
             if pending.group != head.group:
@@ -94,6 +96,9 @@ class Batcher(Admission):
 
     def _batch_done(self, batch: _RunningBatch, report: BatchReport) -> None:
         self._batches.discard(batch)
+        if len(batch.pendings) > 1 and all(isinstance(o, HandlerFailed) for o in report.outcomes):
+            self._run_alone(batch.pendings)
+            return
         for pending, outcome in zip(batch.pendings, report.outcomes, strict=True):
             # Stopping criteria without `continuousBatching` do nothing: the part is the whole answer.
             pending.finish(outcome.part if isinstance(outcome, Unfinished) else outcome)
@@ -101,11 +106,23 @@ class Batcher(Admission):
         self._settle()
         self.pump()
 
+    def _run_alone(self, pendings: list[Pending]) -> None:
+        """The handler failed a whole batch. One request may be to blame: each gets a run of its own."""
+        for pending in pendings:
+            pending.group = alone(pending.request)
+        self._put_back(pendings)
+
     def _batch_returned(self, batch: _RunningBatch) -> None:
-        """An executor was lost before it began with the batch: its requests are the oldest again."""
+        """An executor was lost before it began with the batch."""
         self._batches.discard(batch)
-        for pending in reversed(batch.pendings):
-            if pending.open:
+        self._put_back(batch.pendings)
+
+    def _put_back(self, pendings: list[Pending]) -> None:
+        """Make requests the first in line again; who has part of an answer, or waits no more, is not."""
+        for pending in reversed(pendings):
+            if pending.stream is not None:
+                pending.finish(HandlerFailed())
+            elif pending.open:
                 pending.dequeued_s = 0.0
                 self._queue.appendleft(pending)
         self._settle()

@@ -9,6 +9,11 @@ from torchere.serving.errors import ServingError
 from torchere.serving.types import InferRequest, InferResponse, StreamedResponse
 
 
+def alone(request: InferRequest) -> str:
+    """The group of a request that shares its batch with no other, and so waits for none."""
+    return f"alone {request.request_id}"
+
+
 class Pending:
     """A request that was admitted and is not answered yet. Lives on the event loop.
 

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from enum import Enum
 
+from torchere.serving.batching.pending import alone
 from torchere.serving.errors import (
     HandlerFailed,
     InvalidRequest,
@@ -201,8 +202,7 @@ class ControlPlane:
             (*request.headers, ("describe", "True")),
             request.deadline_s,
         )
-        # A group of its own: a describe call is always alone in its batch.
-        answer = await self._dataplane.infer(model, version, asked, group=f"describe {asked.request_id}")
+        answer = await self._dataplane.infer(model, version, asked, group=alone(asked))
         if isinstance(answer, StreamedResponse):
             raise HandlerFailed("Failed to get customized model metadata.", status=500)
         return _describe(target), answer

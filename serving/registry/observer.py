@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
+from torchere.serving.batching.admission import Admission
 from torchere.serving.batching.pending import Pending
-from torchere.serving.execution.executor import BatchReport
+from torchere.serving.execution.executor import BatchReport, ExecutorPool
 from torchere.serving.types import ModelKey
 
 
@@ -26,8 +27,8 @@ class RegistryObserver(Protocol):
     def watch(self, key: ModelKey) -> VersionObserver:
         """A version is being built."""
 
-    def registered(self, key: ModelKey, queue_length: Callable[[], int]) -> None:
-        """It is in the serving map now; `queue_length` tells at any time how many requests wait."""
+    def registered(self, key: ModelKey, batcher: Admission, pool: ExecutorPool) -> None:
+        """It is in the serving map now; `batcher` and `pool` tell at any time how loaded it is."""
 
     def gone(self, key: ModelKey, *, was_last: bool) -> None:
         """A version is gone; `was_last` when the model has no other."""

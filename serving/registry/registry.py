@@ -85,7 +85,7 @@ class Registry:
                 downloaded.unlink(missing_ok=True)
             raise
         self._serving = routing.with_version(self._serving, version)
-        self._observer.registered(version.key, lambda: version.batcher.queue_length)
+        self._observer.registered(version.key, version.batcher, version.pool)
         self._reconciler.wake(version)
         self._snapshots.changed(version)
         return version

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import math
+from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 Family = Counter | Gauge | Histogram
 
+KINDS = ("counter", "gauge", "histogram")
 # The Java client's default buckets, in whatever unit the metric has (contract: metrics).
 DEFAULT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 
@@ -21,6 +24,16 @@ class Families:
     def __init__(self) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
         self.declared: dict[str, str] = {}  # the library's name of a counter -> the name it was declared with
+
+    def declare(self, kind: str, name: str, unit: str, labels: Sequence[str]) -> Family:
+        """Declare a family of one of `KINDS`; raises as `counter` does, and for another kind."""
+        if kind == "counter":
+            return self.counter(name, unit, labels)
+        if kind == "gauge":
+            return self.gauge(name, unit, labels)
+        if kind == "histogram":
+            return self.histogram(name, unit, labels)
+        raise ValueError(f"the type is {kind!r}, expected one of {KINDS}")
 
     def counter(self, name: str, unit: str, labels: Sequence[str]) -> Counter:
         """Declare a counter.
@@ -41,6 +54,22 @@ class Families:
     ) -> Histogram:
         """Declare a histogram; raises as `counter` does."""
         return Histogram(name, help_text("histogram", unit), labels, registry=self.registry, buckets=buckets)
+
+
+def updater(child: Family) -> Callable[[float], None]:
+    """What a value does to a labelled child: a counter adds it, a gauge is set to it, a histogram observes it.
+
+    A counter's refuses (ValueError) what is negative or not finite: one such value would spoil it for good.
+    """
+    if isinstance(child, Counter):
+        return functools.partial(_add, child)
+    return child.set if isinstance(child, Gauge) else child.observe
+
+
+def _add(counter: Counter, value: float) -> None:
+    if not math.isfinite(value):
+        raise ValueError(f"a counter can't grow by {value}")
+    counter.inc(value)
 
 
 def help_text(kind: str, unit: str) -> str:

@@ -1,23 +1,29 @@
-"""What handlers report through `context.metrics`: any name, by its declared type, within bounds."""
+"""What handlers report through `context.metrics`: what is declared, by its declared type, within bounds."""
 
 from __future__ import annotations
 
 import logging
 import re
 import threading
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
 
-from prometheus_client import Counter, Gauge
-
-from torchere.serving.telemetry.families import Families, Family
+from torchere.serving.settings import MetricsMode
+from torchere.serving.telemetry.families import KINDS, Families, Family, updater
+from torchere.serving.telemetry.metric_log import MODEL_LOGGER, MetricLog
+from torchere.serving.telemetry.metrics_config import HOSTNAME, OWN_PREFIX, DeclaredMetric
+from torchere.serving.telemetry.server_metrics import is_logged
 
 logger = logging.getLogger(__name__)
 
-MAX_FAMILIES = 500  # names that all handlers together may invent
-MAX_LABEL_SETS = 1000  # combinations of label values of one such name
+MAX_FAMILIES = 500  # names that all handlers together may invent, with auto-detection
+MAX_LABEL_SETS = 1000  # combinations of label values of one name
 _METRIC_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _LABEL_NAME = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
+_UNDECLARED = "the metrics configuration does not declare it, and model_metrics_auto_detect is false"
+
+Dimensions = tuple[tuple[str, str], ...]
 
 
 class HandlerSample(Protocol):
@@ -33,87 +39,126 @@ class HandlerSample(Protocol):
 
     @property
     def unit(self) -> str:
-        """Unit, for the help text."""
+        """Unit, for the help text of a metric that is not declared."""
 
     @property
     def metric_type(self) -> str:
-        """One of `counter`, `gauge`, `histogram`."""
+        """One of `counter`, `gauge`, `histogram`; counts only for a metric that is not declared."""
 
     @property
-    def dimensions(self) -> tuple[tuple[str, str], ...]:
+    def dimensions(self) -> Dimensions:
         """Names and values of the labels."""
+
+    @property
+    def request_ids(self) -> Sequence[str]:
+        """The requests the value belongs to, for the log line."""
+
+
+class _Child(NamedTuple):
+    """One combination of label values of a metric."""
+
+    update: Callable[[HandlerSample], None]
+    values: tuple[str, ...]  # of all labels, in their order
+    model: str | None  # what the dimension `ModelName` says
+
+
+class _Known:
+    """A metric that is recorded, and what was seen of it; `family` None: it is logged."""
+
+    __slots__ = ("children", "declared", "family")
+
+    def __init__(self, declared: DeclaredMetric, family: Family | None) -> None:
+        self.declared = declared
+        self.family = family
+        self.children: dict[Dimensions, _Child] = {}
 
 
 class HandlerMetrics:
-    """Families that came into being with their first sample. Thread-safe; one lock guards both maps."""
+    """Metrics of handlers: the declared ones, and with `auto_detect` whatever they report. Thread-safe."""
 
-    def __init__(self, families: Families, hostname: str) -> None:
+    def __init__(
+        self,
+        declared: Mapping[str, DeclaredMetric],
+        families: Families,
+        hostname: str,
+        mode: MetricsMode,
+        *,
+        auto_detect: bool,
+    ) -> None:
         self._families = families
         self._hostname = hostname
-        self._lock = threading.Lock()
-        self._known: dict[str, tuple[Family, str, tuple[str, ...]]] = {}
-        self._label_sets: dict[str, set[tuple[str, ...]]] = {}
+        self._mode: MetricsMode = mode
+        self._auto_detect = auto_detect
+        self._log = MetricLog(MODEL_LOGGER, hostname)
+        self._lock = threading.Lock()  # guards what follows
         self._refused: set[str] = set()
-
-    def adopt(self, family: Gauge, name: str, labels: tuple[str, ...]) -> None:
-        """Let samples called `name` go to a family that was declared beforehand."""
-        self._known[name] = (family, "gauge", labels)
-        self._label_sets[name] = set()
+        self._known: dict[str, _Known] = {}
+        for metric in declared.values():
+            self._declare(metric)
 
     def record(self, samples: Iterable[HandlerSample]) -> None:
         """Record what one batch reported. What can't be recorded is dropped, and logged once a name."""
         with self._lock:
             for sample in samples:
                 try:
-                    self._record(sample)
+                    self._child(sample).update(sample)
                 except ValueError as err:
                     self._refuse(sample.name, str(err))
 
     def forget(self, model: str) -> None:
         """Drop the samples whose dimension `ModelName` is `model`."""
         with self._lock:
-            for name, (family, _, labels) in self._known.items():
-                if "ModelName" not in labels:
-                    continue
-                place = labels.index("ModelName")
-                for values in [v for v in self._label_sets[name] if v[place] == model]:
-                    family.remove(*values)
-                    self._label_sets[name].discard(values)
+            for known in self._known.values():
+                gone = [dimensions for dimensions, child in known.children.items() if child.model == model]
+                for dimensions in gone:
+                    child = known.children.pop(dimensions)
+                    if known.family is not None:
+                        known.family.remove(*child.values)
 
-    def _record(self, sample: HandlerSample) -> None:
-        family, kind, labels = self._family(sample)
-        given = {**dict(sample.dimensions), "Hostname": self._hostname}
-        if kind != sample.metric_type or given.keys() != set(labels):
-            raise ValueError(f"it was a {kind} with labels {labels} before")
-        values = tuple(str(given[label]) for label in labels)
-        seen = self._label_sets[sample.name]
-        if values not in seen and len(seen) >= MAX_LABEL_SETS:
-            raise ValueError(f"it has {MAX_LABEL_SETS} combinations of label values already")
-        seen.add(values)
-        _apply(family.labels(*values), sample.value)
+    def _child(self, sample: HandlerSample) -> _Child:
+        known = self._known.get(sample.name) or self._detected(sample)
+        child = known.children.get(sample.dimensions)
+        if child is None:
+            if len(known.children) >= MAX_LABEL_SETS:
+                raise ValueError(f"it has {MAX_LABEL_SETS} combinations of label values already")
+            child = known.children[sample.dimensions] = self._new_child(known, sample.dimensions)
+        return child
 
-    def _family(self, sample: HandlerSample) -> tuple[Family, str, tuple[str, ...]]:
-        known = self._known.get(sample.name)
-        if known is not None:
-            return known
+    def _new_child(self, known: _Known, dimensions: Dimensions) -> _Child:
+        labels = known.declared.labels[:-1]
+        values = _label_values(labels, dimensions)
+        model = dict(dimensions).get("ModelName")
+        if known.family is None:
+            named = tuple(zip(labels, values, strict=True))
+            return _Child(partial(self._write, known.declared, named), values, model)
+        shown = (*values, self._hostname)
+        update = updater(known.family.labels(*shown))
+        return _Child(lambda sample: update(sample.value), shown, model)
+
+    def _write(
+        self, metric: DeclaredMetric, labels: Sequence[tuple[str, str]], sample: HandlerSample
+    ) -> None:
+        self._log.write(metric.name, metric.unit, sample.value, labels, sample.request_ids)
+
+    def _detected(self, sample: HandlerSample) -> _Known:
+        if not self._auto_detect:
+            raise ValueError(_UNDECLARED)
         if len(self._known) >= MAX_FAMILIES:
             raise ValueError(f"there are {MAX_FAMILIES} metrics of handlers already")
-        labels = (*(name for name, _ in sample.dimensions if name != "Hostname"), "Hostname")
-        if not _METRIC_NAME.fullmatch(sample.name) or not all(map(_LABEL_NAME.fullmatch, labels)):
-            raise ValueError(f"the name or a label is not one that Prometheus allows: {labels}")
-        family = self._declare(sample, labels)
-        self._known[sample.name] = (family, sample.metric_type, labels)
-        self._label_sets[sample.name] = set()
-        return self._known[sample.name]
+        labels = (*_label_names(sample.dimensions), HOSTNAME)
+        allowed = _METRIC_NAME.fullmatch(sample.name) and all(map(_LABEL_NAME.fullmatch, labels))
+        if not allowed or sample.metric_type not in KINDS:
+            raise ValueError(f"name, labels {labels} or type {sample.metric_type!r} can't be in Prometheus")
+        if sample.name.startswith(OWN_PREFIX):
+            raise ValueError(f"names that begin with {OWN_PREFIX} are taken")
+        return self._declare(DeclaredMetric(sample.name, sample.metric_type, sample.unit, labels))
 
-    def _declare(self, sample: HandlerSample, labels: tuple[str, ...]) -> Family:
-        if sample.metric_type == "counter":
-            return self._families.counter(sample.name, sample.unit, labels)
-        if sample.metric_type == "gauge":
-            return self._families.gauge(sample.name, sample.unit, labels)
-        if sample.metric_type == "histogram":
-            return self._families.histogram(sample.name, sample.unit, labels)
-        raise ValueError(f"its type is {sample.metric_type!r}, not counter, gauge or histogram")
+    def _declare(self, metric: DeclaredMetric) -> _Known:
+        family = None
+        if not is_logged(metric.name, self._mode):
+            family = self._families.declare(metric.kind, metric.name, metric.unit, metric.labels)
+        self._known[metric.name] = _Known(metric, family)
+        return self._known[metric.name]
 
     def _refuse(self, name: str, cause: str) -> None:
         # Bounded as well: a handler that makes up names must not fill the log or this set.
@@ -122,10 +167,15 @@ class HandlerMetrics:
             logger.warning("metric %.100r of a handler is dropped: %s", name, cause)
 
 
-def _apply(child: Family, value: float) -> None:
-    if isinstance(child, Counter):
-        child.inc(value)
-    elif isinstance(child, Gauge):
-        child.set(value)
-    else:
-        child.observe(value)
+def _label_names(dimensions: Dimensions) -> list[str]:
+    return [name for name in dict(dimensions) if name != HOSTNAME]
+
+
+def _label_values(labels: Sequence[str], dimensions: Dimensions) -> tuple[str, ...]:
+    """The values in the order of the labels: by name, or by place when the declaration renames them."""
+    given = {name: str(value) for name, value in dimensions if name != HOSTNAME}
+    if given.keys() == set(labels):
+        return tuple(given[label] for label in labels)
+    if len(given) != len(labels):
+        raise ValueError(f"it has the dimensions {list(given)}, expected {list(labels)}")
+    return tuple(given.values())

@@ -1,27 +1,41 @@
 """Every metric of the server, by the events that change it.
 
 TorchServe's families keep its names, units and labels, so that dashboards and alerts built for it go on
-working; what it could not say (distributions, queue length, readiness) stands under `torchere_`.
+working; what it could not say (distributions, load, readiness) stands under `torchere_`.
 """
 
 from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple
 
+from torchere.serving.settings import MetricsMode
 from torchere.serving.telemetry.exposition import render
 from torchere.serving.telemetry.families import Families
-from torchere.serving.telemetry.handler_metrics import HandlerMetrics, HandlerSample
-from torchere.serving.telemetry.prediction_metrics import PredictionMetrics
+from torchere.serving.telemetry.handler_metrics import Dimensions, HandlerMetrics, HandlerSample
+from torchere.serving.telemetry.load_metrics import LoadMetrics, VersionLoad
+from torchere.serving.telemetry.metrics_config import MetricsConfig, built_in_config
+from torchere.serving.telemetry.prediction_metrics import PLAIN, PredictionMetrics
+from torchere.serving.telemetry.server_metrics import ServerMetrics
 from torchere.serving.telemetry.system_metrics import SystemMetrics
 
-SYSTEM_PERIOD_S = 60.0  # TorchServe's metric_time_interval
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-_HOST = ("Level", "Hostname")
-_MODEL = ("ModelName", "Level", "Hostname")
+STAGES = ("queue", "transfer", "handler")
 _OURS = ("model", "version")
 _REQUESTS = {2: "Requests2XX", 4: "Requests4XX", 5: "Requests5XX"}  # first digit of the status -> family
+
+
+class _Sample(NamedTuple):
+    """A value that the server reports on behalf of a handler."""
+
+    name: str
+    value: float
+    unit: str
+    metric_type: str
+    dimensions: Dimensions
+    request_ids: Sequence[str]
 
 
 class Metrics:
@@ -29,32 +43,44 @@ class Metrics:
 
     A model and version get labels when a prediction is accepted for them, so call `prediction_accepted` only
     for what is registered: names that clients make up must never become labels. `forget` takes them away.
+
+    Args:
+        hostname: label of most metrics; None: this machine's.
+        mode: what is shown and what is logged (see `server_metrics.is_logged`).
+        config: which of TorchServe's metrics there are; None: all.
+        auto_detect: whether metrics of handlers that `config` does not declare are recorded.
     """
 
-    def __init__(self, hostname: str | None = None, system_period_s: float = SYSTEM_PERIOD_S) -> None:
-        self._hostname = host = hostname or socket.gethostname()
+    def __init__(
+        self,
+        hostname: str | None = None,
+        *,
+        mode: MetricsMode = "prometheus",
+        config: MetricsConfig | None = None,
+        auto_detect: bool = False,
+    ) -> None:
+        host = hostname or socket.gethostname()
+        config = built_in_config() if config is None else config
         self._families = families = Families()
-        by_class = {digit: families.counter(name, "Count", _HOST) for digit, name in _REQUESTS.items()}
-        self._finished = {digit: counter.labels("Host", host) for digit, counter in by_class.items()}
-        self._predictions = PredictionMetrics(host)
-        families.registry.register(self._predictions)
-        self._thread_time_ms = families.gauge("WorkerThreadTime", "Milliseconds", _HOST).labels("Host", host)
-        self._load_time_ms = families.gauge("WorkerLoadTime", "Milliseconds", ("WorkerName", *_HOST))
-        self._handler_time_ms = families.gauge("HandlerTime", "ms", _MODEL)
-        self._prediction_time_ms = families.gauge("PredictionTime", "ms", _MODEL)
+        self._server = server = ServerMetrics(config.server, families, host, mode, PLAIN)
+        self._finished = {digit: server.bind(name, "Host") for digit, name in _REQUESTS.items()}
+        self._thread_time_ms = server.bind("WorkerThreadTime", "Host")
+        self.system = SystemMetrics(server)
+        self._predictions = PredictionMetrics(host, server)
+        self._of_handlers = HandlerMetrics(config.model, families, host, mode, auto_detect=auto_detect)
         self._batch_size = families.histogram("torchere_batch_size", "Count", _OURS, BATCH_BUCKETS)
-        self._queue_depth = families.gauge("torchere_queue_depth", "Count", _OURS)
+        self._stages = families.counter("torchere_stage_seconds_total", "Seconds", (*_OURS, "stage"))
+        self._load = LoadMetrics()
+        families.registry.register(self._predictions)
+        families.registry.register(self._load)
+        self._inflight = families.gauge("torchere_inflight", "Count", ())
         self._ready = families.gauge("torchere_ready", "Boolean", ())
-        self._system = SystemMetrics(families, host, system_period_s)
-        self._of_handlers = HandlerMetrics(families, host)
-        self._of_handlers.adopt(self._handler_time_ms, "HandlerTime", _MODEL)
-        self._of_handlers.adopt(self._prediction_time_ms, "PredictionTime", _MODEL)
         self._lock = threading.Lock()  # guards _executors
         self._executors: dict[tuple[str, str], set[str]] = {}
 
     def request_finished(self, status: int) -> None:
         """A REST answer went out, on any port; what is neither 2xx nor 4xx counts as 5xx (contract)."""
-        self._finished.get(status // 100, self._finished[5]).inc()
+        self._finished.get(status // 100, self._finished[5])(1)
 
     def prediction_accepted(self, model: str, version: str | None) -> None:
         """A prediction for a registered model came in; None when the request named no version."""
@@ -69,12 +95,38 @@ class Metrics:
         self._predictions.answered(model, version, total_s, queue_s)
 
     def batch_finished(
-        self, model: str, version: str, *, size: int, executor_s: float, handler_s: float
+        self,
+        model: str,
+        version: str,
+        *,
+        size: int,
+        queue_s: float,
+        executor_s: float,
+        handler_s: float,
+        succeeded_ids: Sequence[str] = (),
     ) -> None:
-        """A batch of `size` requests came back after `executor_s`, of which its handler ran `handler_s`."""
+        """A batch of `size` requests came back after `executor_s`, of which its handler ran `handler_s`.
+
+        Args:
+            model: its model.
+            version: its version.
+            size: how many requests it had.
+            queue_s: how long they had waited, added up.
+            executor_s: from handing the batch over until it was back.
+            handler_s: the part of it that the handler ran.
+            succeeded_ids: the requests; none when the handler failed.
+        """
         self._batch_size.labels(model, version).observe(size)
-        self._thread_time_ms.set(int(max(0.0, executor_s - handler_s) * 1000))
-        self._prediction_time_ms.labels(model, "Model", self._hostname).set(round(handler_s * 1000, 2))
+        transfer_s = max(0.0, executor_s - handler_s)
+        for stage, seconds in zip(STAGES, (queue_s, size * transfer_s, size * handler_s), strict=True):
+            self._stages.labels(model, version, stage).inc(max(0.0, seconds))
+        self._thread_time_ms(int(transfer_s * 1000))
+        if succeeded_ids:
+            labels = (("ModelName", model), ("Level", "Model"))
+            handler_ms = round(handler_s * 1000, 2)
+            self._of_handlers.record(
+                [_Sample("PredictionTime", handler_ms, "Milliseconds", "gauge", labels, succeeded_ids)]
+            )
 
     def handler_metrics(self, samples: Iterable[HandlerSample]) -> None:
         """What a handler reported through `context.metrics`, in one batch."""
@@ -85,23 +137,16 @@ class Metrics:
         name = f"W-{executor_id}-{model}_{version}"
         with self._lock:
             self._executors.setdefault((model, version), set()).add(name)
-        self._load_time_ms.labels(name, "Host", self._hostname).set(int(load_s * 1000))
+        self._server.bind("WorkerLoadTime", name, "Host")(int(load_s * 1000))
 
-    def watch_queue(self, model: str, version: str, depth: Callable[[], float]) -> None:
-        """Ask `depth` for the number of waiting requests of a version, at each exposition."""
-        self._queue_depth.labels(model, version).set_function(depth)
+    def watch_load(self, model: str, version: str, load: Callable[[], VersionLoad]) -> None:
+        """Ask `load` how loaded a version is, at each exposition."""
+        self._load.watch(model, version, load)
 
-    def watch_readiness(self, ready: Callable[[], bool]) -> None:
-        """Ask `ready` whether the server is ready, at each exposition."""
+    def watch_server(self, ready: Callable[[], bool], inflight: Callable[[], int]) -> None:
+        """Ask at each exposition whether the server is ready, and how many predictions are in it."""
         self._ready.set_function(lambda: float(ready()))
-
-    def gpu_sampled(
-        self, device_id: int, *, memory_bytes: int, memory_percent: float, percent: float
-    ) -> None:
-        """Take over a sample of one GPU: memory in use, and both utilisations from 0 to 100."""
-        self._system.gpu_sampled(
-            device_id, memory_bytes=memory_bytes, memory_percent=memory_percent, percent=percent
-        )
+        self._inflight.set_function(lambda: float(inflight()))
 
     def forget(self, model: str, version: str, *, was_last: bool) -> None:
         """A version is gone: drop its series, and with the last version those of the whole model.
@@ -110,17 +155,17 @@ class Metrics:
         """
         self._predictions.forget(model, version)
         self._batch_size.remove(model, version)
-        self._queue_depth.remove(model, version)
+        for stage in STAGES:
+            self._stages.remove(model, version, stage)
+        self._load.forget(model, version)
         with self._lock:
             executors = self._executors.pop((model, version), set())
         for name in executors:
-            self._load_time_ms.remove(name, "Host", self._hostname)
+            self._server.drop("WorkerLoadTime", name, "Host")
         if was_last:
             self._predictions.forget(model, None)
-            self._prediction_time_ms.remove(model, "Model", self._hostname)
             self._of_handlers.forget(model)
 
     def exposition(self, names: Collection[str] = ()) -> str:
         """All metrics as text; only the samples called `names` when there are any."""
-        self._system.sample_if_due()
         return render(self._families.registry.collect(), self._families.declared, names)

@@ -13,6 +13,7 @@ from prometheus_client import Metric
 from prometheus_client.registry import Collector
 
 from torchere.serving.telemetry.families import help_text
+from torchere.serving.telemetry.server_metrics import ServerMetrics
 
 DEFAULT_VERSION = "default"  # label of requests that named no version
 # From a tenth of a millisecond, where small models answer, to the longest response time-out by default.
@@ -20,17 +21,14 @@ SECONDS_BUCKETS = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0),
 )
-
-
-# name, type, unit; `collect` fills them in this order
-_DECLARED = (
-    ("ts_inference_requests_total", "counter", "Count"),
-    ("ts_inference_latency_microseconds", "counter", "Microseconds"),
-    ("ts_queue_latency_microseconds", "counter", "Microseconds"),
-    ("QueueTime", "gauge", "Milliseconds"),
-    ("torchere_request_duration_seconds", "histogram", "Seconds"),
-    ("torchere_queue_duration_seconds", "histogram", "Seconds"),
-)
+REQUESTS = "ts_inference_requests_total"
+LATENCY = "ts_inference_latency_microseconds"
+QUEUE_LATENCY = "ts_queue_latency_microseconds"
+QUEUE_TIME = "QueueTime"
+# The metrics of TorchServe that are kept as plain numbers here, with the type they must be declared with.
+PLAIN = {REQUESTS: "counter", LATENCY: "counter", QUEUE_LATENCY: "counter", QUEUE_TIME: "gauge"}
+_DURATION = "torchere_request_duration_seconds"
+_QUEUE_DURATION = "torchere_queue_duration_seconds"
 
 
 class _Distribution:
@@ -60,10 +58,15 @@ class _Series:
 
 
 class PredictionMetrics(Collector):
-    """The prediction families of one server. Thread-safe."""
+    """The prediction families of one server. Thread-safe.
 
-    def __init__(self, hostname: str) -> None:
+    Of TorchServe's metrics it shows those that `server` calls plain; the others get their updates one by one.
+    """
+
+    def __init__(self, hostname: str, server: ServerMetrics) -> None:
         self._hostname = hostname
+        self._server = server
+        self._one_by_one = frozenset(name for name in PLAIN if server.takes(name))
         self._lock = threading.Lock()  # guards the map; the series in it have their own locks
         self._series: dict[tuple[str, str | None], _Series] = {}
         self._last_queue_s = 0.0
@@ -76,6 +79,8 @@ class PredictionMetrics(Collector):
                 series = self._series.setdefault((model, version), _Series())
         with series.lock:
             series.requests += 1
+        if REQUESTS in self._one_by_one:
+            self._server.bind(REQUESTS, model, version or DEFAULT_VERSION)(1)
 
     def answered(self, model: str, version: str | None, total_s: float, queue_s: float) -> None:
         """A prediction was answered; nothing to note when its version was forgotten meanwhile."""
@@ -86,36 +91,55 @@ class PredictionMetrics(Collector):
         with series.lock:
             series.duration.observe(total_s)
             series.queue.observe(queue_s)
+        if self._one_by_one:
+            self._update_one_by_one(model, version or DEFAULT_VERSION, total_s, queue_s)
+
+    def _update_one_by_one(self, model: str, version: str, total_s: float, queue_s: float) -> None:
+        self._server.bind(LATENCY, model, version)(total_s * 1e6)
+        self._server.bind(QUEUE_LATENCY, model, version)(queue_s * 1e6)
+        self._server.bind(QUEUE_TIME, "Host")(int(queue_s * 1000))
 
     def forget(self, model: str, version: str | None) -> None:
         """Drop the series of a version label; without an error when there is none."""
         with self._lock:
             self._series.pop((model, version), None)
+        for name in self._one_by_one - {QUEUE_TIME}:
+            self._server.drop(name, model, version or DEFAULT_VERSION)
 
     def describe(self) -> Iterable[Metric]:
         """The families without samples: how the registry learns that their names are taken."""
-        return [_family(*declared) for declared in _DECLARED]
+        return self._families().values()
 
     def collect(self) -> Iterable[Metric]:
         """Make the families, for the registry."""
+        families = self._families()
         with self._lock:
             series = list(self._series.items())
-        requests, latency, queue, queue_time, durations, queues = families = [
-            _family(*declared) for declared in _DECLARED
-        ]
         for (model, version), one in series:
             shown = version or DEFAULT_VERSION
-            ts = {"model_name": model, "model_version": shown, "hostname": self._hostname}
             ours = {"model": model, "version": shown}
             with one.lock:
-                requests.add_sample(requests.name, ts, one.requests)
-                latency.add_sample(latency.name, ts, one.duration.total * 1e6)
-                queue.add_sample(queue.name, ts, one.queue.total * 1e6)
-                _add_distribution(durations, ours, one.duration)
-                _add_distribution(queues, ours, one.queue)
-        host = {"Level": "Host", "Hostname": self._hostname}
-        queue_time.add_sample(queue_time.name, host, int(self._last_queue_s * 1000))
+                self._add(families, REQUESTS, (model, shown), one.requests)
+                self._add(families, LATENCY, (model, shown), one.duration.total * 1e6)
+                self._add(families, QUEUE_LATENCY, (model, shown), one.queue.total * 1e6)
+                _add_distribution(families[_DURATION], ours, one.duration)
+                _add_distribution(families[_QUEUE_DURATION], ours, one.queue)
+        self._add(families, QUEUE_TIME, ("Host",), int(self._last_queue_s * 1000))
+        return families.values()
+
+    def _families(self) -> dict[str, Metric]:
+        declared = self._server.plain.values()
+        families = {metric.name: _family(metric.name, metric.kind, metric.unit) for metric in declared}
+        for name in (_DURATION, _QUEUE_DURATION):
+            families[name] = _family(name, "histogram", "Seconds")
         return families
+
+    def _add(
+        self, families: dict[str, Metric], name: str, values: tuple[str, ...], number: float
+    ) -> None:
+        if name in self._server.plain:
+            labels = dict(zip(self._server.plain[name].labels, (*values, self._hostname), strict=True))
+            families[name].add_sample(families[name].name, labels, number)
 
 
 def _family(name: str, kind: str, unit: str) -> Metric:

@@ -1,87 +1,74 @@
-"""Gauges of the host: CPU, memory, disk, and those of GPUs that someone else samples."""
+"""Gauges of the host: CPU, memory, disk and GPUs, sampled every so often."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
 
 import psutil
 
-from torchere.serving.telemetry.families import Families
+from torchere.serving.telemetry.gpu_sampling import GpuSample, sample_gpus
+from torchere.serving.telemetry.server_metrics import ServerMetrics
+
+logger = logging.getLogger(__name__)
 
 MEGABYTE = 2**20
 GIGABYTE = 2**30
-_HOST = ("Level", "Hostname")
-_GPU = ("Level", "DeviceId", "Hostname")
-# name, unit; in the contract's order
-_HOST_GAUGES = (
-    ("CPUUtilization", "Percent"),
-    ("MemoryUsed", "Megabytes"),
-    ("MemoryAvailable", "Megabytes"),
-    ("MemoryUtilization", "Percent"),
-    ("DiskUsage", "Gigabytes"),
-    ("DiskAvailable", "Gigabytes"),
-    ("DiskUtilization", "Percent"),
-)
-_GPU_GAUGES = (
-    ("GPUMemoryUtilization", "Percent"),
-    ("GPUMemoryUsed", "Megabytes"),
-    ("GPUUtilization", "Percent"),
-)
 
 
 class SystemMetrics:
-    """Samples the host when asked, at most once a period; so nothing runs while nobody looks. Thread-safe.
+    """Samples the host.
 
     Args:
-        families: where to declare the gauges.
-        hostname: value of the label.
-        period_s: the shortest time between two samples.
-        now: monotonic seconds.
+        server: takes the values.
+        gpus: samples the GPUs; may block for a while.
     """
 
     def __init__(
-        self, families: Families, hostname: str, period_s: float, now: Callable[[], float] = time.monotonic
+        self, server: ServerMetrics, gpus: Callable[[], Sequence[GpuSample]] = sample_gpus
     ) -> None:
-        self._host = {name: families.gauge(name, unit, _HOST) for name, unit in _HOST_GAUGES}
-        self._gpu = {name: families.gauge(name, unit, _GPU) for name, unit in _GPU_GAUGES}
-        self._hostname = hostname
-        self._period_s = period_s
-        self._now = now
-        self._lock = threading.Lock()  # guards _due_s
-        self._due_s = float("-inf")
+        self._server = server
+        self._gpus = gpus
         psutil.cpu_percent(None)  # the first call has nothing to compare with and only sets the mark
 
-    def sample_if_due(self) -> None:
-        """Take a new sample unless the last one is younger than the period."""
-        now_s = self._now()
-        with self._lock:
-            if now_s < self._due_s:
-                return
-            self._due_s = now_s + self._period_s
+    async def sample_every(self, period_s: float, max_gpus: int | None = None) -> None:
+        """Sample at once and then every `period_s`, until cancelled.
+
+        `max_gpus` is how many GPUs count; None: all. One sample runs in a thread at a time.
+        """
+        while True:
+            try:
+                await asyncio.to_thread(self.sample, max_gpus)
+            except (psutil.Error, OSError) as err:  # the next one may do better
+                logger.warning("the host can't be sampled: %s", err)
+            await asyncio.sleep(period_s)
+
+    def sample(self, max_gpus: int | None = None) -> None:
+        """Take one sample. Blocks while the GPUs are asked."""
         memory = psutil.virtual_memory()
         disk = psutil.disk_usage("/")
         values = {
             "CPUUtilization": psutil.cpu_percent(None),
-            "MemoryUsed": memory.used / MEGABYTE,
             "MemoryAvailable": memory.available / MEGABYTE,
+            "MemoryUsed": memory.used / MEGABYTE,
             "MemoryUtilization": memory.percent,
-            "DiskUsage": disk.used / GIGABYTE,
             "DiskAvailable": disk.free / GIGABYTE,
+            "DiskUsage": disk.used / GIGABYTE,
             "DiskUtilization": disk.percent,
         }
         for name, value in values.items():
-            self._host[name].labels("Host", self._hostname).set(value)
+            self._server.bind(name, "Host")(value)
+        if max_gpus != 0:
+            for gpu in self._gpus()[:max_gpus]:
+                self._take_gpu(gpu)
 
-    def gpu_sampled(
-        self, device_id: int, *, memory_bytes: int, memory_percent: float, percent: float
-    ) -> None:
-        """Take over a sample of one GPU."""
+    def _take_gpu(self, gpu: GpuSample) -> None:
         values = {
-            "GPUMemoryUtilization": memory_percent,
-            "GPUMemoryUsed": memory_bytes / MEGABYTE,
-            "GPUUtilization": percent,
+            "GPUMemoryUtilization": gpu.memory_percent,
+            "GPUMemoryUsed": gpu.memory_used_mib,
+            "GPUUtilization": gpu.percent,
         }
         for name, value in values.items():
-            self._gpu[name].labels("Host", str(device_id), self._hostname).set(value)
+            if value is not None:
+                self._server.bind(name, "Host", str(gpu.device_id))(value)

@@ -13,7 +13,7 @@ from torchere.serving.cli import main
 
 
 class Model(BaseHTTPRequestHandler):
-    """Answers `/predictions/echo` and notes what it got; everything else is a 404 that closes the connection."""
+    """Answers `/predictions/echo` and notes what it got; all else is a 404 that closes the connection."""
 
     protocol_version = "HTTP/1.1"
     seen: list[tuple[str, bytes, str | None]]

@@ -12,15 +12,8 @@ from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.rest.answers import ANY_METHOD, json_answer, status_answer
 from torchere.serving.settings import MetricsMode
 from torchere.serving.telemetry.metrics import Metrics
+from torchere.serving.telemetry.server_metrics import LEGACY_METRICS
 
-# All that `metrics_mode=legacy` shows; `log` shows nothing.
-LEGACY_METRICS = frozenset(
-    {
-        "ts_inference_requests_total",
-        "ts_inference_latency_microseconds",
-        "ts_queue_latency_microseconds",
-    }
-)
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 

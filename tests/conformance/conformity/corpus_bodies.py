@@ -125,7 +125,12 @@ def query_cases() -> Iterator[Case]:
         "query: named in parts", "POST", "/invocations", headers={"Content-Type": content_type}, body=named
     )
     yield Case("query: named in a form", "POST", "/invocations", headers=form, body=b"model_name=probe&a=1")
-    for path in ("/models/probe/invoke?a=1", "/probe/predict?a=1", "/probe/1.0/predict?a=1", f"{PREDICT}?a=1"):
+    for path in (
+        "/models/probe/invoke?a=1",
+        "/probe/predict?a=1",
+        "/probe/1.0/predict?a=1",
+        f"{PREDICT}?a=1",
+    ):
         json_type = {"Content-Type": "application/json"}
         yield Case(f"query: {path}", "POST", path, headers=json_type, body=b'{"b": 2}')
 
@@ -135,7 +140,10 @@ def _odd_forms() -> Iterator[Case]:
     mark = f"--{BOUNDARY}".encode()
     odd = {
         "no boundary": (b"x", "multipart/form-data"),
-        "another boundary": (mark + b"\r\n" + plain + mark + b"--\r\n", "multipart/form-data; boundary=other"),
+        "another boundary": (
+            mark + b"\r\n" + plain + mark + b"--\r\n",
+            "multipart/form-data; boundary=other",
+        ),
         "no end": (mark + b"\r\n" + plain, None),
         "cut off": (mark + b'\r\nContent-Disposition: form-data; name="a"', None),
         "no name": (mark + b"\r\nContent-Disposition: form-data\r\n\r\n1\r\n" + mark + b"--\r\n", None),

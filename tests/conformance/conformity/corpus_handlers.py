@@ -76,13 +76,19 @@ def handler_cases() -> Iterator[Case]:
         yield _wish(f"headers {number}", {"headers": headers, "result": "text"})
     yield _wish("content type", {"type": "text/x-own; charset=utf-8", "result": "text"})
     yield _wish(
-        "content type over a header", {"type": "text/a", "headers": {"content-type": "text/b"}, "result": "text"}
+        "content type over a header",
+        {"type": "text/a", "headers": {"content-type": "text/b"}, "result": "text"},
     )
     for code in CODES:
         yield _wish(f"raises {code}", {"raise": "prediction", "text": "own words", "code": code})
     yield _wish("raises without a code", {"raise": "prediction_plain", "text": "own words"})
     yield _wish("raises an empty text", {"raise": "prediction", "text": "", "code": 404})
-    for kind, text in (("memory", "m"), ("runtime", "CUDA out of memory"), ("runtime", "other"), ("key", "k")):
+    for kind, text in (
+        ("memory", "m"),
+        ("runtime", "CUDA out of memory"),
+        ("runtime", "other"),
+        ("key", "k"),
+    ):
         yield _wish(f"raises {kind} {text}", {"raise": kind, "text": text})
     yield _wish("raises a Unicode error", {"raise": "unicode", "text": "u"})
     for mode in RICH:

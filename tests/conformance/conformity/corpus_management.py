@@ -126,7 +126,12 @@ def management_cases() -> Iterator[Case]:
         yield _with_json(f"register object {number}", "/models", value)
     yield _with_json("register object beside a query", "/models?url=missing.mar", REGISTER_OBJECTS[0])
     yield Case(
-        "management: register, no JSON", "POST", "/models", "management", {"Content-Type": "application/json"}, b"{"
+        "management: register, no JSON",
+        "POST",
+        "/models",
+        "management",
+        {"Content-Type": "application/json"},
+        b"{",
     )
     yield Case(
         "management: register by form",
@@ -146,7 +151,9 @@ def management_cases() -> Iterator[Case]:
 
 
 def _registered() -> list[str]:
-    queries = [query.split("model_name=")[-1].split("&")[0] for query in REGISTER_QUERIES if "model_name=r_" in query]
+    queries = [
+        query.split("model_name=")[-1].split("&")[0] for query in REGISTER_QUERIES if "model_name=r_" in query
+    ]
     objects = [str(value["model_name"]) for value in REGISTER_OBJECTS[:6]]
     return [*dict.fromkeys(queries), *objects, "packed", "folder_model", "no_name"]
 
@@ -156,7 +163,13 @@ def _versions() -> Iterator[Case]:
     yield _case("POST", "/models?" + both.format("mlp.mar"))
     yield _case("POST", "/models?" + both.format("mlp_v2.mar"))
     yield _case("POST", "/models?" + both.format("mlp_v2.mar"))
-    for path in ("/models/twin", "/models/twin/all", "/models/twin/2.0", "/models/twin/ALL", "/v1/models/twin"):
+    for path in (
+        "/models/twin",
+        "/models/twin/all",
+        "/models/twin/2.0",
+        "/models/twin/ALL",
+        "/v1/models/twin",
+    ):
         yield _case("GET", path)
     yield _case("PUT", "/models/twin/2.0?min_worker=0&synchronous=true")
     yield _predict("/predictions/twin/2.0")
@@ -166,11 +179,21 @@ def _versions() -> Iterator[Case]:
     yield _case("GET", "/models/probe/all?customized=true")
     yield _case("GET", "/models/probe?customized=True")
     yield _case("GET", "/models/twin?customized=true")
-    for path in ("/models/twin/2.0/set-default", "/models/twin/7/set-default", "/models/none/1.0/set-default"):
+    for path in (
+        "/models/twin/2.0/set-default",
+        "/models/twin/7/set-default",
+        "/models/none/1.0/set-default",
+    ):
         yield _case("PUT", path)
     yield _case("GET", "/models/twin/2.0/set-default")
     yield _predict("/predictions/twin")
-    for path in ("/models/twin", "/models/twin/2.0", "/models/twin/7", "/models/twin/all", "/models/twin/1.0"):
+    for path in (
+        "/models/twin",
+        "/models/twin/2.0",
+        "/models/twin/7",
+        "/models/twin/all",
+        "/models/twin/1.0",
+    ):
         yield _case("DELETE", path)
     yield _case("GET", "/models/twin/all")
     yield _case("DELETE", "/models/twin?synchronous=false&timeout=1")
@@ -196,7 +219,9 @@ def _case(method: str, path: str) -> Case:
 
 def _with_json(title: str, path: str, value: Any) -> Case:
     body = json.dumps(value).encode()
-    return Case(f"management: {title}", "POST", path, "management", {"Content-Type": "application/json"}, body)
+    return Case(
+        f"management: {title}", "POST", path, "management", {"Content-Type": "application/json"}, body
+    )
 
 
 def _predict(path: str) -> Case:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import http.client
 import json
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ BOUNDARY = "conformity-boundary"
 class Case:
     """One request.
 
-    `fields` and `body` exclude each other: the parts of a form of several parts, or the bytes to send.
+    `api` says which listener it goes to.
     """
 
     name: str
@@ -41,12 +42,13 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back. `body` is the JSON value, else the text, else the bytes."""
+    """What came back. `body` is the JSON value, else the text."""
 
     status: int
     headers: Mapping[str, str]  # the watched ones, names in lower case
     has_request_id: bool
     body: Any
+    layout: str = ""  # what stands between the values of a JSON body: spaces and line ends; "" elsewhere
 
 
 def send(case: Case, addresses: Mapping[str, str]) -> Answer:
@@ -61,19 +63,21 @@ def send(case: Case, addresses: Mapping[str, str]) -> Answer:
         connection.close()
     headers = {name.lower(): value for name, value in reply.getheaders()}
     kept = {name: headers[name] for name in WATCHED if name in headers}
-    return Answer(reply.status, kept, "x-request-id" in headers, decoded(raw))
+    body = decoded(raw)
+    layout = "" if isinstance(body, str) else "".join(re.findall(r"\s+", raw.decode()))
+    return Answer(reply.status, kept, "x-request-id" in headers, body, layout)
 
 
 def decoded(raw: bytes) -> Any:
-    """JSON as its value, else text, else the bytes themselves."""
+    """JSON as its value, else text; bytes that are no text come as one character each."""
     try:
-        return json.loads(raw)
+        return json.loads(raw, parse_constant=str)  # NaN as a word: it does not even equal itself
     except ValueError:
         pass
     try:
         return raw.decode()
     except UnicodeDecodeError:
-        return raw
+        return raw.decode("latin-1")
 
 
 def recorded_case(request: Mapping[str, Any]) -> Case:
@@ -135,7 +139,7 @@ def recorded_answer(response: Mapping[str, Any]) -> Answer:
     """The answer of a recording; a `note` stands for an OpenAPI document, of which only that is compared."""
     body = response.get("json", response.get("text", ""))
     if "base64" in response:
-        body = base64.b64decode(response["base64"])
+        body = base64.b64decode(response["base64"]).decode("latin-1")
     if "note" in response:
         body = {"openapi": "3.0.1"}
     return Answer(response["status"], response["headers"], response["has_request_id"], body)

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 from conformity.comparison import differences
 from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from torchere.serving.frontend.grpc.protos import inference_pb2, management_pb2
@@ -45,21 +46,36 @@ def call(record: Mapping[str, Any], addresses: Mapping[str, str]) -> RpcAnswer:
             return RpcAnswer(err.code().name, (), err.details() or "")
 
 
-def _messages(channel: grpc.Channel, method: MethodDescriptor, fields: Mapping[str, Any]) -> Iterator[Any]:
+def _messages(channel: grpc.Channel, method: MethodDescriptor, fields: Any) -> Iterator[Any]:
+    path = f"/{method.containing_service.full_name}/{method.name}"
+    encode = GetMessageClass(method.input_type).SerializeToString
+    decode = GetMessageClass(method.output_type).FromString
+    if method.client_streaming:
+        requests = iter([_request(method, each) for each in fields])
+        replies = list(channel.stream_stream(path, encode, decode)(requests, timeout=TIMEOUT_S))
+    elif method.server_streaming:
+        replies = list(
+            channel.unary_stream(path, encode, decode)(_request(method, fields), timeout=TIMEOUT_S)
+        )
+    else:
+        replies = [channel.unary_unary(path, encode, decode)(_request(method, fields), timeout=TIMEOUT_S)]
+    yield from (_telling(reply) for reply in replies)
+
+
+def _request(method: MethodDescriptor, fields: Mapping[str, Any]) -> Message:
     if "input" in fields:
         fields = {**fields, "input": {name: text.encode() for name, text in fields["input"].items()}}
-    request = GetMessageClass(method.input_type)(**fields)
-    path = f"/{method.containing_service.full_name}/{method.name}"
-    decode = GetMessageClass(method.output_type).FromString
-    encode = type(request).SerializeToString
-    if method.server_streaming:
-        replies = list(channel.unary_stream(path, encode, decode)(request, timeout=TIMEOUT_S))
-    else:
-        replies = [channel.unary_unary(path, encode, decode)(request, timeout=TIMEOUT_S)]
-    field = method.output_type.fields[0].name  # health, prediction or msg: each message has one that matters
-    for reply in replies:
-        value = getattr(reply, field)
-        yield _value(value.decode("latin-1") if isinstance(value, bytes) else value)
+    return GetMessageClass(method.input_type)(**fields)
+
+
+def _telling(reply: Message) -> Any:
+    """What matters of a message: its first field (health, prediction or msg), or an error in a stream."""
+    first = reply.DESCRIPTOR.fields[0].name
+    if "status" in reply.DESCRIPTOR.fields_by_name and reply.HasField("status"):
+        status = getattr(reply, "status")  # noqa: B009  # generated classes have no attributes to check
+        return {"code": status.code, "message": status.message}
+    value = getattr(reply, first)
+    return _value(value.decode("latin-1") if isinstance(value, bytes) else value)
 
 
 def _value(text: str) -> Any:

@@ -162,6 +162,22 @@ async def test_a_late_answer_is_dropped() -> None:
 
 
 @run
+async def test_a_batch_that_failed_as_a_whole_is_run_again_one_by_one() -> None:
+    stage = Stage(BatchSettings(max_batch_size=3))
+    pendings = [stage.submit(name) for name in ("a", "bad", "c")]
+    stage.pool.finish([HandlerFailed()] * 3)
+    assert stage.running == [["a"]]
+    assert stage.pool.finish() == ["a"]
+    stage.pool.finish([HandlerFailed("no image", 400)])
+    assert stage.pool.finish() == ["c"]
+    assert (await pendings[0].answer).body == b"a"
+    with pytest.raises(HandlerFailed, match="no image"):
+        await pendings[1].answer
+    assert (await pendings[2].answer).body == b"c"
+    assert await stage.batcher.drain(0.0)
+
+
+@run
 async def test_a_batch_that_was_given_back_is_first_in_line_again() -> None:
     stage = Stage(BatchSettings())
     first = stage.submit("first")

@@ -1,0 +1,129 @@
+"""What becomes of one archive: its container, manifest, configuration and handler, read and never run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torchere.archiver.errors import ArchiveError
+from torchere.archiver.manifest import Manifest
+from torchere.archiver.reader import Archive, open_archive
+from torchere.handlers.resolve import BUILT_IN_HANDLERS
+from torchere.handlers.resolve import NOT_SHIPPED as HANDLERS_NOT_SHIPPED
+from torchere.serving.errors import InvalidArchive
+from torchere.serving.migration_finding import MigrationFinding, Verdict
+from torchere.serving.migration_imports import MAX_SOURCE_BYTES, missing_imports
+from torchere.serving.registry.model_config import MAX_CONFIG_BYTES, parse_model_config
+from torchere.serving.settings import ServerSettings
+
+# Keys of a model-config.yaml that TorchServe or its handlers act on and nothing here does.
+UNSUPPORTED_CONFIG = {
+    "parallelType": "a model is not spread over several processes",
+    "parallelLevel": "a model is not spread over several processes",
+    "torchrun": "workers are not started by torchrun",
+    "asyncCommunication": "a worker runs one batch at a time",
+    "pippy": "pipeline parallelism with PiPPy is not supported",
+    "deepspeed": "DeepSpeed is not supported",
+    "dali": "NVIDIA DALI is not supported",
+}
+
+_Found = tuple[str, Verdict, str]
+
+
+def archive_findings(path: Path, settings: ServerSettings) -> Iterator[MigrationFinding]:
+    """What is to be said about the archive, or folder, at this path; every file of it is read once."""
+    try:
+        archive = open_archive(path)
+        archive.verify()
+        found: list[_Found] = [("archive", "same", _identity(archive)), *_contents(archive, settings)]
+    except ArchiveError as err:
+        found = [("archive", "unsupported", f"{err.reason}; {err.advice}")]
+    for item, verdict, text in found:
+        yield MigrationFinding(str(path), item, verdict, text)
+
+
+def _identity(archive: Archive) -> str:
+    if not archive.has_manifest:
+        return f"{archive.kind} without a manifest: version 1.0, named after the file or by the registration"
+    manifest = archive.manifest
+    return f"{archive.kind}, model {manifest.model_name}, version {manifest.model_version}"
+
+
+def _contents(archive: Archive, settings: ServerSettings) -> Iterator[_Found]:
+    manifest = archive.manifest
+    if manifest.runtime == "LSP":
+        yield "runtime", "unsupported", "the C++ backend is not supported; use a Python handler"
+    yield _handler(archive, manifest.handler or settings.default_handler)
+    yield from _config(archive, manifest)
+    if manifest.requirements_file:
+        yield _requirements(manifest, settings)
+    for entry in archive.entries:
+        if entry.name.endswith(".py"):
+            yield from _source(archive, entry.name)
+
+
+def _handler(archive: Archive, handler: str | None) -> _Found:
+    if handler is None:
+        return (
+            "handler",
+            "unsupported",
+            "none is named; name one by default_service_handler or register with it",
+        )
+    path = handler.partition(":")[0].removeprefix("./")
+    stem = path.removesuffix(".py").rpartition("/")[2]
+    files = {entry.name for entry in archive.entries}
+    if files & {path, f"{path}.py", f"{stem}.py"}:
+        return "handler", "same", handler
+    name = stem.removeprefix("ts.torch_handler.")
+    if name in BUILT_IN_HANDLERS:
+        return "handler", "same", f"{name}, built in"
+    reason = HANDLERS_NOT_SHIPPED.get(name, "it is neither in the archive nor built in")
+    return "handler", "unsupported", f"{handler}: {reason}"
+
+
+def _config(archive: Archive, manifest: Manifest) -> Iterator[_Found]:
+    if not manifest.config_file:
+        return
+    try:
+        raw = parse_model_config(archive.read_text(manifest.config_file, MAX_CONFIG_BYTES)).raw
+    except InvalidArchive as err:
+        yield manifest.config_file, "unsupported", err.message
+        return
+    for key, value in raw.items():
+        yield f"{manifest.config_file} {key}", *_config_key(key, value)
+
+
+def _config_key(key: str, value: Any) -> tuple[Verdict, str]:
+    if key in UNSUPPORTED_CONFIG and value not in (None, False, 0):
+        return "unsupported", UNSUPPORTED_CONFIG[key]
+    if key == "useVenv" and value is True:
+        return (
+            "differs",
+            "the virtual environment lies beside the unpacked archive and sees the server's packages",
+        )
+    return "same", f"{value!r:.60}"
+
+
+def _requirements(manifest: Manifest, settings: ServerSettings) -> _Found:
+    file = str(manifest.requirements_file)
+    if settings.install_dependencies:
+        return file, "differs", "is installed into a folder of the version, not into the unpacked archive"
+    return (
+        file,
+        "same",
+        "is not installed without install_py_dep_per_model=true; install it beside the server",
+    )
+
+
+def _source(archive: Archive, name: str) -> Iterator[_Found]:
+    try:
+        missing = missing_imports(archive.read_text(name, MAX_SOURCE_BYTES))
+    except ArchiveError as err:
+        yield name, "differs", f"not looked into: {err.reason}"
+        return
+    except (SyntaxError, ValueError, RecursionError) as err:
+        yield name, "unsupported", f"is no Python of this version: {err}"
+        return
+    for sentence in missing:
+        yield name, "unsupported", sentence

@@ -1,0 +1,95 @@
+"""Metric updates as log lines, for `metrics_mode` log and legacy: TorchServe's grammar, loggers and files."""
+
+from __future__ import annotations
+
+import logging
+import logging.handlers
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from torchere.serving.telemetry.exposition import java_double
+from torchere.serving.telemetry.log_files import KEPT_FILES, MAX_FILE_BYTES, AccessFormatter
+
+logger = logging.getLogger(__name__)
+
+SERVER_LOGGER = "TS_METRICS"
+MODEL_LOGGER = "MODEL_METRICS"
+FILES = {SERVER_LOGGER: "ts_metrics.log", MODEL_LOGGER: "model_metrics.log"}
+
+
+class _MetricFile(logging.handlers.RotatingFileHandler):
+    """Ours, so that opening again replaces it."""
+
+
+class MetricLog:
+    """Writes one line for each update, to one of the two loggers. Thread-safe."""
+
+    def __init__(self, logger_name: str, hostname: str, now: Callable[[], float] = time.time) -> None:
+        self._logger = logging.getLogger(logger_name)
+        self._hostname = hostname
+        self._now = now  # seconds since the epoch
+
+    def write(
+        self,
+        name: str,
+        unit: str,
+        value: float,
+        labels: Iterable[tuple[str, str]],
+        request_ids: Sequence[str] = (),
+    ) -> None:
+        """Log one update; `labels` are without the host's."""
+        stamp_s = int(self._now())
+        self._logger.info(
+            "%s", metric_line(name, unit, value, labels, self._hostname, stamp_s, request_ids)
+        )
+
+
+def metric_line(
+    name: str,
+    unit: str,
+    value: float,
+    labels: Iterable[tuple[str, str]],
+    hostname: str,
+    timestamp_s: int,
+    request_ids: Sequence[str] = (),
+) -> str:
+    """`Name.Unit:value|#Label:value,...|#hostname:host,[requestID:id,...,]timestamp:seconds`."""
+    dimensions = ",".join(f"{label}:{text}" for label, text in labels)
+    requests = f"requestID:{','.join(request_ids)}," if request_ids else ""
+    tail = f"hostname:{hostname},{requests}timestamp:{timestamp_s}"
+    return f"{name}.{unit}:{java_double(value)}|#{dimensions}|#{tail}"
+
+
+def open_metric_files(directory: Path) -> bool:
+    """Let both loggers write to their files in `directory`, at any log level of the server.
+
+    Returns:
+        Whether the files could be opened; if not, there is a warning and the lines go to the console only.
+    """
+    close_metric_files()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        files = {name: _metric_file(directory / file) for name, file in FILES.items()}
+    except OSError as err:
+        logger.warning("no metric files in %s: %s", directory, err.strerror)
+        return False
+    for name, file in files.items():
+        logging.getLogger(name).addHandler(file)
+        logging.getLogger(name).setLevel(logging.INFO)
+    return True
+
+
+def close_metric_files() -> None:
+    """Close the files of the last `open_metric_files`."""
+    for name in FILES:
+        metric_logger = logging.getLogger(name)
+        for old in [old for old in metric_logger.handlers if isinstance(old, _MetricFile)]:
+            metric_logger.removeHandler(old)
+            old.close()
+
+
+def _metric_file(path: Path) -> _MetricFile:
+    file = _MetricFile(path, maxBytes=MAX_FILE_BYTES, backupCount=KEPT_FILES, encoding="utf-8")
+    file.setFormatter(AccessFormatter())  # the same pattern: time, dash, message
+    return file

@@ -1,0 +1,97 @@
+"""Everything one server answered, and how it differs from what another one answered. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from conformity.comparison import differences, families
+from conformity.rest import Answer
+from conformity.rpc import RpcAnswer
+
+OURS = frozenset({"torchere", "lastFailure", "detail"})  # members that only our objects have
+
+
+@dataclass(slots=True)
+class Answers:
+    """By the name of the case; each case is in one of the three."""
+
+    rest: dict[str, Answer] = field(default_factory=dict)
+    grpc: dict[str, RpcAnswer] = field(default_factory=dict)
+    broken: dict[str, str] = field(default_factory=dict)  # no HTTP answer came: why not
+
+    def of(self, case: str) -> Answer | RpcAnswer | str:
+        """The answer to one case."""
+        return self.rest.get(case) or self.grpc.get(case) or self.broken[case]
+
+    def cases(self) -> list[str]:
+        """The names of all cases."""
+        return [*self.grpc, *self.rest, *self.broken]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One case that was answered in two ways; the lines say ours first."""
+
+    profile: str
+    case: str
+    lines: list[str]
+
+    @property
+    def kind(self) -> str:
+        """What groups it with others that differ in the same manner."""
+        return self.lines[0]
+
+
+def contrast(profile: str, theirs: Answers, ours: Answers) -> Iterator[Difference]:
+    """Every case that was answered in two ways."""
+    for case in theirs.cases():
+        lines = list(_lines(theirs.of(case), ours.of(case)))
+        if lines:
+            yield Difference(profile, case, lines)
+
+
+def _lines(want: Answer | RpcAnswer | str, got: Answer | RpcAnswer | str) -> Iterator[str]:
+    if isinstance(want, Answer) and isinstance(got, Answer):
+        yield from _rest_lines(want, got)
+    elif isinstance(want, RpcAnswer) and isinstance(got, RpcAnswer):
+        yield from _rpc_lines(want, got)
+    elif want != got:
+        yield f"answer {got!r:.200}, TorchServe {want!r:.200}"
+
+
+def _rest_lines(want: Answer, got: Answer) -> Iterator[str]:
+    if want.status != got.status:
+        yield f"status {got.status}, TorchServe {want.status}"
+    for name in sorted(want.headers.keys() | got.headers.keys()):
+        if want.headers.get(name) != got.headers.get(name):
+            yield f"header {name}: {got.headers.get(name)!r}, TorchServe {want.headers.get(name)!r}"
+    if want.has_request_id != got.has_request_id:
+        yield f"x-request-id: {got.has_request_id}, TorchServe {want.has_request_id}"
+    yield from _body_lines(want, got)
+
+
+def _body_lines(want: Answer, got: Answer) -> Iterator[str]:
+    if isinstance(want.body, str) and isinstance(got.body, str) and want.body.startswith("# HELP"):
+        missing = families(want.body) - families(got.body)
+        yield from (f"metric family {name} is missing" for name in sorted(missing))
+        return
+    lines = list(differences(want.body, got.body, OURS))
+    yield from (line.replace("recorded", "TorchServe") for line in lines)
+    if not lines and want.layout != got.layout and not _has_own_members(got.body):
+        yield f"layout: {got.layout!r:.120}, TorchServe {want.layout!r:.120}"
+
+
+def _has_own_members(body: object) -> bool:
+    if isinstance(body, list):
+        return any(map(_has_own_members, body))
+    return isinstance(body, dict) and bool(OURS & body.keys() or any(map(_has_own_members, body.values())))
+
+
+def _rpc_lines(want: RpcAnswer, got: RpcAnswer) -> Iterator[str]:
+    if want.code != got.code:
+        yield f"code {got.code}, TorchServe {want.code}"
+    if want.details != got.details:
+        yield f"details {got.details!r}, TorchServe {want.details!r}"
+    for line in differences(list(want.messages), list(got.messages), OURS, "messages"):
+        yield line.replace("recorded", "TorchServe")
