@@ -34,7 +34,7 @@ class UnsupportedOutput(TypeError):
 
 
 class MetricsCacheError(Exception):
-    """What is wrong with a metric, or with the file that declares metrics; raised as one of its subclasses."""
+    """What is wrong with a metric, or with a file that declares metrics; raised as one of its subclasses."""
 
     def __str__(self) -> str:
         return " ".join(map(str, self.args))  # the text itself, where KeyError would show its repr

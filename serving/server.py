@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from torchere.handlers.errors import MetricsCacheError
 from torchere.serving import __version__
 from torchere.serving.errors import ServingError
 from torchere.serving.frontend.controlplane import ControlPlane
@@ -25,7 +26,9 @@ from torchere.serving.frontend.services import CorsHeaders, Services
 from torchere.serving.observation import RegistryMetrics
 from torchere.serving.registry.registry import Registry
 from torchere.serving.settings import Address, ServerSettings
+from torchere.serving.telemetry.metric_log import close_metric_files, open_metric_files
 from torchere.serving.telemetry.metrics import Metrics
+from torchere.serving.telemetry.metrics_config import MetricsConfig, built_in_config, read_metrics_config
 from torchere.serving.tokens import KeyRing
 
 logger = logging.getLogger(__name__)
@@ -56,7 +59,12 @@ class Server:
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
-        self._metrics = Metrics(system_period_s=settings.system_metrics_interval_s)
+        self._metrics = Metrics(
+            mode=settings.metrics_mode,
+            config=_metrics_config(settings),
+            auto_detect=settings.metrics_auto_detect,
+        )
+        self._sampling: asyncio.Task[None] | None = None
         self._rest: list[RestServer] = []
         self._grpc: list[GrpcServer] = []
 
@@ -72,7 +80,7 @@ class Server:
         )
         self._registry = Registry(settings, RegistryMetrics(self._metrics))
         self._dataplane = DataPlane(self._registry, self._metrics)
-        self._metrics.watch_readiness(lambda: self._dataplane.readiness().ready)
+        self._watch()
         controlplane = ControlPlane(self._registry, self._dataplane, settings)
         services = Services(settings, self._metrics, keys, __version__, _cors(settings))
         await self._registry.load_at_startup()
@@ -84,6 +92,21 @@ class Server:
         self._dataplane.opened()
         await self._registry.opened()
         return endpoints
+
+    def _watch(self) -> None:
+        """Begin to record what is not told by events."""
+        settings, dataplane = self._settings, self._dataplane
+        self._metrics.watch_server(
+            ready=lambda: dataplane.readiness().ready,
+            inflight=lambda: dataplane.accepted - dataplane.answered,
+        )
+        if settings.metrics_mode != "prometheus":
+            open_metric_files(settings.metrics_directory)
+        if settings.system_metrics_enabled:
+            sampling = self._metrics.system.sample_every(
+                settings.system_metrics_interval_s, settings.max_gpus
+            )
+            self._sampling = asyncio.create_task(sampling)
 
     async def _open_ports(self, controlplane: ControlPlane, services: Services) -> Endpoints:
         endpoints = Endpoints()
@@ -111,6 +134,9 @@ class Server:
             *(grpc.stop(self._settings.drain_timeout_s) for grpc in self._grpc),
         )
         await self._registry.close()
+        if self._sampling is not None:
+            self._sampling.cancel()
+        close_metric_files()
 
     def ledger(self) -> tuple[int, int]:
         """How many predictions were accepted so far, and how many of them are answered."""
@@ -169,6 +195,17 @@ def _announce(endpoints: Endpoints, settings: ServerSettings) -> None:
             settings.key_file.absolute(),
         )
     print(STARTED_LINE, flush=True)
+
+
+def _metrics_config(settings: ServerSettings) -> MetricsConfig:
+    """What `metrics_config` declares. A bad file costs its metrics, not the service (contract)."""
+    if settings.metrics_config is None:
+        return built_in_config()
+    try:
+        return read_metrics_config(settings.metrics_config)
+    except MetricsCacheError as err:
+        logger.error("Failed to load metrics configuration: %s: %s", type(err).__name__, err)
+        return MetricsConfig()
 
 
 def _cors(settings: ServerSettings) -> CorsHeaders:

@@ -49,7 +49,7 @@ def _configured(
     ports = free_ports(5)
     file = shop.archive(archive)
     with tempfile.TemporaryDirectory(dir=shop.folder) as place:
-        # Else TorchServe's process number and sockets lie where any other TorchServe of the machine has its own.
+        # Else TorchServe's process number and sockets lie where any other TorchServe has its own, too.
         extra |= {"TMPDIR": place, "TEMP": place}
         config = Path(place, "config.properties")
         config.write_text(

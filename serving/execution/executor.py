@@ -71,6 +71,7 @@ class BatchReport:
     outcomes: Sequence[Outcome]
     handler_s: float = 0.0  # wall time in the handler
     metrics: tuple[HandlerMetric, ...] = ()
+    cpu_s: float = 0.0  # processor time of the executor's thread, encoding and decoding included
 
 
 class BatchSink(Protocol):

@@ -114,6 +114,7 @@ class HandlerHost:
         return BatchReport(outcomes, report.handler_s, report.metrics)
 
     def _run(self, requests: Sequence[InferRequest], send_partial: PartialSink | None) -> BatchReport:
+        cpu_started_s = time.thread_time()
         processors = [RequestProcessor(request.request_id, dict(request.headers)) for request in requests]
         self._context.begin_batch(processors, _parts_of(processors, send_partial))
         rows = [self._row(request) for request in requests]
@@ -125,7 +126,8 @@ class HandlerHost:
         except BaseException as err:  # also SystemExit: user code must not end the executor by mistake
             handler_s = time.perf_counter() - started
             outcomes = [self._failure(err, requests)] * len(requests)
-        return BatchReport(outcomes, handler_s, self._drain_metrics())
+        cpu_s = time.thread_time() - cpu_started_s
+        return BatchReport(outcomes, handler_s, self._drain_metrics(), cpu_s)
 
     def too_slow(self, timeout_s: float) -> LoadFailed:
         """The error for a load that took longer than `timeout_s`."""

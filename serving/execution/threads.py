@@ -10,10 +10,12 @@ import asyncio
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 
+from torchere.handlers.resolve import BUILT_IN_HANDLERS
 from torchere.handlers.shared_models import SharedModels
 from torchere.serving.errors import DeadlineExceeded, ExecutorDied
 from torchere.serving.execution.executor import (
@@ -28,6 +30,7 @@ from torchere.serving.execution.executor import (
 )
 from torchere.serving.execution.host import HandlerHost, PartialSink
 from torchere.serving.execution.inflight import InFlight
+from torchere.serving.execution.inline import InlineChoice
 from torchere.serving.types import InferRequest, InferResponse
 
 Inbox = queue.SimpleQueue[InFlight | None]
@@ -57,6 +60,8 @@ class ThreadPool:
         self._shared_inbox: Inbox = queue.SimpleQueue()
         self._threads: list[_ExecutorThread] = []
         self._retiring: list[_ExecutorThread] = []  # they finish what they are at, and end
+        self._inline = InlineChoice(allowed=spec.handler in BUILT_IN_HANDLERS and not spec.pinned)
+        self._inline_host = HandlerHost(spec, _first(spec.gpu_ids), self._shared)
         self._inside: dict[InFlight, _ExecutorThread | None] = {}  # None: whichever thread takes it
 
     @property
@@ -72,7 +77,8 @@ class ThreadPool:
     @property
     def free(self) -> int:
         """How many batches may be submitted now."""
-        return max(0, self.in_service - len(self._inside))
+        executors = min(1, self.in_service) if self._inline.active else self.in_service
+        return max(0, executors - len(self._inside))
 
     def idle_ids(self) -> tuple[int, ...]:
         """The executors that are in service and have nothing to do; meant for pinned pools."""
@@ -110,6 +116,8 @@ class ThreadPool:
             if thread.status.state is ExecutorState.STARTING:
                 await thread.warm_up(self._startup_timeout_s)
                 self._on_loaded(thread.status.executor_id, age_s(thread.status))
+        if self._inline.allowed and self._threads:
+            await asyncio.to_thread(self._inline_host.load)  # quick: the weights are there
         self._on_free()
 
     def submit(
@@ -118,9 +126,19 @@ class ThreadPool:
         """Run one batch on the executor named, or on whichever takes it first."""
         named = [thread for thread in self._threads if thread.status.executor_id == executor_id]
         batch = InFlight(requests, sink)
-        batch.watch(self._response_timeout_s, self._timed_out)
         self._inside[batch] = named[0] if named else None
+        if self._inline.active and not named:
+            self._loop.call_soon(self._run_inline, batch)
+            return
+        batch.watch(self._response_timeout_s, self._timed_out)
         (named[0].inbox if named else self._shared_inbox).put(batch)
+
+    def _run_inline(self, batch: InFlight) -> None:
+        started_s = time.perf_counter()
+        report = self._inline_host.run(batch.requests, batch.partial)
+        self._inline.ran_inline(report.cpu_s, time.perf_counter() - started_s)
+        self._inside.pop(batch, None)
+        batch.answer(report)
 
     def _partial(self, batch: InFlight, index: int, part: InferResponse) -> None:
         batch.watch(self._response_timeout_s, self._timed_out)  # it bounds the silence only
@@ -128,6 +146,7 @@ class ThreadPool:
 
     def _finished(self, batch: InFlight, report: BatchReport) -> None:
         self._inside.pop(batch, None)
+        self._inline.ran_in_thread(report.cpu_s)
         if batch.answered:  # it was too late; but the executor is free again
             self._on_free()
         batch.answer(report)
@@ -162,6 +181,10 @@ class ThreadPool:
             self._threads[self._threads.index(thread)] = self._retiring.pop()
         elif thread in self._retiring:
             self._retiring.remove(thread)
+
+
+def _first(gpu_ids: tuple[int, ...]) -> int | None:
+    return gpu_ids[0] if gpu_ids else None
 
 
 class _ExecutorThread:

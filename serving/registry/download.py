@@ -13,8 +13,9 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urljoin
 
@@ -27,6 +28,14 @@ CHUNK_BYTES = 1 << 18
 PART_PREFIX = ".download-"  # hidden files of the store are not archives
 
 Resolve = Callable[[str, int], Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Download:
+    """An archive in the model store that came from a URL."""
+
+    path: Path
+    is_new: bool  # ours to delete; otherwise it was there
 
 
 def resolve(host: str, port: int) -> list[str]:
@@ -53,8 +62,13 @@ class Downloader:
         self._timeout_s = timeout_s
         self._resolve = resolver
 
-    def download(self, url: str, folder: Path) -> Path:
+    def download(self, url: str, folder: Path, reuse: bool = False) -> Download:
         """Copy what is at the URL into the folder, under its own name. Blocks.
+
+        Args:
+            url: Where it is.
+            folder: The model store.
+            reuse: Take a file of that name that is there already for the copy of an earlier start.
 
         Raises:
             ModelNotFound: the URL is not allowed.
@@ -65,6 +79,8 @@ class Downloader:
         source = allow(url, self._patterns)
         target = folder / source.file_name
         if target.exists():
+            if reuse:
+                return Download(target, is_new=False)
             raise _exists(target)
         try:
             descriptor, part = tempfile.mkstemp(prefix=PART_PREFIX, dir=folder)
@@ -72,8 +88,8 @@ class Downloader:
             raise ServingError(f"Failed to save model: {url}", f"{folder}: {err.strerror}") from err
         try:
             with os.fdopen(descriptor, "wb") as file:
-                for chunk in self._chunks(source):
-                    file.write(chunk)
+                with closing(self._chunks(source)) as chunks:
+                    file.writelines(chunks)
             os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))  # the name is ours now
             os.chmod(part, 0o644)
             os.replace(part, target)
@@ -83,21 +99,23 @@ class Downloader:
             raise ServingError(f"Failed to save model: {url}", f"{target}: {err.strerror}") from err
         finally:
             Path(part).unlink(missing_ok=True)
-        return target
+        return Download(target, is_new=True)
 
-    def _chunks(self, source: Source) -> Iterator[bytes]:
+    def _chunks(self, source: Source) -> Generator[bytes, None, None]:
         """The bytes behind a URL; whatever goes wrong is a `DownloadFailed`."""
         received = 0
+        fetched = _file_chunks(source) if source.scheme == "file" else self._http_chunks(source)
         try:
-            for chunk in _file_chunks(source) if source.scheme == "file" else self._http_chunks(source):
-                received += len(chunk)
-                if received > self._max_bytes:
-                    raise _failed(source, f"it is larger than max_download_bytes={self._max_bytes}")
-                yield chunk
+            with closing(fetched):  # at once, with its connection, whatever happens
+                for chunk in fetched:
+                    received += len(chunk)
+                    if received > self._max_bytes:
+                        raise _failed(source, f"it is larger than max_download_bytes={self._max_bytes}")
+                    yield chunk
         except (OSError, http.client.HTTPException) as err:
             raise _failed(source, f"{type(err).__name__}: {err}") from err
 
-    def _http_chunks(self, source: Source) -> Iterator[bytes]:
+    def _http_chunks(self, source: Source) -> Generator[bytes, None, None]:
         deadline_s = time.monotonic() + self._timeout_s
         asked = source
         for _ in range(MAX_REDIRECTS + 1):
@@ -131,7 +149,8 @@ class Downloader:
         cutter.start()
         try:
             connection.request("GET", source.target, headers={"User-Agent": "torchere", "Accept": "*/*"})
-            yield connection.getresponse()
+            with connection.getresponse() as response:
+                yield response
         finally:
             cutter.cancel()
             connection.close()
@@ -188,7 +207,7 @@ def _body(asked: Source, response: http.client.HTTPResponse, deadline_s: float) 
         raise _failed(asked, f"the connection ended after {received} of {expected} bytes")
 
 
-def _file_chunks(source: Source) -> Iterator[bytes]:
+def _file_chunks(source: Source) -> Generator[bytes, None, None]:
     descriptor = os.open(source.target, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe must not block
     with os.fdopen(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):

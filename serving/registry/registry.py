@@ -22,6 +22,7 @@ from torchere.serving.errors import (
 )
 from torchere.serving.execution.launch import worker_environment
 from torchere.serving.registry import routing
+from torchere.serving.registry.download import Download
 from torchere.serving.registry.environments import EnvironmentBuilder, plan_environment
 from torchere.serving.registry.loader import Loader
 from torchere.serving.registry.observer import RegistryObserver
@@ -77,12 +78,11 @@ class Registry:
             ModelNotFound, DownloadFailed, InvalidArchive, InvalidRequest: the archive or the wish is no good.
             Conflict: the same name and version is registered. Nothing has changed in all these cases.
         """
-        downloaded = await self._downloaded(wanted.url)
+        downloaded = await self._downloaded(wanted)
         try:
             version = await self._built(wanted, downloaded)
         except BaseException:  # cancelled, too
-            if downloaded:
-                downloaded.unlink(missing_ok=True)
+            _delete(downloaded)
             raise
         self._serving = routing.with_version(self._serving, version)
         self._observer.registered(version.key, version.batcher, version.pool)
@@ -90,17 +90,19 @@ class Registry:
         self._snapshots.changed(version)
         return version
 
-    async def _downloaded(self, url: str) -> Path | None:
+    async def _downloaded(self, wanted: Wanted) -> Download | None:
         """The copy in the store of what is at a URL; None when it is no URL."""
-        download = asyncio.ensure_future(asyncio.to_thread(self._store.download, url))
+        download = asyncio.ensure_future(
+            asyncio.to_thread(self._store.download, wanted.url, wanted.at_startup)
+        )
         try:
             return await asyncio.shield(download)
         except asyncio.CancelledError:
             download.add_done_callback(_delete_download)  # its thread can't be stopped, only be undone
             raise
 
-    async def _built(self, wanted: Wanted, downloaded: Path | None) -> Version:
-        location = downloaded.name if downloaded else wanted.url
+    async def _built(self, wanted: Wanted, downloaded: Download | None) -> Version:
+        location = downloaded.path.name if downloaded else wanted.url
         archive = await asyncio.to_thread(self._store.open, location, wanted.at_startup)
         name = wanted.name or archive.manifest.model_name or default_model_name(location)
         key = ModelKey(check_model_name(name), check_version_name(wanted.url, archive.manifest))
@@ -112,7 +114,7 @@ class Registry:
             self._refuse_twin(key)  # somebody may have been faster while this one was unpacked
             version = self._loader.build(
                 key,
-                replace(stored, downloaded=downloaded, environment=environment),
+                replace(stored, downloaded=_ours(downloaded), environment=environment),
                 wanted.asked,
                 handler=wanted.handler,
                 runtime=wanted.runtime,
@@ -211,6 +213,15 @@ class Registry:
         await asyncio.to_thread(self._store.remove, version.origin.archive, keep_download=keep)
 
 
-def _delete_download(download: asyncio.Future[Path | None]) -> None:
-    if not download.cancelled() and download.exception() is None and (copy := download.result()):
-        copy.unlink(missing_ok=True)
+def _ours(downloaded: Download | None) -> Path | None:
+    return downloaded.path if downloaded and downloaded.is_new else None
+
+
+def _delete(downloaded: Download | None) -> None:
+    if path := _ours(downloaded):
+        path.unlink(missing_ok=True)
+
+
+def _delete_download(download: asyncio.Future[Download | None]) -> None:
+    if not download.cancelled() and download.exception() is None:
+        _delete(download.result())

@@ -58,7 +58,9 @@ def check_snapshot(models: Sequence[SnapshotModel], has: Callable[[str, bool], b
 
 
 def _from_item(item: str, asked: Asked) -> Wanted:
-    name, _, url = item.rpartition("=")
+    name, separator, url = item.partition("=")
+    if not separator or "/" in name:  # the sign stands in the query of a URL
+        name, url = "", item
     return Wanted(url, asked, name=name or None, at_startup=True)
 
 

@@ -29,7 +29,7 @@ from torchere.serving.errors import (
     ServingError,
 )
 from torchere.serving.registry.allowed_urls import is_remote
-from torchere.serving.registry.download import Downloader
+from torchere.serving.registry.download import Download, Downloader
 from torchere.serving.registry.environments import Environment
 from torchere.serving.registry.model_config import MAX_CONFIG_BYTES, ModelConfig, parse_model_config
 from torchere.serving.settings import Limits
@@ -75,8 +75,10 @@ class Store:
         )
         self._unpacked = Path(tempfile.mkdtemp(prefix="torchere-models-", dir=temp_dir))
 
-    def download(self, url: str) -> Path | None:
+    def download(self, url: str, reuse: bool = False) -> Download | None:
         """Fetch an archive into the store; None when `url` is no URL, but a name in the store.
+
+        With `reuse` a file that is there already counts as fetched: a server that starts again must come up.
 
         Raises:
             ModelNotFound: the URL is not allowed, or there is no store.
@@ -91,7 +93,7 @@ class Store:
             return None
         if self._root is None:
             raise ModelNotFound("Model store has not been configured.")
-        return self._downloader.download(url, self._root)
+        return self._downloader.download(url, self._root, reuse)
 
     def has(self, name: str, trusted: bool = False) -> bool:
         """Whether `open` would find something of that name."""

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 Family = Counter | Gauge | Histogram
 
+# Names of the classic text format; the library lets any UTF-8 through, which scrapers do not read unasked.
+_METRIC_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+_LABEL_NAME = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 KINDS = ("counter", "gauge", "histogram")
 # The Java client's default buckets, in whatever unit the metric has (contract: metrics).
 DEFAULT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
@@ -26,14 +30,13 @@ class Families:
         self.declared: dict[str, str] = {}  # the library's name of a counter -> the name it was declared with
 
     def declare(self, kind: str, name: str, unit: str, labels: Sequence[str]) -> Family:
-        """Declare a family of one of `KINDS`; raises as `counter` does, and for another kind."""
+        """Declare a family of one of `KINDS`; raises as `counter` and `check_names` do."""
+        check_names(kind, name, labels)
         if kind == "counter":
             return self.counter(name, unit, labels)
         if kind == "gauge":
             return self.gauge(name, unit, labels)
-        if kind == "histogram":
-            return self.histogram(name, unit, labels)
-        raise ValueError(f"the type is {kind!r}, expected one of {KINDS}")
+        return self.histogram(name, unit, labels)
 
     def counter(self, name: str, unit: str, labels: Sequence[str]) -> Counter:
         """Declare a counter.
@@ -56,10 +59,19 @@ class Families:
         return Histogram(name, help_text("histogram", unit), labels, registry=self.registry, buckets=buckets)
 
 
-def updater(child: Family) -> Callable[[float], None]:
-    """What a value does to a labelled child: a counter adds it, a gauge is set to it, a histogram observes it.
+def check_names(kind: str, name: str, labels: Sequence[str]) -> None:
+    """Raise ValueError unless a metric may be called so in the text format, and has one of `KINDS`."""
+    if kind not in KINDS:
+        raise ValueError(f"its type is {kind!r}, expected one of {KINDS}")
+    wrong = [label for label in labels if not _LABEL_NAME.fullmatch(label)]
+    if wrong or not _METRIC_NAME.fullmatch(name):
+        raise ValueError(f"Prometheus allows letters, digits and _ in names only: {wrong or name!r}")
 
-    A counter's refuses (ValueError) what is negative or not finite: one such value would spoil it for good.
+
+def updater(child: Family) -> Callable[[float], None]:
+    """What takes a value for a labelled child: a counter adds it, a gauge shows it, a histogram observes it.
+
+    That of a counter refuses (ValueError) what is negative or not finite; such a value would spoil it.
     """
     if isinstance(child, Counter):
         return functools.partial(_add, child)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
 from torchere.serving.settings import MetricsMode
-from torchere.serving.telemetry.families import KINDS, Families, Family, updater
+from torchere.serving.telemetry.families import Families, Family, check_names, updater
 from torchere.serving.telemetry.metric_log import MODEL_LOGGER, MetricLog
 from torchere.serving.telemetry.metrics_config import HOSTNAME, OWN_PREFIX, DeclaredMetric
 from torchere.serving.telemetry.server_metrics import is_logged
@@ -19,8 +18,6 @@ logger = logging.getLogger(__name__)
 
 MAX_FAMILIES = 500  # names that all handlers together may invent, with auto-detection
 MAX_LABEL_SETS = 1000  # combinations of label values of one name
-_METRIC_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
-_LABEL_NAME = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 _UNDECLARED = "the metrics configuration does not declare it, and model_metrics_auto_detect is false"
 
 Dimensions = tuple[tuple[str, str], ...]
@@ -146,9 +143,7 @@ class HandlerMetrics:
         if len(self._known) >= MAX_FAMILIES:
             raise ValueError(f"there are {MAX_FAMILIES} metrics of handlers already")
         labels = (*_label_names(sample.dimensions), HOSTNAME)
-        allowed = _METRIC_NAME.fullmatch(sample.name) and all(map(_LABEL_NAME.fullmatch, labels))
-        if not allowed or sample.metric_type not in KINDS:
-            raise ValueError(f"name, labels {labels} or type {sample.metric_type!r} can't be in Prometheus")
+        check_names(sample.metric_type, sample.name, labels)
         if sample.name.startswith(OWN_PREFIX):
             raise ValueError(f"names that begin with {OWN_PREFIX} are taken")
         return self._declare(DeclaredMetric(sample.name, sample.metric_type, sample.unit, labels))

@@ -39,10 +39,16 @@ class MetricLog:
         request_ids: Sequence[str] = (),
     ) -> None:
         """Log one update; `labels` are without the host's."""
-        stamp_s = int(self._now())
-        self._logger.info(
-            "%s", metric_line(name, unit, value, labels, self._hostname, stamp_s, request_ids)
+        line = metric_line(
+            name,
+            unit,
+            value,
+            labels,
+            hostname=self._hostname,
+            timestamp_s=int(self._now()),
+            request_ids=request_ids,
         )
+        self._logger.info("%s", line)
 
 
 def metric_line(
@@ -50,6 +56,7 @@ def metric_line(
     unit: str,
     value: float,
     labels: Iterable[tuple[str, str]],
+    *,
     hostname: str,
     timestamp_s: int,
     request_ids: Sequence[str] = (),

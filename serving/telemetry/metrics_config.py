@@ -146,9 +146,7 @@ def _check_names(config: MetricsConfig) -> None:
             raise MetricsCacheValueError(f"{metric.name}: a dimension is there twice: {metric.labels}")
 
 
-def _check_label_counts(
-    found: Mapping[str, DeclaredMetric], supplied: Mapping[str, DeclaredMetric]
-) -> None:
+def _check_label_counts(found: Mapping[str, DeclaredMetric], supplied: Mapping[str, DeclaredMetric]) -> None:
     for name in found.keys() & supplied.keys():
         expected = supplied[name].labels
         if len(found[name].labels) != len(expected):

@@ -134,9 +134,7 @@ class PredictionMetrics(Collector):
             families[name] = _family(name, "histogram", "Seconds")
         return families
 
-    def _add(
-        self, families: dict[str, Metric], name: str, values: tuple[str, ...], number: float
-    ) -> None:
+    def _add(self, families: dict[str, Metric], name: str, values: tuple[str, ...], number: float) -> None:
         if name in self._server.plain:
             labels = dict(zip(self._server.plain[name].labels, (*values, self._hostname), strict=True))
             families[name].add_sample(families[name].name, labels, number)

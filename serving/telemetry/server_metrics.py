@@ -1,4 +1,4 @@
-"""The metrics of the server that `metrics.yaml` declares: shown, logged or not recorded, as mode and file say."""
+"""The server's own metrics that `metrics.yaml` declares: shown, or logged, or not recorded."""
 
 from __future__ import annotations
 

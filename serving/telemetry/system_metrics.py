@@ -25,9 +25,7 @@ class SystemMetrics:
         gpus: samples the GPUs; may block for a while.
     """
 
-    def __init__(
-        self, server: ServerMetrics, gpus: Callable[[], Sequence[GpuSample]] = sample_gpus
-    ) -> None:
+    def __init__(self, server: ServerMetrics, gpus: Callable[[], Sequence[GpuSample]] = sample_gpus) -> None:
         self._server = server
         self._gpus = gpus
         psutil.cpu_percent(None)  # the first call has nothing to compare with and only sets the mark

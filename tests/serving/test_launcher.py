@@ -137,6 +137,8 @@ def test_a_background_start_notes_the_pid_and_leaves_our_session(pid_file: Path)
     try:
         assert launcher.read_pid(pid_file) == process.pid
         assert os.getsid(process.pid) == process.pid
+        while not psutil.Process(process.pid).cmdline():
+            pass  # the kernel is still putting the new program in place
         assert launcher.running(process.pid)
     finally:
         process.kill()

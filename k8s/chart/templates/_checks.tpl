@@ -14,7 +14,7 @@
 {{- fail (printf "service.headless and service.type %s exclude each other: a headless Service has no address to balance on." .Values.service.type) -}}
 {{- end -}}
 {{- if regexMatch "(_total|_microseconds|_count|_sum|_bucket|^Requests[245]XX)$" .Values.autoscaling.metric -}}
-{{- fail (printf "autoscaling.metric %s is a counter: it never goes down, so replicas never would. Use a gauge, like torchere_queue_depth." .Values.autoscaling.metric) -}}
+{{- fail (printf "autoscaling.metric %s is a counter: it never goes down, so replicas never would. Use a gauge, like torchere_saturation." .Values.autoscaling.metric) -}}
 {{- end -}}
 {{- if and .Values.keda.enabled (eq (int .Values.keda.minReplicas) 0) (not .Values.keda.extraTriggers) -}}
 {{- fail "keda.minReplicas 0 needs keda.extraTriggers: where no server runs, no request waits in a queue, so nothing would ever start one. Count requests in front of the servers, or set minReplicas to 1." -}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from conformity.comparison import differences, families
 from conformity.rest import Answer
@@ -76,10 +77,24 @@ def _body_lines(want: Answer, got: Answer) -> Iterator[str]:
         missing = families(want.body) - families(got.body)
         yield from (f"metric family {name} is missing" for name in sorted(missing))
         return
+    if isinstance(want.body, dict) and isinstance(got.body, dict) and "openapi" in want.body:
+        if _described(want.body) != _described(got.body):
+            yield f"it describes {_described(got.body)}, TorchServe {_described(want.body)}"
+        return
     lines = list(differences(want.body, got.body, OURS))
     yield from (line.replace("recorded", "TorchServe") for line in lines)
     if not lines and want.layout != got.layout and not _has_own_members(got.body):
         yield f"layout: {got.layout!r:.120}, TorchServe {want.layout!r:.120}"
+
+
+def _described(document: dict[str, Any]) -> tuple[str, str, list[str]]:
+    """What clients may rely on of an OpenAPI document: its version and title, and the operations it knows."""
+    operations = [
+        f"{method} {path} {operation.get('operationId')}"
+        for path, item in document["paths"].items()
+        for method, operation in item.items()
+    ]
+    return document["openapi"], document["info"]["title"], sorted(operations)
 
 
 def _has_own_members(body: object) -> bool:

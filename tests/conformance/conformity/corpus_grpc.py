@@ -10,12 +10,24 @@ WISHES = (
     '{"wish": {"raise": "prediction", "text": "own words", "code": %d}}',
     '{"wish": {"status": %d, "result": "text"}}',
 )
+PREDICTIONS: tuple[dict[str, Any], ...] = (
+    {"model_name": "probe", "input": {"data": "x"}},
+    {"model_name": "probe", "model_version": "1.0", "input": {"a": "1", "b": "2"}},
+    {"model_name": "probe", "model_version": "9.9", "input": {"data": "x"}},
+    {"model_name": "probe", "input": {}},
+    {"model_name": "none", "input": {"data": "x"}},
+    {"model_name": "", "input": {"data": "x"}},
+    {"model_name": "rich", "input": {"data": '{"mode": "raise"}'}},
+    {"model_name": "rich", "input": {"data": '{"mode": "memory"}'}},
+    {"model_name": "rich", "input": {"data": '{"mode": "wrong_length"}'}},
+    {"model_name": "rich", "input": {"data": '{"mode": "stream"}'}},
+)
 CODES = (400, 401, 403, 404, 409, 413, 416, 418, 429, 499, 500, 501, 503, 504, 507)
 
 
 def grpc_cases() -> Iterator[dict[str, Any]]:
     """Records as those of the recording, without an answer."""
-    for number, (service, method, request) in enumerate([*_inference(), *_management()]):
+    for number, (service, method, request) in enumerate([*_inference(), *_management(), *_breaking()]):
         yield {
             "name": f"grpc {number}: {method} {request}",
             "service": service,
@@ -26,31 +38,25 @@ def grpc_cases() -> Iterator[dict[str, Any]]:
 
 def _inference() -> Iterator[tuple[str, str, Any]]:
     yield INFERENCE, "Ping", {}
-    for method in ("Predictions", "StreamPredictions"):
-        for request in (
-            {"model_name": "probe", "input": {"data": "x"}},
-            {"model_name": "probe", "model_version": "1.0", "input": {"a": "1", "b": "2"}},
-            {"model_name": "probe", "model_version": "9.9", "input": {"data": "x"}},
-            {"model_name": "probe", "input": {}},
-            {"model_name": "none", "input": {"data": "x"}},
-            {"model_name": "", "input": {"data": "x"}},
-            {"model_name": "rich", "input": {"data": '{"mode": "stream"}'}},
-            {"model_name": "rich", "input": {"data": '{"mode": "raise"}'}},
-            {"model_name": "rich", "input": {"data": '{"mode": "memory"}'}},
-            {"model_name": "rich", "input": {"data": '{"mode": "wrong_length"}'}},
-        ):
-            yield INFERENCE, method, request
+    for request in PREDICTIONS:
+        yield INFERENCE, "Predictions", request
     for wish in WISHES:
-        yield from (
-            (INFERENCE, "Predictions", {"model_name": "probe", "input": {"data": wish % code}})
-            for code in CODES
-        )
+        for code in CODES:
+            yield INFERENCE, "Predictions", {"model_name": "probe", "input": {"data": wish % code}}
+    for request in (PREDICTIONS[2], PREDICTIONS[4], PREDICTIONS[5], PREDICTIONS[-1]):
+        yield INFERENCE, "StreamPredictions", request
+    yield INFERENCE, "StreamPredictions2", []
+
+
+def _breaking() -> Iterator[tuple[str, str, Any]]:
+    """Calls that cost TorchServe a worker, or all of them."""
+    yield INFERENCE, "StreamPredictions", PREDICTIONS[0]
     stream = {"model_name": "probe", "input": {"data": "x"}}
     yield INFERENCE, "StreamPredictions2", [stream]
-    yield INFERENCE, "StreamPredictions2", [{**stream, "sequence_id": "s1"}]
     yield INFERENCE, "StreamPredictions2", [{**stream, "model_name": "none", "sequence_id": "s1"}]
     yield INFERENCE, "StreamPredictions2", [{**stream, "model_name": "", "sequence_id": "s1"}]
-    yield INFERENCE, "StreamPredictions2", []
+    yield INFERENCE, "StreamPredictions2", [{**stream, "sequence_id": "s1"}]
+    yield INFERENCE, "StreamPredictions", {"model_name": "rich", "input": {"data": '{"mode": "raise"}'}}
 
 
 def _management() -> Iterator[tuple[str, str, Any]]:

@@ -16,7 +16,7 @@ from conformity.servers import FLAGS
 
 Record = dict[str, Any]
 BASE = """default_workers_per_model=1
-job_queue_size=4
+job_queue_size=100
 default_response_timeout=5
 max_request_size=1048576
 max_response_size=1048576
@@ -58,7 +58,8 @@ class Profile:
 def profiles() -> list[Profile]:
     """All configurations, the large one first."""
     return [
-        Profile("open", f"{BASE}load_models=probe.mar,rich.mar\n", _open_cases, grpc_cases),
+        Profile("open", f"{BASE}load_models=probe.mar,rich.mar\n", _open_cases),
+        Profile("grpc", f"{BASE}load_models=probe.mar,rich.mar\n", lambda: iter(()), grpc_cases),
         Profile("one model", f"{BASE}load_models=probe.mar\n{SWITCHES}", _switched_cases),
         *(
             Profile(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from torchere.serving.errors import DownloadFailed, ModelNotFound, ServingError
-from torchere.serving.registry.download import Downloader
+from torchere.serving.registry.download import Download, Downloader
 
 LOCAL = (r"http://127\.0\.0\.1:\d+/.*",)
 BODY = b"archive" * 50_000
@@ -99,19 +99,20 @@ def downloader(patterns: tuple[str, ...] = LOCAL, **options: Any) -> Downloader:
 
 
 def test_an_archive_is_copied_under_its_own_name(at: str, tmp_path: Path) -> None:
-    target = downloader().download(f"{at}/good/a.mar?signature=x", tmp_path)
-    assert target == tmp_path / "a.mar"
+    downloaded = downloader().download(f"{at}/good/a.mar?signature=x", tmp_path)
+    target = tmp_path / "a.mar"
+    assert downloaded == Download(target, is_new=True)
     assert target.read_bytes() == BODY
     assert target.stat().st_mode & 0o777 == 0o644
     assert list(tmp_path.iterdir()) == [target]
 
 
 def test_a_body_in_chunks_is_put_together(at: str, tmp_path: Path) -> None:
-    assert downloader().download(f"{at}/chunked/a.mar", tmp_path).read_bytes() == b"abcde"
+    assert downloader().download(f"{at}/chunked/a.mar", tmp_path).path.read_bytes() == b"abcde"
 
 
 def test_a_redirect_to_an_allowed_url_is_followed(at: str, tmp_path: Path) -> None:
-    assert downloader().download(f"{at}/to/good/b.mar", tmp_path).read_bytes() == BODY
+    assert downloader().download(f"{at}/to/good/b.mar", tmp_path).path.read_bytes() == BODY
 
 
 @pytest.mark.parametrize(
@@ -195,6 +196,14 @@ def test_a_file_that_is_there_is_not_overwritten(at: str, tmp_path: Path) -> Non
     assert (tmp_path / "a.mar").read_text() == "mine"
 
 
+def test_at_a_start_a_file_that_is_there_is_the_copy_of_the_last_one(tmp_path: Path) -> None:
+    (tmp_path / "a.mar").write_text("copy")
+    found = downloader(("http://.*",)).download("http://models.internal/a.mar", tmp_path, reuse=True)
+    assert found == Download(tmp_path / "a.mar", is_new=False)
+    with pytest.raises(ModelNotFound):  # still only what is allowed
+        downloader(()).download("http://models.internal/a.mar", tmp_path, reuse=True)
+
+
 def test_a_store_that_cannot_be_written_is_said(at: str, tmp_path: Path) -> None:
     with pytest.raises(ServingError, match="Failed to save model: "):
         downloader().download(f"{at}/good/a.mar", tmp_path / "gone")
@@ -206,7 +215,7 @@ def test_a_file_url_is_copied_if_it_is_allowed(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/elsewhere/a.mar"
     with pytest.raises(ModelNotFound):
         downloader().download(url, tmp_path)
-    assert downloader((f"file://{tmp_path}/.*",)).download(url, tmp_path).read_bytes() == BODY
+    assert downloader((f"file://{tmp_path}/.*",)).download(url, tmp_path).path.read_bytes() == BODY
 
 
 def test_a_file_url_of_no_regular_file_is_refused(tmp_path: Path) -> None:

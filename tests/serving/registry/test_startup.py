@@ -31,6 +31,19 @@ def test_items_may_name_the_model_and_all_is_the_whole_store() -> None:
     assert all(wanted.at_startup for wanted in everything)
 
 
+@pytest.mark.parametrize(
+    ("item", "name", "url"),
+    [
+        ("https://h/a.mar?signature=x=y", None, "https://h/a.mar?signature=x=y"),
+        ("a=https://h/a.mar?signature=x", "a", "https://h/a.mar?signature=x"),
+        ("=a.mar", None, "a.mar"),
+    ],
+)
+def test_the_query_of_a_url_is_not_a_name(item: str, name: str | None, url: str) -> None:
+    (wanted,) = startup_models(ServerSettings(load_models=(item,)), [])
+    assert (wanted.name, wanted.url) == (name, url)
+
+
 def test_a_restored_model_has_what_the_snapshot_says() -> None:
     (wanted,) = startup_models(ServerSettings(snapshot_models=(restored(),)), [])
     assert (wanted.name, wanted.url, wanted.runtime, wanted.handler) == ("m", "m.mar", "python3", None)

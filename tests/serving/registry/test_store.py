@@ -15,6 +15,7 @@ from torchere.serving.errors import (
     ModelNotFound,
     ServingError,
 )
+from torchere.serving.registry.download import Download
 from torchere.serving.registry.store import Store, check_model_name, default_model_name
 from torchere.serving.settings import Limits
 
@@ -129,13 +130,13 @@ def test_a_url_is_copied_into_the_store_when_it_is_allowed(root: Path, tmp_path:
     url = f"file://{tmp_path}/m.mar"
     store = Store(root, Limits(), tmp_path, allowed_urls=(f"file://{tmp_path}/.*",))
     downloaded = store.download(url)
-    assert downloaded == root / "m.mar"
-    stored = replace(store.unpack(url, store.open("m.mar")), downloaded=downloaded)
+    assert downloaded == Download(root / "m.mar", is_new=True)
+    stored = replace(store.unpack(url, store.open("m.mar")), downloaded=downloaded.path)
     assert (stored.url, stored.file_name, stored.outside_store) == (url, "m.mar", False)
     store.remove(stored, keep_download=True)
-    assert downloaded.exists()
+    assert downloaded.path.exists()
     store.remove(stored)
-    assert not downloaded.exists()
+    assert not downloaded.path.exists()
     store.close()
 
 

@@ -1,3 +1,4 @@
+import math
 import threading
 from typing import NamedTuple
 
@@ -6,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchere.serving.telemetry import handler_metrics as bounds
-from torchere.serving.telemetry.families import Families
+from torchere.serving.telemetry.load_metrics import VersionLoad
 from torchere.serving.telemetry.metrics import Metrics
-from torchere.serving.telemetry.system_metrics import SystemMetrics
 
 HOST = 'Level="Host",Hostname="vm",'
 
@@ -19,11 +19,12 @@ class Sample(NamedTuple):
     unit: str = "Count"
     metric_type: str = "counter"
     dimensions: tuple[tuple[str, str], ...] = (("ModelName", "m"), ("Level", "Model"))
+    request_ids: tuple[str, ...] = ()
 
 
 @pytest.fixture
 def metrics():
-    return Metrics("vm")
+    return Metrics("vm", auto_detect=True)
 
 
 def lines(metrics, name):
@@ -76,13 +77,30 @@ def test_an_answer_for_what_was_forgotten_brings_no_labels_back(metrics):
     assert "gone" not in metrics.exposition()
 
 
+def batch(metrics, model="m", version="1.0", **changes):
+    numbers = {"size": 3, "queue_s": 0.5, "executor_s": 0.010, "handler_s": 0.00254, "succeeded_ids": ["a"]}
+    metrics.batch_finished(model, version, **(numbers | changes))
+
+
 def test_a_batch_sets_the_times_of_handler_and_thread(metrics):
-    metrics.batch_finished("m", "1.0", size=3, executor_s=0.010, handler_s=0.00254)
+    batch(metrics)
     assert lines(metrics, "PredictionTime") == [
         'PredictionTime{ModelName="m",Level="Model",Hostname="vm",} 2.54'
     ]
     assert lines(metrics, "WorkerThreadTime") == [f"WorkerThreadTime{{{HOST}}} 7.0"]
     assert 'torchere_batch_size_sum{model="m",version="1.0",} 3.0' in lines(metrics, "torchere_batch_size")
+
+
+def test_a_handler_that_failed_has_no_prediction_time(metrics):
+    batch(metrics, succeeded_ids=())
+    assert lines(metrics, "PredictionTime") == []
+
+
+def test_the_stages_of_the_requests_add_up_to_their_whole_time(metrics):
+    batch(metrics, size=2, queue_s=0.3, executor_s=0.5, handler_s=0.2)
+    found = {line.split('"')[5]: float(line.split()[-1]) for line in lines(metrics, "torchere_stage")}
+    assert found == {"queue": 0.3, "transfer": 0.6, "handler": 0.4}
+    assert sum(found.values()) == pytest.approx(0.3 + 2 * 0.5)
 
 
 def test_an_executor_is_called_as_dashboards_know_it(metrics):
@@ -92,18 +110,25 @@ def test_an_executor_is_called_as_dashboards_know_it(metrics):
     ]
 
 
-def test_queue_length_and_readiness_are_asked_for_when_someone_looks(metrics):
-    length, ready = [3], [True]
-    metrics.watch_queue("m", "1.0", lambda: length[0])
-    metrics.watch_readiness(lambda: ready[0])
+def test_load_and_readiness_are_asked_for_when_someone_looks(metrics):
+    load = [VersionLoad(3, 9, in_service=4, busy=4, executors={"ready": 4, "starting": 1})]
+    ready = [True]
+    metrics.watch_load("m", "1.0", lambda: load[0])
+    metrics.watch_server(lambda: ready[0], lambda: 7)
     assert lines(metrics, "torchere_queue_depth") == ['torchere_queue_depth{model="m",version="1.0",} 3.0']
+    assert lines(metrics, "torchere_saturation") == ['torchere_saturation{model="m",version="1.0",} 1.25']
+    assert lines(metrics, "torchere_executors") == [
+        'torchere_executors{model="m",version="1.0",state="ready",} 4.0',
+        'torchere_executors{model="m",version="1.0",state="starting",} 1.0',
+    ]
     assert lines(metrics, "torchere_ready") == ["torchere_ready 1.0"]
-    length[0], ready[0] = 0, False
+    assert lines(metrics, "torchere_inflight") == ["torchere_inflight 7.0"]
+    load[0], ready[0] = VersionLoad(), False
     assert lines(metrics, "torchere_queue_depth") == ['torchere_queue_depth{model="m",version="1.0",} 0.0']
     assert lines(metrics, "torchere_ready") == ["torchere_ready 0.0"]
 
 
-def test_handlers_report_under_any_name_by_type(metrics):
+def test_with_auto_detection_handlers_report_under_any_name_by_type(metrics):
     metrics.handler_metrics(
         [
             Sample("HandlerTime", 1.04, "ms", "gauge"),
@@ -130,7 +155,9 @@ def test_handlers_report_under_any_name_by_type(metrics):
         Sample("Odd", 1, metric_type="summary"),
         Sample("Odd", 1, dimensions=(("bad label", "x"),)),
         Sample("Odd", 1, dimensions=(("__reserved", "x"),)),
-        Sample("Known", 1, metric_type="gauge"),
+        Sample("Known", math.nan),
+        Sample("Known", math.inf),
+        Sample("torchere_own", 1),
         Sample("Known", 1, dimensions=(("Other", "x"),)),
         Sample("Known", -1),
         Sample("Requests2XX", 1),
@@ -173,7 +200,7 @@ def test_handlers_can_not_invent_label_values_without_end(metrics, monkeypatch):
     )
 )
 def test_no_sample_breaks_the_exposition(samples):
-    metrics = Metrics("vm")
+    metrics = Metrics("vm", auto_detect=True)
     metrics.handler_metrics(samples)
     assert metrics.exposition().startswith("# HELP Requests2XX")
 
@@ -183,9 +210,9 @@ def test_a_version_that_is_gone_leaves_nothing_behind(metrics):
         metrics.prediction_accepted("noop", version)
         metrics.prediction_answered("noop", version, 1, 0)
     for version in ("1.0", "2.0"):
-        metrics.batch_finished("noop", version, size=1, executor_s=1, handler_s=1)
+        batch(metrics, "noop", version)
         metrics.executor_loaded("noop", version, 9000, 1)
-        metrics.watch_queue("noop", version, lambda: 0)
+        metrics.watch_load("noop", version, VersionLoad)
     metrics.handler_metrics([Sample("Seen", 1, dimensions=(("ModelName", "noop"),))])
     metrics.forget("noop", "1.0", was_last=False)
     text = metrics.exposition()
@@ -216,35 +243,3 @@ def test_counts_from_many_threads_add_up(metrics):
     labels = '{model_name="m",model_version="default",hostname="vm",}'
     assert lines(metrics, "ts_inference_requests_total") == [f"ts_inference_requests_total{labels} 2000.0"]
     assert lines(metrics, "Requests2XX") == [f"Requests2XX{{{HOST}}} 2000.0"]
-
-
-def test_the_host_is_sampled_at_most_once_a_period(monkeypatch):
-    looked = []
-    monkeypatch.setattr("psutil.cpu_percent", lambda interval: looked.append(1) or 12.5)
-    now = [0.0]
-    families = Families()
-    system = SystemMetrics(families, "vm", 60.0, lambda: now[0])
-    looked.clear()
-    for now[0] in (0.0, 59.0, 60.0, 61.0):
-        system.sample_if_due()
-    assert len(looked) == 2
-
-
-def test_the_host_is_sampled_before_it_is_shown(metrics):
-    samples = [line for line in metrics.exposition().splitlines() if not line.startswith("#")]
-    found = {line.split("{")[0]: float(line.split()[-1]) for line in samples}
-    assert found["MemoryAvailable"] > 0
-    assert found["DiskUsage"] > 0
-    assert 0 <= found["MemoryUtilization"] <= 100
-
-
-def test_gpus_have_their_gauges_once_someone_samples_them(metrics):
-    assert "# TYPE GPUUtilization gauge" in metrics.exposition()
-    assert lines(metrics, "GPUUtilization") == []
-    metrics.gpu_sampled(0, memory_bytes=500 * 2**20, memory_percent=1.0, percent=3.0)
-    assert lines(metrics, "GPUUtilization") == [
-        'GPUUtilization{Level="Host",DeviceId="0",Hostname="vm",} 3.0'
-    ]
-    assert lines(metrics, "GPUMemoryUsed") == [
-        'GPUMemoryUsed{Level="Host",DeviceId="0",Hostname="vm",} 500.0'
-    ]

@@ -1,0 +1,134 @@
+"""Grafana dashboards: well formed, on metrics that exist, in PromQL that parses, with data behind every panel."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "k8s/chart/dashboards"
+DASHBOARDS = sorted(FOLDER.glob("*.json"))
+PARSE = """
+import json, sys, promql_parser
+for name, expression in json.load(sys.stdin):
+    try:
+        promql_parser.parse(expression)
+    except ValueError as err:
+        print(f"{name}: {err}: {expression}")
+"""
+
+
+def queries(file: Path) -> list[tuple[str, str]]:
+    """Panel title and expression, with Grafana's variables replaced by what they stand for."""
+    values = {"__rate_interval": "5s", "job": ".*", "namespace": ".*", "instance": ".*"}
+    values["model"] = "echo" if file.stem == "torchere-model" else ".*"
+    found = []
+    for panel in json.loads(file.read_text())["panels"]:
+        for target in panel.get("targets", ()):
+            text = re.sub(r"\$([a-z_]\w*)", lambda match: values[match.group(1)], target["expr"])
+            found.append((panel["title"], text))
+    return found
+
+
+def metrics_in(expression: str) -> set[str]:
+    """The metric names: an identifier with a selector behind it."""
+    return set(re.findall(r"([a-zA-Z_:][\w:]*)\{", expression))
+
+
+@pytest.mark.parametrize("file", DASHBOARDS, ids=lambda file: file.stem)
+def test_panels_have_their_own_place_and_number_and_say_where_the_data_is_from(file: Path) -> None:
+    dashboard = json.loads(file.read_text())
+    panels = dashboard["panels"]
+
+    assert dashboard["uid"] == file.stem
+    assert len({panel["id"] for panel in panels}) == len(panels) > 5
+    for one, other in combinations([panel["gridPos"] for panel in panels], 2):
+        apart_x = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
+        apart_y = one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"]
+        assert apart_x or apart_y, (one, other)
+        assert one["x"] + one["w"] <= 24
+    for panel in panels:
+        assert panel["type"] == "row" or panel["datasource"]["uid"] == "${datasource}"
+
+
+@pytest.mark.parametrize("file", DASHBOARDS, ids=lambda file: file.stem)
+def test_queries_name_only_metrics_that_exist(file: Path, sample_names: frozenset[str]) -> None:
+    used = {name for _, expression in queries(file) for name in metrics_in(expression)}
+    variables = [each.get("definition", "") for each in json.loads(file.read_text())["templating"]["list"]]
+    used |= {name for text in variables for name in re.findall(r"label_values\((\w+)", text)}
+
+    assert used - sample_names == set()
+    assert "torchere_request_duration_seconds_bucket" in used
+
+
+def test_the_dashboards_together_show_every_family_of_ours(sample_names: frozenset[str]) -> None:
+    used = {name for file in DASHBOARDS for _, text in queries(file) for name in metrics_in(text)}
+
+    ours = {re.sub(r"_(bucket|count|sum)$", "", name) for name in sample_names if name.startswith("torchere_")}
+
+    assert ours - {re.sub(r"_(bucket|count|sum)$", "", name) for name in used} == set()
+
+
+def test_every_query_parses(tool: Callable[[str], str]) -> None:
+    python = Path(tool("kubernetes-validate")).parent / "python"  # the environment that has the parser
+    everything = [(f"{file.stem}: {title}", text) for file in DASHBOARDS for title, text in queries(file)]
+
+    parsed = subprocess.run(
+        [python, "-c", PARSE], input=json.dumps(everything), capture_output=True, text=True, timeout=60
+    )
+
+    assert len(everything) > 40
+    assert (parsed.returncode, parsed.stdout) == (0, ""), parsed.stderr
+
+
+@pytest.fixture(scope="module")
+def ask(tool: Callable[[str], str], live_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Asks a Prometheus that scrapes the running server every second."""
+    program, folder = tool("prometheus"), tmp_path_factory.mktemp("prometheus")
+    job = f"{{job_name: torchere, static_configs: [{{targets: ['{live_server.metrics}']}}]}}"
+    (folder / "p.yml").write_text(f"global: {{scrape_interval: 1s}}\nscrape_configs: [{job}]\n")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [program, "--config.file=p.yml", "--storage.tsdb.path=data", f"--web.listen-address=127.0.0.1:{port}"]
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
+
+    def query(expression: str) -> list[Any]:
+        url = f"http://127.0.0.1:{port}/api/v1/query?{urllib.parse.urlencode({'query': expression})}"
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return list(json.loads(answer.read())["data"]["result"])
+
+    def eventually(expression: str) -> list[Any]:
+        """The first result that is not empty, or nothing after 15 seconds."""
+        limit_s = time.monotonic() + 15
+        while time.monotonic() < limit_s:
+            live_server.predict()
+            try:
+                if result := query(expression):
+                    return result
+            except urllib.error.URLError:  # it is starting
+                continue
+        return []
+
+    yield eventually
+    process.terminate()
+    process.wait(30)
+
+
+def test_a_real_prometheus_has_data_for_every_panel(ask: Callable[[str], list[Any]]) -> None:
+    assert ask('rate(torchere_batch_size_count{model="echo"}[5s]) > 0')
+
+    wanted = [(title, text) for file in DASHBOARDS for title, text in queries(file) if "GPU" not in text]
+
+    assert [f"{title}: {text}" for title, text in wanted if not ask(text)] == []

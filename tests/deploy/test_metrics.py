@@ -1,0 +1,35 @@
+"""What a scrape of a running server looks like to Prometheus, and to the reader of the documents."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def test_a_live_scrape_parses_and_only_torchserves_own_names_break_the_conventions(
+    tool: Callable[[str], str], live_server: Any
+) -> None:
+    promtool = tool("promtool")
+
+    checked = subprocess.run(
+        [promtool, "check", "metrics"], input=live_server.scrape(), capture_output=True, text=True, timeout=60
+    )
+
+    # 0: nothing to say, 3: remarks on names; 1 would be text that can't be parsed
+    assert checked.returncode in (0, 3), checked.stderr
+    remarks = checked.stderr.splitlines()
+    assert [remark for remark in remarks if remark.startswith("torchere_")] == []
+    legacy = re.compile(r"(Requests[245]XX|ts_\w+|[A-Z]\w+) ")  # kept for the dashboards built on them
+    assert [remark for remark in remarks if not legacy.match(remark)] == []
+
+
+def test_every_metric_is_in_the_reference(root: Path, live_server: Any) -> None:
+    families = re.findall(r"^# TYPE (\S+) ", live_server.scrape(), re.MULTILINE)
+
+    text = (root / "docs/operations.md").read_text()
+
+    assert len(families) > 20
+    assert [name for name in families if f"`{name}`" not in text] == []

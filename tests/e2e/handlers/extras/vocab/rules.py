@@ -1,0 +1,2 @@
+def longest(words):
+    return max(words.values(), key=len)

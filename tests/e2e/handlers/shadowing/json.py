@@ -1,0 +1,1 @@
+MINE = "the json of the archive"

@@ -1,0 +1,47 @@
+"""When batches run on the event loop."""
+
+import pytest
+
+from torchere.serving.execution.inline import FIRST_TRIAL, QUICK_S, SLOW_CPU_S, SLOW_WALL_S, InlineChoice
+
+
+def after_quick_runs(count: int, allowed: bool = True) -> InlineChoice:
+    choice = InlineChoice(allowed)
+    for _ in range(count):
+        choice.ran_in_thread(QUICK_S)
+    return choice
+
+
+def test_it_takes_some_quick_runs() -> None:
+    assert not after_quick_runs(FIRST_TRIAL - 1).active
+    assert after_quick_runs(FIRST_TRIAL).active
+
+
+def test_a_model_that_is_too_slow_on_average_stays_in_threads() -> None:
+    choice = after_quick_runs(FIRST_TRIAL)
+    choice.ran_in_thread(2 * QUICK_S)
+    assert not choice.active
+
+
+def test_the_odd_longer_run_does_not_count_when_the_others_are_quick() -> None:
+    choice = InlineChoice(allowed=True)
+    for number in range(FIRST_TRIAL):
+        choice.ran_in_thread(3 * QUICK_S if number == 3 else QUICK_S / 4)
+    assert choice.active
+
+
+@pytest.mark.parametrize(("cpu_s", "wall_s"), [(SLOW_CPU_S * 1.1, 0.0), (0.0, SLOW_WALL_S * 1.1)])
+def test_one_slow_run_on_the_loop_ends_it_and_the_next_trial_is_longer(cpu_s: float, wall_s: float) -> None:
+    choice = after_quick_runs(FIRST_TRIAL)
+    choice.ran_inline(cpu_s, wall_s)
+    assert not choice.active
+    for _ in range(FIRST_TRIAL):
+        choice.ran_in_thread(QUICK_S)
+    assert not choice.active
+    for _ in range(FIRST_TRIAL):
+        choice.ran_in_thread(QUICK_S)
+    assert choice.active
+
+
+def test_a_handler_with_code_of_its_own_never_runs_on_the_loop() -> None:
+    assert not after_quick_runs(10 * FIRST_TRIAL, allowed=False).active

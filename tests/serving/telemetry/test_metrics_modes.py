@@ -1,0 +1,171 @@
+"""What a configuration file and `metrics_mode` make of the same events."""
+
+import logging
+import re
+
+import pytest
+
+from torchere.serving.telemetry.metric_log import close_metric_files, metric_line, open_metric_files
+from torchere.serving.telemetry.metrics import Metrics
+from torchere.serving.telemetry.metrics_config import MetricsConfig, built_in_config, parse_metrics_config
+
+FILE = """
+ts_metrics:
+  counter:
+    - {name: Requests2XX, unit: Count, dimensions: [level, host]}
+  gauge:
+    - {name: ts_inference_requests_total, unit: Count, dimensions: [m, v, h]}
+  histogram:
+    - {name: ts_inference_latency_microseconds, unit: us, dimensions: [m, v, h]}
+model_metrics:
+  counter:
+    - {name: Words, unit: count, dimensions: [model, Level]}
+  gauge:
+    - {name: PredictionTime, unit: ms, dimensions: [Level, ModelName]}
+"""
+
+
+class Sample:
+    def __init__(self, name, value=1.0, kind="gauge", dimensions=(("ModelName", "m"), ("Level", "Model"))):
+        self.name, self.value, self.metric_type, self.dimensions = name, value, kind, dimensions
+        self.unit, self.request_ids = "Count", ("r1", "r2")
+
+
+def work(metrics):
+    metrics.request_finished(200)
+    metrics.prediction_accepted("m", None)
+    metrics.prediction_answered("m", None, 0.25, 0.002)
+    metrics.batch_finished(
+        "m", "1.0", size=1, queue_s=0.1, executor_s=0.02, handler_s=0.0123, succeeded_ids=["r1"]
+    )
+    metrics.executor_loaded("m", "1.0", 9000, 1.5)
+
+
+def shown(metrics):
+    text = metrics.exposition()
+    return {line for line in text.splitlines() if not line.startswith(("#", "torchere_"))}
+
+
+def test_a_file_decides_which_metrics_there_are_and_how_their_labels_are_called():
+    metrics = Metrics("vm", config=parse_metrics_config(FILE))
+    work(metrics)
+    metrics.prediction_accepted("m", None)
+    metrics.handler_metrics([Sample("Words", 2.0), Sample("Words", 3.0)])
+    found = shown(metrics)
+    assert {line for line in found if "_bucket" not in line} == {
+        'Requests2XX{level="Host",host="vm",} 1.0',
+        'ts_inference_requests_total{m="m",v="default",h="vm",} 1.0',  # a gauge: the last update
+        'ts_inference_latency_microseconds_sum{m="m",v="default",h="vm",} 250000.0',
+        'ts_inference_latency_microseconds_count{m="m",v="default",h="vm",} 1.0',
+        'PredictionTime{Level="Model",ModelName="m",Hostname="vm",} 12.3',
+        'Words{model="m",Level="Model",Hostname="vm",} 5.0',  # a counter, whatever the handler calls it
+    }
+    metrics.forget("m", "1.0", was_last=True)
+    metrics.prediction_accepted("other", None)
+    assert not any('"m"' in line for line in shown(metrics))
+
+
+def test_a_handler_metric_that_is_not_declared_is_dropped(caplog):
+    metrics = Metrics("vm")
+    metrics.handler_metrics([Sample("Words"), Sample("Words"), Sample("HandlerTime", 4.0)])
+    assert shown(metrics) >= {'HandlerTime{ModelName="m",Level="Model",Hostname="vm",} 4.0'}
+    assert "Words" not in metrics.exposition()
+    assert caplog.text.count("model_metrics_auto_detect is false") == 1
+
+
+def test_a_handler_metric_with_other_dimensions_than_declared_is_dropped(caplog):
+    metrics = Metrics("vm")
+    metrics.handler_metrics([Sample("HandlerTime", dimensions=(("ModelName", "m"),))])
+    assert "HandlerTime{" not in metrics.exposition()
+    assert "it has the dimensions ['ModelName'], expected ['ModelName', 'Level']" in caplog.text
+
+
+def test_an_empty_configuration_records_ours_only():
+    metrics = Metrics("vm", config=MetricsConfig())
+    work(metrics)
+    assert shown(metrics) == set()
+    assert 'torchere_batch_size_sum{model="m",version="1.0",} 1.0' in metrics.exposition()
+
+
+@pytest.fixture
+def files(tmp_path):
+    assert open_metric_files(tmp_path / "logs")
+    yield tmp_path / "logs"
+    close_metric_files()
+
+
+STAMP = re.compile(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d,\d{3} - ", re.MULTILINE)
+
+
+def logged(folder, name):
+    text = (folder / name).read_text()
+    assert len(STAMP.findall(text)) == len(text.splitlines())
+    return [re.sub(r"timestamp:\d{10}$", "timestamp:0", line) for line in STAMP.sub("", text).splitlines()]
+
+
+def test_in_log_mode_every_update_is_a_line_and_nothing_is_shown(files):
+    metrics = Metrics("vm", mode="log")
+    work(metrics)
+    metrics.handler_metrics([Sample("HandlerTime", 11.5), Sample("Dropped")])
+    host, model = "#Level:Host|#hostname:vm,timestamp:0", "model_name:m,model_version:default"
+    assert logged(files, "ts_metrics.log") == [
+        f"Requests2XX.Count:1.0|{host}",
+        f"ts_inference_requests_total.Count:1.0|#{model}|#hostname:vm,timestamp:0",
+        f"ts_inference_latency_microseconds.Microseconds:250000.0|#{model}|#hostname:vm,timestamp:0",
+        f"ts_queue_latency_microseconds.Microseconds:2000.0|#{model}|#hostname:vm,timestamp:0",
+        f"QueueTime.Milliseconds:2.0|{host}",
+        f"WorkerThreadTime.Milliseconds:7.0|{host}",
+        "WorkerLoadTime.Milliseconds:1500.0|#WorkerName:W-9000-m_1.0,Level:Host|#hostname:vm,timestamp:0",
+    ]
+    assert logged(files, "model_metrics.log") == [
+        "PredictionTime.ms:12.3|#ModelName:m,Level:Model|#hostname:vm,requestID:r1,timestamp:0",
+        "HandlerTime.ms:11.5|#ModelName:m,Level:Model|#hostname:vm,requestID:r1,r2,timestamp:0",
+    ]
+    assert shown(metrics) == set()
+    metrics.forget("m", "1.0", was_last=True)
+    assert metrics.exposition().count("torchere_ready") > 0
+
+
+def test_in_legacy_mode_the_three_counters_are_shown_and_all_others_logged(files):
+    metrics = Metrics("vm", mode="legacy")
+    work(metrics)
+    labels = '{model_name="m",model_version="default",hostname="vm",}'
+    assert shown(metrics) == {
+        f"ts_inference_requests_total{labels} 1.0",
+        f"ts_inference_latency_microseconds{labels} 250000.0",
+        f"ts_queue_latency_microseconds{labels} 2000.0",
+    }
+    lines = [*logged(files, "ts_metrics.log"), *logged(files, "model_metrics.log")]
+    names = [line.split(".")[0] for line in lines]
+    assert names == ["Requests2XX", "QueueTime", "WorkerThreadTime", "WorkerLoadTime", "PredictionTime"]
+
+
+def test_in_prometheus_mode_nothing_is_logged(files):
+    metrics = Metrics("vm")
+    work(metrics)
+    assert (logged(files, "ts_metrics.log"), logged(files, "model_metrics.log")) == ([], [])
+
+
+def test_in_log_mode_a_new_name_is_logged_with_auto_detection(files):
+    metrics = Metrics("vm", mode="log", config=built_in_config(), auto_detect=True)
+    metrics.handler_metrics([Sample("Words", 2.0, "counter")])
+    assert logged(files, "model_metrics.log") == [
+        "Words.Count:2.0|#ModelName:m,Level:Model|#hostname:vm,requestID:r1,r2,timestamp:0"
+    ]
+
+
+def test_lines_are_written_whatever_the_servers_log_level_is(files):
+    logging.getLogger().setLevel(logging.WARNING)
+    Metrics("vm", mode="log").request_finished(404)
+    assert logged(files, "ts_metrics.log") == ["Requests4XX.Count:1.0|#Level:Host|#hostname:vm,timestamp:0"]
+
+
+def test_a_metric_without_dimensions_has_an_empty_part():
+    line = metric_line("N", "u", 1, (), hostname="h", timestamp_s=5)
+    assert line == "N.u:1.0|#|#hostname:h,timestamp:5"
+
+
+def test_files_that_can_not_be_opened_are_warned_about(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    assert not open_metric_files(tmp_path / "file")
+    assert "no metric files in" in caplog.text

@@ -1,0 +1,112 @@
+import asyncio
+
+import pytest
+
+from torchere.serving.telemetry.gpu_sampling import GpuSample, parse_gpus, sample_gpus
+from torchere.serving.telemetry.metrics import Metrics
+from torchere.serving.telemetry.system_metrics import SystemMetrics
+
+
+class Taken:
+    """Stands for `ServerMetrics`: keeps what is set, by name and label values."""
+
+    def __init__(self):
+        self.values = {}
+
+    def bind(self, name, *labels):
+        return lambda value: self.values.update({(name, *labels): value})
+
+
+def test_a_sample_fills_the_gauges_of_the_host():
+    metrics = Metrics("vm")
+    metrics.system.sample()
+    samples = [line for line in metrics.exposition().splitlines() if not line.startswith("#")]
+    found = {line.split("{")[0]: float(line.split()[-1]) for line in samples}
+    assert found["MemoryAvailable"] > 0
+    assert found["DiskUsage"] > 0
+    assert 0 <= found["MemoryUtilization"] <= 100
+
+
+def test_without_a_sample_the_gauges_of_the_host_have_no_value():
+    text = Metrics("vm").exposition()
+    assert "# TYPE MemoryUsed gauge" in text
+    assert "MemoryUsed{" not in text
+
+
+def test_gpus_have_their_gauges():
+    taken = Taken()
+    gpus = (GpuSample(0, 3.0, 500.0, 1000.0), GpuSample(1, None, None, None))
+    SystemMetrics(taken, lambda: gpus).sample()
+    assert {key: value for key, value in taken.values.items() if "GPU" in key[0]} == {
+        ("GPUMemoryUtilization", "Host", "0"): 50.0,
+        ("GPUMemoryUsed", "Host", "0"): 500.0,
+        ("GPUUtilization", "Host", "0"): 3.0,
+    }
+
+
+@pytest.mark.parametrize(("max_gpus", "seen"), [(None, {"0", "1"}), (1, {"0"}), (0, set())])
+def test_no_more_gpus_are_shown_than_the_server_may_use(max_gpus, seen):
+    taken = Taken()
+    SystemMetrics(taken, lambda: (GpuSample(0, 1, 1, 1), GpuSample(1, 1, 1, 1))).sample(max_gpus)
+    assert {key[2] for key in taken.values if "GPU" in key[0]} == seen
+
+
+def test_the_host_is_sampled_at_once_and_then_in_every_period():
+    taken, looked = Taken(), []
+    system = SystemMetrics(taken, lambda: looked.append(1) or ())
+
+    async def watch():
+        sampling = asyncio.create_task(system.sample_every(0.01))
+        while len(looked) < 3:
+            await asyncio.sleep(0)
+        sampling.cancel()
+
+    asyncio.run(watch())
+    assert len(looked) >= 3
+
+
+def test_a_sample_that_fails_is_logged_and_the_next_one_is_taken(caplog):
+    looked = []
+
+    def gpus():
+        looked.append(1)
+        raise OSError("the driver is gone")
+
+    async def watch():
+        sampling = asyncio.create_task(SystemMetrics(Taken(), gpus).sample_every(0.01))
+        while len(looked) < 2:
+            await asyncio.sleep(0)
+        sampling.cancel()
+
+    asyncio.run(watch())
+    assert "the driver is gone" in caplog.text
+
+
+def test_the_csv_of_the_driver_is_read_with_what_a_device_does_not_tell():
+    text = "0, 37, 20123, 81559\n1, [N/A], 5, 81559\nNo devices were found\n"
+    assert list(parse_gpus(text)) == [GpuSample(0, 37.0, 20123.0, 81559.0), GpuSample(1, None, 5.0, 81559.0)]
+    assert GpuSample(1, None, 40.0, 80.0).memory_percent == 50.0
+    assert GpuSample(1, None, 40.0, None).memory_percent is None
+
+
+def fake_driver(folder, monkeypatch, script):
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+def test_the_driver_is_asked_for_what_is_read(tmp_path, monkeypatch):
+    fake_driver(tmp_path, monkeypatch, '[ "$2" = "--format=csv,noheader,nounits" ] && echo "0, 1, 2, 4"')
+    assert sample_gpus() == (GpuSample(0, 1.0, 2.0, 4.0),)
+
+
+def test_a_driver_that_fails_means_no_gpus(tmp_path, monkeypatch, caplog):
+    fake_driver(tmp_path, monkeypatch, "exit 9")
+    assert sample_gpus() == ()
+    assert "GPUs can't be sampled" in caplog.text
+
+
+def test_without_a_driver_there_are_no_gpus(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert sample_gpus() == ()
