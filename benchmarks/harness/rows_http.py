@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from harness import servers
@@ -17,6 +18,8 @@ CLIENTS = (1, 32, 128)
 _ENVELOPE = "service_envelope=json\n"
 _TINY = (FEATURES, 4)
 WORKERS = 2
+
+Start = Callable[..., AbstractContextManager[Endpoint]]
 
 
 def closed_loop(
@@ -34,37 +37,16 @@ def closed_loop(
     return figures
 
 
+_OTHERS = ("mosec", "triton", "litserve")
+_TINY_GOALS = (
+    Goal("req/s at 32 clients, to TorchServe", "rps_32", 12, against=("torchserve",)),
+    Goal("req/s at 32 clients, to the best of mosec, Triton, LitServe", "rps_32", 1.1, against=_OTHERS),
+    Goal("req/s at 128 clients, to the best of mosec, Triton, LitServe", "rps_128", 1.0, against=_OTHERS),
+    Goal("p50 of 1 client, to the best peer", "p50_1_ms", 0.75, False, ("torchserve", *_OTHERS)),
+)
+
+
 def _tiny() -> Row:
-    built_in = Probe("/predictions/tiny", instances_body(), b'"predictions"')
-
-    def torchere(conditions: Conditions) -> Figures:
-        server = servers.torchere(conditions.shop, "tiny", WORKERS, _ENVELOPE)
-        return closed_loop(server, built_in, conditions, CLIENTS)
-
-    def torchserve(conditions: Conditions) -> Figures:
-        server = servers.torchserve(conditions.shop, "tiny", WORKERS, _ENVELOPE)
-        return closed_loop(server, built_in, conditions, CLIENTS)
-
-    def mosec(conditions: Conditions) -> Figures:
-        probe = Probe("/inference", plain_body(), b'"y"')
-        return closed_loop(servers.mosec(conditions.shop, *_TINY), probe, conditions, CLIENTS)
-
-    def litserve(conditions: Conditions) -> Figures:
-        probe = Probe("/predict", plain_body(), b'"y"')
-        return closed_loop(servers.litserve(conditions.shop, *_TINY), probe, conditions, CLIENTS)
-
-    def triton(conditions: Conditions) -> Figures:
-        probe = Probe("/v2/models/mlp/infer", v2_body(), b'"outputs"')
-        return closed_loop(servers.triton(conditions.shop, *_TINY), probe, conditions, CLIENTS)
-
-    contenders: dict[str, Measure] = {
-        "torchere": torchere,
-        "torchserve": torchserve,
-        "mosec": mosec,
-        "litserve": litserve,
-        "triton": triton,
-    }
-    others = ("mosec", "triton", "litserve")
     return Row(
         "tiny_mlp",
         "Tiny MLP, thread executors",
@@ -72,7 +54,13 @@ def _tiny() -> Row:
         "TorchServe serve the same archive (base_handler, json envelope, batches of up to 32, 2 workers); "
         "mosec, LitServe and Triton run the same file with batches of up to 32 in one worker, as their "
         "documents say.",
-        contenders,
+        {
+            "torchere": _with_archive(servers.torchere),
+            "torchserve": _with_archive(servers.torchserve),
+            "mosec": _with_file(servers.mosec, Probe("/inference", plain_body(), b'"y"')),
+            "litserve": _with_file(servers.litserve, Probe("/predict", plain_body(), b'"y"')),
+            "triton": _with_file(servers.triton, Probe("/v2/models/mlp/infer", v2_body(), b'"outputs"')),
+        },
         {
             "rps_1": "req/s, 1 client",
             "p50_1_ms": "p50 ms",
@@ -82,23 +70,27 @@ def _tiny() -> Row:
             "rps_128": "req/s, 128",
             "p99_128_ms": "p99 ms",
         },
-        (
-            Goal("req/s at 32 clients, to TorchServe", "rps_32", 12, against=("torchserve",)),
-            Goal(
-                "req/s at 32 clients, to the best of mosec, Triton, LitServe", "rps_32", 1.1, against=others
-            ),
-            Goal(
-                "req/s at 128 clients, to the best of mosec, Triton, LitServe", "rps_128", 1.0, against=others
-            ),
-            Goal(
-                "p50 of 1 client, to the best peer",
-                "p50_1_ms",
-                0.75,
-                more_is_better=False,
-                against=("torchserve", *others),
-            ),
-        ),
+        _TINY_GOALS,
     )
+
+
+def _with_archive(start: Start) -> Measure:
+    """The tiny MLP as an archive for the built-in handler."""
+    probe = Probe("/predictions/tiny", instances_body(), b'"predictions"')
+
+    def measure(conditions: Conditions) -> Figures:
+        return closed_loop(start(conditions.shop, "tiny", WORKERS, _ENVELOPE), probe, conditions, CLIENTS)
+
+    return measure
+
+
+def _with_file(start: Start, probe: Probe) -> Measure:
+    """The tiny MLP as a file, for servers that run a script."""
+
+    def measure(conditions: Conditions) -> Figures:
+        return closed_loop(start(conditions.shop, *_TINY), probe, conditions, CLIENTS)
+
+    return measure
 
 
 def _custom() -> Row:

@@ -87,9 +87,8 @@ class Downloader:
         except OSError as err:
             raise ServingError(f"Failed to save model: {url}", f"{folder}: {err.strerror}") from err
         try:
-            with os.fdopen(descriptor, "wb") as file:
-                with closing(self._chunks(source)) as chunks:
-                    file.writelines(chunks)
+            with os.fdopen(descriptor, "wb") as file, closing(self._chunks(source)) as chunks:
+                file.writelines(chunks)
             os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))  # the name is ours now
             os.chmod(part, 0o644)
             os.replace(part, target)

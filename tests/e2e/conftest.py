@@ -48,10 +48,19 @@ class RunningServer:
     grpc: dict[str, str] = field(default_factory=dict)
 
     def call(
-        self, method: str, path: str, body: bytes | None = None, *, api: str = "inference", **headers: str
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        *,
+        api: str = "inference",
+        headers: dict[str, str] | None = None,
+        **more_headers: str,
     ) -> Reply:
+        """Send one request; `more_headers` are named with `_` for `-`."""
         names = {"content-type": "application/octet-stream"}
-        names |= {name.replace("_", "-"): value for name, value in headers.items()}
+        names |= {name.replace("_", "-"): value for name, value in more_headers.items()}
+        names |= headers or {}
         request = urllib.request.Request(f"http://{self.rest[api]}{path}", body, names, method=method)
         try:
             with urllib.request.urlopen(request, timeout=60) as answer:

@@ -229,10 +229,10 @@ def test_an_eager_model_with_a_state_dict_answers_with_a_bare_digit(server: Any)
     assert server.call("POST", "/predictions/digits", picture("black")).body == b"7"
 
 
-def test_the_built_in_classifier_takes_files_forms_and_base64(server: Any) -> None:
+def test_the_built_in_classifier_takes_files_base64_and_grpc(server: Any) -> None:
     assert next(iter(post(server, "colours", picture("red")))) == "red"
-    text = base64.b64encode(picture("blue")).decode()
-    assert next(iter(send_json(server, "colours", {"irrelevant": 1, "data": text}))) == "blue"
+    text = base64.b64encode(picture("blue"))
+    assert next(iter(post(server, "colours", text, content_type="text/plain"))) == "blue"
     part = grpc_call(server, "Predictions", "colours", data=picture("lime"))
     assert next(iter(json.loads(part[0]))) == "green"
 
@@ -306,7 +306,7 @@ def test_metrics_of_handlers_are_shown_as_the_configuration_declares_them(server
 
 
 def test_the_configuration_renames_labels_and_leaves_metrics_out(server: Any) -> None:
-    post(server, "function_form", b"x")
+    send_json(server, "function_form", {})
     assert re.fullmatch(
         r'PredictionTime{model="function_form",Level="Model",} \S+',
         exposed(server, 'PredictionTime{model="function_form')[0],
@@ -319,9 +319,8 @@ def test_the_configuration_renames_labels_and_leaves_metrics_out(server: Any) ->
 
 def test_the_stages_of_a_base_handler_are_timed_when_its_yaml_asks_for_it(server: Any) -> None:
     send_json(server, "json_tensor", {"x": 1})
-    # preprocess and postprocess are timed in the base class, which this handler's stages call
     for stage in ("preprocess", "inference", "postprocess"):
-        name = f'ts_handler_{stage}{{ModelName="json_tensor",Level="Model",}}'
+        name = f'ts_handler_{stage}{{ModelName="json_tensor",Level="Model",'
         assert len(exposed(server, name)) == 1
     assert exposed(server, 'ts_handler_inference{ModelName="colours"') == []
     assert len(exposed(server, 'HandlerTime{ModelName="json_tensor"')) == 1
@@ -329,7 +328,7 @@ def test_the_stages_of_a_base_handler_are_timed_when_its_yaml_asks_for_it(server
 
 
 def test_the_load_of_each_model_is_shown(server: Any) -> None:
-    post(server, "function_form", b"x")
+    send_json(server, "function_form", {})
     assert exposed(server, 'torchere_saturation{model="twin_a"') == [
         'torchere_saturation{model="twin_a",version="1.0",} 0.0'
     ]
@@ -429,3 +428,40 @@ def test_custom_handlers_have_processes_and_built_in_ones_threads(server: Any) -
         workers = server.call("GET", f"/models/{name}", api="management").json()[0]["workers"]
         in_server = {worker["pid"] for worker in workers} == {server.process.pid}
         assert in_server == (folder is None), name
+
+
+INSTANCES = {"instances": [[1, 2], [3, 4]]}
+V2 = {"id": "7", "inputs": [{"name": "in", "shape": [2], "datatype": "INT64", "data": [1, 2]}]}
+
+
+@pytest.mark.parametrize(
+    ("envelope", "request_body", "answer"),
+    [
+        ("body", [1, 2], b"[\n  3,\n  5\n]"),
+        ("json", INSTANCES, b'{"predictions": [[3, 5], [7, 9]]}'),
+        ("kserve", INSTANCES, {"predictions": [[3, 5], [7, 9]]}),
+        (
+            "kservev2",
+            V2,
+            {
+                "id": "7",
+                "model_name": "line",
+                "model_version": "1.0",
+                "outputs": [{"name": "in", "datatype": "INT64", "data": [3, 5], "shape": [2]}],
+            },
+        ),
+    ],
+)
+def test_an_envelope_stands_before_the_base_handler(
+    pack: Any, start_server: Any, envelope: str, request_body: Any, answer: Any
+) -> None:
+    pack("line", {"line.pt": scripted(Line())}, handler="base_handler", serializedFile="line.pt")
+    running = start_server(
+        "--disable-token-auth", "--models", "line", properties=f"service_envelope={envelope}\n"
+    )
+    running.follow("line:1.0 is ready")
+    body = json.dumps(request_body).encode()
+    reply = running.call("POST", "/predictions/line", body, content_type="application/json")
+    running.stop()
+    assert reply.status == 200, reply.body
+    assert answer in (reply.body, reply.json())

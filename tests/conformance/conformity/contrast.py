@@ -91,7 +91,7 @@ def _described(document: dict[str, Any]) -> tuple[str, str, list[str]]:
     """What clients may rely on of an OpenAPI document: its version and title, and the operations it knows."""
     operations = [
         f"{method} {path} {operation.get('operationId')}"
-        for path, item in document["paths"].items()
+        for path, item in document.get("paths", {}).items()
         for method, operation in item.items()
     ]
     return document["openapi"], document["info"]["title"], sorted(operations)

@@ -19,7 +19,7 @@ class B64Handler(VisionHandler):
                 image = image["image"]
             if isinstance(image, str):
                 image = base64.b64decode(image.partition("base64,")[2] or image)
-            images.append((Image.open(io.BytesIO(image)), row.get("caption", "")))
+            images.append((Image.open(io.BytesIO(image)), row.get("caption", b"").decode()))
         return images
 
     def inference(self, data, *args, **kwargs):
