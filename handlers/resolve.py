@@ -83,13 +83,17 @@ class EntryPoint:
         return self._loop.run_until_complete(answers)
 
 
-def load_entry_point(handler: str, context: Context, *, envelope: str | None = None) -> EntryPoint:
+def load_entry_point(
+    handler: str, context: Context, *, envelope: str | None = None, installed: bool = False
+) -> EntryPoint:
     """Import, construct and initialise the handler of an archive.
 
     Args:
         handler: as the manifest has it: `file.py`, `file`, `file:function`, or a built-in name.
         context: its `model_dir` is where the archive is unpacked.
         envelope: name of a request envelope (`ENVELOPES`), None for none.
+        installed: the name comes from the operator, not from an archive, so it may also mean a module that is
+            installed (`package.module:function`).
 
     Raises:
         HandlerLoadError: no such handler, or its file can't be imported, or is not a handler. The text names
@@ -103,6 +107,9 @@ def load_entry_point(handler: str, context: Context, *, envelope: str | None = N
     if held is not None:
         ts_alias.install()
         entry_point = _from_archive(archive, held, function, context)
+    elif installed and module_name.removeprefix("ts.torch_handler.") not in BUILT_IN_HANDLERS:
+        ts_alias.install()
+        entry_point = _entry_of(_installed(module_name), function, context)
     else:
         entry_point = _built_in(handler, module_name, archive.model_dir, context)
     if envelope:
@@ -123,7 +130,20 @@ def _parse(handler: str) -> tuple[str, str]:
 
 
 def _from_archive(archive: ArchiveModules, module_name: str, function: str, context: Context) -> EntryPoint:
-    module = _import_file(archive, module_name)
+    return _entry_of(_import_file(archive, module_name), function, context)
+
+
+def _installed(module_name: str) -> ModuleType:
+    try:
+        return importlib.import_module(module_name)
+    except ImportError as err:
+        raise HandlerLoadError(
+            f"the default handler's module {module_name!r} can't be imported: {err}; install its package in "
+            "the server's environment, or correct default_service_handler"
+        ) from err
+
+
+def _entry_of(module: ModuleType, function: str, context: Context) -> EntryPoint:
     entry = getattr(module, function, None)
     if entry is None:
         handler_class = _only_class(module, function)

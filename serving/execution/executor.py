@@ -111,6 +111,7 @@ class LoadSpec:
     intra_op_threads: int = 1
     gpu_ids: tuple[int, ...] = ()  # executors take them in turn; empty: CPU
     max_response_bytes: int = 6_553_500
+    handler_installed: bool = False  # `handler` is the operator's own choice: it may name an installed module
     pinned: bool = False  # batches are sent to an executor by its id (state lives in the handler)
 
 

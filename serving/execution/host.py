@@ -68,7 +68,9 @@ class HandlerHost:
         torch.set_num_threads(self._spec.intra_op_threads)
         spec = self._spec
         try:
-            self._entry_point = load_entry_point(spec.handler, self._context, envelope=spec.envelope)
+            self._entry_point = load_entry_point(
+                spec.handler, self._context, envelope=spec.envelope, installed=spec.handler_installed
+            )
         except HandlerLoadError as err:
             logger.error("loading %s failed: %s", spec.model_name, err)
             raise self._load_failed(str(err), err.__cause__ or err) from err

@@ -72,6 +72,7 @@ class VersionDescription:
     executors: tuple[ExecutorStatus, ...]
     queue_capacity: int  # how many more requests may wait
     queue_length: int
+    uses_venv: bool = False  # its workers run in a virtual environment of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +252,7 @@ def _progress(version: Version) -> Progress:
 
 
 def _describe(version: Version) -> VersionDescription:
+    environment = version.origin.archive.environment
     return VersionDescription(
         key=version.key,
         url=version.origin.archive.url,
@@ -260,6 +262,7 @@ def _describe(version: Version) -> VersionDescription:
         state=version.state,
         failure=version.failure_text,
         loaded_at_startup=version.origin.loaded_at_startup,
+        uses_venv=environment is not None and environment.python is not None,
         executors=version.pool.statuses(),
         queue_capacity=version.batcher.queue_capacity,
         queue_length=version.batcher.queue_length,

@@ -79,7 +79,7 @@ def _settings_json(version: VersionDescription) -> dict[str, Any]:
         **device_ids,
         "continuousBatching": settings.continuous,
         "useJobTicket": settings.batch.use_tickets,
-        "useVenv": False,
+        "useVenv": version.uses_venv,
         **_sequence_json(settings),
     }
 

@@ -20,7 +20,9 @@ def services(root: Path) -> dict[str, dict[str, Any]]:
 
 
 def test_every_mounted_file_is_there(root: Path, services: dict[str, dict[str, Any]]) -> None:
-    mounts = [mount for service in services.values() for mount in service["volumes"] if isinstance(mount, str)]
+    mounts = [
+        mount for service in services.values() for mount in service["volumes"] if isinstance(mount, str)
+    ]
     sources = [mount.split(":")[0] for mount in mounts if mount.startswith(".")]
 
     assert len(sources) == 4
@@ -43,7 +45,9 @@ def test_images_are_pinned(services: dict[str, dict[str, Any]]) -> None:
     assert all(":" in image and not image.endswith(":latest") for image in others)
 
 
-def test_the_container_is_killed_only_after_the_drain(root: Path, services: dict[str, dict[str, Any]]) -> None:
+def test_the_container_is_killed_only_after_the_drain(
+    root: Path, services: dict[str, dict[str, Any]]
+) -> None:
     settings = configure(read_properties(root / "deploy/config.properties")).settings
 
     grace_s = float(services["torchere"]["stop_grace_period"].removesuffix("s"))

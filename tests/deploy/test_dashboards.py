@@ -75,7 +75,9 @@ def test_queries_name_only_metrics_that_exist(file: Path, sample_names: frozense
 def test_the_dashboards_together_show_every_family_of_ours(sample_names: frozenset[str]) -> None:
     used = {name for file in DASHBOARDS for _, text in queries(file) for name in metrics_in(text)}
 
-    ours = {re.sub(r"_(bucket|count|sum)$", "", name) for name in sample_names if name.startswith("torchere_")}
+    ours = {
+        re.sub(r"_(bucket|count|sum)$", "", name) for name in sample_names if name.startswith("torchere_")
+    }
 
     assert ours - {re.sub(r"_(bucket|count|sum)$", "", name) for name in used} == set()
 
@@ -93,14 +95,21 @@ def test_every_query_parses(tool: Callable[[str], str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def ask(tool: Callable[[str], str], live_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def ask(
+    tool: Callable[[str], str], live_server: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
     """Asks a Prometheus that scrapes the running server every second."""
     program, folder = tool("prometheus"), tmp_path_factory.mktemp("prometheus")
     job = f"{{job_name: torchere, static_configs: [{{targets: ['{live_server.metrics}']}}]}}"
     (folder / "p.yml").write_text(f"global: {{scrape_interval: 1s}}\nscrape_configs: [{job}]\n")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [program, "--config.file=p.yml", "--storage.tsdb.path=data", f"--web.listen-address=127.0.0.1:{port}"]
+    command = [
+        program,
+        "--config.file=p.yml",
+        "--storage.tsdb.path=data",
+        f"--web.listen-address=127.0.0.1:{port}",
+    ]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
 

@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-SERVE = ["--foreground", "--start", "--ts-config", "/home/model-server/config.properties", "--disable-token-auth"]
+SERVE = [
+    "--foreground",
+    "--start",
+    "--ts-config",
+    "/home/model-server/config.properties",
+    "--disable-token-auth",
+]
 
 
 @pytest.fixture

@@ -248,3 +248,21 @@ class TestConformanceHandlers:
         assert torch.equal(answer("tensor"), torch.ones(1, 2))
         with pytest.raises(PredictionException, match="no such thing : 513"):
             answer("prediction_exception")
+
+
+def test_the_operators_default_handler_may_be_an_installed_module(
+    tmp_path: Path, make_context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "site" / "serving_container_of_a_test"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "service.py").write_text("def handle(data, context):\n    return data and ['installed']\n")
+    monkeypatch.syspath_prepend(package.parent)
+    (tmp_path / "model").mkdir()
+    context = make_context(tmp_path / "model")
+    name = "serving_container_of_a_test.service:handle"
+    with pytest.raises(HandlerLoadError, match="neither a file of the archive"):
+        load_entry_point(name, context)
+    assert load_entry_point(name, context, installed=True)([{"body": b""}], context) == ["installed"]
+    with pytest.raises(HandlerLoadError, match="install its package"):
+        load_entry_point("no_such_package_here.service", context, installed=True)

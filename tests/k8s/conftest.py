@@ -43,9 +43,7 @@ def tool() -> Callable[[str], str]:
 def helm(tool: Callable[[str], str]) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs `helm template` on the chart with a file of values; `program` is helm (3) or helm4."""
 
-    def template(
-        values: Path, *options: str, program: str = "helm"
-    ) -> subprocess.CompletedProcess[str]:
+    def template(values: Path, *options: str, program: str = "helm") -> subprocess.CompletedProcess[str]:
         command = [tool(program), "template", "rel", str(ROOT / "k8s/chart"), "--namespace", "torchserve"]
         return subprocess.run(
             [*command, "--kube-version", KUBERNETES, "--values", str(values), *options],
@@ -79,7 +77,13 @@ def assert_valid(tool: Callable[[str], str]) -> Callable[[list[Object], Path], N
         built_in = [each for each in objects if each not in own]
         (folder / "built-in.yaml").write_text(yaml.safe_dump_all(built_in))
         if built_in:
-            command = [tool("kubernetes-validate"), "-k", KUBERNETES, "--strict", str(folder / "built-in.yaml")]
+            command = [
+                tool("kubernetes-validate"),
+                "-k",
+                KUBERNETES,
+                "--strict",
+                str(folder / "built-in.yaml"),
+            ]
             _assert_quiet(command, len(built_in))
         for number, each in enumerate(own):
             (folder / f"{number}.yaml").write_text(yaml.safe_dump(each))

@@ -181,8 +181,12 @@ def test_an_autoscaler_owns_the_number_of_replicas(values: str, render: Callable
 def test_autoscalers_look_at_gauges_that_the_server_has(render: Callable[..., list[Object]]) -> None:
     exposition = Metrics(hostname="h").exposition()
 
-    metric = named(render("autoscaled"), "HorizontalPodAutoscaler")["spec"]["metrics"][0]["pods"]["metric"]["name"]
-    queries = [trigger["metadata"]["query"] for trigger in named(render("keda"), "ScaledObject")["spec"]["triggers"]]
+    metric = named(render("autoscaled"), "HorizontalPodAutoscaler")["spec"]["metrics"][0]["pods"]["metric"][
+        "name"
+    ]
+    queries = [
+        trigger["metadata"]["query"] for trigger in named(render("keda"), "ScaledObject")["spec"]["triggers"]
+    ]
 
     assert f"# TYPE {metric} gauge" in exposition
     assert "torchere_saturation{" in queries[0] and "# TYPE torchere_saturation gauge" in exposition
@@ -212,7 +216,9 @@ def test_the_service_monitor_finds_one_service_and_names_the_job_as_the_rules_do
     monitor = named(objects, "ServiceMonitor")["spec"]
     wanted = monitor["selector"]["matchLabels"].items()
 
-    (service,) = [each for each in of_kind(objects, "Service") if wanted <= each["metadata"]["labels"].items()]
+    (service,) = [
+        each for each in of_kind(objects, "Service") if wanted <= each["metadata"]["labels"].items()
+    ]
 
     assert service["metadata"]["labels"][monitor["jobLabel"]] == "torchere"
     assert monitor["endpoints"][0]["port"] in [port["name"] for port in service["spec"]["ports"]]

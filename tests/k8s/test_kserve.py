@@ -58,7 +58,9 @@ def test_the_runtime_passes_the_restricted_standard(
 
 def test_the_service_names_the_runtime_and_outlives_its_drain(objects: dict[str, Object]) -> None:
     runtime, predictor = objects["ClusterServingRuntime"], objects["InferenceService"]["spec"]["predictor"]
-    delay = {each["name"]: each["value"] for each in runtime["spec"]["containers"][0]["env"]}["TS_DRAIN_DELAY_S"]
+    delay = {each["name"]: each["value"] for each in runtime["spec"]["containers"][0]["env"]}[
+        "TS_DRAIN_DELAY_S"
+    ]
 
     assert predictor["model"]["runtime"] == runtime["metadata"]["name"]
     assert predictor["terminationGracePeriodSeconds"] > float(delay) + 30  # drain_timeout_s of the server
@@ -77,7 +79,9 @@ def served(root: Path, objects: dict[str, Object], tmp_path: Path) -> Iterator[s
         archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}))
     container = objects["ClusterServingRuntime"]["spec"]["containers"][0]
     arguments = [each.replace("/mnt/models", str(tmp_path / "models")) for each in container["args"]]
-    variables = {each["name"]: re.sub(r"0\.0\.0\.0:\d+", "127.0.0.1:0", each["value"]) for each in container["env"]}
+    variables = {
+        each["name"]: re.sub(r"0\.0\.0\.0:\d+", "127.0.0.1:0", each["value"]) for each in container["env"]
+    }
     variables |= {"TS_MANAGEMENT_ADDRESS": "http://127.0.0.1:0", "TS_DRAIN_DELAY_S": "0",
                   "TEMP": str(tmp_path), "TMPDIR": str(tmp_path)}  # fmt: skip
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

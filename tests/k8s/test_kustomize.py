@@ -20,7 +20,11 @@ Object = dict[str, Any]
 def base(tool: Callable[[str], str], root: Path) -> dict[str, Object]:
     """The objects of the base, by kind and name."""
     built = subprocess.run(
-        [tool("kubectl"), "kustomize", root / "k8s/base"], capture_output=True, text=True, timeout=60, check=True
+        [tool("kubectl"), "kustomize", root / "k8s/base"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     return {f"{each['kind']}/{each['metadata']['name']}": each for each in yaml.safe_load_all(built.stdout)}
 
@@ -50,7 +54,9 @@ def test_everything_selects_its_own_pods_and_no_others(base: dict[str, Object]) 
     assert base["NetworkPolicy/torchere"]["spec"]["podSelector"] == {"matchLabels": labels}
 
 
-def test_the_configuration_is_understood_and_leaves_time_to_drain(root: Path, base: dict[str, Object]) -> None:
+def test_the_configuration_is_understood_and_leaves_time_to_drain(
+    root: Path, base: dict[str, Object]
+) -> None:
     found = configure(read_properties(root / "k8s/base/config.properties"))
 
     assert found.of_level("error") + found.of_level("warning") == ()

@@ -90,7 +90,11 @@ configFrom, mount, limits. A value of theirs wins over a default of ours, for wh
 {{- add (ceil .Values.server.drainDelaySeconds) (ceil .Values.server.drainTimeoutSeconds) 15 -}}
 {{- end -}}
 
-{{/* The port of the Service that clients call. */}}
+{{/* The ports of the Service that clients call. `int`, for helm 3.18 takes a 0 that was read from a file for a value. */}}
 {{- define "torchere.httpPort" -}}
-{{- default (include "torchere.effective" . | fromYaml).ports.http .Values.service.httpPort -}}
+{{- default (include "torchere.effective" . | fromYaml).ports.http (int .Values.service.httpPort) -}}
+{{- end -}}
+
+{{- define "torchere.grpcPort" -}}
+{{- default (include "torchere.effective" . | fromYaml).ports.grpc (int .Values.service.grpcPort) -}}
 {{- end -}}

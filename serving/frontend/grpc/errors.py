@@ -47,6 +47,7 @@ MANAGEMENT: Table = {
     e.NotAllowed: (StatusCode.PERMISSION_DENIED, f"{_MODEL}ModelException"),
     e.Unauthorized: (StatusCode.PERMISSION_DENIED, ""),
     e.InvalidArchive: (StatusCode.INVALID_ARGUMENT, f"{_MODEL}InvalidModelException"),
+    e.DependenciesFailed: (StatusCode.INVALID_ARGUMENT, f"{_MODEL}ModelException"),
     e.DownloadFailed: (StatusCode.INVALID_ARGUMENT, "org.pytorch.serve.archive.DownloadArchiveException"),
     e.Unavailable: (StatusCode.UNAVAILABLE, f"{_HTTP}ServiceUnavailableException"),
     e.DeadlineExceeded: (StatusCode.DEADLINE_EXCEEDED, INTERNAL_SERVER),

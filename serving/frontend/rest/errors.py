@@ -27,6 +27,7 @@ TABLE: dict[type[e.ServingError], tuple[int, str]] = {
     e.NotAllowed: (405, "MethodNotAllowedException"),
     e.Unauthorized: (400, "InvalidKeyException"),
     e.InvalidArchive: (400, "InvalidModelException"),
+    e.DependenciesFailed: (400, "ModelException"),
     e.DownloadFailed: (400, "DownloadArchiveException"),
     e.Unavailable: (503, "ServiceUnavailableException"),
     e.DeadlineExceeded: (504, "RequestTimeoutException"),  # TorchServe never answers here at all

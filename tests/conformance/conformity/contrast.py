@@ -77,7 +77,7 @@ def _body_lines(want: Answer, got: Answer) -> Iterator[str]:
         missing = families(want.body) - families(got.body)
         yield from (f"metric family {name} is missing" for name in sorted(missing))
         return
-    if isinstance(want.body, dict) and isinstance(got.body, dict) and "openapi" in want.body:
+    if _is_document(want.body) and _is_document(got.body):
         if _described(want.body) != _described(got.body):
             yield f"it describes {_described(got.body)}, TorchServe {_described(want.body)}"
         return
@@ -87,11 +87,15 @@ def _body_lines(want: Answer, got: Answer) -> Iterator[str]:
         yield f"layout: {got.layout!r:.120}, TorchServe {want.layout!r:.120}"
 
 
+def _is_document(body: object) -> bool:
+    return isinstance(body, dict) and {"openapi", "info", "paths"} <= body.keys()
+
+
 def _described(document: dict[str, Any]) -> tuple[str, str, list[str]]:
     """What clients may rely on of an OpenAPI document: its version and title, and the operations it knows."""
     operations = [
         f"{method} {path} {operation.get('operationId')}"
-        for path, item in document.get("paths", {}).items()
+        for path, item in document["paths"].items()
         for method, operation in item.items()
     ]
     return document["openapi"], document["info"]["title"], sorted(operations)
