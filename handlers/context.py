@@ -19,12 +19,13 @@ class RequestProcessor:
 
     Args:
         request_id: the id the client sees as `x-request-id`.
-        headers: the client's headers in the client's spelling; looked up with exact case.
+        headers: the client's headers in the client's spelling; looked up with exact case. Under the name of
+            each value of the request stands `{"content-type": its type}`, as in TorchServe.
     """
 
     __slots__ = ("_headers", "reason_phrase", "request_id", "response_headers", "status_code")
 
-    def __init__(self, request_id: str, headers: Mapping[str, str]) -> None:
+    def __init__(self, request_id: str, headers: Mapping[str, Any]) -> None:
         self.request_id = request_id
         self.status_code = 200
         self.reason_phrase: str | None = None

@@ -30,8 +30,6 @@ OTHER_MEANING = {
     "install_py_dep_per_model": "packages go into a folder, or a virtual environment, of the version; a "
     "model whose requirements fail is not registered",
     "allowed_urls": "hosts of this machine or its network must be spelt out in the pattern that matches",
-    "default_service_handler": "a file of the archive or a built-in handler; modules that are installed "
-    "beside the server can't be named",
 }
 
 

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import torch
+
 from torchere.handlers.errors import MetricsCacheError
 from torchere.serving import __version__
 from torchere.serving.errors import ServingError
@@ -168,6 +170,7 @@ async def run(settings: ServerSettings) -> int:
 def serve(settings: ServerSettings) -> int:
     """Run a server in this thread until it is told to stop; returns the exit status."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    torch.set_num_threads(1)  # of this thread, where tiny models may run; executors set their own
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # it announces each port's start and end
     if sys.platform == "win32":
         return asyncio.run(run(settings))

@@ -117,7 +117,7 @@ class HandlerHost:
 
     def _run(self, requests: Sequence[InferRequest], send_partial: PartialSink | None) -> BatchReport:
         cpu_started_s = time.thread_time()
-        processors = [RequestProcessor(request.request_id, dict(request.headers)) for request in requests]
+        processors = [RequestProcessor(request.request_id, _headers_of(request)) for request in requests]
         self._context.begin_batch(processors, _parts_of(processors, send_partial))
         rows = [self._row(request) for request in requests]
         started = time.perf_counter()
@@ -188,8 +188,6 @@ class HandlerHost:
         ids = ",".join(request.request_id for request in requests)
         if isinstance(err, PredictionException):
             logger.warning("model %s refused %s: %s", self._spec.model_name, ids, err.message)
-            if err.error_code == 413:  # the contract turns it into "insufficient storage"
-                return OutOfResources(err.message)
             return HandlerFailed(err.message, err.error_code)
         logger.error("model %s failed on %s\n%s", self._spec.model_name, ids, _trace(err))
         if isinstance(err, MemoryError) or "CUDA" in _text(err):
@@ -208,6 +206,15 @@ class HandlerHost:
             HandlerMetric(s.name, s.value, s.unit, s.metric_type, s.dimensions, s.request_ids)
             for s in self._metrics.drain()
         )
+
+
+def _headers_of(request: InferRequest) -> dict[str, Any]:
+    """What a handler finds as headers: the type of each value under the value's name, then the real ones.
+
+    A handler learns of the type of an uploaded file in no other way.
+    """
+    types = {parameter.name: {"content-type": parameter.content_type} for parameter in request.parameters}
+    return {**types, **dict(request.headers)}
 
 
 def _parts_of(

@@ -43,10 +43,14 @@ def versions_text(versions: list[VersionDescription]) -> str:
 
 
 def customized_text(version: VersionDescription, response: InferResponse) -> str:
-    """`describe` of one version with what its handler said of itself, when that is a JSON object."""
+    """`describe` of one version with what its handler said of itself, when that is a JSON object.
+
+    A handler that says nothing (`BaseHandler` does: null) is shown with an empty object, as by TorchServe.
+    """
     described = version_json(version)
     try:
-        metadata = msgspec.json.decode(response.body)
+        said = msgspec.json.decode(response.body)
+        metadata = {} if said is None else said
     except msgspec.DecodeError:
         metadata = None
     if isinstance(metadata, dict):

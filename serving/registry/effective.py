@@ -6,7 +6,7 @@ TorchServe's precedence (contract, "Precedence of effective values"): the API, t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchere.serving.registry.model_config import ModelConfig
 from torchere.serving.settings import BatchSettings, ModelSettings, SequenceSettings, ServerSettings
@@ -44,6 +44,8 @@ def effective_settings(
         dispatch=config.dispatch,
         use_tickets=config.use_job_ticket,
     )
+    if asked.max_batch_delay_ms == 0:  # from a client it means "never wait"; in the other places "not said"
+        batch = replace(batch, max_queue_delay_ms=0)
     min_executors, max_executors = _executors(asked, config, defaults)
     return ModelSettings(
         batch=batch,

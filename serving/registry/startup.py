@@ -75,7 +75,7 @@ def _from_snapshot(model: SnapshotModel) -> Wanted:
 
     asked = Asked(
         batch_size=integer("batchSize"),
-        max_batch_delay_ms=integer("maxBatchDelay"),
+        max_batch_delay_ms=0 if model.settings.get("maxBatchDelay") == 0 else integer("maxBatchDelay"),
         executors=integer("minWorkers") or 0,
         response_timeout_s=integer("responseTimeout"),
         startup_timeout_s=integer("startupTimeout"),

@@ -1,4 +1,4 @@
-"""Grafana dashboards: well formed, on metrics that exist, in PromQL that parses, with data behind every panel."""
+"""Grafana dashboards: well formed, on metrics that exist, in PromQL that parses, with data in every panel."""
 
 from __future__ import annotations
 
@@ -87,7 +87,12 @@ def test_every_query_parses(tool: Callable[[str], str]) -> None:
     everything = [(f"{file.stem}: {title}", text) for file in DASHBOARDS for title, text in queries(file)]
 
     parsed = subprocess.run(
-        [python, "-c", PARSE], input=json.dumps(everything), capture_output=True, text=True, timeout=60
+        [python, "-c", PARSE],
+        input=json.dumps(everything),
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
 
     assert len(everything) > 40

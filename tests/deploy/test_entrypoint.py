@@ -75,4 +75,4 @@ def test_anything_else_is_run_as_it_is(enter: Callable[..., list[str]]) -> None:
 
 
 def test_the_exit_status_is_that_of_the_command(root: Path) -> None:
-    assert subprocess.run([root / "deploy/entrypoint.sh", "sh", "-c", "exit 7"], timeout=30).returncode == 7
+    assert subprocess.run([root / "deploy/entrypoint.sh", "sh", "-c", "exit 7"], check=False).returncode == 7

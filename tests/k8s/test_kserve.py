@@ -1,4 +1,4 @@
-"""KServe's objects fit its schemas, and the runtime's command serves a store laid out for its TorchServe runtime."""
+"""KServe's objects fit its schemas, and its command serves a store laid out for the TorchServe runtime."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import yaml
 Object = dict[str, Any]
 HANDLER = """
 def handle(data, context):
-    return None if data is None else [{"doubled": 2 * row["body"]["instances"][0]} if "body" in row else row for row in data]
+    return None if data is None else [{"doubled": 2 * row["body"]["instances"][0]} for row in data]
 """
 # As KServe's examples for TorchServe have it: the server's own addresses are for a wrapper in front of it.
 PROPERTIES = """

@@ -33,11 +33,12 @@ def prediction_options(dataplane: DataPlane) -> APIRouter:
 
     async def describe(request: Request) -> Response:
         target = prediction_target(request.scope["path"]) if request.method == "OPTIONS" else None
-        if target is None or target.model is None:
+        model = target and (target.model or request.query_params.get("model_name"))
+        if target is None or not model:
             raise NotFound(wording.NO_SUCH_RESOURCE)
-        dataplane.check_exists(target.model, target.version)
-        signature = dataplane.signature_text(target.model, target.version)
-        return json_answer(pretty(prediction_document(target.model, signature)))
+        dataplane.check_exists(model, target.version)
+        signature = dataplane.signature_text(model, target.version)
+        return json_answer(pretty(prediction_document(model, signature)))
 
     router.add_api_route("/{path:path}", describe, methods=ANY_METHOD)
     return router

@@ -74,6 +74,7 @@ class Protocol(HttpToolsProtocol):
         self._head_bytes += len(name) + len(value) + 4
         if self._head_bytes > MAX_HEADER_BYTES:
             raise HeadTooLarge
+        value = value.rstrip(b" \t")  # RFC 9110, 5.5: no part of it; the parser drops the leading ones only
         self._spelled.append((name, value))
         super().on_header(name, value)
 

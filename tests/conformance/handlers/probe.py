@@ -5,7 +5,7 @@ import math
 
 from ts.utils.util import PredictionException
 
-VARYING = {"host", "user-agent"}
+VARYING = {"host", "user-agent", "authorization"}
 
 
 class ProbeHandler:

@@ -67,8 +67,13 @@ def test_a_handler_that_describes_itself_with_an_object_is_quoted(planes):
     assert json.loads(text)[0]["customizedMetadata"] == {"a": 1}
 
 
+def test_a_handler_that_says_nothing_of_itself_is_quoted_with_an_empty_object(planes):
+    text = customized_text(planes.control.description, InferResponse(b"null"))
+    assert json.loads(text)[0]["customizedMetadata"] == {}
+
+
 def test_what_is_no_json_object_is_left_out(planes):
-    for body in (b"", b"null", b"[1]", b"not json", b"\xff"):
+    for body in (b"", b"[1]", b"not json", b"\xff"):
         text = customized_text(planes.control.description, InferResponse(body))
         assert "customizedMetadata" not in json.loads(text)[0]
 

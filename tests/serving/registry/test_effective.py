@@ -30,6 +30,11 @@ def test_the_api_wins_over_the_model_config_for_batching() -> None:
     assert (got.max_batch_size, got.max_queue_delay_ms) == (2, 20)
 
 
+def test_a_delay_of_zero_that_was_asked_for_is_no_delay() -> None:
+    config = ModelConfig(present=True, max_batch_delay_ms=20)
+    assert settings(Asked(max_batch_delay_ms=0), config).batch.max_queue_delay_ms == 0
+
+
 def test_the_model_config_wins_over_the_models_property() -> None:
     got = settings(
         config=ModelConfig(present=True, batch_size=8), defaults={"batchSize": 3, "maxBatchDelay": 9}

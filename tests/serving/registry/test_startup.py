@@ -52,6 +52,11 @@ def test_a_restored_model_has_what_the_snapshot_says() -> None:
     assert (wanted.asked.response_timeout_s, wanted.asked.startup_timeout_s) == (60, None)
 
 
+def test_a_restored_model_that_never_waited_does_not_begin_to() -> None:
+    (wanted,) = startup_models(ServerSettings(snapshot_models=(restored(maxBatchDelay=0),)), [])
+    assert wanted.asked.max_batch_delay_ms == 0
+
+
 def test_a_range_that_is_upside_down_is_read_as_its_lower_end() -> None:
     (wanted,) = startup_models(ServerSettings(snapshot_models=(restored(minWorkers=3),)), [])
     assert wanted.executor_range == (3, 3)

@@ -260,6 +260,8 @@ def test_options_on_a_prediction_path_gives_the_models_document(ask, planes):
     assert document["info"]["title"] == "RESTful API for: echo"
     assert ask("inference", "OPTIONS", "/predictions/none").json["type"] == "ModelNotFoundException"
     assert ask("inference", "OPTIONS", "/nope").status == 404
+    assert ask("inference", "OPTIONS", "/invocations?model_name=echo").json == document
+    assert ask("inference", "OPTIONS", "/invocations").status == 404
     planes.data.signature = "not json"
     answer = ask("inference", "OPTIONS", "/predictions/echo")
     assert (answer.status, answer.json["message"]) == (400, "Failed to parse signature.json")

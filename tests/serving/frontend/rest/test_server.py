@@ -61,6 +61,15 @@ def test_header_names_reach_the_handler_as_the_client_wrote_them(planes):
     assert headers["Host"] == "x"
 
 
+def test_blanks_around_a_header_are_no_part_of_its_value(planes):
+    async def main():
+        async with serving(planes) as (talk, _):
+            await talk(request(headers=b"X-Blanks:  inner  blanks \t \r\n"))
+
+    asyncio.run(main())
+    assert dict(planes.data.asked[0][2].headers)["X-Blanks"] == "inner  blanks"
+
+
 def test_one_connection_carries_many_requests_and_a_failure_ends_it(planes):
     async def main():
         async with serving(planes) as (talk, _):

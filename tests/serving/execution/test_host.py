@@ -1,0 +1,70 @@
+"""What a handler is given, and what becomes of what it raises; the executors have tests of their own."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from torchere.handlers.shared_models import SharedModels
+from torchere.serving.errors import HandlerFailed
+from torchere.serving.execution.executor import LoadSpec
+from torchere.serving.execution.host import HandlerHost
+from torchere.serving.types import InferRequest, InferResponse, Parameter
+
+HEADERS_SEEN = """
+    class Handler:
+        def initialize(self, context): pass
+        def handle(self, data, context):
+            return [context.get_all_request_header(index) for index in range(len(data))]
+"""
+REFUSING = """
+    from ts.utils.util import PredictionException
+    class Handler:
+        def initialize(self, context): pass
+        def handle(self, data, context):
+            raise PredictionException("no room", 413)
+"""
+
+
+@pytest.fixture
+def outcome(make_spec: Callable[..., LoadSpec]) -> Callable[[str, InferRequest], Any]:
+    """Runs one request through a handler, given by its source."""
+
+    def run(source: str, request: InferRequest) -> Any:
+        host = HandlerHost(make_spec(source), None, SharedModels())
+        host.load()
+        return host.run([request], None).outcomes[0]
+
+    return run
+
+
+def test_a_handler_finds_the_type_of_each_value_under_its_name(
+    outcome: Callable[[str, InferRequest], Any],
+) -> None:
+    values = (Parameter("picture", b"x", "image/png"), Parameter("text", b"y"))
+
+    answer = outcome(HEADERS_SEEN, InferRequest("id", values, (("X-Own", "1"), ("explain", "False"))))
+
+    assert isinstance(answer, InferResponse)
+    assert json.loads(answer.body) == {
+        "picture": {"content-type": "image/png"},
+        "text": {"content-type": ""},
+        "X-Own": "1",
+        "explain": "False",
+    }
+
+
+def test_a_header_wins_over_a_value_of_its_name(outcome: Callable[[str, InferRequest], Any]) -> None:
+    answer = outcome(HEADERS_SEEN, InferRequest("id", (Parameter("explain", b"x"),), (("explain", "True"),)))
+
+    assert json.loads(answer.body) == {"explain": "True"}
+
+
+def test_the_status_a_handler_chose_for_its_failure_is_kept(
+    outcome: Callable[[str, InferRequest], Any],
+) -> None:
+    failed = outcome(REFUSING, InferRequest("id", (Parameter("body", b"x"),)))
+
+    assert isinstance(failed, HandlerFailed)
+    assert (failed.message, failed.status) == ("no room", 413)
