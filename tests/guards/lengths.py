@@ -20,7 +20,8 @@ GENERATED = ("_pb2.py", "_pb2_grpc.py")
 def main() -> int:
     """Print every offender; exit status 1 when there is one."""
     root = Path(__file__).resolve().parents[2]
-    files = [p for room in ROOMS for p in sorted((root / room).rglob("*.py")) if not p.name.endswith(GENERATED)]
+    found = [path for room in ROOMS for path in sorted((root / room).rglob("*.py"))]
+    files = [path for path in found if not path.name.endswith(GENERATED)]
     problems = [problem for path in files for problem in problems_in(path, path.relative_to(root))]
     print("\n".join(problems) or f"{len(files)} files within the limits")
     return 1 if problems else 0

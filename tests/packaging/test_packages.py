@@ -20,7 +20,8 @@ ROOMS = ("archiver", "handlers", "serving")
 def packages() -> list[str]:
     found = []
     for room in ROOMS:
-        found += [f"torchere.{room}", *(f"torchere.{room}.{name}" for name in find_packages(str(ROOT / room)))]
+        below = find_packages(str(ROOT / room))
+        found += [f"torchere.{room}", *(f"torchere.{room}.{name}" for name in below)]
     return sorted(found)
 
 
@@ -50,9 +51,7 @@ def test_the_wheel_holds_every_module_and_imports(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as opened:
         held = {name for name in opened.namelist() if name.startswith("torchere/")}
         opened.extractall(tmp_path / "site")
-    source = {
-        f"torchere/{path.relative_to(ROOT)}" for room in ROOMS for path in (ROOT / room).rglob("*.py")
-    }
+    source = {f"torchere/{path.relative_to(ROOT)}" for room in ROOMS for path in (ROOT / room).rglob("*.py")}
     assert source <= held
     modules = sorted(name[:-3].replace("/", ".").removesuffix(".__init__") for name in source)
     runnable = [name for name in modules if not name.endswith("__main__")]
@@ -63,5 +62,6 @@ def test_the_wheel_holds_every_module_and_imports(tmp_path: Path) -> None:
         f"for name in {runnable!r}: importlib.import_module(name)\n"
         f"assert sys.modules['torchere.serving'].__file__.startswith({str(tmp_path)!r})\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
