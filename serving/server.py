@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import sys
@@ -161,6 +162,7 @@ async def run(settings: ServerSettings) -> int:
         logger.error("%s %s", err.message, err.detail)
         return 1
     _announce(endpoints, settings)
+    gc.freeze()  # torch's hundreds of thousands of objects live as long as we do: never walk them again
     await stop.wait()
     await server.stop()
     logger.info("stopped: %d predictions accepted, %d answered", *server.ledger())

@@ -13,6 +13,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.rest.codec import SPELLED_HEADERS
+from torchere.serving.frontend.rest.joined_writes import JoinedWrites
 
 MAX_REQUEST_LINE_BYTES = 4096  # TorchServe's limits; the parser itself has none
 MAX_HEADER_BYTES = 8192
@@ -41,6 +42,7 @@ class Protocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client connected, and has `HEAD_TIMEOUT_S` for its first head."""
         super().connection_made(transport)
+        self.transport = JoinedWrites(transport, self.loop)  # type: ignore[assignment]
         self._mind_the_head()
 
     def data_received(self, data: bytes) -> None:

@@ -49,7 +49,10 @@ def _inference() -> Iterator[tuple[str, str, Any]]:
 
 
 def _breaking() -> Iterator[tuple[str, str, Any]]:
-    """Calls that cost TorchServe a worker, or all of them."""
+    """Calls that one server takes and the other does not, and such as cost TorchServe its workers."""
+    yield MANAGEMENT, "RegisterModel", {"url": "echo.mar", "model_name": "g space"}
+    broken = {"url": "broken.mar", "model_name": "g_broken", "initial_workers": 1, "synchronous": True}
+    yield MANAGEMENT, "RegisterModel", broken
     yield INFERENCE, "StreamPredictions", PREDICTIONS[0]
     stream = {"model_name": "probe", "input": {"data": "x"}}
     yield INFERENCE, "StreamPredictions2", [stream]
@@ -74,9 +77,7 @@ def _management() -> Iterator[tuple[str, str, Any]]:
         {**echo, "model_name": "g_async", "initial_workers": 1},
         {**echo, "model_name": "g_sync", "initial_workers": 1, "synchronous": True},
         {**echo, "model_name": "g_runtime", "runtime": "java"},
-        {**echo, "model_name": "g space"},
         {**echo, "model_name": "g_batch", "batch_size": 3, "max_batch_delay": 40, "response_timeout": 9},
-        {"url": "broken.mar", "model_name": "g_broken", "initial_workers": 1, "synchronous": True},
     ):
         yield MANAGEMENT, "RegisterModel", request
     for name, version, customized in (

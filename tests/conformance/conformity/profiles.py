@@ -9,7 +9,7 @@ from typing import Any
 from conformity.corpus_bodies import body_cases, query_cases
 from conformity.corpus_grpc import grpc_cases
 from conformity.corpus_handlers import handler_cases
-from conformity.corpus_management import management_cases
+from conformity.corpus_management import management_cases, odd_registrations
 from conformity.corpus_routes import route_cases
 from conformity.rest import Case
 from conformity.servers import FLAGS
@@ -59,6 +59,7 @@ def profiles() -> list[Profile]:
     """All configurations, the large one first."""
     return [
         Profile("open", f"{BASE}load_models=probe.mar,rich.mar\n", _open_cases),
+        Profile("odd registrations", BASE, odd_registrations),
         Profile("grpc", f"{BASE}load_models=probe.mar,rich.mar\n", lambda: iter(()), grpc_cases),
         Profile("one model", f"{BASE}load_models=probe.mar\n{SWITCHES}", _switched_cases),
         *(

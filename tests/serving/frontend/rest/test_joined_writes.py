@@ -1,0 +1,72 @@
+"""Head and body go out together, and nothing is lost."""
+
+import asyncio
+from typing import Any
+
+from torchere.serving.frontend.rest.joined_writes import JoinedWrites
+
+
+class Transport:
+    """Remembers what was written to it."""
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+        self.closed = False
+
+    def write(self, data: bytes) -> None:
+        self.written.append(data)
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def close(self) -> None:
+        self.closed = True
+
+    def get_extra_info(self, name: str) -> str:
+        return f"extra {name}"
+
+
+def joined() -> tuple[Transport, Any]:
+    transport = Transport()
+    return transport, JoinedWrites(transport, asyncio.get_running_loop())  # type: ignore[arg-type]
+
+
+def test_two_writes_in_a_turn_are_one() -> None:
+    async def main() -> None:
+        transport, writes = joined()
+        writes.write(b"head ")
+        writes.write(b"body")
+        assert transport.written == [b"head body"]
+        await asyncio.sleep(0)
+        assert transport.written == [b"head body"]
+
+    asyncio.run(main())
+
+
+def test_a_single_write_goes_out_at_the_end_of_the_turn() -> None:
+    async def main() -> None:
+        transport, writes = joined()
+        writes.write(b"head")
+        assert transport.written == []
+        await asyncio.sleep(0)
+        assert transport.written == [b"head"]
+
+    asyncio.run(main())
+
+
+def test_closing_sends_what_is_held_first() -> None:
+    async def main() -> None:
+        transport, writes = joined()
+        writes.write(b"last words")
+        writes.close()
+        assert (transport.written, transport.closed) == ([b"last words"], True)
+
+    asyncio.run(main())
+
+
+def test_everything_else_is_the_transports() -> None:
+    async def main() -> None:
+        _, writes = joined()
+        assert writes.get_extra_info("peername") == "extra peername"
+
+    asyncio.run(main())
