@@ -41,6 +41,15 @@ class Units:
     }
 
 
+class MetricDeclaration(NamedTuple):
+    """One metric that the server's configuration declares for handlers, as plain values."""
+
+    name: str
+    unit: str
+    dimension_names: tuple[str, ...]
+    metric_type: str  # "counter" | "gauge" | "histogram"
+
+
 class MetricSample(NamedTuple):
     """One reported value. A counter's value is what to add, a gauge's what to set."""
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import contextvars
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torchere.handlers.errors import MetricsCacheKeyError, MetricsCacheTypeError, MetricsCacheValueError
-from torchere.handlers.metric_types import Dimension, MetricSample, MetricTypes, Units
+from torchere.handlers.metric_types import Dimension, MetricDeclaration, MetricSample, MetricTypes, Units
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +93,8 @@ class CachingMetric:
 class MetricsCache:
     """What `context.metrics` is. One per handler instance; threads of a handler may report at the same time.
 
+    `declared` is what the server's metrics configuration declares for handlers.
+
     Example:
         >>> metrics = MetricsCache("resnet")
         >>> metrics.add_counter("Cats", 2)
@@ -100,12 +102,16 @@ class MetricsCache:
         [('Cats', 2.0)]
     """
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, declared: Iterable[MetricDeclaration] = ()) -> None:
         self.model_name = model_name
         self.request_ids: Mapping[int, str] = {}
         self.cache: dict[tuple[str, MetricTypes], CachingMetric] = {}
         self._samples: list[MetricSample] = []
         self._lock = threading.Lock()  # guards _samples
+        for metric in declared:  # `get_metric` finds them without `add_metric_to_cache`
+            self.add_metric_to_cache(
+                metric.name, metric.unit, metric.dimension_names, MetricTypes(metric.metric_type)
+            )
 
     def begin_batch(self, request_ids: Mapping[int, str]) -> None:
         """Attach what is reported from now on to these requests."""

@@ -45,6 +45,7 @@ class RegistryMetrics:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
+        self.declared_metrics = metrics.declared
 
     def watch(self, key: ModelKey) -> VersionMetrics:
         """The observer of a new version."""

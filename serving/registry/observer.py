@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from torchere.handlers.metric_types import MetricDeclaration
 from torchere.serving.batching.admission import Admission
 from torchere.serving.batching.pending import Pending
 from torchere.serving.execution.executor import BatchReport, ExecutorPool
@@ -23,6 +24,10 @@ class VersionObserver(Protocol):
 
 class RegistryObserver(Protocol):
     """Watches a registry. Called on the event loop."""
+
+    @property
+    def declared_metrics(self) -> tuple[MetricDeclaration, ...]:
+        """The metrics that handlers find in `context.metrics`."""
 
     def watch(self, key: ModelKey) -> VersionObserver:
         """A version is being built."""

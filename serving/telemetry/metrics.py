@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
+from torchere.handlers.metric_types import MetricDeclaration
 from torchere.serving.settings import MetricsMode
 from torchere.serving.telemetry.exposition import render
 from torchere.serving.telemetry.families import Families
@@ -61,6 +62,11 @@ class Metrics:
     ) -> None:
         host = hostname or socket.gethostname()
         config = built_in_config() if config is None else config
+        # For handlers, which find them by `context.metrics.get_metric`; the host's label is not theirs to give.
+        self.declared = tuple(
+            MetricDeclaration(metric.name, metric.unit, metric.labels[:-1], metric.kind)
+            for metric in config.model.values()
+        )
         self._families = families = Families()
         self._server = server = ServerMetrics(config.server, families, host, mode, PLAIN)
         self._finished = {digit: server.bind(name, "Host") for digit, name in _REQUESTS.items()}

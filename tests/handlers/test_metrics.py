@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from torchere.handlers.errors import MetricsCacheKeyError, MetricsCacheTypeError, MetricsCacheValueError
-from torchere.handlers.metric_types import Dimension, MetricSample, MetricTypes
+from torchere.handlers.metric_types import Dimension, MetricDeclaration, MetricSample, MetricTypes
 from torchere.handlers.metrics import MetricsCache
 
 _MODEL = (("ModelName", "m"), ("Level", "Model"))
@@ -148,3 +148,12 @@ def test_no_sample_is_lost_between_threads(metrics: MetricsCache) -> None:
     while any(thread.is_alive() for thread in threads):
         drained += metrics.drain()
     assert len(drained + metrics.drain()) == 2000
+
+
+def test_what_the_configuration_declares_is_found_without_declaring_it_again() -> None:
+    declared = MetricDeclaration("Words", "count", ("ModelName", "language"), "gauge")
+    metrics = MetricsCache("m", [declared])
+    metrics.get_metric("Words", MetricTypes.GAUGE).add_or_update(3, ["m", "en"])
+    (sample,) = metrics.drain()
+    assert (sample.name, sample.unit, sample.metric_type) == ("Words", "Count", "gauge")
+    assert sample.dimensions == (("ModelName", "m"), ("language", "en"))
