@@ -14,20 +14,15 @@ from torchere.handlers.resolve import NOT_SHIPPED as HANDLERS_NOT_SHIPPED
 from torchere.serving.errors import InvalidArchive
 from torchere.serving.migration_finding import MigrationFinding, Verdict
 from torchere.serving.migration_imports import MAX_SOURCE_BYTES, missing_imports
-from torchere.serving.registry.model_config import MAX_CONFIG_BYTES, parse_model_config
+from torchere.serving.registry.model_config import (
+    MAX_CONFIG_BYTES,
+    UNSUPPORTED_KEYS,
+    parse_model_config,
+    unsupported_keys,
+)
 from torchere.serving.settings import ServerSettings
 
 # Keys of a model-config.yaml that TorchServe or its handlers act on and nothing here does.
-UNSUPPORTED_CONFIG = {
-    "parallelType": "a model is not spread over several processes",
-    "parallelLevel": "a model is not spread over several processes",
-    "torchrun": "workers are not started by torchrun",
-    "asyncCommunication": "a worker runs one batch at a time",
-    "pippy": "pipeline parallelism with PiPPy is not supported",
-    "deepspeed": "DeepSpeed is not supported",
-    "dali": "NVIDIA DALI is not supported",
-}
-
 _Found = tuple[str, Verdict, str]
 
 
@@ -95,8 +90,8 @@ def _config(archive: Archive, manifest: Manifest) -> Iterator[_Found]:
 
 
 def _config_key(key: str, value: Any) -> tuple[Verdict, str]:
-    if key in UNSUPPORTED_CONFIG and value not in (None, False, 0):
-        return "unsupported", UNSUPPORTED_CONFIG[key]
+    if key in unsupported_keys({key: value}):
+        return "unsupported", UNSUPPORTED_KEYS[key]
     if key == "useVenv" and value is True:
         return (
             "differs",

@@ -16,6 +16,16 @@ logger = logging.getLogger(__name__)
 MAX_CONFIG_BYTES = 1 << 20
 MAX_ALIASES = 100  # a few anchors are fine; thousands are a bomb
 MAX_DEPTH = 50
+UNSUPPORTED_KEYS = {
+    "parallelType": "a model is not spread over several processes",
+    "parallelLevel": "a model is not spread over several processes",
+    "torchrun": "workers are not started by torchrun",
+    "asyncCommunication": "a worker runs one batch at a time; raise maxWorkers instead",
+    "pippy": "pipeline parallelism with PiPPy is not supported",
+    "deepspeed": "DeepSpeed is not supported",
+    "dali": "NVIDIA DALI is not supported",
+}
+"""Keys of TorchServe that have no effect here, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +93,11 @@ def parse_model_config(text: str) -> ModelConfig:
         isolation=_choice(raw, "isolation", ("auto", "thread", "process"), "auto"),
         dispatch=_choice(raw, "dispatch", ("torchserve", "eager"), "torchserve"),
     )
+
+
+def unsupported_keys(raw: dict[str, Any]) -> list[str]:
+    """The keys that ask for something the server can't do."""
+    return [key for key in raw if key in UNSUPPORTED_KEYS and raw[key] not in (None, False, 0)]
 
 
 def _load_yaml(text: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ Everything here blocks on the disk: call it in a thread.
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 import tempfile
@@ -31,8 +32,16 @@ from torchere.serving.errors import (
 from torchere.serving.registry.allowed_urls import is_remote
 from torchere.serving.registry.download import Download, Downloader
 from torchere.serving.registry.environments import Environment
-from torchere.serving.registry.model_config import MAX_CONFIG_BYTES, ModelConfig, parse_model_config
+from torchere.serving.registry.model_config import (
+    MAX_CONFIG_BYTES,
+    UNSUPPORTED_KEYS,
+    ModelConfig,
+    parse_model_config,
+    unsupported_keys,
+)
 from torchere.serving.settings import Limits
+
+logger = logging.getLogger(__name__)
 
 SIGNATURE_NAME = "MAR-INF/signature.json"
 MAX_TEXT_BYTES = 16 << 20  # a manifest or signature larger than this is not one
@@ -130,11 +139,7 @@ class Store:
         config_name = archive.manifest.config_file
         try:
             manifest = _manifest_as_written(archive)
-            config = (
-                parse_model_config(archive.read_text(config_name, MAX_CONFIG_BYTES))
-                if config_name
-                else ModelConfig()
-            )
+            config = _config(url, archive, config_name) if config_name else ModelConfig()
             signature = _optional_text(archive, SIGNATURE_NAME)
             directory = Path(tempfile.mkdtemp(dir=self._unpacked)) / "model"
             archive.extract(directory)
@@ -225,6 +230,13 @@ def check_version_name(archive: str, manifest: Manifest) -> str:
             "characters without '/'."
         )
     return version
+
+
+def _config(url: str, archive: Archive, name: str) -> ModelConfig:
+    config = parse_model_config(archive.read_text(name, MAX_CONFIG_BYTES))
+    for key in unsupported_keys(config.raw):
+        logger.warning("%s: %s in %s has no effect: %s", url, key, name, UNSUPPORTED_KEYS[key])
+    return config
 
 
 def _manifest_as_written(archive: Archive) -> dict[str, Any]:

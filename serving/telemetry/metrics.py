@@ -62,7 +62,7 @@ class Metrics:
     ) -> None:
         host = hostname or socket.gethostname()
         config = built_in_config() if config is None else config
-        # For handlers, which find them by `context.metrics.get_metric`; the host's label is not theirs to give.
+        # What handlers find by `context.metrics.get_metric`; the host's label is not theirs to give.
         self.declared = tuple(
             MetricDeclaration(metric.name, metric.unit, metric.labels[:-1], metric.kind)
             for metric in config.model.values()

@@ -24,7 +24,7 @@ def lines(metrics, start):
     return [line for line in metrics.exposition().splitlines() if line.startswith(start)]
 
 
-def finish(metrics, outcomes, **report):
+def finish(metrics, outcomes, reported=()):
     """A batch whose requests waited 1 s each, ran 2 s, half of that in the handler."""
 
     async def pendings():
@@ -35,7 +35,7 @@ def finish(metrics, outcomes, **report):
         return made
 
     observer = RegistryMetrics(metrics).watch(KEY)
-    observer.batch_finished(asyncio.run(pendings()), BatchReport(outcomes, 1.0, **report), 2.0)
+    observer.batch_finished(asyncio.run(pendings()), BatchReport(outcomes, 1.0, reported), 2.0)
 
 
 def stages(metrics):
@@ -61,7 +61,7 @@ def test_a_request_that_goes_on_has_its_waiting_counted_once(metrics):
 
 def test_what_a_handler_reported_is_taken_over(metrics):
     labels = (("ModelName", "m"), ("Level", "Model"))
-    finish(metrics, [DONE], metrics=(HandlerMetric("HandlerTime", 7.0, "ms", "gauge", labels, ("r0",)),))
+    finish(metrics, [DONE], (HandlerMetric("HandlerTime", 7.0, "ms", "gauge", labels, ("r0",)),))
     assert lines(metrics, "HandlerTime{") == ['HandlerTime{ModelName="m",Level="Model",Hostname="vm",} 7.0']
 
 

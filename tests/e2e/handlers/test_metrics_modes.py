@@ -26,10 +26,9 @@ def test_in_log_mode_metrics_go_to_their_files_and_the_endpoint_is_empty(
     ):
         assert re.search(rf"^{LINE}{line}hostname:[^,]+,timestamp:\d{{10}}$", written, re.MULTILINE), line
     model = (server.folder / "logs" / "model_metrics.log").read_text()
+    labels = r"#ModelName:class_form,Level:Model\|#"
     tail = r"hostname:[^,]+,requestID:[0-9a-f-]{36},timestamp:\d{10}"
-    assert re.fullmatch(
-        rf"{LINE}PredictionTime\.ms:[\d.]+\|#ModelName:class_form,Level:Model\|#{tail}\n", model
-    )
+    assert re.fullmatch(rf"{LINE}PredictionTime\.ms:[\d.]+\|{labels}{tail}\n", model)
 
 
 def test_a_bad_metrics_file_costs_its_metrics_and_not_the_service(start_server: Any, client_of: Any) -> None:

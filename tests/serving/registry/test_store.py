@@ -96,6 +96,15 @@ def test_a_broken_archive_names_itself_and_the_fault(store: Store, root: Path) -
     assert "bad.mar" in caught.value.detail
 
 
+def test_a_key_without_effect_is_said_with_the_reason(
+    store: Store, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pack(root / "m.mar", config="torchrun: {nproc-per-node: 2}\nasyncCommunication: false\n")
+    store.unpack("m.mar", store.open("m.mar"))
+    assert "torchrun in c.yaml has no effect: workers are not started by torchrun" in caplog.text
+    assert "asyncCommunication" not in caplog.text
+
+
 def test_a_bad_model_config_leaves_nothing_behind(store: Store, root: Path, tmp_path: Path) -> None:
     pack(root / "m.mar", config="a: [")
     with pytest.raises(InvalidArchive, match="not valid YAML"):
