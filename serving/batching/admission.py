@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torchere.serving.batching.pending import Pending
+from torchere.serving.batching.prediction import ServiceTime
 from torchere.serving.errors import Cancelled, DeadlineExceeded, ServingError, Unavailable
 from torchere.serving.execution.executor import BatchReport, ExecutorPool
 from torchere.serving.types import NO_DEADLINE, InferRequest
@@ -40,6 +41,7 @@ class Admission(ABC):
         self._now = now
         self.refusal = refusal
         self._loop = asyncio.get_running_loop()
+        self._service_time = ServiceTime()
         self._closed: ServingError | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -105,7 +107,9 @@ class Admission(ABC):
 
     def _is_live(self, pending: Pending, now_s: float) -> bool:
         """Whether a request is still worth running; one that is late is answered."""
-        if pending.request.deadline_s <= now_s:  # its timer is due in this turn of the loop
+        if pending.request.deadline_s <= now_s + self._service_time.mean_s:
+            if pending.request.deadline_s > now_s:  # it would expire in the executor
+                self._service_time.refused()
             pending.finish(DeadlineExceeded(LATE))
             return False
         pending.dequeued_s = pending.dequeued_s or now_s

@@ -13,7 +13,7 @@ from torchere.serving.batching.policy import Dispatch, QueueView, WaitUntil, pla
 from torchere.serving.errors import HandlerFailed, QueueFull
 from torchere.serving.execution.executor import BatchReport, ExecutorPool, Unfinished
 from torchere.serving.settings import BatchSettings
-from torchere.serving.types import InferResponse
+from torchere.serving.types import NO_DEADLINE, InferResponse
 
 
 class Batcher(Admission):
@@ -49,7 +49,17 @@ class Batcher(Admission):
             raise QueueFull(self.refusal)
         if self._settings.use_tickets and len(self._queue) >= self._pool.free:
             raise QueueFull(self.refusal)  # a ticket is an executor with nothing to do
+        self._refuse_if_hopeless(pending)
         self._queue.append(pending)
+
+    def _refuse_if_hopeless(self, pending: Pending) -> None:
+        if pending.request.deadline_s == NO_DEADLINE:
+            return
+        in_front = len(self._batches) + len(self._queue) // self._settings.max_batch_size
+        answer_s = self._service_time.answer_s(in_front, self._pool.in_service)
+        if pending.enqueued_s + answer_s > pending.request.deadline_s:
+            self._service_time.refused()
+            raise QueueFull(self.refusal, retry_after_s=answer_s)
 
     def _remove(self, pending: Pending) -> None:
         if not pending.dequeued_s and pending in self._queue:
@@ -102,7 +112,9 @@ class Batcher(Admission):
         for pending, outcome in zip(batch.pendings, report.outcomes, strict=True):
             # Stopping criteria without `continuousBatching` do nothing: the part is the whole answer.
             pending.finish(outcome.part if isinstance(outcome, Unfinished) else outcome)
-        self._observer.batch_finished(batch.pendings, report, self._now() - batch.dispatched_s)
+        executor_s = self._now() - batch.dispatched_s
+        self._service_time.observe(executor_s)
+        self._observer.batch_finished(batch.pendings, report, executor_s)
         self._settle()
         self.pump()
 

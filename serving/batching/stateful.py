@@ -164,7 +164,9 @@ class StatefulBatcher(Admission):
         self._batches.discard(batch)
         for pending, outcome in zip(batch.pendings, report.outcomes, strict=True):
             self._take_outcome(batch.executor_id, pending, outcome)
-        self._observer.batch_finished(batch.pendings, report, self._now() - batch.dispatched_s)
+        executor_s = self._now() - batch.dispatched_s
+        self._service_time.observe(executor_s)
+        self._observer.batch_finished(batch.pendings, report, executor_s)
         self._settle()
         self.pump()
 

@@ -7,6 +7,7 @@ instance and its own context; the model itself is shared through `SharedModels`.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import queue
 import threading
@@ -118,6 +119,7 @@ class ThreadPool:
                 self._on_loaded(thread.status.executor_id, age_s(thread.status))
         if self._inline.allowed and self._threads:
             await asyncio.to_thread(self._inline_host.load)  # quick: the weights are there
+        gc.freeze()  # what is loaded stays: a walk over it would hold up the loop for a tenth of a second
         self._on_free()
 
     def submit(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -61,6 +62,8 @@ class Worker:
                 self._load(message)
             elif isinstance(message, WarmUp):
                 self._loaded().warm_up()
+                gc.collect()
+                gc.freeze()  # what is loaded stays: the collector need not walk it with every batch
         except LoadFailed as err:
             self._send(LoadError(err.detail, err.out_of_memory))
             return False

@@ -59,6 +59,7 @@ class WorkerProcess:
         self._transport: asyncio.WriteTransport | None = None
         self._reply: asyncio.Future[None] | None = None  # of the step (load, warm-up) under way
         self._on_run_message = on_run_message
+        self._outbox = bytearray()
         self._kill_reason = ""
         self._output: asyncio.Task[None] | None = None
         self._reaper: asyncio.Task[None] | None = None
@@ -140,8 +141,15 @@ class WorkerProcess:
             await self._kill_and_reap("did not stop when asked")
 
     def _send(self, message: ToWorker) -> None:
+        """Put a message on its way; those of one turn of the loop go in one system call."""
+        if not self._outbox:
+            self._loop.call_soon(self._flush)
+        self._outbox += encode_frame(message)
+
+    def _flush(self) -> None:
+        frames, self._outbox = self._outbox, bytearray()
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(encode_frame(message))
+            self._transport.write(frames)
 
     def _on_frame(self, payload: memoryview) -> None:
         try:

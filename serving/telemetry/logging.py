@@ -86,6 +86,8 @@ def configure(level: str, json_lines: bool, stream: TextIO) -> None:
         old.close()
     root.addHandler(handler)
     root.setLevel(name)
+    # What no line of ours shows need not be found out for every record (the logging HOWTO, "Optimization").
+    logging.logProcesses = logging.logMultiprocessing = False
 
 
 def escape(text: str) -> str:

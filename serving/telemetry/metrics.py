@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from torchere.handlers.metric_types import MetricDeclaration
 from torchere.serving.settings import MetricsMode
+from torchere.serving.telemetry.batch_metrics import BatchMetrics
 from torchere.serving.telemetry.exposition import render
 from torchere.serving.telemetry.families import Families
 from torchere.serving.telemetry.handler_metrics import Dimensions, HandlerMetrics, HandlerSample
@@ -22,9 +23,6 @@ from torchere.serving.telemetry.prediction_metrics import PLAIN, PredictionMetri
 from torchere.serving.telemetry.server_metrics import ServerMetrics
 from torchere.serving.telemetry.system_metrics import SystemMetrics
 
-BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-STAGES = ("queue", "transfer", "handler")
-_OURS = ("model", "version")
 _REQUESTS = {2: "Requests2XX", 4: "Requests4XX", 5: "Requests5XX"}  # first digit of the status -> family
 
 
@@ -74,10 +72,10 @@ class Metrics:
         self.system = SystemMetrics(server)
         self._predictions = PredictionMetrics(host, server)
         self._of_handlers = HandlerMetrics(config.model, families, host, mode, auto_detect=auto_detect)
-        self._batch_size = families.histogram("torchere_batch_size", "Count", _OURS, BATCH_BUCKETS)
-        self._stages = families.counter("torchere_stage_seconds_total", "Seconds", (*_OURS, "stage"))
+        self._batches = BatchMetrics()
         self._load = LoadMetrics()
         families.registry.register(self._predictions)
+        families.registry.register(self._batches)
         families.registry.register(self._load)
         self._inflight = families.gauge("torchere_inflight", "Count", ())
         self._ready = families.gauge("torchere_ready", "Boolean", ())
@@ -122,10 +120,15 @@ class Metrics:
             handler_s: the part of it that the handler ran.
             succeeded_ids: the requests; none when the handler failed.
         """
-        self._batch_size.labels(model, version).observe(size)
         transfer_s = max(0.0, executor_s - handler_s)
-        for stage, seconds in zip(STAGES, (queue_s, size * transfer_s, size * handler_s), strict=True):
-            self._stages.labels(model, version, stage).inc(max(0.0, seconds))
+        self._batches.finished(
+            model,
+            version,
+            size=size,
+            queue_s=max(0.0, queue_s),
+            transfer_s=size * transfer_s,
+            handler_s=size * handler_s,
+        )
         self._thread_time_ms(int(transfer_s * 1000))
         if succeeded_ids:
             labels = (("ModelName", model), ("Level", "Model"))
@@ -160,9 +163,7 @@ class Metrics:
         Call it after the last answer of the version.
         """
         self._predictions.forget(model, version)
-        self._batch_size.remove(model, version)
-        for stage in STAGES:
-            self._stages.remove(model, version, stage)
+        self._batches.forget(model, version)
         self._load.forget(model, version)
         with self._lock:
             executors = self._executors.pop((model, version), set())

@@ -1,4 +1,4 @@
-"""Sends one generated corpus to the real TorchServe 0.12.0 and to torchere, and prints each difference.
+"""Sends one generated corpus to the real TorchServe 0.12.0 and to torchere, and prints what differs.
 
     python tests/conformance/differential.py                     every configuration
     python tests/conformance/differential.py --only open         one of them
@@ -7,9 +7,9 @@
                                                                  answers are taken from there when they are
 
 Not collected by pytest: it needs Java 17 or newer, and TorchServe in `.peers/torchserve`, which
-`tests/interop/real_torchserve.py --build-only` makes. The servers run one after the other, about two minutes
-in all. What differs on purpose is in docs/differences.md; the exit code does not depend on it, because which
-differences are wanted is for a reader to judge.
+`tests/interop/real_torchserve.py --build-only` makes. The servers run one after the other, about five minutes
+in all. Differences that `deviations.yaml` and docs/differences.md explain are only counted; exit code 1 when
+there are others.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from pathlib import Path
 
 import msgspec
 from conformity.contrast import Answers, Difference, contrast
+from conformity.deviations import deviations
 from conformity.profiles import Profile, profiles
 from conformity.rest import Case, send
 from conformity.rpc import call
@@ -55,11 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         chosen = [profile for profile in profiles() if options.only in (None, profile.name)]
         pairs = {profile.name: _both(profile, work.resolve()) for profile in chosen}
     found = [one for name, (theirs, ours) in pairs.items() for one in contrast(name, theirs, ours)]
-    report(found, sum(len(theirs.cases()) for theirs, _ in pairs.values()))
+    status = report(found, sum(len(theirs.cases()) for theirs, _ in pairs.values()))
     if options.json is not None:
         document = {"torchserve and torchere": pairs, "differences": found}
         options.json.write_bytes(msgspec.json.format(msgspec.json.encode(document)))
-    return 0
+    return status
 
 
 def _both(profile: Profile, work: Path) -> tuple[Answers, Answers]:
@@ -139,17 +140,31 @@ def _ask(case: Case, server: Server, answers: Answers) -> None:
         answers.broken[case.name] = type(err).__name__  # the text differs with ports and lengths
 
 
-def report(found: Sequence[Difference], total: int) -> None:
-    """Print the differences, those of one kind together."""
+def report(found: Sequence[Difference], total: int) -> int:
+    """Print the differences that no section explains, and count the others; 1 when there is one to print."""
+    table = deviations()
+    explained: Counter[str] = Counter()
     groups: dict[str, list[Difference]] = defaultdict(list)
     for difference in found:
-        groups[difference.kind].append(difference)
+        section = table.section_for(f"{difference.profile}: {difference.case}", difference.lines)
+        if section is None:
+            groups[difference.kind].append(difference)
+        else:
+            explained[section] += 1
+    print("\nexplained in docs/differences.md:")
+    for section, count in explained.most_common():
+        print(f"{count:5} {section}")
     for kind, members in sorted(groups.items(), key=lambda group: -len(group[1])):
         print(f"\n{len(members)} x {kind}")
         for member in members:
             print(f"   [{member.profile}] {member.case}")
             print("".join(f"       {line}\n" for line in member.lines[1:]), end="")
-    print(f"\n{total - len(found)} of {total} answers are the same")
+    unexplained = sum(map(len, groups.values()))
+    same = total - len(found)
+    print(
+        f"\n{total} answers: {same} the same, {len(found) - unexplained} explained, {unexplained} unexplained"
+    )
+    return 1 if unexplained else 0
 
 
 if __name__ == "__main__":

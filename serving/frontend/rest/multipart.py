@@ -16,7 +16,8 @@ MAX_PART_HEADER_BYTES = 4096
 def multipart_parameters(content_type: str, body: bytes) -> list[Parameter]:
     """Return one parameter a part, in order.
 
-    A file brings its own content type; a plain field has none, whatever its part says.
+    A file brings its own content type, which is octets when its part names none; a plain field has none,
+    whatever its part says.
 
     Raises:
         InvalidRequest: no boundary, broken framing, a part without a name, or too many parts.
@@ -89,7 +90,8 @@ class _Collector:
             raise InvalidRequest("A part of the multipart body has no name in its Content-Disposition.")
         content_type = ""
         if b"filename" in options:
-            content_type = self._headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip()
+            given = self._headers.get(b"content-type", b"application/octet-stream")
+            content_type = given.decode("latin-1").partition(";")[0].strip()
         self.parameters.append(Parameter(name.decode("utf-8", "replace"), b"".join(self._data), content_type))
 
     def _end(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -24,24 +24,54 @@ class Deviation:
 
 
 @dataclass(frozen=True, slots=True)
-class Deviations:
-    """The table: by case for REST and gRPC, and the members that our JSON objects have beside theirs."""
+class Explanation:
+    """Which differences of generated requests a section explains."""
 
-    rest: Mapping[str, Deviation]
+    section: str
+    case: re.Pattern[str]  # to be found in "profile: case"
+    line: re.Pattern[str]  # to be found in a line of the difference
+
+
+@dataclass(frozen=True, slots=True)
+class Deviations:
+    """The whole table."""
+
+    rest: Mapping[str, Deviation]  # by the recorded case
     grpc: Mapping[str, Deviation]
-    members: Mapping[str, str]  # to the section
+    members: Mapping[str, str]  # of JSON objects, beside the recorded ones; to the section
+    explanations: Sequence[Explanation]  # of what differential.py finds
 
     def sections(self) -> Iterator[str]:
         """Every section that is referred to."""
         yield from (deviation.section for table in (self.rest, self.grpc) for deviation in table.values())
         yield from self.members.values()
+        yield from (explanation.section for explanation in self.explanations)
+
+    def section_for(self, case: str, lines: Sequence[str]) -> str | None:
+        """The section that explains a difference; None when there is none for one of its lines.
+
+        Where the status or code differs, the rest of the answer follows from it and is not looked at.
+        """
+        looked_at = lines[:1] if lines[0].startswith(("status ", "code ")) else lines
+        sections = [self._section_of_line(case, line) for line in looked_at]
+        return None if None in sections else sections[0]
+
+    def _section_of_line(self, case: str, line: str) -> str | None:
+        return next(
+            (each.section for each in self.explanations if each.case.search(case) and each.line.search(line)),
+            None,
+        )
 
 
 @lru_cache
 def deviations() -> Deviations:
     """Read the table; ValueError when an entry names no section or no answer."""
     raw = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
-    return Deviations(_entries(raw["rest"]), _entries(raw["grpc"]), raw["members"])
+    explanations = [
+        Explanation(entry["section"], re.compile(entry["case"]), re.compile(entry["line"]))
+        for entry in raw["differential"]
+    ]
+    return Deviations(_entries(raw["rest"]), _entries(raw["grpc"]), raw["members"], explanations)
 
 
 def _entries(raw: Mapping[str, Mapping[str, Any]]) -> dict[str, Deviation]:

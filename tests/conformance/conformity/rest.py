@@ -48,7 +48,7 @@ class Answer:
     headers: Mapping[str, str]  # the watched ones, names in lower case
     has_request_id: bool
     body: Any
-    layout: str = ""  # what stands between the values of a JSON body: spaces and line ends; "" elsewhere
+    layout: tuple[str, ...] = ()  # the blanks and line ends of a JSON body, run by run
 
 
 def send(case: Case, addresses: Mapping[str, str]) -> Answer:
@@ -64,7 +64,7 @@ def send(case: Case, addresses: Mapping[str, str]) -> Answer:
     headers = {name.lower(): value for name, value in reply.getheaders()}
     kept = {name: headers[name] for name in WATCHED if name in headers}
     body = decoded(raw)
-    layout = "" if isinstance(body, str) else "".join(re.findall(r"\s+", raw.decode()))
+    layout = () if isinstance(body, str) else tuple(re.findall(r"\s+", raw.decode()))
     return Answer(reply.status, kept, "x-request-id" in headers, body, layout)
 
 

@@ -21,6 +21,10 @@ class PuppetPool:
         self.free = free
         self.batches: list[tuple[list[str], BatchSink]] = []
 
+    @property
+    def in_service(self) -> int:
+        return self.free + len(self.batches)
+
     def submit(self, requests: Sequence[InferRequest], sink: BatchSink) -> None:
         self.free -= 1
         self.batches.append(([request.request_id for request in requests], sink))
@@ -136,6 +140,35 @@ async def test_an_expired_request_never_runs() -> None:
     assert stage.running == [["alive"]]
     with pytest.raises(DeadlineExceeded):
         await expired.answer
+
+
+@run
+async def test_a_request_whose_answer_would_come_too_late_is_refused_with_the_time_to_wait() -> None:
+    stage = Stage(BatchSettings(max_queue_size=100))
+    stage.submit("slow")
+    stage.now_s += 2.0
+    stage.pool.finish()  # took two seconds
+    stage.submit("running")
+    with pytest.raises(QueueFull) as caught:
+        stage.submit("hopeless", deadline_s=stage.now_s + 1.0)
+    assert caught.value.retry_after_s == pytest.approx(5.0)
+    stage.submit("patient", deadline_s=stage.now_s + 60.0)
+    assert stage.batcher.queue_length == 1
+
+
+@run
+async def test_a_request_that_would_expire_in_the_executor_is_not_begun() -> None:
+    stage = Stage(BatchSettings())
+    stage.submit("first")
+    stage.now_s += 2.0
+    stage.pool.finish()
+    stage.submit("running")
+    waiting = stage.submit("waiting", deadline_s=stage.now_s + 6.0)
+    stage.now_s += 5.0
+    stage.pool.finish()
+    assert stage.running == []
+    with pytest.raises(DeadlineExceeded):
+        await waiting.answer
 
 
 @run

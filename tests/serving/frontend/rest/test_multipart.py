@@ -26,6 +26,11 @@ def test_each_part_is_a_parameter_and_only_files_have_a_type():
     ]
 
 
+def test_a_file_that_names_no_type_is_octets():
+    body = part('name="data"; filename="p"', b"1") + b"--xyz--\r\n"
+    assert multipart_parameters(TYPE, body) == [Parameter("data", b"1", "application/octet-stream")]
+
+
 def test_a_value_may_hold_line_breaks_and_what_looks_like_a_boundary():
     value = b"a\r\n--xy\r\n--x\r\n\r\n"
     body = part('name="a"', value) + b"--xyz--"
