@@ -6,6 +6,7 @@ another process, and nobody's editor should get our SIGTERM.
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -133,15 +134,19 @@ def read_pid(file: Path) -> int | None:
 
 
 def write_pid(file: Path, pid: int) -> None:
-    """Write the pid file.
+    """Write the pid file in one step, so that nobody reads half of it.
 
     Raises:
         ConfigurationError: it can't be written, or is a link (the directory is everybody's).
     """
+    draft = file.with_name(f"{file.name}.{pid}")
     try:
+        if file.is_symlink():
+            raise OSError(errno.ELOOP, "it is a link")
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-        with os.fdopen(os.open(file, flags, 0o644), "w", encoding="ascii") as opened:
+        with os.fdopen(os.open(draft, flags, 0o644), "w", encoding="ascii") as opened:
             opened.write(f"{pid}\n")
+        os.replace(draft, file)
     except OSError as err:
         raise ConfigurationError(
             f"{file}: {err.strerror}; the pid file must be writable: remove it, or set TMPDIR"

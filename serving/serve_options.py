@@ -97,7 +97,12 @@ def plan_from(options: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
     snapshots = (
         None if options.no_config_snapshots else SnapshotSettings(logs / "config", configuration.effective)
     )
-    settings = replace(settings, temp_dir=Path(temp) if temp else None, snapshots=snapshots)
+    settings = replace(
+        settings,
+        temp_dir=Path(temp) if temp else None,
+        snapshots=snapshots,
+        metrics_directory=Path(environ.get("METRICS_LOCATION") or "logs").absolute(),
+    )
     return Plan(settings, configuration, path, logs)
 
 

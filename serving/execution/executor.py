@@ -8,6 +8,7 @@ from datetime import datetime, timezone
 from enum import Enum
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+from torchere.handlers.metric_types import MetricDeclaration
 from torchere.serving.errors import ServingError
 from torchere.serving.types import InferRequest, InferResponse
 
@@ -111,6 +112,7 @@ class LoadSpec:
     intra_op_threads: int = 1
     gpu_ids: tuple[int, ...] = ()  # executors take them in turn; empty: CPU
     max_response_bytes: int = 6_553_500
+    declared_metrics: tuple[MetricDeclaration, ...] = ()  # what `context.metrics.get_metric` knows at once
     handler_installed: bool = False  # `handler` is the operator's own choice: it may name an installed module
     pinned: bool = False  # batches are sent to an executor by its id (state lives in the handler)
 

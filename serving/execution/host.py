@@ -40,7 +40,7 @@ class HandlerHost:
 
     def __init__(self, spec: LoadSpec, gpu_id: int | None, shared_models: SharedModels) -> None:
         self._spec = spec
-        self._metrics = MetricsCache(spec.model_name)
+        self._metrics = MetricsCache(spec.model_name, spec.declared_metrics)
         self._context = Context(
             model_name=spec.model_name,
             model_dir=spec.archive_dir,

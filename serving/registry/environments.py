@@ -9,7 +9,7 @@ Both are deleted on unregister. Installing runs code of packages: it is off unle
 from __future__ import annotations
 
 import asyncio
-import importlib.util
+import importlib.metadata
 import logging
 import os
 import signal
@@ -96,7 +96,7 @@ class EnvironmentBuilder:
 
     async def _make_venv(self, model: str, place: Path) -> Environment:
         # The server's own pip is seen from there, if it has one; making another takes seconds.
-        options = ["--without-pip"] if importlib.util.find_spec("pip") else []
+        options = ["--without-pip"] if any(importlib.metadata.distributions(name="pip")) else []
         failure = await self._run([sys.executable, "-m", "venv", *options, str(place)], place.parent)
         if failure:
             raise DependenciesFailed(f"Virtual environment creation failed for model {model}", failure)

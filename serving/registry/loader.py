@@ -140,6 +140,7 @@ class Loader:
             model_version=key.version,
             archive_dir=str(origin.archive.directory),
             handler=origin.handler,
+            declared_metrics=self._observer.declared_metrics,
             handler_installed=origin.handler == self._server.default_handler,
             manifest=origin.archive.manifest,
             model_config=origin.archive.config.raw,

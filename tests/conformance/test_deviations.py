@@ -35,3 +35,29 @@ def test_every_deviation_differs_from_what_was_recorded() -> None:
     assert [
         deviation for record, deviation in entries if deviation.answer.items() <= record["response"].items()
     ] == []
+
+
+@pytest.mark.parametrize(
+    ("case", "lines", "section"),
+    [
+        ("open: inference: GET /ping/more", ["status 404, TorchServe 200"], "paths-are-matched-whole"),
+        ("open: inference: GET /ping/more", ["status 500, TorchServe 200"], None),
+        ("open: inference: GET /elsewhere", ["status 404, TorchServe 200"], None),
+        (
+            "open: headers: of a GET",
+            ["body.headers.content-length is missing"],
+            "headers-of-the-request-as-handlers-see-them",
+        ),
+        ("open: headers: of a GET", ["body.headers.content-length is missing", "body.a is missing"], None),
+    ],
+)
+def test_a_section_explains_a_difference_line_by_line(
+    case: str, lines: list[str], section: str | None
+) -> None:
+    assert deviations().section_for(case, lines) == section
+
+
+def test_the_rest_of_an_answer_of_another_status_needs_no_explanation() -> None:
+    lines = ["status 404, TorchServe 200", "body.status is missing"]
+
+    assert deviations().section_for("open: inference: GET /ping/more", lines) == "paths-are-matched-whole"

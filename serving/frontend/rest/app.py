@@ -15,6 +15,7 @@ from torchere.serving.frontend.rest.authorisation import Surfaces
 from torchere.serving.frontend.rest.inference import inference_routes, prediction_options
 from torchere.serving.frontend.rest.listener import Listener
 from torchere.serving.frontend.rest.management import ModelRoutes
+from torchere.serving.frontend.rest.open_inference import open_inference_routes
 from torchere.serving.frontend.rest.openapi import listener_document
 from torchere.serving.frontend.rest.predict import Predictor
 from torchere.serving.frontend.rest.probes import metrics_routes, ping_routes, probe_routes
@@ -58,6 +59,8 @@ def listener_app(
         app.include_router(metrics_routes(services.metrics, services.settings.metrics_mode))
     if "inference" in surfaces:
         app.include_router(ping_routes(dataplane))
+        if services.settings.open_inference_protocol:
+            app.include_router(open_inference_routes(dataplane))
         app.include_router(inference_routes())
     if "management" in surfaces:
         app.include_router(ModelRoutes(controlplane, max_request_bytes).router())

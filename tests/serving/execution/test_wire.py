@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from torchere.handlers.metric_types import MetricDeclaration
 from torchere.serving.errors import ExecutorDied, HandlerFailed, OutOfResources
 from torchere.serving.execution.executor import BatchReport, HandlerMetric, LoadSpec
 from torchere.serving.execution.wire import (
@@ -30,8 +31,16 @@ def test_a_batch_survives_the_way_to_a_worker() -> None:
 
 
 def test_a_load_survives_the_way_to_a_worker() -> None:
+    declared = (MetricDeclaration("Time", "ms", ("Level",), "gauge"),)
     spec = LoadSpec(
-        "m", "1.0", "/dir", "h.py", {"model": {"x": [1]}}, {"handler": {"k": None}}, gpu_ids=(0, 1)
+        "m",
+        "1.0",
+        "/dir",
+        "h.py",
+        {"model": {"x": [1]}},
+        {"handler": {"k": None}},
+        gpu_ids=(0, 1),
+        declared_metrics=declared,
     )
     assert to_worker_decoder.decode(payload(encode_frame(Load(spec, 1)))) == Load(spec, 1)
 
