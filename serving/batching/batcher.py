@@ -10,10 +10,11 @@ from itertools import islice
 from torchere.serving.batching.admission import Admission, BatchObserver
 from torchere.serving.batching.pending import Pending, alone
 from torchere.serving.batching.policy import Dispatch, QueueView, WaitUntil, plan
+from torchere.serving.batching.running import RunningBatch
 from torchere.serving.errors import HandlerFailed, QueueFull
 from torchere.serving.execution.executor import BatchReport, ExecutorPool, Unfinished
 from torchere.serving.settings import BatchSettings
-from torchere.serving.types import NO_DEADLINE, InferResponse
+from torchere.serving.types import NO_DEADLINE
 
 
 class Batcher(Admission):
@@ -31,7 +32,7 @@ class Batcher(Admission):
         super().__init__(pool, observer=observer, now=now, refusal=refusal)
         self._settings = settings
         self._queue: deque[Pending] = deque()
-        self._batches: set[_RunningBatch] = set()
+        self._batches: set[RunningBatch] = set()
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -99,12 +100,13 @@ class Batcher(Admission):
         taken = [self._queue.popleft() for _ in range(size)]
         live = [pending for pending in taken if self._is_live(pending, now_s)]
         if live:
-            batch = _RunningBatch(self, live, now_s)
+            batch = RunningBatch(self, live, now_s)
             self._batches.add(batch)
             self._pool.submit([pending.request for pending in live], batch)
         self._settle()
 
-    def _batch_done(self, batch: _RunningBatch, report: BatchReport) -> None:
+    def batch_done(self, batch: RunningBatch, report: BatchReport) -> None:
+        """Answer the requests of a batch; `RunningBatch` calls it."""
         self._batches.discard(batch)
         if len(batch.pendings) > 1 and all(isinstance(o, HandlerFailed) for o in report.outcomes):
             self._run_alone(batch.pendings)
@@ -124,7 +126,7 @@ class Batcher(Admission):
             pending.group = alone(pending.request)
         self._put_back(pendings)
 
-    def _batch_returned(self, batch: _RunningBatch) -> None:
+    def batch_returned(self, batch: RunningBatch) -> None:
         """An executor was lost before it began with the batch."""
         self._batches.discard(batch)
         self._put_back(batch.pendings)
@@ -139,23 +141,3 @@ class Batcher(Admission):
                 self._queue.appendleft(pending)
         self._settle()
         self.pump()
-
-
-class _RunningBatch:
-    """The sink of one dispatched batch."""
-
-    __slots__ = ("_batcher", "dispatched_s", "pendings")
-
-    def __init__(self, batcher: Batcher, pendings: list[Pending], dispatched_s: float) -> None:
-        self._batcher = batcher
-        self.pendings = pendings
-        self.dispatched_s = dispatched_s
-
-    def partial(self, index: int, part: InferResponse) -> None:
-        self.pendings[index].add_part(part)
-
-    def done(self, report: BatchReport) -> None:
-        self._batcher._batch_done(self, report)
-
-    def returned(self) -> None:
-        self._batcher._batch_returned(self)

@@ -15,11 +15,12 @@ from collections.abc import Callable
 from torchere.serving.batching.admission import Admission, BatchObserver
 from torchere.serving.batching.pending import Pending
 from torchere.serving.batching.policy import Dispatch, QueueView, WaitUntil, plan
+from torchere.serving.batching.running import RunningBatch
 from torchere.serving.batching.sequences import SequenceTable
 from torchere.serving.errors import ExecutorDied, QueueFull, ServingError, Unavailable
 from torchere.serving.execution.executor import BatchReport, ExecutorPool, Outcome, Unfinished
 from torchere.serving.settings import BatchSettings, SequenceSettings
-from torchere.serving.types import InferRequest, InferResponse
+from torchere.serving.types import InferRequest
 
 SEQUENCE_ID = "ts_request_sequence_id"
 SEQUENCE_START = "ts_request_sequence_start"
@@ -47,7 +48,7 @@ class StatefulBatcher(Admission):
         self._table = SequenceTable(sequences, refusal) if sequences else None
         self._queue: deque[Pending] = deque()  # what belongs to no sequence
         self._going_on: dict[int, list[Pending]] = {}  # unfinished requests, by the executor they live on
-        self._batches: set[_Round] = set()
+        self._batches: set[RunningBatch] = set()
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -155,27 +156,28 @@ class StatefulBatcher(Admission):
             if pending not in live:
                 self._sequence_done(pending)
         if live:
-            batch = _Round(self, executor_id, live, now_s)
+            batch = RunningBatch(self, live, now_s, executor_id)
             self._batches.add(batch)
             self._pool.submit([pending.request for pending in live], batch, executor_id)
         self._settle()
 
-    def _round_done(self, batch: _Round, report: BatchReport) -> None:
+    def batch_done(self, batch: RunningBatch, report: BatchReport) -> None:
+        """Answer what is finished of a batch, keep the rest going; `RunningBatch` calls it."""
         self._batches.discard(batch)
         for pending, outcome in zip(batch.pendings, report.outcomes, strict=True):
-            self._take_outcome(batch.executor_id, pending, outcome)
+            self._take_outcome(batch, pending, outcome)
         executor_s = self._now() - batch.dispatched_s
         self._service_time.observe(executor_s)
         self._observer.batch_finished(batch.pendings, report, executor_s)
         self._settle()
         self.pump()
 
-    def _take_outcome(self, executor_id: int, pending: Pending, outcome: Outcome) -> None:
+    def _take_outcome(self, batch: RunningBatch, pending: Pending, outcome: Outcome) -> None:
         if isinstance(outcome, Unfinished):
             pending.add_part(outcome.part)
-            if pending.open:
+            if pending.open and batch.executor_id is not None:
                 pending.request = _again(pending.request)
-                self._going_on.setdefault(executor_id, []).append(pending)
+                self._going_on.setdefault(batch.executor_id, []).append(pending)
                 return
         else:
             pending.finish(outcome)
@@ -193,7 +195,8 @@ class StatefulBatcher(Admission):
         for pending in self._table.end(filter(None, ended.split(";"))):
             pending.finish(Unavailable(self.refusal))
 
-    def _round_returned(self, batch: _Round) -> None:
+    def batch_returned(self, batch: RunningBatch) -> None:
+        """An executor was lost before it began with the batch."""
         self._batches.discard(batch)
         for pending in reversed(batch.pendings):
             pending.dequeued_s = 0.0
@@ -203,29 +206,6 @@ class StatefulBatcher(Admission):
                 self._queue.appendleft(pending)
         self._settle()
         self.pump()
-
-
-class _Round:
-    """The sink of one batch on one executor."""
-
-    __slots__ = ("_batcher", "dispatched_s", "executor_id", "pendings")
-
-    def __init__(
-        self, batcher: StatefulBatcher, executor_id: int, pendings: list[Pending], dispatched_s: float
-    ) -> None:
-        self._batcher = batcher
-        self.executor_id = executor_id
-        self.pendings = pendings
-        self.dispatched_s = dispatched_s
-
-    def partial(self, index: int, part: InferResponse) -> None:
-        self.pendings[index].add_part(part)
-
-    def done(self, report: BatchReport) -> None:
-        self._batcher._round_done(self, report)
-
-    def returned(self) -> None:
-        self._batcher._round_returned(self)
 
 
 def sequence_of(request: InferRequest) -> str:

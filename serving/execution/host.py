@@ -113,7 +113,7 @@ class HandlerHost:
         of_live = iter(report.outcomes)
         late = DeadlineExceeded("The deadline of the request passed before it was run.")
         outcomes = [next(of_live) if request.deadline_s > now_s else late for request in requests]
-        return BatchReport(outcomes, report.handler_s, report.metrics)
+        return BatchReport(outcomes, report.handler_s, report.metrics, report.cpu_s)
 
     def _run(self, requests: Sequence[InferRequest], send_partial: PartialSink | None) -> BatchReport:
         cpu_started_s = time.thread_time()

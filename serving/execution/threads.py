@@ -62,7 +62,7 @@ class ThreadPool:
         self._threads: list[_ExecutorThread] = []
         self._retiring: list[_ExecutorThread] = []  # they finish what they are at, and end
         self._inline = InlineChoice(allowed=spec.handler in BUILT_IN_HANDLERS and not spec.pinned)
-        self._inline_host = HandlerHost(spec, _first(spec.gpu_ids), self._shared)
+        self._inline_host: HandlerHost | None = None  # loaded with the first executors
         self._inside: dict[InFlight, _ExecutorThread | None] = {}  # None: whichever thread takes it
 
     @property
@@ -78,8 +78,12 @@ class ThreadPool:
     @property
     def free(self) -> int:
         """How many batches may be submitted now."""
-        executors = min(1, self.in_service) if self._inline.active else self.in_service
+        executors = min(1, self.in_service) if self._runs_inline else self.in_service
         return max(0, executors - len(self._inside))
+
+    @property
+    def _runs_inline(self) -> bool:
+        return self._inline_host is not None and self._inline.active
 
     def idle_ids(self) -> tuple[int, ...]:
         """The executors that are in service and have nothing to do; meant for pinned pools."""
@@ -117,8 +121,10 @@ class ThreadPool:
             if thread.status.state is ExecutorState.STARTING:
                 await thread.warm_up(self._startup_timeout_s)
                 self._on_loaded(thread.status.executor_id, age_s(thread.status))
-        if self._inline.allowed and self._threads:
-            await asyncio.to_thread(self._inline_host.load)  # quick: the weights are there
+        if self._inline.allowed and self._threads and self._inline_host is None:
+            host = HandlerHost(self._spec, _first(self._spec.gpu_ids), self._shared)
+            await asyncio.to_thread(host.load)  # quick: the weights are there
+            self._inline_host = host
         gc.freeze()  # what is loaded stays: a walk over it would hold up the loop for a tenth of a second
         self._on_free()
 
@@ -129,13 +135,16 @@ class ThreadPool:
         named = [thread for thread in self._threads if thread.status.executor_id == executor_id]
         batch = InFlight(requests, sink)
         self._inside[batch] = named[0] if named else None
-        if self._inline.active and not named:
+        if self._runs_inline and not named:
             self._loop.call_soon(self._run_inline, batch)
             return
         batch.watch(self._response_timeout_s, self._timed_out)
         (named[0].inbox if named else self._shared_inbox).put(batch)
 
     def _run_inline(self, batch: InFlight) -> None:
+        if self._inline_host is None:  # the pool was closed meanwhile, and the batch is answered
+            self._inside.pop(batch, None)
+            return
         started_s = time.perf_counter()
         report = self._inline_host.run(batch.requests, batch.partial)
         self._inline.ran_inline(report.cpu_s, time.perf_counter() - started_s)
@@ -162,6 +171,7 @@ class ThreadPool:
         for batch in tuple(self._inside):
             batch.fail(ExecutorDied("the version was unloaded"))
         await self.resize(0)
+        self._inline_host = None
         self._shared = SharedModels()
 
     def _new_thread(self) -> _ExecutorThread:

@@ -1,0 +1,45 @@
+"""A dispatched batch: the sink an executor fills, and whose batch it is."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torchere.serving.batching.pending import Pending
+from torchere.serving.execution.executor import BatchReport
+from torchere.serving.types import InferResponse
+
+
+class BatchOwner(Protocol):
+    """Who dispatched a batch, and takes it back. Called on the event loop."""
+
+    def batch_done(self, batch: RunningBatch, report: BatchReport) -> None:
+        """The executor is through with it."""
+
+    def batch_returned(self, batch: RunningBatch) -> None:
+        """The executor was lost before it began with it."""
+
+
+class RunningBatch:
+    """`BatchSink` of one dispatched batch; `executor_id` is None when any executor may have it."""
+
+    __slots__ = ("_owner", "dispatched_s", "executor_id", "pendings")
+
+    def __init__(
+        self, owner: BatchOwner, pendings: list[Pending], dispatched_s: float, executor_id: int | None = None
+    ) -> None:
+        self._owner = owner
+        self.pendings = pendings
+        self.dispatched_s = dispatched_s
+        self.executor_id = executor_id
+
+    def partial(self, index: int, part: InferResponse) -> None:
+        """Hand on a part of a streamed answer."""
+        self.pendings[index].add_part(part)
+
+    def done(self, report: BatchReport) -> None:
+        """Tell the owner."""
+        self._owner.batch_done(self, report)
+
+    def returned(self) -> None:
+        """Tell the owner."""
+        self._owner.batch_returned(self)
