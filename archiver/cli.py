@@ -1,6 +1,7 @@
-"""The command lines: `torch-model-archiver` (also `torchere archive`) and `torchere inspect`.
+"""The command lines: `torch-model-archiver`, and `torchere archive`, `convert` and `inspect`.
 
-This module alone reads the environment (SOURCE_DATE_EPOCH) and prints.
+`torchere archive` takes the flags of `torch-model-archiver`, and others that make something of the model
+first. Only these need PyTorch. This module alone reads the environment (SOURCE_DATE_EPOCH) and prints.
 """
 
 from __future__ import annotations
@@ -10,14 +11,23 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from torchere.archiver.errors import ArchiveError, PackingError
+from torchere.archiver.building import DEFAULT_HANDLER
+from torchere.archiver.convert import convert_archive
+from torchere.archiver.errors import ArchiveError, ModelRefused, PackingError
 from torchere.archiver.inspection import inspect_archive
-from torchere.archiver.manifest import EPOCH_S, RUNTIMES
+from torchere.archiver.manifest import DEFAULT_VERSION, EPOCH_S, RUNTIMES
+from torchere.archiver.model_flags import (
+    add_build_arguments,
+    add_source_arguments,
+    build_options,
+    wants_model,
+)
+from torchere.archiver.model_packing import pack_model
 from torchere.archiver.progress import Progress
 from torchere.archiver.request import FORMATS, ArchiveRequest
 from torchere.archiver.writer import write_archive
@@ -46,16 +56,18 @@ def inspect_main(argv: Sequence[str] | None = None) -> int:
     return run_inspect(parser.parse_args(argv))
 
 
-def add_archive_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add every flag of `torch-model-archiver` to `parser`."""
+def add_archive_arguments(parser: argparse.ArgumentParser, *, models: bool = False) -> None:
+    """Add every flag of `torch-model-archiver`; with `models` those about the model, too."""
     add = parser.add_argument
     add("--model-name", required=True, metavar="NAME", help="name of the model and of the archive's file")
-    add("-v", "--version", required=True, metavar="V", help="version of the model, any text")
+    default = {"default": DEFAULT_VERSION} if models else {"required": True}
+    add("-v", "--version", metavar="V", help="version of the model, any text", **default)
     add(
         "--handler",
-        required=True,
+        required=not models,
         metavar="H",
-        help="built-in handler, or a Python file with optional :function",
+        help="built-in handler, or a Python file with optional :function"
+        + (f" (default: {DEFAULT_HANDLER}, which needs no code)" if models else ""),
     )
     add("--serialized-file", metavar="FILE", help="weights: .pt, .pth, .pt2, .onnx, .so, .safetensors ...")
     add("--model-file", metavar="FILE", help="Python file with the model's class, when the weights lack it")
@@ -69,9 +81,13 @@ def add_archive_arguments(parser: argparse.ArgumentParser) -> None:
         help="default: NAME.mar, weights stored, the rest deflated; zip-store: NAME.mar, all stored; "
         "tgz: NAME.tar.gz; no-archive: a plain directory NAME",
     )
-    add("-f", "--force", action="store_true", help="overwrite what is there")
+    also = "; pack in spite of drift" if models else ""
+    add("-f", "--force", action="store_true", help=f"overwrite what is there{also}")
     add("-r", "--requirements-file", metavar="FILE", help="requirements.txt of the handler")
     add("-c", "--config-file", metavar="FILE", help="model-config.yaml")
+    if models:
+        add_source_arguments(parser)
+        add_build_arguments(parser, "--format")
 
 
 def run_archive(namespace: argparse.Namespace) -> int:
@@ -83,6 +99,54 @@ def run_archive(namespace: argparse.Namespace) -> int:
         print(f"torch-model-archiver: {_text_of(error)}", file=sys.stderr)
         return 1
     return 0
+
+
+def run_model_archive(namespace: argparse.Namespace) -> int:
+    """Run `torchere archive`: as `run_archive`, after making something of the model if a flag asks for it.
+
+    Returns 2 for a model, an example or an option that is refused.
+    """
+    if not wants_model(namespace):
+        return run_archive(namespace)
+    logging.basicConfig(format="%(levelname)s - %(message)s")
+
+    def pack() -> object:
+        options = build_options(namespace)
+        namespace.handler = namespace.handler or DEFAULT_HANDLER
+        return pack_model(_request(namespace), options, Progress(sys.stderr), _say)
+
+    return _status_of("torchere archive", pack)
+
+
+def run_convert(namespace: argparse.Namespace) -> int:
+    """Run `torchere convert`; returns 0, 1, or 2 for an archive or a model that is refused."""
+    logging.basicConfig(format="%(levelname)s - %(message)s")
+
+    def convert() -> object:
+        namespace.epoch_s = _epoch_s(os.environ.get("SOURCE_DATE_EPOCH", ""))
+        return convert_archive(namespace, _say)
+
+    return _status_of("torchere convert", convert)
+
+
+def _status_of(command: str, action: Callable[[], object]) -> int:
+    """Run the action; print one line for what it raises."""
+    try:
+        with _tidy_at_sigterm():
+            action()
+    except (ModelRefused, ArchiveError) as error:
+        print(f"{command}: {error}", file=sys.stderr)
+        return 2
+    except (PackingError, OSError) as error:
+        print(f"{command}: {_text_of(error)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:

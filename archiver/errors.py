@@ -1,4 +1,4 @@
-"""What can go wrong while packing or reading an archive: two errors, each one readable text."""
+"""What can go wrong while packing or reading an archive: each error one readable text."""
 
 from __future__ import annotations
 
@@ -27,6 +27,17 @@ class PackingError(Exception):
     Where TorchServe's archiver has a text for the case, `str(error)` is exactly that text, which may have
     more than one line.
     """
+
+
+class ModelRefused(PackingError):
+    """A model, example or option can't be used; `str(error)` is one line: what was found, what was expected.
+
+    Damaged files, files of another kind or machine than they seem, and files that would run code of their
+    own. Nothing in them was run.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(_one_line(" ".join(text.split())))
 
 
 def _shown(entry: str) -> str:

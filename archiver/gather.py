@@ -38,7 +38,10 @@ def gather(request: ArchiveRequest) -> list[Input]:
         PackingError: Two different files want one name, or a name or file type can't be packed.
     """
     chosen: dict[str, Input] = {}
-    for item in (*_named_files(request), *_extra_files(request)):
+    made = list(_below(Path(request.made))) if request.made else []
+    left_out = request.leave_out | {item.name for item in made}
+    extra = (item for item in _extra_files(request) if item.name not in left_out)
+    for item in (*_named_files(request), *made, *extra):
         if _is_same_file(item.path, request.target):
             continue
         if item.name == MANIFEST_NAME:

@@ -39,7 +39,13 @@ class Report:
             "digests": "not present" if self.digests_verified is None else "verified",
             "config": self.config_text,
             "weights": [
-                {"name": found.name, "kind": found.kind, "pickled": found.pickled} for found in self.weights
+                {
+                    "name": found.name,
+                    "kind": found.kind,
+                    "pickled": found.pickled,
+                    "foreign": list(found.foreign),
+                }
+                for found in self.weights
             ],
             "executes": list(self.code),
         }
@@ -97,7 +103,7 @@ def _look_at(archive: Archive, entry: Entry, chunks: Chunks) -> Weights | None:
     with tempfile.TemporaryFile() as copy:
         for chunk in chunks:
             head = head or chunk[:HEAD_BYTES]
-            if is_weights and head.startswith(b"PK"):  # a zip is known by its end: keep it for a second look
+            if is_weights and head.startswith((b"PK", b"\x80")):  # zips and pickles are looked into
                 copy.write(chunk)
         return classify(entry.name, head, copy) if is_weights else None
 

@@ -26,6 +26,9 @@ _BUILT_IN_PYTHON = frozenset(
         "dali_image_classifier",
         "vllm_handler",
         "trt_llm_handler",
+        "tensor",  # ours: any model with a signature.json
+        "text_embedding",
+        "voice_activity",
     }
 )
 _BUILT_IN_CPP = frozenset({"BaseHandler", "TorchScriptHandler"})
@@ -39,8 +42,11 @@ class ArchiveRequest:
 
     `handler` is a built-in name, or a Python file with or without `.py` and `:function`. Each of
     `extra_files` is a file, a directory (its contents go to the archive's root) or a glob pattern.
+    `leave_out` has entry names that they must not bring. `made` is a folder of files that go in under their
+    relative names, each instead of an extra file of that name.
     `epoch_s` (seconds since 1970, UTC) becomes `createdOn`; the same request with the same files always
-    gives the same bytes, on the same release of Python and zlib.
+    gives the same bytes, on the same release of Python and zlib. `output`, a path in `export_path`, is for an
+    archive that is not named after its model.
     """
 
     model_name: str
@@ -49,17 +55,22 @@ class ArchiveRequest:
     serialized_file: str | Path | None = None
     model_file: str | Path | None = None
     extra_files: tuple[str | Path, ...] = ()
+    leave_out: frozenset[str] = frozenset()
+    made: str | Path | None = None
     requirements_file: str | Path | None = None
     config_file: str | Path | None = None
     runtime: str = "python"
     export_path: str | Path = "."
+    output: str | Path | None = None
     archive_format: ArchiveFormat = "default"
     force: bool = False
     epoch_s: int = EPOCH_S
 
     @property
     def target(self) -> Path:
-        """Where the archive will be: `<export_path>/<model_name>` with the suffix of its format."""
+        """Where the archive will be: `output`, or `<export_path>/<model_name>` with its format's suffix."""
+        if self.output is not None:
+            return Path(self.output)
         return Path(self.export_path) / f"{self.model_name}{_SUFFIXES[self.archive_format]}"
 
     def check(self) -> None:

@@ -1,6 +1,7 @@
 """Tells what a weights file is, and whether reading it runs a pickle, from its bytes alone.
 
-Nothing is loaded or unpickled. TorchScript and `torch.save` files are zips and known by the names in them.
+Nothing is loaded or unpickled, and names of files do not count. TorchScript and `torch.save` files are zips
+and known by the names in them.
 """
 
 from __future__ import annotations
@@ -8,58 +9,110 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import BinaryIO
 
+from torchere.archiver.entries import open_regular
+from torchere.archiver.exported import UnsafeProgram, check_program
+from torchere.archiver.pickles import foreign_names_in
 from torchere.archiver.zipheaders import Malformed, read_central, read_directory
 
 HEAD_BYTES = 16
 SUFFIXES = frozenset(
     {".pt", ".pth", ".pt2", ".bin", ".ckpt", ".jit", ".pkl", ".pickle", ".onnx", ".so", ".safetensors"}
 )
+TORCHSCRIPT, TORCH_SAVE, PICKLE = "TorchScript", "torch.save", "pickle"
+EXPORTED_PROGRAM, AOTINDUCTOR = "ExportedProgram", "AOTInductor"
+ONNX, SAFETENSORS = "ONNX", "safetensors"
 _MAX_LISTED = 100_000
 _PICKLE_RISK = "its pickle can run any Python code unless read with weights_only"
+_MAX_HEADER_BYTES = 100_000_000  # of safetensors: its own limit
+# ModelProto begins with field 1, ir_version; what follows is one of its other fields (onnx.proto).
+_ONNX_SECOND_FIELDS = frozenset(b"\x12\x1a\x22\x28\x32\x3a\x42\x72\xa2\xca")
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What one weights file is; `pickled` when reading it involves Python's pickle format."""
+    """What one weights file is; `pickled` when reading it involves Python's pickle format.
+
+    `foreign` names what its pickle or its program would run beyond rebuilding tensors; empty when nothing,
+    or when that was not looked for.
+    """
 
     name: str
     kind: str
     pickled: bool
     risk: str  # what reading it may execute, as a sentence's end
+    foreign: tuple[str, ...] = ()
 
 
 def classify(name: str, head: bytes, file: BinaryIO | None) -> Weights:
-    """Tell the kind from the first `HEAD_BYTES` and, for a zip, from the whole `file`."""
+    """Tell the kind from the first `HEAD_BYTES` and, for a zip or a pickle, from the whole `file`."""
     if head.startswith(b"PK") and file is not None:
-        return _classify_names(name, _names_in(file))
-    suffix = os.path.splitext(name)[1].lower()
+        return _classify_names(name, _names_in(file), file)
     if head.startswith(b"\x80") and head[1:2] <= b"\x05":
-        return Weights(name, "pickle", True, _PICKLE_RISK)
+        return _pickle(name, PICKLE, file)
     if head.startswith(b"\x7fELF"):
         return Weights(name, "shared library", False, "runs as native code in the server")
-    if suffix == ".safetensors" and head[8:9] == b"{":
-        return Weights(name, "safetensors", False, "runs nothing")
-    if suffix == ".onnx":
-        return Weights(name, "ONNX", False, "runs nothing but the graph")
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= _MAX_HEADER_BYTES:
+        return Weights(name, SAFETENSORS, False, "runs nothing")
+    if len(head) > 2 and head[0] == 0x08 and 0 < head[1] < 0x80 and head[2] in _ONNX_SECOND_FIELDS:
+        return Weights(name, ONNX, False, "runs nothing but the graph")
     return Weights(name, "unknown", False, "is not of a kind known here")
 
 
-def _classify_names(name: str, names: frozenset[str]) -> Weights:
+def classify_file(path: Path) -> Weights:
+    """Tell the kind of a file on disk.
+
+    Raises:
+        ArchiveError: it is no regular file.
+        OSError: it can't be read.
+    """
+    with open_regular(path) as file:
+        head = file.read(HEAD_BYTES)
+        return classify(path.name, head, file)
+
+
+def _classify_names(name: str, names: frozenset[str], file: BinaryIO) -> Weights:
     """Tell the kind as torch does: by records, whose names have the file's own folder in front."""
     records = {inner.partition("/")[2] for inner in names}
-    pickled = any(record.endswith((".pkl", ".pt")) for record in records)
     if records & {"archive_format", "serialized_exported_program.json"}:
-        native = any(record.endswith(".so") for record in records)
-        risk = "runs as native code in the server" if native else "runs its graph"
-        return Weights(name, "PT2", pickled, f"{risk}; {_PICKLE_RISK}" if pickled else risk)
+        return _package(name, records, file)
     if "constants.pkl" in records:
         risk = "runs in TorchScript's interpreter, and its pickle can't call Python"
-        return Weights(name, "TorchScript", True, risk)
-    if pickled:
-        return Weights(name, "torch.save", True, _PICKLE_RISK)
+        return Weights(name, TORCHSCRIPT, True, risk)
+    if "data.pkl" in records or any(record.endswith((".pkl", ".pt")) for record in records):
+        return _pickle(name, TORCH_SAVE, file)
     return Weights(name, "zip" if names else "damaged zip", False, "is not of a kind known here")
+
+
+def _package(name: str, records: set[str], file: BinaryIO) -> Weights:
+    pickled = any(record.endswith((".pkl", ".pt")) for record in records)
+    suffix = f"; {_PICKLE_RISK}" if pickled else ""
+    if any(record.endswith(".so") for record in records):
+        foreign = foreign_names_in(file, _size(file))
+        return Weights(name, AOTINDUCTOR, pickled, f"runs as native code in the server{suffix}", foreign)
+    try:
+        check_program(file, _size(file))
+    except UnsafeProgram as error:
+        return Weights(name, EXPORTED_PROGRAM, pickled, f"RUNS CODE OF ITS OWN: {error}", (str(error),))
+    return Weights(name, EXPORTED_PROGRAM, pickled, f"runs its graph{suffix}")
+
+
+def _pickle(name: str, kind: str, file: BinaryIO | None) -> Weights:
+    foreign = foreign_names_in(file, _size(file)) if file is not None else ()
+    if foreign:
+        return Weights(name, kind, True, f"{_PICKLE_RISK}; it imports {_listed(foreign)}", foreign)
+    return Weights(name, kind, True, _PICKLE_RISK)
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    shown = ", ".join(ascii(name)[1:-1][:80] for name in names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
+
+
+def _size(file: BinaryIO) -> int:
+    return file.seek(0, os.SEEK_END)
 
 
 def _names_in(file: BinaryIO) -> frozenset[str]:

@@ -65,7 +65,10 @@ def _chosen(options: argparse.Namespace) -> list[Row]:
     if options.peers is not None:
         left_out = catalogue.PEERS - set(options.peers)
         rows = [
-            replace(row, contenders={n: c for n, c in row.contenders.items() if n not in left_out})
+            replace(
+                row,
+                contenders={n: c for n, c in row.contenders.items() if n.partition(",")[0] not in left_out},
+            )
             for row in rows
         ]
     return rows

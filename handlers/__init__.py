@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from torchere.handlers.object_detector import ObjectDetector
     from torchere.handlers.streaming import send_intermediate_predict_response
     from torchere.handlers.text_classifier import TextClassifier
+    from torchere.handlers.text_embedding import TextEmbedding
     from torchere.handlers.vision import VisionHandler
+    from torchere.handlers.voice_activity import VoiceActivity
 
 _HOMES = {
     "BaseHandler": "base",
@@ -32,8 +34,10 @@ _HOMES = {
     "PredictionException": "errors",
     "RequestProcessor": "context",
     "TextClassifier": "text_classifier",
+    "TextEmbedding": "text_embedding",
     "UnsupportedOutput": "errors",
     "VisionHandler": "vision",
+    "VoiceActivity": "voice_activity",
     "send_intermediate_predict_response": "streaming",
 }
 
@@ -48,8 +52,10 @@ __all__ = [
     "PredictionException",
     "RequestProcessor",
     "TextClassifier",
+    "TextEmbedding",
     "UnsupportedOutput",
     "VisionHandler",
+    "VoiceActivity",
     "send_intermediate_predict_response",
 ]
 

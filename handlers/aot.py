@@ -1,27 +1,135 @@
-"""Models compiled ahead of time by AOTInductor."""
+"""Models compiled ahead of time: which way each is loaded.
+
+| what the archive holds | how it runs |
+| --- | --- |
+| a package or bare library for the CPU | by the C ABI (`aot_abi.py`), without the GIL |
+| the same for a GPU, with weights beside the code, or with operators outside of torch | by torch's binding |
+| a package that does not fit this machine, with a fallback; an exported program | by torch's interpreter |
+"""
 
 from __future__ import annotations
 
+import importlib
+import logging
+import os
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from torchere.handlers import aot_abi
+from torchere.handlers.aot_build import Misfit, misfit, read_build, read_cpu_flags
+from torchere.handlers.aot_model import AotModel
+from torchere.handlers.aot_package import Package, extracted_library, read_package
+
+logger = logging.getLogger(__name__)
+
 CompiledModel = Callable[..., Any]
+# Registers the operators of quantised programs (torchao's PT2E); without it torch can't load them.
+_INT8_OPERATORS = "torch.ao.quantization.fx._decomposed"
+_LIBRARY_FOLDER = ".aot"  # in the unpacked archive: goes when that goes
 
 
 def load_shared_object(path: str, map_location: str | None) -> CompiledModel:
-    """A bare `.so`, as `torch._export.aot_compile` wrote it: machine code of the archive, run in here."""
+    """A bare `.so`, as `torch._export.aot_compile` wrote it: machine code of the archive, run in here.
+
+    Raises:
+        RuntimeError: it can't be opened, or is no such library.
+    """
+    on_cpu = (map_location or "cpu") == "cpu"
+    if on_cpu and not Path(path).with_suffix(".json").exists():  # which names operators outside of torch
+        try:
+            return AotModel(path, _runs_at_once())
+        except aot_abi.AbiMismatch as err:
+            logger.warning("%s; it runs by torch's own binding, one run at a time", err)
     model: CompiledModel = torch._export.aot_load(path, map_location or "cpu")
     return model
 
 
-def load_package(path: str) -> CompiledModel:
-    """A `.pt2` package, as `torch._inductor.aoti_compile_and_package` wrote it.
+def load_package(path: str, model_dir: str, map_location: str | None) -> CompiledModel:
+    """A `.pt2` file: what `torch._inductor.aoti_compile_and_package` or `torch.export.save` wrote.
+
+    Args:
+        path: the file.
+        model_dir: the unpacked archive, for its build record and the fallback named there.
+        map_location: "cpu", "cuda", ...; None counts as "cpu".
 
     Raises:
-        RuntimeError: the file is not such a package, or was compiled for another machine.
+        RuntimeError: it is neither, is damaged, or does not fit this machine and has no fallback.
     """
+    package = read_package(path)
+    if package.is_program:
+        return _load_program(path, map_location)
+    build = read_build(model_dir).with_metadata(package.metadata)
+    found = misfit(build, torch.__version__, read_cpu_flags())
+    if found and build.fallback:
+        logger.warning("%s is not used: %s. Its fallback %s is slower", path, found.reason, build.fallback)
+        return _load_program(str(Path(model_dir, build.fallback)), map_location)
+    if found:
+        _try_nevertheless(path, found)
+    if _runs_by_abi(package, map_location):
+        try:
+            file = _library_file(package, model_dir)
+            return AotModel(str(file), _runs_at_once(), check_inputs=package.checkable)
+        except aot_abi.AbiMismatch as err:
+            logger.warning("%s; it runs by torch's own binding, one run at a time", err)
+    return _load_by_binding(path)
+
+
+def holds_gil(path: str, model_dir: str) -> bool:
+    """Whether a `.pt2` file on the CPU will keep the GIL while it runs, so that threads gain nothing.
+
+    Told from the file alone, before anything is loaded; a file that will not load at all does not.
+    """
+    try:
+        package = read_package(path)
+        build = read_build(model_dir).with_metadata(package.metadata)
+    except (RuntimeError, OSError):
+        return False
+    replaced = build.fallback is not None and misfit(build, torch.__version__, read_cpu_flags()) is not None
+    return replaced or not _runs_by_abi(package, "cpu")
+
+
+def _runs_by_abi(package: Package, map_location: str | None) -> bool:
+    on_cpu = (map_location or "cpu") == "cpu" and package.device in ("cpu", "unknown")
+    return on_cpu and package.library is not None and aot_abi.available()
+
+
+def _try_nevertheless(path: str, found: Misfit) -> None:
+    if found.fatal:
+        raise RuntimeError(
+            f"{path} can't run here: {found.reason}; compile it again on a machine like this one, or pack it "
+            "with the exported program as its fallback"
+        )
+    logger.warning("%s: %s; it is tried nevertheless, for there is no fallback", path, found.reason)
+
+
+def _load_program(path: str, map_location: str | None) -> CompiledModel:
+    importlib.import_module(_INT8_OPERATORS)
+    program = torch.export.load(path)
+    module = program.module()
+    return module.to(map_location) if map_location not in (None, "cpu") else module
+
+
+def _library_file(package: Package, model_dir: str) -> Path:
+    folder = Path(model_dir, _LIBRARY_FOLDER)
+    try:
+        return extracted_library(package, folder)
+    except OSError as err:
+        # The folder is read-only, say. One of our own stays until the system clears its temporary files.
+        logger.info("%s can't be written (%s): using a temporary folder", folder, err)
+        return extracted_library(package, Path(tempfile.mkdtemp(prefix="torchere-aot-")))
+
+
+def _runs_at_once() -> int:
+    """As many as can make progress; further executors wait inside the library."""
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    return max(2, len(cores))
+
+
+def _load_by_binding(path: str) -> CompiledModel:
     from torch._inductor import aoti_load_package  # noqa: PLC0415  # seconds
 
     try:

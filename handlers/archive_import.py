@@ -15,6 +15,7 @@ import builtins
 import hashlib
 import importlib
 import importlib.util
+import os
 import re
 import sys
 import threading
@@ -186,7 +187,11 @@ def _install(archive: ArchiveModules) -> None:
     sys.modules.setdefault(root, _package(root, []))
     sys.modules.setdefault(f"{root}.{model}", _package(f"{root}.{model}", []))
     sys.modules[f"{root}.{model}.{version}"] = _package(archive.prefix, [archive.model_dir])
-    importlib.invalidate_caches()  # the directory may be younger than the finders' listings
+    # The directory may be younger than a listing of it. Not importlib.invalidate_caches(), which walks a
+    # dictionary that imports in other threads change under it, and then raises.
+    for place in tuple(sys.path_importer_cache):
+        if place == archive.model_dir or place.startswith(archive.model_dir + os.sep):
+            sys.path_importer_cache.pop(place, None)
 
 
 def _package(name: str, path: list[str]) -> ModuleType:
@@ -198,7 +203,7 @@ def _package(name: str, path: list[str]) -> ModuleType:
 
 def _drop(archive: ArchiveModules) -> None:
     _by_prefix.pop(archive.prefix, None)
-    for name in [n for n in sys.modules if n == archive.prefix or n.startswith(archive.prefix + ".")]:
+    for name in [n for n in tuple(sys.modules) if n == archive.prefix or n.startswith(archive.prefix + ".")]:
         del sys.modules[name]
 
 

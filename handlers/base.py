@@ -19,6 +19,7 @@ from torchere.handlers.context import Context
 from torchere.handlers.devices import choose_device
 from torchere.handlers.eager import load_eager
 from torchere.handlers.labels import load_label_mapping
+from torchere.handlers.nested_lists import tensor_of
 from torchere.handlers.timer import timed
 from torchere.handlers.torchscript import load_torchscript
 from torchere.handlers.weights import WeightsKind, weights_kind
@@ -87,7 +88,10 @@ class BaseHandler:
         if self.map_location == "cuda":
             torch.cuda.set_device(self.device)  # the loaders below take the kind of device, not which one
         if kind is WeightsKind.AOT_PACKAGE:
-            return aot.load_package(path)
+            where = self.map_location
+            return self._shared(
+                ("aot_package", path, str(self.device)), lambda: aot.load_package(path, model_dir, where)
+            )
         return self._load_torch_export_aot_compile(path)
 
     def _load_torchscript_model(self, model_pt_path: str) -> Any:
@@ -110,7 +114,11 @@ class BaseHandler:
 
     def _load_torch_export_aot_compile(self, model_so_path: str) -> Any:
         """Load a compiled `.so`. Subclasses may override it."""
-        return aot.load_shared_object(model_so_path, self.map_location)
+        where = self.map_location
+        return self._shared(
+            ("aot_library", model_so_path, str(self.device)),
+            lambda: aot.load_shared_object(model_so_path, where),
+        )
 
     def _use_torch_export_aot_compile(self) -> bool:
         """Whether the config says that the weights are a compiled `.so`."""
@@ -144,7 +152,7 @@ class BaseHandler:
         Returns:
             A tensor on the handler's device, first dimension the batch.
         """
-        return torch.as_tensor(data, device=self.device)
+        return tensor_of(data, self.device)
 
     @timed
     def inference(self, data: Any, *args: Any, **kwargs: Any) -> Any:
@@ -180,10 +188,20 @@ class BaseHandler:
         return output
 
     def _run(self, data: Any) -> Any:
+        started_s = time.perf_counter()
         model_input = self.preprocess(data)
         if self._is_explain():
             return self.explain_handle(model_input, data)
-        return self.postprocess(self.inference(model_input))
+        prepared_s = time.perf_counter()
+        output = self.inference(model_input)
+        inferred_s = time.perf_counter()
+        answers = self.postprocess(output)
+        self.context.stages_s = (
+            prepared_s - started_s,
+            inferred_s - prepared_s,
+            time.perf_counter() - inferred_s,
+        )
+        return answers
 
     def _infer_with_profiler(self, data: Any) -> tuple[Any, Any]:
         """Answer one batch under torch's profiler; returns the answers and the profiler."""

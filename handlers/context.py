@@ -6,9 +6,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torchere.handlers.encode import encode_answer
+
 if TYPE_CHECKING:
     from torchere.handlers.metrics import MetricsCache
     from torchere.handlers.shared_models import SharedModels
+    from torchere.handlers.tensors_answer import AnswerEncoder
 
 SendPartial = Callable[[int, bytes], None]
 StoppingCriterion = Callable[[Any], bool | None]
@@ -112,6 +115,9 @@ class Context:
         self.request_ids: dict[int, str] | None = None
         self.request_processor: Sequence[RequestProcessor] | None = None
         self.stopping_criteria: list[StoppingCriterion] | None = None
+        # Seconds of preprocess, inference and postprocess, by handlers that tell; the server's metrics show them.
+        self.stages_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
+        self.encoder: AnswerEncoder | None = None  # the executor's
         self.cl_socket: None = None  # TorchServe's worker socket; ours is not for handlers
         # The names of the variables are the ones TorchServe's Python worker reads.
         self.header_key_sequence_id = os.environ.get("TS_REQUEST_SEQUENCE_ID", "ts_request_sequence_id")
@@ -132,6 +138,7 @@ class Context:
         self.request_processor = requests
         self.request_ids = {index: request.request_id for index, request in enumerate(requests)}
         self.stopping_criteria = None
+        self.stages_s = (0.0, 0.0, 0.0)
         self._send_partial = send_partial
         if self.metrics is not None:
             self.metrics.begin_batch(self.request_ids)
@@ -148,6 +155,16 @@ class Context:
                 "of an API without streaming; return the whole answer from the handler instead"
             )
         self._send_partial(index, chunk)
+
+    def encode_part(self, index: int, part: object) -> bytes:
+        """The bytes of one part of the answer to request `index`: in the form its final answer will have.
+
+        Raises:
+            UnsupportedOutput: it can't be encoded.
+        """
+        if self.encoder is None:
+            return encode_answer(part)
+        return self.encoder.encode(part, self._request(index))
 
     def _request(self, index: int) -> RequestProcessor:
         if self.request_processor is None:

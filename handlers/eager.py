@@ -1,15 +1,25 @@
-"""Eager models: a class from the archive's model file, and a state dict for it."""
+"""Eager models: a class from the archive's model file, and a state dict for it.
+
+On a CPU the weights are mapped: the pages of the file are the weights, read when they are first used, and one
+copy of them serves every process.
+"""
 
 from __future__ import annotations
 
+import os
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.safetensors import read_safetensors
 from torchere.handlers.archive_import import ArchiveModules
 from torchere.handlers.resolve import list_classes_from_module
+
+_WORTH_MAPPING_BYTES = 1 << 20
 
 
 def load_eager(
@@ -20,7 +30,8 @@ def load_eager(
     Args:
         archive: whose file it is.
         model_file: its name, as in the manifest.
-        model_pt_path: the state dict; None leaves the weights as the class makes them.
+        model_pt_path: the state dict, of torch.save or safetensors, which must not be cut short while the
+            model lives; None leaves the weights as the class makes them.
         device: where the weights are read to.
 
     Raises:
@@ -40,13 +51,33 @@ def load_eager(
         )
     model: torch.nn.Module = classes[0]()
     if model_pt_path:
-        model.load_state_dict(_load_state_dict(model_pt_path, device))
+        state = _load_state_dict(model_pt_path, device)
+        model.load_state_dict(state, assign=_may_replace(model, state))
     return model
 
 
+def _may_replace(model: torch.nn.Module, state: dict[str, Any]) -> bool:
+    """Whether the tensors of the file can take the place of the model's, where copying would convert them."""
+    own = model.state_dict()
+    return own.keys() == state.keys() and all(_is_alike(own[name], state[name]) for name in own)
+
+
+def _is_alike(one: object, other: object) -> bool:
+    return (
+        isinstance(one, torch.Tensor)
+        and isinstance(other, torch.Tensor)
+        and (one.dtype, one.shape, one.device) == (other.dtype, other.shape, other.device)
+    )
+
+
 def _load_state_dict(path: str, device: torch.device | str) -> dict[str, Any]:
+    if path.endswith(".safetensors"):
+        return _read_safetensors(path, device)
+    on_cpu = torch.device(device).type == "cpu"
+    # Files of torch before 1.6 are no zip and can't be mapped; small ones are copied as fast.
+    mapped = on_cpu and os.path.getsize(path) >= _WORTH_MAPPING_BYTES and zipfile.is_zipfile(path)
     try:
-        state = torch.load(path, map_location=device, weights_only=True)
+        state = torch.load(path, map_location=device, weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as err:
         raise RuntimeError(
             f"{path} holds more than tensors, and is not loaded because unpickling it could run any code "
@@ -58,3 +89,11 @@ def _load_state_dict(path: str, device: torch.device | str) -> dict[str, Any]:
             "torch.save(model.state_dict(), ...)"
         )
     return state
+
+
+def _read_safetensors(path: str, device: torch.device | str) -> dict[str, Any]:
+    try:
+        tensors = read_safetensors(Path(path))
+    except ModelRefused as err:
+        raise RuntimeError(f"No model weights could be loaded: {err}") from err
+    return {name: tensor.to(device) for name, tensor in tensors.items()}

@@ -21,6 +21,8 @@ from typing import Any
 import msgspec
 
 from torchere.handlers.errors import UnsupportedOutput
+from torchere.handlers.tensors import TENSOR_TYPE, parse_tensor_type
+from torchere.handlers.tensors_bytes import tensor_from_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -38,18 +40,22 @@ def decode_input(value: bytes, content_type: str, decode: bool = True) -> object
 
     Args:
         value: the bytes as they came.
-        content_type: without parameters; "" when the client named none.
-        decode: False hands every value on as it came.
+        content_type: without parameters; "" when the client named none; a frontend gives tensors theirs.
+        decode: False hands every value on as it came, save tensors.
 
     Returns:
-        Parsed JSON for exactly `application/json`, a `str` for types that begin with `text`, a `bytearray`
-        for everything else, and for what its content type does not describe: the handler decides about it.
+        Parsed JSON for exactly `application/json`, a `str` for types that begin with `text`, an array for a
+        tensor of the Open Inference Protocol (the handler may change it), a `bytearray` for everything else,
+        and for what its content type does not describe: the handler decides about it.
     """
     try:
         if decode and content_type == "application/json":
             return _parse_json(value)
         if decode and content_type.startswith("text"):
             return bytes(value).decode()
+        if content_type.startswith(TENSOR_TYPE):
+            array: object = tensor_from_bytes(value, *parse_tensor_type(content_type), writable=True)
+            return array
     except (ValueError, RecursionError) as err:
         logger.warning(
             "a value sent as %s can't be decoded (%s: %s); the handler gets its %d bytes as they are",
@@ -110,6 +116,30 @@ def _encode_json(value: object) -> bytes:
         # The standard encoder tells "too deep" from "contains itself".
         text = json.dumps(value, indent=2)
     return text.encode("ascii")
+
+
+def json_text(value: object) -> str:
+    """The text of `json.dumps(value)`, to the letter; faster where there are many floats.
+
+    Raises:
+        TypeError, ValueError: as `json.dumps`.
+    """
+    try:
+        return _compact(value)
+    except RecursionError:
+        return json.dumps(value)  # tells "too deep" from "contains itself"
+
+
+def _compact(value: object) -> str:
+    if type(value) is list and value:
+        kinds = set(map(type, value))
+        if kinds == _FLOATS:
+            return f"[{_join_floats(value, ' ')}]"
+        if kinds == _LISTS:
+            return f"[{', '.join([_compact(item) for item in value])}]"
+    if type(value) is dict and value:
+        return "{" + ", ".join([f"{_key(key)}: {_compact(item)}" for key, item in value.items()]) + "}"
+    return json.dumps(value)
 
 
 def _layout(value: object, gap: str) -> str:

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+from torchere.handlers.encode import json_text
 from torchere.handlers.errors import PredictionException
 
 
@@ -75,7 +76,7 @@ class JSONEnvelope(BaseEnvelope):
         answers = []
         start = 0
         for length in self._lengths:
-            answers.append(json.dumps({"predictions": data[start : start + length]}))
+            answers.append(json_text({"predictions": data[start : start + length]}))
             start += length
         return answers
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import psutil
+import torch
 
 
 def load_onnx(path: str, map_location: str | None) -> Any:
@@ -25,3 +27,17 @@ def load_onnx(path: str, map_location: str | None) -> Any:
     options.intra_op_num_threads = psutil.cpu_count(logical=True) or 1
     wanted = ["CUDAExecutionProvider"] if map_location == "cuda" else []
     return runtime.InferenceSession(path, sess_options=options, providers=[*wanted, "CPUExecutionProvider"])
+
+
+def as_function(session: Any) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """The session as a function of tensors, one for each input in order; its results are on the CPU.
+
+    The session may be called from several threads at once, and so may the function.
+    """
+    names = [item.name for item in session.get_inputs()]
+
+    def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        arrays = {name: tensor.cpu().numpy() for name, tensor in zip(names, tensors, strict=True)}
+        return tuple(torch.from_numpy(result) for result in session.run(None, arrays))
+
+    return run

@@ -25,9 +25,15 @@ BUILT_IN_HANDLERS = {
     "image_classifier": "torchere.handlers.image_classifier:ImageClassifier",
     "image_segmenter": "torchere.handlers.image_segmenter:ImageSegmenter",
     "object_detector": "torchere.handlers.object_detector:ObjectDetector",
+    "tensor": "torchere.handlers.tensor_handler:TensorHandler",
     "text_classifier": "torchere.handlers.text_classifier:TextClassifier",
+    "text_embedding": "torchere.handlers.text_embedding:TextEmbedding",
+    "voice_activity": "torchere.handlers.voice_activity:VoiceActivity",
 }
 """Names that need no file in the archive. All of them may run in threads on shared weights."""
+
+UNEVEN_HANDLERS = frozenset({"text_embedding", "voice_activity"})
+"""Those among them whose time depends on what is sent: quick requests say nothing of the next one."""
 
 ENVELOPES = {
     "body": "torchere.handlers.envelopes:BodyEnvelope",
@@ -91,7 +97,8 @@ def load_entry_point(
     Args:
         handler: as the manifest has it: `file.py`, `file`, `file:function`, or a built-in name.
         context: its `model_dir` is where the archive is unpacked.
-        envelope: name of a request envelope (`ENVELOPES`), None for none.
+        envelope: name of a request envelope (`ENVELOPES`), None for none. A handler whose class says
+            `reads_envelopes = True` knows their formats itself, and gets requests as they are.
         installed: the name comes from the operator, not from an archive, so it may also mean a module that is
             installed (`package.module:function`).
 
@@ -112,7 +119,7 @@ def load_entry_point(
         entry_point = _entry_of(_installed(module_name), function, context)
     else:
         entry_point = _built_in(handler, module_name, archive.model_dir, context)
-    if envelope:
+    if envelope and not getattr(entry_point.instance, "reads_envelopes", False):
         return EntryPoint(_envelope(envelope)(entry_point).handle, entry_point.instance, enveloped=True)
     return entry_point
 

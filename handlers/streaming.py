@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping, Sequence
 
 from torchere.handlers.context import Context
-from torchere.handlers.encode import encode_answer
 
 
 def send_intermediate_predict_response(
@@ -36,5 +35,5 @@ def send_intermediate_predict_response(
         )
     if code != 200:
         context.set_all_response_status(code, message)
-    for index, chunk in enumerate([encode_answer(element) for element in ret]):
+    for index, chunk in enumerate([context.encode_part(index, element) for index, element in enumerate(ret)]):
         context.send_partial(index, chunk)

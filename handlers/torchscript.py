@@ -1,4 +1,4 @@
-"""The one place that loads TorchScript."""
+"""The one place that loads TorchScript; on a CPU its weights stay in the file (`torchscript_mapped.py`)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import threading
 from collections.abc import Iterator
 
 import torch
+
+from torchere.handlers.torchscript_mapped import load_mapped
 
 # Guards `torch.backends.quantized.engine`, which is process-wide and decides how packed int8 weights are
 # rebuilt while a module loads. Every load takes it: one without a wish must not see another's.
@@ -33,9 +35,7 @@ def load_torchscript(
     """
     with _LOAD_LOCK, _engine(quantized_engine):
         try:
-            module: torch.jit.ScriptModule = torch.jit.load(  # type: ignore[no-untyped-call]
-                path, map_location=device
-            )
+            module = _load(path, device)
         except RuntimeError as err:
             raise RuntimeError(
                 f"{path} can't be loaded as TorchScript ({err}); expected a file written by torch.jit.save. "
@@ -47,6 +47,13 @@ def load_torchscript(
         parameter.requires_grad_(False)
     if getattr(module, "training", False):  # frozen modules have no such attribute
         module.eval()
+    return module
+
+
+def _load(path: str, device: torch.device | str) -> torch.jit.ScriptModule:
+    if torch.device(device).type == "cpu" and (mapped := load_mapped(path)) is not None:
+        return mapped
+    module: torch.jit.ScriptModule = torch.jit.load(path, map_location=device)  # type: ignore[no-untyped-call]
     return module
 
 

@@ -40,6 +40,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "ts.handler_utils.utils": ("streaming:send_intermediate_predict_response", "class_import:import_class"),
     "ts.handler_utils.micro_batching": ("micro_batching:MicroBatching",),
     "ts.handler_utils.timer": ("timer:timed",),
+    "ts.handler_utils.hf_batch_streamer": ("text_streamer:TextIteratorStreamerBatch",),
     "ts.protocol": (),
     "ts.protocol.otf_message_handler": ("streaming:send_intermediate_predict_response",),
     "ts.utils": (),
@@ -76,9 +77,8 @@ NOT_SHIPPED: dict[str, str] = {
     "ts.torch_handler.trt_llm_handler": "it needs TensorRT-LLM; run its own server beside this one",
     "ts.torch_handler.distributed": "PiPPy and DeepSpeed are not supported; derive from BaseHandler",
     "ts.handler_utils.distributed": "PiPPy and DeepSpeed are not supported; derive from BaseHandler",
-    "ts.handler_utils.hf_batch_streamer": "call send_intermediate_predict_response for each part instead",
     "ts.handler_utils.preprocess": "it needs NVIDIA DALI; decode with torchere.handlers.image",
-    "ts.launcher": "start the server with the command `torchere serve`",
+    "ts.launcher": "start and stop the server with `torchserve --start` and `torchserve --stop`",
 }
 
 

@@ -13,25 +13,39 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchere.archiver.cli import add_archive_arguments, add_inspect_arguments, run_archive, run_inspect
+from torchere.archiver.cli import (
+    add_archive_arguments,
+    add_inspect_arguments,
+    run_convert,
+    run_inspect,
+    run_model_archive,
+)
+from torchere.archiver.convert import add_convert_arguments
+from torchere.archiver.model_flags import EXAMPLES
 from torchere.serving import __version__
+from torchere.serving import predict as predict_verb
 from torchere.serving.bench import add_bench_arguments, run_bench
+from torchere.serving.compare import add_compare_arguments, run_compare
 from torchere.serving.config_report import report
 from torchere.serving.configuration import configure
 from torchere.serving.errors import ServingError
 from torchere.serving.properties import ConfigurationError, read_properties
 from torchere.serving.serve_options import (
     DEFAULT_FILE,
+    LOG_FORMAT_VARIABLE,
+    LOG_FORMATS,
     LaunchRefused,
     Plan,
     add_serve_options,
+    log_format,
     plan_from,
     serve_arguments,
 )
-from torchere.serving.telemetry.log_files import add_log_files
+from torchere.serving.telemetry.log_files import Log4jFormatter, add_log_files
 from torchere.serving.telemetry.logging import LEVELS
 from torchere.serving.telemetry.logging import configure as configure_logging
 
@@ -95,15 +109,28 @@ def _stop(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    plan = plan_from(options, os.environ)
-    from torchere.serving.server import serve  # noqa: PLC0415 - imports torch, fastapi and grpc
+    from torchere.serving import vitals  # noqa: PLC0415 - asyncio is not needed for --help
 
-    as_json = not sys.stdout.isatty() if options.log_format == "auto" else options.log_format == "json"
-    configure_logging(options.log_level, as_json, sys.stdout)
+    journal = vitals.open_journal(options.supervised) if options.supervised else None
+    plan = plan_from(options, os.environ, journal.models if journal is not None else "")
+    wanted = options.log_format or log_format(os.environ)
+    as_json = not sys.stdout.isatty() if wanted == "auto" else wanted == "json"
+    if plan.settings.supervise and journal is None:
+        command = vitals.supervised_command([sys.executable, *sys.orig_argv[1:]], as_json)
+        os.execv(command[0], command)
+    lines = Log4jFormatter() if wanted == "torchserve" else None
+    configure_logging(options.log_level, as_json, sys.stdout, lines=lines)
     if plan.settings.log_files:
         add_log_files(plan.log_directory)
     _log_account(plan, options)
-    return serve(plan.settings)
+    from torchere.serving.preparation import preparation  # noqa: PLC0415 - not needed for --help
+
+    with preparation(plan.settings) as prepared:
+        from torchere.serving.server import serve  # noqa: PLC0415 - imports torch, fastapi and grpc
+
+        if journal is None:
+            return serve(plan.settings, prepared=prepared)
+        return serve(replace(plan.settings, isolated=journal.history.isolated), journal, prepared)
 
 
 def _log_account(plan: Plan, options: argparse.Namespace) -> None:
@@ -113,6 +140,7 @@ def _log_account(plan: Plan, options: argparse.Namespace) -> None:
         logger.warning("%s, %s", origin, finding)
     if plan.settings.snapshot_models:
         count = len(plan.settings.snapshot_models)
+        origin = "the supervisor" if options.supervised else origin
         logger.warning("%s: restoring its snapshot of %d models; start without it by --ncs", origin, count)
     if options.log_config:
         logger.warning("--log-config has no effect: torchere serve has --log-level and --log-format")
@@ -150,6 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_serve(commands)
     _add_archiver(commands)
+    _add_predict(commands)
     _add_bench(commands)
     _add_config(commands)
     _add_migrate(commands)
@@ -167,24 +196,43 @@ def _add_serve(commands: _Commands) -> None:
     serve.add_argument("--log-level", default="INFO", type=str.upper, choices=LEVELS, help="default: INFO")
     serve.add_argument(
         "--log-format",
-        default="auto",
-        choices=("auto", "json", "text"),
-        help="default: auto, which is text on a terminal and JSON lines otherwise",
+        choices=LOG_FORMATS,
+        help=f"default: {LOG_FORMAT_VARIABLE} of the environment, or auto: text on a terminal, JSON lines "
+        "otherwise; torchserve: the lines of its console, metrics among them with metrics_mode=log",
     )
+    serve.add_argument("--supervised", help=argparse.SUPPRESS)  # given by the supervisor
     serve.add_argument("--process-name", help=argparse.SUPPRESS)  # only there to be found in the arguments
     serve.set_defaults(run=_serve)
 
 
 def _add_archiver(commands: _Commands) -> None:
-    archive = commands.add_parser("archive", help="pack a model and its handler into a .mar archive")
-    example = "torchere archive --model-name net -v 1.0 --serialized-file net.pt --handler image_classifier"
-    _described(archive, "Pack a model and its handler into a .mar archive.", example)
-    add_archive_arguments(archive)
-    archive.set_defaults(run=run_archive)
+    archive = commands.add_parser("archive", help="pack a model into a .mar archive")
+    text = "Pack a model, with or without a handler, into a .mar archive; compile or quantise it first."
+    _described(archive, text, "")
+    archive.epilog = EXAMPLES
+    add_archive_arguments(archive, models=True)
+    archive.set_defaults(run=run_model_archive)
+    convert = commands.add_parser("convert", help="bring an archive's model into another format")
+    text = "Bring the model of an archive into another format; all else in it stays."
+    _described(convert, text, "torchere convert old.mar --to export --dynamic-batch 1:64 -o new.mar")
+    add_convert_arguments(convert)
+    convert.set_defaults(run=run_convert)
+    compare = commands.add_parser("compare", help="compare the models of two archives")
+    text = "Run the models of two archives on the same inputs: answers, times, sizes, memory."
+    _described(compare, text, "torchere compare fp32.mar int8.mar --data photographs --picture int8.svg")
+    add_compare_arguments(compare)
+    compare.set_defaults(run=run_compare)
     inspect = commands.add_parser("inspect", help="show what is in an archive")
     _described(inspect, "Show what is in an archive, without loading the model.", "torchere inspect net.mar")
     add_inspect_arguments(inspect)
     inspect.set_defaults(run=run_inspect)
+
+
+def _add_predict(commands: _Commands) -> None:
+    predict = commands.add_parser("predict", help="ask a model of a running server")
+    _described(predict, predict_verb.DESCRIPTION, "torchere predict net --image cat.png")
+    predict_verb.add_predict_arguments(predict)
+    predict.set_defaults(run=predict_verb.run_predict)
 
 
 def _add_bench(commands: _Commands) -> None:

@@ -202,6 +202,7 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[Finding]:
     if "snapshot_models" in values and values.get("load_models"):
         message = "not used: model_snapshot is there, and says what to load"
         yield Finding("warning", "configuration", "load_models", _shown_value(values["load_models"]), message)
+    yield from _about_keys(values)
     tls_files = [values.get("certificate_file"), values.get("private_key_file")]
     if all(tls_files):
         return
@@ -212,6 +213,22 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[Finding]:
     for name in needing:
         message = "TLS needs both certificate_file and private_key_file (PEM); set them"
         yield Finding("error", "configuration", name, "", message)
+
+
+def _about_keys(values: Mapping[str, Any]) -> Iterator[Finding]:
+    fixed = values.get("token_keys_file")
+    if fixed is None:
+        return
+    written = values.get("key_file", ServerSettings().key_file)
+    if fixed.absolute() == written.absolute() or fixed.absolute() == Path("key_file.json").absolute():
+        message = "servers write this file, and `torchserve --stop` deletes it; use another name"
+        yield Finding("error", "configuration", "token_keys_file", _shown_value(fixed), message)
+    elif "key_file" in values:
+        message = "not used: token_keys_file is there, and the server makes no keys"
+        yield Finding("warning", "configuration", "key_file", _shown_value(written), message)
+    if values.get("token_auth_enabled") is False:
+        message = "not used: disable_token_authorization lets everybody pass"
+        yield Finding("warning", "configuration", "token_keys_file", _shown_value(fixed), message)
 
 
 _REST_ADDRESSES = ("inference_address", "management_address", "metrics_address")

@@ -151,12 +151,31 @@ class OutOfResources(ServingError):
 
 
 class ExecutorDied(ServingError):
-    """The executor was lost with the request in it; `detail` holds exit code or signal."""
+    """The executor was lost with the request in it; `detail` holds exit code or signal.
+
+    `crashed`: it went down while it ran the request, which may be to blame. `out_of_memory`: the kernel ended
+    it for its memory.
+    """
 
     code = "executor_died"
 
-    def __init__(self, detail: str = "") -> None:
+    def __init__(self, detail: str = "", *, crashed: bool = False, out_of_memory: bool = False) -> None:
         super().__init__("Worker died.", detail)
+        self.crashed = crashed
+        self.out_of_memory = out_of_memory
+
+
+class Quarantined(InvalidRequest):
+    """The request was running at two crashes of executors, and will not run again; `detail` says which."""
+
+    code = "quarantined"
+
+    def __init__(self, detail: str = "") -> None:
+        super().__init__(
+            "This request was running at two crashes of the model's executors. It is quarantined: it will "
+            "not be run again. Change the request, or ask the operator of the server.",
+            detail,
+        )
 
 
 class LoadFailed(ServingError):

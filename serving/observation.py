@@ -1,43 +1,62 @@
-"""Turns what the rooms tell into metrics: the one place where batches and Prometheus families meet."""
+"""Turns what the rooms tell into metrics and spans: the one place where batches and telemetry meet."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from torchere.serving.batching.admission import Admission
 from torchere.serving.batching.pending import Pending
 from torchere.serving.errors import ServingError
-from torchere.serving.execution.executor import BatchReport, ExecutorPool, Unfinished
-from torchere.serving.telemetry.load_metrics import VersionLoad
+from torchere.serving.execution.executor import BatchReport, ExecutorState, Unfinished
+from torchere.serving.execution.loss import LossKind
+from torchere.serving.registry.version import Version, VersionState
+from torchere.serving.telemetry.exposure import States
+from torchere.serving.telemetry.load_metrics import ExecutorLoad, VersionLoad
 from torchere.serving.telemetry.metrics import Metrics
+from torchere.serving.telemetry.statistics import VersionStatistics
+from torchere.serving.telemetry.version_meter import VersionMeter
 from torchere.serving.types import ModelKey
 
 
 class VersionMetrics:
     """`VersionObserver` of one version."""
 
-    def __init__(self, key: ModelKey, metrics: Metrics) -> None:
-        self._key = key
+    def __init__(self, meter: VersionMeter, metrics: Metrics) -> None:
+        self.meter = meter
         self._metrics = metrics
+        self._statistics = metrics.statistics.of(meter.model, meter.version)
+        self.queue_length: Callable[[], int] = lambda: 0
 
     def batch_finished(self, pendings: Sequence[Pending], report: BatchReport, executor_s: float) -> None:
         """Count the batch and take over what its handler reported."""
+        metrics = self._metrics
+
+        def ids() -> Sequence[str]:
+            return [pending.request.request_id for pending in pendings]
+
         failed = all(isinstance(outcome, ServingError) for outcome in report.outcomes)
-        self._metrics.batch_finished(
-            *self._key,
+        metrics.batch_finished(
+            self.meter,
             size=len(pendings),
-            queue_s=_waited_s(pendings, report),
             executor_s=executor_s,
             handler_s=report.handler_s,
-            succeeded_ids=() if failed else [pending.request.request_id for pending in pendings],
+            succeeded_ids=None if failed else ids,
         )
+        _count(self._statistics, pendings, report, executor_s)
         if report.metrics:
-            self._metrics.handler_metrics(report.metrics)
+            metrics.handler_metrics(report.metrics)
+        if metrics.tracing is not None:
+            meter = self.meter
+            metrics.tracing.batch(meter.model, meter.version, ids(), self.queue_length(), executor_s)
 
     def executor_loaded(self, executor_id: int, load_s: float) -> None:
         """Keep the load time."""
-        self._metrics.executor_loaded(*self._key, executor_id, load_s)
+        self._metrics.executor_loaded(self.meter, executor_id, load_s)
+
+    def executor_lost(self, reason: str) -> None:
+        """Count it."""
+        self.meter.restarts[reason] += 1
 
 
 class RegistryMetrics:
@@ -46,35 +65,76 @@ class RegistryMetrics:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self.declared_metrics = metrics.declared
+        metrics.know_states(
+            States(
+                tuple(state.value for state in ExecutorState),
+                tuple(state.value for state in VersionState),
+            )
+        )
 
     def watch(self, key: ModelKey) -> VersionMetrics:
-        """The observer of a new version."""
-        return VersionMetrics(key, self._metrics)
+        """The observer of a new version; its series are not shown before it is registered."""
+        meter = self._metrics.meter(*key)
+        # From 0 on, so that the first loss is an increase.
+        meter.restarts.update({kind.value: 0 for kind in LossKind if kind is not LossKind.STOPPED})
+        return VersionMetrics(meter, self._metrics)
 
-    def registered(self, key: ModelKey, batcher: Admission, pool: ExecutorPool) -> None:
-        """Show the load of a version at each exposition."""
-        self._metrics.watch_load(*key, lambda: load_of(batcher, pool))
+    def registered(self, version: Version, weight: Callable[[], float]) -> None:
+        """Show a version from now on, and its load at each exposition."""
+        self._metrics.show(version.observer.meter, lambda: load_of(version, weight()))
+        if isinstance(version.observer, VersionMetrics):
+            version.observer.queue_length = lambda: version.batcher.queue_length
 
-    def gone(self, key: ModelKey, *, was_last: bool) -> None:
+    def gone(self, version: Version, *, was_last: bool) -> None:
         """Drop the series of a version."""
-        self._metrics.forget(*key, was_last=was_last)
+        self._metrics.forget(version.observer.meter, was_last=was_last)
 
 
-def load_of(batcher: Admission, pool: ExecutorPool) -> VersionLoad:
-    """How loaded a version is now. Call it on the event loop."""
+def _count(
+    statistics: VersionStatistics, pendings: Sequence[Pending], report: BatchReport, executor_s: float
+) -> None:
+    """Add a batch to the version's statistics; what goes on in the next batch counts when it is over."""
+    over = [
+        (pending.dequeued_s - pending.enqueued_s, not isinstance(outcome, ServingError))
+        for pending, outcome in zip(pendings, report.outcomes, strict=True)
+        if not isinstance(outcome, Unfinished)
+    ]
+    statistics.batch_finished(
+        [waited_s for waited_s, _ in over], [succeeded for _, succeeded in over], executor_s, report.handler_s
+    )
+
+
+def load_of(version: Version, weight: float) -> VersionLoad:
+    """How loaded a version is now; `weight` is its share of the requests that name no version.
+
+    Call it on the event loop.
+    """
+    batcher, pool = version.batcher, version.pool
+    own_process = version.origin.isolation == "process"
     return VersionLoad(
         queued=batcher.queue_length,
         queue_room=batcher.queue_capacity,
+        oldest_age_s=batcher.oldest_age_s(time.monotonic()),
+        predicted_s=batcher.predicted_s,
         in_service=pool.in_service,
         busy=pool.in_service - len(pool.idle_ids()),
-        executors=Counter(status.state.value for status in pool.statuses()),
+        executors=tuple(
+            ExecutorLoad(status.executor_id, status.state.value, status.pid if own_process else 0)
+            for status in pool.statuses()
+        ),
+        state=version.state.value,
+        response_timeout_s=version.settings.response_timeout_s,
+        weights_bytes=_weights_bytes(version),
+        weight=weight,
     )
 
 
-def _waited_s(pendings: Sequence[Pending], report: BatchReport) -> float:
-    """How long the requests waited before they were first run, added up; each counts when it is finished."""
-    return sum(
-        pending.dequeued_s - pending.enqueued_s
-        for pending, outcome in zip(pendings, report.outcomes, strict=True)
-        if not isinstance(outcome, Unfinished)
-    )
+def _weights_bytes(version: Version) -> int:
+    """Size of the model file in the unpacked archive; 0 when it has none."""
+    serialized = (version.origin.archive.manifest.get("model") or {}).get("serializedFile")
+    if not isinstance(serialized, str):
+        return 0
+    try:
+        return (Path(version.origin.archive.directory) / Path(serialized).name).stat().st_size
+    except OSError:  # the archive is being removed
+        return 0

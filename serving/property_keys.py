@@ -58,7 +58,7 @@ _NO_KEYSTORE = (
 )
 _NO_IPEX = "the Intel extension is retired; use torch.compile in the handler"
 _NO_LAUNCHER = "executors are pinned by threads per executor, not by a launcher; remove it"
-_NO_SEQUENCES = "sequence (stateful) inference is not supported yet; the header name is not used"
+_NO_SEQUENCES = "the header has its usual name, whatever stands here; let clients send that one"
 
 _LISTENERS = (
     _key("inference_address", kinds.address(80, 443), "inference_address"),
@@ -161,7 +161,7 @@ _WITHOUT_EFFECT = (
     _advice("cpu_launcher_enable", _NO_LAUNCHER, "false"),
     _advice("cpu_launcher_args", _NO_LAUNCHER),
     _advice("initial_worker_port", "workers use no TCP ports; remove it"),
-    _advice("initial_distribution_port", "models spread over several processes are not supported yet"),
+    _advice("initial_distribution_port", "a model is not spread over several processes; remove it"),
     _advice("cpp_log_config", "there is no C++ backend; remove it"),
     _advice("ts_header_key_sequence_id", _NO_SEQUENCES, "ts_request_sequence_id"),
     _advice("ts_header_key_sequence_start", _NO_SEQUENCES, "ts_request_sequence_start"),
@@ -173,6 +173,7 @@ _WITHOUT_EFFECT = (
 
 _OURS = (
     _key("key_file", kinds.PATH, "key_file"),
+    _key("token_keys_file", kinds.PATH, "token_keys_file"),
     _key("drain_delay_s", kinds.seconds(0), "drain_delay_s"),
     _key("drain_timeout_s", kinds.seconds(0), "drain_timeout_s"),
     _key("max_archive_entries", kinds.whole(1), "limits.max_archive_entries"),
@@ -181,6 +182,11 @@ _OURS = (
     _key("download_timeout_s", kinds.seconds(1), "download_timeout_s"),
     _key("install_timeout_s", kinds.seconds(1), "install_timeout_s"),
     _key("log_files", kinds.BOOLEAN, "log_files"),
+    _key("tracing", kinds.BOOLEAN, "tracing_enabled"),
+    _key("supervise", kinds.BOOLEAN, "supervise"),
+    _key("quarantine_directory", kinds.PATH, "quarantine_directory"),
+    _key("quarantine_max_files", kinds.whole(1), "quarantine_max_files"),
+    _key("quarantine_max_bytes", kinds.whole(0), "quarantine_max_bytes"),
 )
 
 KEYS: dict[str, Key] = {

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchere.serving.registry.model_config import UNSUPPORTED_KEYS, unsupported_keys
 from torchere.serving.settings import Address, SnapshotModel
 
 MAX_PORT = 65_535
@@ -209,5 +210,23 @@ def _snapshot_model(name: str, version: str, settings: dict[str, object]) -> Sna
     return SnapshotModel(name, version, archive, default, rest)
 
 
-MODEL_DEFAULTS = Kind('{"model": {"version": {...}}}', lambda text: _versions(_json_object(text)))
-SNAPSHOT = Kind('{"models": {"model": {"version": {...}}}}', _read_snapshot)
+def _remark_versions(models: dict[str, Any]) -> str:
+    """A sentence for each key that asks for what the server can't do, and names the first model with it."""
+    found: dict[str, str] = {}
+    for name, versions in _versions(models).items():
+        for version, settings in versions.items():
+            for key in unsupported_keys(settings):
+                found.setdefault(key, f"{key} of {name} {version} has no effect: {UNSUPPORTED_KEYS[key]}")
+    return "; ".join(found.values())
+
+
+MODEL_DEFAULTS = Kind(
+    '{"model": {"version": {...}}}',
+    lambda text: _versions(_json_object(text)),
+    lambda text: _remark_versions(_json_object(text)),
+)
+SNAPSHOT = Kind(
+    '{"models": {"model": {"version": {...}}}}',
+    _read_snapshot,
+    lambda text: _remark_versions(_json_object(text).get("models", {})),
+)

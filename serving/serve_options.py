@@ -16,6 +16,8 @@ from torchere.serving.properties import read_properties
 from torchere.serving.settings import ServerSettings, SnapshotSettings
 
 DEFAULT_FILE = Path("config.properties")
+LOG_FORMATS = ("auto", "json", "text", "torchserve")
+LOG_FORMAT_VARIABLE = "TORCHERE_LOG_FORMAT"
 _SNAPSHOT_NAME = re.compile(r"[0-9]{17}-(startup|snapshot|shutdown)\.cfg")
 
 
@@ -51,6 +53,7 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
     add("--plugins-path", "--ppath", metavar="PATH", help="accepted; Java plug-ins can't be loaded")
     add("--disable-token-auth", "--dt", action="store_true", help="let calls pass without a token")
     add("--enable-model-api", action="store_true", help="allow register and unregister over the network")
+    add("--supervise", action="store_true", help="start the server again when it crashes")
     add(
         "--log-files",
         action="store_true",
@@ -71,14 +74,16 @@ def serve_arguments(options: argparse.Namespace) -> list[str]:
     ):
         if value := getattr(options, name):
             arguments.append(f"--{name.replace('_', '-')}={value}")  # one word: a value may begin with a dash
-    for name in ("no_config_snapshots", "disable_token_auth", "enable_model_api", "log_files"):
+    for name in ("no_config_snapshots", "disable_token_auth", "enable_model_api", "log_files", "supervise"):
         if getattr(options, name):
             arguments.append(f"--{name.replace('_', '-')}")
     return [*arguments, "--models", *options.models] if options.models else arguments
 
 
-def plan_from(options: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
+def plan_from(options: argparse.Namespace, environ: Mapping[str, str], restored: str = "") -> Plan:
     """Weigh options, configuration file and environment.
+
+    `restored` is the `model_snapshot` of a server that crashed: it is served again, whatever was asked for.
 
     Raises:
         LaunchRefused: a file or directory that is named is not there, or no model store is named.
@@ -90,7 +95,7 @@ def plan_from(options: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
     if temp and not Path(temp).is_dir():
         raise LaunchRefused(f"Invalid temp directory: {temp}, please check TEMP environment variable.")
     entries = read_properties(path) if path else ()
-    configuration = configure(entries, environ, _overrides(options))
+    configuration = configure(entries, environ, _overrides(options, restored))
     settings = configuration.checked(str(path or "configuration"))
     _require_stores(settings.model_store, options.workflow_store)
     logs = log_directory(environ)
@@ -101,6 +106,7 @@ def plan_from(options: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
         settings,
         temp_dir=Path(temp) if temp else None,
         snapshots=snapshots,
+        quarantine_directory=settings.quarantine_directory or logs / "quarantine",
         metrics_directory=Path(environ.get("METRICS_LOCATION") or "logs").absolute(),
     )
     return Plan(settings, configuration, path, logs)
@@ -129,6 +135,18 @@ def log_directory(environ: Mapping[str, str]) -> Path:
     return Path(environ.get("LOG_LOCATION") or "logs").absolute()
 
 
+def log_format(environ: Mapping[str, str]) -> str:
+    """The log format that the environment asks for; `torchserve` has no flag for it.
+
+    Raises:
+        LaunchRefused: it says something else than one of `LOG_FORMATS`.
+    """
+    wanted = environ.get(LOG_FORMAT_VARIABLE) or "auto"
+    if wanted not in LOG_FORMATS:
+        raise LaunchRefused(f"{LOG_FORMAT_VARIABLE} is {wanted!r}, expected one of {', '.join(LOG_FORMATS)}")
+    return wanted
+
+
 def newest_snapshot(directory: Path) -> Path | None:
     """The snapshot with the latest time in its name; times of files do not survive a copy."""
     if not directory.is_dir():
@@ -137,7 +155,7 @@ def newest_snapshot(directory: Path) -> Path | None:
     return directory / max(names) if names else None
 
 
-def _overrides(options: argparse.Namespace) -> dict[str, str]:
+def _overrides(options: argparse.Namespace, restored: str) -> dict[str, str]:
     """The command line as keys of the configuration file."""
     given = {
         "model_store": options.model_store,
@@ -148,6 +166,8 @@ def _overrides(options: argparse.Namespace) -> dict[str, str]:
         "disable_token_authorization": "true" if options.disable_token_auth else None,
         "enable_model_api": "true" if options.enable_model_api else None,
         "log_files": "true" if options.log_files else None,
+        "supervise": "true" if options.supervise else None,
+        "model_snapshot": restored or None,
     }
     return {key: value for key, value in given.items() if value}
 

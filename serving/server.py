@@ -12,27 +12,35 @@ import gc
 import logging
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from torchere.handlers.errors import MetricsCacheError
 from torchere.serving import __version__
+from torchere.serving.crash_journal import Journal, ServerState
 from torchere.serving.errors import ServingError
+from torchere.serving.fixed_keys import FixedKeys
+from torchere.serving.frontend.access_log import access_log
 from torchere.serving.frontend.controlplane import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.grpc.server import GrpcServer, grpc_listeners
 from torchere.serving.frontend.rest.app import listener_app, listeners
-from torchere.serving.frontend.rest.server import RestServer, TlsFiles
+from torchere.serving.frontend.rest.server import RestServer
 from torchere.serving.frontend.services import CorsHeaders, Services
+from torchere.serving.frontend.tls import Certificates, TlsFiles
 from torchere.serving.observation import RegistryMetrics
+from torchere.serving.registry.ahead import Prepared
 from torchere.serving.registry.registry import Registry
+from torchere.serving.reloading import Reloadable, watch
 from torchere.serving.settings import Address, ServerSettings
 from torchere.serving.telemetry.metric_log import close_metric_files, open_metric_files
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.telemetry.metrics_config import MetricsConfig, built_in_config, read_metrics_config
+from torchere.serving.telemetry.trace_setup import open_tracing
 from torchere.serving.tokens import KeyRing
+from torchere.serving.vitals import beat
 
 logger = logging.getLogger(__name__)
 
@@ -60,14 +68,18 @@ class Server:
         await server.stop()
     """
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(
+        self, settings: ServerSettings, journal: Journal | None = None, prepared: Prepared | None = None
+    ) -> None:
         self._settings = settings
+        self._journal = journal  # of a supervised server
+        self._prepared = prepared
         self._metrics = Metrics(
             mode=settings.metrics_mode,
             config=_metrics_config(settings),
             auto_detect=settings.metrics_auto_detect,
         )
-        self._sampling: asyncio.Task[None] | None = None
+        self._background: list[asyncio.Task[None]] = []  # cancelled at the end
         self._rest: list[RestServer] = []
         self._grpc: list[GrpcServer] = []
 
@@ -75,17 +87,24 @@ class Server:
         """Register the start-up models and open the ports.
 
         Raises:
-            ServingError: a port is taken, or the key file can't be written; what was opened is closed again.
+            ServingError: a port is taken, or keys or certificate can't be used; what was opened is closed.
         """
         settings = self._settings
-        keys = (
-            KeyRing(settings.key_file, settings.token_expiration_min) if settings.token_auth_enabled else None
+        if settings.tracing_enabled:
+            self._metrics.tracing = open_tracing(__version__)
+        keys = _keys(settings, keep=self._journal is not None and bool(self._journal.history.crashes))
+        certificates = _certificates(settings)
+        self._registry = Registry(
+            settings,
+            RegistryMetrics(self._metrics),
+            self._journal,
+            self._prepared,
         )
-        self._registry = Registry(settings, RegistryMetrics(self._metrics))
         self._dataplane = DataPlane(self._registry, self._metrics)
         self._watch()
         controlplane = ControlPlane(self._registry, self._dataplane, settings)
-        services = Services(settings, self._metrics, keys, __version__, _cors(settings))
+        services = Services(settings, self._metrics, keys, __version__, _cors(settings), certificates)
+        self._follow([each for each in (keys, certificates) if isinstance(each, FixedKeys | Certificates)])
         await self._registry.load_at_startup()
         try:
             endpoints = await self._open_ports(controlplane, services)
@@ -94,6 +113,9 @@ class Server:
             raise
         self._dataplane.opened()
         await self._registry.opened()
+        if self._journal is not None:
+            self._background.append(asyncio.create_task(beat(self._journal)))
+            self._journal.state = ServerState.SERVING
         return endpoints
 
     def _watch(self) -> None:
@@ -102,21 +124,33 @@ class Server:
         self._metrics.watch_server(
             ready=lambda: dataplane.readiness().ready,
             inflight=lambda: dataplane.accepted - dataplane.answered,
+            dropped_lines=lambda: access_log.dropped,
         )
+        if settings.certificate_file is not None:
+            self._metrics.process.watch_certificate(settings.certificate_file)
+        self._background.append(asyncio.create_task(self._metrics.process.watch_loop()))
         if settings.metrics_mode != "prometheus":
             open_metric_files(settings.metrics_directory)
         if settings.system_metrics_enabled:
             sampling = self._metrics.system.sample_every(
                 settings.system_metrics_interval_s, settings.max_gpus
             )
-            self._sampling = asyncio.create_task(sampling)
+            self._background.append(asyncio.create_task(sampling))
+
+    def _follow(self, files: Sequence[Reloadable]) -> None:
+        """Begin to look after files that may be replaced while we run."""
+        if files:
+            self._background.append(asyncio.create_task(watch(files)))
 
     async def _open_ports(self, controlplane: ControlPlane, services: Services) -> Endpoints:
         endpoints = Endpoints()
         for address, surfaces in listeners(self._settings):
             app = listener_app(surfaces, self._dataplane, controlplane, services)
             rest = RestServer(
-                app, address, drain_timeout_s=self._settings.drain_timeout_s, tls=_tls(self._settings)
+                app,
+                address,
+                drain_timeout_s=self._settings.drain_timeout_s,
+                certificates=services.certificates,
             )
             with _said_plainly(address):
                 bound = await rest.start()
@@ -131,22 +165,33 @@ class Server:
     async def stop(self) -> None:
         """Take everything down; what was accepted is answered within `drain_timeout_s`."""
         self._dataplane.draining()
+        for rest in self._rest:
+            rest.drain()
         await asyncio.sleep(self._settings.drain_delay_s)
         await asyncio.gather(
             *(rest.stop() for rest in self._rest),
             *(grpc.stop(self._settings.drain_timeout_s) for grpc in self._grpc),
         )
         await self._registry.close()
-        if self._sampling is not None:
-            self._sampling.cancel()
+        for task in self._background:
+            task.cancel()
+        await asyncio.to_thread(self._say_the_rest)
+
+    def _say_the_rest(self) -> None:
+        """Write and send what waits in buffers. Blocks."""
         close_metric_files()
+        access_log.close()
+        if self._metrics.tracing is not None:
+            self._metrics.tracing.close()
 
     def ledger(self) -> tuple[int, int]:
         """How many predictions were accepted so far, and how many of them are answered."""
         return self._dataplane.accepted, self._dataplane.answered
 
 
-async def run(settings: ServerSettings) -> int:
+async def run(
+    settings: ServerSettings, journal: Journal | None = None, prepared: Prepared | None = None
+) -> int:
     """Serve until SIGTERM or SIGINT; a second signal ends the process at once.
 
     Returns the exit status: 0 after an orderly stop, 1 when the server could not start.
@@ -154,8 +199,8 @@ async def run(settings: ServerSettings) -> int:
     stop = asyncio.Event()
     if settings.install_signal_handlers:
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, _on_signal, number, stop)
-    server = Server(settings)
+            asyncio.get_running_loop().add_signal_handler(number, _on_signal, number, stop, journal)
+    server = Server(settings, journal, prepared)
     try:
         endpoints = await server.start()
     except ServingError as err:
@@ -169,23 +214,25 @@ async def run(settings: ServerSettings) -> int:
     return 0
 
 
-def serve(settings: ServerSettings) -> int:
+def serve(settings: ServerSettings, journal: Journal | None = None, prepared: Prepared | None = None) -> int:
     """Run a server in this thread until it is told to stop; returns the exit status."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     torch.set_num_threads(1)  # of this thread, where tiny models may run; executors set their own
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # it announces each port's start and end
     if sys.platform == "win32":
-        return asyncio.run(run(settings))
+        return asyncio.run(run(settings, journal, prepared))
     import uvloop  # noqa: PLC0415 - not to be had on Windows
 
-    return uvloop.run(run(settings))
+    return uvloop.run(run(settings, journal, prepared))
 
 
-def _on_signal(number: int, stop: asyncio.Event) -> None:
+def _on_signal(number: int, stop: asyncio.Event, journal: Journal | None) -> None:
     if stop.is_set():
         logger.warning("second signal %d: ending at once", number)
         sys.exit(128 + number)
     logger.info("signal %d: draining", number)
+    if journal is not None:
+        journal.state = ServerState.ENDING
     stop.set()
 
 
@@ -197,7 +244,7 @@ def _announce(endpoints: Endpoints, settings: ServerSettings) -> None:
     if settings.token_auth_enabled:
         logger.info(
             "Token authorization is enforced. The keys are in %s; switch it off with --disable-token-auth",
-            settings.key_file.absolute(),
+            (settings.token_keys_file or settings.key_file).absolute(),
         )
     print(STARTED_LINE, flush=True)
 
@@ -219,10 +266,18 @@ def _cors(settings: ServerSettings) -> CorsHeaders:
     )
 
 
-def _tls(settings: ServerSettings) -> TlsFiles | None:
+def _keys(settings: ServerSettings, keep: bool) -> KeyRing | FixedKeys | None:
+    if not settings.token_auth_enabled:
+        return None
+    if settings.token_keys_file is not None:
+        return FixedKeys(settings.token_keys_file)
+    return KeyRing(settings.key_file, settings.token_expiration_min, keep=keep)
+
+
+def _certificates(settings: ServerSettings) -> Certificates | None:
     if settings.certificate_file is None or settings.private_key_file is None:
         return None
-    return TlsFiles(settings.certificate_file, settings.private_key_file)
+    return Certificates(TlsFiles(settings.certificate_file, settings.private_key_file))
 
 
 @contextlib.contextmanager

@@ -111,6 +111,15 @@ class SnapshotSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class QuarantineSettings:
+    """Where requests that crash executors are saved, and how many."""
+
+    directory: Path
+    max_files: int = 100
+    max_bytes: int = 64 * 2**20  # of all files together; 0: none is saved
+
+
+@dataclass(frozen=True, slots=True)
 class ServerSettings:
     """One server. Built by `cli.py`, read by `server.py`; tests build it directly."""
 
@@ -128,16 +137,17 @@ class ServerSettings:
     grpc_management_max_connection_age_ms: int | None = None
     grpc_management_max_connection_age_grace_ms: int | None = None
     certificate_file: Path | None = None  # PEM, chain included; for every listener with TLS
-    private_key_file: Path | None = None  # PEM, without a pass phrase
+    private_key_file: Path | None = None  # PEM, without a pass phrase; both are read again when they change
     cors_allowed_origin: str = ""  # each of the three goes verbatim into every REST response; "": no header
     cors_allowed_methods: str = ""
     cors_allowed_headers: str = ""
-    open_inference_protocol: bool = False  # the /v2 routes and their gRPC service
+    open_inference_protocol: bool = True  # the /v2 routes and their gRPC service; TorchServe's default is off
     # TorchServe's default is "log", which leaves its metrics endpoint empty.
     metrics_mode: MetricsMode = "prometheus"
     metrics_config: Path | None = None  # a metrics.yaml; None: the built-in set
     metrics_directory: Path = Path("logs")  # of ts_metrics.log and model_metrics.log; unused in "prometheus"
     metrics_auto_detect: bool = False  # accept handler metrics that no metrics.yaml declares
+    tracing_enabled: bool = False  # make spans, and send them to where the OTEL_... variables say
     system_metrics_enabled: bool = True
     system_metrics_interval_s: float = 60.0
     default_executors: int = 0  # at start 0 means one per CPU; for the register API 0 means 0
@@ -161,12 +171,18 @@ class ServerSettings:
     token_auth_enabled: bool = True
     token_expiration_min: float = 60.0
     key_file: Path = Path("key_file.json")
+    token_keys_file: Path | None = None  # keys made elsewhere, the same for every replica; then no key_file
     model_defaults: dict[str, dict[str, dict[str, object]]] = field(default_factory=dict)  # `models={...}`
     limits: Limits = field(default_factory=Limits)
     temp_dir: Path | None = None  # None: the system's
     drain_delay_s: float = 0.0  # after SIGTERM: keep serving, unready, for this long
     drain_timeout_s: float = 30.0  # then finish what is in, at most this long
     install_signal_handlers: bool = True
+    supervise: bool = False  # start the server again when it crashes
+    isolated: dict[str, str] = field(default_factory=dict)  # why "name:version" must run in processes
+    quarantine_directory: Path | None = None  # of requests that crash executors; None: they are not saved
+    quarantine_max_files: int = 100
+    quarantine_max_bytes: int = 64 * 2**20  # of all of them; 0: they are not saved
 
     def startup_executors(self) -> int:
         """How many executors a model gets that is loaded at the start and says nothing itself."""

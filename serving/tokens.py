@@ -23,13 +23,14 @@ from torchere.serving.errors import ServingError, Unauthorized
 
 TokenKind = Literal["inference", "management", "api"]
 
+_TIME_FORMAT = "%Y-%m-%dT%H:%M:%S.%fZ"
 _KEY_BYTES = 6  # TorchServe's; 8 characters, and key_file.json readers may rely on it
 _NAMES_IN_FILE: dict[TokenKind, str] = {"management": "management", "inference": "inference", "api": "API"}
 _RENEWABLE: tuple[TokenKind, ...] = ("management", "inference")
 _BEARER = re.compile(r"Bearer\s+(\S+)", re.ASCII)
 
 # The texts are TorchServe's; clients and its own tests compare them.
-_REFUSED = "Token Authorization failed. Token either incorrect, expired, or not provided correctly"
+REFUSED = "Token Authorization failed. Token either incorrect, expired, or not provided correctly"
 _NOT_RENEWED = "Token Authentication failed. Token either incorrect, expired, or not provided correctly"
 
 
@@ -54,19 +55,26 @@ class KeyRing:
         path: The key file; its directory must be there and writable.
         expiration_min: Minutes until an inference or management key expires; the API key never does.
         clock: Seconds since the epoch. Wall time, because the file states when a key expires.
+        keep: Go on with the keys in the file, if there are any: a server that crashed is up again.
 
     Raises:
         KeyFileUnwritable: the file could not be written.
     """
 
     def __init__(
-        self, path: Path, expiration_min: float = 60.0, clock: Callable[[], float] = time.time
+        self,
+        path: Path,
+        expiration_min: float = 60.0,
+        clock: Callable[[], float] = time.time,
+        *,
+        keep: bool = False,
     ) -> None:
         self.path = path
         self._lifetime_s = expiration_min * 60
         self._clock = clock
         self._writing = threading.Lock()
-        self._keys: Mapping[TokenKind, _Key] = {kind: self._new_key(kind) for kind in _NAMES_IN_FILE}
+        kept = _kept_keys(path) if keep else None
+        self._keys: Mapping[TokenKind, _Key] = kept or {kind: self._new_key(kind) for kind in _NAMES_IN_FILE}
         _write_private(path, _document(self._keys))
 
     def authorize(self, kind: TokenKind, authorization: str | None) -> None:
@@ -76,7 +84,7 @@ class KeyRing:
             Unauthorized: the value is missing or malformed, or the key is another one or has expired.
         """
         if not self._accepts(kind, authorization):
-            raise Unauthorized(_REFUSED)
+            raise Unauthorized(REFUSED)
 
     def renew(self, wanted: str | None, authorization: str | None) -> None:
         """Replace the management or inference key (the token API); the old one is void at once.
@@ -103,13 +111,36 @@ class KeyRing:
         return _Key(secrets.token_urlsafe(_KEY_BYTES), expires_at_s)
 
     def _accepts(self, kind: TokenKind, authorization: str | None) -> bool:
-        match = _BEARER.fullmatch(authorization or "")
-        offered = match.group(1) if match else ""
         key = self._keys[kind]
-        # Bytes, for compare_digest refuses text that is not ASCII; "" never equals a key.
-        same = hmac.compare_digest(offered.encode("utf-8", "surrogatepass"), key.secret.encode())
+        same = hmac.compare_digest(bearer_key(authorization), key.secret.encode())
         alive = key.expires_at_s is None or self._clock() < key.expires_at_s
         return same and alive
+
+
+def bearer_key(authorization: str | None) -> bytes:
+    """The key in an `Authorization` header; b"", which is never a key, when the header has another form.
+
+    Bytes, because `hmac.compare_digest` refuses text that is not ASCII.
+    """
+    match = _BEARER.fullmatch(authorization or "")
+    return match.group(1).encode("utf-8", "surrogatepass") if match else b""
+
+
+def _kept_keys(path: Path) -> dict[TokenKind, _Key] | None:
+    """The keys in a key file of ours; None when there is none, or something else in it."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        return {kind: _kept_key(document[name]) for kind, name in _NAMES_IN_FILE.items()}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _kept_key(entry: Mapping[str, str]) -> _Key:
+    expires = entry.get("expiration time")
+    if expires is None:
+        return _Key(entry["key"], None)
+    moment = datetime.strptime(expires, _TIME_FORMAT).replace(tzinfo=timezone.utc)
+    return _Key(entry["key"], moment.timestamp())
 
 
 def _document(keys: Mapping[TokenKind, _Key]) -> str:
@@ -120,7 +151,7 @@ def _document(keys: Mapping[TokenKind, _Key]) -> str:
         entries[name] = {"key": key.secret}
         if key.expires_at_s is not None:
             moment = datetime.fromtimestamp(key.expires_at_s, timezone.utc)
-            entries[name]["expiration time"] = f"{moment:%Y-%m-%dT%H:%M:%S.%f}Z"
+            entries[name]["expiration time"] = moment.strftime(_TIME_FORMAT)
     return json.dumps(entries, indent=2) + "\n"
 
 

@@ -40,6 +40,7 @@ class InferRequest(msgspec.Struct, frozen=True, array_like=True):
     parameters: tuple[Parameter, ...]
     headers: tuple[tuple[str, str], ...] = ()  # in the client's spelling; the last duplicate wins
     deadline_s: float = NO_DEADLINE  # monotonic seconds; an answer after it is worthless
+    priority: int = 0  # among those that wait for the same version; see `batching/priority.py`
 
 
 class InferResponse(msgspec.Struct, frozen=True, array_like=True):

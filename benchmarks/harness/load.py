@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from harness.environments import need_tool
 from harness.errors import Failed
@@ -26,7 +27,13 @@ class Load:
 
 
 def http_load(
-    url: str, body: bytes, clients: int, seconds: float, content_type: str = "application/json"
+    url: str,
+    body: bytes,
+    clients: int,
+    seconds: float,
+    content_type: str = "application/json",
+    *,
+    headers: Mapping[str, str] = MappingProxyType({}),
 ) -> Load:
     """Closed loop: each of `clients` connections sends the next request when it has the last answer.
 
@@ -39,6 +46,7 @@ def http_load(
         file.flush()
         command = [need_tool("wrk", "wrk"), "-t1", f"-c{clients}", f"-d{seconds:g}s", "--timeout", "20s"]
         command += ["-s", str(_SCRIPT), url, "--", file.name, content_type]
+        command += [f"{name}: {value}" for name, value in headers.items()]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     return wrk_result(done.stdout, done.stderr)
 

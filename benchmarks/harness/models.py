@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
+import struct
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from harness.paths import ROOT
 from torchere.archiver import ArchiveRequest, write_archive
+from torchere.archiver.signature import ANY, SIGNATURE_NAME, Signature, TensorSpec
+
+if TYPE_CHECKING:
+    import torch
 
 FEATURES = 64  # of the tiny MLP: 4 layers of 64 x 64
 WIDE = 1024  # of the MLP whose forward takes milliseconds: 8 layers of 1024 x 1024
+COMPILED_ROWS = 32  # what forward_only.py makes for each request
 LARGE = 2048  # of the 400 MB model: one square float32 layer has 16 MiB
 LARGE_LAYERS = 24
+TENSOR = 2**18  # of the identity: float32 elements of one row, 1 MiB
 _HANDLERS = ROOT / "benchmarks" / "handlers"
 _RECORDED = ROOT / "tests" / "conformance" / "handlers" / "json_tensor.py"
 MAX_BATCH = 32
@@ -43,10 +51,18 @@ class Workshop:
             _save_mlp(path, width, layers)
         return path
 
+    def compiled_mlp(self, width: int, layers: int) -> Path:
+        """The same as a `.pt2` package for this machine, for batches of `COMPILED_ROWS`; needs g++."""
+        path = self.folder / f"mlp_{layers}x{width}.pt2"
+        if not path.exists():
+            _compile_mlp(path, width, layers)
+        return path
+
     def archive(self, name: str) -> str:
         """Pack one of `_ARCHIVES` if it is not in the store; returns its file name there."""
         if not (self.store / f"{name}.mar").exists():
             packing = _ARCHIVES[name]
+            make = self.compiled_mlp if packing.compiled else self.mlp
             config = self.folder / f"{name}.yaml"
             config.write_text(packing.config, encoding="utf-8")
             write_archive(
@@ -54,12 +70,22 @@ class Workshop:
                     model_name=name,
                     version="1.0",
                     handler=packing.handler,
-                    serialized_file=self.mlp(packing.width, packing.layers) if packing.layers else None,
+                    serialized_file=make(packing.width, packing.layers) if packing.width else None,
+                    extra_files=(self._signature(packing.width),) if packing.signed else (),
                     export_path=self.store,
                     config_file=config,
                 )
             )
         return f"{name}.mar"
+
+    def _signature(self, width: int) -> Path:
+        """`signature.json` of a model with one input and one output of `width`."""
+        folder = self.folder / f"signature_{width}"
+        folder.mkdir(exist_ok=True)
+        path = folder / SIGNATURE_NAME
+        sides = (TensorSpec(name, "FP32", (ANY, width)) for name in "xy")
+        path.write_text(Signature(*((side,) for side in sides)).to_json(), encoding="utf-8")
+        return path
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +94,8 @@ class _Packing:
     width: int
     layers: int
     config: str
+    compiled: bool = False
+    signed: bool = False  # has a signature
 
 
 _ARCHIVES = {
@@ -76,7 +104,11 @@ _ARCHIVES = {
     "rows": _Packing(str(_RECORDED), FEATURES, 4, _BATCHED + "isolation: thread\n"),
     "pid": _Packing(str(_HANDLERS / "pid_tensor.py"), FEATURES, 4, _SINGLE + "isolation: process\n"),
     "forward": _Packing(str(_HANDLERS / "forward_only.py"), WIDE, 8, _SINGLE + "isolation: thread\n"),
+    "forward_pt2": _Packing(
+        str(_HANDLERS / "forward_only.py"), WIDE, 8, _SINGLE + "isolation: thread\n", compiled=True
+    ),
     "large": _Packing("base_handler", LARGE, LARGE_LAYERS, _SINGLE),
+    "identity": _Packing("tensor", TENSOR, 0, _BATCHED, signed=True),
     "timed": _Packing(str(_HANDLERS / "timed_work.py"), 0, 0, "batchSize: 1\nisolation: process\n"),
 }
 
@@ -84,16 +116,37 @@ _ARCHIVES = {
 def _save_mlp(path: Path, width: int, layers: int) -> None:
     import torch  # noqa: PLC0415  # seconds to import, so not before the arguments are known to be right
 
-    torch.manual_seed(0)
-    stack: list[torch.nn.Module] = []
-    for _ in range(layers):
-        stack += [torch.nn.Linear(width, width), torch.nn.ReLU()]
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", DeprecationWarning
         )  # torch.jit works; what is archived today is made by it
-        module = torch.jit.freeze(torch.jit.script(torch.nn.Sequential(*stack[:-1]).eval()))
+        module = torch.jit.freeze(torch.jit.script(_mlp_module(width, layers)))
         module.save(str(path))
+
+
+def _compile_mlp(path: Path, width: int, layers: int) -> None:
+    import torch  # noqa: PLC0415  # as above
+    import torch._inductor  # noqa: PLC0415  # as above
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the compiler writes the number into its loops
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of torch's compiler, about itself
+            program = torch.export.export(_mlp_module(width, layers), (torch.zeros(COMPILED_ROWS, width),))
+            torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _mlp_module(width: int, layers: int) -> torch.nn.Module:
+    import torch  # noqa: PLC0415  # as above
+
+    torch.manual_seed(0)
+    stack: list[torch.nn.Module] = []
+    for _ in range(layers):
+        stack += [torch.nn.Linear(width, width), torch.nn.ReLU()]
+    return torch.nn.Sequential(*stack[:-1]).eval()
 
 
 def row(width: int) -> list[float]:
@@ -115,3 +168,19 @@ def v2_body(width: int = FEATURES) -> bytes:
     """The same in the Open Inference Protocol."""
     tensor = {"name": "x", "shape": [1, width], "datatype": "FP32", "data": row(width)}
     return json.dumps({"inputs": [tensor]}).encode()
+
+
+def v2_binary(width: int) -> tuple[bytes, dict[str, str]]:
+    """The same as raw bytes, which the answer is asked for as, too; body and headers."""
+    tensor = {"name": "x", "shape": [1, width], "datatype": "FP32"}
+    head = {
+        "inputs": [{**tensor, "parameters": {"binary_data_size": 4 * width}}],
+        "parameters": {"binary_data_output": True},
+    }
+    text = json.dumps(head).encode()
+    return text + raw_row(width), {"Inference-Header-Content-Length": str(len(text))}
+
+
+def raw_row(width: int) -> bytes:
+    """`row` as little-endian float32."""
+    return struct.pack(f"<{width}f", *row(width))

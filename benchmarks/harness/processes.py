@@ -13,7 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.errors import Failed
@@ -42,6 +42,7 @@ class Probe:
     body: bytes
     wanted: bytes
     content_type: str = "application/json"
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 def free_ports(count: int) -> list[int]:
@@ -127,7 +128,9 @@ def until_answered(endpoint: Endpoint, probe: Probe) -> float:
 
 def ask(url: str, probe: Probe, timeout_s: float = 60.0) -> tuple[int, bytes]:
     """Send one request; status 0 when there is no whole answer."""
-    request = urllib.request.Request(f"{url}{probe.path}", probe.body, {"Content-Type": probe.content_type})
+    request = urllib.request.Request(
+        f"{url}{probe.path}", probe.body, {**probe.headers, "Content-Type": probe.content_type}
+    )
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             return int(answer.status), bytes(answer.read())

@@ -1,11 +1,15 @@
 -- Posts one body over and over; prints what was counted as one line of JSON at the end.
--- Arguments after "--": the file with the body, its content type.
+-- Arguments after "--": the file with the body, its content type, more headers.
 function init(args)
   local file = assert(io.open(args[1], "rb"))
   wrk.method = "POST"
   wrk.body = file:read("*a")
   file:close()
   wrk.headers["Content-Type"] = args[2]
+  for number = 3, #args do
+    local name, value = args[number]:match("^(.-): (.*)$")
+    wrk.headers[name] = value
+  end
 end
 
 function done(summary, latency, requests)

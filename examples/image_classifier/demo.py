@@ -18,10 +18,11 @@ import grpc
 import requests
 from clients import Labels, grpc_client, median_ms, rest_client
 from models import DEMO, MODEL, Built, NoUsableEngine, build
-from network import RewriteFailed
 from photographs import CAT, photograph
 from PIL import Image
 from server import Ports, Server, ServerFailed, started
+
+from torchere.archiver.errors import ModelRefused
 
 CATS = ("tabby", "tiger cat", "Persian cat", "Siamese cat", "Egyptian cat")  # ImageNet's classes 281 to 285
 _LABEL_WIDTH = 24
@@ -49,7 +50,7 @@ def main() -> int:
     stay = parser.parse_args().stay
     try:
         _run(stay)
-    except (NotACat, NoUsableEngine, RewriteFailed) as error:
+    except (NotACat, NoUsableEngine, ModelRefused) as error:
         print(f"\ndemo failed: {error}", file=sys.stderr)
     except ServerFailed as error:
         print(f"\ndemo failed: torchere serve: {error}", file=sys.stderr)

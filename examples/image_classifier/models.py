@@ -19,9 +19,13 @@ from pathlib import Path
 
 import torch
 import yaml
-from network import largest_difference, plain, pretrained, scripted
+from network import pretrained
 from photographs import CALIBRATION, HELD_OUT, MEAN, STD, centre, crops
-from quantise import Packed, agreement, median_ms, packed
+from quantise import agreement, int8
+
+from torchere.archiver.models.folding import fold
+from torchere.archiver.models.quantise import Quantised
+from torchere.archiver.models.quantise_traced import traced
 
 HERE = Path(__file__).resolve().parent
 DEMO = HERE.parents[1] / ".demo"
@@ -40,15 +44,15 @@ class Built:
 
 
 class NoUsableEngine(Exception):
-    """Every int8 engine of this machine answers too differently from fp32."""
+    """The int8 network answers too differently from fp32 on this machine."""
 
 
 def build(demo: Path = DEMO) -> list[Built]:
     """The archives, built if they have to be; prints what it does.
 
     Raises:
-        RewriteFailed: the network came out different from the architecture.
-        NoUsableEngine: no int8 engine agrees with fp32.
+        ModelRefused: no int8 engine of this machine runs the network.
+        NoUsableEngine: int8 does not agree with fp32.
         subprocess.CalledProcessError: the archiver failed; it has said why.
     """
     record, key = demo / "built.json", _key()
@@ -70,45 +74,42 @@ def _build(demo: Path) -> list[Built]:
     work = demo / "build"
     work.mkdir(parents=True, exist_ok=True)
     _write_labels(work / "index_to_name.json")
-    whole = [centre(name) for name in HELD_OUT]
-    held_out = [*crops(HELD_OUT, 8, seed=2), *whole]
-    original = pretrained()
-    network = plain(original)
-    difference = largest_difference(original, network, whole)
-    _say("network", f"plain convolutions answer as the architecture does, within {difference:.0e}")
-    fp32 = scripted(network, held_out[0][:1])
-    int8 = _int8(network, fp32, held_out)
+    held_out = [*crops(HELD_OUT, 8, seed=2), *(centre(name) for name in HELD_OUT)]
+    network = pretrained()
+    folded = fold(network)
+    _say("network", f"folded into its convolutions: {folded.note}")
+    fp32 = traced(folded.module, (held_out[0][:1],))
+    quantised = _int8(network, held_out)
     return [
         _pack(demo, fp32, "1.0", "fp32", _model_config(None)),
-        _pack(demo, int8.module, "2.0", "int8", _model_config(int8.engine)),
+        _pack(demo, quantised.module, "2.0", "int8", _model_config(quantised.engine)),
     ]
 
 
-def _int8(network: torch.nn.Module, fp32: torch.jit.ScriptModule, held_out: list[torch.Tensor]) -> Packed:
-    """The int8 network on the fastest engine that answers as fp32 does."""
+def _int8(network: torch.nn.Module, held_out: list[torch.Tensor]) -> Quantised:
+    """The int8 network, if it answers as fp32 does."""
     _say(
         "int8", f"calibrating on {_CROPS_PER_PHOTOGRAPH} crops of each of {len(CALIBRATION)} photographs ..."
     )
-    tried = packed(network, crops(CALIBRATION, _CROPS_PER_PHOTOGRAPH, seed=1))
-    times = ", ".join(f"{one.engine} {one.latency_ms:.1f} ms" for one in tried)
-    _say("engines", f"{times}; fp32 {median_ms(fp32, held_out[0][:1]):.1f} ms (1 thread)")
-    for one in tried:
-        same = agreement(fp32, one.module, held_out)
-        sure = f"{same.same_of_sure} of the {same.sure} it is sure of"
-        _say(one.engine, f"same first class as fp32 on {same.same} of {same.pictures} unseen crops, {sure}")
-        if same.acceptable:
-            return one
-    raise NoUsableEngine(
-        f"tried {', '.join(one.engine for one in tried) or 'none'}; expected one that answers as fp32 "
-        "does in nine of ten pictures that fp32 is sure of. Without AVX2 or NEON there may be none"
-    )
+    quantised = int8(network, crops(CALIBRATION, _CROPS_PER_PHOTOGRAPH, seed=1))
+    for note in quantised.notes:
+        _say("", note)
+    same = agreement(network, quantised.module, held_out)
+    sure = f"{same.same_of_sure} of the {same.sure} it is sure of"
+    text = f"same first class as fp32 on {same.same} of {same.pictures} unseen crops, {sure}"
+    _say(str(quantised.engine), text)
+    if not same.acceptable:
+        raise NoUsableEngine(
+            f"{text}; expected nine of ten of those. Without AVX2 or NEON no engine may do better"
+        )
+    return quantised
 
 
-def _pack(demo: Path, module: torch.jit.ScriptModule, version: str, precision: str, config: str) -> Built:
+def _pack(demo: Path, module: torch.nn.Module, version: str, precision: str, config: str) -> Built:
     work, store = demo / "build" / precision, demo / "store"
     for folder in (work, store):
         folder.mkdir(parents=True, exist_ok=True)
-    module.save(str(work / f"{MODEL}.pt"))
+    torch.jit.save(module, str(work / f"{MODEL}.pt"))
     (work / "model-config.yaml").write_text(config)
     command = [str(Path(sys.executable).with_name("torch-model-archiver"))]
     command += ["--model-name", MODEL, "--version", version, "--handler", "image_classifier"]

@@ -10,9 +10,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from torchere.serving.batching.pending import Pending
+from torchere.serving.batching.pending import Pending, Reply, alone
 from torchere.serving.batching.prediction import ServiceTime
-from torchere.serving.errors import Cancelled, DeadlineExceeded, ServingError, Unavailable
+from torchere.serving.batching.quarantine import Quarantine, Verdict
+from torchere.serving.batching.running import RunningBatch
+from torchere.serving.errors import Cancelled, DeadlineExceeded, Quarantined, ServingError, Unavailable
 from torchere.serving.execution.executor import BatchReport, ExecutorPool
 from torchere.serving.types import NO_DEADLINE, InferRequest
 
@@ -33,15 +35,19 @@ class Admission(ABC):
     is the error text for a request that can't be admitted (the contract words it with the model's name).
     """
 
+    isolates_suspects = True  # whether a request may be made to run alone
+
     def __init__(
         self, pool: ExecutorPool, *, observer: BatchObserver, now: Callable[[], float], refusal: str
     ) -> None:
+        self.quarantine = Quarantine(now=now)
         self._pool = pool
         self._observer = observer
         self._now = now
         self.refusal = refusal
         self._loop = asyncio.get_running_loop()
         self._service_time = ServiceTime()
+        self._pumping_soon = False
         self._closed: ServingError | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -76,28 +82,49 @@ class Admission(ABC):
     def _running(self) -> bool:
         """Whether an executor has a batch."""
 
-    def submit(self, request: InferRequest, group: str = "") -> Pending:
-        """Admit a request; its `Pending` is finished in any case.
+    def submit(self, request: InferRequest, reply: Reply, group: str = "") -> Pending:
+        """Admit a request; unless this raises, `reply` gets its answer or an error in any case.
 
         Raises:
             QueueFull: too many wait already.
             Unavailable: the batcher is closed.
             DeadlineExceeded: the request came too late to be worth an answer.
+            Quarantined: it crashed executors before.
         """
         now_s = self._now()
         if self._closed is not None:
             raise self._closed
         if request.deadline_s <= now_s:
             raise DeadlineExceeded(LATE)
-        pending = Pending(request, group, now_s, self._loop)
+        pending = Pending(request, group, now_s, reply)
+        if self.quarantine.active:
+            self._screen(pending)
         self._enqueue(pending)
         if request.deadline_s != NO_DEADLINE:
             pending.deadline_timer = self._loop.call_later(
                 request.deadline_s - now_s, self.withdraw, pending, DeadlineExceeded(LATE)
             )
         self._idle.clear()
-        self.pump()
+        if self._takes_company:
+            self._pump_soon()
+        else:
+            self.pump()
         return pending
+
+    @property
+    def _takes_company(self) -> bool:
+        """Whether what else comes in this turn of the loop may share the batch, and is worth the turn."""
+        return self._pool.on_loop
+
+    def _pump_soon(self) -> None:
+        """Pump when all has come in that this turn of the loop brings."""
+        if not self._pumping_soon:
+            self._pumping_soon = True
+            self._loop.call_soon(self._pump_now)
+
+    def _pump_now(self) -> None:
+        self._pumping_soon = False
+        self.pump()
 
     def withdraw(self, pending: Pending, reason: ServingError | None = None) -> None:
         """Answer a request with `reason` (None: its client went away); it runs only if it runs already."""
@@ -105,11 +132,30 @@ class Admission(ABC):
         pending.finish(reason or Cancelled("the client went away"))
         self._settle()
 
+    def _screen(self, pending: Pending) -> None:
+        """Raise `Quarantined` for a request that is convicted; see that one that is suspect runs alone."""
+        verdict = self.quarantine.verdict(pending.request)
+        if verdict is Verdict.CONVICTED:
+            raise Quarantined
+        if verdict is Verdict.SUSPECT and self.isolates_suspects:
+            pending.group = alone(pending.request)
+
+    def _judged(self, batch: RunningBatch, report: BatchReport) -> BatchReport:
+        """The report after the quarantine learnt from it; what waits is looked at again."""
+        requests = [pending.request for pending in batch.pendings]
+        judged = self.quarantine.judge(requests, report, batch.dispatched_s)
+        for pending in self._waiting() if self.quarantine.active else ():
+            try:
+                self._screen(pending)
+            except Quarantined as reason:
+                self.withdraw(pending, reason)
+        return judged
+
     def _is_live(self, pending: Pending, now_s: float) -> bool:
         """Whether a request is still worth running; one that is late is answered."""
         if pending.request.deadline_s <= now_s + self._service_time.mean_s:
             if pending.request.deadline_s > now_s:  # it would expire in the executor
-                self._service_time.refused()
+                self._service_time.dropped()
             pending.finish(DeadlineExceeded(LATE))
             return False
         pending.dequeued_s = pending.dequeued_s or now_s
@@ -118,6 +164,15 @@ class Admission(ABC):
     def _settle(self) -> None:
         if not self._running() and not self.queue_length:
             self._idle.set()
+
+    def oldest_age_s(self, now_s: float) -> float:
+        """How long the oldest waiting request has waited at `now_s`; 0 when none does."""
+        return max((now_s - pending.enqueued_s for pending in self._waiting()), default=0.0)
+
+    @property
+    def predicted_s(self) -> float:
+        """How long a batch is expected to be in an executor; 0 before the first."""
+        return self._service_time.mean_s
 
     def close_admission(self, reason: ServingError | None = None) -> None:
         """Refuse what comes from now on; what is in goes on."""

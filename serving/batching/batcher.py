@@ -10,6 +10,8 @@ from itertools import islice
 from torchere.serving.batching.admission import Admission, BatchObserver
 from torchere.serving.batching.pending import Pending, alone
 from torchere.serving.batching.policy import Dispatch, QueueView, WaitUntil, plan
+from torchere.serving.batching.prediction import rounds_until
+from torchere.serving.batching.priority import position
 from torchere.serving.batching.running import RunningBatch
 from torchere.serving.errors import HandlerFailed, QueueFull
 from torchere.serving.execution.executor import BatchReport, ExecutorPool, Unfinished
@@ -32,8 +34,10 @@ class Batcher(Admission):
         super().__init__(pool, observer=observer, now=now, refusal=refusal)
         self._settings = settings
         self._queue: deque[Pending] = deque()
+        self._ranked = False  # some that wait have a priority: the order is that of `priority.py`
         self._batches: set[RunningBatch] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._company_since_s = 0.0  # when an executor came free for a batch that is not full; 0: none is
 
     @property
     def queue_length(self) -> int:
@@ -50,17 +54,27 @@ class Batcher(Admission):
             raise QueueFull(self.refusal)
         if self._settings.use_tickets and len(self._queue) >= self._pool.free:
             raise QueueFull(self.refusal)  # a ticket is an executor with nothing to do
-        self._refuse_if_hopeless(pending)
-        self._queue.append(pending)
+        if self._ranked or pending.request.priority:
+            self._ranked = bool(self._queue or pending.request.priority)
+            at = position(self._queue, pending)
+            self._refuse_if_hopeless(pending, at)
+            self._queue.insert(at, pending)
+        else:
+            self._refuse_if_hopeless(pending, len(self._queue))
+            self._queue.append(pending)
 
-    def _refuse_if_hopeless(self, pending: Pending) -> None:
-        if pending.request.deadline_s == NO_DEADLINE:
-            return
-        in_front = len(self._batches) + len(self._queue) // self._settings.max_batch_size
+    def _refuse_if_hopeless(self, pending: Pending, before: int) -> None:
+        if pending.request.deadline_s == NO_DEADLINE or not (self._batches or self._queue):
+            return  # a free executor loses nothing by trying, and the estimate learns from it
+        in_front = len(self._batches) + before // self._settings.max_batch_size
         answer_s = self._service_time.answer_s(in_front, self._pool.in_service)
         if pending.enqueued_s + answer_s > pending.request.deadline_s:
-            self._service_time.refused()
             raise QueueFull(self.refusal, retry_after_s=answer_s)
+
+    @property
+    def _takes_company(self) -> bool:
+        settings = self._settings
+        return self._pool.on_loop or (settings.dispatch == "eager" and settings.max_batch_size > 1)
 
     def _remove(self, pending: Pending) -> None:
         if not pending.dequeued_s and pending in self._queue:
@@ -80,7 +94,11 @@ class Batcher(Admission):
             self._timer.cancel()
             self._timer = None
         if isinstance(action, WaitUntil):
-            self._timer = self._loop.call_later(max(0.0, action.at_s - self._now()), self.pump)
+            now_s = self._now()
+            self._company_since_s = self._company_since_s or now_s
+            self._timer = self._loop.call_later(max(0.0, action.at_s - now_s), self.pump)
+        else:
+            self._company_since_s = 0.0
 
     def _view(self) -> QueueView:
         if not self._queue:
@@ -99,8 +117,13 @@ class Batcher(Admission):
         now_s = self._now()
         taken = [self._queue.popleft() for _ in range(size)]
         live = [pending for pending in taken if self._is_live(pending, now_s)]
+        if self._company_since_s:
+            for pending in live:
+                pending.company_s = now_s - max(pending.enqueued_s, self._company_since_s)
+            self._company_since_s = 0.0
         if live:
-            batch = RunningBatch(self, live, now_s)
+            rounds = rounds_until(len(self._batches), self._pool.in_service)
+            batch = RunningBatch(self, live, now_s, rounds=rounds)
             self._batches.add(batch)
             self._pool.submit([pending.request for pending in live], batch)
         self._settle()
@@ -108,14 +131,18 @@ class Batcher(Admission):
     def batch_done(self, batch: RunningBatch, report: BatchReport) -> None:
         """Answer the requests of a batch; `RunningBatch` calls it."""
         self._batches.discard(batch)
+        if self.quarantine.concerns(report):
+            report = self._judged(batch, report)
         if len(batch.pendings) > 1 and all(isinstance(o, HandlerFailed) for o in report.outcomes):
             self._run_alone(batch.pendings)
             return
+        stages_s = report.all_stages_s
         for pending, outcome in zip(batch.pendings, report.outcomes, strict=True):
+            pending.stages_s = stages_s
             # Stopping criteria without `continuousBatching` do nothing: the part is the whole answer.
             pending.finish(outcome.part if isinstance(outcome, Unfinished) else outcome)
         executor_s = self._now() - batch.dispatched_s
-        self._service_time.observe(executor_s)
+        self._service_time.observe(executor_s / batch.rounds)
         self._observer.batch_finished(batch.pendings, report, executor_s)
         self._settle()
         self.pump()

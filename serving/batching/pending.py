@@ -1,12 +1,18 @@
-"""One request on its way: the future its client waits on, and the parts of a streamed answer."""
+"""One request on its way: who gets its answer, and the parts of a streamed one."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from typing import TypeAlias
 
 from torchere.serving.errors import ServingError
 from torchere.serving.types import InferRequest, InferResponse, StreamedResponse
+
+Reply: TypeAlias = Callable[[InferResponse | StreamedResponse | ServingError], None]
+"""Gets the answer of a request, on the event loop, once; it must not raise."""
+
+UNTOLD = (0.0, 0.0, 0.0, 0.0)
 
 
 def alone(request: InferRequest) -> str:
@@ -21,31 +27,36 @@ class Pending:
     comes first: the answer, the deadline, or its client going away; what comes later is dropped.
     """
 
-    __slots__ = ("answer", "deadline_timer", "dequeued_s", "enqueued_s", "group", "request", "stream")
+    __slots__ = (
+        *("_reply", "answered", "company_s", "deadline_timer", "dequeued_s", "enqueued_s"),
+        *("group", "request", "stages_s", "stream"),
+    )
 
-    def __init__(
-        self, request: InferRequest, group: str, enqueued_s: float, loop: asyncio.AbstractEventLoop
-    ) -> None:
+    def __init__(self, request: InferRequest, group: str, enqueued_s: float, reply: Reply) -> None:
         self.request = request
         self.group = group
         self.enqueued_s = enqueued_s
         self.dequeued_s = 0.0  # 0: still waiting in the queue
-        self.answer: asyncio.Future[InferResponse | StreamedResponse] = loop.create_future()
+        self.company_s = 0.0  # how long it waited while an executor was free, for a fuller batch
+        self.stages_s = UNTOLD  # of the last batch it was in
+        self.answered = False
         self.stream: asyncio.Queue[bytes | ServingError | None] | None = None
         self.deadline_timer: asyncio.TimerHandle | None = None
+        self._reply = reply
 
     @property
     def open(self) -> bool:
         """Whether somebody still waits for (the rest of) the answer."""
-        return self.stream is not None or not self.answer.done()
+        return self.stream is not None or not self.answered
 
     def add_part(self, part: InferResponse) -> None:
         """Hand on one part of a streamed answer; the first one answers the client's wait."""
         if self.stream is None:
-            if self.answer.done():
+            if self.answered:
                 return
             self.stream = asyncio.Queue()
-            self.answer.set_result(StreamedResponse(part, self._chunks(self.stream)))
+            self.answered = True
+            self._reply(StreamedResponse(part, self._chunks(self.stream)))
         self.stream.put_nowait(part.body)
 
     def finish(self, outcome: InferResponse | ServingError) -> None:
@@ -54,11 +65,9 @@ class Pending:
             self.deadline_timer.cancel()
         if self.stream is not None:
             self._finish_stream(self.stream, outcome)
-        elif not self.answer.done():
-            if isinstance(outcome, ServingError):
-                self.answer.set_exception(outcome)
-            else:
-                self.answer.set_result(outcome)
+        elif not self.answered:
+            self.answered = True
+            self._reply(outcome)
 
     def _finish_stream(
         self, stream: asyncio.Queue[bytes | ServingError | None], outcome: InferResponse | ServingError
@@ -76,3 +85,23 @@ class Pending:
             if isinstance(part, ServingError):
                 raise part
             yield part
+
+
+class AwaitedReply:
+    """A `Reply` for a coroutine: it awaits `future`, and gets the answer or the error raised."""
+
+    __slots__ = ("future",)
+
+    def __init__(self) -> None:
+        self.future: asyncio.Future[InferResponse | StreamedResponse] = (
+            asyncio.get_running_loop().create_future()
+        )
+
+    def __call__(self, outcome: InferResponse | StreamedResponse | ServingError) -> None:
+        """Let the coroutine go on."""
+        if self.future.done():  # cancelled: nobody waits any more
+            return
+        if isinstance(outcome, ServingError):
+            self.future.set_exception(outcome)
+        else:
+            self.future.set_result(outcome)

@@ -8,7 +8,7 @@ be overtaken by its deadline in the executor is not begun.
 from __future__ import annotations
 
 _MEMORY = 0.9  # of the running mean, per batch
-_FORGET = 0.95  # per request refused because of the estimate: an estimate that lets nobody in must not last
+_FORGET = 0.95  # per request dropped because of the estimate: one that lets nobody run must not last
 _MARGIN = 1.25  # of the estimate: executors take different times, and the answer has a way to go
 
 
@@ -18,15 +18,19 @@ class ServiceTime:
     def __init__(self) -> None:
         self.mean_s = 0.0  # 0: nothing has run yet, everything is worth a try
 
-    def observe(self, executor_s: float) -> None:
-        """A batch came back after `executor_s`."""
-        self.mean_s = _MEMORY * self.mean_s + (1 - _MEMORY) * executor_s if self.mean_s else executor_s
+    def observe(self, batch_s: float) -> None:
+        """An executor took `batch_s` for a batch, the time that others were in front of it left out."""
+        self.mean_s = _MEMORY * self.mean_s + (1 - _MEMORY) * batch_s if self.mean_s else batch_s
 
-    def refused(self) -> None:
-        """A request was turned away because of the estimate: trust it a little less."""
+    def dropped(self) -> None:
+        """A request was not run because of the estimate: trust it a little less."""
         self.mean_s *= _FORGET
 
     def answer_s(self, batches_before: int, executors: int) -> float:
         """How long until the answer of a request that `batches_before` full batches are in front of."""
-        rounds = 1 + batches_before // max(1, executors)
-        return rounds * self.mean_s * _MARGIN
+        return rounds_until(batches_before, executors) * self.mean_s * _MARGIN
+
+
+def rounds_until(batches_before: int, executors: int) -> int:
+    """How many batches an executor runs until it is through with one that `batches_before` are in front of."""
+    return 1 + batches_before // max(1, executors)

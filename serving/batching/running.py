@@ -22,15 +22,21 @@ class BatchOwner(Protocol):
 class RunningBatch:
     """`BatchSink` of one dispatched batch; `executor_id` is None when any executor may have it."""
 
-    __slots__ = ("_owner", "dispatched_s", "executor_id", "pendings")
+    __slots__ = ("_owner", "dispatched_s", "executor_id", "pendings", "rounds")
 
     def __init__(
-        self, owner: BatchOwner, pendings: list[Pending], dispatched_s: float, executor_id: int | None = None
+        self,
+        owner: BatchOwner,
+        pendings: list[Pending],
+        dispatched_s: float,
+        executor_id: int | None = None,
+        rounds: int = 1,
     ) -> None:
         self._owner = owner
         self.pendings = pendings
         self.dispatched_s = dispatched_s
         self.executor_id = executor_id
+        self.rounds = rounds  # how many batches, this one the last, its executor has before it is done
 
     def partial(self, index: int, part: InferResponse) -> None:
         """Hand on a part of a streamed answer."""

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from torchere.serving.batching.admission import Admission, BatchObserver
 from torchere.serving.batching.pending import Pending
 from torchere.serving.batching.policy import Dispatch, QueueView, WaitUntil, plan
+from torchere.serving.batching.priority import position
 from torchere.serving.batching.running import RunningBatch
 from torchere.serving.batching.sequences import SequenceTable
 from torchere.serving.errors import ExecutorDied, QueueFull, ServingError, Unavailable
@@ -32,6 +33,8 @@ class StatefulBatcher(Admission):
 
     `sequences` None: no sequences, just continuous batching.
     """
+
+    isolates_suspects = False  # what runs with whom is for its sequence to say
 
     def __init__(
         self,
@@ -67,7 +70,7 @@ class StatefulBatcher(Admission):
         if self._settings.use_tickets and self.queue_length >= len(self._pool.idle_ids()):
             raise QueueFull(self.refusal)
         if self._table is None or pending.group:  # a describe call belongs to no sequence
-            self._queue.append(pending)
+            self._queue.insert(position(self._queue, pending), pending)
         else:
             self._table.add(sequence_of(pending.request), pending, self._now())
 
@@ -164,7 +167,11 @@ class StatefulBatcher(Admission):
     def batch_done(self, batch: RunningBatch, report: BatchReport) -> None:
         """Answer what is finished of a batch, keep the rest going; `RunningBatch` calls it."""
         self._batches.discard(batch)
+        if self.quarantine.concerns(report):
+            report = self._judged(batch, report)
+        stages_s = report.all_stages_s
         for pending, outcome in zip(batch.pendings, report.outcomes, strict=True):
+            pending.stages_s = stages_s
             self._take_outcome(batch, pending, outcome)
         executor_s = self._now() - batch.dispatched_s
         self._service_time.observe(executor_s)
@@ -225,8 +232,8 @@ def begin_sequence(request: InferRequest) -> InferRequest:
     if not named:
         added = [(SEQUENCE_START, "true"), (SEQUENCE_ID, f"ts-seq-{request.request_id}")]
     headers = (*request.headers, *added)
-    return InferRequest(request.request_id, request.parameters, headers, request.deadline_s)
+    return InferRequest(request.request_id, request.parameters, headers, request.deadline_s, request.priority)
 
 
 def _again(request: InferRequest) -> InferRequest:
-    return InferRequest(request.request_id, (), request.headers, request.deadline_s)
+    return InferRequest(request.request_id, (), request.headers, request.deadline_s, request.priority)

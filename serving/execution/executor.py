@@ -31,6 +31,7 @@ class ExecutorState(Enum):
 
     STARTING = "starting"
     READY = "ready"
+    SUSPECT = "suspect"  # loaded, and owes a sign of life: it gets no batch until it gives one
     RESTARTING = "restarting"  # lost, waiting for its back-off
     FAILED = "failed"  # gave up: it kept dying for longer than max_retry_timeout_s
     STOPPED = "stopped"
@@ -47,6 +48,8 @@ class ExecutorStatus:
     memory_bytes: int = 0
     gpu_id: int | None = None
     last_failure: str = ""  # cause of the last loss or failed start, "" when there was none
+    last_failure_at: datetime | None = None  # UTC
+    losses: int = 0  # how often it was lost, failed restarts included
 
 
 def age_s(status: ExecutorStatus) -> float:
@@ -73,6 +76,15 @@ class BatchReport:
     handler_s: float = 0.0  # wall time in the handler
     metrics: tuple[HandlerMetric, ...] = ()
     cpu_s: float = 0.0  # processor time of the executor's thread, encoding and decoding included
+    # Parts of handler_s: preprocess, inference and postprocess, as far as the handler tells.
+    stages_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+    @property
+    def all_stages_s(self) -> tuple[float, float, float, float]:
+        """The three stages, and the rest of the handler's time."""
+        preprocess, inference, postprocess = self.stages_s
+        rest = self.handler_s - preprocess - inference - postprocess
+        return preprocess, inference, postprocess, rest if rest > 0 else 0.0
 
 
 class BatchSink(Protocol):
@@ -132,6 +144,10 @@ class ExecutorPool(Protocol):
     def in_service(self) -> int:
         """How many executors are ready, busy or not."""
 
+    @property
+    def on_loop(self) -> bool:
+        """Whether `submit` runs the batch before it returns: worth waiting for all that came in this turn."""
+
     async def resize(self, count: int) -> None:
         """Start or stop executors until there are `count`; new ones are loaded, but not in service yet.
 
@@ -163,3 +179,4 @@ class ExecutorPool(Protocol):
 
 FreeCallback: TypeAlias = Callable[[], None]  # an executor came free, or there will never be one again
 LoadedCallback: TypeAlias = Callable[[int, float], None]  # executor id, seconds from its start to ready
+LostCallback: TypeAlias = Callable[[str], None]  # what ended an executor: a value of `LossKind`

@@ -2,39 +2,48 @@
 
 Protocol, over a Unix socket that keeps message boundaries: the server sends an empty request with two
 descriptors (the worker's socket, the pipe for its output); the fork server answers each, in order, with
-`P <pid>`, and sends `X <pid> <exit code>` when a worker has ended.
+`P <pid>`, or with `E <errno>` when the system would not have one more process. It sends `X <pid> <exit code>`
+when a worker has ended.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import subprocess
 import sys
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 MAX_MESSAGE_BYTES = 64
+FORK_TIMEOUT_S = 120.0  # the first fork waits for the import of torch; one that hangs for longer is given up
 
 
-class ForkServer:
-    """One running fork server. Use it on the event loop that started it."""
+@dataclass(frozen=True, slots=True)
+class Spawned:
+    """A process of the fork server, which may still be importing torch, and our end of its socket."""
 
-    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket) -> None:
-        self._process = process
-        self._control = control
-        self._loop = asyncio.get_running_loop()
-        self._forks: deque[asyncio.Future[int]] = deque()  # answered in order
-        self._exits: dict[int, asyncio.Future[int]] = {}
-        self.lost = False
-        control.setblocking(False)
-        self._loop.add_reader(control, self._receive)
+    process: subprocess.Popen[bytes]
+    control: socket.socket
 
-    @classmethod
-    async def start(cls, environment: Mapping[str, str]) -> ForkServer:
-        """Start the process; it imports torch while the first request already waits for it."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "torchere.serving.execution.fork_server", str(theirs.fileno())]
+    def end(self) -> None:
+        """End it and collect it; without effect when that is done. Blocks for a moment."""
+        self.control.close()
+        self.process.terminate()
+        self.process.wait()
+
+
+def spawn(environment: Mapping[str, str]) -> Spawned:
+    """Start the process of a fork server, from a thread that lives as long as it shall; needs no event loop.
+
+    Raises:
+        OSError: the system would not.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-m", "torchere.serving.execution.fork_server", str(theirs.fileno())]
+    with theirs:
         process = subprocess.Popen(
             command,
             pass_fds=(theirs.fileno(),),
@@ -42,28 +51,44 @@ class ForkServer:
             env=environment,
             start_new_session=True,  # Ctrl+C in the terminal is for the server, which drains first
         )
-        theirs.close()
-        return cls(process, ours)
+    return Spawned(process, ours)
+
+
+class ForkServer:
+    """One running fork server. Use it on the event loop that it was constructed on."""
+
+    def __init__(self, spawned: Spawned) -> None:
+        self._spawned = spawned
+        self._process = spawned.process
+        self._control = spawned.control
+        self._loop = asyncio.get_running_loop()
+        self._forks: deque[asyncio.Future[tuple[int, asyncio.Future[int]]]] = deque()  # answered in order
+        self._exits: dict[int, asyncio.Future[int]] = {}
+        self.lost = False
+        self._control.setblocking(False)
+        self._loop.add_reader(self._control, self._receive)
 
     async def fork(self, worker_socket: int, output: int) -> tuple[int, asyncio.Future[int]]:
         """Fork a worker that inherits both descriptors; returns its pid and the future of its exit code.
 
         Raises:
-            OSError: the fork server is lost.
+            OSError: the fork server is lost, or hangs, or the system has no process left.
         """
         if self.lost:
             raise OSError("the fork server is lost")
-        forked: asyncio.Future[int] = self._loop.create_future()
-        self._forks.append(forked)
+        forked: asyncio.Future[tuple[int, asyncio.Future[int]]] = self._loop.create_future()
         socket.send_fds(self._control, [b"F"], [worker_socket, output])
-        pid = await forked
-        return pid, self._exits[pid]
+        self._forks.append(forked)
+        try:
+            return await asyncio.wait_for(forked, FORK_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            self._process.kill()  # its socket closes, which ends everything that waits for it
+            raise OSError(f"the fork server did not answer within {FORK_TIMEOUT_S:g} s") from None
 
     async def close(self) -> None:
         """End it; workers that are left end with it."""
         self._lose()
-        self._process.terminate()
-        await asyncio.to_thread(self._process.wait)
+        await asyncio.to_thread(self._spawned.end)
 
     def _receive(self) -> None:
         try:
@@ -78,6 +103,8 @@ class ForkServer:
         kind, pid, *code = message.split()
         if kind == b"P":
             self._forked(int(pid))
+        elif kind == b"E":
+            self._not_forked(int(pid))
         elif int(pid) in self._exits:
             self._settle(self._exits.pop(int(pid)), int(code[0]))
 
@@ -85,7 +112,12 @@ class ForkServer:
         self._exits[pid] = self._loop.create_future()
         forked = self._forks.popleft()
         if not forked.done():
-            forked.set_result(pid)
+            forked.set_result((pid, self._exits[pid]))
+
+    def _not_forked(self, number: int) -> None:
+        forked = self._forks.popleft()
+        if not forked.done():
+            forked.set_exception(OSError(number, os.strerror(number)))
 
     def _lose(self) -> None:
         """Nothing more will come from it: its workers are ended by the kernel, which is signal 9."""

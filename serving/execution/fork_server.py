@@ -8,8 +8,10 @@ server.
 from __future__ import annotations
 
 import atexit
+import errno
 import gc
 import os
+import select
 import selectors
 import signal
 import socket
@@ -21,6 +23,7 @@ import numpy as np
 import torch
 
 from torchere.serving.execution import worker
+from torchere.serving.execution.parent import die_with_parent
 
 
 class ForkServer:
@@ -54,16 +57,35 @@ class ForkServer:
             return True
         if not message:
             return False
-        self._fork(*descriptors)
+        if len(descriptors) == 2:
+            self._fork(*descriptors)
+        else:  # no descriptor left to take them with
+            self._send(b"E %d" % errno.EMFILE)
+            for descriptor in descriptors:
+                os.close(descriptor)
         return True
 
     def _fork(self, connection: int, output: int) -> None:
-        pid = os.fork()
-        if pid == 0:
-            self._become_worker(connection, output)
+        try:
+            pid = os.fork()
+        except OSError as err:  # no process left: the workers that are there go on
+            self._send(b"E %d" % (err.errno or errno.EAGAIN))
+        else:
+            if pid == 0:
+                self._become_worker(connection, output)
+            self._send(b"P %d" % pid)
         os.close(connection)
         os.close(output)
-        self._control.send(b"P %d" % pid)
+
+    def _send(self, message: bytes) -> None:
+        """Send, however long the server takes to read; when it is gone, `serve` finds out by itself."""
+        with suppress(ConnectionError):
+            while True:
+                try:
+                    self._control.send(message)
+                    return
+                except BlockingIOError:
+                    select.select([], [self._control], [])
 
     def _become_worker(self, connection: int, output: int) -> None:
         code = 1
@@ -103,12 +125,12 @@ class ForkServer:
                 return
             if pid == 0:
                 return
-            self._control.send(b"X %d %d" % (pid, os.waitstatus_to_exitcode(status)))
+            self._send(b"X %d %d" % (pid, os.waitstatus_to_exitcode(status)))
 
 
 def main() -> None:
     """Entry point; the only argument is the number of the inherited control socket."""
-    worker.die_with_parent()
+    die_with_parent()
     os.environ.pop("PYTHONSAFEPATH", None)  # ours alone: what a handler starts must not inherit it
     ForkServer(socket.socket(fileno=int(sys.argv[1]))).serve()
 

@@ -12,6 +12,7 @@ class FrameProtocol(asyncio.Protocol):
     """Calls `on_frame(payload)` for every complete frame, and `on_lost()` once when the stream ends.
 
     A length over the limit ends the connection: whoever is at the other end does not speak our language.
+    `fault` says so then, in words.
     """
 
     def __init__(self, on_frame: Callable[[memoryview], None], on_lost: Callable[[], None]) -> None:
@@ -19,6 +20,7 @@ class FrameProtocol(asyncio.Protocol):
         self._on_lost = on_lost
         self._buffer = bytearray()
         self._transport: asyncio.BaseTransport | None = None
+        self.fault = ""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Remember the transport, to end it when the stream is not frames."""
@@ -39,6 +41,7 @@ class FrameProtocol(asyncio.Protocol):
             return None
         (length,) = HEADER.unpack_from(self._buffer, start)
         if length > MAX_FRAME_BYTES:
+            self.fault = f"sent a frame of {length} bytes, expected at most {MAX_FRAME_BYTES}"
             if self._transport is not None:
                 self._transport.abort()  # type: ignore[attr-defined]
             return None

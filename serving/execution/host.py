@@ -17,13 +17,15 @@ import torch
 from torchere.handlers.archive_import import archive_of
 from torchere.handlers.archive_plain_names import give_plain_names
 from torchere.handlers.context import Context, RequestProcessor
-from torchere.handlers.encode import decode_input, encode_answer
+from torchere.handlers.encode import decode_input
 from torchere.handlers.errors import HandlerLoadError, PredictionException, UnsupportedOutput
 from torchere.handlers.metrics import MetricsCache
 from torchere.handlers.resolve import EntryPoint, load_entry_point
 from torchere.handlers.shared_models import SharedModels
+from torchere.handlers.tensors_answer import AnswerEncoder
 from torchere.serving.errors import DeadlineExceeded, HandlerFailed, LoadFailed, OutOfResources, ServingError
 from torchere.serving.execution.executor import BatchReport, HandlerMetric, LoadSpec, Outcome, Unfinished
+from torchere.serving.telemetry.trace_context import trace_of_headers
 from torchere.serving.types import InferRequest, InferResponse
 
 logger = logging.getLogger(__name__)
@@ -54,6 +56,8 @@ class HandlerHost:
             shared_models=shared_models,
         )
         self._entry_point: EntryPoint | None = None
+        self._encoder = AnswerEncoder(spec.model_name, spec.model_version, spec.archive_dir)
+        self._context.encoder = self._encoder
 
     def own_process(self) -> None:
         """Nothing else is hosted in this process: the archive's modules get their plain names, too."""
@@ -77,6 +81,7 @@ class HandlerHost:
         except Exception as err:  # the handler's own code: anything may come out of it
             logger.exception("loading %s failed in its handler %s", spec.model_name, spec.handler)
             raise self._load_failed(f"handler {spec.handler} raised {_line(err)}", err) from err
+        self._encoder.labels = getattr(self._entry_point.instance, "mapping", None)
 
     def warm_up(self) -> None:
         """Run the handler's own example rows, when it has some, until lazy work is done.
@@ -113,7 +118,7 @@ class HandlerHost:
         of_live = iter(report.outcomes)
         late = DeadlineExceeded("The deadline of the request passed before it was run.")
         outcomes = [next(of_live) if request.deadline_s > now_s else late for request in requests]
-        return BatchReport(outcomes, report.handler_s, report.metrics, report.cpu_s)
+        return BatchReport(outcomes, report.handler_s, report.metrics, report.cpu_s, report.stages_s)
 
     def _run(self, requests: Sequence[InferRequest], send_partial: PartialSink | None) -> BatchReport:
         cpu_started_s = time.thread_time()
@@ -129,7 +134,7 @@ class HandlerHost:
             handler_s = time.perf_counter() - started
             outcomes = [self._failure(err, requests)] * len(requests)
         cpu_s = time.thread_time() - cpu_started_s
-        return BatchReport(outcomes, handler_s, self._drain_metrics(), cpu_s)
+        return BatchReport(outcomes, handler_s, self._drain_metrics(), cpu_s, self._context.stages_s)
 
     def too_slow(self, timeout_s: float) -> LoadFailed:
         """The error for a load that took longer than `timeout_s`."""
@@ -155,7 +160,7 @@ class HandlerHost:
             detail = f"the handler returned {len(answers)} answers for a batch of {len(processors)}"
             return self._all_failed("number of batch response mismatched", detail, len(processors))
         try:
-            bodies = [encode_answer(answer) for answer in answers]
+            bodies = list(map(self._encoder.encode, answers, processors))
         except UnsupportedOutput as err:
             return self._all_failed("Unsupported model output data type.", str(err), len(processors))
         finished = self._finished(answers)
@@ -186,13 +191,20 @@ class HandlerHost:
 
     def _failure(self, err: BaseException, requests: Sequence[InferRequest]) -> ServingError:
         ids = ",".join(request.request_id for request in requests)
+        extra = self._log_fields(ids, requests)
         if isinstance(err, PredictionException):
-            logger.warning("model %s refused %s: %s", self._spec.model_name, ids, err.message)
+            logger.warning("model %s refused %s: %s", self._spec.model_name, ids, err.message, extra=extra)
             return HandlerFailed(err.message, err.error_code)
-        logger.error("model %s failed on %s\n%s", self._spec.model_name, ids, _trace(err))
+        logger.error("model %s failed on %s\n%s", self._spec.model_name, ids, _trace(err), extra=extra)
         if isinstance(err, MemoryError) or "CUDA" in _text(err):
             return OutOfResources("Out of resources", _line(err))
         return HandlerFailed(detail=_line(err))
+
+    def _log_fields(self, ids: str, requests: Sequence[InferRequest]) -> dict[str, str]:
+        fields = {"request_id": ids, "model": self._spec.model_name, "version": self._spec.model_version}
+        traces = [trace_of_headers(request.headers) for request in requests]
+        trace_ids = ",".join(dict.fromkeys(trace.trace_id for trace in traces if trace is not None))
+        return fields | ({"trace_id": trace_ids} if trace_ids else {})
 
     def _load_failed(self, detail: str, err: BaseException) -> LoadFailed:
         spec = self._spec

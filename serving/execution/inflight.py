@@ -13,12 +13,14 @@ from torchere.serving.types import InferRequest, InferResponse
 class InFlight:
     """A submitted batch. Lives on the event loop; answered once, whoever comes first."""
 
-    __slots__ = ("_timer", "answered", "requests", "sink")
+    __slots__ = ("_timer", "answered", "overdue", "requests", "sink", "taker")
 
     def __init__(self, requests: Sequence[InferRequest], sink: BatchSink) -> None:
         self.requests = requests
         self.sink = sink
         self.answered = False
+        self.overdue = False  # it was answered because the executor did not come back
+        self.taker: object = None  # the executor thread that runs it, once one does
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self, timeout_s: float, on_silence: Callable[[InFlight], None]) -> None:

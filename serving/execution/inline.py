@@ -8,7 +8,12 @@ slow run ends it.
 from __future__ import annotations
 
 QUICK_S = 0.0005  # of processor time, per batch, on average: below it a handover costs more than the run
-SLOW_CPU_S = 0.002  # of processor time: a single run on the loop that takes more ends it
+# A request that takes no longer than this is cheaper to run than to take in and to answer, so the loop is the
+# narrow place, whatever runs beside it; only that a whole batch must not hold it up for long.
+QUICK_REQUEST_S = 0.0001
+LONGEST_QUICK_S = 0.002
+QUICK_WALL_S = 0.002  # a quick batch that takes longer in a thread waited for more than the GIL
+SLOW_CPU_S = 0.005  # of processor time: a single run on the loop that takes more ends it
 SLOW_WALL_S = 0.1  # likewise of wall time; more generous, because the process may have had to wait for a core
 FIRST_TRIAL = 16  # runs in threads before the loop is tried
 LONGEST_TRIAL = 16_384  # each slow run doubles how many are wanted, up to this
@@ -25,16 +30,34 @@ class InlineChoice:
         self.allowed = allowed
         self._wanted = FIRST_TRIAL
         self._seen = 0
-        self._mean_s = 0.0
+        self._mean_s = 0.0  # of a batch
+        self._wall_s = 0.0  # of a batch in a thread
+        self._request_s = 0.0  # of a request, in its batch
 
     @property
     def active(self) -> bool:
         """Whether the next batch is to run on the loop."""
-        return self.allowed and self._seen >= self._wanted and self._mean_s <= QUICK_S
+        return self.allowed and self._quick
 
-    def ran_in_thread(self, cpu_s: float) -> None:
-        """A batch took `cpu_s` of a thread's processor time (wall time says little: it waits for the GIL)."""
-        self._mean_s = _MEMORY * self._mean_s + (1 - _MEMORY) * cpu_s if self._seen else cpu_s
+    @property
+    def one_at_a_time(self) -> bool:
+        """Whether threads would only be in each other's way: next to nothing of a batch runs without the GIL.
+
+        Those that wait share the next batch then. Not so for a handler that waits for something else.
+        """
+        return self._quick and self._wall_s <= QUICK_WALL_S
+
+    @property
+    def _quick(self) -> bool:
+        quick_s = LONGEST_QUICK_S if self._request_s <= QUICK_REQUEST_S else QUICK_S
+        return self._seen >= self._wanted and self._mean_s <= quick_s
+
+    def ran_in_thread(self, cpu_s: float, wall_s: float = 0.0, requests: int = 1) -> None:
+        """A batch took `cpu_s` of a thread's processor time, and `wall_s` with its waits for the GIL."""
+        kept = _MEMORY if self._seen else 0.0
+        self._mean_s = kept * self._mean_s + (1 - kept) * cpu_s
+        self._wall_s = kept * self._wall_s + (1 - kept) * wall_s
+        self._request_s = kept * self._request_s + (1 - kept) * cpu_s / requests
         self._seen += 1
 
     def ran_inline(self, cpu_s: float, wall_s: float) -> None:

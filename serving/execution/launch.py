@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from torchere.serving.execution.fork_client import ForkServer
+from torchere.serving.execution.fork_client import ForkServer, Spawned, spawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +84,22 @@ class ForkLauncher:
     """Forks workers from one process that imported torch: a worker is there in a few milliseconds.
 
     One for a server. The process is started by the first launch, and again when it was lost.
+
+    Args:
+        environment: see `worker_environment`.
+        spawned: a process that was started already, with the same environment; the launcher's from now on.
     """
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], spawned: Spawned | None = None) -> None:
         self._environment = environment
+        self._spawned = spawned
         self._fork_server: ForkServer | None = None
 
     async def launch(self) -> Launched:
         """Have the fork server make one."""
         if self._fork_server is None or self._fork_server.lost:
-            self._fork_server = await ForkServer.start(self._environment)
+            self._fork_server = ForkServer(self._spawned or spawn(self._environment))
+            self._spawned = None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         read_end, write_end = os.pipe()
         pipe = os.fdopen(read_end, "rb", 0)
@@ -116,6 +122,8 @@ class ForkLauncher:
         """End the fork server, and with it every worker that is left."""
         if self._fork_server is not None:
             await self._fork_server.close()
+        if self._spawned is not None:
+            await asyncio.to_thread(self._spawned.end)
 
 
 def worker_environment(hidden: str | None = None) -> dict[str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from torchere.serving.execution.executor import (
     BatchSink,
@@ -17,9 +17,12 @@ from torchere.serving.execution.executor import (
     FreeCallback,
     LoadedCallback,
     LoadSpec,
+    LostCallback,
 )
+from torchere.serving.execution.heartbeat import HeartbeatSettings
 from torchere.serving.execution.inflight import InFlight
 from torchere.serving.execution.launch import Launcher
+from torchere.serving.execution.oom import OomWatch
 from torchere.serving.execution.slot import Slot, SlotSettings
 from torchere.serving.types import InferRequest
 
@@ -39,6 +42,9 @@ class ProcessPool:
         on_loaded: LoadedCallback,
         launcher: Launcher,
         now: Callable[[], float] = time.monotonic,
+        oom: OomWatch | None = None,
+        heartbeat: HeartbeatSettings | None = None,
+        on_lost: LostCallback = lambda reason: None,
     ) -> None:
         self._spec = spec
         self._next_id = next_id
@@ -53,6 +59,9 @@ class ProcessPool:
             on_free=on_free,
             on_loaded=on_loaded,
             now=now,
+            oom=oom or OomWatch(),
+            heartbeat=heartbeat or HeartbeatSettings(),
+            on_lost=on_lost,
         )
 
     @property
@@ -70,6 +79,11 @@ class ProcessPool:
         """How many batches may be submitted now."""
         return sum(slot.room for slot in self._slots)
 
+    @property
+    def on_loop(self) -> bool:
+        """Never: workers run beside us."""
+        return False
+
     def idle_ids(self) -> tuple[int, ...]:
         """The executors that are in service and have nothing to do."""
         return tuple(slot.status.executor_id for slot in self._slots if slot.room and not slot.load)
@@ -80,24 +94,34 @@ class ProcessPool:
 
     async def resize(self, count: int) -> None:
         """Start or stop workers; see `ExecutorPool`. A surplus worker finishes its batches first."""
+        await self._drop([slot for slot in self._slots if slot.status.state is ExecutorState.FAILED])
         surplus, self._slots = self._slots[count:], self._slots[:count]
         await asyncio.gather(*(slot.retire() for slot in surplus))
         fresh = [self._new_slot() for _ in range(count - len(self._slots))]
         self._slots += fresh
-        results = await asyncio.gather(*(slot.start() for slot in fresh), return_exceptions=True)
-        failures = [result for result in results if isinstance(result, BaseException)]
-        for slot, result in zip(fresh, results, strict=True):
-            if isinstance(result, BaseException):
-                self._slots.remove(slot)
-                await slot.close()
-        if failures:
-            raise failures[0]
+        await self._bring_up(fresh, [slot.start() for slot in fresh])
 
     async def warm_up(self) -> None:
         """Warm up what was loaded and put it in service."""
         fresh = [slot for slot in self._slots if slot.status.state is ExecutorState.STARTING]
-        await asyncio.gather(*(slot.warm_up() for slot in fresh))
+        await self._bring_up(fresh, [slot.warm_up() for slot in fresh])
         self._on_free()
+
+    async def _bring_up(self, slots: Sequence[Slot], steps: Sequence[Awaitable[None]]) -> None:
+        """Take one step with each slot; those that fail at it are dropped, and the first error raised."""
+        results = await asyncio.gather(*steps, return_exceptions=True)
+        failures = [result for result in results if isinstance(result, BaseException)]
+        await self._drop(
+            [slot for slot, result in zip(slots, results, strict=True) if isinstance(result, BaseException)]
+        )
+        if failures:
+            raise failures[0]
+
+    async def _drop(self, slots: Sequence[Slot]) -> None:
+        for slot in slots:
+            if slot in self._slots:
+                self._slots.remove(slot)
+            await slot.close()
 
     def submit(
         self, requests: Sequence[InferRequest], sink: BatchSink, executor_id: int | None = None

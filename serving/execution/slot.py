@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
 
@@ -18,12 +18,16 @@ from torchere.serving.execution.executor import (
     FreeCallback,
     LoadedCallback,
     LoadSpec,
+    LostCallback,
     age_s,
 )
+from torchere.serving.execution.heartbeat import Heartbeat, HeartbeatSettings
 from torchere.serving.execution.inflight import InFlight
 from torchere.serving.execution.launch import Launcher
+from torchere.serving.execution.loss import Loss, LossKind
+from torchere.serving.execution.oom import OomWatch
 from torchere.serving.execution.restart import restart_delay_s
-from torchere.serving.execution.wire import Done, Partial, report_from_done
+from torchere.serving.execution.wire import Done, Partial, Pong, report_from_done
 from torchere.serving.execution.worker_process import WorkerProcess
 
 logger = logging.getLogger(__name__)
@@ -47,6 +51,9 @@ class SlotSettings:
     on_free: FreeCallback
     on_loaded: LoadedCallback
     now: Callable[[], float]
+    oom: OomWatch
+    heartbeat: HeartbeatSettings = field(default_factory=HeartbeatSettings)
+    on_lost: LostCallback = lambda reason: None
 
 
 class Slot:
@@ -62,6 +69,14 @@ class Slot:
         self._supervisor: asyncio.Task[None] | None = None
         self._retiring = False
         self._emptied = asyncio.Event()
+        self._heartbeat = Heartbeat(
+            settings.heartbeat,
+            idle=lambda: not self._inside,
+            ask=self._ask_for_life,
+            on_change=self._suspicion_changed,
+            on_dead=self._silent,
+            now=settings.now,
+        )
         self.status = ExecutorStatus(
             executor_id, ExecutorState.STARTING, datetime.now(timezone.utc), 0, gpu_id=gpu_id
         )
@@ -73,7 +88,8 @@ class Slot:
             self.status.executor_id,
             self.status.gpu_id,
             self._settings.launcher,
-            self._on_run_message,
+            on_message=self._on_message,
+            oom=self._settings.oom,
         )
 
     @property
@@ -95,7 +111,7 @@ class Slot:
         await self._worker.start()
         self.status = replace(
             self.status,
-            state=ExecutorState.STARTING,
+            state=ExecutorState.STARTING if self._supervisor is None else ExecutorState.RESTARTING,
             started_at=datetime.now(timezone.utc),
             pid=self._worker.pid,
         )
@@ -105,6 +121,7 @@ class Slot:
         """Warm up and go into service, supervised from now on; raises `LoadFailed`."""
         await self._worker.warm_up(self._settings.startup_timeout_s)
         self.status = replace(self.status, state=ExecutorState.READY)
+        self._heartbeat.start()
         self._settings.on_loaded(self.status.executor_id, age_s(self.status))
         if self._supervisor is None:
             self._supervisor = asyncio.ensure_future(self._supervise())
@@ -117,7 +134,11 @@ class Slot:
             batch.watch(self._settings.response_timeout_s, self._timed_out)
         self._worker.run(run_id, batch.requests)
 
-    def _on_run_message(self, message: Partial | Done) -> None:
+    def _on_message(self, message: Partial | Done | Pong) -> None:
+        if isinstance(message, Pong):
+            self._heartbeat.answered()
+            return
+        self._heartbeat.heard()
         batch = self._inside.get(message.run_id)
         if batch is None:
             return
@@ -143,26 +164,53 @@ class Slot:
         timeout_s = self._settings.response_timeout_s
         self.status = replace(self.status, state=ExecutorState.RESTARTING)
         self._empty(DeadlineExceeded(f"The model did not answer within {timeout_s:g} s."))
-        self._worker.kill(f"no answer within response_timeout={timeout_s:g} s")
+        self._worker.kill(Loss(LossKind.TIMEOUT, f"no answer within response_timeout={timeout_s:g} s"))
+
+    def _ask_for_life(self) -> None:
+        """Of whichever worker is there by now."""
+        self._worker.ping()
+
+    def _suspicion_changed(self) -> None:
+        """The worker owes a sign of life, or has given it."""
+        if self.status.state in (ExecutorState.READY, ExecutorState.SUSPECT):
+            suspect = self._heartbeat.suspect
+            self.status = replace(
+                self.status, state=ExecutorState.SUSPECT if suspect else ExecutorState.READY
+            )
+            logger.warning(
+                "worker %d of model %s version %s %s",
+                self.status.executor_id,
+                self._settings.spec.model_name,
+                self._settings.spec.model_version,
+                "gives no sign of life" if suspect else "is there again",
+            )
+            self._settings.on_free()
+
+    def _silent(self, silent_s: float) -> None:
+        """The worker hangs with nothing to do."""
+        self.status = replace(self.status, state=ExecutorState.RESTARTING)
+        self._worker.kill(Loss(LossKind.HANG, f"hung: idle, and no sign of life for {silent_s:g} s"))
 
     def _empty(self, error: ServingError) -> None:
         """Answer the batch the worker was at with `error`; give back those it had not begun."""
         batches = list(self._inside.values())
         self._inside.clear()
         self._emptied.set()
-        for batch in reversed(batches[1:]):  # the last one first: each goes to the front of its queue
+        # A worker that owed a sign of life when they were sent has begun none of them.
+        begun = 0 if self._heartbeat.owes_answer else 1
+        for batch in reversed(batches[begun:]):  # the last one first: each goes to the front of its queue
             batch.give_back()
-        for batch in batches[:1]:
+        for batch in batches[:begun]:
             batch.fail(error)
 
     async def _supervise(self) -> None:
         """Bring the worker back whenever it is lost, until the slot is closed or the rule gives up."""
         while not self._retiring:
             # Shielded: cancelling this task must not end the wait of others.
-            cause = await asyncio.shield(self._worker.lost)
+            loss = await asyncio.shield(self._worker.lost)
             if self._retiring:
                 return
-            self._note_loss(cause)
+            self._note_loss(loss)
             if not await self._restart():
                 self.status = replace(self.status, state=ExecutorState.FAILED)
             self._settings.on_free()  # also after giving up: who waits must learn that it won't come
@@ -184,24 +232,37 @@ class Slot:
                 await self.start()
                 await self.warm_up()
             except LoadFailed as err:
-                self._note_loss(err.detail)
+                self._note_loss(Loss(LossKind.LOAD, err.detail))
                 continue
             return True
 
-    def _note_loss(self, cause: str) -> None:
+    def _note_loss(self, loss: Loss) -> None:
         if self._losses == 0:
             self._first_loss_s = self._settings.now()
         self._losses += 1
-        self.status = replace(self.status, state=ExecutorState.RESTARTING, last_failure=cause)
+        self.status = replace(
+            self.status,
+            state=ExecutorState.RESTARTING,
+            last_failure=loss.cause,
+            last_failure_at=datetime.now(timezone.utc),
+            losses=self.status.losses + 1,
+        )
         spec = self._settings.spec
         logger.error(
             "worker %d of model %s version %s was lost: %s",
             self.status.executor_id,
             spec.model_name,
             spec.model_version,
-            cause,
+            loss.cause,
+            extra={"cause": loss.kind.value},
         )
-        self._empty(ExecutorDied(cause))
+        self._settings.on_lost(loss.kind.value)
+        self._answer_lost(loss)
+
+    def _answer_lost(self, loss: Loss) -> None:
+        self._heartbeat.stop()
+        out_of_memory = loss.kind is LossKind.OUT_OF_MEMORY
+        self._empty(ExecutorDied(loss.cause, crashed=loss.crashed, out_of_memory=out_of_memory))
 
     async def retire(self) -> None:
         """Finish the batches inside, then stop."""
@@ -212,11 +273,14 @@ class Slot:
             either: list[asyncio.Future[Any]] = [emptied, self._worker.lost]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             emptied.cancel()
+        if self._worker.lost.done():
+            self._answer_lost(self._worker.lost.result())
         await self.close()
 
     async def close(self) -> None:
         """Stop the worker now; batches inside are answered with `ExecutorDied`."""
         self._retiring = True
+        self._heartbeat.stop()
         for batch in self._inside.values():
             batch.fail(ExecutorDied("the version was unloaded"))
         self._inside.clear()

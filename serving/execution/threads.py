@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
+import logging
 import queue
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 
-from torchere.handlers.resolve import BUILT_IN_HANDLERS
+from torchere.handlers.resolve import BUILT_IN_HANDLERS, UNEVEN_HANDLERS
 from torchere.handlers.shared_models import SharedModels
-from torchere.serving.errors import DeadlineExceeded, ExecutorDied
+from torchere.serving.errors import DeadlineExceeded, ExecutorDied, LoadFailed
 from torchere.serving.execution.executor import (
     BatchReport,
     BatchSink,
@@ -29,12 +28,16 @@ from torchere.serving.execution.executor import (
     LoadSpec,
     age_s,
 )
-from torchere.serving.execution.host import HandlerHost, PartialSink
+from torchere.serving.execution.executor_thread import ExecutorThread, Inbox
+from torchere.serving.execution.host import HandlerHost
 from torchere.serving.execution.inflight import InFlight
 from torchere.serving.execution.inline import InlineChoice
 from torchere.serving.types import InferRequest, InferResponse
 
-Inbox = queue.SimpleQueue[InFlight | None]
+logger = logging.getLogger(__name__)
+
+MAX_LEFT_BEHIND = 3  # threads that hang, for each there is to be; after that the rest stay as they are
+HostMaker = Callable[[LoadSpec, int | None, SharedModels], HandlerHost]
 
 
 class ThreadPool:
@@ -49,8 +52,10 @@ class ThreadPool:
         next_id: Callable[[], int],
         on_free: FreeCallback,
         on_loaded: LoadedCallback,
+        make_host: HostMaker = HandlerHost,
     ) -> None:
         self._spec = spec
+        self._make_host = make_host
         self._response_timeout_s = response_timeout_s
         self._startup_timeout_s = startup_timeout_s
         self._next_id = next_id
@@ -59,11 +64,16 @@ class ThreadPool:
         self._loop = asyncio.get_running_loop()
         self._shared = SharedModels()
         self._shared_inbox: Inbox = queue.SimpleQueue()
-        self._threads: list[_ExecutorThread] = []
-        self._retiring: list[_ExecutorThread] = []  # they finish what they are at, and end
-        self._inline = InlineChoice(allowed=spec.handler in BUILT_IN_HANDLERS and not spec.pinned)
+        self._threads: list[ExecutorThread] = []
+        self._retiring: list[ExecutorThread] = []  # they finish what they are at, and end
+        even = spec.handler in BUILT_IN_HANDLERS and spec.handler not in UNEVEN_HANDLERS
+        self._inline = InlineChoice(allowed=even and not spec.pinned)
         self._inline_host: HandlerHost | None = None  # loaded with the first executors
-        self._inside: dict[InFlight, _ExecutorThread | None] = {}  # None: whichever thread takes it
+        self._resting = False  # a batch has run on the loop in this turn; others come first now
+        self._overdue = 0  # batches inside that were answered for the executor, which has not come back
+        self._left: set[InFlight] = set()  # batches that threads hang in which were left behind
+        self._restarts: set[asyncio.Task[None]] = set()
+        self._inside: dict[InFlight, ExecutorThread | None] = {}  # None: whichever thread takes it
 
     @property
     def size(self) -> int:
@@ -72,17 +82,25 @@ class ThreadPool:
 
     @property
     def in_service(self) -> int:
-        """How many executors are loaded, warm and alive."""
+        """How many executors are loaded, warm and not stuck in a call."""
+        return max(0, self._loaded - self._overdue)
+
+    @property
+    def _loaded(self) -> int:
         return sum(thread.status.state is ExecutorState.READY for thread in self._threads)
 
     @property
     def free(self) -> int:
         """How many batches may be submitted now."""
-        executors = min(1, self.in_service) if self._runs_inline else self.in_service
+        if self.on_loop:
+            return 0 if self._resting or self._inside or not self.in_service else 1
+        loaded = self._loaded  # those that hang have a batch inside still
+        executors = min(1 + self._overdue, loaded) if self._inline.one_at_a_time else loaded
         return max(0, executors - len(self._inside))
 
     @property
-    def _runs_inline(self) -> bool:
+    def on_loop(self) -> bool:
+        """Whether batches run on the event loop now: see `inline.py`."""
         return self._inline_host is not None and self._inline.active
 
     def idle_ids(self) -> tuple[int, ...]:
@@ -100,6 +118,7 @@ class ThreadPool:
 
     async def resize(self, count: int) -> None:
         """Start or stop threads; see `ExecutorPool`. A surplus thread ends after the batches before it."""
+        self._threads = [one for one in self._threads if one.status.state is not ExecutorState.FAILED]
         surplus, self._threads = self._threads[count:], self._threads[:count]
         self._retiring += surplus
         for thread in surplus:
@@ -122,7 +141,7 @@ class ThreadPool:
                 await thread.warm_up(self._startup_timeout_s)
                 self._on_loaded(thread.status.executor_id, age_s(thread.status))
         if self._inline.allowed and self._threads and self._inline_host is None:
-            host = HandlerHost(self._spec, _first(self._spec.gpu_ids), self._shared)
+            host = self._make_host(self._spec, _first(self._spec.gpu_ids), self._shared)
             await asyncio.to_thread(host.load)  # quick: the weights are there
             self._inline_host = host
         gc.freeze()  # what is loaded stays: a walk over it would hold up the loop for a tenth of a second
@@ -132,39 +151,86 @@ class ThreadPool:
         self, requests: Sequence[InferRequest], sink: BatchSink, executor_id: int | None = None
     ) -> None:
         """Run one batch on the executor named, or on whichever takes it first."""
-        named = [thread for thread in self._threads if thread.status.executor_id == executor_id]
         batch = InFlight(requests, sink)
-        self._inside[batch] = named[0] if named else None
-        if self._runs_inline and not named:
-            self._loop.call_soon(self._run_inline, batch)
+        if executor_id is None and self._inline_host is not None and self._inline.active:
+            self._run_on_loop(self._inline_host, batch)
             return
+        named = [thread for thread in self._threads if thread.status.executor_id == executor_id]
+        self._inside[batch] = named[0] if named else None
         batch.watch(self._response_timeout_s, self._timed_out)
         (named[0].inbox if named else self._shared_inbox).put(batch)
 
-    def _run_inline(self, batch: InFlight) -> None:
-        if self._inline_host is None:  # the pool was closed meanwhile, and the batch is answered
-            self._inside.pop(batch, None)
-            return
+    def _run_on_loop(self, host: HandlerHost, batch: InFlight) -> None:
+        self._resting = True
+        self._loop.call_soon(self._rested)
         started_s = time.perf_counter()
-        report = self._inline_host.run(batch.requests, batch.partial)
+        report = host.run(batch.requests, batch.partial)
         self._inline.ran_inline(report.cpu_s, time.perf_counter() - started_s)
-        self._inside.pop(batch, None)
         batch.answer(report)
 
-    def _partial(self, batch: InFlight, index: int, part: InferResponse) -> None:
+    def _rested(self) -> None:
+        self._resting = False
+        self._on_free()
+
+    def partial(self, batch: InFlight, index: int, part: InferResponse) -> None:
+        """Hand on a part of a streamed answer; its thread tells."""
         batch.watch(self._response_timeout_s, self._timed_out)  # it bounds the silence only
         batch.partial(index, part)
 
-    def _finished(self, batch: InFlight, report: BatchReport) -> None:
+    def finished(self, batch: InFlight, report: BatchReport) -> None:
+        """Answer a batch; its thread tells."""
         self._inside.pop(batch, None)
-        self._inline.ran_in_thread(report.cpu_s)
+        self._left.discard(batch)
+        self._inline.ran_in_thread(report.cpu_s, report.handler_s, len(batch.requests))
         if batch.answered:  # it was too late; but the executor is free again
+            self._overdue -= batch.overdue
             self._on_free()
         batch.answer(report)
 
     def _timed_out(self, batch: InFlight) -> None:
-        # A thread can't be killed: the clients are answered, the executor stays busy until the call returns.
-        batch.fail(DeadlineExceeded(f"The model did not answer within {self._response_timeout_s:g} s."))
+        # A thread can't be killed: it is left behind, and ends when the call returns.
+        spec, timeout_s = self._spec, self._response_timeout_s
+        cause = f"no answer within response_timeout={timeout_s:g} s"
+        logger.error(
+            "an executor thread of model %s version %s hangs: %s", spec.model_name, spec.model_version, cause
+        )
+        thread = batch.taker
+        may_leave = len(self._left) < MAX_LEFT_BEHIND * max(1, self.size)
+        if isinstance(thread, ExecutorThread) and thread in self._threads and may_leave:
+            self._leave_behind(thread, batch, cause)
+        else:
+            batch.overdue = True
+            self._overdue += 1
+        batch.fail(DeadlineExceeded(f"The model did not answer within {timeout_s:g} s."))
+
+    def _leave_behind(self, thread: ExecutorThread, batch: InFlight, cause: str) -> None:
+        """Put a fresh thread in the place of one that hangs in a batch."""
+        self._inside.pop(batch, None)
+        self._left.add(batch)
+        thread.left_behind = True
+        fresh = self._new_thread(thread.status.executor_id)
+        fresh.status = replace(
+            fresh.status,
+            state=ExecutorState.RESTARTING,
+            last_failure=cause,
+            last_failure_at=datetime.now(timezone.utc),
+            losses=thread.status.losses + 1,
+        )
+        self._threads[self._threads.index(thread)] = fresh
+        task = asyncio.ensure_future(self._bring_up(fresh))
+        self._restarts.add(task)
+        task.add_done_callback(self._restarts.discard)
+
+    async def _bring_up(self, thread: ExecutorThread) -> None:
+        try:
+            await thread.start(self._startup_timeout_s)
+            await thread.warm_up(self._startup_timeout_s)
+        except LoadFailed as err:  # the handler hangs or fails in a second instance, too
+            thread.abandon()
+            thread.status = replace(thread.status, state=ExecutorState.FAILED, last_failure=err.detail)
+        else:
+            self._on_loaded(thread.status.executor_id, age_s(thread.status))
+        self._on_free()
 
     async def close(self) -> None:
         """Answer what is inside, end the threads, let go of the weights."""
@@ -174,20 +240,21 @@ class ThreadPool:
         self._inline_host = None
         self._shared = SharedModels()
 
-    def _new_thread(self) -> _ExecutorThread:
+    def _new_thread(self, executor_id: int | None = None) -> ExecutorThread:
         gpu_ids = self._spec.gpu_ids
-        executor_id = self._next_id()
+        executor_id = self._next_id() if executor_id is None else executor_id
         gpu_id = gpu_ids[executor_id % len(gpu_ids)] if gpu_ids else None
-        host = HandlerHost(self._spec, gpu_id, self._shared)
+        host = self._make_host(self._spec, gpu_id, self._shared)
         inbox: Inbox = queue.SimpleQueue() if self._spec.pinned else self._shared_inbox
-        return _ExecutorThread(executor_id, gpu_id, host, self, inbox)
+        return ExecutorThread(executor_id, gpu_id, host, self, inbox)
 
-    def _forget(self, thread: _ExecutorThread) -> None:
+    def _forget(self, thread: ExecutorThread) -> None:
         if thread in self._threads:
             self._threads.remove(thread)
         thread.abandon()
 
-    def _stopped(self, thread: _ExecutorThread) -> None:
+    def stopped(self, thread: ExecutorThread) -> None:
+        """Forget a thread that has ended; it tells."""
         # A shared inbox does not say which thread takes the order to end: any one does, and all are alike.
         if thread in self._threads and self._retiring:
             self._threads[self._threads.index(thread)] = self._retiring.pop()
@@ -197,89 +264,3 @@ class ThreadPool:
 
 def _first(gpu_ids: tuple[int, ...]) -> int | None:
     return gpu_ids[0] if gpu_ids else None
-
-
-class _ExecutorThread:
-    """One thread and its handler. The thread loads, warms up and then serves the pool's inbox."""
-
-    def __init__(
-        self, executor_id: int, gpu_id: int | None, host: HandlerHost, pool: ThreadPool, inbox: Inbox
-    ) -> None:
-        self._host = host
-        self._pool = pool
-        self.inbox = inbox
-        self._loop = asyncio.get_running_loop()
-        self._commands: queue.SimpleQueue[tuple[Callable[[], None], asyncio.Future[None]] | None] = (
-            queue.SimpleQueue()
-        )
-        self.status = ExecutorStatus(
-            executor_id, ExecutorState.STARTING, datetime.now(timezone.utc), os.getpid(), gpu_id=gpu_id
-        )
-        self._thread = threading.Thread(target=self._run, name=f"executor-{executor_id}", daemon=True)
-
-    async def start(self, timeout_s: float) -> None:
-        """Start the thread and load the handler in it; raises `LoadFailed`."""
-        self._thread.start()
-        await self._in_thread(self._host.load, timeout_s)
-
-    async def warm_up(self, timeout_s: float) -> None:
-        """Warm up, then serve batches; raises `LoadFailed`."""
-        await self._in_thread(self._host.warm_up, timeout_s)
-        self.status = replace(self.status, state=ExecutorState.READY)
-        self._commands.put(None)
-
-    def retire(self) -> None:
-        """End, after the batches that were given before."""
-        self.inbox.put(None)
-
-    def abandon(self) -> None:
-        """End a thread that does not serve yet."""
-        self._commands.put(None)
-        self.status = replace(self.status, state=ExecutorState.STOPPED)
-
-    async def _in_thread(self, command: Callable[[], None], timeout_s: float) -> None:
-        done: asyncio.Future[None] = self._loop.create_future()
-        self._commands.put((command, done))
-        try:
-            await asyncio.wait_for(done, timeout_s)
-        except asyncio.TimeoutError:
-            # The thread can't be killed; it ends by itself when the handler comes back.
-            raise self._host.too_slow(timeout_s) from None
-
-    def _run(self) -> None:
-        while (item := self._commands.get()) is not None:
-            command, done = item
-            try:
-                command()
-            except BaseException as err:  # carried to the waiting coroutine, whatever it is
-                self._tell(_fail, done, err)
-            else:
-                self._tell(_succeed, done)
-            del item, command, done
-        if self.status.state is ExecutorState.READY:
-            self._serve()
-
-    def _serve(self) -> None:
-        pool = self._pool
-        while (batch := self.inbox.get()) is not None:
-            report = self._host.run(batch.requests, self._partial_sink(batch))
-            self._tell(pool._finished, batch, report)
-            del batch, report  # or the last batch's tensors stay alive while the thread is idle
-        self._tell(pool._stopped, self)
-
-    def _partial_sink(self, batch: InFlight) -> PartialSink:
-        return lambda index, part: self._tell(self._pool._partial, batch, index, part)
-
-    def _tell(self, callback: Callable[..., None], *args: object) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(callback, *args)
-
-
-def _succeed(done: asyncio.Future[None]) -> None:
-    if not done.done():
-        done.set_result(None)
-
-
-def _fail(done: asyncio.Future[None], err: BaseException) -> None:
-    if not done.done():
-        done.set_exception(err)

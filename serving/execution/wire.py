@@ -41,6 +41,14 @@ class Run(msgspec.Struct, frozen=True, array_like=True, tag=3):
     requests: tuple[InferRequest, ...]
 
 
+class Ping(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """Server to worker: are you there? Answered by `Pong`, after the batches that were sent before."""
+
+
+class Pong(msgspec.Struct, frozen=True, array_like=True, tag=14):
+    """Worker to server: a sign of life."""
+
+
 class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=10):
     """Worker to server: the step asked for is done."""
 
@@ -87,15 +95,16 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=13):
     outcomes: tuple[Answer | More | Failure, ...]
     handler_s: float
     metrics: tuple[HandlerMetric, ...]
+    stages_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
-ToWorker: TypeAlias = Load | WarmUp | Run
-FromWorker: TypeAlias = Loaded | LoadError | Partial | Done
+ToWorker: TypeAlias = Load | WarmUp | Run | Ping
+FromWorker: TypeAlias = Loaded | LoadError | Partial | Done | Pong
 
 _encoder = msgspec.msgpack.Encoder()
-to_worker_decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(Load | WarmUp | Run)
+to_worker_decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(Load | WarmUp | Run | Ping)
 from_worker_decoder: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(
-    Loaded | LoadError | Partial | Done
+    Loaded | LoadError | Partial | Done | Pong
 )
 
 
@@ -117,7 +126,7 @@ def encode_frame(message: ToWorker | FromWorker) -> bytearray:
 def done_from_report(run_id: int, report: BatchReport) -> Done:
     """A worker's report as a message."""
     outcomes = tuple(_encode_outcome(outcome) for outcome in report.outcomes)
-    return Done(run_id, outcomes, report.handler_s, report.metrics)
+    return Done(run_id, outcomes, report.handler_s, report.metrics, report.stages_s)
 
 
 def report_from_done(done: Done, expected: int) -> BatchReport:
@@ -126,7 +135,7 @@ def report_from_done(done: Done, expected: int) -> BatchReport:
     if len(outcomes) != expected:
         cause = f"the worker sent {len(outcomes)} outcomes for a batch of {expected}"
         return BatchReport([ExecutorDied(cause)] * expected)
-    return BatchReport(outcomes, done.handler_s, done.metrics)
+    return BatchReport(outcomes, done.handler_s, done.metrics, stages_s=done.stages_s)
 
 
 _LATE, _FULL = 504, 507  # statuses that stand for errors of their own

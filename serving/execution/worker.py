@@ -7,12 +7,10 @@ the choice. It ends when the socket closes.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import logging
 import os
-import signal
 import socket
 import sys
 
@@ -20,6 +18,7 @@ from torchere.handlers import ts_alias
 from torchere.handlers.shared_models import SharedModels
 from torchere.serving.errors import LoadFailed
 from torchere.serving.execution.host import HandlerHost
+from torchere.serving.execution.parent import die_with_parent
 from torchere.serving.execution.wire import (
     HEADER,
     FromWorker,
@@ -27,6 +26,8 @@ from torchere.serving.execution.wire import (
     Loaded,
     LoadError,
     Partial,
+    Ping,
+    Pong,
     Run,
     ToWorker,
     WarmUp,
@@ -34,9 +35,8 @@ from torchere.serving.execution.wire import (
     encode_frame,
     to_worker_decoder,
 )
+from torchere.serving.telemetry.worker_lines import WorkerFormatter
 from torchere.serving.types import InferResponse
-
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Worker:
@@ -56,6 +56,9 @@ class Worker:
     def _answer(self, message: ToWorker) -> bool:
         if isinstance(message, Run):
             self._run(message)
+            return True
+        if isinstance(message, Ping):
+            self._send(Pong())
             return True
         try:
             if isinstance(message, Load):
@@ -103,17 +106,13 @@ class Worker:
         return to_worker_decoder.decode(payload) if len(payload) == length else None
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to end this process when the server dies, however it dies. Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def run(descriptor: int) -> None:
     """Be the worker at the other end of an inherited socket, until it closes."""
     die_with_parent()
     faulthandler.enable()  # a crash in native code leaves a trace in the log
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
+    to_server = logging.StreamHandler()
+    to_server.setFormatter(WorkerFormatter())
+    logging.basicConfig(level=logging.INFO, handlers=[to_server])
     ts_alias.install()
     connection = socket.socket(fileno=descriptor)
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the server is gone; so are we

@@ -14,6 +14,8 @@ from torchere.serving.execution.executor import LoadSpec
 from torchere.serving.execution.frames import FrameProtocol
 from torchere.serving.execution.host import load_failed_text
 from torchere.serving.execution.launch import Launched, Launcher
+from torchere.serving.execution.loss import Loss, LossKind, loss_of_exit
+from torchere.serving.execution.oom import OomWatch
 from torchere.serving.execution.wire import (
     Done,
     FromWorker,
@@ -21,12 +23,15 @@ from torchere.serving.execution.wire import (
     Loaded,
     LoadError,
     Partial,
+    Ping,
+    Pong,
     Run,
     ToWorker,
     WarmUp,
     encode_frame,
     from_worker_decoder,
 )
+from torchere.serving.telemetry.worker_lines import relay
 from torchere.serving.types import InferRequest
 
 logger = logging.getLogger("torchere.worker")
@@ -38,8 +43,8 @@ KILL_GRACE_S = 2.0
 class WorkerProcess:
     """One process that hosts one handler. Methods run on the event loop.
 
-    `lost` completes, with the cause in words, when the process is gone for whatever reason. `on_run_message`
-    gets what it says about batches.
+    `lost` completes when the process is gone for whatever reason. `on_message` gets what it says about
+    batches, and its signs of life.
     """
 
     def __init__(
@@ -48,7 +53,9 @@ class WorkerProcess:
         executor_id: int,
         gpu_id: int | None,
         launcher: Launcher,
-        on_run_message: Callable[[Partial | Done], None],
+        *,
+        on_message: Callable[[Partial | Done | Pong], None],
+        oom: OomWatch,
     ) -> None:
         self._spec = spec
         self._launcher = launcher
@@ -58,12 +65,14 @@ class WorkerProcess:
         self._launched: Launched | None = None
         self._transport: asyncio.WriteTransport | None = None
         self._reply: asyncio.Future[None] | None = None  # of the step (load, warm-up) under way
-        self._on_run_message = on_run_message
+        self._on_run_message = on_message
+        self._oom = oom
         self._outbox = bytearray()
-        self._kill_reason = ""
+        self._killed: Loss | None = None  # by us, and why
+        self._frames = FrameProtocol(self._on_frame, self._on_lost)
         self._output: asyncio.Task[None] | None = None
         self._reaper: asyncio.Task[None] | None = None
-        self.lost: asyncio.Future[str] = self._loop.create_future()
+        self.lost: asyncio.Future[Loss] = self._loop.create_future()
 
     @property
     def pid(self) -> int:
@@ -78,11 +87,14 @@ class WorkerProcess:
         """
         try:
             self._launched = await self._launcher.launch()
+            self._transport, _ = await self._loop.create_unix_connection(
+                lambda: self._frames, sock=self._launched.connection
+            )
         except OSError as err:
+            if self._launched is not None:
+                self._launched.kill()
+                self._launched.close()
             raise self._load_failed(f"the worker process could not be started: {err}") from err
-        self._transport, _ = await self._loop.create_unix_connection(
-            lambda: FrameProtocol(self._on_frame, self._on_lost), sock=self._launched.connection
-        )
         self._output = asyncio.ensure_future(self._log_output(self._launched.output))
 
     async def load(self, timeout_s: float) -> None:
@@ -102,16 +114,18 @@ class WorkerProcess:
         await self._step(WarmUp(), timeout_s)
 
     async def _step(self, message: ToWorker, timeout_s: float) -> None:
+        if self.lost.done():  # since the step before, with nobody waiting
+            raise self._load_failed(self.lost.result().cause)
         self._reply = self._loop.create_future()
         self._send(message)
         try:
             await asyncio.wait_for(self._reply, timeout_s)
         except asyncio.TimeoutError:
             cause = f"not loaded within startup_timeout={timeout_s:g} s"
-            await self._kill_and_reap(cause)
+            await self._kill_and_reap(Loss(LossKind.LOAD, cause))
             raise self._load_failed(cause) from None
         except BaseException:
-            await self._kill_and_reap("the load failed or was given up")
+            await self._kill_and_reap(Loss(LossKind.LOAD, "the load failed or was given up"))
             raise
         finally:
             self._reply = None
@@ -120,25 +134,29 @@ class WorkerProcess:
         """Send one batch; the worker runs it after those that were sent before."""
         self._send(Run(run_id, tuple(requests)))
 
-    def kill(self, reason: str) -> None:
+    def ping(self) -> None:
+        """Ask for a sign of life; the worker gives it when it is through with what was sent before."""
+        self._send(Ping())
+
+    def kill(self, loss: Loss) -> None:
         """End the process at once; `lost` tells when it is gone."""
-        self._kill_reason = self._kill_reason or reason
+        self._killed = self._killed or loss
         if self._launched is not None:
             self._launched.kill()
 
-    async def _kill_and_reap(self, reason: str) -> None:
-        self.kill(reason)
+    async def _kill_and_reap(self, loss: Loss) -> None:
+        self.kill(loss)
         await self.lost
 
     async def stop(self) -> None:
         """Let the process end by itself (its socket closes), with a bound."""
-        self._kill_reason = "stopped by the server"
+        self._killed = self._killed or Loss(LossKind.STOPPED, "stopped by the server")
         if self._transport is not None:
             self._transport.close()
         try:
             await asyncio.wait_for(asyncio.shield(self.lost), KILL_GRACE_S)
         except asyncio.TimeoutError:
-            await self._kill_and_reap("did not stop when asked")
+            await self._kill_and_reap(Loss(LossKind.STOPPED, "did not stop when asked"))
 
     def _send(self, message: ToWorker) -> None:
         """Put a message on its way; those of one turn of the loop go in one system call."""
@@ -155,12 +173,12 @@ class WorkerProcess:
         try:
             message = from_worker_decoder.decode(payload)
         except msgspec.MsgspecError as err:
-            self.kill(f"sent a frame that is not a message: {err}")
+            self.kill(Loss(LossKind.PROTOCOL, f"sent a frame that is not a message: {err}"))
             return
         self._on_message(message)
 
     def _on_message(self, message: FromWorker) -> None:
-        if isinstance(message, (Done, Partial)):
+        if isinstance(message, (Done, Partial, Pong)):
             self._on_run_message(message)
         elif self._reply is not None and not self._reply.done():
             if isinstance(message, Loaded):
@@ -169,6 +187,8 @@ class WorkerProcess:
                 self._reply.set_exception(self._load_failed(message.detail, message.out_of_memory))
 
     def _on_lost(self) -> None:
+        if self._frames.fault:
+            self.kill(Loss(LossKind.PROTOCOL, self._frames.fault))
         self._reaper = asyncio.ensure_future(self._reap())
 
     async def _reap(self) -> None:
@@ -178,18 +198,20 @@ class WorkerProcess:
         try:
             code = await asyncio.wait_for(asyncio.shield(self._launched.exit_code), KILL_GRACE_S)
         except asyncio.TimeoutError:
-            self.kill("closed its socket without ending")
+            self.kill(Loss(LossKind.PROTOCOL, "closed its socket without ending"))
             code = await self._launched.exit_code
+        loss = self._killed or loss_of_exit(code, code == -signal.SIGKILL and self._oom.claim())
         await self._read_out()
-        cause = self._kill_reason or describe_exit(code)
         if self._reply is not None and not self._reply.done():
-            self._reply.set_exception(self._load_failed(cause, out_of_memory=code == -signal.SIGKILL))
+            # A worker that is killed while it loads has mostly asked for more memory than there is.
+            out_of_memory = code == -signal.SIGKILL and self._killed is None
+            self._reply.set_exception(self._load_failed(f"{loss.cause} while it was loading", out_of_memory))
         if not self.lost.done():
-            self.lost.set_result(cause)
+            self.lost.set_result(loss)
 
     def _load_failed(self, detail: str, out_of_memory: bool = False) -> LoadFailed:
         text = load_failed_text(self._spec.model_name, self._spec.model_version)
-        return LoadFailed(text, detail, out_of_memory and not self._kill_reason)
+        return LoadFailed(text, detail, out_of_memory)
 
     async def _read_out(self) -> None:
         """Log what it printed last, but do not wait for a child it left behind with the pipe open."""
@@ -200,8 +222,8 @@ class WorkerProcess:
             self._launched.close()
 
     async def _log_output(self, output: asyncio.StreamReader) -> None:
-        """Everything the handler prints becomes a log line that says where it came from."""
-        extra = {
+        """Everything the handler prints or logs becomes a log line that says where it came from."""
+        origin = {
             "model": self._spec.model_name,
             "version": self._spec.model_version,
             "executor": self._executor_id,
@@ -213,22 +235,6 @@ class WorkerProcess:
                 lines.append(rest[:MAX_LOG_LINE_BYTES])
                 rest = rest[MAX_LOG_LINE_BYTES:]
             for line in lines:
-                logger.info("%s", line.decode(errors="replace"), extra=extra)
+                relay(line.decode(errors="replace"), origin, logger)
         if rest:
-            logger.info("%s", rest.decode(errors="replace"), extra=extra)
-
-
-def describe_exit(code: int) -> str:
-    """An exit status in words.
-
-    >>> describe_exit(7)
-    'exited with code 7'
-    >>> describe_exit(-9)
-    'killed by signal 9 (SIGKILL)'
-    """
-    if code >= 0:
-        return f"exited with code {code}"
-    try:
-        return f"killed by signal {-code} ({signal.Signals(-code).name})"
-    except ValueError:
-        return f"killed by signal {-code}"
+            relay(rest.decode(errors="replace"), origin, logger)

@@ -3,19 +3,8 @@
 from __future__ import annotations
 
 import logging
-import time
 
-logger = logging.getLogger("ACCESS_LOG")
+from torchere.serving.telemetry.access_lines import AccessLog
+from torchere.serving.telemetry.logging import ACCESS_LOGGER
 
-
-def log_access(client: str, request_line: str, status: int, started_s: float) -> None:
-    """Write one line; `status` is the HTTP status or the number of the gRPC code.
-
-    Args:
-        client: `host:port` of the peer.
-        request_line: what stands between the quotes.
-        status: what the client was told.
-        started_s: monotonic seconds when the request came in.
-    """
-    elapsed_ms = round((time.monotonic() - started_s) * 1000)
-    logger.info('/%s "%s" %d %d', client, request_line, status, elapsed_ms)
+access_log = AccessLog(logging.getLogger(ACCESS_LOGGER))

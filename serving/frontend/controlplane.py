@@ -75,6 +75,8 @@ class VersionDescription:
     queue_capacity: int  # how many more requests may wait
     queue_length: int
     uses_venv: bool = False  # its workers run in a virtual environment of their own
+    isolation_reason: str = ""  # why it is not what the archive asks for
+    quarantined: int = 0  # requests that will not be run again, because they crash executors
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +206,7 @@ class ControlPlane:
             request.parameters,
             (*request.headers, ("describe", "True")),
             request.deadline_s,
+            request.priority,
         )
         answer = await self._dataplane.infer(model, version, asked, group=alone(asked))
         if isinstance(answer, StreamedResponse):
@@ -275,4 +278,6 @@ def _describe(version: Version) -> VersionDescription:
         executors=tuple(_with_memory(status) for status in version.pool.statuses()),
         queue_capacity=version.batcher.queue_capacity,
         queue_length=version.batcher.queue_length,
+        isolation_reason=version.origin.isolation_reason,
+        quarantined=version.batcher.quarantine.convicted,
     )

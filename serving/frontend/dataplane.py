@@ -6,12 +6,17 @@ import asyncio
 import time
 from dataclasses import dataclass
 
+from torchere.serving.batching.pending import AwaitedReply, Pending, Reply
 from torchere.serving.batching.stateful import begin_sequence
-from torchere.serving.errors import QueueFull, Unavailable
+from torchere.serving.errors import NotFound, QueueFull, ServingError, Unavailable
+from torchere.serving.execution.executor import ExecutorState
+from torchere.serving.frontend.call_scope import current_call
+from torchere.serving.frontend.model_facts import ModelFacts, facts_of
 from torchere.serving.registry.registry import Registry
 from torchere.serving.registry.version import Version, VersionState
 from torchere.serving.telemetry.metrics import Metrics
-from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, StreamedResponse
+from torchere.serving.telemetry.timeline import Timeline
+from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, ModelKey, StreamedResponse
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +25,32 @@ class Readiness:
 
     ready: bool
     reasons: tuple[str, ...] = ()
+
+
+class Prediction:
+    """One admitted request. Stands between its `Pending` and whoever asked, and counts the answer."""
+
+    __slots__ = ("_plane", "_reply", "pending", "target", "timeline", "version")
+
+    def __init__(
+        self, plane: DataPlane, target: Version, version: str | None, reply: Reply, timeline: Timeline | None
+    ) -> None:
+        self._plane = plane
+        self._reply = reply
+        self.target = target
+        self.version = version  # as the request named it
+        self.timeline = timeline
+        self.pending: Pending | None = None  # None while it is being admitted
+
+    def answered(self, outcome: InferResponse | StreamedResponse | ServingError) -> None:
+        """`Reply` of its pending."""
+        self._plane.settle(self, outcome)
+        self._reply(outcome)
+
+    def withdraw(self) -> None:
+        """Nobody waits any more: it won't run if it has not started; a stream ends."""
+        if self.pending is not None:
+            self.target.batcher.withdraw(self.pending)
 
 
 class DataPlane:
@@ -32,38 +63,108 @@ class DataPlane:
         self.answered = 0  # those of them that have an answer, or an error, or nobody who waits for one
         self._started = False
         self._draining = False
+        self._started_up = False  # `startup` said so once
 
     async def infer(
-        self, model: str, version: str | None, request: InferRequest, group: str = ""
+        self,
+        model: str,
+        version: str | None,
+        request: InferRequest,
+        group: str = "",
     ) -> InferResponse | StreamedResponse:
         """Answer one request with `version` of `model` (None: its default version).
 
         Requests share a batch only with others of equal `group`. Cancelling the awaiting task withdraws the
-        request: it won't run if it has not started yet.
+        request: it won't run if it has not started yet. Telemetry counts it in the current call's scope.
 
         Raises:
             ModelNotFound, VersionNotFound: nothing of that name is registered.
             Unavailable, QueueFull: no executor, or no room.
             DeadlineExceeded, HandlerFailed, OutOfResources, ExecutorDied: what became of it.
         """
-        target = self._registry.find(model, version)
-        self._metrics.prediction_accepted(model, version)
-        self._refuse_without_executors(target, version)
+        scope = current_call()
+        if scope is None:  # nobody's call, like one of the server's own
+            return await self._infer(model, version, request, group, None)
+        timeline = scope.begin(self._metrics, request.request_id)
         try:
-            pending = target.batcher.submit(_prepared(request, target), group)
-        except QueueFull as err:
-            raise QueueFull(_worded(err.message, model, version), err.retry_after_s) from None
-        self.accepted += 1
-        try:
-            response = await pending.answer
-        except asyncio.CancelledError:  # nobody waits any more
-            target.batcher.withdraw(pending)
+            response = await self._infer(model, version, request, group, timeline)
+        except ServingError as error:
+            scope.failed(timeline, error)
             raise
-        finally:
-            self.answered += 1
-        total_s = time.monotonic() - pending.enqueued_s
-        self._metrics.prediction_answered(model, version, total_s, pending.dequeued_s - pending.enqueued_s)
+        except asyncio.CancelledError:
+            scope.cancelled()
+            raise
+        scope.answered(timeline)
         return response
+
+    async def _infer(
+        self, model: str, version: str | None, request: InferRequest, group: str, timeline: Timeline | None
+    ) -> InferResponse | StreamedResponse:
+        reply = AwaitedReply()
+        prediction = self.admit(model, version, request, reply, group, timeline=timeline)
+        try:
+            return await reply.future
+        except asyncio.CancelledError:  # nobody waits any more
+            prediction.withdraw()
+            raise
+
+    def admit(
+        self,
+        model: str,
+        version: str | None,
+        request: InferRequest,
+        reply: Reply,
+        group: str = "",
+        *,
+        timeline: Timeline | None = None,
+    ) -> Prediction:
+        """As `infer`, for callers that are no coroutines: unless it raises, `reply` gets what became of it.
+
+        `timeline` learns which version it was and when it was answered; the caller finishes it.
+
+        Raises:
+            ModelNotFound, VersionNotFound, Unavailable, QueueFull, DeadlineExceeded: it was not admitted.
+        """
+        target = self._find(model, version)
+        meter = target.observer.meter
+        meter.accepted(version is not None)
+        if timeline is not None:
+            timeline.meter = meter
+            timeline.named = version is not None
+        prediction = Prediction(self, target, version, reply, timeline)
+        try:
+            self._refuse_without_executors(target, version)
+            prediction.pending = target.batcher.submit(_prepared(request, target), prediction.answered, group)
+        except QueueFull as err:
+            meter.refused(err)
+            raise QueueFull(_worded(err.message, model, version), err.retry_after_s) from None
+        except ServingError as err:
+            meter.refused(err)
+            raise
+        self.accepted += 1
+        meter.in_flight += 1
+        return prediction
+
+    def _find(self, model: str, version: str | None) -> Version:
+        try:
+            return self._registry.find(model, version)
+        except NotFound as err:
+            self._metrics.refused(err)
+            raise
+
+    def settle(
+        self, prediction: Prediction, outcome: InferResponse | StreamedResponse | ServingError
+    ) -> None:
+        """Count an answer; `Prediction` calls it."""
+        self.answered += 1
+        meter, pending, timeline = prediction.target.observer.meter, prediction.pending, prediction.timeline
+        meter.in_flight -= 1
+        if pending is None:
+            return
+        if isinstance(outcome, ServingError):
+            meter.failed(outcome, pending)
+        elif timeline is not None:
+            timeline.answered(pending, time.monotonic())
 
     def _refuse_without_executors(self, target: Version, version: str | None) -> None:
         if target.target == 0 or target.state is VersionState.FAILED or not target.living_executors:
@@ -84,6 +185,16 @@ class DataPlane:
         """`MAR-INF/signature.json` of the archive, for the model's OpenAPI document; None without one."""
         return self._registry.find(model, version).origin.archive.signature
 
+    def facts(self, model: str, version: str | None) -> ModelFacts:
+        """What clients may learn of a version; raises `ModelNotFound` or `VersionNotFound`."""
+        found = self._registry.find(model, version)
+        versions = tuple(self._registry.served()[model].versions)
+        return facts_of(found, versions, self._metrics.statistics.of(*found.key))
+
+    def registered(self) -> list[ModelKey]:
+        """Every registered version."""
+        return [version.key for version in self._registry.versions()]
+
     def healthy(self) -> bool:
         """The rule of `/ping`: every default version has as many living executors as it should.
 
@@ -103,8 +214,38 @@ class DataPlane:
             reasons.append("the server is shutting down")
         for version in self._registry.versions():
             if version.target > 0 and not version.ready:
-                reasons.append(f"{version.key} is {version.state.value}")
+                reasons.append(_unready_because(version))
         return Readiness(not reasons, tuple(reasons))
+
+    def model_readiness(self, model: str, version: str | None) -> Readiness:
+        """The rule of `/readyz/{model}`: as `readiness`, for one version alone.
+
+        A version is ready while an executor that is loaded, warm and alive may take its requests.
+
+        Raises:
+            ModelNotFound, VersionNotFound: it is not registered.
+        """
+        found = self._registry.find(model, version)
+        reasons = () if found.ready else (_unready_because(found),)
+        if self._draining:
+            reasons = (*reasons, "the server is shutting down")
+        return Readiness(not reasons, reasons)
+
+    def startup(self) -> Readiness:
+        """The rule of `/startupz`: the first load of every model of the start is over, well or not.
+
+        It stays so: what is restarted or registered later is for `readiness` to tell. A model that will not
+        load does not count against it, or its healthy neighbours would be killed with it again and again.
+        """
+        if not self._started_up:
+            reasons = [] if self._started else ["the server is starting"]
+            for version in self._registry.versions():
+                if version.origin.loaded_at_startup and version.target > 0 and version.state in _ON_THEIR_WAY:
+                    reasons.append(_unready_because(version))
+            if reasons:
+                return Readiness(False, tuple(reasons))
+            self._started_up = True
+        return Readiness(True)
 
     def opened(self) -> None:
         """All listeners are up."""
@@ -115,10 +256,20 @@ class DataPlane:
         self._draining = True
 
 
+_ON_THEIR_WAY = (VersionState.NEW, VersionState.LOADING, VersionState.WARMING)
+
+
+def _unready_because(version: Version) -> str:
+    if version.state is not VersionState.READY:
+        return f"{version.key} is {version.state.value}"
+    states = sorted({status.state.value for status in version.pool.statuses()} - {ExecutorState.READY.value})
+    return f"{version.key} has no executor in service ({', '.join(states) or 'all hang'})"
+
+
 def _living(version: Version) -> int:
     if version.state is VersionState.FAILED:
         return 0
-    if version.state in (VersionState.NEW, VersionState.LOADING, VersionState.WARMING):
+    if version.state in _ON_THEIR_WAY:
         return version.target  # still on their way
     return version.living_executors
 
@@ -134,7 +285,7 @@ def _with_deadline(request: InferRequest, target: Version) -> InferRequest:
     if request.deadline_s != NO_DEADLINE or not client_timeout_ms:
         return request
     deadline_s = time.monotonic() + client_timeout_ms / 1000
-    return InferRequest(request.request_id, request.parameters, request.headers, deadline_s)
+    return InferRequest(request.request_id, request.parameters, request.headers, deadline_s, request.priority)
 
 
 def _worded(text: str, model: str, version: str | None) -> str:

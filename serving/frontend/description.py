@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from datetime import timezone
+from datetime import datetime, timezone
 from typing import Any
 
 import msgspec
@@ -104,17 +104,22 @@ def _device_in_use(version: VersionDescription) -> str:
 
 
 def _own_json(version: VersionDescription) -> dict[str, Any]:
-    own = {"state": version.state.value, "isolation": version.isolation}
+    own: dict[str, Any] = {"state": version.state.value, "isolation": version.isolation}
+    if version.isolation_reason:
+        own["isolationReason"] = version.isolation_reason
     if version.failure:
         own["failure"] = version.failure
+    if lost := [_loss_json(executor) for executor in version.executors if executor.losses]:
+        own["losses"] = lost
+    if version.quarantined:
+        own["quarantinedRequests"] = version.quarantined
     return own
 
 
 def _executor_json(executor: ExecutorStatus) -> dict[str, Any]:
-    started = executor.started_at.astimezone(timezone.utc).isoformat(timespec="milliseconds")
     described: dict[str, Any] = {
         "id": str(executor.executor_id),
-        "startTime": started.replace("+00:00", "Z"),
+        "startTime": _moment(executor.started_at),
         # Clients wait for READY and know no other word than this one for all the rest.
         "status": "READY" if executor.state is ExecutorState.READY else "UNLOADING",
         "memoryUsage": executor.memory_bytes,
@@ -125,3 +130,17 @@ def _executor_json(executor: ExecutorStatus) -> dict[str, Any]:
     if executor.last_failure:
         described["lastFailure"] = executor.last_failure
     return described
+
+
+def _loss_json(executor: ExecutorStatus) -> dict[str, Any]:
+    return {
+        "executor": str(executor.executor_id),
+        "count": executor.losses,
+        "lastCause": executor.last_failure,
+        "lastTime": _moment(executor.last_failure_at or executor.started_at),
+    }
+
+
+def _moment(moment: datetime) -> str:
+    text = moment.astimezone(timezone.utc).isoformat(timespec="milliseconds")
+    return text.replace("+00:00", "Z")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from torchere.serving.frontend.keys import Keys
+from torchere.serving.frontend.tls import Certificates
 from torchere.serving.settings import ServerSettings
 from torchere.serving.telemetry.metrics import Metrics
 
@@ -27,3 +28,4 @@ class Services:
     keys: Keys | None = None  # None: token authorisation is off
     server_version: str = "0"
     cors: CorsHeaders = field(default_factory=CorsHeaders)
+    certificates: Certificates | None = None  # of every listener with TLS

@@ -1,9 +1,22 @@
-"""Where a listener's certificate comes from."""
+"""Where a listener's certificate comes from, and how a new one takes its place while the server runs.
+
+Every new connection is shaken hands with what was read last; connections that are up keep what they began
+with. Both frontends ask the same `Certificates`, so they never show different ones.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import ssl
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+from torchere.serving.errors import ServingError
+from torchere.serving.reloading import Reloaded
+
+
+class CertificateUnusable(ServingError):
+    """The PEM files can't be read, or are no certificate chain and the key that belongs to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,3 +25,79 @@ class TlsFiles:
 
     certificate: Path
     private_key: Path
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """A certificate chain and its key, of which OpenSSL said that they belong together."""
+
+    certificate: bytes
+    private_key: bytes = field(repr=False)
+    context: ssl.SSLContext
+
+
+class Certificates:
+    """The key pair of the TLS listeners; `refresh` follows its files.
+
+    Thread-safe for readers (gRPC asks from threads of its own).
+
+    Raises:
+        CertificateUnusable: the files can't be used.
+    """
+
+    def __init__(self, files: TlsFiles) -> None:
+        self._pair: Reloaded[KeyPair] = Reloaded(
+            "The TLS certificate", (files.certificate, files.private_key), lambda: read_pair(files)
+        )
+
+    @property
+    def pair(self) -> KeyPair:
+        """What the next handshake uses."""
+        return self._pair.value
+
+    def refresh(self) -> None:
+        """Read the files again if they changed; blocks. A pair that can't be used changes nothing."""
+        self._pair.refresh()
+
+    def server_context(self) -> ssl.SSLContext:
+        """A context for `loop.create_server`, whose every handshake uses the pair of that moment."""
+        context = _CurrentContext(ssl.PROTOCOL_TLS_SERVER)
+        context.certificates = self
+        return context
+
+
+class _CurrentContext(ssl.SSLContext):
+    """Stands for the context of the current pair.
+
+    Loading a new pair into a context in use would do as well, until one half of the pair fails to load and
+    leaves the other half in it. Here a context is complete before anybody sees it.
+    """
+
+    certificates: Certificates
+
+    def wrap_bio(self, *arguments: Any, **options: Any) -> ssl.SSLObject:
+        """The beginning of one connection; asyncio and uvloop call nothing else."""
+        return self.certificates.pair.context.wrap_bio(*arguments, **options)
+
+
+def read_pair(files: TlsFiles) -> KeyPair:
+    """Read both files and let OpenSSL check them.
+
+    Raises:
+        CertificateUnusable: see there; the text names both files and never holds what is in them.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(files.certificate, files.private_key, password=_no_pass_phrase)
+        return KeyPair(files.certificate.read_bytes(), files.private_key.read_bytes(), context)
+    except (OSError, ValueError) as err:  # SSLError is an OSError
+        raise CertificateUnusable(
+            "The TLS certificate can't be used.",
+            f"{files.certificate} and {files.private_key}: {err}; expected a PEM chain and its PEM key, "
+            "without a pass phrase.",
+        ) from err
+
+
+def _no_pass_phrase() -> str:
+    # Without this OpenSSL would ask the terminal, and the server would wait there for ever.
+    raise ValueError("the key has a pass phrase")

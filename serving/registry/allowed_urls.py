@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from torchere.serving.errors import ModelNotFound
 
@@ -27,9 +27,9 @@ MAX_PATTERN_CHARACTERS = 1024
 # of its own, which usually takes a twentieth of a second.
 MATCH_TIMEOUT_S = 5.0
 
-_REMOTE = re.compile(r"(https?|file)://", re.IGNORECASE)
+_REMOTE = re.compile(r"(https?|file|s3)://", re.IGNORECASE)
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-.]{0,254}")
-_DEFAULT_PORTS = {"http": 80, "https": 443, "file": 0}
+_DEFAULT_PORTS = {"http": 80, "https": 443, "file": 0, "s3": 0}
 _MATCHER = """\
 import json, re, sys
 url, *patterns = sys.argv[1:]
@@ -44,12 +44,14 @@ class Source:
     """One URL that may be fetched."""
 
     url: str
-    scheme: str  # "http" | "https" | "file"
-    host: str  # without brackets; "" for a file
+    scheme: str  # "http" | "https" | "file" | "s3"
+    host: str  # without brackets; "" for a file; the bucket of S3
     port: int
-    target: str  # path and query, as sent; of a file its path, decoded
+    target: str  # path and query, as sent; of a file its path, and of S3 the key, decoded
     file_name: str  # last component of the path
-    may_be_private: bool  # the pattern names this very host, so it may be inside of the operator's network
+    may_be_private: (
+        bool  # the pattern names this very host (or bucket), so it may be in the operator's network
+    )
 
 
 def is_remote(url: str) -> bool:
@@ -67,7 +69,7 @@ def allow(url: str, patterns: Sequence[str]) -> Source:
     if any(".." in text for text in _decodings(url)):
         raise ModelNotFound(f"Relative path is not allowed in url: {url}")
     if not is_remote(url):
-        raise _refused(url, "it is neither http, https nor file")
+        raise _refused(url, "it is neither http, https, s3 nor file")
     if problem := _deceptive(url):
         raise _refused(url, problem)
     matching = _matching(url, patterns)
@@ -78,6 +80,9 @@ def allow(url: str, patterns: Sequence[str]) -> Source:
     source = _source(url, matching)
     if not _FILE_NAME.fullmatch(source.file_name):
         raise _refused(url, f"its path ends in {source.file_name[:80]!r}, expected the name of an archive")
+    if source.scheme == "s3" and not source.may_be_private:
+        # The server's own credentials open the bucket; a pattern like ".*" did not mean them.
+        raise _refused(url, f"no pattern of allowed_urls spells out the bucket {source.host}")
     return source
 
 
@@ -120,6 +125,12 @@ def _deceptive(url: str) -> str:
         return "it names a user, or encodes its host; name the host alone"
     if parts.scheme == "file":
         return "" if parts.netloc in ("", "localhost") else "a file URL names no host: file:///path"
+    return _deceptive_host(parts, port)
+
+
+def _deceptive_host(parts: SplitResult, port: int | None) -> str:
+    if parts.scheme == "s3" and (port is not None or parts.query):
+        return "of S3 it names a bucket and a key, nothing else: s3://bucket/key"
     return "" if parts.hostname and port != 0 else "it names no host"
 
 
@@ -147,12 +158,13 @@ def _source(url: str, matching: Sequence[str]) -> Source:
     is_file = parts.scheme == "file"
     host = "" if is_file else parts.hostname or ""
     query = f"?{parts.query}" if parts.query else ""
+    decoded = {"file": unquote(parts.path), "s3": unquote(parts.path).lstrip("/")}
     return Source(
         url=url,
         scheme=parts.scheme,
         host=host,
         port=parts.port or _DEFAULT_PORTS[parts.scheme],
-        target=unquote(parts.path) if is_file else (parts.path or "/") + query,
+        target=decoded.get(parts.scheme, (parts.path or "/") + query),
         file_name=parts.path.rpartition("/")[2],
         may_be_private=any(names_host(pattern, host) for pattern in matching),
     )

@@ -21,6 +21,8 @@ from urllib.parse import urljoin
 
 from torchere.serving.errors import DownloadFailed, ModelNotFound, ServingError
 from torchere.serving.registry.allowed_urls import Source, allow, is_public
+from torchere.serving.registry.leftovers import lock
+from torchere.serving.registry.s3 import signed
 
 MAX_REDIRECTS = 5
 SILENCE_TIMEOUT_S = 30.0  # for one answer of the network; the whole download has a bound of its own
@@ -88,6 +90,7 @@ class Downloader:
             raise ServingError(f"Failed to save model: {url}", f"{folder}: {err.strerror}") from err
         try:
             with os.fdopen(descriptor, "wb") as file, closing(self._chunks(source)) as chunks:
+                lock(file)  # whoever sweeps up after killed servers sees that this one lives
                 file.writelines(chunks)
             os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))  # the name is ours now
             os.chmod(part, 0o644)
@@ -103,6 +106,8 @@ class Downloader:
     def _chunks(self, source: Source) -> Generator[bytes, None, None]:
         """The bytes behind a URL; whatever goes wrong is a `DownloadFailed`."""
         received = 0
+        if source.scheme == "s3":
+            source = signed(source)
         fetched = _file_chunks(source) if source.scheme == "file" else self._http_chunks(source)
         try:
             with closing(fetched):  # at once, with its connection, whatever happens
@@ -135,7 +140,7 @@ class Downloader:
             raise _failed(
                 asked, f"it redirects to {location[:200]!r}, which allowed_urls does not match"
             ) from err
-        if target.scheme == "file" or (source.scheme, target.scheme) == ("https", "http"):
+        if target.scheme in ("file", "s3") or (source.scheme, target.scheme) == ("https", "http"):
             raise _failed(asked, f"it redirects from {source.scheme} to {target.scheme}")
         return target
 

@@ -7,26 +7,39 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import time
+from functools import partial
+from typing import Literal
 
+from torchere.handlers import aot
 from torchere.serving.batching.admission import Admission
 from torchere.serving.batching.batcher import Batcher
+from torchere.serving.batching.quarantine import Quarantine
+from torchere.serving.batching.quarantine_files import QuarantineFiles
 from torchere.serving.batching.stateful import StatefulBatcher
+from torchere.serving.crash_journal import Journal
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.execution.devices import available_cores, intra_op_threads
 from torchere.serving.execution.executor import ExecutorPool, FreeCallback, LoadSpec
+from torchere.serving.execution.fork_client import Spawned
+from torchere.serving.execution.host import HandlerHost
 from torchere.serving.execution.isolation import choose_isolation
 from torchere.serving.execution.launch import ExecLauncher, ForkLauncher, Launcher, worker_environment
+from torchere.serving.execution.oom import OomWatch
 from torchere.serving.execution.processes import ProcessPool
+from torchere.serving.execution.recorded_host import RecordedHost
 from torchere.serving.execution.threads import ThreadPool
 from torchere.serving.registry.effective import Asked, effective_settings
 from torchere.serving.registry.environments import Environment
 from torchere.serving.registry.observer import RegistryObserver, VersionObserver
 from torchere.serving.registry.store import StoredArchive
 from torchere.serving.registry.version import Origin, Version
-from torchere.serving.settings import ModelSettings, ServerSettings
+from torchere.serving.settings import ModelSettings, QuarantineSettings, ServerSettings
 from torchere.serving.types import ModelKey
+
+logger = logging.getLogger(__name__)
 
 RUNTIMES = ("python", "python3", "LSP")
 FIRST_EXECUTOR_ID = 9000  # TorchServe numbers its workers by port, from 9000; tools show these ids
@@ -44,11 +57,19 @@ def no_worker_text(model: str) -> str:
 class Loader:
     """Builds versions for one server; lives on the event loop."""
 
-    def __init__(self, server: ServerSettings, observer: RegistryObserver) -> None:
+    def __init__(
+        self,
+        server: ServerSettings,
+        observer: RegistryObserver,
+        journal: Journal | None = None,
+        fork_server: Spawned | None = None,
+    ) -> None:
         self._server = server
+        self._journal = journal
         self._observer = observer
         self._executor_ids = itertools.count(FIRST_EXECUTOR_ID)
-        self._launcher = ForkLauncher(worker_environment(server.hidden_env_vars))
+        self._launcher = ForkLauncher(worker_environment(server.hidden_env_vars), fork_server)
+        self._oom = OomWatch()
 
     def build(
         self,
@@ -73,15 +94,17 @@ class Loader:
                 "nor by default_service_handler."
             )
         settings = effective_settings(asked, archive.config, self._defaults_of(key), self._server)
+        isolation = _isolation(archive, settings, handler)
+        crashed = self._server.isolated.get(str(key), "") if isolation == "thread" else ""
+        if crashed:
+            logger.warning("%s runs in processes: %s", key, crashed)
         origin = Origin(
             archive=archive,
             handler=handler,
             runtime=_checked_runtime(runtime or archive.manifest.get("runtime") or "python"),
-            # Packages of its own can't come into this process.
-            isolation="process"
-            if archive.environment
-            else choose_isolation(settings.isolation, handler, model),
+            isolation="process" if crashed else isolation,
             loaded_at_startup=loaded_at_startup,
+            isolation_reason=crashed,
         )
         return self._assemble(key, origin, settings)
 
@@ -91,7 +114,8 @@ class Loader:
         pool = self._pool(self._spec(key, origin, settings), origin, settings, pump, observer)
         batcher = _batcher(key, settings, pool, observer)
         pump.batcher = batcher
-        return Version(key, origin, settings, pool, batcher)
+        batcher.quarantine = Quarantine(QuarantineFiles(key, _quarantine_settings(self._server)))
+        return Version(key, origin, settings, pool, batcher, observer=observer)
 
     def _pool(
         self,
@@ -109,6 +133,7 @@ class Loader:
                 next_id=self._next_id,
                 on_free=on_free,
                 on_loaded=observer.executor_loaded,
+                make_host=HandlerHost if self._journal is None else partial(RecordedHost, self._journal),
             )
         return ProcessPool(
             spec,
@@ -118,7 +143,9 @@ class Loader:
             next_id=self._next_id,
             on_free=on_free,
             on_loaded=observer.executor_loaded,
+            on_lost=observer.executor_lost,
             launcher=self._launcher_of(origin.archive.environment),
+            oom=self._oom,
         )
 
     def _launcher_of(self, environment: Environment | None) -> Launcher:
@@ -161,6 +188,21 @@ class Loader:
         return next(self._executor_ids)
 
 
+def _isolation(archive: StoredArchive, settings: ModelSettings, handler: str) -> Literal["thread", "process"]:
+    if archive.environment:  # packages of its own can't come into this process
+        return "process"
+    model = archive.manifest.get("model") or {}
+    return choose_isolation(settings.isolation, handler, model, holds_gil=_holds_gil(archive, settings))
+
+
+def _holds_gil(archive: StoredArchive, settings: ModelSettings) -> bool:
+    """Whether the model is a `.pt2` that keeps the GIL; on a GPU the wait for it is too short to count."""
+    serialized = str((archive.manifest.get("model") or {}).get("serializedFile") or "")
+    if not serialized.endswith(".pt2") or settings.device_ids:
+        return False
+    return aot.holds_gil(str(archive.directory / serialized), str(archive.directory))
+
+
 def _is_stateful(settings: ModelSettings) -> bool:
     return settings.sequences is not None or settings.continuous
 
@@ -177,6 +219,14 @@ def _batcher(
     if settings.sequences_unbounded:
         batcher.close_admission()  # the contract: without sequenceMaxIdleMSec every request is refused
     return batcher
+
+
+def _quarantine_settings(server: ServerSettings) -> QuarantineSettings | None:
+    if server.quarantine_directory is None:
+        return None
+    return QuarantineSettings(
+        server.quarantine_directory, server.quarantine_max_files, server.quarantine_max_bytes
+    )
 
 
 class _Pump:

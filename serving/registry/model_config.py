@@ -16,11 +16,15 @@ logger = logging.getLogger(__name__)
 MAX_CONFIG_BYTES = 1 << 20
 MAX_ALIASES = 100  # a few anchors are fine; thousands are a bomb
 MAX_DEPTH = 50
+_NOT_SPREAD = (
+    "a model is not spread over several processes; quantise it until it fits one device (deviceIds gives "
+    "each worker its own), or run a server made for it beside this one"
+)
 UNSUPPORTED_KEYS = {
-    "parallelType": "a model is not spread over several processes",
-    "parallelLevel": "a model is not spread over several processes",
-    "torchrun": "workers are not started by torchrun",
-    "asyncCommunication": "a worker runs one batch at a time; raise maxWorkers instead",
+    "parallelType": _NOT_SPREAD,
+    "parallelLevel": _NOT_SPREAD,
+    "torchrun": f"workers are not started by torchrun: {_NOT_SPREAD}",
+    "asyncCommunication": "a worker runs one batch at a time; raise maxWorkers, or use continuousBatching",
     "pippy": "pipeline parallelism with PiPPy is not supported",
     "deepspeed": "DeepSpeed is not supported",
     "dali": "NVIDIA DALI is not supported",

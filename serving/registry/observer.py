@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from torchere.handlers.metric_types import MetricDeclaration
-from torchere.serving.batching.admission import Admission
 from torchere.serving.batching.pending import Pending
-from torchere.serving.execution.executor import BatchReport, ExecutorPool
+from torchere.serving.execution.executor import BatchReport
+from torchere.serving.telemetry.version_meter import VersionMeter
 from torchere.serving.types import ModelKey
+
+if TYPE_CHECKING:
+    from torchere.serving.registry.version import Version
 
 
 class VersionObserver(Protocol):
     """Watches one version. Called on the event loop."""
+
+    @property
+    def meter(self) -> VersionMeter:
+        """What counts its requests."""
 
     def batch_finished(self, pendings: Sequence[Pending], report: BatchReport, executor_s: float) -> None:
         """A batch was answered; `executor_s` is from its dispatch to its report."""
 
     def executor_loaded(self, executor_id: int, load_s: float) -> None:
         """An executor is ready, `load_s` after it was started."""
+
+    def executor_lost(self, reason: str) -> None:
+        """An executor was lost, and comes back if it can; `reason` is one of a fixed set of words."""
 
 
 class RegistryObserver(Protocol):
@@ -32,8 +42,11 @@ class RegistryObserver(Protocol):
     def watch(self, key: ModelKey) -> VersionObserver:
         """A version is being built."""
 
-    def registered(self, key: ModelKey, batcher: Admission, pool: ExecutorPool) -> None:
-        """It is in the serving map now; `batcher` and `pool` tell at any time how loaded it is."""
+    def registered(self, version: Version, weight: Callable[[], float]) -> None:
+        """It is in the serving map now.
 
-    def gone(self, key: ModelKey, *, was_last: bool) -> None:
+        It tells at any time how loaded it is, and `weight` its share of the requests that name no version.
+        """
+
+    def gone(self, version: Version, *, was_last: bool) -> None:
         """A version is gone; `was_last` when the model has no other."""

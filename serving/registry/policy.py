@@ -24,7 +24,7 @@ class VersionView(NamedTuple):
     wanted: bool
     target: int  # executors wanted
     size: int  # executors there are
-    retry: bool  # a FAILED version is to be tried again
+    retry: bool  # a FAILED version, or an executor that gave up, is to be tried again
 
 
 def next_step(view: VersionView) -> Step | None:
@@ -35,7 +35,7 @@ def next_step(view: VersionView) -> Step | None:
         return Step.LOAD
     if view.state is VersionState.FAILED and view.retry:
         return Step.LOAD if view.target > 0 else None
-    if view.state is VersionState.READY and view.target != view.size:
+    if view.state is VersionState.READY and (view.target != view.size or view.retry):
         return Step.RESIZE if view.target > 0 else Step.UNLOAD
     return None
 

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from torchere.serving.errors import LoadFailed, Unavailable
+from torchere.serving.execution.host import load_failed_text
 from torchere.serving.registry.policy import Step, VersionView, next_step
 from torchere.serving.registry.version import Version, VersionState
 
@@ -66,6 +67,10 @@ class Reconciler:
             await self._fail(version, err)
         except asyncio.CancelledError:
             await self._fail(version, LoadFailed("unregistered", "unregistered while it was loading"))
+        except Exception as err:  # a bug: it must be seen, and the version must not load for ever
+            logger.exception("loading %s failed unexpectedly", version.key)
+            text = load_failed_text(version.key.name, version.key.version)
+            await self._fail(version, LoadFailed(text, f"internal error: {err!r}"))
         else:
             version.enter(VersionState.READY)
             version.batcher.pump()
@@ -87,6 +92,7 @@ class Reconciler:
         version.enter(VersionState.FAILED)
 
     async def _resize(self, version: Version) -> None:
+        version.retry = False
         version.failure = None
         try:
             await version.pool.resize(version.target)
@@ -103,6 +109,7 @@ class Reconciler:
         if not await version.batcher.drain(self._drain_timeout_s):
             logger.warning("%s still had requests after %g s", version.key, self._drain_timeout_s)
         version.enter(VersionState.UNLOADING)
+        version.retry = False
         await version.pool.close()
         if version.wanted:
             version.enter(VersionState.NEW)

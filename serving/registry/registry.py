@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from torchere.archiver.reader import Archive
 from torchere.handlers.archive_import import forget_archive
+from torchere.serving.crash_journal import Journal
 from torchere.serving.errors import (
     Conflict,
     DefaultVersionInUse,
@@ -22,6 +24,7 @@ from torchere.serving.errors import (
 )
 from torchere.serving.execution.launch import worker_environment
 from torchere.serving.registry import routing
+from torchere.serving.registry.ahead import Prepared
 from torchere.serving.registry.download import Download
 from torchere.serving.registry.environments import EnvironmentBuilder, plan_environment
 from torchere.serving.registry.loader import Loader
@@ -30,7 +33,13 @@ from torchere.serving.registry.policy import scaled_target
 from torchere.serving.registry.reconciler import Reconciler
 from torchere.serving.registry.snapshot_keeper import SnapshotKeeper
 from torchere.serving.registry.startup import Wanted, check_snapshot, startup_models
-from torchere.serving.registry.store import Store, check_model_name, check_version_name, default_model_name
+from torchere.serving.registry.store import (
+    StoredArchive,
+    check_model_name,
+    check_version_name,
+    default_model_name,
+    store_of,
+)
 from torchere.serving.registry.version import Version, VersionState
 from torchere.serving.settings import ServerSettings
 from torchere.serving.types import ModelKey
@@ -41,23 +50,25 @@ logger = logging.getLogger(__name__)
 class Registry:
     """Every registered version of one server."""
 
-    def __init__(self, server: ServerSettings, observer: RegistryObserver) -> None:
+    def __init__(
+        self,
+        server: ServerSettings,
+        observer: RegistryObserver,
+        journal: Journal | None = None,
+        prepared: Prepared | None = None,
+    ) -> None:
         self._server = server
         self._observer = observer
-        self._store = Store(
-            server.model_store,
-            server.limits,
-            server.temp_dir,
-            allowed_urls=server.allowed_urls,
-            download_timeout_s=server.download_timeout_s,
-        )
+        self._store = prepared.store if prepared else store_of(server)
+        self._ahead = prepared.ahead if prepared else None
         variables = worker_environment(server.hidden_env_vars)
         self._environments = EnvironmentBuilder(variables, server.install_timeout_s)
-        self._loader = Loader(server, observer)
+        self._loader = Loader(server, observer, journal, prepared.fork_server if prepared else None)
         self._reconciler = Reconciler(server.unregister_timeout_s, self._gone)
         self._serving: routing.ServingMap = routing.EMPTY
-        self._snapshots = SnapshotKeeper(server.snapshots, self.served)
+        self._snapshots = SnapshotKeeper(server.snapshots, self.served, journal)
         self._closing = False
+        self._sweeping: asyncio.Future[None] | None = None
 
     def find(self, model: str, version: str | None) -> Version:
         """The version a request means; raises `ModelNotFound` or `VersionNotFound`."""
@@ -85,7 +96,7 @@ class Registry:
             _delete(downloaded)
             raise
         self._serving = routing.with_version(self._serving, version)
-        self._observer.registered(version.key, version.batcher, version.pool)
+        self._observer.registered(version, lambda: self._weight_of(version))
         self._reconciler.wake(version)
         self._snapshots.changed(version)
         return version
@@ -107,7 +118,7 @@ class Registry:
         name = wanted.name or archive.manifest.model_name or default_model_name(location)
         key = ModelKey(check_model_name(name), check_version_name(wanted.url, archive.manifest))
         self._refuse_twin(key)
-        stored = await asyncio.to_thread(self._store.unpack, wanted.url, archive)
+        stored = await asyncio.to_thread(self._unpacked, wanted.url, archive)
         try:
             plan = plan_environment(self._server.install_dependencies, stored.manifest, stored.config.raw)
             environment = await self._environments.build(key.name, stored.directory, plan)
@@ -127,6 +138,15 @@ class Registry:
             version.settings = version.settings.scaled(*wanted.executor_range)
             version.target = version.settings.min_executors
         return version
+
+    def _unpacked(self, url: str, archive: Archive) -> StoredArchive:
+        ahead = self._ahead.take(url, archive) if self._ahead is not None else None
+        return ahead or self._store.unpack(url, archive)
+
+    def _weight_of(self, version: Version) -> float:
+        """Share of the requests without a version that this one gets."""
+        served = self._serving.get(version.key.name)
+        return float(served is not None and served.default_version == version.key.version)
 
     def _refuse_twin(self, key: ModelKey) -> None:
         if key.name in self._serving and key.version in self._serving[key.name].versions:
@@ -157,7 +177,8 @@ class Registry:
         """Want another number of executors of a version; `version.settled` tells when it is so."""
         version.settings = version.settings.scaled(min_executors, max_executors)
         version.target = scaled_target(version.pool.size, min_executors, max_executors)
-        version.retry = version.state is VersionState.FAILED
+        gave_up = version.living_executors < version.pool.size
+        version.retry = version.state is VersionState.FAILED or gave_up
         self._reconciler.wake(version)
         self._snapshots.changed(version)
 
@@ -175,6 +196,7 @@ class Registry:
         Raises:
             InvalidSnapshot: the settings restore a snapshot, and an archive of it is not in the store.
         """
+        self._sweeping = asyncio.ensure_future(asyncio.to_thread(self._store.sweep))
         try:
             check_snapshot(self._server.snapshot_models, self._store.has)
         except InvalidSnapshot:
@@ -189,6 +211,8 @@ class Registry:
             if model.default_version and model.name in self._serving:
                 with contextlib.suppress(VersionNotFound):  # it failed to register, and the log says so
                     self.set_default(model.name, model.version)
+        if self._ahead is not None:
+            await asyncio.to_thread(self._ahead.close)
 
     async def opened(self) -> None:
         """The server answers now: snapshots are written from here on."""
@@ -203,10 +227,12 @@ class Registry:
             self.discard(version)
         await asyncio.gather(*(version.settled.wait() for version in leaving))
         await self._loader.close()
+        if self._sweeping is not None:
+            await self._sweeping
         await asyncio.to_thread(self._store.close)
 
     async def _gone(self, version: Version) -> None:
-        self._observer.gone(version.key, was_last=version.key.name not in self._serving)
+        self._observer.gone(version, was_last=version.key.name not in self._serving)
         forget_archive(version.key.name, version.key.version)
         # At the end of the server downloads stay: the next one restores them from the store.
         keep = self._closing

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable
 
+from torchere.serving.crash_journal import Journal
 from torchere.serving.registry.routing import ServingMap
 from torchere.serving.registry.snapshot import SnapshotKind, model_table, write_snapshot
 from torchere.serving.registry.version import Version
@@ -18,11 +20,17 @@ class SnapshotKeeper:
     """Writes the snapshots of one registry, or none without settings.
 
     Lives on the event loop; files are written in a thread, one after the other. A snapshot that can't be
-    written is a warning, never an error.
+    written is a warning, never an error. A supervised server's models are in its journal, too.
     """
 
-    def __init__(self, settings: SnapshotSettings | None, served: Callable[[], ServingMap]) -> None:
+    def __init__(
+        self,
+        settings: SnapshotSettings | None,
+        served: Callable[[], ServingMap],
+        journal: Journal | None = None,
+    ) -> None:
         self._settings = settings
+        self._journal = journal
         self._served = served
         self._started = False
         self._turn = asyncio.Lock()  # files in the order of the changes
@@ -36,7 +44,7 @@ class SnapshotKeeper:
 
     def changed(self, version: Version | None = None) -> None:
         """Something that is wanted changed: write a snapshot, once `version` settled."""
-        if self._started and self._settings is not None:
+        if self._started and (self._settings is not None or self._journal is not None):
             task = asyncio.ensure_future(self._after(version))
             for tasks in (self._changes, self._waiting):
                 tasks.add(task)
@@ -66,6 +74,8 @@ class SnapshotKeeper:
             self._waiting.discard(task)
 
     async def _write(self, kind: SnapshotKind) -> None:
+        if self._journal is not None and kind != "shutdown":
+            self._journal.models = json.dumps({"models": model_table(self._served())})
         if self._settings is None:
             return
         async with self._turn:

@@ -22,6 +22,8 @@ from torchere.archiver.errors import ArchiveError
 from torchere.archiver.manifest import Manifest
 from torchere.archiver.names import MANIFEST_NAME
 from torchere.archiver.reader import Archive, ArchiveLimits, open_archive
+from torchere.archiver.signature import Signature
+from torchere.handlers.signature import archive_signature
 from torchere.serving.errors import (
     DownloadFailed,
     InvalidArchive,
@@ -30,8 +32,9 @@ from torchere.serving.errors import (
     ServingError,
 )
 from torchere.serving.registry.allowed_urls import is_remote
-from torchere.serving.registry.download import Download, Downloader
+from torchere.serving.registry.download import PART_PREFIX, Download, Downloader
 from torchere.serving.registry.environments import Environment
+from torchere.serving.registry.leftovers import ClaimedFolder, sweep_folders, sweep_parts
 from torchere.serving.registry.model_config import (
     MAX_CONFIG_BYTES,
     UNSUPPORTED_KEYS,
@@ -39,7 +42,7 @@ from torchere.serving.registry.model_config import (
     parse_model_config,
     unsupported_keys,
 )
-from torchere.serving.settings import Limits
+from torchere.serving.settings import Limits, ServerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +66,7 @@ class StoredArchive:
     outside_store: bool = False  # a folder that the operator named by its path
     downloaded: Path | None = None  # the copy in the model store of what came from a URL
     environment: Environment | None = None  # None: the server's
+    tensors: Signature | None = None  # what signature.json says that the model takes and gives
 
 
 class Store:
@@ -82,7 +86,9 @@ class Store:
         self._limits = ArchiveLimits(
             max_entries=limits.max_archive_entries, max_total_bytes=limits.max_archive_bytes
         )
-        self._unpacked = Path(tempfile.mkdtemp(prefix="torchere-models-", dir=temp_dir))
+        self._temp_dir = temp_dir
+        self._download_timeout_s = download_timeout_s
+        self._folder = ClaimedFolder(temp_dir)
 
     def download(self, url: str, reuse: bool = False) -> Download | None:
         """Fetch an archive into the store; None when `url` is no URL, but a name in the store.
@@ -93,11 +99,6 @@ class Store:
             ModelNotFound: the URL is not allowed, or there is no store.
             DownloadFailed, ServingError: see `Downloader.download`.
         """
-        if re.match(r"s3://", url, re.IGNORECASE):
-            advice = (
-                "S3 is not supported: copy the archive into the model store, or give a presigned https URL"
-            )
-            raise DownloadFailed(f"Failed to download archive from: {url}", advice)
         if not is_remote(url):
             return None
         if self._root is None:
@@ -130,18 +131,32 @@ class Store:
         except ArchiveError as err:
             raise _invalid(err) from err
 
+    def config_of(self, archive: Archive) -> ModelConfig:
+        """The model config of an archive, which need not be unpacked for that.
+
+        Raises:
+            InvalidArchive: it is missing, or wrong.
+        """
+        name = archive.manifest.config_file
+        try:
+            return parse_model_config(archive.read_text(name, MAX_CONFIG_BYTES)) if name else ModelConfig()
+        except ArchiveError as err:
+            raise _invalid(err) from err
+
     def unpack(self, url: str, archive: Archive) -> StoredArchive:
         """Unpack an archive and read its model config.
 
         Raises:
             InvalidArchive: an entry, a digest or the model config is wrong; nothing stays behind.
         """
-        config_name = archive.manifest.config_file
+        config = self.config_of(archive)
+        for key in unsupported_keys(config.raw):
+            name = archive.manifest.config_file
+            logger.warning("%s: %s in %s has no effect: %s", url, key, name, UNSUPPORTED_KEYS[key])
         try:
             manifest = _manifest_as_written(archive)
-            config = _config(url, archive, config_name) if config_name else ModelConfig()
             signature = _optional_text(archive, SIGNATURE_NAME)
-            directory = Path(tempfile.mkdtemp(dir=self._unpacked)) / "model"
+            directory = Path(tempfile.mkdtemp(dir=self._folder.path)) / "model"
             archive.extract(directory)
         except ArchiveError as err:
             raise _invalid(err) from err
@@ -153,6 +168,7 @@ class Store:
             signature,
             file_name=archive.path.name,
             outside_store=archive.path.parent.resolve() != self._root,
+            tensors=archive_signature(directory),
         )
 
     def remove(self, stored: StoredArchive, *, keep_download: bool = False) -> None:
@@ -164,7 +180,17 @@ class Store:
 
     def close(self) -> None:
         """Delete everything this store unpacked."""
-        shutil.rmtree(self._unpacked, ignore_errors=True)
+        self._folder.release()
+
+    def sweep(self) -> None:
+        """Delete what servers that were killed left in the temporary folder and in the store."""
+        swept = sweep_folders(self._temp_dir)
+        if self._root is not None:
+            # Nobody writes to a part for longer than a download may take.
+            swept += sweep_parts(self._root, PART_PREFIX, self._download_timeout_s)
+        if swept:
+            names = ", ".join(str(path) for path in swept)
+            logger.warning("deleted what a server that was killed had left: %s", names)
 
     def names(self) -> list[str]:
         """Every archive and folder in the store, sorted: what `load_models=all` means."""
@@ -194,6 +220,17 @@ class Store:
         if path.resolve().parent != self._root and not path.is_symlink():
             raise ModelNotFound(f"Model not found at: {url}")
         return path
+
+
+def store_of(server: ServerSettings) -> Store:
+    """The store that the settings describe."""
+    return Store(
+        server.model_store,
+        server.limits,
+        server.temp_dir,
+        allowed_urls=server.allowed_urls,
+        download_timeout_s=server.download_timeout_s,
+    )
 
 
 def default_model_name(url: str) -> str:
@@ -230,13 +267,6 @@ def check_version_name(archive: str, manifest: Manifest) -> str:
             "characters without '/'."
         )
     return version
-
-
-def _config(url: str, archive: Archive, name: str) -> ModelConfig:
-    config = parse_model_config(archive.read_text(name, MAX_CONFIG_BYTES))
-    for key in unsupported_keys(config.raw):
-        logger.warning("%s: %s in %s has no effect: %s", url, key, name, UNSUPPORTED_KEYS[key])
-    return config
 
 
 def _manifest_as_written(archive: Archive) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from enum import Enum
 from torchere.serving.batching.admission import Admission
 from torchere.serving.errors import LoadFailed
 from torchere.serving.execution.executor import ExecutorPool, ExecutorState
+from torchere.serving.registry.observer import VersionObserver
 from torchere.serving.registry.store import StoredArchive
 from torchere.serving.settings import ModelSettings
 from torchere.serving.types import ModelKey
@@ -63,6 +64,7 @@ class Origin:
     runtime: str
     isolation: str  # "thread" | "process"
     loaded_at_startup: bool
+    isolation_reason: str = ""  # why it is not what the archive asks for; "" when it is
 
 
 class Version:
@@ -73,13 +75,21 @@ class Version:
     """
 
     def __init__(
-        self, key: ModelKey, origin: Origin, settings: ModelSettings, pool: ExecutorPool, batcher: Admission
+        self,
+        key: ModelKey,
+        origin: Origin,
+        settings: ModelSettings,
+        pool: ExecutorPool,
+        batcher: Admission,
+        *,
+        observer: VersionObserver,
     ) -> None:
         self.key = key
         self.origin = origin
         self.settings = settings
         self.pool = pool
         self.batcher = batcher
+        self.observer = observer
         self.wanted = True
         self.target = settings.min_executors
         self.retry = False  # somebody asked to try a FAILED version again

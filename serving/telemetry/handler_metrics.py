@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from torchere.serving.settings import MetricsMode
 from torchere.serving.telemetry.families import Families, Family, check_names, updater
@@ -51,10 +51,32 @@ class HandlerSample(Protocol):
         """The requests the value belongs to, for the log line."""
 
 
+class _OwnSample(NamedTuple):
+    """A `HandlerSample` that the server reports."""
+
+    name: str
+    value: float
+    unit: str
+    metric_type: str
+    dimensions: Dimensions
+    request_ids: Sequence[str]
+
+
+Ids: TypeAlias = Callable[[], Sequence[str]]
+
+
+class BoundReport(NamedTuple):
+    """Records one metric of one model."""
+
+    record: Callable[[float, Ids], None]  # takes the value, and what gives the requests' ids for a log line
+    only_last: bool  # whether nothing but the last value before a scrape matters
+
+
 class _Child(NamedTuple):
     """One combination of label values of a metric."""
 
     update: Callable[[HandlerSample], None]
+    show: Callable[[float], None] | None  # None: it is logged
     values: tuple[str, ...]  # of all labels, in their order
     model: str | None  # what the dimension `ModelName` says
 
@@ -102,6 +124,28 @@ class HandlerMetrics:
                 except ValueError as err:
                     self._refuse(sample.name, str(err))
 
+    def bound(self, name: str, unit: str, dimensions: Dimensions) -> BoundReport:
+        """What records gauges of one name and one combination of label values, for the server's own reports.
+
+        It does nothing when the metric is not recorded. Do not use it after the model of `dimensions` was
+        forgotten.
+        """
+        sample = _OwnSample(name, 0.0, unit, "gauge", dimensions, ())
+        with self._lock:
+            try:
+                child = self._child(sample)
+            except ValueError as err:
+                self._refuse(name, str(err))
+                return BoundReport(_ignore, only_last=True)
+            is_gauge = self._known[name].declared.kind == "gauge"
+        show = child.show
+        if show is None:
+            return BoundReport(
+                lambda value, ids: child.update(sample._replace(value=value, request_ids=ids())),
+                only_last=False,
+            )
+        return BoundReport(lambda value, ids: show(value), only_last=is_gauge)
+
     def forget(self, model: str) -> None:
         """Drop the samples whose dimension `ModelName` is `model`."""
         with self._lock:
@@ -127,10 +171,10 @@ class HandlerMetrics:
         model = dict(dimensions).get("ModelName")
         if known.family is None:
             named = tuple(zip(labels, values, strict=True))
-            return _Child(partial(self._write, known.declared, named), values, model)
+            return _Child(partial(self._write, known.declared, named), None, values, model)
         shown = (*values, self._hostname)
         update = updater(known.family.labels(*shown))
-        return _Child(lambda sample: update(sample.value), shown, model)
+        return _Child(lambda sample: update(sample.value), update, shown, model)
 
     def _write(
         self, metric: DeclaredMetric, labels: Sequence[tuple[str, str]], sample: HandlerSample
@@ -160,6 +204,10 @@ class HandlerMetrics:
         if name not in self._refused and len(self._refused) < MAX_FAMILIES:
             self._refused.add(name)
             logger.warning("metric %.100r of a handler is dropped: %s", name, cause)
+
+
+def _ignore(value: float, ids: Ids) -> None:
+    """What a report does that is not recorded."""
 
 
 def _label_names(dimensions: Dimensions) -> list[str]:

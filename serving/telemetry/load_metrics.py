@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import psutil
 from prometheus_client import Metric
-from prometheus_client.registry import Collector
 
-from torchere.serving.telemetry.families import help_text
+from torchere.serving.telemetry import catalogue as names
 
-QUEUE_DEPTH = "torchere_queue_depth"
-SATURATION = "torchere_saturation"
-EXECUTORS = "torchere_executors"
-# name, unit
-_GAUGES = ((QUEUE_DEPTH, "Count"), (SATURATION, "Ratio"), (EXECUTORS, "Count"))
+FAMILIES = (
+    *(names.QUEUE_DEPTH, names.QUEUE_CAPACITY, names.OLDEST_AGE, names.PREDICTED, names.SATURATION),
+    *(names.EXECUTORS, names.EXECUTOR_STATE, names.EXECUTOR_MEMORY, names.MODEL_STATE),
+    names.MODEL_TIMEOUT,
+    *(names.MODEL_WEIGHTS, names.VERSION_WEIGHT),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorLoad:
+    """One executor at one moment."""
+
+    executor_id: int
+    state: str
+    pid: int = 0  # of a worker process; 0: a thread of the server
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +34,15 @@ class VersionLoad:
 
     queued: int = 0  # requests that wait
     queue_room: int = 0  # how many more may wait
+    oldest_age_s: float = 0.0  # how long the oldest of them has waited
+    predicted_s: float = 0.0  # how long a batch is expected to take
     in_service: int = 0  # executors that are ready, busy or not
     busy: int = 0  # those of them that have something to do
-    executors: Mapping[str, int] = field(default_factory=dict)  # state -> how many executors
+    executors: tuple[ExecutorLoad, ...] = ()
+    state: str = ""  # of the version; "": not told
+    response_timeout_s: float = 0.0  # how long a batch may take; 0: not told
+    weights_bytes: int = 0  # 0: not known
+    weight: float = 0.0  # share of the requests that name no version
 
     @property
     def saturation(self) -> float:
@@ -39,41 +55,85 @@ class VersionLoad:
         return busy_share + (self.queued / places if places else 0.0)
 
 
-class LoadMetrics(Collector):
-    """The load families of one server. Thread-safe as far as the callables it is given are."""
+class LoadMetrics:
+    """Whom to ask for the load of each version. Call it on the event loop only."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards _loads
         self._loads: dict[tuple[str, str], Callable[[], VersionLoad]] = {}
 
     def watch(self, model: str, version: str, load: Callable[[], VersionLoad]) -> None:
         """Ask `load` at each exposition."""
-        with self._lock:
-            self._loads[model, version] = load
+        self._loads[model, version] = load
 
     def forget(self, model: str, version: str) -> None:
         """Ask no longer; without an error for an unknown version."""
-        with self._lock:
-            self._loads.pop((model, version), None)
+        self._loads.pop((model, version), None)
 
-    def describe(self) -> Iterable[Metric]:
-        """The families without samples: how the registry learns that their names are taken."""
-        return _families().values()
-
-    def collect(self) -> Iterable[Metric]:
-        """Ask, and make the families, for the registry."""
-        families = _families()
-        with self._lock:
-            loads = list(self._loads.items())
-        for (model, version), ask in loads:
-            load = ask()
-            labels = {"model": model, "version": version}
-            families[QUEUE_DEPTH].add_sample(QUEUE_DEPTH, labels, load.queued)
-            families[SATURATION].add_sample(SATURATION, labels, load.saturation)
-            for state, count in load.executors.items():
-                families[EXECUTORS].add_sample(EXECUTORS, {**labels, "state": state}, count)
-        return families.values()
+    def ask(self) -> dict[tuple[str, str], VersionLoad]:
+        """How loaded each model and version is now."""
+        return {key: load() for key, load in self._loads.items()}
 
 
-def _families() -> dict[str, Metric]:
-    return {name: Metric(name, help_text("gauge", unit), "gauge") for name, unit in _GAUGES}
+def load_families(
+    loads: Mapping[tuple[str, str], VersionLoad],
+    executor_states: Iterable[str],
+    version_states: Iterable[str],
+) -> Iterable[Metric]:
+    """The families of `FAMILIES`. Asks the system for the memory of worker processes, nothing else.
+
+    Args:
+        loads: by model and version.
+        executor_states: all that an executor can be in.
+        version_states: all that a version can be in.
+    """
+    families = names.families(FAMILIES)
+    for (model, version), load in loads.items():
+        labels = {"model": model, "version": version}
+        _add_queue(families, labels, load)
+        _add_executors(families, labels, load, executor_states)
+        for state in version_states if load.state else ():
+            families[names.MODEL_STATE].add_sample(
+                names.MODEL_STATE, {**labels, "state": state}, float(state == load.state)
+            )
+        for name, value in (
+            (names.MODEL_WEIGHTS, load.weights_bytes),
+            (names.MODEL_TIMEOUT, load.response_timeout_s),
+        ):
+            if value:
+                families[name].add_sample(name, labels, value)
+        families[names.VERSION_WEIGHT].add_sample(names.VERSION_WEIGHT, labels, load.weight)
+    return families.values()
+
+
+def _add_queue(families: dict[str, Metric], labels: dict[str, str], load: VersionLoad) -> None:
+    values = {
+        names.QUEUE_DEPTH: load.queued,
+        names.QUEUE_CAPACITY: load.queued + load.queue_room,
+        names.OLDEST_AGE: load.oldest_age_s,
+        names.PREDICTED: load.predicted_s,
+        names.SATURATION: load.saturation,
+    }
+    for name, value in values.items():
+        families[name].add_sample(name, labels, value)
+
+
+def _add_executors(
+    families: dict[str, Metric], labels: dict[str, str], load: VersionLoad, states: Iterable[str]
+) -> None:
+    for state, count in Counter(executor.state for executor in load.executors).items():
+        families[names.EXECUTORS].add_sample(names.EXECUTORS, {**labels, "state": state}, count)
+    for executor in load.executors:
+        own = {**labels, "executor": str(executor.executor_id)}
+        for state in states:
+            families[names.EXECUTOR_STATE].add_sample(
+                names.EXECUTOR_STATE, {**own, "state": state}, float(state == executor.state)
+            )
+        if executor.pid:
+            _add_memory(families[names.EXECUTOR_MEMORY], own, executor.pid)
+
+
+def _add_memory(family: Metric, labels: dict[str, str], pid: int) -> None:
+    try:
+        family.add_sample(family.name, labels, psutil.Process(pid).memory_info().rss)
+    except psutil.Error:  # it ended a moment ago
+        return

@@ -6,52 +6,81 @@ handlers print) and `ts_log.log` (everything).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import logging.handlers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from torchere.serving.telemetry.logging import escape
+from torchere.serving.telemetry.access_lines import AccessLine, LineFormatter
+from torchere.serving.telemetry.logging import ACCESS_LOGGER, escape
 
 logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 100 * 2**20  # TorchServe's; it compresses old files and rotates daily as well
 KEPT_FILES = 5
-ACCESS_LOGGER = "ACCESS_LOG"
 MODEL_LOGGER = "MODEL_LOG"
 _LEVELS = {"WARNING": "WARN", "CRITICAL": "FATAL"}  # where log4j's names are others
 
 
 class _LogFile(logging.handlers.RotatingFileHandler):
-    """Ours, so that adding again replaces it."""
+    """Ours, so that adding again replaces it. `form` is for lines of the access log; None: it takes none."""
 
     def __init__(
-        self, path: Path, takes: Callable[[logging.LogRecord], bool], lines: logging.Formatter
+        self,
+        path: Path,
+        takes: Callable[[logging.LogRecord], bool],
+        lines: logging.Formatter,
+        form: Callable[[AccessLine], str] | None = None,
     ) -> None:
         super().__init__(path, maxBytes=MAX_FILE_BYTES, backupCount=KEPT_FILES, encoding="utf-8")
         self.addFilter(takes)
         self.setFormatter(lines)
+        self._form = form
+
+    def write_access(self, lines: Sequence[AccessLine]) -> None:
+        """Write many lines of the access log at once; the file is rotated before them, if at all."""
+        if self._form is None:
+            return
+        text = "".join([f"{self._form(line)}\n" for line in lines])
+        with self.lock or contextlib.nullcontext():
+            try:
+                if self.stream is not None and self.stream.tell() + len(text) >= self.maxBytes:
+                    self.doRollover()
+                if self.stream is not None:  # None: it was closed
+                    self.stream.write(text)
+                    self.flush()
+            except OSError:  # as with any other line
+                self.handleError(logging.makeLogRecord({"msg": f"{len(lines)} lines of the access log"}))
 
 
-class AccessFormatter(logging.Formatter):
+class AccessFormatter(LineFormatter):
     """`time - message`."""
+
+    def format_access(self, line: AccessLine) -> str:
+        """The same for a line of the access log, without a record."""
+        return f"{_time(line.created_s)} - {escape(line.message)}"
 
     def format(self, record: logging.LogRecord) -> str:
         """The line, without its end."""
-        return f"{_time(record)} - {escape(record.getMessage())}"
+        return f"{_time(record.created)} - {escape(record.getMessage())}"
 
 
-class Log4jFormatter(logging.Formatter):
+class Log4jFormatter(LineFormatter):
     """`time [LEVEL] thread logger - message`; a traceback follows on lines of its own."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The line, without its end."""
         level = _LEVELS.get(record.levelname, record.levelname)
         thread, name = _origin(record)
-        line = f"{_time(record)} [{level:<5}] {escape(thread)} {name} - {escape(record.getMessage())}"
+        line = f"{_time(record.created)} [{level:<5}] {escape(thread)} {name} - {escape(record.getMessage())}"
         trace = self.formatException(record.exc_info) if record.exc_info else ""
         return "\n".join([line, *(escape(part) for part in trace.split("\n") if part)])
+
+    def format_access(self, line: AccessLine) -> str:
+        """The same for a line of the access log, without a record."""
+        return f"{_time(line.created_s)} [INFO ] MainThread {ACCESS_LOGGER} - {escape(line.message)}"
 
 
 def add_log_files(directory: Path) -> bool:
@@ -64,10 +93,11 @@ def add_log_files(directory: Path) -> bool:
     remove_log_files()
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        access, everything = AccessFormatter(), Log4jFormatter()
         files = [
-            _LogFile(directory / "access_log.log", _is_access, AccessFormatter()),
-            _LogFile(directory / "model_log.log", _is_model, Log4jFormatter()),
-            _LogFile(directory / "ts_log.log", lambda record: True, Log4jFormatter()),
+            _LogFile(directory / "access_log.log", _is_access, access, access.format_access),
+            _LogFile(directory / "model_log.log", _is_model, everything),
+            _LogFile(directory / "ts_log.log", lambda record: True, everything, everything.format_access),
         ]
     except OSError as err:
         logger.warning("no log files in %s: %s", directory, err.strerror)
@@ -101,7 +131,7 @@ def _origin(record: logging.LogRecord) -> tuple[str, str]:
     return f"W-{fields['executor']}-{fields.get('model')}_{fields.get('version')}-stdout", MODEL_LOGGER
 
 
-def _time(record: logging.LogRecord) -> str:
+def _time(created_s: float) -> str:
     """Local time, as log4j's ISO8601 has it: a comma before the milliseconds, and no zone."""
-    moment = datetime.fromtimestamp(record.created)
+    moment = datetime.fromtimestamp(created_s)
     return f"{moment:%Y-%m-%dT%H:%M:%S},{moment.microsecond // 1000:03d}"

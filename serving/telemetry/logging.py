@@ -6,19 +6,25 @@ among them must not look like a line of ours, or move the terminal's cursor.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
+from functools import lru_cache
+from json.encoder import encode_basestring_ascii as _quoted  # text as json.dumps writes it, sooner
 from typing import TYPE_CHECKING, Any, TextIO
+
+from torchere.serving.telemetry.access_lines import AccessLine, LineFormatter
 
 if TYPE_CHECKING:
     _StreamHandler = logging.StreamHandler[TextIO]
 else:
     _StreamHandler = logging.StreamHandler  # takes a parameter at run time from Python 3.11 on only
 
+ACCESS_LOGGER = "ACCESS_LOG"
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 _OWN_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -28,8 +34,23 @@ _HIDDEN_PREFIX = "_"  # extras for other handlers
 class _Handler(_StreamHandler):
     """Ours, so that configuring again replaces it and leaves the handlers of others alone."""
 
+    def __init__(self, stream: TextIO, lines: LineFormatter) -> None:
+        super().__init__(stream)
+        self.setFormatter(lines)
+        self._lines = lines
 
-class JsonFormatter(logging.Formatter):
+    def write_access(self, lines: Sequence[AccessLine]) -> None:
+        """Write many lines of the access log at once."""
+        text = "".join([f"{self._lines.format_access(line)}\n" for line in lines])
+        with self.lock or contextlib.nullcontext():
+            try:
+                self.stream.write(text)
+                self.flush()
+            except (OSError, ValueError):  # nobody reads any more, or it is closed: as with any other line
+                self.handleError(logging.makeLogRecord({"msg": f"{len(lines)} lines of the access log"}))
+
+
+class JsonFormatter(LineFormatter):
     """One JSON object a line: time, level, logger, message, then what `extra=` gave, then the traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -47,8 +68,17 @@ class JsonFormatter(logging.Formatter):
         # JSON may hold DEL as it is, a terminal should not; it can only stand inside of a string.
         return json.dumps(fields).replace("\x7f", "\\u007f")
 
+    def format_access(self, line: AccessLine) -> str:
+        """The same for a line of the access log, without a record."""
+        ids = "".join([f', "{name}": {_quoted(value)}' for name, value in line.ids.items()])
+        text = (
+            f'{{"time": "{_utc_quick(line.created_s)}", "level": "INFO", "logger": "{ACCESS_LOGGER}", '
+            f'"message": {_quoted(line.message)}{ids}}}'
+        )
+        return text.replace("\x7f", "\\u007f")
 
-class TextFormatter(logging.Formatter):
+
+class TextFormatter(LineFormatter):
     """`time LEVEL logger: message name=value ...`; a traceback follows on lines that begin with a bar."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -59,8 +89,14 @@ class TextFormatter(logging.Formatter):
         trace = _trace(self, record)
         return "\n".join([line, *(f"  | {escape(part)}" for part in trace.split("\n") if part)])
 
+    def format_access(self, line: AccessLine) -> str:
+        """The same for a line of the access log, without a record."""
+        ids = "".join([f" {name}={escape(value)}" for name, value in line.ids.items()])
+        moment = _utc(line.created_s, "milliseconds")
+        return f"{moment} INFO    {ACCESS_LOGGER}: {escape(line.message)}{ids}"
 
-def configure(level: str, json_lines: bool, stream: TextIO) -> None:
+
+def configure(level: str, json_lines: bool, stream: TextIO, *, lines: LineFormatter | None = None) -> None:
     """Send every log record of this process of at least this level to the stream.
 
     Call it before other threads log. Calling it again replaces what the last call did.
@@ -69,6 +105,7 @@ def configure(level: str, json_lines: bool, stream: TextIO) -> None:
         level: One of `LEVELS`, in any case.
         json_lines: One JSON object a line; otherwise text for people.
         stream: Usually standard output; flushed after each line.
+        lines: Another form of line than these two.
 
     Raises:
         ValueError: the level is none of `LEVELS`.
@@ -78,8 +115,7 @@ def configure(level: str, json_lines: bool, stream: TextIO) -> None:
         raise ValueError(f"log level: found {level!r}, expected one of {', '.join(LEVELS)}")
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="backslashreplace")  # a line is never lost to a narrow encoding
-    handler = _Handler(stream)
-    handler.setFormatter(JsonFormatter() if json_lines else TextFormatter())
+    handler = _Handler(stream, lines or (JsonFormatter() if json_lines else TextFormatter()))
     root = logging.getLogger()
     for old in [old for old in root.handlers if isinstance(old, _Handler)]:
         root.removeHandler(old)
@@ -128,6 +164,17 @@ def _trace(formatter: logging.Formatter, record: logging.LogRecord) -> str:
     if record.stack_info:
         parts.append(formatter.formatStack(record.stack_info))
     return "\n".join(parts)
+
+
+def _utc_quick(created_s: float) -> str:
+    """The time to the microsecond; a second's beginning is found out once."""
+    second, microseconds = divmod(round(created_s * 1e6), 1_000_000)
+    return f"{_second(second)}.{microseconds:06d}Z"
+
+
+@lru_cache(maxsize=2)
+def _second(epoch_s: int) -> str:
+    return datetime.fromtimestamp(epoch_s, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S")
 
 
 def _utc(created: float, timespec: str) -> str:

@@ -1,53 +1,49 @@
 """Every metric of the server, by the events that change it.
 
 TorchServe's families keep its names, units and labels, so that dashboards and alerts built for it go on
-working; what it could not say (distributions, load, readiness) stands under `torchere_`.
+working; what it could not say (distributions, load, readiness, causes) stands under `torchere_`, in
+`catalogue.py`.
 """
 
 from __future__ import annotations
 
 import socket
-import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import NamedTuple
 
 from torchere.handlers.metric_types import MetricDeclaration
+from torchere.serving.errors import ServingError
 from torchere.serving.settings import MetricsMode
-from torchere.serving.telemetry.batch_metrics import BatchMetrics
-from torchere.serving.telemetry.exposition import render
+from torchere.serving.telemetry import catalogue
+from torchere.serving.telemetry.exposure import Exposure, Reserved, States
 from torchere.serving.telemetry.families import Families
-from torchere.serving.telemetry.handler_metrics import Dimensions, HandlerMetrics, HandlerSample
+from torchere.serving.telemetry.handler_metrics import HandlerMetrics, HandlerSample
 from torchere.serving.telemetry.load_metrics import LoadMetrics, VersionLoad
+from torchere.serving.telemetry.meters import PLAIN, Meters
 from torchere.serving.telemetry.metrics_config import MetricsConfig, built_in_config
-from torchere.serving.telemetry.prediction_metrics import PLAIN, PredictionMetrics
+from torchere.serving.telemetry.process_metrics import ProcessMetrics
+from torchere.serving.telemetry.refusals import TOO_LARGE, refusal_reason
 from torchere.serving.telemetry.server_metrics import ServerMetrics
+from torchere.serving.telemetry.statistics import StatisticsTable
 from torchere.serving.telemetry.system_metrics import SystemMetrics
-
-_REQUESTS = {2: "Requests2XX", 4: "Requests4XX", 5: "Requests5XX"}  # first digit of the status -> family
-
-
-class _Sample(NamedTuple):
-    """A value that the server reports on behalf of a handler."""
-
-    name: str
-    value: float
-    unit: str
-    metric_type: str
-    dimensions: Dimensions
-    request_ids: Sequence[str]
+from torchere.serving.telemetry.timeline import Timeline, Tracing, Transport
+from torchere.serving.telemetry.trace_context import TraceContext
+from torchere.serving.telemetry.version_meter import VersionMeter
 
 
 class Metrics:
-    """All metrics of one server, on a registry of its own. Every method may be called from any thread.
+    """All metrics of one server, on a registry of its own.
 
-    A model and version get labels when a prediction is accepted for them, so call `prediction_accepted` only
-    for what is registered: names that clients make up must never become labels. `forget` takes them away.
+    Call it on the event loop, except for `exposition` of an `Exposure`, `handler_metrics` and `system`, which
+    may be used from any thread. A model and version become labels by `show`, so show what is registered only:
+    names that clients make up must never become labels. `forget` takes them away.
 
     Args:
         hostname: label of most metrics; None: this machine's.
         mode: what is shown and what is logged (see `server_metrics.is_logged`).
         config: which of TorchServe's metrics there are; None: all.
         auto_detect: whether metrics of handlers that `config` does not declare are recorded.
+        tracing: makes spans; None: nobody does.
     """
 
     def __init__(
@@ -57,6 +53,7 @@ class Metrics:
         mode: MetricsMode = "prometheus",
         config: MetricsConfig | None = None,
         auto_detect: bool = False,
+        tracing: Tracing | None = None,
     ) -> None:
         host = hostname or socket.gethostname()
         config = built_in_config() if config is None else config
@@ -65,114 +62,147 @@ class Metrics:
             MetricDeclaration(metric.name, metric.unit, metric.labels[:-1], metric.kind)
             for metric in config.model.values()
         )
+        self.tracing = tracing
         self._families = families = Families()
         self._server = server = ServerMetrics(config.server, families, host, mode, PLAIN)
-        self._finished = {digit: server.bind(name, "Host") for digit, name in _REQUESTS.items()}
-        self._thread_time_ms = server.bind("WorkerThreadTime", "Host")
         self.system = SystemMetrics(server)
-        self._predictions = PredictionMetrics(host, server)
+        self._meters = Meters(host, server)
+        families.registry.register(Reserved((*server.plain, *catalogue.ALL_NAMES)))
+        self.process = ProcessMetrics()
         self._of_handlers = HandlerMetrics(config.model, families, host, mode, auto_detect=auto_detect)
-        self._batches = BatchMetrics()
         self._load = LoadMetrics()
-        families.registry.register(self._predictions)
-        families.registry.register(self._batches)
-        families.registry.register(self._load)
-        self._inflight = families.gauge("torchere_inflight", "Count", ())
-        self._ready = families.gauge("torchere_ready", "Boolean", ())
-        self._lock = threading.Lock()  # guards _executors
+        self.statistics = StatisticsTable()
+        self._states = States()
+        self._refused: Counter[str] = Counter()
+        self._server_values: dict[str, Callable[[], float]] = dict.fromkeys(
+            (catalogue.READY, catalogue.SERVER_IN_FLIGHT, catalogue.LOG_DROPPED), float
+        )
         self._executors: dict[tuple[str, str], set[str]] = {}
 
-    def request_finished(self, status: int) -> None:
-        """A REST answer went out, on any port; what is neither 2xx nor 4xx counts as 5xx (contract)."""
-        self._finished.get(status // 100, self._finished[5])(1)
+    def timeline(
+        self, transport: Transport, request_id: str, started_s: float, trace: TraceContext | None = None
+    ) -> Timeline:
+        """The timeline of a prediction that came in at `started_s`; `trace` is what its client said."""
+        timeline = Timeline(transport, request_id, started_s, trace, self.tracing)
+        if self.tracing is not None:
+            self.tracing.begin(timeline)
+        return timeline
 
-    def prediction_accepted(self, model: str, version: str | None) -> None:
-        """A prediction for a registered model came in; None when the request named no version."""
-        self._predictions.accepted(model, version)
+    def meter(self, model: str, version: str) -> VersionMeter:
+        """What counts the events of a version; `show` it when it is registered."""
+        return self._meters.new(model, version)
 
-    def prediction_answered(self, model: str, version: str | None, total_s: float, queue_s: float) -> None:
-        """A prediction was answered, `total_s` after it came in, of which it waited `queue_s`.
+    def show(self, meter: VersionMeter, load: Callable[[], VersionLoad] | None = None) -> None:
+        """Show the numbers of a version from now on; `load` is asked at each exposition how loaded it is."""
+        self._meters.show(meter)
+        if load is not None:
+            self._load.watch(meter.model, meter.version, load)
 
-        `version` is what `prediction_accepted` got. The average of a model is the cumulative latency counter
-        over the requests counter; the distribution stands in the `torchere_` histograms.
+    def request_finished(self, status: int, *, is_probe: bool = False) -> None:
+        """A REST answer went out, on any port; what is neither 2xx nor 4xx counts as 5xx (contract).
+
+        A probe that says "not ready" is no error of the server: nobody counts it.
         """
-        self._predictions.answered(model, version, total_s, queue_s)
+        if not is_probe or status < 400:
+            self._meters.request_finished(status)
+
+    def refused(self, error: ServingError) -> None:
+        """A request was turned away before it was known which model it is for."""
+        self._refused[refusal_reason(error)] += 1
+
+    def refused_body(self) -> None:
+        """A request was turned away because its body is too large."""
+        self._refused[TOO_LARGE] += 1
 
     def batch_finished(
         self,
-        model: str,
-        version: str,
+        meter: VersionMeter,
         *,
         size: int,
-        queue_s: float,
         executor_s: float,
         handler_s: float,
-        succeeded_ids: Sequence[str] = (),
+        succeeded_ids: Callable[[], Sequence[str]] | None = None,
     ) -> None:
         """A batch of `size` requests came back after `executor_s`, of which its handler ran `handler_s`.
 
-        Args:
-            model: its model.
-            version: its version.
-            size: how many requests it had.
-            queue_s: how long they had waited, added up.
-            executor_s: from handing the batch over until it was back.
-            handler_s: the part of it that the handler ran.
-            succeeded_ids: the requests; none when the handler failed.
+        `succeeded_ids` gives the ids of its requests; None when the handler failed.
         """
-        transfer_s = max(0.0, executor_s - handler_s)
-        self._batches.finished(
-            model,
-            version,
-            size=size,
-            queue_s=max(0.0, queue_s),
-            transfer_s=size * transfer_s,
-            handler_s=size * handler_s,
-        )
-        self._thread_time_ms(int(transfer_s * 1000))
-        if succeeded_ids:
-            labels = (("ModelName", model), ("Level", "Model"))
-            handler_ms = round(handler_s * 1000, 2)
-            self._of_handlers.record(
-                [_Sample("PredictionTime", handler_ms, "Milliseconds", "gauge", labels, succeeded_ids)]
-            )
+        self._meters.batch_finished(meter, size, executor_s, handler_s)
+        if succeeded_ids is None:
+            return
+        report = meter.prediction_time
+        if report is None:
+            labels = (("ModelName", meter.model), ("Level", "Model"))
+            report = self._of_handlers.bound("PredictionTime", "Milliseconds", labels)
+            meter.prediction_time = report
+        if report.only_last:
+            meter.last_handler_s = handler_s
+        else:
+            report.record(round(handler_s * 1000, 2), succeeded_ids)
 
     def handler_metrics(self, samples: Iterable[HandlerSample]) -> None:
         """What a handler reported through `context.metrics`, in one batch."""
         self._of_handlers.record(samples)
 
-    def executor_loaded(self, model: str, version: str, executor_id: int, load_s: float) -> None:
+    def executor_loaded(self, meter: VersionMeter, executor_id: int, load_s: float) -> None:
         """An executor of a version is up, `load_s` after it was started."""
-        name = f"W-{executor_id}-{model}_{version}"
-        with self._lock:
-            self._executors.setdefault((model, version), set()).add(name)
+        name = f"W-{executor_id}-{meter.model}_{meter.version}"
+        self._executors.setdefault((meter.model, meter.version), set()).add(name)
         self._server.bind("WorkerLoadTime", name, "Host")(int(load_s * 1000))
+        meter.load_s = load_s
+        if self.tracing is not None:
+            self.tracing.load(meter.model, meter.version, executor_id, load_s)
 
-    def watch_load(self, model: str, version: str, load: Callable[[], VersionLoad]) -> None:
-        """Ask `load` how loaded a version is, at each exposition."""
-        self._load.watch(model, version, load)
+    def watch_server(
+        self, ready: Callable[[], bool], inflight: Callable[[], int], dropped_lines: Callable[[], int]
+    ) -> None:
+        """Ask at each exposition what no event tells.
 
-    def watch_server(self, ready: Callable[[], bool], inflight: Callable[[], int]) -> None:
-        """Ask at each exposition whether the server is ready, and how many predictions are in it."""
-        self._ready.set_function(lambda: float(ready()))
-        self._inflight.set_function(lambda: float(inflight()))
+        Args:
+            ready: whether the server is.
+            inflight: how many predictions are in it.
+            dropped_lines: how many lines the access log lost.
+        """
+        self._server_values = {
+            catalogue.READY: ready,
+            catalogue.SERVER_IN_FLIGHT: inflight,
+            catalogue.LOG_DROPPED: dropped_lines,
+        }
 
-    def forget(self, model: str, version: str, *, was_last: bool) -> None:
+    def know_states(self, states: States) -> None:
+        """Which states executors and versions can be in."""
+        self._states = states
+
+    def forget(self, meter: VersionMeter, *, was_last: bool) -> None:
         """A version is gone: drop its series, and with the last version those of the whole model.
 
         Call it after the last answer of the version.
         """
-        self._predictions.forget(model, version)
-        self._batches.forget(model, version)
+        model, version = meter.model, meter.version
+        if not self._meters.forget(meter, was_last=was_last):
+            return
         self._load.forget(model, version)
-        with self._lock:
-            executors = self._executors.pop((model, version), set())
-        for name in executors:
+        self.statistics.forget(model, version)
+        for name in self._executors.pop((model, version), set()):
             self._server.drop("WorkerLoadTime", name, "Host")
         if was_last:
-            self._predictions.forget(model, None)
             self._of_handlers.forget(model)
+
+    def expose(self) -> Exposure:
+        """All metrics as they are now; the result may be made into text in another thread."""
+        self._meters.report_last_predictions()
+        numbers = self._meters.plain_numbers()
+        return Exposure(
+            self._families,
+            plain=lambda: self._meters.plain_families(numbers),
+            meters=self._meters.snapshots(),
+            loads=self._load.ask(),
+            states=self._states,
+            refused=dict(self._refused),
+            server={name: float(value()) for name, value in self._server_values.items()},
+            process=self.process,
+        )
 
     def exposition(self, names: Collection[str] = ()) -> str:
         """All metrics as text; only the samples called `names` when there are any."""
-        return render(self._families.registry.collect(), self._families.declared, names)
+        return self.expose().text(names)

@@ -30,7 +30,7 @@ def test_json_has_what_a_program_needs(request_for: Any, sources: Path) -> None:
     assert report["kind"] == "zip"
     assert report["digests"] == "verified"
     assert report["manifest"]["model"]["modelName"] == "mlp"
-    assert report["weights"] == [{"name": "model.pt", "kind": "pickle", "pickled": True}]
+    assert report["weights"] == [{"name": "model.pt", "kind": "pickle", "pickled": True, "foreign": []}]
     entry = next(entry for entry in report["entries"] if entry["name"] == "model.pt")
     assert entry["method"] == "stored"
     assert entry["alignment"] % 64 == 0

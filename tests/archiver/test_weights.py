@@ -26,17 +26,17 @@ def zip_with(*names: str) -> io.BytesIO:
         (("data.pkl", "data/0"), "torch.save", True),
         # torch decides by constants.pkl alone: a folder named code does not make a pickle harmless.
         (("data.pkl", "code/decoy.py"), "torch.save", True),
-        (("archive_format", "models/model.json", "data/weights/weight_0"), "PT2", False),
-        (("archive_format", "data/sample_inputs/model.pt"), "PT2", True),
-        (("archive_format", "data/aotinductor/model/x.so"), "PT2", False),
-        (("version", "serialized_exported_program.json", "serialized_state_dict.pt"), "PT2", True),
+        (("archive_format", "models/model.json", "data/weights/weight_0"), "ExportedProgram", False),
+        (("archive_format", "data/sample_inputs/model.pt"), "ExportedProgram", True),
+        (("archive_format", "data/aotinductor/model/x.so"), "AOTInductor", False),
+        (("serialized_exported_program.json", "serialized_state_dict.pt"), "ExportedProgram", True),
         (("readme.txt",), "zip", False),
     ],
 )
 def test_zips_are_known_by_their_records(names: tuple[str, ...], kind: str, pickled: bool) -> None:
     found = classify("model.pt", b"PK\3\4", zip_with(*names))
     assert (found.kind, found.pickled) == (kind, pickled)
-    assert ("any Python code" in found.risk) == (pickled and kind != "TorchScript")
+    assert ("any Python code" in found.risk) == (kind == "torch.save")
 
 
 def test_native_code_in_a_package_is_said() -> None:

@@ -1,28 +1,34 @@
-"""Where the tools are, what the server's metrics are called, and a server that runs."""
+"""What the server's metrics are called, and a server that runs."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
 from torchere.serving.telemetry.metrics import Metrics
 
-ROOT = Path(__file__).resolve().parents[2]
-TOOLS = (ROOT / ".tools/bin", ROOT / ".tools/venv/bin")
+# What is there on some machines only: a GPU, limits of a container.
+OF_SOME_MACHINES = re.compile(r"GPU|torchere_cgroup_")
 # What Prometheus itself adds to every scrape.
 OF_PROMETHEUS = frozenset({"up", "scrape_duration_seconds", "scrape_samples_scraped"})
 PROPERTIES = """
@@ -32,6 +38,8 @@ metrics_address=http://127.0.0.1:0
 grpc_inference_port=0
 grpc_management_port=0
 default_workers_per_model=1
+certificate_file=cert.pem
+private_key_file=key.pem
 """
 HANDLER = """
 from ts.torch_handler.base_handler import BaseHandler
@@ -43,6 +51,8 @@ class Echo(BaseHandler):
     def preprocess(self, data):
         return data
     def inference(self, data):
+        if "fail" in data[0]:  # the client sends a form
+            raise ValueError("as asked")
         return data
     def postprocess(self, data):
         return ["ok"] * len(data)
@@ -50,22 +60,16 @@ class Echo(BaseHandler):
 
 
 @pytest.fixture(scope="session")
-def root() -> Path:
-    """The root of the repository."""
-    return ROOT
+def of_some_machines() -> re.Pattern[str]:
+    """Finds queries whose data is there on some machines only."""
+    return OF_SOME_MACHINES
 
 
 @pytest.fixture(scope="session")
-def tool() -> Callable[[str], str]:
-    """Finds a tool in .tools or on PATH; skips the test when there is none."""
-
-    def find(name: str) -> str:
-        found = shutil.which(name, path=os.pathsep.join([*map(str, TOOLS), os.environ["PATH"]]))
-        if found is None:
-            pytest.skip(f"{name} is not installed: deploy/tools.sh fetches it")
-        return found
-
-    return find
+def rules(root: Path) -> list[dict[str, Any]]:
+    """All recording and alert rules."""
+    groups = yaml.safe_load((root / "k8s/chart/rules/torchere.yaml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
 
 
 @pytest.fixture(scope="session")
@@ -85,14 +89,39 @@ class LiveServer:
     inference: str
     metrics: str
 
-    def predict(self) -> bytes:
-        body = urllib.request.Request(f"http://{self.inference}/predictions/echo", b"hello")
-        with urllib.request.urlopen(body, timeout=30) as answer:
+    def predict(self, body: bytes = b"hello") -> bytes:
+        request = urllib.request.Request(f"http://{self.inference}/predictions/echo", body)
+        with urllib.request.urlopen(request, timeout=30) as answer:
             return bytes(answer.read())
+
+    def fail(self) -> None:
+        with contextlib.suppress(urllib.error.HTTPError):
+            self.predict(b"fail")
 
     def scrape(self) -> str:
         with urllib.request.urlopen(f"http://{self.metrics}/metrics", timeout=30) as answer:
             return str(answer.read().decode())
+
+
+def write_certificate(folder: Path) -> None:
+    """A self-signed certificate and its key, in two PEM files."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    now = datetime.now(timezone.utc)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now)
+        .not_valid_after(now + timedelta(days=30))
+        .sign(key, hashes.SHA256())
+    )
+    (folder / "cert.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    pem, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    (folder / "key.pem").write_bytes(key.private_bytes(pem, form, serialization.NoEncryption()))
+    (folder / "key.pem").chmod(0o600)
 
 
 def _follow(process: subprocess.Popen[str], log: Path, wanted: str) -> str:
@@ -113,9 +142,16 @@ def live_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer
     (folder / "store").mkdir()
     with zipfile.ZipFile(folder / "store/echo.mar", "w") as archive:
         archive.writestr("h.py", HANDLER)
-        model = {"modelName": "echo", "modelVersion": "1.0", "handler": "h.py"}
+        archive.writestr("weights.bin", b"none")
+        model = {
+            "modelName": "echo",
+            "modelVersion": "1.0",
+            "handler": "h.py",
+            "serializedFile": "weights.bin",
+        }
         archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}))
     (folder / "config.properties").write_text(PROPERTIES)
+    write_certificate(folder)
     command = [
         *(sys.executable, "-m", "torchere.serving", "serve", "--ncs", "--disable-token-auth"),
         *("--model-store", "store", "--models", "all", "--ts-config", "config.properties"),

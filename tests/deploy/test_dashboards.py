@@ -123,11 +123,13 @@ def ask(
         with urllib.request.urlopen(url, timeout=10) as answer:
             return list(json.loads(answer.read())["data"]["result"])
 
-    def eventually(expression: str) -> list[Any]:
+    def eventually(expression: str, *, with_failures: bool = False) -> list[Any]:
         """The first result that is not empty, or nothing after 15 seconds."""
         limit_s = time.monotonic() + 15
         while time.monotonic() < limit_s:
             live_server.predict()
+            if with_failures:
+                live_server.fail()
             try:
                 if result := query(expression):
                     return result
@@ -140,9 +142,47 @@ def ask(
     process.wait(30)
 
 
-def test_a_real_prometheus_has_data_for_every_panel(ask: Callable[[str], list[Any]]) -> None:
+def test_a_real_prometheus_has_data_for_every_panel(
+    ask: Callable[[str], list[Any]], of_some_machines: re.Pattern[str]
+) -> None:
     assert ask('rate(torchere_batch_size_count{model="echo"}[5s]) > 0')
 
-    wanted = [(title, text) for file in DASHBOARDS for title, text in queries(file) if "GPU" not in text]
+    everything = [(title, text) for file in DASHBOARDS for title, text in queries(file)]
+    wanted = [(title, text) for title, text in everything if not of_some_machines.search(text)]
 
+    assert len(wanted) > 60
     assert [f"{title}: {text}" for title, text in wanted if not ask(text)] == []
+
+
+def test_the_stages_that_prometheus_sees_add_up_to_the_whole(ask: Callable[[str], list[Any]]) -> None:
+    apart = ask(
+        "sum(torchere_stage_duration_seconds_sum) / sum(torchere_request_duration_seconds_sum)"
+        " and sum(torchere_request_duration_seconds_count) > 0"
+    )
+
+    assert float(apart[0]["value"][1]) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_a_real_prometheus_has_data_for_every_recorded_rule_and_what_alerts_look_at(
+    ask: Callable[..., list[Any]], rules: list[dict[str, Any]], of_some_machines: re.Pattern[str]
+) -> None:
+    short = [re.sub(r"\[\w+\]", "[5s]", rule["expr"]) for rule in rules if "record" in rule]
+    looked_at = {
+        f'{name}{{job="torchere"}}'
+        for rule in rules
+        for name in re.findall(r"([a-zA-Z_]\w*)\{", rule["expr"])
+        if not of_some_machines.search(name)
+    }
+
+    assert len(short) >= 5
+    assert len(looked_at) > 10
+    wanted = [*short, *sorted(looked_at)]
+    assert [text for text in wanted if not ask(text, with_failures=True)] == []
+
+
+def test_a_real_prometheus_asks_for_openmetrics_and_finds_torchserves_names(
+    ask: Callable[[str], list[Any]], live_server: Any
+) -> None:
+    assert "# EOF" not in live_server.scrape()  # who does not ask for it
+    (series,) = ask("Requests2XX")
+    assert series["metric"]["Level"] == "Host"

@@ -5,18 +5,23 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 
-def test_a_live_scrape_parses_and_only_torchserves_own_names_break_the_conventions(
+def test_a_live_scrape_under_load_parses_and_only_torchserves_own_names_break_the_conventions(
     tool: Callable[[str], str], live_server: Any
 ) -> None:
     promtool = tool("promtool")
+    with ThreadPoolExecutor(4) as clients:
+        load = [clients.submit(live_server.predict) for _ in range(40)]
+        text = live_server.scrape()
+        assert [answer.result() for answer in load] == [b"ok"] * 40
 
     checked = subprocess.run(
         [promtool, "check", "metrics"],
-        input=live_server.scrape(),
+        input=text,
         check=False,
         capture_output=True,
         text=True,

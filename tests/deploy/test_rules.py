@@ -29,12 +29,6 @@ def rules_file(root: Path) -> Path:
     return root / "k8s/chart/rules/torchere.yaml"
 
 
-@pytest.fixture(scope="module")
-def rules(rules_file: Path) -> list[dict[str, Any]]:
-    groups = yaml.safe_load(rules_file.read_text())["groups"]
-    return [rule for group in groups for rule in group["rules"]]
-
-
 def test_names_are_found_in_an_expression() -> None:
     expression = (
         'sum by (a, le) (rate(m_bucket{x="y{z}"}[5m])) / on (a) group_left () (job:n:rate5m > 0) unless '
@@ -100,7 +94,7 @@ def test_alerts_fire_when_they_should_and_only_then(tool: Callable[[str], str], 
         timeout=120,
     )
 
-    assert len(files) == 3
+    assert len(files) == 4
     assert tested.returncode == 0, tested.stdout + tested.stderr
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 MAX_FILE_LINES = 300
 MAX_FUNCTION_LINES = 60
-ROOMS = ("archiver", "handlers", "serving", "benchmarks", "examples")
+ROOMS = ("archiver", "client", "handlers", "serving", "benchmarks", "examples")
 GENERATED = ("_pb2.py", "_pb2_grpc.py")
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
+import subprocess
+import sys
 import textwrap
 import uuid
 from collections.abc import Callable, Iterator
@@ -129,6 +132,54 @@ def scripted_doubler(tmp_path: Path) -> Path:
     directory.mkdir()
     (directory / "doubler.pt").write_bytes(script(Doubler()))
     return directory
+
+
+PROBE_SCRIPT = """
+import sys, torch
+
+class Probe(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = torch.nn.Parameter(torch.randn(256, 256) / 16)
+
+    def forward(self, x, count, *, scale):
+        y = x
+        for _ in range(4):
+            y = torch.relu(y @ self.weight)
+        return {"y": y * scale, "pair": (count + 1, x.sum(dim=1))}
+
+batch = torch.export.Dim("batch", min=1, max=100000)
+program = torch.export.export(
+    Probe().eval(), (torch.randn(2, 256), torch.tensor([3])), {"scale": torch.tensor(2.0)},
+    dynamic_shapes={"x": {0: batch}, "count": None, "scale": None},
+)
+torch.export.save(program, sys.argv[1] + "/probe.exported.pt2")
+options = {"aot_inductor.check_lowerbound": False}  # else a batch of one is refused
+torch._inductor.aoti_compile_and_package(
+    program, package_path=sys.argv[1] + "/probe.pt2", inductor_configs=options
+)
+"""
+
+
+@pytest.fixture(scope="session")
+def probe_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds `probe.pt2`, compiled, and `probe.exported.pt2`, the same as an exported program.
+
+    `forward(x [batch, 256], count [1] int64, *, scale [])` gives `{"y": [batch, 256], "pair": (count + 1, the
+    sums of the rows)}`. Compiled in another process, because torch's compiler warns of its own code.
+    """
+    if shutil.which("g++") is None:
+        pytest.skip("compiling a model ahead of time needs g++")
+    directory = tmp_path_factory.mktemp("probe")
+    subprocess.run([sys.executable, "-c", PROBE_SCRIPT, str(directory)], check=True, capture_output=True)
+    return directory
+
+
+@pytest.fixture
+def probe_archive(probe_dir: Path, tmp_path: Path) -> Path:
+    """A copy of it, to add to."""
+    return Path(shutil.copytree(probe_dir, tmp_path / "probe"))
 
 
 @pytest.fixture

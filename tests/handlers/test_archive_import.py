@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import pickle
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
@@ -198,3 +199,29 @@ def test_importlib_inside_an_archive_looks_into_it_too(write_archive: WriteArchi
     assert handler.found == "json"
     assert handler.resources is resources
     assert "model" not in sys.modules
+
+
+def test_an_archive_opens_while_other_threads_import(write_archive: WriteArchive) -> None:
+    directory = write_archive({"model.py": "value = 1"})
+    sys.path_importer_cache[str(directory)] = None  # as if it had been looked at before it was there
+    stop = threading.Event()
+
+    def grow() -> None:
+        number = 0
+        while not stop.is_set():
+            number += 1
+            sys.path_importer_cache[f"/nowhere/{number % 500}"] = None
+            sys.path_importer_cache.pop(f"/nowhere/{(number * 7) % 500}", None)
+
+    thread = threading.Thread(target=grow)
+    thread.start()
+    try:
+        for number in range(50):
+            archive = open_archive("busy", str(number), str(directory))
+            assert archive.load("model").value == 1
+            forget_archive("busy", str(number))
+    finally:
+        stop.set()
+        thread.join()
+        for number in range(500):
+            sys.path_importer_cache.pop(f"/nowhere/{number}", None)

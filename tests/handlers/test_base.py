@@ -89,7 +89,7 @@ def test_onnx_without_its_runtime_is_explained(
 
 def test_a_broken_compiled_package_is_explained(tmp_path: Path, make_context: Any) -> None:
     (tmp_path / "w.pt2").write_bytes(b"not a package")
-    with pytest.raises(RuntimeError, match=r"w\.pt2 can't be loaded as an AOTInductor package"):
+    with pytest.raises(RuntimeError, match=r"w\.pt2 is not a \.pt2 package"):
         BaseHandler().initialize(make_context(tmp_path, model={"serializedFile": "w.pt2"}))
 
 

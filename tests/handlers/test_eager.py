@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import pickle
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -76,3 +78,70 @@ def test_a_class_of_an_archive_can_be_scripted_and_compiled(archive: ArchiveModu
     expected = model(row).tolist()
     assert torch.jit.script(model)(row).tolist() == expected
     assert torch.compile(model, backend="eager")(row).tolist() == expected
+
+
+WIDE = """
+import torch
+
+class Net(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(600, 600)
+"""
+
+
+@pytest.fixture
+def wide_archive(write_archive: Callable[..., Path]) -> Iterator[ArchiveModules]:
+    yield open_archive("wide", "1.0", str(write_archive({"model.py": WIDE})))
+    forget_archive("wide", "1.0")
+
+
+def is_mapped(tensor: torch.Tensor, path: Path) -> bool:
+    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(path))]
+    spans = [[int(bound, 16) for bound in line.split()[0].split("-")] for line in lines]
+    return any(low <= tensor.data_ptr() < high for low, high in spans)
+
+
+def test_large_weights_are_mapped_where_they_lie(wide_archive: ArchiveModules, tmp_path: Path) -> None:
+    path = tmp_path / "w.pth"
+    weights = torch.nn.Linear(600, 600).state_dict()
+    torch.save(weights, path)
+    model = load_eager(wide_archive, "model.py", str(path), "cpu")
+    assert all(is_mapped(tensor, path) for tensor in model.state_dict().values())
+    assert torch.equal(model.weight, weights["weight"])
+
+
+def test_large_weights_of_another_type_are_converted(wide_archive: ArchiveModules, tmp_path: Path) -> None:
+    path = tmp_path / "w.pth"
+    weights = torch.nn.Linear(600, 600).double().state_dict()
+    torch.save(weights, path)
+    model = load_eager(wide_archive, "model.py", str(path), "cpu")
+    assert model.weight.dtype == torch.float32
+    assert torch.equal(model.weight, weights["weight"].float())
+
+
+def test_large_weights_in_the_format_before_1_6_are_loaded(
+    wide_archive: ArchiveModules, tmp_path: Path
+) -> None:
+    weights = torch.nn.Linear(600, 600).state_dict()
+    torch.save(weights, tmp_path / "w.pth", _use_new_zipfile_serialization=False)
+    model = load_eager(wide_archive, "model.py", str(tmp_path / "w.pth"), "cpu")
+    assert torch.equal(model.weight, weights["weight"])
+
+
+def test_safetensors_are_loaded(archive: ArchiveModules, tmp_path: Path) -> None:
+    header = json.dumps(
+        {
+            "weight": {"dtype": "F32", "shape": [1, 3], "data_offsets": [0, 12]},
+            "bias": {"dtype": "F32", "shape": [1], "data_offsets": [12, 16]},
+        }
+    ).encode()
+    numbers = struct.pack("<4f", 1.0, 2.0, 3.0, 0.5)
+    (tmp_path / "w.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + numbers)
+    model = load_eager(archive, "model.py", str(tmp_path / "w.safetensors"), "cpu")
+    assert model(torch.ones(1, 3)).tolist() == [[6.5]]
+
+
+def test_damaged_safetensors_are_refused(archive: ArchiveModules, tmp_path: Path) -> None:
+    (tmp_path / "w.safetensors").write_bytes(b"\xff" * 16)
+    with pytest.raises(RuntimeError, match="damaged safetensors"):
+        load_eager(archive, "model.py", str(tmp_path / "w.safetensors"), "cpu")

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchere.handlers.encode import decode_input, encode_answer
+from torchere.handlers.encode import decode_input, encode_answer, json_text
 from torchere.handlers.errors import UnsupportedOutput
 
 _numbers = st.one_of(st.integers(), st.floats())
@@ -42,6 +42,19 @@ def test_json_answers_are_byte_for_byte_those_of_the_standard_library(value: Any
             encode_answer(value)
         return
     assert encode_answer(value) == expected
+
+
+@given(_values)
+@settings(max_examples=400)
+def test_json_in_one_line_is_too(value: Any) -> None:
+    assert json_text(value) == json.dumps(value)
+
+
+def test_json_in_one_line_refuses_what_contains_itself() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(ValueError, match="Circular"):
+        json_text(endless)
 
 
 @given(st.lists(st.floats(), min_size=8, max_size=64))

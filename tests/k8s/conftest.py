@@ -2,41 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import shutil
+import importlib.util
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOLS = (ROOT / ".tools/bin", ROOT / ".tools/venv/bin")
 KUBERNETES = "1.35.0"
 SCHEMAS = Path(__file__).parent / "schemas"  # of custom resources, which kubernetes-validate does not know
 
 Object = dict[str, Any]
-
-
-@pytest.fixture(scope="session")
-def root() -> Path:
-    """The root of the repository."""
-    return ROOT
-
-
-@pytest.fixture(scope="session")
-def tool() -> Callable[[str], str]:
-    """Finds a tool in .tools or on PATH; skips the test when there is none."""
-
-    def find(name: str) -> str:
-        found = shutil.which(name, path=os.pathsep.join([*map(str, TOOLS), os.environ["PATH"]]))
-        if found is None:
-            pytest.skip(f"{name} is not installed: deploy/tools.sh fetches it")
-        return found
-
-    return find
 
 
 @pytest.fixture(scope="session")
@@ -102,37 +82,10 @@ def _assert_quiet(command: list[str], passed: int | None = None) -> None:
 
 
 @pytest.fixture(scope="session")
-def pods() -> Callable[[list[Object]], Iterator[Object]]:
-    """The pod specifications among objects."""
-
-    def find(objects: list[Object]) -> Iterator[Object]:
-        for each in objects:
-            if each["kind"] == "Pod":
-                yield each["spec"]
-            elif each["kind"] == "Deployment":
-                yield each["spec"]["template"]["spec"]
-            elif each["kind"] == "ClusterServingRuntime":
-                yield each["spec"]
-
-    return find
-
-
-@pytest.fixture(scope="session")
-def assert_restricted() -> Callable[[Object], None]:
-    """A pod passes the Restricted Pod Security Standard, and some more."""
-
-    def check(pod: Object) -> None:
-        assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
-        assert not [volume for volume in pod.get("volumes", ()) if "hostPath" in volume]
-        for container in [*pod.get("initContainers", ()), *pod["containers"]]:
-            context = {**pod.get("securityContext", {}), **container["securityContext"]}
-            assert context["runAsNonRoot"] is True
-            assert context["runAsUser"] > 0
-            assert context["seccompProfile"] == {"type": "RuntimeDefault"}
-            assert context["allowPrivilegeEscalation"] is False
-            assert context["readOnlyRootFilesystem"] is True
-            assert context["capabilities"] == {"drop": ["ALL"]}
-            assert "memory" in container["resources"]["limits"]
-            assert container["resources"]["requests"]
-
-    return check
+def policy() -> ModuleType:
+    """`k8s/policy.py`, which is a script and in no package."""
+    spec = importlib.util.spec_from_file_location("k8s_policy", ROOT / "k8s/policy.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -72,17 +73,14 @@ def test_both_helms_render_the_same(values: str, render: Callable[..., list[Obje
 
 
 @pytest.mark.parametrize("values", VALUES)
-def test_pods_pass_the_restricted_standard(
-    values: str,
-    render: Callable[..., list[Object]],
-    pods: Callable[[list[Object]], Iterator[Object]],
-    assert_restricted: Callable[[Object], None],
+def test_pods_keep_to_the_policy(
+    values: str, render: Callable[..., list[Object]], policy: ModuleType
 ) -> None:
-    found = list(pods(render(values)))
+    pods = [pod for each in render(values) for pod in policy.pod_specs(each)]
 
-    assert len(found) == 2  # the server's, and that of `helm test`
-    for pod in found:
-        assert_restricted(pod)
+    assert len(pods) == 2  # the server's, and that of `helm test`
+    for pod in pods:
+        assert list(policy.pod_violations(pod)) == []
         assert pod["automountServiceAccountToken"] is False
 
 
@@ -175,6 +173,22 @@ def test_tls_is_on_for_every_public_port_and_for_the_probes(
     assert container(objects)["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
     (mount,) = [mount for mount in container(objects)["volumeMounts"] if mount["name"] == "tls"]
     assert str(settings.private_key_file) == f"{mount['mountPath']}/tls.key"
+
+
+def test_keys_of_a_secret_serve_many_replicas(render: Callable[..., list[Object]], tmp_path: Path) -> None:
+    objects = render("tokens")
+    settings = configuration(objects, tmp_path).settings
+    deployment = named(objects, "Deployment")["spec"]
+    (volume,) = [each for each in deployment["template"]["spec"]["volumes"] if each["name"] == "keys"]
+    (mount,) = [each for each in container(objects)["volumeMounts"] if each["name"] == "keys"]
+
+    assert deployment["replicas"] == 3
+    assert settings.token_auth_enabled
+    # The server refuses keys that others may read, and a subPath would never see a new Secret.
+    assert volume["secret"]["defaultMode"] == 0o440
+    assert mount["readOnly"] and "subPath" not in mount
+    assert volume["secret"]["items"] == [{"key": "production.json", "path": "keys.json"}]
+    assert str(settings.token_keys_file) == f"{mount['mountPath']}/keys.json"
 
 
 @pytest.mark.parametrize("values", ["autoscaled", "keda"])

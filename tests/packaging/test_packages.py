@@ -14,7 +14,7 @@ else:
     tomllib = pytest.importorskip("tomli", reason="tomllib came with Python 3.11")
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = ("archiver", "handlers", "serving")
+ROOMS = ("archiver", "client", "handlers", "serving")
 
 
 def packages() -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 
 from torchere.serving import __version__, cli, launcher, serve_options
 from torchere.serving.settings import ServerSettings, SnapshotSettings
-from torchere.serving.telemetry.log_files import remove_log_files
+from torchere.serving.telemetry.log_files import Log4jFormatter, remove_log_files
 from torchere.serving.tokens import KeyFileUnwritable
 
 HEAVY = ("torch", "fastapi", "grpc", "uvicorn", "numpy", "prometheus_client")
@@ -42,7 +42,7 @@ class FakeServer:
         self.served: list[ServerSettings] = []
         self.failure = failure
 
-    def serve(self, settings: ServerSettings) -> int:
+    def serve(self, settings: ServerSettings, prepared: object = None) -> int:
         self.served.append(settings)
         if self.failure:
             raise self.failure
@@ -55,7 +55,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
     module = types.ModuleType("torchere.serving.server")
     module.serve = fake.serve  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torchere.serving.server", module)
-    monkeypatch.setattr(cli, "configure_logging", lambda *_: None)  # leave the test run's logging alone
+    monkeypatch.setattr(cli, "configure_logging", lambda *_, **__: None)  # leave the test run's logging alone
     return fake
 
 
@@ -323,3 +323,34 @@ def test_log_files_are_written_when_asked_for(
     finally:
         remove_log_files()
     assert [path.name for path in Path("logs").glob("access*")] == files
+
+
+@pytest.mark.parametrize(
+    ("flags", "variable", "is_torchserves"),
+    [
+        ((), "torchserve", True),
+        (("--log-format", "torchserve"), "json", True),
+        (("--log-format", "json"), "torchserve", False),
+        ((), "", False),
+    ],
+)
+@pytest.mark.usefixtures("server")
+def test_torchserves_console_lines_are_had_by_flag_or_environment(
+    store: Path, monkeypatch: pytest.MonkeyPatch, flags: Sequence[str], variable: str, is_torchserves: bool
+) -> None:
+    configured: list[object] = []
+    monkeypatch.setattr(cli, "configure_logging", lambda *_, lines: configured.append(lines))
+    monkeypatch.setenv("TORCHERE_LOG_FORMAT", variable)
+    assert cli.main(["serve", "--model-store", str(store), *flags]) == 0
+    assert [isinstance(lines, Log4jFormatter) for lines in configured] == [is_torchserves]
+
+
+def test_a_log_format_that_is_none_is_refused(
+    server: FakeServer, store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHERE_LOG_FORMAT", "log4j")
+    assert cli.main(["serve", "--model-store", str(store)]) == 1
+    assert (
+        "TORCHERE_LOG_FORMAT is 'log4j', expected one of auto, json, text, torchserve"
+        in capsys.readouterr().out
+    )

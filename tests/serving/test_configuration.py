@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -196,3 +197,39 @@ def test_what_counts_is_kept_for_snapshots_without_what_must_be_said_anew() -> N
 def test_a_door_that_the_file_opens_is_kept_open() -> None:
     effective = dict(configure(parse_properties("enable_model_api=true")).effective)
     assert effective == {"enable_model_api": "true"}
+
+
+def test_fixed_keys_come_from_the_file_or_its_variable() -> None:
+    environ = {"TS_TOKEN_KEYS_FILE": "/run/keys.json"}
+    assert settings("token_keys_file=/etc/keys.json").token_keys_file == Path("/etc/keys.json")
+    assert settings("enable_envvars_config=true", environ).token_keys_file == Path("/run/keys.json")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "token_keys_file=key_file.json",
+        "token_keys_file=/etc/k.json\nkey_file=/etc/k.json",
+        "token_keys_file=key_file.json\nkey_file=/etc/k.json",
+    ],
+)
+def test_fixed_keys_are_not_kept_where_servers_write_theirs(text: str) -> None:
+    assert "token_keys_file: servers write this file" in error(text)
+
+
+def test_fixed_keys_leave_other_settings_of_tokens_without_effect() -> None:
+    text = "token_keys_file=/etc/k.json\nkey_file=/run/k.json\ndisable_token_authorization=true"
+    assert warnings(text) == [
+        "configuration: key_file: not used: token_keys_file is there, and the server makes no keys",
+        "configuration: token_keys_file: not used: disable_token_authorization lets everybody pass",
+    ]
+
+
+@pytest.mark.parametrize("key", ["models", "model_snapshot"])
+def test_models_that_were_spread_over_processes_are_said(key: str) -> None:
+    entry = {"defaultVersion": True, "marName": "m.mar"}
+    entry |= dict.fromkeys(("minWorkers", "maxWorkers", "batchSize", "maxBatchDelay"), 1)
+    models = {"big": {"1.0": {**entry, "parallelLevel": 4}, "2.0": {**entry, "parallelLevel": 0}}}
+    (said,) = warnings(f"{key}={json.dumps(models if key == 'models' else {'models': models})}")
+    assert f"{key}: parallelLevel of big 1.0 has no effect: a model is not spread" in said
+    assert "quantise it until it fits one device" in said

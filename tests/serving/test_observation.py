@@ -1,13 +1,13 @@
-import asyncio
 from types import SimpleNamespace
 
 import pytest
 
 from torchere.serving.batching.pending import Pending
 from torchere.serving.errors import HandlerFailed
-from torchere.serving.execution.executor import BatchReport, ExecutorState, HandlerMetric, Unfinished
+from torchere.serving.execution.executor import BatchReport, ExecutorState, HandlerMetric
 from torchere.serving.observation import RegistryMetrics, load_of
-from torchere.serving.telemetry.load_metrics import VersionLoad
+from torchere.serving.registry.version import VersionState
+from torchere.serving.telemetry.load_metrics import ExecutorLoad, VersionLoad
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.types import InferRequest, InferResponse, ModelKey
 
@@ -26,26 +26,21 @@ def lines(metrics, start):
 
 def finish(metrics, outcomes, reported=()):
     """A batch whose requests waited 1 s each, ran 2 s, half of that in the handler."""
-
-    async def pendings():
-        loop = asyncio.get_running_loop()
-        made = [Pending(InferRequest(f"r{i}", ()), "", 10.0, loop) for i in range(len(outcomes))]
-        for pending in made:
-            pending.dequeued_s = 11.0
-        return made
-
-    observer = RegistryMetrics(metrics).watch(KEY)
-    observer.batch_finished(asyncio.run(pendings()), BatchReport(outcomes, 1.0, reported), 2.0)
+    pendings = [Pending(InferRequest(f"r{i}", ()), "", 10.0, print) for i in range(len(outcomes))]
+    for pending in pendings:
+        pending.dequeued_s = 11.0
+    registry = RegistryMetrics(metrics)
+    version = fake_version(registry.watch(KEY))
+    registry.registered(version, lambda: 1.0)
+    version.observer.batch_finished(pendings, BatchReport(outcomes, 1.0, reported), 2.0)
+    return version.observer
 
 
-def stages(metrics):
-    return [float(line.split()[-1]) for line in lines(metrics, "torchere_stage_seconds_total")]
-
-
-def test_a_batch_gives_each_stage_its_share(metrics):
+def test_a_batch_is_counted_with_the_time_it_took(metrics):
     finish(metrics, [DONE, HandlerFailed("x")])
-    assert stages(metrics) == [2.0, 2.0, 2.0]
-    assert lines(metrics, "PredictionTime{")
+    assert lines(metrics, "torchere_executor_busy_seconds_total{")[0].endswith(" 2.0")
+    assert lines(metrics, "torchere_batch_size_sum{")[0].endswith(" 2.0")
+    assert lines(metrics, "PredictionTime{")[0].endswith(" 1000.0")
 
 
 def test_a_batch_that_failed_as_a_whole_has_no_prediction_time(metrics):
@@ -53,16 +48,22 @@ def test_a_batch_that_failed_as_a_whole_has_no_prediction_time(metrics):
     assert lines(metrics, "PredictionTime{") == []
 
 
-def test_a_request_that_goes_on_has_its_waiting_counted_once(metrics):
-    finish(metrics, [Unfinished(DONE)])
-    finish(metrics, [DONE])
-    assert stages(metrics) == [1.0, 2.0, 2.0]
-
-
 def test_what_a_handler_reported_is_taken_over(metrics):
     labels = (("ModelName", "m"), ("Level", "Model"))
     finish(metrics, [DONE], (HandlerMetric("HandlerTime", 7.0, "ms", "gauge", labels, ("r0",)),))
     assert lines(metrics, "HandlerTime{") == ['HandlerTime{ModelName="m",Level="Model",Hostname="vm",} 7.0']
+
+
+def test_what_executors_go_through_is_taken_over(metrics):
+    observer = finish(metrics, [DONE])
+    observer.executor_loaded(9000, 1.5)
+    observer.executor_lost("signal")
+    assert lines(metrics, "torchere_model_load_duration_seconds{")[0].endswith(" 1.5")
+    restarts = lines(metrics, "torchere_executor_restarts_total{")
+    assert [line for line in restarts if line.endswith(" 1.0")] == [
+        'torchere_executor_restarts_total{model="m",version="1.0",reason="signal",} 1.0'
+    ]
+    assert len(restarts) > 3  # the others count from 0
 
 
 def test_handlers_may_know_what_is_declared(metrics):
@@ -80,28 +81,66 @@ class Pool:
 
     def statuses(self):
         states = (ExecutorState.READY,) * 3 + (ExecutorState.STARTING,)
-        return tuple(SimpleNamespace(state=state) for state in states)
+        return tuple(
+            SimpleNamespace(state=state, executor_id=9000 + i, pid=77) for i, state in enumerate(states)
+        )
+
+
+def fake_version(observer, isolation="thread", directory="/nowhere"):
+    batcher = SimpleNamespace(
+        queue_length=2, queue_capacity=98, predicted_s=0.25, oldest_age_s=lambda now_s: 0.5
+    )
+    archive = SimpleNamespace(manifest={"model": {"serializedFile": "net.pt"}}, directory=directory)
+    return SimpleNamespace(
+        observer=observer,
+        batcher=batcher,
+        pool=Pool(),
+        origin=SimpleNamespace(archive=archive, isolation=isolation),
+        state=VersionState.READY,
+        settings=SimpleNamespace(response_timeout_s=7.0),
+    )
 
 
 def test_the_load_of_a_version_is_read_from_its_batcher_and_pool(metrics):
-    batcher = SimpleNamespace(queue_length=2, queue_capacity=98)
-    load = load_of(batcher, Pool())
-    assert load == VersionLoad(2, 98, 3, 2, {"ready": 3, "starting": 1})
+    load = load_of(fake_version(None), 1.0)
+    assert load == VersionLoad(
+        queued=2,
+        queue_room=98,
+        oldest_age_s=0.5,
+        predicted_s=0.25,
+        in_service=3,
+        busy=2,
+        executors=(*(ExecutorLoad(9000 + i, "ready") for i in range(3)), ExecutorLoad(9003, "starting")),
+        state="ready",
+        response_timeout_s=7.0,
+        weight=1.0,
+    )
     assert load.saturation == pytest.approx(2 / 3 + 0.02)
     registry = RegistryMetrics(metrics)
-    registry.registered(KEY, batcher, Pool())
+    version = fake_version(registry.watch(KEY))
+    registry.registered(version, lambda: 1.0)
     assert lines(metrics, "torchere_queue_depth{") == ['torchere_queue_depth{model="m",version="1.0",} 2.0']
-    registry.gone(KEY, was_last=True)
+    registry.gone(version, was_last=True)
     assert lines(metrics, "torchere_queue_depth{") == []
+
+
+def test_worker_processes_are_told_by_their_id_and_weights_by_their_size(tmp_path):
+    (tmp_path / "net.pt").write_bytes(b"x" * 100)
+    load = load_of(fake_version(None, "process", tmp_path), 1.0)
+    assert {executor.pid for executor in load.executors} == {77}
+    assert load.weights_bytes == 100
+
+
+READY = (ExecutorLoad(9000, "ready"),)
 
 
 @pytest.mark.parametrize(
     ("load", "saturation"),
     [
         (VersionLoad(), 0.0),
-        (VersionLoad(0, 10, 2, 0, {"ready": 2}), 0.0),
-        (VersionLoad(10, 0, 2, 2, {"ready": 2}), 2.0),
-        (VersionLoad(0, 10, 0, 0, {"starting": 1}), 1.0),
+        (VersionLoad(queue_room=10, in_service=2, executors=READY), 0.0),
+        (VersionLoad(queued=10, in_service=2, busy=2, executors=READY), 2.0),
+        (VersionLoad(queue_room=10, executors=(ExecutorLoad(9000, "starting"),)), 1.0),
     ],
 )
 def test_saturation_goes_from_idle_over_all_busy_to_a_full_queue(load, saturation):

@@ -165,3 +165,18 @@ def test_keys_renewed_at_once_leave_file_and_memory_agreeing(ring: KeyRing) -> N
         thread.join()
     assert not refused(ring, "inference", bearer(ring, "inference"))
     assert not refused(ring, "management", bearer(ring, "management"))
+
+
+def test_a_server_that_crashed_goes_on_with_the_keys_of_its_file(ring: KeyRing) -> None:
+    known = [bearer(ring, kind) for kind in ("management", "inference", "API")]
+    again = KeyRing(ring.path, clock=ring._clock, keep=True)
+    assert [bearer(again, kind) for kind in ("management", "inference", "API")] == known
+    assert not refused(again, "inference", known[1])
+    assert again.path.read_text() == ring.path.read_text()
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"management": {}, "inference": {}}', "\x00"])
+def test_a_file_with_no_keys_in_it_gets_new_ones(ring: KeyRing, content: str) -> None:
+    ring.path.write_text(content)
+    again = KeyRing(ring.path, keep=True)
+    assert not refused(again, "inference", bearer(again, "inference"))

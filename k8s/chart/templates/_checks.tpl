@@ -29,8 +29,11 @@
 {{- fail (printf "keda.minReplicas is %v, more than maxReplicas, %v." .Values.keda.minReplicas .Values.keda.maxReplicas) -}}
 {{- end -}}
 {{- $many := or .Values.autoscaling.enabled .Values.keda.enabled (gt (int $v.replicas) 1) -}}
-{{- if and .Values.auth.enabled $many -}}
-{{- fail "auth.enabled: every server makes its own tokens, so a client's token would fit one pod of many. Set replicaCount to 1 without autoscaling, or auth.enabled to false and let networkPolicy.inferenceFrom or an ingress say who may call." -}}
+{{- if and .Values.auth.enabled $many (not .Values.auth.secretName) -}}
+{{- fail "auth.enabled without auth.secretName: every server makes its own tokens, so a client's token would fit one pod of many. Set auth.secretName to a Secret with the keys, or replicaCount to 1 without autoscaling." -}}
+{{- end -}}
+{{- if and .Values.auth.secretName (not .Values.auth.enabled) -}}
+{{- fail "auth.secretName has no effect without auth.enabled: everybody would pass. Set auth.enabled, or remove the name." -}}
 {{- end -}}
 {{- if and .Values.management.modelApi (not .Values.management.enabled) -}}
 {{- fail "management.modelApi needs management.enabled; without it nobody could call the model API." -}}

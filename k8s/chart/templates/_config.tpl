@@ -26,7 +26,9 @@
       "ts_open_inference_protocol" .Values.server.openInferenceProtocol
       "enable_model_api" .Values.management.modelApi
       "disable_token_authorization" (not .Values.auth.enabled) -}}
-{{- if .Values.auth.enabled -}}
+{{- if and .Values.auth.enabled .Values.auth.secretName -}}
+{{- $_ := set $own "token_keys_file" "/run/torchere-keys/keys.json" -}}
+{{- else if .Values.auth.enabled -}}
 {{- $_ := set $own "key_file" "/run/torchere/key_file.json" -}}
 {{- $_ := set $own "token_expiration_min" .Values.auth.expirationMinutes -}}
 {{- end -}}

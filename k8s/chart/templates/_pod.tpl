@@ -31,7 +31,9 @@ httpGet:
 {{- if .Values.tls.enabled }}
 - {name: tls, mountPath: /run/torchere-tls, readOnly: true}
 {{- end }}
-{{- if .Values.auth.enabled }}
+{{- if and .Values.auth.enabled .Values.auth.secretName }}
+- {name: keys, mountPath: /run/torchere-keys, readOnly: true}
+{{- else if .Values.auth.enabled }}
 - {name: keys, mountPath: /run/torchere}
 {{- end }}
 {{- with .Values.extraVolumeMounts }}{{ toYaml . | nindent 0 }}{{ end }}
@@ -61,7 +63,13 @@ httpGet:
 - name: tls
   secret: {secretName: {{ .Values.tls.secretName }}, defaultMode: 0440}
 {{- end }}
-{{- if .Values.auth.enabled }}
+{{- if and .Values.auth.enabled .Values.auth.secretName }}
+- name: keys
+  secret:
+    secretName: {{ .Values.auth.secretName }}
+    defaultMode: 0440
+    items: [{key: {{ .Values.auth.secretKey }}, path: keys.json}]
+{{- else if .Values.auth.enabled }}
 - name: keys
   emptyDir: {medium: Memory, sizeLimit: 1Mi}
 {{- end }}

@@ -10,13 +10,15 @@ from grpc.aio import ServerInterceptor
 
 from torchere.serving.errors import Unauthorized
 from torchere.serving.frontend.grpc.errors import UNAUTHORIZED
+from torchere.serving.frontend.grpc.open_inference_descriptors import operator_paths
 from torchere.serving.frontend.keys import KeyKind, Keys
 
+_OPERATOR_PATHS = operator_paths()
 FREE_PREFIX = "/grpc.health.v1.Health/"  # probes bring no token, as with /livez and /readyz
 
 
 class TokenInterceptor(ServerInterceptor):
-    """Lets calls pass whose metadata bring the live key of this port's kind."""
+    """Lets calls pass whose metadata bring the live key of this port's kind; operators' calls need theirs."""
 
     def __init__(self, keys: Keys, kind: KeyKind) -> None:
         self._keys = keys
@@ -28,12 +30,16 @@ class TokenInterceptor(ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         """Go on with the call, or put a refusal in its place."""
-        if not handler_call_details.method.startswith(FREE_PREFIX):
+        method = handler_call_details.method
+        if not method.startswith(FREE_PREFIX):
             try:
-                self._keys.authorize(self._kind, _authorization(handler_call_details))
+                self._keys.authorize(self._kind_for(method), _authorization(handler_call_details))
             except Unauthorized:
                 return _REFUSAL
         return await continuation(handler_call_details)
+
+    def _kind_for(self, method: str) -> KeyKind:
+        return "management" if method in _OPERATOR_PATHS else self._kind
 
 
 def _authorization(details: grpc.HandlerCallDetails) -> str | None:

@@ -38,6 +38,7 @@ Table = dict[type[e.ServingError], Row]
 # Looked up along the class's MRO, so a new subclass inherits its parent's answer.
 MANAGEMENT: Table = {
     e.InvalidRequest: (StatusCode.INVALID_ARGUMENT, BAD_REQUEST),
+    e.Quarantined: (StatusCode.INVALID_ARGUMENT, BAD_REQUEST),
     e.NotFound: (StatusCode.NOT_FOUND, f"{_HTTP}ResourceNotFoundException"),
     e.ModelNotFound: (StatusCode.NOT_FOUND, f"{_MODEL}ModelNotFoundException"),
     e.VersionNotFound: (StatusCode.NOT_FOUND, f"{_MODEL}ModelVersionNotFoundException"),
@@ -62,6 +63,8 @@ INFERENCE: Table = {
     e.VersionNotFound: (StatusCode.INTERNAL, f"{_MODEL}ModelVersionNotFoundException"),
     e.Unavailable: (StatusCode.INTERNAL, "InternalServerException.()"),
 }
+# Clients of the Open Inference Protocol know no Java: the details are the message alone.
+OPEN_INFERENCE: Table = {error: (code, "") for error, (code, _) in MANAGEMENT.items()}
 _OF_HTTP = {
     400: StatusCode.INVALID_ARGUMENT,
     401: StatusCode.UNAUTHENTICATED,
@@ -81,7 +84,7 @@ _OF_HTTP = {
 def failure(error: e.ServingError, table: Table) -> Failure:
     """Return what a call that raised `error` is ended with."""
     if isinstance(error, e.HandlerFailed):
-        return Failure(of_http(error.status), error.message, INTERNAL_SERVER)
+        return Failure(of_http(error.status), error.message, table[e.ServingError][1])
     code, reason = next(table[cls] for cls in type(error).__mro__ if cls in table)
     message = "Model API disabled" if isinstance(error, e.NotAllowed) else error.message
     return Failure(code, message, reason)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Mapping
-from typing import Any
 
 from google.protobuf import any_pb2, empty_pb2
 from google.rpc import error_details_pb2, status_pb2
@@ -20,7 +19,9 @@ from torchere.serving.frontend.grpc.protos.inference_pb2 import (
     TorchServeHealthResponse,
 )
 from torchere.serving.frontend.grpc.service import Context, Streaming, Unary
+from torchere.serving.frontend.priority import prioritised
 from torchere.serving.frontend.request_id import new_request_id
+from torchere.serving.telemetry.trace_context import trace_headers
 from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, Parameter, StreamedResponse
 
 SEQUENCE_ID_HEADER = "ts_request_sequence_id"
@@ -47,8 +48,10 @@ class InferenceService:
 
     async def predict(self, request: PredictionsRequest, context: Context) -> PredictionResponse:
         """One request, one answer; the parts of a streamed one are joined."""
-        parts = [part async for part in self._parts(request, context)]
-        return PredictionResponse(prediction=parts[0] if len(parts) == 1 else b"".join(parts))
+        answer = await self._answer(request, context)
+        if isinstance(answer, StreamedResponse):
+            return PredictionResponse(prediction=b"".join([chunk async for chunk in answer.chunks]))
+        return PredictionResponse(prediction=answer.body)
 
     async def predict_stream(
         self, request: PredictionsRequest, context: Context
@@ -74,16 +77,20 @@ class InferenceService:
     async def _parts(
         self, message: PredictionsRequest, context: Context, headers: tuple[tuple[str, str], ...] = ()
     ) -> AsyncIterator[bytes]:
-        if not message.model_name:
-            raise InvalidRequest("Parameter model_name is required.")
-        request = _request(message, context, headers)
-        answer: Any = await self._dataplane.infer(message.model_name, message.model_version or None, request)
+        answer = await self._answer(message, context, headers)
         if isinstance(answer, StreamedResponse):
             async for chunk in answer.chunks:
                 yield chunk
-            return
-        response: InferResponse = answer
-        yield response.body
+        else:
+            yield answer.body
+
+    async def _answer(
+        self, message: PredictionsRequest, context: Context, headers: tuple[tuple[str, str], ...] = ()
+    ) -> InferResponse | StreamedResponse:
+        if not message.model_name:
+            raise InvalidRequest("Parameter model_name is required.")
+        request = _request(message, context, headers)
+        return await self._dataplane.infer(message.model_name, message.model_version or None, request)
 
 
 def _request(
@@ -92,7 +99,10 @@ def _request(
     remaining_s = context.time_remaining()
     deadline_s = NO_DEADLINE if remaining_s is None else time.monotonic() + remaining_s
     parameters = tuple(Parameter(name, value) for name, value in message.input.items())
-    return InferRequest(new_request_id(), parameters, headers, deadline_s)
+    metadata = context.invocation_metadata() or ()
+    trace = tuple(trace_headers(metadata))  # for handlers, as over REST
+    request = InferRequest(new_request_id(), parameters, headers + trace, deadline_s)
+    return prioritised(request, metadata)
 
 
 def _status(error: ServingError) -> status_pb2.Status:

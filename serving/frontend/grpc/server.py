@@ -7,7 +7,7 @@ from typing import Literal
 
 import grpc
 from grpc_health.v1 import health_pb2
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from torchere.serving.frontend.controlplane import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
@@ -16,6 +16,12 @@ from torchere.serving.frontend.grpc.errors import INFERENCE, MANAGEMENT
 from torchere.serving.frontend.grpc.health import HealthService
 from torchere.serving.frontend.grpc.inference import InferenceService
 from torchere.serving.frontend.grpc.management import ManagementService
+from torchere.serving.frontend.grpc.open_inference_descriptors import (
+    PUBLIC_NAME,
+    TORCHSERVE_NAME,
+    reflection_pool,
+)
+from torchere.serving.frontend.grpc.open_inference_services import open_inference_services
 from torchere.serving.frontend.grpc.protos import inference_pb2, management_pb2
 from torchere.serving.frontend.grpc.service import service
 from torchere.serving.frontend.services import Services
@@ -26,6 +32,10 @@ Api = Literal["inference", "management"]
 _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceAPIsService"]
 _MANAGEMENT = management_pb2.DESCRIPTOR.services_by_name["ManagementAPIsService"]
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
+_FILES = (
+    *(descriptor.file for descriptor in (_INFERENCE, _MANAGEMENT, _HEALTH)),
+    reflection_pb2.DESCRIPTOR,
+)
 _MESSAGE_OVERHEAD_BYTES = 4096  # names and tags around a body of the greatest size
 
 
@@ -33,7 +43,7 @@ class GrpcServer:
     """One gRPC listener of one API. Start and stop it on the event loop that serves.
 
     Example:
-        server = inference_server(dataplane, services, Address(port=0))
+        server = inference_server(dataplane, controlplane, services, Address(port=0))
         address = await server.start()      # has the port that was free
         ...
         await server.stop(grace_s=30)
@@ -66,7 +76,8 @@ class GrpcServer:
             options=_options(self.api, self._services.settings),
         )
         server.add_generic_rpc_handlers(tuple(self._handlers))
-        reflection.enable_server_reflection((*self._names, reflection.SERVICE_NAME), server)
+        names = (*self._names, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server, reflection_pool(_FILES))
         port = self._bind(server)
         await server.start()
         self._server = server
@@ -81,7 +92,7 @@ class GrpcServer:
     def _bind(self, server: grpc.aio.Server) -> int:
         host = f"[{self.address.host}]" if ":" in self.address.host else self.address.host
         target = f"unix:{self.address.unix_path}" if self.address.unix_path else f"{host}:{self.address.port}"
-        credentials = _credentials(self._services.settings)
+        credentials = _credentials(self._services)
         try:
             if credentials is None:
                 return server.add_insecure_port(target)
@@ -90,15 +101,18 @@ class GrpcServer:
             raise OSError(f"gRPC can't bind {target}: {err}") from err
 
 
-def inference_server(dataplane: DataPlane, services: Services, address: Address) -> GrpcServer:
-    """The listener of the inference service, with health and reflection."""
-    names = (_INFERENCE.full_name, _HEALTH.full_name)
-    health = HealthService(dataplane, frozenset({_INFERENCE.full_name}))
-    handlers = [
-        service(_INFERENCE, InferenceService(dataplane).methods(), INFERENCE),
-        service(_HEALTH, health.methods(), MANAGEMENT),
-    ]
-    return GrpcServer("inference", address, services, handlers, names)
+def inference_server(
+    dataplane: DataPlane, controlplane: ControlPlane, services: Services, address: Address
+) -> GrpcServer:
+    """The listener of the inference services, with health and reflection."""
+    names = [_INFERENCE.full_name]
+    handlers = [service(_INFERENCE, InferenceService(dataplane).methods(), INFERENCE)]
+    if services.settings.open_inference_protocol:
+        names += [PUBLIC_NAME, TORCHSERVE_NAME]
+        handlers += open_inference_services(dataplane, controlplane, services)
+    health = HealthService(dataplane, frozenset(names))
+    handlers.append(service(_HEALTH, health.methods(), MANAGEMENT))
+    return GrpcServer("inference", address, services, handlers, (*names, _HEALTH.full_name))
 
 
 def management_server(
@@ -119,7 +133,7 @@ def grpc_listeners(dataplane: DataPlane, controlplane: ControlPlane, services: S
     settings = services.settings
     wanted: list[GrpcServer] = []
     if settings.grpc_inference_address is not None:
-        wanted.append(inference_server(dataplane, services, settings.grpc_inference_address))
+        wanted.append(inference_server(dataplane, controlplane, services, settings.grpc_inference_address))
     if settings.grpc_management_address is not None:
         wanted.append(management_server(dataplane, controlplane, services, settings.grpc_management_address))
     return wanted
@@ -148,10 +162,16 @@ def _options(api: Api, settings: ServerSettings) -> list[tuple[str, int]]:
     return options
 
 
-def _credentials(settings: ServerSettings) -> grpc.ServerCredentials | None:
-    if not settings.grpc_tls_enabled:
+def _credentials(services: Services) -> grpc.ServerCredentials | None:
+    """Credentials that ask for the certificate at each new connection, so that it can be replaced."""
+    if not services.settings.grpc_tls_enabled:
         return None
-    if settings.private_key_file is None or settings.certificate_file is None:
+    certificates = services.certificates
+    if certificates is None:
         raise OSError("enable_grpc_ssl needs private_key_file and certificate_file, and one is not set")
-    chain = (settings.private_key_file.read_bytes(), settings.certificate_file.read_bytes())
-    return grpc.ssl_server_credentials([chain])
+
+    def current() -> grpc.ServerCertificateConfiguration:
+        pair = certificates.pair
+        return grpc.ssl_server_certificate_configuration([(pair.private_key, pair.certificate)])
+
+    return grpc.dynamic_ssl_server_credentials(current(), current)

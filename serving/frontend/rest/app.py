@@ -12,10 +12,13 @@ from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.rest.answers import ANY_METHOD, answer_errors, json_answer, no_such_method
 from torchere.serving.frontend.rest.authorisation import Surfaces
+from torchere.serving.frontend.rest.direct import DirectPredictions
 from torchere.serving.frontend.rest.inference import inference_routes, prediction_options
 from torchere.serving.frontend.rest.listener import Listener
+from torchere.serving.frontend.rest.log_level import log_level_routes
 from torchere.serving.frontend.rest.management import ModelRoutes
-from torchere.serving.frontend.rest.open_inference import open_inference_routes
+from torchere.serving.frontend.rest.open_inference import health_routes, model_routes, repository_routes
+from torchere.serving.frontend.rest.open_inference_predict import TensorPredictor
 from torchere.serving.frontend.rest.openapi import listener_document
 from torchere.serving.frontend.rest.predict import Predictor
 from torchere.serving.frontend.rest.probes import metrics_routes, ping_routes, probe_routes
@@ -49,7 +52,8 @@ def listener_app(
     surfaces: Surfaces, dataplane: DataPlane, controlplane: ControlPlane, services: Services
 ) -> ASGIApp:
     """The app of a port that answers the named APIs. Use it on one event loop only."""
-    max_request_bytes = services.settings.limits.max_request_bytes
+    settings = services.settings
+    max_request_bytes = settings.limits.max_request_bytes
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     answer_errors(app, show_detail=surfaces == {"management"})
     app.include_router(_description_routes(surfaces, services))
@@ -59,19 +63,27 @@ def listener_app(
         app.include_router(metrics_routes(services.metrics, services.settings.metrics_mode))
     if "inference" in surfaces:
         app.include_router(ping_routes(dataplane))
-        if services.settings.open_inference_protocol:
-            app.include_router(open_inference_routes(dataplane))
+        if settings.open_inference_protocol:
+            app.include_router(health_routes(dataplane))
+            app.include_router(model_routes(dataplane))
         app.include_router(inference_routes())
     if "management" in surfaces:
         app.include_router(ModelRoutes(controlplane, max_request_bytes).router())
         app.include_router(workflow_routes())
+        app.include_router(log_level_routes())
+        if settings.open_inference_protocol:
+            app.include_router(repository_routes(controlplane, max_request_bytes))
         if services.keys is not None:
             app.include_router(token_routes(services.keys))
-    predictor = None
+    predictor = direct = None
     if "inference" in surfaces:
         app.include_router(prediction_options(dataplane))
-        predictor = Predictor(dataplane, max_request_bytes)
-    return Listener(surfaces, services, app, predictor)
+        tensors = None
+        if settings.open_inference_protocol:
+            tensors = TensorPredictor(dataplane, settings.service_envelope)
+        predictor = Predictor(dataplane, max_request_bytes, tensors)
+        direct = DirectPredictions(surfaces, services, dataplane)
+    return Listener(surfaces, services, app, predictor, direct)
 
 
 def listeners(settings: ServerSettings) -> list[tuple[Address, Surfaces]]:

@@ -10,13 +10,20 @@ from torchere.serving.frontend.rest.targets import prediction_target
 Surface = Literal["inference", "management", "metrics"]
 Surfaces = frozenset[Surface]
 
-PROBES = frozenset({"/livez", "/readyz"})
-_MANAGEMENT_ROOMS = frozenset({"models", "workflows", "v1"})
+PROBES = frozenset({"/livez", "/readyz", "/startupz"})
+MODEL_PROBES = "/readyz/"  # then a model, and its version
+_MANAGEMENT_ROOMS = frozenset({"models", "workflows", "v1", "log-level"})
+_REPOSITORY = "/v2/repository/"
 
 
 def is_metrics_path(path: str) -> bool:
     """Whether a path asks for the metrics: `/metrics`, with anything below it."""
     return path == "/metrics" or path.startswith("/metrics/")
+
+
+def is_probe(path: str) -> bool:
+    """Whether a path asks how the server, or a model of it, is."""
+    return path in PROBES or path.startswith(MODEL_PROBES)
 
 
 def required_key(surfaces: Surfaces, method: str, path: str) -> KeyKind | None:
@@ -31,7 +38,7 @@ def required_key(surfaces: Surfaces, method: str, path: str) -> KeyKind | None:
         method: HTTP method.
         path: percent-decoded, without trailing slashes except for "/".
     """
-    if path in PROBES or path == "/api-description" or (path == "/" and method == "OPTIONS"):
+    if is_probe(path) or path == "/api-description" or (path == "/" and method == "OPTIONS"):
         return None
     if "metrics" in surfaces and (len(surfaces) == 1 or is_metrics_path(path)):
         return None
@@ -41,5 +48,7 @@ def required_key(surfaces: Surfaces, method: str, path: str) -> KeyKind | None:
         return None
     if "inference" not in surfaces:
         return "management"
-    is_managing = path.split("/")[1] in _MANAGEMENT_ROOMS and prediction_target(path) is None
+    is_managing = path.startswith(_REPOSITORY) or (
+        path.split("/")[1] in _MANAGEMENT_ROOMS and prediction_target(path) is None
+    )
     return "management" if is_managing else "inference"

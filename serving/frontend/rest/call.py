@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 import time
@@ -11,22 +10,26 @@ from collections.abc import Sequence
 from starlette.types import Message, Scope, Send
 
 from torchere.serving.errors import HandlerFailed, QueueFull, ServingError
-from torchere.serving.frontend import access_log
+from torchere.serving.frontend.access_log import access_log
+from torchere.serving.frontend.call_scope import CallScope
 from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.request_id import new_request_id
+from torchere.serving.frontend.rest.authorisation import is_probe
 from torchere.serving.frontend.rest.errors import error_body, status_and_type
 from torchere.serving.frontend.services import CorsHeaders
 from torchere.serving.telemetry.metrics import Metrics
 
 RawHeaders = list[tuple[bytes, bytes]]
 
+CYCLE = "torchere.cycle"  # where our HTTP protocol puts what knows whether the connection stays open
+
 _NO_CACHE = [
     (b"pragma", b"no-cache"),
     (b"cache-control", b"no-cache; no-store, must-revalidate, private"),
     (b"expires", b"Thu, 01 Jan 1970 00:00:00 UTC"),
 ]
-_KEEP = [*_NO_CACHE, (b"connection", b"keep-alive")]
-_CLOSE = [*_NO_CACHE, (b"connection", b"close")]
+KEEP = [*_NO_CACHE, (b"connection", b"keep-alive")]
+CLOSE = [*_NO_CACHE, (b"connection", b"close")]
 _JSON = (b"content-type", b"application/json")
 _OURS = frozenset(
     {"x-request-id", "pragma", "cache-control", "expires"}
@@ -42,7 +45,10 @@ class Call:
     `show_detail` is true on listeners that operators use. `status` is 0 until the answer has started.
     """
 
-    __slots__ = ("_cors", "_metrics", "_send", "request_id", "scope", "show_detail", "started_s", "status")
+    __slots__ = (
+        *("_cors", "_metrics", "_send", "request_id", "scope", "show_detail"),
+        *("started_s", "status", "telemetry"),
+    )
 
     def __init__(
         self, scope: Scope, send: Send, metrics: Metrics, cors: RawHeaders, *, show_detail: bool = False
@@ -55,6 +61,7 @@ class Call:
         self._send = send
         self._metrics = metrics
         self._cors = cors
+        self.telemetry = CallScope("rest", self.started_s, lambda: scope["headers"], _status_of)
 
     async def answer(self, status: int, headers: RawHeaders, body: bytes) -> None:
         """Send a complete answer; the headers that every answer has are added."""
@@ -72,17 +79,15 @@ class Call:
 
     async def answer_error(self, error: ServingError) -> None:
         """Send the JSON body of an error."""
-        headers = [_JSON]
-        if isinstance(error, QueueFull):
-            headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
-        body = pretty(error_body(error, self.show_detail)).encode() + b"\n"
-        await self.answer(status_and_type(error)[0], headers, body)
+        await self.answer(*error_answer(error, show_detail=self.show_detail))
 
     async def start(self, status: int, headers: RawHeaders) -> None:
         """Send the head of an answer whose body follows through `body_part`."""
         self.status = status
+        self.telemetry.sending()
         headers.append((b"x-request-id", self.request_id.encode()))
-        headers += _KEEP if status < 400 else _CLOSE
+        cycle = self.scope.get(CYCLE)
+        headers += KEEP if status < 400 and (cycle is None or cycle.keep_alive) else CLOSE
         if self._cors:
             headers += self._cors
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
@@ -104,8 +109,9 @@ class Call:
 
     def finished(self) -> None:
         """Count the answer and write its line in the access log."""
-        self._metrics.request_finished(self.status)
-        if access_log.logger.isEnabledFor(logging.INFO):
+        self._metrics.request_finished(self.status, is_probe=is_probe(self.scope["path"]))
+        self.telemetry.finish(self.status)
+        if access_log.enabled:
             self._log_access()
 
     def _log_access(self) -> None:
@@ -113,9 +119,29 @@ class Call:
         target = scope.get("raw_path") or scope["path"].encode()
         if scope["query_string"]:
             target += b"?" + scope["query_string"]
-        client = "{}:{}".format(*(scope.get("client") or ("unix", 0)))
         line = f"{scope['method']} {target.decode('latin-1')} HTTP/{scope['http_version']}"
-        access_log.log_access(client, line, self.status, self.started_s)
+        timeline = self.telemetry.timeline
+        access_log.add(
+            scope.get("client"),
+            line,
+            self.status,
+            self.started_s,
+            timeline=timeline,
+            request_id=self.request_id,
+        )
+
+
+def _status_of(error: ServingError) -> int:
+    return status_and_type(error)[0]
+
+
+def error_answer(error: ServingError, *, show_detail: bool) -> tuple[int, RawHeaders, bytes]:
+    """Status, headers and body of an error; with its details where operators listen."""
+    headers = [_JSON]
+    if isinstance(error, QueueFull):
+        headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
+    body = pretty(error_body(error, show_detail)).encode() + b"\n"
+    return status_and_type(error)[0], headers, body
 
 
 def cors_headers(cors: CorsHeaders) -> RawHeaders:

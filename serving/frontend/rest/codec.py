@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import NamedTuple
 from urllib.parse import unquote_to_bytes
 
 from starlette.types import Scope
@@ -13,6 +15,41 @@ from torchere.serving.types import Parameter
 MAX_FIELDS = 1000  # of a form or a query string
 MAX_TIMEOUT_MS = 86_400_000  # a day; longer is a mistake in the unit
 SPELLED_HEADERS = "torchere.spelled_headers"  # where our HTTP protocol puts names as the client wrote them
+
+
+class Head(NamedTuple):
+    """The headers of a prediction that the server itself minds."""
+
+    content_type: str = ""
+    length: int = 0  # of the body, as announced
+    timeout_ms: bytes = b""
+    authorization: str | None = None
+    plain: bool = True  # the body comes as it is, at once, and nothing is asked for but an answer
+    priority: bytes = b""
+
+
+_FANCY = frozenset({b"transfer-encoding", b"expect", b"upgrade"})
+
+
+def read_head(headers: Iterable[tuple[bytes, bytes]]) -> Head:
+    """Pick them out, whatever the spelling of their names."""
+    content_type, length, timeout_ms, authorization, plain = "", 0, b"", None, True
+    priority = b""
+    for spelled, value in headers:
+        name = spelled.lower()
+        if name == b"content-type":
+            content_type = value.decode("latin-1")
+        elif name == b"content-length":
+            length = int(value)  # the HTTP parser let digits only through
+        elif name == b"x-torchere-timeout-ms":
+            timeout_ms = value
+        elif name == b"x-torchere-priority":
+            priority = value
+        elif name == b"authorization":
+            authorization = value.decode("latin-1")
+        elif name in _FANCY:
+            plain = False
+    return Head(content_type, length, timeout_ms, authorization, plain, priority)
 
 
 def body_parameters(content_type: str, body: bytes) -> tuple[Parameter, ...]:
@@ -62,8 +99,12 @@ def text_values(query: bytes) -> dict[str, str]:
 
 def request_headers(scope: Scope) -> tuple[tuple[str, str], ...]:
     """The client's headers; in its own spelling where our HTTP protocol kept it, else in lower case."""
-    spelled: list[tuple[bytes, bytes]] = scope.get(SPELLED_HEADERS) or scope["headers"]
-    return tuple([(name.decode("latin-1"), value.decode("latin-1")) for name, value in spelled])
+    return text_headers(scope.get(SPELLED_HEADERS) or scope["headers"])
+
+
+def text_headers(headers: Iterable[tuple[bytes, bytes]]) -> tuple[tuple[str, str], ...]:
+    """Header lines as text."""
+    return tuple([(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers])
 
 
 def deadline(timeout_ms: bytes, now_s: float) -> float:

@@ -7,8 +7,12 @@ get a task that listens for the end of their connection.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 
 from starlette.types import Receive
+
+from torchere.serving.frontend.rest.body import ClientGone
 
 SWEEP_S = 0.01  # a request is watched when it is between one and two of these old
 
@@ -62,6 +66,24 @@ class DisconnectWatch:
             if listener is not None:
                 listener.cancel()
 
+    @contextlib.contextmanager
+    def watching(self, receive: Receive) -> Iterator[None]:
+        """Watch the current task's request within the block.
+
+        Raises:
+            ClientGone: in place of the cancellation, when the client went away.
+        """
+        watched = self.enter(receive)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not watched.gone:
+                raise
+            _absorb_cancellation(watched.task)
+            raise ClientGone from None
+        finally:
+            self.leave(watched)
+
     def _sweep(self) -> None:
         loop = asyncio.get_running_loop()
         for watched in self._old.values():
@@ -69,3 +91,10 @@ class DisconnectWatch:
         self._old, self._young = self._young, {}
         # The sweep stops when nothing waits: an idle server has no timer.
         self._timer = loop.call_later(SWEEP_S, self._sweep) if self._old else None
+
+
+def _absorb_cancellation(task: asyncio.Task[object]) -> None:
+    # From Python 3.11 a task counts its cancellations, and one that was dealt with must be taken back.
+    uncancel = getattr(task, "uncancel", None)
+    if uncancel is not None:
+        uncancel()

@@ -18,6 +18,7 @@ class WorkflowNotFound(e.NotFound):
 # Looked up along the class's MRO, so a new subclass inherits its parent's answer.
 TABLE: dict[type[e.ServingError], tuple[int, str]] = {
     e.InvalidRequest: (400, "BadRequestException"),
+    e.Quarantined: (422, "BadRequestException"),
     e.NotFound: (404, "ResourceNotFoundException"),
     e.ModelNotFound: (404, "ModelNotFoundException"),
     e.VersionNotFound: (404, "ModelVersionNotFoundException"),
@@ -44,7 +45,7 @@ def status_and_type(error: e.ServingError) -> tuple[int, str]:
     """Return the HTTP status of an error and its `type` string."""
     if isinstance(error, e.HandlerFailed):
         return handler_status(error.status), INTERNAL
-    if isinstance(error, e.LoadFailed) and error.out_of_memory:
+    if isinstance(error, (e.LoadFailed, e.ExecutorDied)) and error.out_of_memory:
         return 507, INTERNAL
     return next(TABLE[cls] for cls in type(error).__mro__ if cls in TABLE)
 

@@ -32,6 +32,11 @@ class JoinedWrites:
         self._held = data
         self._loop.call_soon(self.flush)
 
+    def write_whole(self, data: bytes) -> None:
+        """Send `data` now, after what was held."""
+        self.flush()
+        self._transport.write(data)
+
     def flush(self) -> None:
         """Send what is held."""
         held, self._held = self._held, None

@@ -11,9 +11,11 @@ from torchere.serving.frontend.keys import Keys
 from torchere.serving.frontend.rest.authorisation import Surfaces, required_key
 from torchere.serving.frontend.rest.body import BodyTooLarge, ClientGone, discard_rest
 from torchere.serving.frontend.rest.call import Call, cors_headers
+from torchere.serving.frontend.rest.direct import DirectPredictions
 from torchere.serving.frontend.rest.predict import Predictor
 from torchere.serving.frontend.rest.targets import prediction_target
 from torchere.serving.frontend.services import Services
+from torchere.serving.telemetry.timeline import fields_of
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +27,14 @@ class Listener:
     """
 
     def __init__(
-        self, surfaces: Surfaces, services: Services, routes: ASGIApp, predictor: Predictor | None
+        self,
+        surfaces: Surfaces,
+        services: Services,
+        routes: ASGIApp,
+        predictor: Predictor | None,
+        direct: DirectPredictions | None = None,
     ) -> None:
+        self.direct = direct  # `protocol.py` looks here for what need not come this way at all
         self._surfaces = surfaces
         self._keys = services.keys
         self._metrics = services.metrics
@@ -51,8 +59,10 @@ class Listener:
             await self._refuse_body(call, receive)
         except ClientGone:
             logger.debug("request %s: the client went away", call.request_id)
+            call.telemetry.cancelled()
         except Exception as error:  # the top of every request: a bug is logged, and the client gets a 500
-            logger.exception("request %s failed unexpectedly", call.request_id)
+            fields = fields_of(call.request_id, call.telemetry.timeline)
+            logger.exception("request %s failed unexpectedly", call.request_id, extra=fields)
             await self._fail(call, ServingError("Internal server error", repr(error)))
 
     async def _dispatch(self, call: Call, receive: Receive) -> None:
@@ -74,7 +84,8 @@ class Listener:
             return
         try:
             keys.authorize(kind, authorization(scope))
-        except Unauthorized:
+        except Unauthorized as error:
+            self._metrics.refused(error)
             await discard_rest(receive, self._max_request_bytes)
             raise
 
@@ -84,6 +95,7 @@ class Listener:
 
     async def _refuse_body(self, call: Call, receive: Receive) -> None:
         """Answer 413 with nothing in it, as TorchServe does, and read on so that the client can see it."""
+        self._metrics.refused_body()
         await call.start(413, [(b"content-length", b"0")])
         await discard_rest(receive, self._max_request_bytes)
         await call.body_part(b"", last=True)

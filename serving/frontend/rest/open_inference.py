@@ -1,32 +1,36 @@
-"""The health and metadata routes of the Open Inference Protocol, as far as TorchServe has them (opt-in)."""
+"""The routes of the Open Inference Protocol beside inference: health, metadata, statistics, repository."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from torchere.handlers.tensors import shown
+from torchere.serving.errors import InvalidRequest, ServingError
+from torchere.serving.frontend.controlplane import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.description import pretty
+from torchere.serving.frontend.model_facts import ModelFacts
+from torchere.serving.frontend.open_inference import metadata
+from torchere.serving.frontend.open_inference.repository import Repository
 from torchere.serving.frontend.rest.answers import ANY_METHOD, json_answer
+from torchere.serving.frontend.rest.body import read_body
+from torchere.serving.frontend.rest.open_inference_predict import protocol_error
 
-CONTRACT_VERSION = "0.12.0"
-EXTENSIONS = ["kserve", "kubeflow"]
-# The misspelt key is TorchServe's, and clients may read it; the right one stands beside it.
-METADATA = {
-    "name": "Torchserve",
-    "version": CONTRACT_VERSION,
-    "extenstion": EXTENSIONS,
-    "extensions": EXTENSIONS,
-}
+_READ = ["GET", "HEAD"]
 
 
-def open_inference_routes(dataplane: DataPlane) -> APIRouter:
-    """`/v2`, `/v2/health/live`, `/v2/health/ready`, and the refusal of model versions in paths."""
+def health_routes(dataplane: DataPlane) -> APIRouter:
+    """`/v2`, `/v2/health/live` and `/v2/health/ready`, with any method, as TorchServe has them."""
     router = APIRouter()
 
-    async def metadata(request: Request) -> Response:
-        return json_answer(pretty(METADATA))
+    async def of_server(request: Request) -> Response:
+        return json_answer(pretty(metadata.server_metadata()))
 
     async def live(request: Request) -> Response:
         return json_answer(pretty({"live": True}))
@@ -35,11 +39,105 @@ def open_inference_routes(dataplane: DataPlane) -> APIRouter:
         is_ready = dataplane.readiness().ready
         return json_answer(pretty({"ready": is_ready}), 200 if is_ready else 503)
 
-    async def no_versions(request: Request) -> Response:
-        return json_answer(pretty({"error": "Model versioning is not yet supported."}), 501)
-
-    router.add_api_route("/v2", metadata, methods=ANY_METHOD)
+    router.add_api_route("/v2", of_server, methods=ANY_METHOD)
     router.add_api_route("/v2/health/live", live, methods=ANY_METHOD)
     router.add_api_route("/v2/health/ready", ready, methods=ANY_METHOD)
-    router.add_api_route("/v2/models/{model}/versions/{rest:path}", no_versions, methods=ANY_METHOD)
     return router
+
+
+def model_routes(dataplane: DataPlane) -> APIRouter:
+    """What can be read of one model, or of one version of it."""
+    router = APIRouter()
+
+    async def statistics_of_all(request: Request) -> Response:
+        facts = [dataplane.facts(*key) for key in dataplane.registered()]
+        return json_answer(pretty(metadata.model_statistics(facts)))
+
+    router.add_api_route("/v2/models/stats", statistics_of_all, methods=_READ)
+    for path, members in (
+        ("", metadata.model_metadata),
+        ("/config", metadata.model_config),
+        ("/stats", lambda facts: metadata.model_statistics([facts])),
+        ("/ready", lambda facts: _readiness(facts, dataplane)),
+    ):
+        endpoint = _reader(dataplane, members)
+        router.add_api_route(f"/v2/models/{{model}}{path}", endpoint, methods=_READ)
+        router.add_api_route(f"/v2/models/{{model}}/versions/{{version}}{path}", endpoint, methods=_READ)
+    return router
+
+
+def repository_routes(controlplane: ControlPlane, max_request_bytes: int) -> APIRouter:
+    """The index of the models, and loading and unloading them: management, by another name."""
+    router = APIRouter()
+    repository = Repository(controlplane)
+
+    async def index(request: Request) -> Response:
+        try:
+            said = await _object(request, max_request_bytes)
+            ready = said.get("ready", False)
+            if not isinstance(ready, bool):
+                raise InvalidRequest(f"ready: found {shown(ready)}, expected true or false")
+            entries = [_without_blanks(entry._asdict()) for entry in repository.index(ready)]
+        except ServingError as error:
+            return _refused(error)
+        return json_answer(pretty(entries))
+
+    async def load(request: Request, model: str) -> Response:
+        try:
+            said = await _object(request, max_request_bytes)
+            parameters = said.get("parameters", {})
+            if not isinstance(parameters, dict):
+                raise InvalidRequest(f"parameters: found {shown(parameters)}, expected an object")
+            await repository.load(model, parameters)
+        except ServingError as error:
+            return _refused(error)
+        return Response(status_code=200)
+
+    async def unload(request: Request, model: str) -> Response:
+        try:
+            await repository.unload(model)
+        except ServingError as error:
+            return _refused(error)
+        return Response(status_code=200)
+
+    router.add_api_route("/v2/repository/index", index, methods=["POST"])
+    router.add_api_route("/v2/repository/models/{model}/load", load, methods=["POST"])
+    router.add_api_route("/v2/repository/models/{model}/unload", unload, methods=["POST"])
+    return router
+
+
+def _reader(dataplane: DataPlane, members: Callable[[ModelFacts], dict[str, Any]]) -> Callable[..., Any]:
+    async def read(request: Request, model: str, version: str | None = None) -> Response:
+        try:
+            facts = dataplane.facts(model, version)
+        except ServingError as error:
+            return _refused(error)
+        said = members(facts)
+        return json_answer(pretty(said), 503 if said.get("ready") is False else 200)
+
+    return read
+
+
+def _readiness(facts: ModelFacts, dataplane: DataPlane) -> dict[str, Any]:
+    return {"name": facts.key.name, "ready": dataplane.model_readiness(*facts.key).ready}
+
+
+def _refused(error: ServingError) -> Response:
+    status, headers, body = protocol_error(error)
+    return Response(body, status, {name.decode(): value.decode() for name, value in headers})
+
+
+def _without_blanks(members: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in members.items() if value != ""}
+
+
+async def _object(request: Request, max_request_bytes: int) -> dict[str, Any]:
+    """The JSON object of a request; no body means an empty one."""
+    length = int(request.headers.get("content-length", "0"))
+    body = await read_body(request.receive, length, max_request_bytes)
+    if not body.strip():
+        return {}
+    try:
+        return msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError) as err:
+        raise InvalidRequest(f"the request: {err}; expected a JSON object") from err

@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from typing import NamedTuple
+import time
+from typing import Protocol
 
 from starlette.types import Receive
 
-from torchere.serving.errors import HandlerFailed, InvalidRequest, ServingError
+from torchere.serving.errors import HandlerFailed, InvalidRequest, NotFound, ServingError
+from torchere.serving.frontend import wording
 from torchere.serving.frontend.dataplane import DataPlane
-from torchere.serving.frontend.rest.body import ClientGone, read_body
-from torchere.serving.frontend.rest.call import Call, handler_headers
-from torchere.serving.frontend.rest.codec import body_parameters, deadline, form_parameters, request_headers
+from torchere.serving.frontend.priority import parse_priority
+from torchere.serving.frontend.rest.body import read_body
+from torchere.serving.frontend.rest.call import Call, RawHeaders, handler_headers
+from torchere.serving.frontend.rest.codec import (
+    Head,
+    body_parameters,
+    deadline,
+    form_parameters,
+    read_head,
+    request_headers,
+)
 from torchere.serving.frontend.rest.disconnect import DisconnectWatch
+from torchere.serving.frontend.rest.open_inference_predict import TensorPredictor
 from torchere.serving.frontend.rest.targets import Target
 from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, Parameter, StreamedResponse
 
 logger = logging.getLogger(__name__)
 
 
-class _Head(NamedTuple):
-    """The request headers that the server itself minds."""
-
-    content_type: str = ""
-    length: int = 0
-    timeout_ms: bytes = b""
-
-
 class Predictor:
     """Answers every path that asks for a prediction. One for each event loop, used on it only."""
 
-    def __init__(self, dataplane: DataPlane, max_request_bytes: int) -> None:
+    def __init__(
+        self, dataplane: DataPlane, max_request_bytes: int, tensors: TensorPredictor | None = None
+    ) -> None:
         self._dataplane = dataplane
         self._max_request_bytes = max_request_bytes
+        self._tensors = tensors  # None: requests of the Open Inference Protocol are bodies like others
         self._watch = DisconnectWatch()
 
     async def predict(self, call: Call, target: Target, receive: Receive) -> None:
@@ -43,29 +48,36 @@ class Predictor:
             ServingError: before anything was sent; the caller answers it.
             BodyTooLarge, ClientGone: from reading the body, or the client went away while it waited.
         """
-        head = _read_head(call)
+        head = read_head(call.scope["headers"])
         body = await read_body(receive, head.length, self._max_request_bytes)
+        call.telemetry.read_s = time.monotonic()
+        if target.verb and await self._as_tensors(call, target, head, body, receive):
+            return
         parameters = body_parameters(head.content_type, body)
         if target.takes_query:
             parameters = form_parameters(call.scope["query_string"]) + parameters
         model = target.model if target.model is not None else self._model_named_in(parameters)
         headers = request_headers(call.scope) + target.headers
         deadline_s = deadline(head.timeout_ms, call.started_s) if head.timeout_ms else NO_DEADLINE
-        request = InferRequest(call.request_id, parameters, headers, deadline_s)
-        watched = self._watch.enter(receive)
-        try:
+        priority = parse_priority(head.priority) if head.priority else 0
+        request = InferRequest(call.request_id, parameters, headers, deadline_s, priority)
+        with self._watch.watching(receive):
             response = await self._dataplane.infer(model, target.version, request, target.group)
             if isinstance(response, StreamedResponse):
-                await _send_stream(call, response)
+                await send_stream(call, response)
                 return
-        except asyncio.CancelledError:
-            if watched.gone:
-                _absorb_cancellation(watched.task)
-                raise ClientGone from None
-            raise
-        finally:
-            self._watch.leave(watched)
-        await call.answer(_checked_status(response), handler_headers(response.headers), response.body)
+        await call.answer(checked_status(response), handler_headers(response.headers), response.body)
+
+    async def _as_tensors(
+        self, call: Call, target: Target, head: Head, body: bytes, receive: Receive
+    ) -> bool:
+        """Answer a request of the Open Inference Protocol; False: its body is for the handler as it is."""
+        if self._tensors is None:
+            if target.verb != "infer" or target.version is not None:
+                raise NotFound(wording.NO_SUCH_RESOURCE)  # TorchServe has none of these
+            return False
+        with self._watch.watching(receive):
+            return await self._tensors.predict(call, target, head, body)
 
     def _model_named_in(self, parameters: tuple[Parameter, ...]) -> str:
         # Query parameters come first in `parameters`, so they win over a field of a form.
@@ -78,38 +90,44 @@ class Predictor:
         return sole
 
 
-def _read_head(call: Call) -> _Head:
-    content_type, length, timeout_ms = "", 0, b""
-    for name, value in call.scope["headers"]:
-        if name == b"content-type":
-            content_type = value.decode("latin-1")
-        elif name == b"content-length":
-            length = int(value)  # the HTTP parser let digits only through
-        elif name == b"x-torchere-timeout-ms":
-            timeout_ms = value
-    return _Head(content_type, length, timeout_ms)
+def checked_status(response: InferResponse) -> int:
+    """The status a handler chose.
 
-
-def _absorb_cancellation(task: asyncio.Task[object]) -> None:
-    # From Python 3.11 a task counts its cancellations, and one that was dealt with must be taken back.
-    uncancel = getattr(task, "uncancel", None)
-    if uncancel is not None:
-        uncancel()
-
-
-def _checked_status(response: InferResponse) -> int:
+    Raises:
+        HandlerFailed: HTTP has no such final status.
+    """
     if 200 <= response.status <= 599:
         return response.status
     detail = f"the handler set the status {response.status}; a final HTTP status is from 200 to 599"
     raise HandlerFailed("Prediction failed", 500, detail)
 
 
-async def _send_stream(call: Call, response: StreamedResponse) -> None:
+class Answering(Protocol):
+    """What a streamed answer is sent through; see `Call`."""
+
+    request_id: str
+
+    async def start(self, status: int, headers: RawHeaders) -> None:
+        """Send the head."""
+
+    async def body_part(self, part: bytes, *, last: bool = False) -> None:
+        """Send a part of the body."""
+
+    def finished(self) -> None:
+        """Count the answer."""
+
+
+async def send_stream(call: Answering, response: StreamedResponse) -> None:
+    """Send a streamed answer, a chunk for each part.
+
+    Raises:
+        ServingError: before anything was sent.
+    """
     chunks = aiter(response.chunks)
     # The first part is awaited before the head goes out: until then a failure still gets a proper answer.
     first = await anext(chunks, b"")
     headers = [*handler_headers(response.head.headers), (b"ts_stream_next", b"true")]
-    await call.start(_checked_status(response.head), headers)
+    await call.start(checked_status(response.head), headers)
     await call.body_part(first)
     try:
         async for chunk in chunks:

@@ -2,37 +2,61 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from torchere.serving.frontend import wording
-from torchere.serving.frontend.dataplane import DataPlane
+from torchere.serving.frontend.dataplane import DataPlane, Readiness
 from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.rest.answers import ANY_METHOD, json_answer, status_answer
 from torchere.serving.settings import MetricsMode
+from torchere.serving.telemetry import openmetrics as openmetrics_format
 from torchere.serving.telemetry.metrics import Metrics
+from torchere.serving.telemetry.openmetrics import wants_openmetrics
 from torchere.serving.telemetry.server_metrics import LEGACY_METRICS
 
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def probe_routes(dataplane: DataPlane) -> APIRouter:
-    """`/livez` answers as long as the event loop turns; `/readyz` says whether traffic may come."""
+    """The probes; none needs a token.
+
+    `/livez` answers as long as the event loop turns. `/startupz` says, from then on for good, that every
+    model of the start has been loaded, or has failed to. `/readyz` says whether traffic may come, for the
+    whole server or for one model.
+    """
     router = APIRouter()
 
     async def live(request: Request) -> Response:
         return json_answer(pretty({"status": "live"}))
 
+    async def started(request: Request) -> Response:
+        return _told(dataplane.startup(), "started", "starting")
+
     async def ready(request: Request) -> Response:
-        readiness = dataplane.readiness()
-        if readiness.ready:
-            return json_answer(pretty({"status": "ready"}))
-        return json_answer(pretty({"status": "not ready", "reasons": list(readiness.reasons)}), 503)
+        return _told(dataplane.readiness(), "ready", "not ready")
+
+    async def model_ready(model: str) -> Response:
+        return _told(dataplane.model_readiness(model, None), "ready", "not ready")
+
+    async def version_ready(model: str, version: str) -> Response:
+        return _told(dataplane.model_readiness(model, version), "ready", "not ready")
 
     router.add_api_route("/livez", live, methods=["GET", "HEAD"])
+    router.add_api_route("/startupz", started, methods=["GET", "HEAD"])
     router.add_api_route("/readyz", ready, methods=["GET", "HEAD"])
+    router.add_api_route("/readyz/{model}", model_ready, methods=["GET", "HEAD"])
+    router.add_api_route("/readyz/{model}/{version}", version_ready, methods=["GET", "HEAD"])
     return router
+
+
+def _told(readiness: Readiness, yes: str, no: str) -> Response:
+    if readiness.ready:
+        return json_answer(pretty({"status": yes}))
+    return json_answer(pretty({"status": no, "reasons": list(readiness.reasons)}), 503)
 
 
 def ping_routes(dataplane: DataPlane) -> APIRouter:
@@ -55,9 +79,14 @@ def metrics_routes(metrics: Metrics, mode: MetricsMode) -> APIRouter:
         names = frozenset(request.query_params.getlist("name[]"))
         if mode == "legacy":
             names = names & LEGACY_METRICS if names else LEGACY_METRICS
-        hidden = mode == "log" or (mode == "legacy" and not names)
-        text = "" if hidden else metrics.exposition(names)
-        return Response(text, headers={"content-type": METRICS_CONTENT_TYPE})
+        if mode == "log" or (mode == "legacy" and not names):
+            return Response("", headers={"content-type": METRICS_CONTENT_TYPE})
+        openmetrics = wants_openmetrics(request.headers.get("accept", ""))
+        exposure = metrics.expose()
+        # The loop goes on while a thread writes: with many models the text has megabytes.
+        text = await asyncio.to_thread(exposure.text, names, openmetrics=openmetrics)
+        content_type = openmetrics_format.CONTENT_TYPE if openmetrics else METRICS_CONTENT_TYPE
+        return Response(text, headers={"content-type": content_type, "vary": "Accept"})
 
     router.add_api_route("/metrics", expose, methods=ANY_METHOD)
     router.add_api_route("/metrics/{rest:path}", expose, methods=ANY_METHOD)

@@ -12,11 +12,14 @@ from typing import Any, cast
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from torchere.serving.frontend.description import pretty
-from torchere.serving.frontend.rest.codec import SPELLED_HEADERS
+from torchere.serving.frontend.rest.call import CYCLE
+from torchere.serving.frontend.rest.codec import SPELLED_HEADERS, read_head
+from torchere.serving.frontend.rest.direct import DirectCall, DirectPredictions
 from torchere.serving.frontend.rest.joined_writes import JoinedWrites
 
 MAX_REQUEST_LINE_BYTES = 4096  # TorchServe's limits; the parser itself has none
 MAX_HEADER_BYTES = 8192
+LINGER_S = 0.25  # of idle connections after the end of the listener; many round trips in one data centre
 HEAD_TIMEOUT_S = 60.0  # a connection that has begun a head and not ended it by then is closed
 
 _ERROR = {"code": 400, "type": "BadRequestException", "message": "Invalid HTTP message."}
@@ -32,12 +35,18 @@ class HeadTooLarge(Exception):
 
 
 class Protocol(HttpToolsProtocol):
-    """One connection. Used by the event loop only."""
+    """One connection. Used by the event loop only.
 
-    _spelled: list[tuple[bytes, bytes]]
+    A request is read to the end of its head before uvicorn hears of it: small predictions are answered here
+    (`direct.py`), all others are told to uvicorn from their beginning.
+    """
+
+    spelled_headers: list[tuple[bytes, bytes]]  # of the present request
     _head_bytes: int
     _in_head: bool = True
+    _head_begun: bool = False  # bytes of a head have come, and more are to come
     _head_timer: asyncio.TimerHandle | None = None
+    _direct: DirectCall | None = None  # the last one
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client connected, and has `HEAD_TIMEOUT_S` for its first head."""
@@ -55,19 +64,20 @@ class Protocol(HttpToolsProtocol):
         """The connection is gone, from either side."""
         self._in_head = False
         self._mind_the_head()
+        if self._direct is not None:
+            self._direct.client_gone()
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
         """A request begins."""
-        super().on_message_begin()
-        self._in_head = True
+        self._in_head = self._head_begun = True
         self._head_bytes = 0
-        self._spelled = []
-        cast("dict[str, Any]", self.scope)[SPELLED_HEADERS] = self._spelled
+        self.spelled_headers = []
+        self.url = b""
 
     def on_url(self, url: bytes) -> None:
         """A piece of the request's target."""
-        super().on_url(url)
+        self.url += url
         if len(self.url) > MAX_REQUEST_LINE_BYTES:
             raise HeadTooLarge
 
@@ -76,20 +86,98 @@ class Protocol(HttpToolsProtocol):
         self._head_bytes += len(name) + len(value) + 4
         if self._head_bytes > MAX_HEADER_BYTES:
             raise HeadTooLarge
-        value = value.rstrip(b" \t")  # RFC 9110, 5.5: no part of it; the parser drops the leading ones only
-        self._spelled.append((name, value))
-        super().on_header(name, value)
+        # RFC 9110, 5.5: blanks are no part of it; the parser drops the leading ones only
+        self.spelled_headers.append((name, value.rstrip(b" \t")))
 
     def on_headers_complete(self) -> None:
         """The head is complete; the answer may begin."""
-        self._in_head = False
-        super().on_headers_complete()
+        self._in_head = self._head_begun = False
+        direct = self._direct_call()
+        if direct is None:
+            self._tell_uvicorn()
+        else:
+            self._direct = self.cycle = direct  # type: ignore[assignment]
+        if getattr(self.server_state, "draining", False):
+            self.cycle.keep_alive = False
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body."""
+        direct = self._present_direct()
+        if direct is None:
+            super().on_body(body)
+        else:
+            direct.body += body  # no longer than was announced, which is not long
+
+    def on_message_complete(self) -> None:
+        """The request is there as a whole."""
+        direct = self._present_direct()
+        if direct is None:
+            super().on_message_complete()
+        else:
+            direct.run()
+
+    def write_whole(self, data: bytes) -> None:
+        """Send what is complete: nothing comes that would be worth waiting for."""
+        cast("JoinedWrites", self.transport).write_whole(data)
+
+    def drain(self) -> None:
+        """From now on an answer ends the connection; the client hears it in the answer's head."""
+        if self.cycle is not None:
+            self.cycle.keep_alive = False
+
+    def shutdown(self) -> None:
+        """The listener is closed: answer what is in, then close.
+
+        An idle connection stays for a moment. A request may be on its way, and closing under it would lose
+        it: the client can't know whether it was run, so it may not send it again.
+        """
+        self.drain()
+        self.loop.call_later(LINGER_S, self._close_if_idle)
+
+    def _close_if_idle(self) -> None:
+        is_busy = self._head_begun or (self.cycle is not None and not self.cycle.response_complete)
+        if not is_busy and not self.transport.is_closing():
+            self.transport.close()
+
+    def keep(self, task: asyncio.Task[None]) -> None:
+        """Hold a task that answers a request, and have the server wait for it when it stops."""
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP, or too much of it, and close."""
         if not self.transport.is_closing():
             self.transport.write(_INVALID)
             self.transport.close()
+
+    def _direct_call(self) -> DirectCall | None:
+        """The present request as a prediction to be answered here; None when it is something else."""
+        shared: DirectPredictions | None = getattr(self.app, "direct", None)
+        before = self.cycle
+        if shared is None or not (before is None or before.response_complete) or self.flow.write_paused:
+            return None
+        method = self.parser.get_method()
+        place = shared.target_of(method, self.url)
+        if place is None or self.parser.get_http_version() != "1.1":
+            return None
+        head = read_head(self.spelled_headers)
+        if not head.plain or head.length > shared.max_body_bytes:
+            return None
+        return DirectCall(shared, self, place, head, b"%b %b HTTP/1.1" % (method, self.url))
+
+    def _present_direct(self) -> DirectCall | None:
+        cycle: object = self.cycle
+        return self._direct if cycle is self._direct else None
+
+    def _tell_uvicorn(self) -> None:
+        url = self.url
+        super().on_message_begin()
+        cast("dict[str, Any]", self.scope)[SPELLED_HEADERS] = self.spelled_headers
+        super().on_url(url)
+        for name, value in self.spelled_headers:
+            super().on_header(name, value)
+        super().on_headers_complete()
+        cast("dict[str, Any]", self.scope)[CYCLE] = self.cycle
 
     def _mind_the_head(self) -> None:
         if not self._in_head and self._head_timer is not None:

@@ -12,10 +12,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from torchere.serving.frontend.rest.protocol import Protocol
-from torchere.serving.frontend.tls import TlsFiles
+from torchere.serving.frontend.tls import Certificates
 from torchere.serving.settings import Address
-
-__all__ = ["RestServer", "TlsFiles"]
 
 BACKLOG = 1024
 KEEP_ALIVE_S = 75  # idle connections; longer than the 60 s of common load balancers, so they close first
@@ -32,12 +30,21 @@ class RestServer:
     """
 
     def __init__(
-        self, app: ASGIApp, address: Address, *, drain_timeout_s: float = 30.0, tls: TlsFiles | None = None
+        self,
+        app: ASGIApp,
+        address: Address,
+        *,
+        drain_timeout_s: float = 30.0,
+        certificates: Certificates | None = None,
     ) -> None:
-        if address.tls and tls is None:
+        if address.tls and certificates is None:
             raise ValueError(f"{address} needs a certificate and a private key, and none was given")
         self.address = address
-        self._server = _Server(_config(app, address, drain_timeout_s, tls))
+        config = _config(app, drain_timeout_s)
+        config.load()
+        if address.tls and certificates is not None:
+            config.ssl = certificates.server_context()
+        self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
         self._socket: socket.socket | None = None
 
@@ -58,14 +65,30 @@ class RestServer:
             await self._task
         return self.address
 
+    def drain(self) -> None:
+        """Serve on, and end each connection with its next answer, so that clients look for another server."""
+        self._server.server_state.draining = True
+        for connection in self._server.server_state.connections:
+            if isinstance(connection, Protocol):
+                connection.drain()
+
     async def stop(self) -> None:
         """Refuse new connections, let requests finish for at most `drain_timeout_s`, cancel what is left."""
         if self._task is None:
             return
+        self.drain()
         self._server.should_exit = True
         await self._task
         if self.address.unix_path is not None:
             Path(self.address.unix_path).unlink(missing_ok=True)
+
+
+class _State(uvicorn.server.ServerState):
+    """What the connections of a listener share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draining = False  # true: an answer ends its connection
 
 
 class _Server(uvicorn.Server):
@@ -73,6 +96,7 @@ class _Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
+        self.server_state: _State = _State()
         self.up = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -84,7 +108,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _config(app: ASGIApp, address: Address, drain_timeout_s: float, tls: TlsFiles | None) -> uvicorn.Config:
+def _config(app: ASGIApp, drain_timeout_s: float) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=Protocol,
@@ -98,8 +122,6 @@ def _config(app: ASGIApp, address: Address, drain_timeout_s: float, tls: TlsFile
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
-        ssl_certfile=tls.certificate if tls is not None and address.tls else None,
-        ssl_keyfile=tls.private_key if tls is not None and address.tls else None,
     )
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 Pairs = tuple[tuple[str, str], ...]
+Verb: TypeAlias = Literal["", "infer", "generate", "generate_stream"]
 
 EXPLAIN_NO: Pairs = (("explain", "False"),)
 EXPLAIN_YES: Pairs = (("explain", "True"),)
@@ -14,8 +15,10 @@ EXPLAIN_YES: Pairs = (("explain", "True"),)
 _RESERVED = frozenset(
     {"predictions", "explanations", "invocations", "wfpredict", "ping", "api-description"}  # inference
     | {"models", "workflows", "token", "v1", "v2"}  # management and KServe
-    | {"metrics", "livez", "readyz"}
+    | {"metrics", "livez", "readyz", "startupz"}
 )
+
+_VERBS: dict[str, Verb] = {"infer": "infer", "generate": "generate", "generate_stream": "generate_stream"}
 
 
 class Target(NamedTuple):
@@ -25,6 +28,7 @@ class Target(NamedTuple):
     version: str | None = None  # None: the default version
     headers: Pairs = ()  # what the handler sees beside the client's headers
     takes_query: bool = False  # query parameters reach the handler too
+    verb: Verb = ""  # of the Open Inference Protocol; "": another protocol's path
 
     @property
     def group(self) -> str:
@@ -59,14 +63,25 @@ def _kserve(segments: list[str]) -> Target | None:
     if len(segments) < 3 or segments[1] != "models":
         return None
     if segments[0] == "v2":
-        explain = {"infer": EXPLAIN_NO, "explain": EXPLAIN_YES}.get(segments[3] if len(segments) == 4 else "")
-        return None if explain is None else Target(segments[2], headers=explain)
+        return _open_inference(segments[2], segments[3:])
     model, colon, verb = segments[2].partition(":")
     if len(segments) > 3 or not colon:
         return None
     if verb.startswith("predict"):
         return Target(model, headers=EXPLAIN_NO)
     return Target(model, headers=EXPLAIN_YES) if verb.startswith("explain") else None
+
+
+def _open_inference(model: str, rest: list[str]) -> Target | None:
+    version = None
+    if len(rest) == 3 and rest[0] == "versions":
+        version, rest = rest[1], rest[2:]
+    if len(rest) != 1:
+        return None
+    verb = _VERBS.get(rest[0])
+    if verb is not None:
+        return Target(model, version, EXPLAIN_NO, verb=verb)
+    return Target(model, headers=EXPLAIN_YES) if rest[0] == "explain" and version is None else None
 
 
 def _query_style(segments: list[str]) -> Target | None:

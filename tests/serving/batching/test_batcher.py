@@ -2,28 +2,38 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from torchere.serving.batching.batcher import Batcher
-from torchere.serving.batching.pending import Pending
-from torchere.serving.errors import DeadlineExceeded, ExecutorDied, HandlerFailed, QueueFull, Unavailable
+from torchere.serving.batching.pending import AwaitedReply, Pending
+from torchere.serving.errors import (
+    DeadlineExceeded,
+    ExecutorDied,
+    HandlerFailed,
+    Quarantined,
+    QueueFull,
+    Unavailable,
+)
 from torchere.serving.execution.executor import BatchReport, BatchSink, Outcome
 from torchere.serving.settings import BatchSettings
-from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, StreamedResponse
+from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, Parameter, StreamedResponse
 
 
 class PuppetPool:
     """Executors that do nothing until the test says so; `batches` holds what runs."""
 
+    on_loop = False
+
     def __init__(self, free: int = 1) -> None:
         self.free = free
+        self.executors = 0  # 0: as many as there are batches at once
         self.batches: list[tuple[list[str], BatchSink]] = []
 
     @property
     def in_service(self) -> int:
-        return self.free + len(self.batches)
+        return self.executors or self.free + len(self.batches)
 
     def submit(self, requests: Sequence[InferRequest], sink: BatchSink) -> None:
         self.free -= 1
@@ -35,6 +45,13 @@ class PuppetPool:
         self.free += 1
         sink.done(BatchReport(outcomes or [InferResponse(name.encode()) for name in ids]))
         return ids
+
+
+class Submitted(NamedTuple):
+    """A request in the batcher, and what its client waits for."""
+
+    pending: Pending
+    answer: asyncio.Future[InferResponse | StreamedResponse]
 
 
 class Stage:
@@ -55,8 +72,10 @@ class Stage:
     def batch_finished(self, pendings: Sequence[Pending], report: BatchReport, executor_s: float) -> None:
         self.reports.append(len(pendings))
 
-    def submit(self, name: str, group: str = "", deadline_s: float = NO_DEADLINE) -> Pending:
-        return self.batcher.submit(InferRequest(name, (), (), deadline_s), group)
+    def submit(self, name: str, group: str = "", deadline_s: float = NO_DEADLINE) -> Submitted:
+        reply = AwaitedReply()
+        request = InferRequest(name, (), (), deadline_s)
+        return Submitted(self.batcher.submit(request, reply, group), reply.future)
 
     @property
     def running(self) -> list[list[str]]:
@@ -130,6 +149,22 @@ async def test_a_request_that_is_late_on_arrival_is_refused() -> None:
 
 
 @run
+async def test_batches_sent_ahead_of_an_executor_do_not_make_it_look_slow() -> None:
+    stage = Stage(BatchSettings(max_queue_size=100), free=3)
+    stage.pool.executors = 1  # with room for two more than it runs
+    for name in ("first", "second", "third"):
+        stage.submit(name)
+    for _ in range(3):
+        stage.now_s += 1.0
+        stage.pool.finish()
+    stage.pool.free = 1
+    stage.submit("running")
+    stage.submit("in time", deadline_s=stage.now_s + 4.0)
+    with pytest.raises(QueueFull):
+        stage.submit("hopeless", deadline_s=stage.now_s + 2.0)
+
+
+@run
 async def test_an_expired_request_never_runs() -> None:
     stage = Stage(BatchSettings(), free=0)
     expired = stage.submit("expired", deadline_s=101.0)
@@ -176,7 +211,7 @@ async def test_a_withdrawn_request_leaves_the_queue() -> None:
     stage = Stage(BatchSettings(), free=0)
     gone = stage.submit("gone")
     gone.answer.cancel()
-    stage.batcher.withdraw(gone)
+    stage.batcher.withdraw(gone.pending)
     assert stage.batcher.queue_length == 0
     stage.pool.free = 1
     stage.batcher.pump()
@@ -188,7 +223,7 @@ async def test_a_withdrawn_request_leaves_the_queue() -> None:
 async def test_a_late_answer_is_dropped() -> None:
     stage = Stage(BatchSettings())
     late = stage.submit("late")
-    stage.batcher.withdraw(late, DeadlineExceeded("too late"))
+    stage.batcher.withdraw(late.pending, DeadlineExceeded("too late"))
     stage.pool.finish()
     with pytest.raises(DeadlineExceeded, match="too late"):
         await late.answer
@@ -291,3 +326,92 @@ async def test_what_waits_is_answered_when_nobody_is_left_to_run_it() -> None:
     with pytest.raises(Unavailable):
         await pending.answer
     assert await stage.batcher.drain(0.0)
+
+
+CRASH = ExecutorDied("killed by signal 11 (SIGSEGV)", crashed=True)
+
+
+def with_content(name: str, content: str) -> InferRequest:
+    return InferRequest(name, (Parameter("body", content.encode()),))
+
+
+@run
+async def test_a_request_that_crashed_executors_twice_is_refused_and_never_runs_a_third_time() -> None:
+    stage = Stage(BatchSettings(max_batch_size=2, max_queue_delay_ms=0))
+    replies = []
+    for number, outcome in enumerate((CRASH, CRASH)):
+        reply = AwaitedReply()
+        stage.batcher.submit(with_content(f"try-{number}", "poison"), reply)
+        stage.now_s += 1.0
+        stage.pool.finish([outcome])
+        replies.append(reply)
+    with pytest.raises(ExecutorDied):
+        await replies[0].future
+    with pytest.raises(Quarantined, match="two crashes"):
+        await replies[1].future
+    with pytest.raises(Quarantined):
+        stage.batcher.submit(with_content("third", "poison"), AwaitedReply())
+    assert stage.running == []
+
+
+@run
+async def test_a_suspect_runs_alone_and_its_neighbours_together() -> None:
+    stage = Stage(BatchSettings(max_batch_size=3, max_queue_delay_ms=0), free=1)
+    first = [AwaitedReply() for _ in range(3)]
+    stage.pool.free = 0
+    for name, reply in zip("abc", first, strict=True):
+        stage.batcher.submit(with_content(name, f"content {name}"), reply)
+    stage.pool.free = 1
+    stage.batcher.pump()
+    assert stage.running == [["a", "b", "c"]]
+    stage.now_s += 1.0
+    stage.pool.finish([CRASH] * 3)
+    for reply in first:
+        with pytest.raises(ExecutorDied):
+            await reply.future
+    stage.pool.free = 0
+    for name, content in (("x", "new x"), ("a2", "content a"), ("y", "new y"), ("z", "new z")):
+        stage.batcher.submit(with_content(name, content), AwaitedReply())
+    stage.pool.free = 3
+    stage.batcher.pump()
+    assert stage.running == [["x"], ["a2"], ["y", "z"]]
+
+
+@run
+async def test_a_copy_that_waits_is_answered_when_its_request_is_convicted() -> None:
+    stage = Stage(BatchSettings())
+    stage.batcher.submit(with_content("one", "poison"), AwaitedReply())
+    stage.now_s += 1.0
+    stage.pool.finish([CRASH])
+    stage.batcher.submit(with_content("two", "poison"), AwaitedReply())
+    waiting = AwaitedReply()
+    stage.batcher.submit(with_content("copy", "poison"), waiting)
+    stage.now_s += 1.0
+    stage.pool.finish([CRASH])
+    with pytest.raises(Quarantined):
+        await waiting.future
+    assert (stage.running, stage.batcher.queue_length) == ([], 0)
+
+
+@run
+async def test_the_more_urgent_request_runs_first_and_an_expired_one_never() -> None:
+    stage = Stage(BatchSettings(), free=0)
+    for name, priority, deadline_s in (("plain", 0, 200.0), ("late", 9, 101.0), ("urgent", 2, 200.0)):
+        stage.batcher.submit(InferRequest(name, (), (), deadline_s, priority), AwaitedReply())
+    stage.now_s = 102.0
+    stage.pool.free = 3
+    stage.batcher.pump()
+    assert stage.running == [["urgent"], ["plain"]]
+
+
+@run
+async def test_what_comes_after_a_prioritised_queue_is_empty_waits_in_line_again() -> None:
+    stage = Stage(BatchSettings(), free=0)
+    for name, priority in (("patient", -5), ("plain", 0), ("urgent", 5)):
+        stage.batcher.submit(InferRequest(name, (), (), NO_DEADLINE, priority), AwaitedReply())
+    stage.pool.free = 3
+    stage.batcher.pump()
+    assert stage.running == [["urgent"], ["plain"], ["patient"]]
+    stage.submit("first")
+    stage.submit("second")
+    assert [pending.request.request_id for pending in stage.batcher._queue] == ["first", "second"]

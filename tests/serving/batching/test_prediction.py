@@ -31,5 +31,5 @@ def test_batches_in_front_are_shared_by_the_executors() -> None:
 def test_an_estimate_that_turns_everybody_away_does_not_last() -> None:
     service = after(10.0)
     for _ in range(100):
-        service.refused()
+        service.dropped()
     assert service.answer_s(0, 1) < 0.1

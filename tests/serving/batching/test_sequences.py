@@ -1,8 +1,5 @@
 """The table of sequences, with the time passed in."""
 
-import asyncio
-from collections.abc import Iterator
-
 import pytest
 
 from torchere.serving.batching.pending import Pending
@@ -12,26 +9,19 @@ from torchere.serving.settings import SequenceSettings
 from torchere.serving.types import InferRequest
 
 
-@pytest.fixture
-def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    loop = asyncio.new_event_loop()
-    yield loop
-    loop.close()
-
-
 def table(**settings: float) -> SequenceTable:
     defaults = {"max_idle_s": 10.0, "max_sequences": 2, "max_queue_size": 2}
     return SequenceTable(SequenceSettings(**{**defaults, **settings}), "no worker")  # type: ignore[arg-type]
 
 
-def pending(loop: asyncio.AbstractEventLoop, name: str, at_s: float = 0.0) -> Pending:
-    return Pending(InferRequest(name, ()), "", at_s, loop)
+def pending(name: str, at_s: float = 0.0) -> Pending:
+    return Pending(InferRequest(name, ()), "", at_s, lambda outcome: None)
 
 
-def test_a_sequence_stays_on_the_executor_that_took_it_first(loop: asyncio.AbstractEventLoop) -> None:
+def test_a_sequence_stays_on_the_executor_that_took_it_first() -> None:
     sequences = table()
-    sequences.add("s", pending(loop, "a"), 0.0)
-    sequences.add("s", pending(loop, "b"), 0.0)
+    sequences.add("s", pending("a"), 0.0)
+    sequences.add("s", pending("b"), 0.0)
     (sequence,) = sequences.heads(9000, 4)
     assert sequences.take(sequence, 9000).request.request_id == "a"
     assert sequences.heads(9000, 4) == []  # one at a time
@@ -40,47 +30,47 @@ def test_a_sequence_stays_on_the_executor_that_took_it_first(loop: asyncio.Abstr
     assert [s.name for s in sequences.heads(9000, 4)] == ["s"]
 
 
-def test_the_oldest_heads_come_first(loop: asyncio.AbstractEventLoop) -> None:
+def test_the_oldest_heads_come_first() -> None:
     sequences = table(max_sequences=3)
     for name, at_s in (("late", 3.0), ("early", 1.0), ("middle", 2.0)):
-        sequences.add(name, pending(loop, name, at_s), at_s)
+        sequences.add(name, pending(name, at_s), at_s)
     assert [s.name for s in sequences.heads(9000, 2)] == ["early", "middle"]
 
 
-def test_the_number_of_sequences_and_of_their_requests_is_bounded(loop: asyncio.AbstractEventLoop) -> None:
+def test_the_number_of_sequences_and_of_their_requests_is_bounded() -> None:
     sequences = table()
     for name in ("s", "s", "t"):
-        sequences.add(name, pending(loop, name), 0.0)
+        sequences.add(name, pending(name), 0.0)
     for name in ("s", "u"):
         with pytest.raises(QueueFull):
-            sequences.add(name, pending(loop, name), 0.0)
+            sequences.add(name, pending(name), 0.0)
 
 
-def test_an_idle_sequence_ends_and_makes_room(loop: asyncio.AbstractEventLoop) -> None:
+def test_an_idle_sequence_ends_and_makes_room() -> None:
     sequences = table(max_sequences=1)
-    sequences.add("s", pending(loop, "a"), 0.0)
+    sequences.add("s", pending("a"), 0.0)
     (sequence,) = sequences.heads(1, 1)
     sequences.take(sequence, 1)
     sequences.done("s", 5.0)
     assert sequences.next_expiry_s() == 15.0
-    sequences.add("t", pending(loop, "b"), 15.0)
+    sequences.add("t", pending("b"), 15.0)
     assert [s.name for s in sequences.heads(1, 9)] == ["t"]
 
 
-def test_a_sequence_that_waits_does_not_idle_but_its_life_is_bounded(loop: asyncio.AbstractEventLoop) -> None:
+def test_a_sequence_that_waits_does_not_idle_but_its_life_is_bounded() -> None:
     sequences = table(timeout_s=30.0)
-    sequences.add("s", pending(loop, "a"), 0.0)
+    sequences.add("s", pending("a"), 0.0)
     assert sequences.expire(29.0) == []
     assert [p.request.request_id for p in sequences.expire(30.0)] == ["a"]
     assert len(sequences) == 0
 
 
-def test_sequences_of_a_lost_executor_go_on_elsewhere(loop: asyncio.AbstractEventLoop) -> None:
+def test_sequences_of_a_lost_executor_go_on_elsewhere() -> None:
     sequences = table()
-    sequences.add("s", pending(loop, "a"), 0.0)
+    sequences.add("s", pending("a"), 0.0)
     (sequence,) = sequences.heads(1, 1)
     sequences.take(sequence, 1)
     sequences.done("s", 0.0)
-    sequences.add("s", pending(loop, "b"), 0.0)
+    sequences.add("s", pending("b"), 0.0)
     sequences.keep_on([2])
     assert [s.name for s in sequences.heads(2, 1)] == ["s"]

@@ -2,11 +2,11 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
-from torchere.serving.batching.pending import Pending
+from torchere.serving.batching.pending import AwaitedReply, Pending
 from torchere.serving.batching.stateful import SEQUENCE_END, SEQUENCE_ID, StatefulBatcher, begin_sequence
 from torchere.serving.errors import QueueFull
 from torchere.serving.execution.executor import BatchReport, BatchSink, Outcome, Unfinished
@@ -16,6 +16,8 @@ from torchere.serving.types import InferRequest, InferResponse, Parameter, Strea
 
 class PuppetPool:
     """Pinned executors; `inside[executor_id]` is what one runs."""
+
+    on_loop = False
 
     def __init__(self, *executor_ids: int) -> None:
         self.ids = executor_ids
@@ -39,6 +41,13 @@ class PuppetPool:
         sink.done(BatchReport(outcomes or [InferResponse(r.request_id.encode()) for r in requests]))
 
 
+class Submitted(NamedTuple):
+    """A request in the batcher, and what its client waits for."""
+
+    pending: Pending
+    answer: asyncio.Future[InferResponse | StreamedResponse]
+
+
 class Stage:
     """One stateful batcher on puppets and a clock."""
 
@@ -59,9 +68,11 @@ class Stage:
     def batch_finished(self, pendings: Sequence[Pending], report: BatchReport, executor_s: float) -> None:
         pass
 
-    def submit(self, name: str, sequence: str = "") -> Pending:
+    def submit(self, name: str, sequence: str = "") -> Submitted:
         headers = ((SEQUENCE_ID, sequence),) if sequence else ()
-        return self.batcher.submit(InferRequest(name, (Parameter("body", b"x"),), headers))
+        reply = AwaitedReply()
+        request = InferRequest(name, (Parameter("body", b"x"),), headers)
+        return Submitted(self.batcher.submit(request, reply), reply.future)
 
     def running(self, executor_id: int) -> list[str]:
         return [request.request_id for request in self.pool.inside[executor_id][0]]
@@ -146,7 +157,7 @@ async def test_a_client_that_leaves_ends_its_part_of_a_continuous_batch() -> Non
     if stage.running(1) == ["a"]:
         stage.pool.finish(1, [Unfinished(InferResponse(b"."))])
     assert stage.running(1) == ["a", "b"]
-    stage.batcher.withdraw(leaving)
+    stage.batcher.withdraw(leaving.pending)
     stage.pool.finish(1, [Unfinished(InferResponse(b".")), Unfinished(InferResponse(b"."))])
     assert stage.running(1) == ["b"]
     stage.pool.finish(1)

@@ -2,7 +2,14 @@
 
 import pytest
 
-from torchere.serving.execution.inline import FIRST_TRIAL, QUICK_S, SLOW_CPU_S, SLOW_WALL_S, InlineChoice
+from torchere.serving.execution.inline import (
+    FIRST_TRIAL,
+    LONGEST_QUICK_S,
+    QUICK_S,
+    SLOW_CPU_S,
+    SLOW_WALL_S,
+    InlineChoice,
+)
 
 
 def after_quick_runs(count: int, allowed: bool = True) -> InlineChoice:
@@ -20,6 +27,15 @@ def test_it_takes_some_quick_runs() -> None:
 def test_a_model_that_is_too_slow_on_average_stays_in_threads() -> None:
     choice = after_quick_runs(FIRST_TRIAL)
     choice.ran_in_thread(2 * QUICK_S)
+    assert not choice.active
+
+
+def test_a_batch_of_many_quick_requests_may_take_longer() -> None:
+    choice = InlineChoice(allowed=True)
+    for _ in range(FIRST_TRIAL):
+        choice.ran_in_thread(LONGEST_QUICK_S, requests=32)
+    assert choice.active
+    choice.ran_in_thread(2 * LONGEST_QUICK_S, requests=32)
     assert not choice.active
 
 

@@ -5,8 +5,10 @@ import os
 import signal
 from typing import Any
 
+import psutil
 import pytest
 
+from torchere.serving.execution.fork_client import spawn
 from torchere.serving.execution.launch import ExecLauncher, ForkLauncher, Launched, worker_environment
 
 LAUNCHERS = {"fork": ForkLauncher, "exec": ExecLauncher}
@@ -65,6 +67,33 @@ def test_workers_of_a_lost_fork_server_are_lost_and_the_next_launch_starts_anoth
         assert await end(second) == 0
 
     run_with("fork", test)
+
+
+def test_a_process_that_was_spawned_before_is_forked_from() -> None:
+    environment = worker_environment()
+    spawned = spawn(environment)
+
+    async def main() -> None:
+        launcher = ForkLauncher(environment, spawned)
+        worker = await launcher.launch()
+        assert psutil.Process(worker.pid).ppid() == spawned.process.pid
+        assert await end(worker) == 0
+        await launcher.close()
+
+    asyncio.run(main())
+    assert spawned.process.poll() is not None
+
+
+def test_a_spawned_process_that_nobody_used_is_ended_with_the_launcher() -> None:
+    environment = worker_environment()
+    spawned = spawn(environment)
+
+    async def main() -> None:
+        await ForkLauncher(environment, spawned).close()
+
+    asyncio.run(main())
+    assert spawned.process.poll() is not None
+    spawned.end()
 
 
 def test_hidden_variables_do_not_reach_workers(monkeypatch: pytest.MonkeyPatch) -> None:

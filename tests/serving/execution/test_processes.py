@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import logging
 import os
+import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -13,7 +14,9 @@ import pytest
 
 from torchere.serving.errors import DeadlineExceeded, ExecutorDied, HandlerFailed, LoadFailed
 from torchere.serving.execution.executor import ExecutorState, LoadSpec
+from torchere.serving.execution.heartbeat import HeartbeatSettings
 from torchere.serving.execution.launch import ForkLauncher, worker_environment
+from torchere.serving.execution.oom import OomWatch
 from torchere.serving.execution.processes import ProcessPool
 from torchere.serving.types import InferRequest
 
@@ -245,5 +248,91 @@ def test_a_handler_that_does_not_load_is_refused_with_its_cause(
             async with pool_of(make_spec(source), startup_timeout_s=8.0):
                 pass
         assert cause in caught.value.detail
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_is_stopped_while_idle_loses_no_request_and_is_replaced(
+    make_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec(), heartbeat=HeartbeatSettings(0.1, 0.2, 0.5)) as pool:
+            pid = pool.statuses()[0].pid
+            os.kill(pid, signal.SIGSTOP)
+            while pool.statuses()[0].state is ExecutorState.READY:
+                await asyncio.sleep(0)
+            assert (pool.free, pool.in_service) == (0, 0)  # before any client had to find out
+            await until_free(pool)
+            status = pool.statuses()[0]
+            assert status.pid != pid
+            assert status.losses == 1
+            assert "no sign of life" in status.last_failure
+
+    asyncio.run(main())
+
+
+def test_a_batch_sent_to_a_worker_that_had_stopped_before_is_given_back(
+    make_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec(), heartbeat=HeartbeatSettings(0.1, 100.0, 0.5)) as pool:
+            os.kill(pool.statuses()[0].pid, signal.SIGSTOP)
+            while not pool._slots[0]._heartbeat.owes_answer:
+                await asyncio.sleep(0)
+            inside = make_sink()
+            pool.submit([make_request("hi")], inside)
+            assert await asyncio.wait_for(inside.given_back, 30)
+            assert not inside.report.done()
+
+    asyncio.run(main())
+
+
+def test_a_kill_of_the_kernel_for_memory_is_told_from_others(
+    make_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        kills = [0]
+        async with pool_of(make_spec(), oom=OomWatch(lambda: kills[0])) as pool:
+            lost = make_sink()
+            kills[0] = 1
+            pool.submit([make_request("kill")], lost)
+            outcome = await lost.outcome()
+            assert outcome.out_of_memory
+            assert outcome.crashed
+            assert "out-of-memory killer" in outcome.detail
+            await until_free(pool)
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_dies_between_load_and_warm_up_fails_at_once_and_leaves_nothing(make_spec: Any) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec(), count=1) as pool:
+            await pool.resize(2)
+            pids = [status.pid for status in pool.statuses()]
+            os.kill(pids[1], signal.SIGKILL)
+            await asyncio.shield(pool._slots[1]._worker.lost)
+            with pytest.raises(LoadFailed) as caught:
+                await asyncio.wait_for(pool.warm_up(), 30)
+            assert "SIGKILL" in caught.value.detail
+            assert [status.pid for status in pool.statuses()] == pids[:1]
+
+    asyncio.run(main())
+
+
+def test_an_executor_that_gave_up_is_tried_again_when_somebody_scales(
+    make_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec(), max_retry_timeout_s=-1.0) as pool:
+            lost, after = make_sink(), make_sink()
+            pool.freed.clear()  # type: ignore[attr-defined]
+            pool.submit([make_request("exit")], lost)
+            await asyncio.wait_for(pool.freed.wait(), 30)  # type: ignore[attr-defined]
+            assert pool.statuses()[0].state is ExecutorState.FAILED
+            await pool.resize(1)
+            await pool.warm_up()
+            pool.submit([make_request("hi")], after)
+            assert (await after.outcome()).body == b"hi!"
 
     asyncio.run(main())

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from torchere.serving.errors import DeadlineExceeded, ExecutorDied, HandlerFailed, LoadFailed
-from torchere.serving.execution.executor import LoadSpec
-from torchere.serving.execution.threads import ThreadPool
+from torchere.serving.execution.executor import ExecutorState, LoadSpec
+from torchere.serving.execution.threads import MAX_LEFT_BEHIND, ThreadPool
 
 
 @asynccontextmanager
@@ -91,10 +91,12 @@ def test_a_slow_call_is_answered_in_time_and_its_late_answer_dropped(
             pool.submit([make_request("wait")], slow)
             assert isinstance(await slow.outcome(), DeadlineExceeded)
             assert pool.free == 0
-            pool.freed.clear()  # type: ignore[attr-defined]
             (tmp_path / "go").touch()
-            await asyncio.wait_for(pool.freed.wait(), 30)  # type: ignore[attr-defined]
+            while not pool.free:
+                pool.freed.clear()  # type: ignore[attr-defined]
+                await asyncio.wait_for(pool.freed.wait(), 30)  # type: ignore[attr-defined]
             assert pool.free == 1
+        await asyncio.to_thread(_join_executors)
 
     asyncio.run(main())
 
@@ -144,5 +146,62 @@ def test_a_handler_that_does_not_load_is_refused_and_leaves_no_thread(make_spec:
         assert "no weights" in caught.value.detail
         await asyncio.to_thread(_join_executors)
         assert executor_threads() == set()
+
+    asyncio.run(main())
+
+
+def test_a_thread_that_hangs_is_replaced_under_its_id_and_ends_when_it_comes_back(
+    make_spec: Any, make_sink: Any, make_request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    async def main() -> None:
+        async with pool_of(make_spec(), count=2, response_timeout_s=0.05) as pool:
+            hung = make_sink()
+            pool.submit([make_request("wait")], hung)
+            assert isinstance(await hung.outcome(), DeadlineExceeded)
+            while pool.in_service < 2:
+                pool.freed.clear()  # type: ignore[attr-defined]
+                await asyncio.wait_for(pool.freed.wait(), 30)  # type: ignore[attr-defined]
+            assert [status.executor_id for status in pool.statuses()] == [9000, 9001]
+            (replaced,) = [status for status in pool.statuses() if status.losses]
+            assert "response_timeout" in replaced.last_failure
+            assert (pool.free, len(executor_threads_alive())) == (2, 3)
+            (tmp_path / "go").touch()
+            while len(executor_threads_alive()) > 2:
+                await asyncio.sleep(0)
+            for _ in range(4):
+                sink = make_sink()
+                pool.submit([make_request("hi")], sink)
+                assert (await sink.outcome()).body == b"hi!"
+        await asyncio.to_thread(_join_executors)
+        assert executor_threads() == set()
+
+    asyncio.run(main())
+
+
+def executor_threads_alive() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("executor-")]
+
+
+def test_threads_that_keep_hanging_are_not_replaced_for_ever(
+    make_spec: Any, make_sink: Any, make_request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    async def main() -> None:
+        async with pool_of(make_spec(), response_timeout_s=0.05) as pool:
+            for _ in range(MAX_LEFT_BEHIND + 1):
+                hung = make_sink()
+                pool.submit([make_request("wait")], hung)
+                assert isinstance(await hung.outcome(), DeadlineExceeded)
+                while not pool.in_service and pool.statuses()[0].state is not ExecutorState.READY:
+                    await asyncio.sleep(0)
+            assert (pool.in_service, pool.free) == (0, 0)
+            assert len(executor_threads_alive()) == MAX_LEFT_BEHIND + 1
+            (tmp_path / "go").touch()
+            while not pool.free:
+                await asyncio.sleep(0)
+        await asyncio.to_thread(_join_executors)
 
     asyncio.run(main())

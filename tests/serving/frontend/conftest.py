@@ -10,15 +10,18 @@ from typing import Any
 
 import pytest
 
-from torchere.serving.errors import ModelNotFound, Unauthorized, VersionNotFound
+from torchere.serving.batching.pending import Reply
+from torchere.serving.errors import ModelNotFound, ServingError, Unauthorized, VersionNotFound
 from torchere.serving.execution.executor import ExecutorState, ExecutorStatus
 from torchere.serving.frontend.controlplane import ModelPage, Progress, Registered, VersionDescription
 from torchere.serving.frontend.dataplane import Readiness
+from torchere.serving.frontend.model_facts import ModelFacts
 from torchere.serving.frontend.rest.app import listener_app
 from torchere.serving.frontend.services import Services
 from torchere.serving.registry.version import VersionState
 from torchere.serving.settings import Limits, ModelSettings, ServerSettings
 from torchere.serving.telemetry.metrics import Metrics
+from torchere.serving.telemetry.statistics import VersionStatistics
 from torchere.serving.types import InferRequest, InferResponse, ModelKey
 
 
@@ -26,17 +29,30 @@ class FakeDataPlane:
     """Knows the model `echo` in version `1.0`, and answers with the first parameter's value.
 
     Set `behave` to answer otherwise; it gets the request and may raise or wait. `asked` keeps every
-    (model, version, request), and `withdrawn` counts the calls that were cancelled.
+    (model, version, request), `direct` counts those that came without a coroutine, and `withdrawn` those that
+    were cancelled.
     """
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str | None, InferRequest]] = []
         self.behave: Callable[[InferRequest], Awaitable[Any]] | None = None
         self.withdrawn = 0
+        self.direct = 0
         self.sole: str | None = None
         self.signature: str | None = None
         self.is_healthy = True
         self.is_ready = Readiness(True)
+        self.is_started = Readiness(True)
+        self.known = ModelFacts(
+            key=ModelKey("echo", "1.0"),
+            versions=("1.0",),
+            handler="echo.py",
+            manifest_model={},
+            signature=None,
+            max_batch_size=1,
+            ready=True,
+            statistics=VersionStatistics(),
+        )
 
     async def infer(self, model: str, version: str | None, request: InferRequest, group: str = "") -> Any:
         self.check_exists(model, version)
@@ -48,6 +64,27 @@ class FakeDataPlane:
         except asyncio.CancelledError:
             self.withdrawn += 1
             raise
+
+    def admit(
+        self,
+        model: str,
+        version: str | None,
+        request: InferRequest,
+        reply: Reply,
+        group: str = "",
+        *,
+        timeline: Any = None,
+    ) -> Any:
+        self.check_exists(model, version)
+        self.direct += 1
+        task = asyncio.get_running_loop().create_task(self._reply(model, version, request, reply))
+        return SimpleNamespace(withdraw=task.cancel)
+
+    async def _reply(self, model: str, version: str | None, request: InferRequest, reply: Reply) -> None:
+        try:
+            reply(await self.infer(model, version, request))
+        except ServingError as error:
+            reply(error)
 
     def check_exists(self, model: str, version: str | None) -> None:
         if model != "echo":
@@ -67,6 +104,20 @@ class FakeDataPlane:
 
     def readiness(self) -> Readiness:
         return self.is_ready
+
+    def model_readiness(self, model: str, version: str | None) -> Readiness:
+        self.check_exists(model, version)
+        return self.is_ready
+
+    def startup(self) -> Readiness:
+        return self.is_started
+
+    def facts(self, model: str, version: str | None) -> ModelFacts:
+        self.check_exists(model, version)
+        return self.known
+
+    def registered(self) -> list[ModelKey]:
+        return [self.known.key]
 
 
 class FakeControlPlane:

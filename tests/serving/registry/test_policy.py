@@ -13,6 +13,10 @@ CASES = {
     "a ready version grows": (VersionView(S.READY, True, 3, 2, False), Step.RESIZE),
     "a ready version shrinks": (VersionView(S.READY, True, 1, 2, False), Step.RESIZE),
     "a ready version with nothing wanted unloads": (VersionView(S.READY, True, 0, 2, False), Step.UNLOAD),
+    "a ready version whose executor gave up is tried again": (
+        VersionView(S.READY, True, 2, 2, True),
+        Step.RESIZE,
+    ),
     "a failed version is not tried again by itself": (VersionView(S.FAILED, True, 1, 0, False), None),
     "a failed version is tried again when asked": (VersionView(S.FAILED, True, 1, 0, True), Step.LOAD),
     "a failed version scaled to nothing rests": (VersionView(S.FAILED, True, 0, 0, True), None),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torchere.serving.batching.batcher import Batcher
+from torchere.serving.batching.pending import AwaitedReply
 from torchere.serving.errors import LoadFailed, Unavailable
 from torchere.serving.registry.reconciler import Reconciler
 from torchere.serving.registry.store import StoredArchive
@@ -60,7 +61,7 @@ class Stage:
         )
         origin = Origin(StoredArchive("m.mar", Path("/nowhere")), "h.py", "python", "process", False)
         settings = ModelSettings().scaled(executors, executors)
-        self.version = Version(ModelKey("m", "1"), origin, settings, self.pool, batcher)  # type: ignore[arg-type]
+        self.version = Version(ModelKey("m", "1"), origin, settings, self.pool, batcher, observer=self)  # type: ignore[arg-type]
         self.reconciler = Reconciler(drain_timeout_s=5.0, on_gone=self._gone)
 
     async def _gone(self, version: Version) -> None:
@@ -95,11 +96,22 @@ def test_a_version_that_does_not_load_keeps_the_cause_and_answers_who_waits() ->
     async def main() -> None:
         stage = Stage()
         stage.pool.failure = LoadFailed("Failed to start", "no weights")
-        waiting = stage.version.batcher.submit(InferRequest("a", ()))
+        waiting = AwaitedReply()
+        stage.version.batcher.submit(InferRequest("a", ()), waiting)
         assert await stage.settle() is VersionState.FAILED
         assert stage.version.failure_text == "no weights"
-        error = (await asyncio.gather(waiting.answer, return_exceptions=True))[0]
+        error = (await asyncio.gather(waiting.future, return_exceptions=True))[0]
         assert isinstance(error, Unavailable)
+
+    asyncio.run(main())
+
+
+def test_a_load_that_fails_in_a_way_nobody_foresaw_is_a_failed_load_and_not_a_load_for_ever() -> None:
+    async def main() -> None:
+        stage = Stage()
+        stage.pool.failure = OSError(24, "Too many open files")
+        assert await stage.settle() is VersionState.FAILED
+        assert "Too many open files" in stage.version.failure_text
 
     asyncio.run(main())
 

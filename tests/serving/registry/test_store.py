@@ -109,7 +109,8 @@ def test_a_bad_model_config_leaves_nothing_behind(store: Store, root: Path, tmp_
     pack(root / "m.mar", config="a: [")
     with pytest.raises(InvalidArchive, match="not valid YAML"):
         store.unpack("m.mar", store.open("m.mar"))
-    assert [path for path in (tmp_path / "temp").rglob("*") if path.is_file()] == []
+    left = [path.name for path in (tmp_path / "temp").rglob("*") if path.is_file()]
+    assert left == [".claim"]  # the store's own
 
 
 def test_the_store_lists_archives_and_folders_only(store: Store, root: Path) -> None:
@@ -153,10 +154,9 @@ def test_a_name_is_not_downloaded(store: Store) -> None:
     assert store.download("m.mar") is None
 
 
-def test_s3_is_refused_with_the_way_round(store: Store) -> None:
-    with pytest.raises(DownloadFailed) as caught:
+def test_s3_is_refused_unless_it_is_allowed(store: Store) -> None:
+    with pytest.raises(ModelNotFound, match="does not match any allowed URL"):
         store.download("s3://bucket/m.mar")
-    assert "presigned https URL" in caught.value.detail
 
 
 def test_a_folder_by_its_path_is_for_the_operator_alone(store: Store, tmp_path: Path) -> None:

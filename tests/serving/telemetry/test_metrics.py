@@ -1,16 +1,38 @@
 import math
+import os
 import threading
+import time
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchere.serving.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    HandlerFailed,
+    ModelNotFound,
+    Quarantined,
+    QueueFull,
+    Unauthorized,
+    Unavailable,
+)
+from torchere.serving.telemetry import catalogue
 from torchere.serving.telemetry import handler_metrics as bounds
-from torchere.serving.telemetry.load_metrics import VersionLoad
+from torchere.serving.telemetry.exposure import States
+from torchere.serving.telemetry.load_metrics import ExecutorLoad, VersionLoad
 from torchere.serving.telemetry.metrics import Metrics
+from torchere.serving.telemetry.timeline import Timeline
 
 HOST = 'Level="Host",Hostname="vm",'
+
+
+class Request(NamedTuple):
+    enqueued_s: float = 10.0
+    dequeued_s: float = 0.0
+    company_s: float = 0.0
+    stages_s: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
 
 
 class Sample(NamedTuple):
@@ -20,11 +42,6 @@ class Sample(NamedTuple):
     metric_type: str = "counter"
     dimensions: tuple[tuple[str, str], ...] = (("ModelName", "m"), ("Level", "Model"))
     request_ids: tuple[str, ...] = ()
-
-
-@pytest.fixture
-def metrics():
-    return Metrics("vm", auto_detect=True)
 
 
 def lines(metrics, name):
@@ -41,90 +58,177 @@ def test_answers_are_counted_by_the_class_of_their_status(metrics):
     ]
 
 
-def test_predictions_are_counted_under_the_version_that_was_asked_for(metrics):
-    metrics.prediction_accepted("noop", None)
-    metrics.prediction_accepted("noop", None)
-    metrics.prediction_accepted("noop", "1.0")
+def test_a_probe_that_says_no_is_not_counted_as_an_answer_of_the_server(metrics):
+    metrics.request_finished(503, is_probe=True)
+    metrics.request_finished(200, is_probe=True)
+    assert lines(metrics, "Requests") == [
+        f"Requests2XX{{{HOST}}} 1.0",
+        f"Requests4XX{{{HOST}}} 0.0",
+        f"Requests5XX{{{HOST}}} 0.0",
+    ]
+
+
+def test_torchserves_counters_go_by_the_version_that_was_asked_for(metrics, shown):
+    meter = shown("noop")
+    for named in (False, False, True):
+        meter.accepted(named)
     assert lines(metrics, "ts_inference_requests_total") == [
         'ts_inference_requests_total{model_name="noop",model_version="default",hostname="vm",} 2.0',
         'ts_inference_requests_total{model_name="noop",model_version="1.0",hostname="vm",} 1.0',
     ]
 
 
-def test_latencies_add_up_in_microseconds(metrics):
-    metrics.prediction_accepted("noop", None)
+def test_the_default_counter_of_a_model_is_one_for_all_its_versions(metrics, shown, answer):
+    old, new = shown("noop", "1.0"), shown("noop", "2.0")
+    answer(old)
+    answer(new)
+    metrics.forget(old, was_last=False)
+    assert lines(metrics, "ts_inference_requests_total") == [
+        'ts_inference_requests_total{model_name="noop",model_version="default",hostname="vm",} 2.0'
+    ]
+
+
+def test_latencies_add_up_in_microseconds(metrics, shown, answer):
+    meter = shown("noop")
     for _ in range(2):
-        metrics.prediction_answered("noop", None, total_s=0.5, queue_s=0.125)
+        answer(meter, total_s=0.5, queue_s=0.125)
     labels = '{model_name="noop",model_version="default",hostname="vm",}'
     assert lines(metrics, "ts_inference_latency") == [f"ts_inference_latency_microseconds{labels} 1000000.0"]
     assert lines(metrics, "ts_queue_latency") == [f"ts_queue_latency_microseconds{labels} 250000.0"]
     assert lines(metrics, "QueueTime") == [f"QueueTime{{{HOST}}} 125.0"]
 
 
-def test_durations_are_distributed_over_buckets_that_include_their_bound(metrics):
-    metrics.prediction_accepted("noop", None)
-    metrics.prediction_answered("noop", None, total_s=0.001, queue_s=500)
-    found = dict(line.rsplit(" ", 1) for line in lines(metrics, "torchere_"))
-    name = 'torchere_request_duration_seconds_bucket{model="noop",version="default",le='
-    assert found[f'{name}"0.0005",}}'] == "0.0"
-    assert found[f'{name}"0.001",}}'] == "1.0"
-    queue = 'torchere_queue_duration_seconds_bucket{model="noop",version="default",le='
-    assert (found[f'{queue}"120.0",}}'], found[f'{queue}"+Inf",}}']) == ("0.0", "1.0")
+def test_ours_go_by_the_version_that_answered(metrics, shown, answer):
+    answer(shown("noop", "2.0"), named=False)
+    for name in ("request_duration_seconds_count", "queue_duration_seconds_count", "requests_total"):
+        (line,) = lines(metrics, f"torchere_{name}")
+        assert 'model="noop",version="2.0"' in line
 
 
-def test_an_answer_for_what_was_forgotten_brings_no_labels_back(metrics):
-    metrics.prediction_answered("gone", None, total_s=1, queue_s=0)
+def test_a_prediction_is_counted_by_how_it_came_and_what_it_was_told(metrics, shown, answer):
+    meter = shown()
+    answer(meter)
+    answer(meter, transport="grpc", code="OK")
+    for code in (503, 777, 778):
+        timeline = Timeline("rest", "r", 0.0)
+        timeline.meter = meter
+        timeline.finish(code)
+        timeline.finish(200)  # it is over already
+    labels = 'torchere_requests_total{model="m",version="1.0",protocol='
+    assert lines(metrics, "torchere_requests_total") == [
+        f'{labels}"rest",code="200",}} 1.0',
+        f'{labels}"rest",code="503",}} 1.0',
+        f'{labels}"rest",code="7xx",}} 2.0',
+        f'{labels}"grpc",code="OK",}} 1.0',
+    ]
+    assert lines(metrics, "torchere_request_duration_seconds_count") == [
+        'torchere_request_duration_seconds_count{model="m",version="1.0",} 2.0'
+    ]
+
+
+def test_what_does_not_end_well_is_counted_by_reason_or_stage(metrics, shown):
+    meter = shown()
+    for error in (QueueFull("full"), Unavailable("none"), DeadlineExceeded("late"), Quarantined("bad")):
+        meter.refused(error)
+    meter.failed(Cancelled("gone"), Request())
+    meter.failed(Cancelled("gone"), Request(dequeued_s=11.0))
+    meter.failed(DeadlineExceeded("late"), Request(dequeued_s=11.0))
+    meter.failed(HandlerFailed(), Request(dequeued_s=11.0))
+    meter.restarts["signal"] += 1
+    metrics.refused(Unauthorized("who"))
+    metrics.refused(ModelNotFound.named("made-up"))
+    metrics.refused_body()
+    text = metrics.exposition()
+    for reason in ("queue_full", "not_ready", "deadline", "quarantined"):
+        assert f'requests_rejected_total{{model="m",version="1.0",reason="{reason}",}} 1.0' in text
+    for reason in ("auth", "not_found", "too_large"):
+        assert f'requests_rejected_total{{model="",version="",reason="{reason}",}} 1.0' in text
+    for stage in ("queue", "executor"):
+        assert f'requests_cancelled_total{{model="m",version="1.0",stage="{stage}",}} 1.0' in text
+    assert 'requests_expired_total{model="m",version="1.0",stage="executor",} 1.0' in text
+    assert 'executor_restarts_total{model="m",version="1.0",reason="signal",} 1.0' in text
+    assert "made-up" not in text
+
+
+def test_an_answer_for_what_was_forgotten_brings_no_labels_back(metrics, shown, answer):
+    meter = shown("gone")
+    metrics.forget(meter, was_last=True)
+    answer(meter)
     assert "gone" not in metrics.exposition()
 
 
-def batch(metrics, model="m", version="1.0", **changes):
-    numbers = {"size": 3, "queue_s": 0.5, "executor_s": 0.010, "handler_s": 0.00254, "succeeded_ids": ["a"]}
-    metrics.batch_finished(model, version, **(numbers | changes))
+def test_what_is_not_registered_is_not_shown(metrics, answer):
+    answer(metrics.meter("never", "1.0"))
+    assert "never" not in metrics.exposition()
 
 
-def test_a_batch_sets_the_times_of_handler_and_thread(metrics):
-    batch(metrics)
+def batch(metrics, meter, **changes):
+    numbers = {"size": 3, "executor_s": 0.010, "handler_s": 0.00254, "succeeded_ids": lambda: ["a"]}
+    metrics.batch_finished(meter, **(numbers | changes))
+
+
+def test_a_batch_sets_the_times_of_handler_and_thread(metrics, shown):
+    batch(metrics, shown())
     assert lines(metrics, "PredictionTime") == [
         'PredictionTime{ModelName="m",Level="Model",Hostname="vm",} 2.54'
     ]
     assert lines(metrics, "WorkerThreadTime") == [f"WorkerThreadTime{{{HOST}}} 7.0"]
     assert 'torchere_batch_size_sum{model="m",version="1.0",} 3.0' in lines(metrics, "torchere_batch_size")
+    assert lines(metrics, "torchere_executor_busy_seconds_total") == [
+        'torchere_executor_busy_seconds_total{model="m",version="1.0",} 0.01'
+    ]
+    (line,) = lines(metrics, "torchere_executor_last_progress_timestamp_seconds")
+    assert abs(float(line.split()[-1]) - time.time()) < 60
 
 
-def test_a_handler_that_failed_has_no_prediction_time(metrics):
-    batch(metrics, succeeded_ids=())
+def test_a_handler_that_failed_has_no_prediction_time(metrics, shown):
+    batch(metrics, shown(), succeeded_ids=None)
     assert lines(metrics, "PredictionTime") == []
 
 
-def test_the_stages_of_the_requests_add_up_to_their_whole_time(metrics):
-    batch(metrics, size=2, queue_s=0.3, executor_s=0.5, handler_s=0.2)
-    found = {line.split('"')[5]: float(line.split()[-1]) for line in lines(metrics, "torchere_stage")}
-    assert found == {"queue": 0.3, "transfer": 0.6, "handler": 0.4}
-    assert sum(found.values()) == pytest.approx(0.3 + 2 * 0.5)
-
-
-def test_an_executor_is_called_as_dashboards_know_it(metrics):
-    metrics.executor_loaded("noop", "1.11", 9000, 1.4035)
+def test_an_executor_is_called_as_dashboards_know_it(metrics, shown):
+    metrics.executor_loaded(shown("noop", "1.11"), 9000, 1.4035)
     assert lines(metrics, "WorkerLoadTime") == [
         f'WorkerLoadTime{{WorkerName="W-9000-noop_1.11",{HOST}}} 1403.0'
     ]
+    assert lines(metrics, "torchere_model_load_duration_seconds") == [
+        'torchere_model_load_duration_seconds{model="noop",version="1.11",} 1.4035'
+    ]
+
+
+EXECUTORS = (ExecutorLoad(9000, "ready", os.getpid()), ExecutorLoad(9001, "starting", 2**22 + 1))
 
 
 def test_load_and_readiness_are_asked_for_when_someone_looks(metrics):
-    load = [VersionLoad(3, 9, in_service=4, busy=4, executors={"ready": 4, "starting": 1})]
+    load = [VersionLoad(3, 9, 0.5, 0.25, 1, 1, EXECUTORS, "ready", 120.0, 1000, 1.0)]
     ready = [True]
-    metrics.watch_load("m", "1.0", lambda: load[0])
-    metrics.watch_server(lambda: ready[0], lambda: 7)
-    assert lines(metrics, "torchere_queue_depth") == ['torchere_queue_depth{model="m",version="1.0",} 3.0']
-    assert lines(metrics, "torchere_saturation") == ['torchere_saturation{model="m",version="1.0",} 1.25']
-    assert lines(metrics, "torchere_executors") == [
-        'torchere_executors{model="m",version="1.0",state="ready",} 4.0',
-        'torchere_executors{model="m",version="1.0",state="starting",} 1.0',
-    ]
-    assert lines(metrics, "torchere_ready") == ["torchere_ready 1.0"]
-    assert lines(metrics, "torchere_inflight") == ["torchere_inflight 7.0"]
+    metrics.know_states(States(("starting", "ready"), ("loading", "ready")))
+    metrics.show(metrics.meter("m", "1.0"), lambda: load[0])
+    metrics.watch_server(lambda: ready[0], lambda: 7, lambda: 5)
+    m = 'model="m",version="1.0",'
+    assert set(lines(metrics, "torchere_")) >= {
+        f"torchere_queue_depth{{{m}}} 3.0",
+        f"torchere_queue_capacity{{{m}}} 12.0",
+        f"torchere_queue_oldest_age_seconds{{{m}}} 0.5",
+        f"torchere_batch_predicted_duration_seconds{{{m}}} 0.25",
+        f"torchere_saturation{{{m}}} 1.25",
+        f'torchere_executors{{{m}state="ready",}} 1.0',
+        f'torchere_executors{{{m}state="starting",}} 1.0',
+        f'torchere_executor_state{{{m}executor="9000",state="ready",}} 1.0',
+        f'torchere_executor_state{{{m}executor="9000",state="starting",}} 0.0',
+        f'torchere_model_state{{{m}state="ready",}} 1.0',
+        f'torchere_model_state{{{m}state="loading",}} 0.0',
+        f"torchere_model_weights_bytes{{{m}}} 1000.0",
+        f"torchere_model_response_timeout_seconds{{{m}}} 120.0",
+        f"torchere_model_version_weight{{{m}}} 1.0",
+        "torchere_ready 1.0",
+        "torchere_inflight 7.0",
+        "torchere_access_log_dropped_lines_total 5.0",
+    }
+    (memory,) = lines(metrics, "torchere_executor_resident_bytes")  # the other process is not there
+    assert f'{m}executor="9000"' in memory
     load[0], ready[0] = VersionLoad(), False
-    assert lines(metrics, "torchere_queue_depth") == ['torchere_queue_depth{model="m",version="1.0",} 0.0']
+    assert lines(metrics, "torchere_queue_depth") == [f"torchere_queue_depth{{{m}}} 0.0"]
     assert lines(metrics, "torchere_ready") == ["torchere_ready 0.0"]
 
 
@@ -186,6 +290,7 @@ def test_handlers_can_not_invent_label_values_without_end(metrics, monkeypatch):
     assert len(lines(metrics, "Name{")) == 5
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.builds(
@@ -205,41 +310,54 @@ def test_no_sample_breaks_the_exposition(samples):
     assert metrics.exposition().startswith("# HELP Requests2XX")
 
 
-def test_a_version_that_is_gone_leaves_nothing_behind(metrics):
-    for version in (None, "1.0", "2.0"):
-        metrics.prediction_accepted("noop", version)
-        metrics.prediction_answered("noop", version, 1, 0)
-    for version in ("1.0", "2.0"):
-        batch(metrics, "noop", version)
-        metrics.executor_loaded("noop", version, 9000, 1)
-        metrics.watch_load("noop", version, VersionLoad)
+def test_a_version_that_is_gone_leaves_nothing_behind(metrics, shown, answer):
+    meters = [shown("noop", version) for version in ("1.0", "2.0")]
+    for meter in meters:
+        answer(meter, named=True)
+        answer(meter)
+        batch(metrics, meter)
+        metrics.executor_loaded(meter, 9000, 1)
+        metrics.show(meter, VersionLoad)
     metrics.handler_metrics([Sample("Seen", 1, dimensions=(("ModelName", "noop"),))])
-    metrics.forget("noop", "1.0", was_last=False)
+    metrics.forget(meters[0], was_last=False)
     text = metrics.exposition()
     assert '"1.0"' not in text.replace('le="1.0"', "")
     assert "noop_1.0" not in text
     assert 'model_version="default"' in text
-    metrics.forget("noop", "2.0", was_last=True)
+    metrics.forget(meters[1], was_last=True)
     assert "noop" not in metrics.exposition()
 
 
 def test_a_version_that_never_served_can_be_forgotten(metrics):
-    metrics.forget("never", "1.0", was_last=True)
+    metrics.forget(metrics.meter("never", "1.0"), was_last=True)
     assert "never" not in metrics.exposition()
 
 
-def test_counts_from_many_threads_add_up(metrics):
+def test_the_end_of_a_version_leaves_a_new_one_of_the_same_name_alone(metrics, shown, answer):
+    old, new = shown(), shown()
+    answer(new)
+    metrics.forget(old, was_last=False)
+    assert lines(metrics, "torchere_request_duration_seconds_count") == [
+        'torchere_request_duration_seconds_count{model="m",version="1.0",} 1.0'
+    ]
+
+
+def test_reports_of_handlers_from_many_threads_add_up(metrics):
     def work():
         for _ in range(500):
-            metrics.prediction_accepted("m", None)
-            metrics.prediction_answered("m", None, 1.0, 0.5)
-            metrics.request_finished(200)
+            metrics.handler_metrics([Sample("Seen", 1)])
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    labels = '{model_name="m",model_version="default",hostname="vm",}'
-    assert lines(metrics, "ts_inference_requests_total") == [f"ts_inference_requests_total{labels} 2000.0"]
-    assert lines(metrics, "Requests2XX") == [f"Requests2XX{{{HOST}}} 2000.0"]
+    assert lines(metrics, "Seen{") == ['Seen{ModelName="m",Level="Model",Hostname="vm",} 2000.0']
+
+
+def test_every_family_of_ours_is_there_and_none_is_there_twice(metrics):
+    families = [line.split()[2] for line in lines(metrics, "# TYPE")]
+    assert len(families) == len(set(families))
+    assert {name for name in families if name.startswith("torchere_")} == set(catalogue.FAMILIES)
+    for name, (kind, _) in catalogue.FAMILIES.items():
+        assert name.endswith("_total") is (kind == "counter"), name

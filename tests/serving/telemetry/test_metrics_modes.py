@@ -31,25 +31,25 @@ class Sample:
         self.unit, self.request_ids = "Count", ("r1", "r2")
 
 
-def work(metrics):
+def work(metrics, answer):
     metrics.request_finished(200)
-    metrics.prediction_accepted("m", None)
-    metrics.prediction_answered("m", None, 0.25, 0.002)
-    metrics.batch_finished(
-        "m", "1.0", size=1, queue_s=0.1, executor_s=0.02, handler_s=0.0123, succeeded_ids=["r1"]
-    )
-    metrics.executor_loaded("m", "1.0", 9000, 1.5)
+    meter = metrics.meter("m", "1.0")
+    metrics.show(meter)
+    answer(meter, total_s=0.25, queue_s=0.002)
+    metrics.batch_finished(meter, size=1, executor_s=0.02, handler_s=0.0123, succeeded_ids=lambda: ["r1"])
+    metrics.executor_loaded(meter, 9000, 1.5)
+    return meter
 
 
 def shown(metrics):
     text = metrics.exposition()
-    return {line for line in text.splitlines() if not line.startswith(("#", "torchere_"))}
+    return {line for line in text.splitlines() if not line.startswith(("#", "torchere_", "process_"))}
 
 
-def test_a_file_decides_which_metrics_there_are_and_how_their_labels_are_called():
+def test_a_file_decides_which_metrics_there_are_and_how_their_labels_are_called(answer):
     metrics = Metrics("vm", config=parse_metrics_config(FILE))
-    work(metrics)
-    metrics.prediction_accepted("m", None)
+    meter = work(metrics, answer)
+    meter.accepted(named=False)
     metrics.handler_metrics([Sample("Words", 2.0), Sample("Words", 3.0)])
     found = shown(metrics)
     assert {line for line in found if "_bucket" not in line} == {
@@ -60,8 +60,10 @@ def test_a_file_decides_which_metrics_there_are_and_how_their_labels_are_called(
         'PredictionTime{Level="Model",ModelName="m",Hostname="vm",} 12.3',
         'Words{model="m",Level="Model",Hostname="vm",} 5.0',  # a counter, whatever the handler calls it
     }
-    metrics.forget("m", "1.0", was_last=True)
-    metrics.prediction_accepted("other", None)
+    metrics.forget(meter, was_last=True)
+    other = metrics.meter("other", "1.0")
+    metrics.show(other)
+    other.accepted(named=False)
     assert not any('"m"' in line for line in shown(metrics))
 
 
@@ -80,9 +82,9 @@ def test_a_handler_metric_with_other_dimensions_than_declared_is_dropped(caplog)
     assert "it has the dimensions ['ModelName'], expected ['ModelName', 'Level']" in caplog.text
 
 
-def test_an_empty_configuration_records_ours_only():
+def test_an_empty_configuration_records_ours_only(answer):
     metrics = Metrics("vm", config=MetricsConfig())
-    work(metrics)
+    work(metrics, answer)
     assert shown(metrics) == set()
     assert 'torchere_batch_size_sum{model="m",version="1.0",} 1.0' in metrics.exposition()
 
@@ -103,9 +105,9 @@ def logged(folder, name):
     return [re.sub(r"timestamp:\d{10}$", "timestamp:0", line) for line in STAMP.sub("", text).splitlines()]
 
 
-def test_in_log_mode_every_update_is_a_line_and_nothing_is_shown(files):
+def test_in_log_mode_every_update_is_a_line_and_nothing_is_shown(files, answer):
     metrics = Metrics("vm", mode="log")
-    work(metrics)
+    meter = work(metrics, answer)
     metrics.handler_metrics([Sample("HandlerTime", 11.5), Sample("Dropped")])
     host, model = "#Level:Host|#hostname:vm,timestamp:0", "model_name:m,model_version:default"
     assert logged(files, "ts_metrics.log") == [
@@ -122,13 +124,13 @@ def test_in_log_mode_every_update_is_a_line_and_nothing_is_shown(files):
         "HandlerTime.ms:11.5|#ModelName:m,Level:Model|#hostname:vm,requestID:r1,r2,timestamp:0",
     ]
     assert shown(metrics) == set()
-    metrics.forget("m", "1.0", was_last=True)
+    metrics.forget(meter, was_last=True)
     assert metrics.exposition().count("torchere_ready") > 0
 
 
-def test_in_legacy_mode_the_three_counters_are_shown_and_all_others_logged(files):
+def test_in_legacy_mode_the_three_counters_are_shown_and_all_others_logged(files, answer):
     metrics = Metrics("vm", mode="legacy")
-    work(metrics)
+    work(metrics, answer)
     labels = '{model_name="m",model_version="default",hostname="vm",}'
     assert shown(metrics) == {
         f"ts_inference_requests_total{labels} 1.0",
@@ -140,9 +142,9 @@ def test_in_legacy_mode_the_three_counters_are_shown_and_all_others_logged(files
     assert names == ["Requests2XX", "QueueTime", "WorkerThreadTime", "WorkerLoadTime", "PredictionTime"]
 
 
-def test_in_prometheus_mode_nothing_is_logged(files):
+def test_in_prometheus_mode_nothing_is_logged(files, answer):
     metrics = Metrics("vm")
-    work(metrics)
+    work(metrics, answer)
     assert (logged(files, "ts_metrics.log"), logged(files, "model_metrics.log")) == ([], [])
 
 

@@ -3,7 +3,9 @@
     python serving/frontend/grpc/protos/generate.py
 
 The files are registered under `torchere/serving/...`, so that they meet no other `inference.proto` in a
-process, and the generated imports are absolute. The generated check of the protobuf version is taken out:
+process, and the generated imports are absolute. `open_inference` has a package that many libraries register
+(Triton's and KServe's clients among them), so its messages go into a descriptor pool of their own: two files
+with one message in one pool are an error. The generated check of the protobuf version is taken out:
 it ties the modules to the newest runtime, and what they use is the same since protobuf 4.
 """
 
@@ -17,7 +19,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[3]
 PACKAGE = "torchere/serving/frontend/grpc/protos"
-NAMES = ("inference", "management")
+NAMES = ("inference", "management", "open_inference")
+PRIVATE = frozenset({"open_inference"})  # not in the process-wide descriptor pool
 _VERSION_CHECKS = (
     re.compile(r"from google\.protobuf import runtime_version as _runtime_version\n"),
     re.compile(r"_runtime_version\.ValidateProtobufRuntimeVersion\(.*?\n\)\n", re.DOTALL),
@@ -44,6 +47,8 @@ def main() -> int:
     if status == 0:
         for name in NAMES:
             _free_of_version(HERE / f"{name}_pb2.py")
+        for name in PRIVATE:
+            _in_a_pool_of_its_own(HERE / f"{name}_pb2.py")
     return status
 
 
@@ -52,6 +57,14 @@ def _free_of_version(module: Path) -> None:
     for pattern in _VERSION_CHECKS:
         text = pattern.sub("", text)
     module.write_text(text)
+
+
+def _in_a_pool_of_its_own(module: Path) -> None:
+    text = module.read_text()
+    shared, own = "_descriptor_pool.Default()", "_descriptor_pool.DescriptorPool()"
+    if text.count(shared) != 1:
+        raise RuntimeError(f"{module}: expected {shared} once, found it {text.count(shared)} times")
+    module.write_text(text.replace(shared, own))
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def serving(planes):
     async def start(api: str, **settings):
         services = planes.services(**settings)
         if api == "inference":
-            server = inference_server(planes.data, services, Address(port=0))
+            server = inference_server(planes.data, planes.control, services, Address(port=0))
         else:
             server = management_server(planes.data, planes.control, services, Address(port=0))
         address = await server.start()

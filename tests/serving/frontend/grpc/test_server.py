@@ -137,7 +137,7 @@ def test_a_port_that_is_taken_is_an_error_at_the_start(serving, planes):
     async def main():
         async with serving("inference") as served:
             with pytest.raises(OSError, match="can't bind"):
-                await inference_server(planes.data, planes.services(), served.address).start()
+                await inference_server(planes.data, planes.control, planes.services(), served.address).start()
 
     asyncio.run(main())
 
@@ -146,6 +146,6 @@ def test_tls_without_files_is_an_error_at_the_start(planes):
     async def main():
         services = planes.services(grpc_tls_enabled=True)
         with pytest.raises(OSError, match="needs private_key_file"):
-            await inference_server(planes.data, services, Address(port=0)).start()
+            await inference_server(planes.data, planes.control, services, Address(port=0)).start()
 
     asyncio.run(main())

@@ -9,7 +9,14 @@ SHARED = INFERENCE | MANAGEMENT | METRICS
 @pytest.mark.parametrize("surfaces", [INFERENCE, MANAGEMENT, SHARED])
 @pytest.mark.parametrize(
     ("method", "path"),
-    [("OPTIONS", "/"), ("GET", "/api-description"), ("GET", "/livez"), ("GET", "/readyz")],
+    [
+        ("OPTIONS", "/"),
+        ("GET", "/api-description"),
+        ("GET", "/livez"),
+        ("GET", "/readyz"),
+        ("GET", "/startupz"),
+        ("GET", "/readyz/m/1.0"),
+    ],
 )
 def test_descriptions_and_probes_are_free(surfaces, method, path):
     assert required_key(surfaces, method, path) is None

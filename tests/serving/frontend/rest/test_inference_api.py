@@ -94,7 +94,7 @@ def test_a_version_that_nobody_registered_is_not_found(ask):
 
 
 @pytest.mark.parametrize(
-    "target", ["/predictions", "/nope", "/v2/health/ready", "/v1/models/echo", "/models"]
+    "target", ["/predictions", "/nope", "/v2/health", "/v1/models/echo", "/models"]
 )
 def test_other_paths_are_not_found(ask, target):
     answer = ask("inference", "GET", target)
@@ -253,6 +253,22 @@ def test_the_probes_tell_live_and_ready(ask, planes, surface):
     answer = ask(surface, "GET", "/readyz")
     assert (answer.status, answer.json) == (503, {"status": "not ready", "reasons": ["echo:1.0 is loading"]})
     assert ask(surface, "GET", "/livez").status == 200
+
+
+def test_the_start_up_probe_tells_what_is_still_to_come(ask, planes):
+    assert ask("inference", "GET", "/startupz").json == {"status": "started"}
+    planes.data.is_started = Readiness(False, ("echo:1.0 is loading",))
+    answer = ask("inference", "GET", "/startupz")
+    assert (answer.status, answer.json["reasons"]) == (503, ["echo:1.0 is loading"])
+
+
+def test_each_model_has_a_readiness_of_its_own(ask, planes):
+    for path in ("/readyz/echo", "/readyz/echo/1.0"):
+        assert ask("inference", "GET", path).json == {"status": "ready"}
+    planes.data.is_ready = Readiness(False, ("echo:1.0 has no executor in service (suspect)",))
+    assert ask("inference", "GET", "/readyz/echo").status == 503
+    assert ask("inference", "GET", "/readyz/nobody").status == 404
+    assert ask("inference", "GET", "/readyz/echo/7").status == 404
 
 
 def test_options_on_a_prediction_path_gives_the_models_document(ask, planes):

@@ -2,9 +2,11 @@ import asyncio
 
 import pytest
 
+from torchere.serving.frontend.dataplane import Readiness
 from torchere.serving.frontend.rest.app import metrics_app
 
 TYPE = "text/plain; version=0.0.4; charset=utf-8"
+OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
 
 @pytest.mark.parametrize(
@@ -14,6 +16,41 @@ def test_the_metrics_are_text(ask, method, target):
     answer = ask("metrics", method, target)
     assert (answer.status, answer.headers["content-type"]) == (200, TYPE)
     assert b'Requests2XX{Level="Host",Hostname="host",} ' in answer.body
+
+
+@pytest.mark.parametrize(
+    ("accept", "openmetrics"),
+    [
+        ("application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.2,*/*;q=0.1", True),
+        ("application/openmetrics-text", True),
+        ("text/plain;version=0.0.4;q=0.5,application/openmetrics-text;version=1.0.0;q=0.2", False),
+        ("application/openmetrics-text;q=0", False),
+        ("application/openmetrics-text;version=9.0.0", False),
+        ("application/openmetrics-text;q=much", False),
+        ("*/*", False),
+        ("", False),
+    ],
+)
+def test_openmetrics_is_for_those_who_prefer_it(ask, accept, openmetrics):
+    answer = ask("metrics", "GET", "/metrics", accept=accept)
+    assert answer.headers["content-type"] == (OPENMETRICS if openmetrics else TYPE)
+    assert answer.body.endswith(b"# EOF\n") is openmetrics
+    assert b"Requests2XX{" in answer.body  # under this name in both
+
+
+def test_a_probe_that_says_no_is_no_error_of_the_server(ask, planes):
+    planes.data.is_ready = Readiness(False, ("a model loads",))
+    assert ask("inference", "GET", "/readyz").status == 503
+    counters = planes.metrics.exposition({"Requests5XX"})
+    assert 'Requests5XX{Level="Host",Hostname="host",} 0.0' in counters
+
+
+def test_refusals_are_counted_by_reason(ask, planes):
+    ask("inference", "POST", "/predictions/echo", b"x", keys=planes.keys)
+    ask("inference", "POST", "/predictions/echo", b"x" * 2000)
+    found = planes.metrics.exposition({"torchere_requests_rejected_total"})
+    for reason in ("auth", "too_large"):
+        assert f'rejected_total{{model="",version="",reason="{reason}",}} 1.0' in found
 
 
 def test_samples_can_be_picked_by_name(ask):
@@ -45,7 +82,9 @@ def test_in_log_mode_there_is_nothing_to_see(planes, ask_app):
 
 
 def test_in_legacy_mode_there_are_the_three_old_counters(planes, ask_app):
-    planes.metrics.prediction_accepted("echo", None)
+    meter = planes.metrics.meter("echo", "1.0")
+    planes.metrics.show(meter)
+    meter.accepted(named=False)
     app = metrics_app(planes.data, planes.control, planes.services(metrics_mode="legacy"))
     text = asyncio.run(ask_app(app, "GET", "/metrics")).body.decode()
     families = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}

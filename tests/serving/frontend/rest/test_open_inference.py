@@ -1,32 +1,44 @@
-"""The routes of the Open Inference Protocol that TorchServe has, when they are switched on."""
+"""The routes of the Open Inference Protocol beside inference."""
 
 import asyncio
+import json
+from dataclasses import replace
 
 import pytest
 
+from torchere.archiver.signature import Signature, TensorSpec
+from torchere.serving.errors import ModelNotFound, NotAllowed
+from torchere.serving.frontend.controlplane import Registration
 from torchere.serving.frontend.dataplane import Readiness
-from torchere.serving.frontend.rest.app import inference_app
+from torchere.serving.frontend.rest.app import listener_app
+from torchere.serving.registry.version import VersionState
+
+SIGNATURE = Signature((TensorSpec("x", "FP32", (-1, 2)),), (TensorSpec("y", "FP32", (-1,)),))
 
 
 @pytest.fixture
 def ask_v2(planes, ask_app):
-    """`ask_v2(target, switched_on)`: one GET."""
+    """`ask_v2(target, body, method, surfaces, switched_on)`: one request."""
 
-    def call(target: str, switched_on: bool = True):
-        services = planes.services(open_inference_protocol=switched_on)
-        app = inference_app(planes.data, planes.control, services)
-        return asyncio.run(ask_app(app, "GET", target))
+    def call(target, body=b"", *, method="GET", surfaces="inference+management", switched_on=True, keys=None):
+        services = planes.services(open_inference_protocol=switched_on, keys=keys)
+        app = listener_app(frozenset(surfaces.split("+")), planes.data, planes.control, services)
+        headers = {"authorization": f"Bearer {keys and 'inference'}"}
+        return asyncio.run(ask_app(app, method, target, body, **headers))
 
     return call
 
 
 def test_metadata_keeps_the_misspelt_key_beside_the_right_one(ask_v2):
-    assert ask_v2("/v2").json == {
-        "name": "Torchserve",
-        "version": "0.12.0",
-        "extenstion": ["kserve", "kubeflow"],
-        "extensions": ["kserve", "kubeflow"],
-    }
+    told = ask_v2("/v2").json
+    assert (told["name"], told["version"], told["extenstion"]) == (
+        "Torchserve",
+        "0.12.0",
+        ["kserve", "kubeflow"],
+    )
+    assert {"kserve", "binary_tensor_data", "classification", "model_repository", "statistics"} <= set(
+        told["extensions"]
+    )
 
 
 def test_live_is_constant_and_ready_tells_the_truth(ask_v2, planes):
@@ -36,11 +48,108 @@ def test_live_is_constant_and_ready_tells_the_truth(ask_v2, planes):
     assert (ask_v2("/v2/health/ready").status, ask_v2("/v2/health/ready").json) == (503, {"ready": False})
 
 
-def test_versions_in_paths_are_refused_as_torchserve_does(ask_v2):
-    answer = ask_v2("/v2/models/echo/versions/1.0/infer")
-    assert (answer.status, answer.json) == (501, {"error": "Model versioning is not yet supported."})
+@pytest.mark.parametrize("path", ["/v2/models/echo", "/v2/models/echo/versions/1.0"])
+def test_a_model_tells_of_itself(ask_v2, planes, path):
+    planes.data.known = replace(planes.data.known, signature=SIGNATURE)
+    assert ask_v2(path).json["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 2]}]
+    assert ask_v2(f"{path}/ready").json == {"name": "echo", "ready": True}
+    assert ask_v2(f"{path}/config").json["input"] == [{"name": "x", "data_type": "TYPE_FP32", "dims": [2]}]
+    assert ask_v2(f"{path}/stats").json["model_stats"][0]["name"] == "echo"
+    planes.data.is_ready = Readiness(False, ("loading",))
+    assert (ask_v2(f"{path}/ready").status, ask_v2(f"{path}/ready").json["ready"]) == (503, False)
 
 
-@pytest.mark.parametrize("target", ["/v2", "/v2/health/ready", "/v2/models/echo/versions/1/infer"])
-def test_without_the_switch_there_is_nothing(ask_v2, target):
-    assert ask_v2(target, switched_on=False).status == 404
+def test_statistics_of_all_models_are_one_list(ask_v2):
+    assert [told["version"] for told in ask_v2("/v2/models/stats").json["model_stats"]] == ["1.0"]
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("/v2/models/none", "Model not found: none"),
+        ("/v2/models/none/ready", "Model not found: none"),
+        ("/v2/models/echo/versions/9/stats", "Model version: 9 does not exist for model: echo"),
+    ],
+)
+def test_what_is_not_registered_is_404_in_the_protocols_words(ask_v2, path, text):
+    answer = ask_v2(path)
+    assert (answer.status, answer.json) == (404, {"error": text})
+
+
+@pytest.mark.parametrize(
+    "target", ["/v2", "/v2/health/ready", "/v2/models/echo", "/v2/models/echo/versions/1.0/infer"]
+)
+def test_with_the_switch_off_there_is_what_torchserve_has(ask_v2, target):
+    answer = ask_v2(target, switched_on=False)
+    assert (answer.status, answer.json["type"]) == (404, "ResourceNotFoundException")
+
+
+def test_the_index_lists_every_version(ask_v2, planes):
+    entry = {"name": "echo", "version": "1.0", "state": "READY"}
+    assert ask_v2("/v2/repository/index", method="POST").json == [entry]
+    planes.control.description = replace(
+        planes.control.description, state=VersionState.FAILED, failure="no such file"
+    )
+    told = ask_v2("/v2/repository/index", b"{}", method="POST").json
+    assert told == [{**entry, "state": "UNAVAILABLE", "reason": "no such file"}]
+    assert ask_v2("/v2/repository/index", b'{"ready": true}', method="POST").json == []
+
+
+def test_load_registers_an_archive_of_the_store(ask_v2, planes):
+    body = json.dumps({"parameters": {"url": "b.mar", "initial_workers": 3}}).encode()
+    assert ask_v2("/v2/repository/models/a/load", method="POST").status == 200
+    assert ask_v2("/v2/repository/models/b/load", body, method="POST").status == 200
+    wishes = [call[1] for call in planes.control.calls if call[0] == "register"]
+    assert wishes == [
+        Registration("a.mar", model_name="a", initial_executors=1),
+        Registration("b.mar", model_name="b", initial_executors=3),
+    ]
+
+
+def test_a_model_that_is_ready_is_not_loaded_again(ask_v2, planes):
+    assert ask_v2("/v2/repository/models/echo/load", method="POST").status == 200
+    assert "register" not in [call[0] for call in planes.control.calls]
+
+
+def test_unload_unregisters_the_default_version_last(ask_v2, planes):
+    assert ask_v2("/v2/repository/models/echo/unload", method="POST").status == 200
+    assert planes.control.calls[-1] == ("unregister", "echo", "1.0")
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(NotAllowed("the API is off"), 405), (ModelNotFound("none"), 404)]
+)
+def test_refusals_are_in_the_protocols_words(ask_v2, planes, error, status):
+    planes.control.error = error
+    answer = ask_v2("/v2/repository/models/echo/unload", method="POST")
+    assert (answer.status, answer.json) == (status, {"error": error.message})
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "text"),
+    [
+        ("index", b'{"ready": 1}', "ready: found 1"),
+        ("index", b"[]", "the request: "),
+        ("models/a/load", b'{"parameters": []}', "parameters: found []"),
+        ("models/a/load", b'{"parameters": {"url": 1}}', "parameters.url: found 1"),
+        (
+            "models/a/load",
+            b'{"parameters": {"initial_workers": "1"}}',
+            "parameters.initial_workers: found '1'",
+        ),
+        ("models/a/load", b"[" * 900, "the request: "),
+    ],
+)
+def test_bad_bodies_are_refused_by_their_field(ask_v2, path, body, text):
+    answer = ask_v2(f"/v2/repository/{path}", body, method="POST")
+    assert answer.status == 400
+    assert answer.json["error"].startswith(text)
+
+
+def test_the_repository_is_management(ask_v2, planes):
+    assert ask_v2("/v2/repository/index", method="POST", surfaces="inference").status == 404
+    assert ask_v2("/v2/repository/index", method="POST", surfaces="management").status == 200
+    assert (
+        ask_v2("/v2/repository/index", method="POST", keys=planes.keys).json["type"] == "InvalidKeyException"
+    )
+    assert ask_v2("/v2/models/echo", keys=planes.keys).status == 200

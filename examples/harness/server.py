@@ -16,12 +16,17 @@ from typing import Any
 
 import requests
 
+from examples.harness.errors import ExampleFailed
+from torchere.client import Client
+from torchere.serving.predict_grpc import Connection
+
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 40.0  # the server itself gives what is running 30 s
+CALL_TIMEOUT_S = 60.0
 _POLL_S = 0.1
 
 
-class ServerFailed(Exception):
+class ServerFailed(ExampleFailed):
     """The server did not start, did not become ready, or did not end with exit status 0."""
 
 
@@ -64,6 +69,16 @@ class Server:
     def url(self, port: int, path: str) -> str:
         """The address of a path on one of the REST ports."""
         return f"http://127.0.0.1:{port}{path}"
+
+    def client(self) -> Client:
+        """A client of its REST API; to be closed."""
+        token = self.bearer("inference")["authorization"].partition(" ")[2]
+        return Client(self.url(self.ports.inference, ""), token=token)
+
+    def grpc(self) -> Connection:
+        """A connection to its gRPC API; to be closed."""
+        token = self.bearer("inference")["authorization"].partition(" ")[2]
+        return Connection(f"127.0.0.1:{self.ports.grpc_inference}", token, CALL_TIMEOUT_S)
 
     def wait_until_ready(self, model: str) -> None:
         """Block until every version of the model has a worker that is READY.

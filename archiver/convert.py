@@ -1,0 +1,90 @@
+"""`torchere convert`: an archive with its model in another format, and everything else as it was."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from torchere.archiver.building import DEFAULT_HANDLER, FALLBACK_NAME
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.manifest import Manifest
+from torchere.archiver.model_flags import add_build_arguments, convert_options
+from torchere.archiver.model_packing import Say, pack_model
+from torchere.archiver.names import MANIFEST_NAME
+from torchere.archiver.progress import Progress
+from torchere.archiver.reader import open_archive
+from torchere.archiver.request import ArchiveRequest
+from torchere.archiver.signature import SIGNATURE_NAME
+
+
+def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `torchere convert` to `parser`."""
+    add = parser.add_argument
+    add("archive", type=Path, metavar="OLD.mar", help="a .mar, a .tar.gz or a directory")
+    add("-o", "--output", type=Path, required=True, metavar="NEW.mar", help="the new archive")
+    add("-f", "--force", action="store_true", help="overwrite what is there; pack in spite of drift")
+    add("-v", "--version", metavar="V", help="version of the new archive (default: the old one's)")
+    add(
+        "--handler",
+        metavar="H",
+        help=f"built-in handler for it (default: the old one's, or {DEFAULT_HANDLER})",
+    )
+    add("--allow-code", action="store_true", help="run the Python of an archive whose model is a class")
+    add_build_arguments(parser, "--to")
+
+
+def convert_archive(namespace: argparse.Namespace, say: Say) -> Path:
+    """Convert an archive as the arguments say; returns the path of the new one.
+
+    Raises:
+        ArchiveError: the old archive can't be used.
+        ModelRefused: its model can't be.
+        PackingError, OSError: the new one can't be written.
+    """
+    old = open_archive(namespace.archive)
+    manifest = old.manifest
+    if manifest.model_file and not namespace.allow_code:
+        raise ModelRefused(
+            f"{old.path}: its model is a class in {manifest.model_file}, and converting runs that file; say "
+            "--allow-code if you trust the archive"
+        )
+    with tempfile.TemporaryDirectory(prefix="torchere-") as work:
+        folder = old.extract(Path(work) / "old")
+        files = (manifest.serialized_file, manifest.model_file, manifest.config_file)
+        options = convert_options(namespace, *(_in(folder, name) for name in files))
+        if (folder / SIGNATURE_NAME).is_file():
+            options = replace(options, example_signature=folder / SIGNATURE_NAME)
+        return pack_model(_request(namespace, manifest, folder), options, Progress(sys.stderr), say)
+
+
+def _request(namespace: argparse.Namespace, manifest: Manifest, folder: Path) -> ArchiveRequest:
+    output: Path = namespace.output
+    handler = namespace.handler or manifest.handler or DEFAULT_HANDLER
+    path = handler.partition(":")[0]
+    is_own = any((folder / name).is_file() for name in (path, f"{path}.py"))
+    anew = {SIGNATURE_NAME, FALLBACK_NAME, manifest.serialized_file, manifest.config_file}
+    if not is_own:
+        anew.add(manifest.model_file)  # nothing else needs the class
+    about = folder / MANIFEST_NAME
+    anew |= {item.relative_to(folder).as_posix() for item in about.parent.rglob("*") if item.is_file()}
+    return ArchiveRequest(
+        model_name=manifest.model_name or output.name.partition(".")[0],
+        version=namespace.version or manifest.model_version,
+        handler=str(folder / handler) if is_own else handler,
+        requirements_file=_in(folder, manifest.requirements_file),
+        extra_files=(folder,),
+        leave_out=frozenset(name for name in anew if name),
+        runtime=manifest.runtime,
+        export_path=output.parent,
+        output=output,
+        archive_format="tgz" if output.name.endswith((".tar.gz", ".tgz")) else "default",
+        force=namespace.force,
+        epoch_s=namespace.epoch_s,
+    )
+
+
+def _in(folder: Path, name: str | None) -> Path | None:
+    return folder / name if name else None

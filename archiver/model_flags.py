@@ -1,0 +1,139 @@
+"""The flags of `torchere archive` and `torchere convert` that are about the model. Standard library only."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+from torchere.archiver.building import AOTI, EXPORT, ISAS, KEEP, MODEL_FORMATS, TORCHSCRIPT, BuildOptions
+
+_ASK_FOR_TORCH = (
+    "model_format",
+    "factory",
+    "script",
+    "trace",
+    "example",
+    "dynamic_batch",
+    "dynamic_size",
+    "isa",
+    "quantize",
+)
+EXAMPLES = """\
+examples:
+  a state dict and its class, compiled ahead of time for batches of 1 to 64, served without any handler code:
+    torchere archive --model-name net --model-file net.py --serialized-file net.pth \\
+      --format aoti --example example.npy --dynamic-batch 1:64
+  a class of an installed package and safetensors, as an exported program:
+    torchere archive --model-name net --factory mypackage.nets:small --serialized-file net.safetensors \\
+      --format export --example example.json --dynamic-batch 1:64
+  TorchScript or ONNX as it is, with a signature:
+    torchere archive --model-name net --serialized-file net.pt --example example.json
+  with a handler, as torch-model-archiver does it:
+    torchere archive --model-name net -v 1.0 --serialized-file net.pt --handler image_classifier
+"""
+
+
+def add_source_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what tells where the model's class is."""
+    parser.add_argument(
+        "--factory",
+        metavar="MODULE:NAME",
+        help="class or function of an importable package that makes the model, instead of --model-file; run",
+    )
+
+
+def add_build_arguments(parser: argparse.ArgumentParser, format_flag: str) -> None:
+    """Add what is done with the model; `format_flag` is the name of the flag for its format."""
+    group = parser.add_argument_group("what the model becomes (needs PyTorch)")
+    add = group.add_argument
+    is_convert = format_flag == "--to"
+    formats = [name for name in MODEL_FORMATS if not (is_convert and name == KEEP)]
+    add(
+        format_flag,
+        dest="model_format",
+        choices=formats,
+        required=is_convert,
+        help=f"{TORCHSCRIPT}: traced, frozen; {EXPORT}: torch.export; {AOTI}: machine code for a CPU, with "
+        "the exported program beside it" + ("" if is_convert else f"; {KEEP} (default): the form it came in"),
+    )
+    how = group.add_mutually_exclusive_group()
+    how.add_argument("--trace", action="store_true", help="TorchScript by tracing a run (default)")
+    how.add_argument(
+        "--script", action="store_true", help="TorchScript by compiling the source: keeps branches"
+    )
+    add(
+        "--example",
+        type=Path,
+        metavar="FILE",
+        help="inputs to run the model on: .json (a request, an object of lists, or a list), .pt, .npy, .npz, "
+        "or a picture (FP32 of [1, 3, height, width], 0 to 1)",
+    )
+    add("--dynamic-batch", metavar="MIN:MAX", help="let the first dimension of every input vary, as 1:64")
+    add(
+        "--dynamic-size",
+        action="append",
+        default=[],
+        metavar="INPUT,...:DIM=MIN:MAX",
+        help="let another dimension vary, together in all inputs named: ids,mask:1=2:512",
+    )
+    add("--isa", choices=ISAS, help="instruction set that aoti may use (default: this machine's)")
+    add(
+        "--allow-pickle",
+        action="store_true",
+        help="trust the input: unpickle more than tensors, run machine code to derive a signature",
+    )
+    add("--quantize", metavar="METHOD", help="int8, int8-static, int8-dynamic, int8-trained or bf16")
+    add(
+        "--samples",
+        type=Path,
+        metavar="PATH",
+        help="file or folder of examples to calibrate on and verify with",
+    )
+    add("--max-drift", type=float, metavar="X", help="how far off the packed model's answers may be")
+    add("--no-verify", action="store_true", help="do not compare the packed model with the original")
+
+
+def wants_model(namespace: argparse.Namespace) -> bool:
+    """Whether a flag asks for what needs torch, or no handler is named, and so a signature is needed."""
+    return namespace.handler is None or any(getattr(namespace, name, None) for name in _ASK_FOR_TORCH)
+
+
+def build_options(namespace: argparse.Namespace) -> BuildOptions:
+    """The options as given by the flags of `torchere archive`."""
+    return replace(
+        _options(namespace),
+        serialized_file=_path(namespace.serialized_file),
+        model_file=_path(namespace.model_file),
+        factory=namespace.factory,
+        config_file=_path(namespace.config_file),
+        needs_signature=namespace.handler is None,
+    )
+
+
+def convert_options(
+    namespace: argparse.Namespace, serialized: Path | None, model_file: Path | None, config: Path | None
+) -> BuildOptions:
+    """The options as given by the flags of `torchere convert`, for the files of an unpacked archive."""
+    return replace(_options(namespace), serialized_file=serialized, model_file=model_file, config_file=config)
+
+
+def _options(namespace: argparse.Namespace) -> BuildOptions:
+    return BuildOptions(
+        model_format=namespace.model_format,
+        script=namespace.script,
+        example=namespace.example,
+        dynamic_batch=namespace.dynamic_batch,
+        dynamic_sizes=tuple(namespace.dynamic_size),
+        isa=namespace.isa,
+        allow_pickle=namespace.allow_pickle,
+        quantize=namespace.quantize,
+        samples=namespace.samples,
+        verify=not namespace.no_verify,
+        max_drift=namespace.max_drift,
+        force=namespace.force,
+    )
+
+
+def _path(text: str | None) -> Path | None:
+    return Path(text) if text else None

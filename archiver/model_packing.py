@@ -1,0 +1,47 @@
+"""Packs a model after making something of it. torch is imported here, when the first model is built."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from torchere.archiver.building import BuildOptions
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.progress import Progress
+from torchere.archiver.request import ArchiveRequest
+from torchere.archiver.writer import write_archive
+
+Say = Callable[[str], None]
+
+
+def pack_model(request: ArchiveRequest, options: BuildOptions, progress: Progress, say: Say) -> Path:
+    """Build the model of `options` and pack it with the rest of `request`; returns the archive's path.
+
+    The request's serialized file, model file and configuration are those of the result, whatever it says.
+
+    Raises:
+        ModelRefused: the model, an example or an option can't be used, or PyTorch is not installed.
+        PackingError: see `write_archive`.
+        OSError: a file can't be read or written.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise ModelRefused("this needs PyTorch, and it is not installed; pip install torch")
+    request.check()
+    from torchere.archiver.models.pipeline import build  # noqa: PLC0415  # torch
+
+    with tempfile.TemporaryDirectory(prefix="torchere-") as folder:
+        built = build(options, Path(folder), say)
+        packed = dataclasses.replace(
+            request,
+            serialized_file=built.serialized_file,
+            model_file=built.model_file,
+            config_file=built.config_file,
+            extra_files=(*request.extra_files, *built.extra_files),
+            made=built.beside,
+        )
+        path = write_archive(packed, progress)
+    say(f"packed: {path} ({path.stat().st_size / 1e6:.1f} MB)" if path.is_file() else f"packed: {path}")
+    return path

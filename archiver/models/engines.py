@@ -1,0 +1,153 @@
+"""Which int8 engine a model runs best on: measured on the model itself, and chosen by a pure function.
+
+PyTorch's default engine is not the fastest for every model; for one with depthwise convolutions it was
+fifteen times slower than fp32. So each engine of this build is tried with the very bytes that go into the
+archive, loaded as the server loads them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchere.archiver.errors import ModelRefused
+
+# Guards `torch.backends.quantized.engine`, which is process-wide.
+_LOCK = threading.RLock()
+# Times the least drift of all engines. Some take one bit less of activations, which doubles it; one whose
+# sums overflow is further off.
+_AGREES_WITHIN = 3.0
+
+
+class NoUsableEngine(ModelRefused):
+    """No int8 engine of this machine runs the model and agrees with fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One way to run the int8 model, tried."""
+
+    method: str  # "int8-static", "int8-dynamic"
+    engine: str
+    latency_ms: float  # one sample on one thread, median; 0 when it failed
+    drift: float  # of its outputs from fp32 ones, see verify_outputs.drift; infinite when it failed
+    failure: str = ""  # why it does not run
+
+    @property
+    def note(self) -> str:
+        """For people: `onednn 7.1 ms`."""
+        return f"{self.engine} {self.failure}" if self.failure else f"{self.engine} {self.latency_ms:.3g} ms"
+
+
+def choose(candidates: Sequence[Measured], max_drift: float) -> Measured:
+    """The fastest of those that agree.
+
+    One agrees when its drift is at most `max_drift`, and not much more than that of the best engine for its
+    method: one whose arithmetic overflows on this processor is no bargain however fast. When none is within
+    `max_drift`, they agree that are about as good as the best: the verification that follows refuses the
+    model then, or lets it through if the user insists.
+
+    Raises:
+        NoUsableEngine: none runs at all.
+    """
+    running = [one for one in candidates if not one.failure and one.drift < float("inf")]
+    if not running:
+        tried = "; ".join(one.note for one in candidates) or "this build of torch has no engine for int8"
+        raise NoUsableEngine(f"no int8 engine of this machine runs the model: {tried}")
+    least = {one.method: min(x.drift for x in running if x.method == one.method) for one in running}
+    sound = [one for one in running if one.drift <= _AGREES_WITHIN * least[one.method]]
+    limit = max(max_drift, _AGREES_WITHIN * min(least.values()))
+    return min((one for one in sound if one.drift <= limit), key=lambda one: one.latency_ms)
+
+
+def supported() -> tuple[str, ...]:
+    """The int8 engines of this build of torch."""
+    return tuple(name for name in torch.backends.quantized.supported_engines if name != "none")
+
+
+@contextlib.contextmanager
+def using(engine: str) -> Iterator[None]:
+    """Make the engine the process's while weights are packed or loaded. Thread-safe: one at a time."""
+    with _LOCK:
+        before = torch.backends.quantized.engine
+        torch.backends.quantized.engine = engine
+        try:
+            yield
+        finally:
+            torch.backends.quantized.engine = before
+
+
+def rebuilt(saved: bytes, engine: str) -> torch.jit.ScriptModule:
+    """Load TorchScript with its int8 weights packed for the engine, as a server does.
+
+    Raises:
+        RuntimeError: the engine can't hold these weights.
+    """
+    with using(engine):
+        return _loaded(io.BytesIO(saved))
+
+
+def rebuilt_file(file: Path, engine: str | None) -> torch.jit.ScriptModule:
+    """Load a TorchScript file; without an engine, for the process's own. Raises as `rebuilt` does."""
+    with using(engine or torch.backends.quantized.engine):
+        return _loaded(str(file))
+
+
+def _loaded(source: str | io.BytesIO) -> torch.jit.ScriptModule:
+    loaded: torch.jit.ScriptModule = torch.jit.load(  # type: ignore[no-untyped-call]
+        source, map_location="cpu"
+    )
+    return loaded
+
+
+def saved(module: torch.jit.ScriptModule) -> bytes:
+    """The bytes of the file that goes into an archive."""
+    buffer = io.BytesIO()
+    torch.jit.save(module, buffer)
+    return buffer.getvalue()
+
+
+def measured(
+    method: str,
+    packed: bytes,
+    judge: Callable[[Callable[..., Any]], float],
+    time_ms: Callable[[Callable[..., Any]], float],
+) -> list[Measured]:
+    """Try each engine with the saved model.
+
+    Args:
+        method: goes into the records.
+        packed: TorchScript with int8 weights.
+        judge: the drift of a model from fp32.
+        time_ms: the time that a model takes for one sample.
+    """
+    return [
+        _measured(Measured(method, engine, 0.0, float("inf")), packed, judge, time_ms)
+        for engine in supported()
+    ]
+
+
+def _measured(
+    blank: Measured,
+    packed: bytes,
+    judge: Callable[[Callable[..., Any]], float],
+    time_ms: Callable[[Callable[..., Any]], float],
+) -> Measured:
+    try:
+        module = rebuilt(packed, blank.engine)
+        with torch.inference_mode():
+            return replace(blank, drift=judge(module), latency_ms=time_ms(module))
+    except RuntimeError as error:  # how torch says that an engine lacks an operator
+        return replace(blank, failure=f"can't run it ({_reason(error)})")
+
+
+def _reason(error: RuntimeError) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[-1] if lines else type(error).__name__)[:160]

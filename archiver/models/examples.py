@@ -1,0 +1,157 @@
+"""Reads example inputs: JSON, torch.save files, numpy arrays and pictures. What a file is, its bytes tell."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchere.archiver.entries import open_regular
+from torchere.archiver.errors import ArchiveError, ModelRefused
+from torchere.archiver.models.derive import DATATYPES
+from torchere.archiver.models.dynamic import Tensors
+
+MAX_EXAMPLE_BYTES = 2**30
+_MAX_PIXELS = 100_000_000
+_PICTURES = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"BM", b"RIFF")
+TORCH_TYPES = {name: dtype for dtype, name in DATATYPES.items()}
+
+
+@dataclass(frozen=True)
+class Example:
+    """Tensors for the inputs of a model; `names` when the file says which is which."""
+
+    tensors: Tensors
+    names: tuple[str, ...] | None = None
+
+    def ordered(self, wanted: Sequence[str]) -> Tensors:
+        """The tensors in the order of the model's inputs.
+
+        Raises:
+            ModelRefused: the names are other than the model's.
+        """
+        if self.names is None:
+            return self.tensors
+        if unknown := [name for name in self.names if name not in wanted]:
+            raise ModelRefused(f"the example has the input {unknown[0]!r}; the model has {', '.join(wanted)}")
+        given = dict(zip(self.names, self.tensors, strict=True))
+        present = [name for name in wanted if name in given]
+        if present != list(wanted[: len(present)]):
+            raise ModelRefused(
+                f"the example has {', '.join(present)}, and not the inputs before: {', '.join(wanted)}"
+            )
+        return tuple(given[name] for name in present)
+
+
+def read_example(path: Path) -> Example:
+    """Read one file.
+
+    - JSON: a request of the Open Inference Protocol, an object of names and nested lists, or one nested list
+      (numbers with a point become FP32, others INT64).
+    - `.pt`: a tensor, a tuple or list of them, or a dict; weights only.
+    - `.npy`, `.npz`.
+    - A picture: FP32 of the shape [1, 3, height, width] with values from 0 to 1.
+
+    Raises:
+        ModelRefused: it is none of these, or damaged, or holds no numbers.
+        OSError: it can't be read.
+    """
+    try:
+        with open_regular(path) as file:
+            data = file.read(MAX_EXAMPLE_BYTES + 1)
+    except ArchiveError as error:
+        raise ModelRefused(f"{path}: {error.reason}; expected a file with an example") from error
+    if len(data) > MAX_EXAMPLE_BYTES:
+        raise ModelRefused(f"{path}: more than {MAX_EXAMPLE_BYTES} bytes; one example is enough")
+    try:
+        example = _read(data)
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        EOFError,
+        RuntimeError,
+        OSError,
+        pickle.UnpicklingError,
+    ) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelRefused(f"{path}: no example that can be read: {first[:200]}") from error
+    if not example.tensors:
+        raise ModelRefused(f"{path}: it holds no tensor; expected one for each input of the model")
+    return example
+
+
+def _read(data: bytes) -> Example:
+    if data.startswith(_PICTURES):
+        return Example((_picture(data),))
+    if data.startswith(b"\x93NUMPY"):
+        return Example((_from_numpy(np.load(io.BytesIO(data), allow_pickle=False)),))
+    if data.startswith(b"PK"):
+        return _zipped(data)
+    if data.lstrip()[:1] in (b"{", b"["):
+        return _from_json(json.loads(data))
+    raise ValueError("expected JSON, a .pt, a .npy, a .npz or a picture")
+
+
+def _zipped(data: bytes) -> Example:
+    """A `.npz` or what torch.save wrote."""
+    if b".npy" in data[:4096]:
+        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+            return Example(tuple(_from_numpy(arrays[name]) for name in arrays.files), tuple(arrays.files))
+    found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    if isinstance(found, torch.Tensor):
+        return Example((found,))
+    if isinstance(found, dict):
+        return Example(tuple(_tensor(value) for value in found.values()), tuple(map(str, found)))
+    return Example(tuple(_tensor(value) for value in found))
+
+
+def _picture(data: bytes) -> torch.Tensor:
+    from PIL import Image  # noqa: PLC0415  # only pictures need it
+
+    with Image.open(io.BytesIO(data)) as picture:
+        if picture.width * picture.height > _MAX_PIXELS:
+            raise ValueError(f"a picture of {picture.width} x {picture.height}; expected a smaller one")
+        pixels = np.asarray(picture.convert("RGB"), dtype=np.float32) / 255
+    return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))[None]
+
+
+def _from_json(found: Any) -> Example:
+    if isinstance(found, list):
+        return Example((_nested(found),))
+    if isinstance(found.get("inputs"), list) and found["inputs"] and isinstance(found["inputs"][0], dict):
+        items = found["inputs"]
+        names = tuple(str(item["name"]) for item in items)
+        return Example(tuple(_from_protocol(item) for item in items), names)
+    return Example(tuple(_nested(value) for value in found.values()), tuple(found))
+
+
+def _from_protocol(item: dict[str, Any]) -> torch.Tensor:
+    datatype = item["datatype"]
+    if datatype not in TORCH_TYPES:
+        raise ValueError(f"the datatype {ascii(datatype)[:40]} of {ascii(item['name'])[:40]}")
+    return torch.tensor(item["data"], dtype=TORCH_TYPES[datatype]).reshape(item["shape"])
+
+
+def _nested(value: Any) -> torch.Tensor:
+    return _from_numpy(np.asarray(value))
+
+
+def _from_numpy(array: Any) -> torch.Tensor:
+    if array.dtype.kind not in "biuf":
+        raise ValueError(f"an array of {array.dtype}; expected numbers")
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.float() if tensor.dtype is torch.float64 else tensor
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"a {type(value).__name__} where a tensor was expected")
+    return value.detach()

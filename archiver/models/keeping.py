@@ -1,0 +1,127 @@
+"""`--format keep`: the model goes into the archive in the form it came in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchere.archiver.building import AOTI, BuildOptions, Built
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.derive import Run, signature_of
+from torchere.archiver.models.dynamic import Tensors, sizes_of
+from torchere.archiver.models.packing import write_build
+from torchere.archiver.models.samples import check_against
+from torchere.archiver.models.sources import EAGER, Source, aoti_metadata
+from torchere.archiver.models.steps import refusing
+from torchere.archiver.models.to_aoti import load_aoti
+from torchere.archiver.models.to_program import free_sizes
+from torchere.archiver.signature import Signature
+from torchere.archiver.weights import (
+    AOTINDUCTOR,
+    EXPORTED_PROGRAM,
+    ONNX,
+    TORCH_SAVE,
+    TORCHSCRIPT,
+    classify_file,
+)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What to pack, and the signature if it could be told."""
+
+    built: Built
+    signature: Signature | None
+
+
+def keep(source: Source, example: Tensors | None, options: BuildOptions, work: Path) -> Kept:
+    """Pack the source as it is, with a signature.
+
+    Args:
+        source: what was read.
+        example: to derive a signature from; needed unless ONNX says it itself.
+        options: `needs_signature` refuses what has none.
+        work: `work/beside` takes new files.
+
+    Raises:
+        ModelRefused: the server could not load it, or a signature is needed and there is no example.
+    """
+    built = _built(source, options, work)
+    if source.signature is not None:
+        if example is not None:
+            check_against(example, source.signature)
+        return Kept(built, source.signature)
+    if example is None:
+        if options.needs_signature:
+            raise ModelRefused(
+                "without --handler the server must know what the model takes and gives: give --example with "
+                "inputs (.json, .pt, .npy or a picture), or name a handler"
+            )
+        return Kept(built, None)
+    return Kept(built, _signature(source, example, options))
+
+
+def _built(source: Source, options: BuildOptions, work: Path) -> Built:
+    beside = work / "beside"
+    if source.kind == EAGER and options.model_file is not None:
+        return Built(_state_file(source, options, work), options.model_file, options.config_file, beside)
+    if source.kind == AOTINDUCTOR:
+        isa = aoti_metadata(source.path).get("AOTI_CPU_ISA", "").lower()
+        write_build(beside, {"format": AOTI, "isa": isa})
+    if source.kind in (TORCHSCRIPT, EXPORTED_PROGRAM, AOTINDUCTOR, ONNX):
+        file = _with_suffix(source, work)
+        return Built(file, None, options.config_file, beside, source.beside)
+    raise ModelRefused(
+        f"{source.path}: {source.kind} is not a form that a server loads by itself; expected --format "
+        "torchscript, export or aoti"
+    )
+
+
+def _with_suffix(source: Source, work: Path) -> Path:
+    """The file, under a name whose suffix says what it is: the server goes by that."""
+    wanted = {TORCHSCRIPT: ".pt", ONNX: ".onnx"}.get(source.kind, ".pt2")
+    if source.path.suffix == wanted:
+        return source.path
+    link = work / f"{source.path.stem}{wanted}"
+    link.symlink_to(source.path.resolve())
+    return link
+
+
+def _state_file(source: Source, options: BuildOptions, work: Path) -> Path | None:
+    """The weights as a plain state dict, which is what a server reads beside a model file."""
+    path = options.serialized_file
+    module: Any = source.module
+    if path is None:
+        return None
+    if path.is_file() and classify_file(path).kind == TORCH_SAVE and not classify_file(path).foreign:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+        if isinstance(found, dict) and found.keys() == module.state_dict().keys():
+            return path
+    made = work / "model.pth"
+    torch.save(module.state_dict(), made)
+    return made
+
+
+def _signature(source: Source, example: Tensors, options: BuildOptions) -> Signature:
+    run = _run(source, options)
+    names = source.names_of_inputs(len(example))
+    sizes = sizes_of(options, names, example)
+    if not sizes and source.program is not None:
+        sizes = free_sizes(source.program, example)
+    return signature_of(run, example, names, sizes, probe_batch=source.program is None)
+
+
+def _run(source: Source, options: BuildOptions) -> Run:
+    if source.module is not None:
+        return source.program.module() if source.program is not None else source.module
+    if not options.allow_pickle:
+        raise ModelRefused(
+            f"{source.path}: to derive a signature its machine code would have to run; trust it with "
+            "--allow-pickle, or name a --handler and leave --example out"
+        )
+    with refusing(f"{source.path}: loading the AOTInductor package"):
+        run: Run = load_aoti(source.path)
+    return run

@@ -1,0 +1,156 @@
+"""Reads the inputs and outputs of an ONNX model from its bytes; needs no onnx package and runs nothing.
+
+ONNX is Protocol Buffers. Of onnx.proto this knows what a signature needs: ModelProto.graph, the graph's
+inputs, outputs and initializers, and of these the names, types, shapes and where external data lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.names import problem_with
+from torchere.archiver.signature import ANY, Signature, TensorSpec
+
+_MAX_MODEL_BYTES = 2**31  # of one message of Protocol Buffers; larger models keep their weights beside it
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_GRAPH = 7  # ModelProto
+_INITIALIZER, _INPUT, _OUTPUT = 5, 11, 12  # GraphProto
+# TensorProto.DataType to the names of the Open Inference Protocol
+_DATATYPES = {
+    1: "FP32",
+    2: "UINT8",
+    3: "INT8",
+    4: "UINT16",
+    5: "INT16",
+    6: "INT32",
+    7: "INT64",
+    8: "BYTES",
+    9: "BOOL",
+    10: "FP16",
+    11: "FP64",
+    12: "UINT32",
+    13: "UINT64",
+    16: "BF16",
+}
+
+
+class _Malformed(ValueError):
+    """These bytes are not the message they should be."""
+
+
+def signature_of_onnx(path: Path) -> Signature:
+    """What the model takes and gives; a dimension with a name or without a size is free.
+
+    Raises:
+        ModelRefused: it is damaged, or takes or gives something other than tensors.
+    """
+    graph = _graph(path)
+    constants = {_text(tensor, 8) for tensor in _messages(graph, _INITIALIZER)}
+    inputs = [_spec(path, item) for item in _messages(graph, _INPUT)]
+    outputs = [_spec(path, item) for item in _messages(graph, _OUTPUT)]
+    return Signature(tuple(spec for spec in inputs if spec.name not in constants), tuple(outputs))
+
+
+def external_files_of_onnx(path: Path) -> tuple[Path, ...]:
+    """The files beside the model that hold its weights.
+
+    Raises:
+        ModelRefused: one lies elsewhere, or is missing.
+    """
+    names = set()
+    for tensor in _messages(_graph(path), _INITIALIZER):
+        for entry in _messages(tensor, 13):  # external_data: key and value
+            if _text(entry, 1) == "location":
+                names.add(_text(entry, 2))
+    for name in names:
+        if problem_with(name) or "/" in name:
+            raise ModelRefused(f"{path}: its weights are said to lie in {name!a}; expected a file beside it")
+        if not (path.parent / name).is_file():
+            raise ModelRefused(
+                f"{path}: its weights should lie in {name!a} beside it, where there is no such file"
+            )
+    return tuple(path.parent / name for name in sorted(names))
+
+
+def _graph(path: Path) -> dict[int, list[Any]]:
+    if path.stat().st_size > _MAX_MODEL_BYTES:
+        raise ModelRefused(f"{path}: larger than 2 GiB, which no ONNX model is; keep its weights beside it")
+    try:
+        graphs = list(_messages(_fields(memoryview(path.read_bytes())), _GRAPH))
+    except _Malformed as error:
+        raise ModelRefused(f"{path}: damaged ONNX: {error}") from error
+    if len(graphs) != 1:
+        raise ModelRefused(f"{path}: damaged ONNX, or none: it has {len(graphs)} graphs; expected one")
+    return graphs[0]
+
+
+def _spec(path: Path, item: dict[int, list[Any]]) -> TensorSpec:
+    name = _text(item, 1)
+    kinds = [tensor for kind in _messages(item, 2) for tensor in _messages(kind, 1)]
+    datatype = _DATATYPES.get(_number(kinds[0], 1)) if kinds else None
+    if datatype is None:
+        raise ModelRefused(
+            f"{path}: {name!a} is no tensor of a type known here; it can't be served over the wire"
+        )
+    shape = [_size(dimension) for part in _messages(kinds[0], 2) for dimension in _messages(part, 1)]
+    return TensorSpec(name, datatype, tuple(shape))
+
+
+def _size(dimension: dict[int, list[Any]]) -> int:
+    return _number(dimension, 1) if 1 in dimension and _number(dimension, 1) > 0 else ANY
+
+
+def _messages(fields: dict[int, list[Any]], number: int) -> Iterator[dict[int, list[Any]]]:
+    for value in fields.get(number, ()):
+        if isinstance(value, memoryview):
+            yield _fields(value)
+
+
+def _text(fields: dict[int, list[Any]], number: int) -> str:
+    value = fields.get(number, [b""])[-1]
+    return bytes(value).decode("utf-8", "replace") if not isinstance(value, int) else str(value)
+
+
+def _number(fields: dict[int, list[Any]], number: int) -> int:
+    value = fields.get(number, [0])[-1]
+    return value if isinstance(value, int) else 0
+
+
+def _fields(data: memoryview) -> dict[int, list[Any]]:
+    """The fields of one message by number; messages, texts and packed numbers are left as bytes."""
+    found: dict[int, list[Any]] = {}
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        value, at = _value(data, at, key & 7)
+        found.setdefault(key >> 3, []).append(value)
+    return found
+
+
+def _value(data: memoryview, at: int, kind: int) -> tuple[Any, int]:
+    if kind == _VARINT:
+        return _varint(data, at)
+    if kind == _BYTES:
+        size, at = _varint(data, at)
+    elif kind in (_FIXED64, _FIXED32):
+        size = 8 if kind == _FIXED64 else 4
+    else:
+        raise _Malformed(f"a field of the unknown wire type {kind}")
+    if at + size > len(data):
+        raise _Malformed("it is cut off")
+    return data[at : at + size], at + size
+
+
+def _varint(data: memoryview, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        if at >= len(data) or shift > 63:
+            raise _Malformed("it is cut off, or a number in it is too long")
+        value |= (data[at] & 0x7F) << shift
+        shift += 7
+        at += 1
+        if not data[at - 1] & 0x80:
+            return value, at

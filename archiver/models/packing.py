@@ -1,0 +1,113 @@
+"""The last step: the model in its final form is written, with what the server must know about it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchere.archiver.building import AOTI, BUILD_NAME, EXPORT, FALLBACK_NAME, TORCHSCRIPT, BuildOptions
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.derive import Run
+from torchere.archiver.models.dynamic import FreeSize, Tensors
+from torchere.archiver.models.steps import Say, step
+from torchere.archiver.models.to_aoti import compile_aoti, load_aoti
+from torchere.archiver.models.to_program import save_program, to_program
+from torchere.archiver.models.to_torchscript import to_torchscript
+
+_FILES = {TORCHSCRIPT: "model.pt", EXPORT: "model.pt2", AOTI: "model.pt2"}
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The model as it goes into the archive."""
+
+    file: Path
+    run: Run  # as it will run in a server
+    beside: Path
+
+
+def write_model(
+    module: torch.nn.Module,
+    program: torch.export.ExportedProgram | None,
+    example: Tensors,
+    sizes: Sequence[FreeSize],
+    *,
+    options: BuildOptions,
+    work: Path,
+    say: Say,
+) -> Packed:
+    """Compile the module to the wanted format.
+
+    Args:
+        module: in eval mode.
+        program: the exported program that it was made of, if nothing changed since and no size is to vary.
+        example: see `to_program`.
+        sizes: what may vary.
+        options: `model_format` is one of the three that compile.
+        work: a folder; files are made in `work/model` and `work/beside`.
+        say: takes lines about progress.
+
+    Raises:
+        ModelRefused: a compiler has something against the model; the text has its first line.
+    """
+    beside = work / "beside"
+    target = work / "model" / _FILES[str(options.model_format)]
+    target.parent.mkdir()
+    if options.model_format == TORCHSCRIPT:
+        with step(say, "scripting and freezing" if options.script else "tracing and freezing"):
+            frozen = to_torchscript(module, example, script=options.script)
+            frozen.save(str(target))
+        write_build(beside, {"format": TORCHSCRIPT, "torch": version()})
+        return Packed(target, frozen, beside)
+    with step(say, "exporting"):
+        exported = program or to_program(module, example, sizes)
+    if options.model_format == EXPORT:
+        save_program(exported, target)
+        write_build(beside, {"format": EXPORT, "torch": version()})
+        return Packed(target, exported.module(), beside)
+    with step(say, "compiling with AOTInductor"):
+        isa = compile_aoti(exported, target, options.isa, freezing=options.quantize is not None)
+        compiled = load_aoti(target)
+    save_program(exported, beside / FALLBACK_NAME)
+    write_build(beside, {"format": AOTI, "torch": version(), "isa": isa, "fallback": FALLBACK_NAME})
+    return Packed(target, compiled, beside)
+
+
+def write_build(beside: Path, record: dict[str, Any]) -> None:
+    """Write `MAR-INF/build.json`."""
+    path = beside / BUILD_NAME
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=2), encoding="utf-8")
+
+
+def version() -> str:
+    """The version of torch without the part that tells its build, which does not matter to a model."""
+    return torch.__version__.partition("+")[0]
+
+
+def config_with_engine(config: Path | None, engine: str | None, work: Path) -> Path | None:
+    """The configuration, saying which int8 engine the weights are packed for; `config` when it needn't.
+
+    Raises:
+        ModelRefused: it has a `torchscript` section of its own that doesn't say so.
+    """
+    if engine is None:
+        return config
+    text = config.read_text(encoding="utf-8") if config else ""
+    lines = [line.strip() for line in text.splitlines() if line.startswith(("torchscript:", " "))]
+    if f"quantized_engine: {engine}" in lines:
+        return config
+    if any(line.startswith("torchscript:") for line in text.splitlines()):
+        raise ModelRefused(
+            f"{config}: its torchscript section lacks the engine that measured best; add to it: "
+            f"quantized_engine: {engine}"
+        )
+    made = work / (config.name if config else "model-config.yaml")
+    separator = "" if not text or text.endswith("\n") else "\n"
+    made.write_text(f"{text}{separator}torchscript:\n  quantized_engine: {engine}\n", encoding="utf-8")
+    return made

@@ -1,0 +1,209 @@
+"""From what a user has to what a server loads: read, quantise, compile, sign, verify.
+
+Nothing is written outside of the work folder; packing it into an archive is the caller's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from torchere.archiver.building import (
+    AOTI,
+    EXPORT,
+    ISAS,
+    KEEP,
+    MODEL_FORMATS,
+    TORCHSCRIPT,
+    BuildOptions,
+    Built,
+)
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.derive import signature_of
+from torchere.archiver.models.dynamic import Tensors, sizes_of
+from torchere.archiver.models.examples import read_example
+from torchere.archiver.models.keeping import keep
+from torchere.archiver.models.loaded import LoadedModel
+from torchere.archiver.models.packing import Packed, config_with_engine, write_model
+from torchere.archiver.models.quantise import Quantised, quantise
+from torchere.archiver.models.report import REPORT_NAME
+from torchere.archiver.models.samples import example_of, read_samples
+from torchere.archiver.models.sources import Source, read_source
+from torchere.archiver.models.steps import Say, step
+from torchere.archiver.models.to_program import free_sizes
+from torchere.archiver.models.to_torchscript import to_torchscript
+from torchere.archiver.models.verify import MAX_DRIFT, refuse_drift, verify
+from torchere.archiver.signature import SIGNATURE_NAME, Signature
+
+
+def build(options: BuildOptions, work: Path, say: Say) -> Built:
+    """Make the files of the archive in `work`, an empty folder.
+
+    Args:
+        options: the model, and what it should become.
+        work: where files are made; the result points into it.
+        say: takes lines about progress and about the result.
+
+    Raises:
+        ModelRefused: an input, an option or the result is refused; one line says why.
+        OSError: a file can't be read or written.
+    """
+    options = _checked(options)
+    beside = work / "beside"
+    beside.mkdir()
+    with step(say, "reading the model"):
+        source = read_source(
+            options.serialized_file, options.model_file, options.factory, options.allow_pickle
+        )
+    say(f"the model: {source.kind} ({source.path})")
+    example = _example(source, options)
+    if options.model_format == KEEP:
+        kept = keep(source, example, options, work)
+        return _finished(kept.built, kept.signature, say)
+    return _Compilation(source, options, work, say).built(example)
+
+
+def _checked(options: BuildOptions) -> BuildOptions:
+    """The options with the format decided, once they are known to agree."""
+    wanted = options.model_format or (TORCHSCRIPT if options.quantize else KEEP)
+    if wanted not in MODEL_FORMATS:
+        raise ModelRefused(f"--format is {wanted!r}; expected one of {', '.join(MODEL_FORMATS)}")
+    if options.quantize and wanted == KEEP:
+        raise ModelRefused(
+            "--quantize changes the model, and --format keep does not; expected another format"
+        )
+    if options.script and wanted != TORCHSCRIPT:
+        raise ModelRefused(f"--script makes TorchScript; expected --format torchscript instead of {wanted}")
+    if options.isa and (wanted != AOTI or options.isa not in ISAS):
+        raise ModelRefused(f"--isa is {options.isa!r}; expected --format aoti and one of {', '.join(ISAS)}")
+    return dataclasses.replace(options, model_format=wanted)
+
+
+def _example(source: Source, options: BuildOptions) -> Tensors | None:
+    if options.example is not None:
+        example = read_example(options.example)
+    elif source.example is None and options.example_signature is not None:
+        example = example_of(options.example_signature)
+    else:
+        return source.example
+    names = source.signature.inputs if source.signature else None
+    wanted = [spec.name for spec in names] if names else source.names_of_inputs(len(example.tensors))
+    return example.ordered(wanted)
+
+
+@dataclass(frozen=True)
+class _Compilation:
+    """One model on its way to another format."""
+
+    source: Source
+    options: BuildOptions
+    work: Path
+    say: Say
+
+    def built(self, example: Tensors | None) -> Built:
+        """Quantise, compile, sign, verify."""
+        module, example = self._startable(example)
+        names = self.source.names_of_inputs(len(example))
+        sizes = sizes_of(self.options, names, example)
+        program = self.source.program
+        if program is not None and not sizes:
+            sizes = free_sizes(program, example)
+        else:
+            program = None  # to be exported anew
+        signature = signature_of(module, example, names, sizes, probe_batch=True)
+        model = LoadedModel(module, example, signature, self.source.kind, self.source.path)
+        given = self.options.samples
+        samples = read_samples(given, names, example) if given else []
+        quantised = self._quantised(model, samples)
+        packed = write_model(
+            quantised.module if quantised else module,
+            program if quantised is None else None,
+            example,
+            sizes,
+            options=self.options,
+            work=self.work,
+            say=self.say,
+        )
+        probe = self.options.model_format == TORCHSCRIPT
+        # Of the packed model, not of the source: compiling fixes what is not asked to vary.
+        final = signature_of(packed.run, example, names, sizes, probe_batch=probe)
+        self._tell_batch(final)
+        self._verify(dataclasses.replace(model, signature=final), packed, samples or [example], quantised)
+        engine = quantised.engine if quantised else None
+        config = config_with_engine(self.options.config_file, engine, self.work)
+        return _finished(Built(packed.file, None, config, packed.beside), final, self.say)
+
+    def _startable(self, example: Tensors | None) -> tuple[torch.nn.Module, Tensors]:
+        wanted = self.options.model_format
+        if self.source.module is None:
+            raise ModelRefused(
+                f"{self.source.path}: {self.source.kind} is packed as it is and can't become {wanted}; start "
+                "from the model that it was made of"
+            )
+        if example is None:
+            raise ModelRefused(
+                f"to make {wanted} of it, the model must be run: give --example with inputs (.json, .pt, "
+                ".npy or a picture)"
+            )
+        return self.source.module, example
+
+    def _quantised(self, model: LoadedModel, samples: Sequence[Tensors]) -> Quantised | None:
+        method = self.options.quantize
+        if method is None:
+            return None
+        script = self.options.script
+        with step(self.say, f"quantising ({method})"):
+            made = quantise(
+                model,
+                method,
+                samples,
+                target=str(self.options.model_format),
+                compiled=lambda module, example: to_torchscript(module, example, script=script),
+            )
+        for note in made.notes:
+            self.say(note)
+        return made
+
+    def _verify(
+        self, model: LoadedModel, packed: Packed, samples: Sequence[Tensors], quantised: Quantised | None
+    ) -> None:
+        """Compare the packed model with the original, and put the report beside it."""
+        if not self.options.verify:
+            return
+        kind = "none" if quantised is None else "bf16" if quantised.method == "bf16" else "int8"
+        limit = self.options.max_drift
+        with step(self.say, "verifying"):
+            report = verify(
+                model.module,
+                packed.run,
+                samples,
+                max_drift=MAX_DRIFT[kind] if limit is None else limit,
+                batched=model.signature.batched,
+                files=(model.source if model.source.is_file() else None, packed.file),
+                engine=quantised.engine if quantised else None,
+                notes=quantised.notes if quantised else (),
+            )
+        self.say(report.table())
+        if not self.options.force:
+            refuse_drift(report)
+        path = packed.beside / REPORT_NAME
+        path.write_text(report.to_json(), encoding="utf-8")
+
+    def _tell_batch(self, signature: Signature) -> None:
+        fixed = self.options.model_format in (EXPORT, AOTI) and self.options.dynamic_batch is None
+        if fixed and not signature.batched:
+            self.say("it takes what the example has and no other batch; --dynamic-batch 1:64 lets it vary")
+
+
+def _finished(built: Built, signature: Signature | None, say: Say) -> Built:
+    if signature is not None:
+        signature.check()
+        (built.beside / SIGNATURE_NAME).write_text(signature.to_json(), encoding="utf-8")
+        for role, specs in (("in", signature.inputs), ("out", signature.outputs)):
+            for spec in specs:
+                say(f"{role:>4}: {spec.name} {spec.datatype}{list(spec.shape)}")
+    return built

@@ -1,0 +1,173 @@
+"""Static int8 by FX graph mode: weights and activations in 8 bits, ranges taken from calibration samples.
+
+Three decisions, each measured on EfficientNet-Lite0 (docs/quantization.md):
+
+- Weights have 7 bits. Processors without VNNI add pairs of products of 8 bits in 16, and two of 255 x 127 do
+  not fit; two of 255 x 64 do. An archive is often packed on another processor than it is served on. Depthwise
+  convolutions have 8: oneDNN adds up no pairs for them, and a few taps with 7 bits cost the most accuracy.
+- ReLU6 is the saturation of the format (`folding_clipping`).
+- Only layers that gain are quantised. Normalisations, softmax and the like stay in fp32: they are not where
+  the time goes, and 8 bits hurt them most.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.ao.quantization import (
+    FixedQParamsFakeQuantize,
+    FixedQParamsObserver,
+    MinMaxObserver,
+    PerChannelMinMaxObserver,
+    QConfig,
+    QConfigMapping,
+)
+from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
+from torch.nn import functional
+
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.folding import fold
+from torchere.archiver.models.folding_clipping import clipped_by_format
+from torchere.archiver.models.folding_graph import module_at, replace_module
+
+WEIGHT_LIMIT = 64  # 7 bits: -64 ... 63
+DEPTHWISE_LIMIT = 128  # 8 bits: -128 ... 127
+_LEVELS: dict[str, Any] = {"dtype": torch.quint8, "quant_min": 0, "quant_max": 255}
+_RELU6_SCALE = 6 / 255
+_KEPT_IN_FP32: tuple[Any, ...] = (
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.Embedding,
+    nn.EmbeddingBag,
+    nn.LSTM,
+    nn.GRU,
+    nn.MultiheadAttention,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.GELU,
+    nn.SiLU,
+    nn.Softmax,
+    nn.Sigmoid,
+    nn.Tanh,
+    functional.layer_norm,
+    functional.group_norm,
+    functional.instance_norm,
+    functional.batch_norm,
+    functional.embedding,
+    functional.gelu,
+    functional.silu,
+    functional.softmax,
+    functional.scaled_dot_product_attention,
+    torch.softmax,
+    torch.sigmoid,
+    torch.tanh,
+    torch.matmul,
+    torch.bmm,
+    "softmax",
+    "sigmoid",
+    "tanh",
+    "matmul",
+)
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """A model that has seen the samples; `convert` makes an int8 model of it, as often as wanted."""
+
+    prepared: fx.GraphModule
+    layers: int  # with weights that will be int8
+    note: str
+
+    def convert(self) -> fx.GraphModule:
+        """The int8 model, its weights packed for the engine of `torch.backends.quantized`."""
+        return convert_fx(copy.deepcopy(self.prepared))
+
+
+def calibrate(module: nn.Module, samples: Sequence[tuple[torch.Tensor, ...]]) -> Calibrated:
+    """Fold the model, and let every sample through it to see the range of each activation.
+
+    Args:
+        module: eager, in fp32; left as it is.
+        samples: arguments of the model; at least one, better a hundred that are like real requests.
+
+    Raises:
+        NotTraceable: the model's forward is no graph.
+        ModelRefused: there is no sample, or no layer that can be int8.
+    """
+    if not samples:
+        raise ModelRefused(
+            "int8-static needs samples to see how large activations are, and there are none; "
+            "give some that are like real requests"
+        )
+    folded = fold(module)
+    clipped = clipped_by_format(folded.module)
+    prepared = prepare_fx(folded.module, _configuration(folded.module, clipped), samples[0])
+    _observe_what_is_not_clipped(prepared, clipped)
+    with torch.no_grad():
+        for sample in samples:
+            prepared(*sample)
+    layers = sum(hasattr(layer, "weight") and hasattr(layer, "qconfig") for layer in prepared.modules())
+    if not layers:
+        raise ModelRefused("no layer of the model can be int8; expected a convolution or a linear layer")
+    clips = f"{len(clipped) // 2} ReLU6 made the range of the format" if clipped else ""
+    return Calibrated(prepared, layers, "; ".join(part for part in (folded.note, clips) if part))
+
+
+def _observe_what_is_not_clipped(prepared: fx.GraphModule, clipped: Sequence[str]) -> None:
+    """Measure the range of whatever feeds a clipped layer without being one, as the model's input does.
+
+    FX takes the configuration of a value that has none of its own from the layer that reads it, which here
+    would squeeze it into 0 ... 6.
+    """
+    fixed = [
+        (node, observer)
+        for node in prepared.graph.nodes
+        if isinstance(observer := module_at(prepared, node), FixedQParamsFakeQuantize)
+    ]
+    # By identity: FX lets what only moves values about (a pooling, a reshape) share its input's observer.
+    right = {id(observer) for node, observer in fixed if str(node.args[0].target) in clipped}
+    for node, observer in fixed:
+        if id(observer) not in right:
+            replace_module(prepared, node, MinMaxObserver(**_LEVELS))
+
+
+def _configuration(graph: fx.GraphModule, clipped: Sequence[str]) -> QConfigMapping:
+    # Fake-quantised, not only observed: what comes after must be calibrated on values that end at 6.
+    fixed = FixedQParamsFakeQuantize.with_args(  # type: ignore[no-untyped-call]
+        observer=FixedQParamsObserver.with_args(scale=_RELU6_SCALE, zero_point=0, **_LEVELS)
+    )
+    observed = MinMaxObserver.with_args(**_LEVELS)
+    mapping = QConfigMapping().set_global(_qconfig(observed, WEIGHT_LIMIT))
+    for kept in _KEPT_IN_FP32:
+        mapping.set_object_type(kept, None)
+    depthwise = {name for name, layer in graph.named_modules() if _is_depthwise(layer)}
+    for name in sorted({*clipped, *depthwise}):
+        limit = DEPTHWISE_LIMIT if name in depthwise else WEIGHT_LIMIT
+        mapping.set_module_name(name, _qconfig(fixed if name in clipped else observed, limit))
+    return mapping
+
+
+def _is_depthwise(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Conv2d) and layer.groups == layer.in_channels > 1
+
+
+def _qconfig(activation: Any, weight_limit: int) -> Any:
+    weight = PerChannelMinMaxObserver.with_args(
+        dtype=torch.qint8,
+        qscheme=torch.per_channel_symmetric,
+        quant_min=-weight_limit,
+        quant_max=weight_limit - 1,
+    )
+    return QConfig(activation=activation, weight=weight)  # type: ignore[no-untyped-call]

@@ -1,0 +1,93 @@
+"""Reads safetensors files: a header of JSON, then the numbers. Nothing in them can run.
+
+The format: https://huggingface.co/docs/safetensors, "Format".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, NoReturn, TypeGuard
+
+import torch
+
+from torchere.archiver.entries import open_regular
+from torchere.archiver.errors import ModelRefused
+
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of the file by name, on the CPU.
+
+    Raises:
+        ModelRefused: the file is cut off, or its header is wrong or says what is not so.
+        OSError: it can't be read.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
+            _refuse(path, f"its header is said to have {length} bytes, and the file has {size}")
+        header = _header(path, file.read(length))
+        room = size - 8 - length
+        numbers = torch.empty(room, dtype=torch.uint8)
+        if room and file.readinto(numbers.numpy().data) != room:  # type: ignore[attr-defined]
+            _refuse(path, "it became shorter while it was read")
+    return {name: _tensor(path, name, entry, numbers) for name, entry in header.items()}
+
+
+def _header(path: Path, text: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ModelRefused(f"{path}: not safetensors: the header is not JSON ({error})") from error
+    if not isinstance(header, dict):
+        _refuse(path, "its header is not an object")
+    header.pop("__metadata__", None)
+    return header
+
+
+def _tensor(path: Path, name: str, entry: Any, numbers: torch.Tensor) -> torch.Tensor:
+    fields = entry if isinstance(entry, dict) else {}
+    dtype, shape, offsets = (fields.get(field) for field in ("dtype", "shape", "data_offsets"))
+    if dtype not in _DTYPES:
+        _refuse(path, f"{ascii(name)[:60]} has the dtype {ascii(dtype)[:40]}")
+    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+        _refuse(path, f"{ascii(name)[:60]} has no shape, or no two data_offsets")
+    begin, end = offsets
+    wanted = math.prod(shape) * _DTYPES[dtype].itemsize
+    if not begin <= end <= len(numbers) or end - begin != wanted:
+        _refuse(
+            path,
+            f"{ascii(name)[:60]} has {wanted} bytes, said to lie at {begin} to {end} of {len(numbers)}",
+        )
+    # A copy: an offset need not suit the dtype, and the whole file should not live as long as one tensor.
+    return numbers[begin:end].clone().view(_DTYPES[dtype]).reshape(shape)
+
+
+def _are_sizes(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+
+def _refuse(path: Path, reason: str) -> NoReturn:
+    raise ModelRefused(f"{path}: damaged safetensors: {reason}; get the file again")

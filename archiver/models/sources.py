@@ -1,0 +1,205 @@
+"""Recognises what a user has by its content, and reads it without running what it carries."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchere.archiver.entries import ArchiveLimits, open_regular
+from torchere.archiver.errors import ArchiveError, ModelRefused
+from torchere.archiver.exported import UnsafeProgram, check_program
+from torchere.archiver.models import huggingface
+from torchere.archiver.models.derive import input_names
+from torchere.archiver.models.dynamic import Tensors
+from torchere.archiver.models.eager import load_into, module_from_factory, module_from_file
+from torchere.archiver.models.onnx_graph import external_files_of_onnx, signature_of_onnx
+from torchere.archiver.models.state_dicts import Weights, read_weights
+from torchere.archiver.models.steps import refusing
+from torchere.archiver.signature import Signature
+from torchere.archiver.weights import AOTINDUCTOR, EXPORTED_PROGRAM, ONNX, TORCHSCRIPT, classify_file
+from torchere.archiver.zipcontainer import ZipContainer
+
+# Registers the operators of quantised programs (torchao's PT2E); without it torch can't load them.
+_INT8_OPERATORS = "torch.ao.quantization.fx._decomposed"
+EAGER = "eager"
+HUGGING_FACE = "Hugging Face folder"
+
+
+@dataclass(frozen=True)
+class Source:
+    """What was given, read.
+
+    `module` is None for ONNX and AOTInductor, which are packed as they are. `program` is the exported program
+    that `module` was made of. `example`, `names` and `signature` are there when the source itself has them.
+    """
+
+    kind: str
+    path: Path
+    module: torch.nn.Module | None = None
+    program: torch.export.ExportedProgram | None = None
+    example: Tensors | None = None
+    names: tuple[str, ...] | None = None
+    signature: Signature | None = None
+    beside: tuple[Path, ...] = ()  # files that belong to it: ONNX's external data
+
+    def names_of_inputs(self, count: int) -> tuple[str, ...]:
+        """The names of the first `count` inputs."""
+        if self.names is not None and len(self.names) >= count:
+            return self.names[:count]
+        return input_names(self.module, count)  # of None, too: AOTInductor keeps no names
+
+
+def read_source(
+    serialized: Path | None, model_file: Path | None, factory: str | None, allow_pickle: bool
+) -> Source:
+    """Read a model; modules come in eval mode, on the CPU, without gradients.
+
+    Args:
+        serialized: a file or folder of weights or of a whole model; None when the class makes its own.
+        model_file: a Python file with the model's class; run.
+        factory: `module:name` in an importable package, instead of `model_file`; run.
+        allow_pickle: unpickle without restraint.
+
+    Raises:
+        ModelRefused: it can't be used; see the text.
+        OSError: it can't be read.
+    """
+    if model_file is not None and factory is not None:
+        raise ModelRefused("--model-file and --factory are both given; expected one of them")
+    if model_file is not None or factory is not None:
+        module = module_from_file(model_file) if model_file else module_from_factory(str(factory))
+        return _ready(_eager(module, serialized, model_file or Path(str(factory)), allow_pickle))
+    if serialized is None:
+        raise ModelRefused("no model is given; expected --serialized-file, --model-file or --factory")
+    os.stat(serialized)  # raises the FileNotFoundError that names it
+    return _ready(_whole(serialized, allow_pickle))
+
+
+def _eager(module: torch.nn.Module, serialized: Path | None, origin: Path, allow_pickle: bool) -> Source:
+    if serialized is None:
+        return Source(EAGER, origin, module)
+    os.stat(serialized)
+    weights = read_weights(serialized, allow_pickle)
+    load_into(module, weights, serialized)
+    return Source(EAGER, serialized, module)
+
+
+def _whole(path: Path, allow_pickle: bool) -> Source:
+    if path.is_dir():
+        return _folder(path, allow_pickle)
+    try:
+        kind = classify_file(path).kind
+    except ArchiveError as error:
+        raise ModelRefused(f"{path}: {error.reason}; expected a model's file or folder") from error
+    readers = {TORCHSCRIPT: _torchscript, ONNX: _onnx, AOTINDUCTOR: _aotinductor}
+    if kind in readers:
+        return readers[kind](path)
+    if kind == EXPORTED_PROGRAM:
+        return _program(path, allow_pickle)
+    if kind in ("unknown", "zip", "damaged zip", "shared library"):
+        found = "not a model of a kind known here" if kind == "unknown" else kind
+        raise ModelRefused(
+            f"{path}: {found}; expected TorchScript, a .pt2, ONNX, or weights (torch.save, safetensors) with "
+            "--model-file or --factory; if it was one of these, it is damaged or cut off"
+        )
+    return _without_class(path, read_weights(path, allow_pickle))
+
+
+def _folder(path: Path, allow_pickle: bool) -> Source:
+    if not huggingface.is_model_folder(path):
+        return _without_class(path, read_weights(path, allow_pickle))
+    module = huggingface.module_from_folder(path)
+    return Source(HUGGING_FACE, path, module, example=huggingface.example_for(module))
+
+
+def _without_class(path: Path, weights: Weights) -> Source:
+    if weights.module is not None:
+        return Source(weights.kind, path, weights.module)
+    raise ModelRefused(
+        f"{path}: a {weights.kind}, which is numbers without a model; name the model's class too: "
+        "--model-file model.py, or --factory package.module:function"
+    )
+
+
+def _torchscript(path: Path) -> Source:
+    # The one that loads for serving is in handlers, which packing must not need.
+    with refusing(f"{path}: loading TorchScript"):
+        module: Any = torch.jit.load(path, map_location="cpu")  # type: ignore[no-untyped-call]
+    return Source(TORCHSCRIPT, path, module)
+
+
+def _onnx(path: Path) -> Source:
+    signature, beside = signature_of_onnx(path), external_files_of_onnx(path)
+    return Source(ONNX, path, signature=signature, beside=beside)
+
+
+def _program(path: Path, allow_pickle: bool) -> Source:
+    try:
+        ZipContainer(path, ArchiveLimits())  # one entry per name, nothing hidden: all readers see the same
+        with open_regular(path) as file:
+            check_program(file, path.stat().st_size, allow_pickle)
+    except ArchiveError as error:
+        raise ModelRefused(f"{path}: damaged: {error.reason}; export it again") from error
+    except UnsafeProgram as error:
+        hint = "; trust the file with --allow-pickle" if "pickle" in str(error) else ""
+        raise ModelRefused(f"{path}: not loaded, because that could run code: {error}{hint}") from error
+    with refusing(f"{path}: loading the exported program"):
+        importlib.import_module(_INT8_OPERATORS)
+        program = torch.export.load(path)
+        # Sizes are checked by the program's own operators; its guards can't be traced.
+        module = program.module(check_guards=False)
+    args, kwargs = program.example_inputs or ((), {})
+    tensors = [*args, *kwargs.values()]
+    plain = bool(tensors) and all(isinstance(item, torch.Tensor) for item in tensors)
+    names = tuple(str(name) for name in program.graph_signature.user_inputs)
+    return Source(EXPORTED_PROGRAM, path, module, program, tuple(tensors) if plain else None, names)
+
+
+def _aotinductor(path: Path) -> Source:
+    """Machine code; it is looked at and not loaded."""
+    machine = aoti_metadata(path).get("AOTI_MACHINE") or platform.machine()
+    if machine != platform.machine():
+        raise ModelRefused(
+            f"{path}: compiled for {machine}, and this machine is {platform.machine()}; compile it again here"
+        )
+    return Source(AOTINDUCTOR, path)
+
+
+def aoti_metadata(path: Path) -> dict[str, str]:
+    """What the compiler noted in an AOTInductor package: AOTI_CPU_ISA, AOTI_MACHINE, ...; {} without a note.
+
+    Raises:
+        ModelRefused: it is damaged.
+    """
+    try:
+        ZipContainer(path, ArchiveLimits())
+        with zipfile.ZipFile(path) as package:
+            notes = [name for name in package.namelist() if name.endswith("wrapper_metadata.json")]
+            found = json.loads(package.read(notes[0])) if notes else {}
+    except ArchiveError as error:
+        raise ModelRefused(f"{path}: damaged: {error.reason}; compile it again") from error
+    except (ValueError, zipfile.BadZipFile) as error:
+        raise ModelRefused(f"{path}: damaged: {error}; compile it again") from error
+    return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else {}
+
+
+def _ready(source: Source) -> Source:
+    module = source.module
+    if module is None:
+        return source
+    if not isinstance(module, torch.jit.ScriptModule):
+        for part in module.modules():
+            part.training = False  # as eval() does, which exported programs refuse
+    elif getattr(module, "training", False):  # frozen modules have no such attribute
+        module.eval()
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+    return source

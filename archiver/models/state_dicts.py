@@ -1,0 +1,128 @@
+"""Reads weights without a model: torch.save files, safetensors, Lightning and distributed checkpoints.
+
+Whatever the file, it becomes one flat dict of tensors. Pickles are read by torch's weights-only unpickler,
+unless the caller says that the file is to be trusted.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.distributed import is_distributed_checkpoint, read_distributed
+from torchere.archiver.models.safetensors import read_safetensors
+from torchere.archiver.weights import PICKLE, SAFETENSORS, TORCH_SAVE, classify_file
+
+StateDict = dict[str, torch.Tensor]
+_WRAPPERS = ("state_dict", "model_state_dict", "model", "module")  # where training scripts put it
+_LIGHTNING_KEY = "pytorch-lightning_version"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a file of weights holds: a state dict, or (only if pickles are allowed) a whole module."""
+
+    kind: str
+    tensors: StateDict
+    module: torch.nn.Module | None = None
+
+
+def read_weights(path: Path, allow_pickle: bool = False) -> Weights:
+    """Read a file or a folder of weights to the CPU.
+
+    Raises:
+        ModelRefused: it is damaged, of another kind, or a pickle of more than tensors.
+        OSError: it can't be read.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # protocols of pickles, lack of a process group
+        return _read(path, allow_pickle)
+
+
+def _read(path: Path, allow_pickle: bool) -> Weights:
+    if path.is_dir():
+        if not is_distributed_checkpoint(path):
+            raise ModelRefused(f"{path}: a folder without .metadata; expected a torch.distributed.checkpoint")
+        return Weights("distributed checkpoint", read_distributed(path))
+    kind = classify_file(path).kind
+    if kind == SAFETENSORS:
+        return Weights("safetensors", read_safetensors(path))
+    if kind not in (TORCH_SAVE, PICKLE):
+        raise ModelRefused(f"{path}: this is {kind}; expected a state dict (torch.save or safetensors)")
+    return _weights_of(path, _unpickled(path, allow_pickle))
+
+
+def fitted(state: StateDict, wanted: Iterable[str], source: Path) -> StateDict:
+    """The part of `state` that a model with the keys `wanted` takes, a common prefix taken off.
+
+    Lightning, DistributedDataParallel, torch.compile and training scripts put names in front: `model.`,
+    `module.`, `_orig_mod.`. What has another prefix (a loss with weights, an averaged copy) is left out.
+
+    Raises:
+        ModelRefused: no prefix makes the keys fit; the text names some.
+    """
+    keys = set(wanted)
+    if keys == state.keys() or not keys:
+        return {key: state[key] for key in keys}
+    probe = max(keys, key=lambda key: (key.count("."), key))
+    prefixes = sorted(
+        (key[: -len(probe)] for key in state if key.endswith(f".{probe}") or key == probe), key=len
+    )
+    for prefix in prefixes:
+        cut = {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
+        if keys == cut.keys() or (prefix and keys <= cut.keys()):
+            return {key: cut[key] for key in keys}
+    missing, extra = sorted(keys - state.keys()), sorted(state.keys() - keys)
+    raise ModelRefused(
+        f"{source}: not the weights of this model: missing {_some(missing)}; unexpected {_some(extra)}"
+    )
+
+
+def _unpickled(path: Path, allow_pickle: bool) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=not allow_pickle)
+    except pickle.UnpicklingError as error:
+        found = classify_file(path).foreign
+        names = f" (it imports {', '.join(found[:3])})" if found else ""
+        raise ModelRefused(
+            f"{path}: its pickle holds more than tensors{names}, and reading it could run any code; save the "
+            "weights alone with torch.save(model.state_dict(), ...), or trust the file with --allow-pickle"
+        ) from error
+    except (RuntimeError, EOFError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        first = (str(error).splitlines() or [""])[0]
+        raise ModelRefused(f"{path}: damaged, or not written by torch.save: {first[:200]}") from error
+
+
+def _weights_of(path: Path, found: Any) -> Weights:
+    if isinstance(found, torch.nn.Module):
+        return Weights("pickled module", {}, found)
+    if isinstance(found, dict):
+        kind = "Lightning checkpoint" if _LIGHTNING_KEY in found else "state dict"
+        inner = [found.get(key) for key in _WRAPPERS]
+        for candidate in (found, *inner):
+            if _is_state_dict(candidate):
+                return Weights(kind, dict(candidate))
+    raise ModelRefused(
+        f"{path}: it holds a {type(found).__name__} without a state dict; expected names and tensors: "
+        "torch.save(model.state_dict(), ...)"
+    )
+
+
+def _is_state_dict(value: Any) -> TypeGuard[StateDict]:
+    return (
+        isinstance(value, dict)
+        and bool(value)
+        and all(isinstance(key, str) and isinstance(item, torch.Tensor) for key, item in value.items())
+    )
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:3]) or "none"
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -1,0 +1,39 @@
+"""The long steps of making a model: each is announced, timed, and fails with one line."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torchere.archiver.errors import ModelRefused, PackingError
+
+Say = Callable[[str], None]  # takes one line for the user
+
+
+@contextmanager
+def step(say: Say, name: str) -> Iterator[None]:
+    """Run the block as the step `name`; whatever it raises becomes one ModelRefused that says so.
+
+    Warnings of torch are kept back: they speak of its own insides (torch.jit is deprecated, ...).
+    """
+    started_s = time.perf_counter()
+    say(f"{name} ...")
+    with warnings.catch_warnings(), refusing(name):
+        warnings.simplefilter("ignore")
+        yield
+    say(f"{name}: {time.perf_counter() - started_s:.1f} s")
+
+
+@contextmanager
+def refusing(name: str) -> Iterator[None]:
+    """Turn whatever the block raises into one ModelRefused that names the step, but for a missing file."""
+    try:
+        yield
+    except (PackingError, FileNotFoundError):
+        raise
+    # Broad, because models are other people's code, which may raise anything, and torch's tracers do, too.
+    except Exception as error:
+        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "no text")
+        raise ModelRefused(f"{name} failed: {type(error).__name__}: {first[:300]}") from error

@@ -1,0 +1,61 @@
+"""`--format aoti`: machine code for a CPU, compiled ahead of time by AOTInductor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.sources import aoti_metadata
+
+# The compiler may use what every CPU of the level has, and no more: "native" would tie the archive to this
+# very model of CPU. x86-64-v3 is AVX2 with FMA and F16C, x86-64-v4 AVX-512 F, BW, CD, DQ, VL (x86-64 psABI).
+_LEVELS = {"avx2": ("x86-64-v3", 256), "avx512": ("x86-64-v4", 512)}
+
+
+def compile_aoti(program: ExportedProgram, path: Path, isa: str | None, *, freezing: bool = False) -> str:
+    """Compile the program into the package `path`; returns the instruction set that it needs, lower case.
+
+    Args:
+        program: for the CPU.
+        path: must end in `.pt2`.
+        isa: "avx2" or "avx512"; None: the best that this machine has.
+        freezing: fold and pack constants while compiling, which int8 needs to be fast.
+
+    Raises:
+        ModelRefused: this machine lacks the instruction set, which the compiler tries out.
+        Exception: whatever the compilers have to say.
+    """
+    with torch._inductor.config.patch(_settings(isa, freezing)), torch.no_grad():
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+    return aoti_metadata(path).get("AOTI_CPU_ISA", "").lower()
+
+
+def load_aoti(path: Path) -> Any:
+    """The package as a function of tensors; its machine code is loaded into this process."""
+    return torch._inductor.aoti_load_package(str(path))
+
+
+def _settings(isa: str | None, freezing: bool) -> dict[str, Any]:
+    import torch._inductor.config  # noqa: PLC0415  # torch._inductor takes seconds
+    from torch._inductor.cpu_vec_isa import pick_vec_isa, valid_vec_isa_list  # noqa: PLC0415
+
+    found = {str(item) for item in valid_vec_isa_list()}
+    if isa is not None and isa not in found:
+        raise ModelRefused(f"--isa is {isa}, and this machine has {', '.join(sorted(found)) or 'none'}")
+    wanted = isa or str(pick_vec_isa())
+    # The kernels ask how many threads they may use, instead of taking the number of this machine. All of
+    # them are one file for the C++ compiler, so more processes than one would only start and wait.
+    settings: dict[str, Any] = {"cpp.dynamic_threads": True, "freezing": freezing, "compile_threads": 1}
+    if hasattr(torch._inductor.config.aot_inductor, "check_lowerbound"):
+        # Export can not see a size of 1 and notes 2 as the least; the code runs with 1, too.
+        settings["aot_inductor.check_lowerbound"] = False
+    if wanted in _LEVELS:
+        march, bits = _LEVELS[wanted]
+        settings["cpp.simdlen"] = bits
+        if hasattr(torch._inductor.config.cpp, "march"):  # torch 2.12 on
+            settings["cpp.march"] = march
+    return settings

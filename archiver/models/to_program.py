@@ -1,0 +1,77 @@
+"""`--format export`: an exported program, which names the sizes that may vary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import Dim, ExportedProgram
+
+from torchere.archiver.models.dynamic import BATCH, FreeSize, Tensors, resized
+
+_LARGEST = 2**31
+
+
+def to_program(module: torch.nn.Module, example: Tensors, sizes: Sequence[FreeSize]) -> ExportedProgram:
+    """Export the module.
+
+    Args:
+        module: in eval mode; TorchScript is converted.
+        example: sizes other than those of `sizes` are what the program takes from then on.
+        sizes: which may vary, and how far.
+
+    Raises:
+        Exception: whatever torch.export has to say.
+    """
+    for free in sizes:
+        if free.size_in(example) == 1 and free.high > 1:  # export takes a size of 1 for a constant
+            example = resized(example, free, 2)
+    if isinstance(module, torch.jit.ScriptModule):
+        module = _from_torchscript(module, example)
+    with torch.no_grad():
+        return torch.export.export(module, example, dynamic_shapes=_shapes(example, sizes), strict=False)
+
+
+def free_sizes(program: ExportedProgram, example: Tensors) -> list[FreeSize]:
+    """What the program lets vary: the symbols in the shapes of its inputs, and their ranges."""
+    places: dict[Any, list[tuple[int, int]]] = {}
+    wanted = list(program.graph_signature.user_inputs)
+    for node in program.graph.nodes:
+        if node.op == "placeholder" and node.name in wanted:
+            for at, size in enumerate(node.meta["val"].shape):
+                if isinstance(size, torch.SymInt):
+                    places.setdefault(size.node.expr, []).append((wanted.index(node.name), at))
+    found = []
+    for symbol, where in places.items():
+        bounds = program.range_constraints.get(symbol)
+        if bounds is not None:
+            low, high = max(int(bounds.lower), 1), int(min(bounds.upper, _LARGEST))
+            name = BATCH if where == [(index, 0) for index in range(len(example))] else str(symbol)
+            found.append(FreeSize(name, tuple(where), low, high))
+    return found
+
+
+def save_program(program: ExportedProgram, path: Path) -> None:
+    """Write the program without its example, which would be a pickle."""
+    program.example_inputs = None
+    torch.export.save(program, path)
+
+
+def _shapes(example: Tensors, sizes: Sequence[FreeSize]) -> tuple[dict[int, Any], ...] | dict[str, Any]:
+    found: list[dict[int, Any]] = [{} for _ in example]
+    for free in sizes:
+        if free.low == free.high:
+            continue
+        dimension = Dim(free.name, min=free.low, max=free.high)
+        for index, at in free.places:
+            found[index][at] = dimension
+    return tuple(found)
+
+
+def _from_torchscript(module: torch.jit.ScriptModule, example: Tensors) -> torch.nn.Module:
+    # torch's own way from one to the other, named in the error that torch.export gives for TorchScript.
+    from torch._export.converter import TS2EPConverter  # noqa: PLC0415  # seconds
+
+    return TS2EPConverter(module, example).convert().module(check_guards=False)

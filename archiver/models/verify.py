@@ -1,0 +1,111 @@
+"""The packed model against the original: same answers, how fast, how large. On by default when packing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.report import Report, Side, this_machine
+from torchere.archiver.models.verify_memory import resident_bytes
+from torchere.archiver.models.verify_outputs import difference, flattened
+from torchere.archiver.models.verify_timing import batch_of, medians_ms, one_thread
+
+# Largest drift (verify_outputs.Difference) by what was done to the model; docs/quantization.md has the drifts
+# of real models. Compiling only changes the order of sums, bfloat16 keeps 8 bits of each number.
+MAX_DRIFT = {"none": 1e-3, "bf16": 0.05, "int8": 0.4}
+BATCH_SIZES = (1, 8)
+_BUDGET_S = 1.5  # of timing, for each batch size and both models
+
+Samples = Sequence[tuple[torch.Tensor, ...]]
+
+
+class DriftRefused(ModelRefused):
+    """The packed model answers too differently from the original."""
+
+
+def verify(
+    original: Callable[..., Any],
+    packed: Callable[..., Any],
+    samples: Samples,
+    *,
+    max_drift: float,
+    batched: bool = True,
+    names: tuple[str, str] = ("original", "packed"),
+    files: tuple[Path | None, Path | None] = (None, None),
+    engine: str | None = None,
+    original_engine: str | None = None,
+    notes: Sequence[str] = (),
+) -> Report:
+    """Run both models on the samples, and time them in turns.
+
+    Not thread-safe: sets torch's number of threads for a while. Never refuses; see `refuse_drift`.
+
+    Args:
+        original: takes the tensors of a sample as positional arguments.
+        packed: likewise, as the server will load it.
+        samples: at least one.
+        max_drift: goes into the report, which is accepted up to it. See `MAX_DRIFT`.
+        batched: whether the first dimension of every input is a batch of any size, so that batches of
+            `BATCH_SIZES` can be timed; else the first sample is, as it is.
+        names: of the two, for the table.
+        files: of the two models, for size and memory; TorchScript and `.pt2` are loaded in a process of their
+            own to see how it grows.
+        engine: int8 engine of the packed model.
+        original_engine: int8 engine of the original.
+        notes: how the packed model came about, for the JSON.
+
+    Raises:
+        ModelRefused: there are no samples, or the outputs differ in number or shape.
+    """
+    if not samples:
+        raise ModelRefused("there are no samples to verify the packed model on; give at least one")
+    with torch.inference_mode():
+        pairs = ((_run(original, sample), _run(packed, sample)) for sample in samples)
+        found = difference(pairs)
+    latencies = _latencies(original, packed, samples, batched)
+    engines = (original_engine, engine)
+    sides = [
+        Side(
+            names[index],
+            file.stat().st_size if file else None,
+            resident_bytes(file, engines[index], samples[0]) if file else None,
+            {size: times[index] for size, times in latencies.items()},
+        )
+        for index, file in enumerate(files)
+    ]
+    return Report(
+        sides[0], sides[1], found, max_drift, len(samples), this_machine(), engine=engine, notes=tuple(notes)
+    )
+
+
+def refuse_drift(report: Report) -> None:
+    """Raise DriftRefused unless the report is accepted; the text says how far off the model is."""
+    if not report.accepted:
+        found = report.difference
+        raise DriftRefused(
+            f"the {report.packed.name} model answers too differently from the {report.original.name} one: "
+            f"drift {found.drift:.3g}, expected at most {report.max_drift:.3g} (largest difference "
+            f"{found.largest_abs:.3g}); calibrate with more samples that are like real requests, take "
+            "another --quantize, allow more by --max-drift, or pack it anyway by --force"
+        )
+
+
+def _run(model: Callable[..., Any], sample: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    # A copy, for a model may change what it is given.
+    return tuple(tensor.clone() for tensor in flattened(model(*copy.deepcopy(sample))))
+
+
+def _latencies(
+    original: Callable[..., Any], packed: Callable[..., Any], samples: Samples, batched: bool
+) -> dict[int, list[float]]:
+    with one_thread():
+        if not batched:
+            return {1: medians_ms([original, packed], samples[0], _BUDGET_S)}
+        return {
+            size: medians_ms([original, packed], batch_of(samples, size), _BUDGET_S) for size in BATCH_SIZES
+        }

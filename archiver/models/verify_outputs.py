@@ -1,0 +1,133 @@
+"""How far the answers of two models lie apart: pure functions of their outputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchere.archiver.errors import ModelRefused
+
+Outputs = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The answers of one model against those of another over the same samples.
+
+    `drift` is the one figure that limits are set on: the root of the mean squared difference over the root of
+    the mean square of the original's values; for whole numbers and booleans, the share of values that differ;
+    the largest over all outputs. 0 is equal, 1 has nothing to do with the original.
+    """
+
+    rows: int  # along the first dimension of the first output
+    largest_abs: float
+    mean_abs: float
+    drift: float
+    cosine: float | None  # mean over rows, the least of all outputs; None without floating-point outputs
+    top1: (
+        float | None
+    )  # share of rows with the largest value at the same place; None unless one is [rows, 2+]
+
+
+def flattened(result: Any) -> Outputs:
+    """The tensors of a model's result in order: of a tuple or list, or the values of a dict.
+
+    Raises:
+        ModelRefused: there is something else than tensors in it.
+    """
+    if isinstance(result, torch.Tensor):
+        return (result,)
+    if isinstance(result, Mapping):
+        result = tuple(result.values())
+    if isinstance(result, (tuple, list)):
+        return tuple(tensor for part in result for tensor in flattened(part))
+    raise ModelRefused(
+        f"the model's result holds a {type(result).__name__}; expected tensors, alone or in a tuple or a dict"
+    )
+
+
+def difference(pairs: Iterable[tuple[Outputs, Outputs]]) -> Difference:
+    """Compare the outputs of the original with those of the other, sample by sample.
+
+    Raises:
+        ModelRefused: they differ in number or shape, so they can't be compared; or there are none.
+    """
+    tallies: list[_Tally] = []
+    for wanted, found in pairs:
+        _refuse_other_shapes(wanted, found)
+        tallies = tallies or [_Tally() for _ in wanted]
+        for tally, one, other in zip(tallies, wanted, found, strict=True):
+            tally.add(one, other)
+    if not tallies:
+        raise ModelRefused("there is nothing to compare: no samples, or models without outputs")
+    ranked = next((tally for tally in tallies if tally.ranked_rows), None)
+    cosines = [tally.cosine_sum / tally.cosine_rows for tally in tallies if tally.cosine_rows]
+    return Difference(
+        rows=tallies[0].rows,
+        largest_abs=max(tally.largest for tally in tallies),
+        mean_abs=sum(tally.absolute for tally in tallies) / max(1, sum(tally.values for tally in tallies)),
+        drift=max(tally.drift for tally in tallies),
+        cosine=min(cosines) if cosines else None,
+        top1=ranked.same / ranked.ranked_rows if ranked else None,
+    )
+
+
+class _Tally:
+    """Sums over the samples for one output."""
+
+    def __init__(self) -> None:
+        self.rows = self.values = self._unequal = 0
+        self.largest = self.absolute = 0.0
+        self._squares = self._scale = 0.0
+        self.cosine_sum, self.cosine_rows = 0.0, 0
+        self.same = self.ranked_rows = 0
+
+    @property
+    def drift(self) -> float:
+        """See Difference."""
+        if self._squares == 0.0:
+            return self._unequal / self.values if self.values else 0.0
+        return math.sqrt(self._squares / self._scale) if self._scale else math.inf
+
+    def add(self, wanted: torch.Tensor, found: torch.Tensor) -> None:
+        """Count one sample in."""
+        one, other = wanted.detach().double(), found.detach().double()
+        equal = (one == other) | (one.isnan() & other.isnan())
+        apart = torch.where(equal, 0.0, (one - other).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
+        self.rows += wanted.shape[0] if wanted.dim() else 1
+        self.values += apart.numel()
+        self.largest = max(self.largest, float(apart.max()) if apart.numel() else 0.0)
+        self.absolute += float(apart.sum())
+        if not wanted.is_floating_point():
+            self._unequal += int((~equal).sum())
+            return
+        self._squares += float(apart.square().sum())
+        self._scale += float(one.nan_to_num(posinf=0.0, neginf=0.0).square().sum())
+        self._add_directions(one, other)
+
+    def _add_directions(self, one: torch.Tensor, other: torch.Tensor) -> None:
+        rows, others = (
+            tensor.reshape(tensor.shape[0] if tensor.dim() > 1 else 1, -1) for tensor in (one, other)
+        )
+        if rows.shape[1] > 1:
+            lengths = rows.norm(dim=1) * others.norm(dim=1)
+            cosines = torch.where(
+                lengths > 0, (rows * others).sum(1) / lengths, (rows == others).all(1).double()
+            )
+            self.cosine_sum += float(cosines.nan_to_num().sum())
+            self.cosine_rows += len(rows)
+        if one.dim() == 2 and one.shape[1] > 1:
+            self.same += int((one.argmax(1) == other.argmax(1)).sum())
+            self.ranked_rows += len(one)
+
+
+def _refuse_other_shapes(wanted: Outputs, found: Outputs) -> None:
+    shapes = [[tuple(tensor.shape) for tensor in outputs] for outputs in (wanted, found)]
+    if shapes[0] != shapes[1]:
+        raise ModelRefused(
+            f"can't compare the models: one's outputs have the shapes {shapes[0]}, the other's {shapes[1]}"
+        )

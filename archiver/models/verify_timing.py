@@ -1,0 +1,60 @@
+"""How long models take, told fairly: in turns, on one thread, by the median."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+Model = Callable[..., Any]
+_WARM_UPS = 3  # the first runs of TorchScript profile and compile
+_ENOUGH = 200  # runs; the median moves no more
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch use one thread: executors share the cores out, and one thread's time is steadier."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def medians_ms(models: Sequence[Model], arguments: Sequence[torch.Tensor], budget_s: float) -> list[float]:
+    """Median time of a run of each model, in milliseconds.
+
+    They run in turns, so that a busy moment of the machine hits all alike. Stops after 200 rounds or once the
+    budget is spent; each runs at least once after its warm-up.
+    """
+    times: list[list[float]] = [[] for _ in models]
+    with torch.inference_mode():
+        for model in models:
+            for _ in range(_WARM_UPS):
+                model(*arguments)
+        end = time.perf_counter() + budget_s
+        while not times[0] or (len(times[0]) < _ENOUGH and time.perf_counter() < end):
+            for model, found in zip(models, times, strict=True):
+                started = time.perf_counter()
+                model(*arguments)
+                found.append(time.perf_counter() - started)
+    return [1e3 * statistics.median(found) for found in times]
+
+
+def batch_of(samples: Sequence[tuple[torch.Tensor, ...]], size: int) -> tuple[torch.Tensor, ...]:
+    """One call's arguments of `size` rows, taken from the samples and repeated when they have fewer.
+
+    Rows lie along the first dimension. Samples whose other dimensions differ from the first one's are left
+    out.
+    """
+    first = samples[0]
+    alike = [one for one in samples if [t.shape[1:] for t in one] == [t.shape[1:] for t in first]]
+    joined = [torch.cat([one[index] for one in alike[:size]]) for index in range(len(first))]
+    return tuple(
+        tensor.repeat(-(-size // len(tensor)), *[1] * (tensor.dim() - 1))[:size] for tensor in joined
+    )

@@ -1,0 +1,118 @@
+"""The row of large tensors: one of 1 MiB in and out by the Open Inference Protocol, in each of its forms."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+
+import grpc
+
+from harness import servers
+from harness.errors import Failed
+from harness.figures import Goal
+from harness.load import grpc_load
+from harness.models import TENSOR, raw_row, v2_binary, v2_body
+from harness.processes import START_S, Endpoint, Probe, last_words
+from harness.rows import Conditions, Figures, Measure, Row
+from harness.rows_http import closed_loop
+from torchere.serving.frontend.grpc.protos import open_inference_pb2
+
+_METHOD = "/inference.GRPCInferenceService/ModelInfer"
+_CLIENTS = 4
+_WARM_UP_S = 1.0
+_LIMITS = f"max_request_size={2**26}\nmax_response_size={2**26}\n"  # the JSON is several times the tensor
+_WORKERS = 2
+
+
+def _torchere(conditions: Conditions) -> AbstractContextManager[Endpoint]:
+    return servers.torchere(conditions.shop, "identity", _WORKERS, _LIMITS)
+
+
+def _triton(conditions: Conditions) -> AbstractContextManager[Endpoint]:
+    return servers.triton(conditions.shop, TENSOR, 0)
+
+
+def _binary(model: str) -> Probe:
+    body, headers = v2_binary(TENSOR)
+    return Probe(f"/v2/models/{model}/infer", body, raw_row(TENSOR), "application/octet-stream", headers)
+
+
+def _json(model: str) -> Probe:
+    return Probe(f"/v2/models/{model}/infer", v2_body(TENSOR), b'"outputs"')
+
+
+def _over_rest(server: AbstractContextManager[Endpoint], probe: Probe, conditions: Conditions) -> Figures:
+    figures = closed_loop(server, probe, conditions, (1, _CLIENTS), warm_up_clients=1)
+    return {"rps": figures[f"rps_{_CLIENTS}"], "p50_1_ms": figures["p50_1_ms"]}
+
+
+def _over_grpc(server: AbstractContextManager[Endpoint], model: str, conditions: Conditions) -> Figures:
+    request = open_inference_pb2.ModelInferRequest(model_name=model, raw_input_contents=[raw_row(TENSOR)])
+    request.inputs.add(name="x", datatype="FP32", shape=[1, TENSOR])
+    message = request.SerializeToString()
+    with server as endpoint:
+        _until_answered(endpoint, message)
+        grpc_load(endpoint.grpc, _METHOD, message, connections=_CLIENTS, streams=1, seconds=_WARM_UP_S)
+        loads = [
+            grpc_load(
+                endpoint.grpc, _METHOD, message, connections=count, streams=1, seconds=conditions.seconds
+            )
+            for count in (1, _CLIENTS)
+        ]
+    return {"rps": loads[1].per_second, "p50_1_ms": loads[0].latency_ms["mean"]}
+
+
+def _until_answered(endpoint: Endpoint, message: bytes) -> None:
+    """Ask with gRPC's own client until the tensor comes back: h2load does not look into answers."""
+    found = ""
+    options = [(f"grpc.max_{way}_message_length", -1) for way in ("send", "receive")]
+    with grpc.insecure_channel(endpoint.grpc, options) as channel:
+        call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_METHOD)  # bytes in and out
+        while time.monotonic() < endpoint.started_s + START_S and endpoint.process.poll() is None:
+            try:
+                answer = call(message, timeout=START_S, wait_for_ready=True)
+            except grpc.RpcError as err:
+                found = str(err)
+                time.sleep(0.1)
+                continue
+            if raw_row(TENSOR) in answer:
+                return
+            found = f"{len(answer)} bytes"
+    raise Failed(f"the answer was {found}, expected one with the tensor; {last_words(endpoint)}")
+
+
+def _contenders() -> dict[str, Measure]:
+    return {
+        "torchere": lambda on: _over_rest(_torchere(on), _binary("identity"), on),
+        "torchere, JSON": lambda on: _over_rest(_torchere(on), _json("identity"), on),
+        "torchere, gRPC": lambda on: _over_grpc(_torchere(on), "identity", on),
+        "triton": lambda on: _over_rest(_triton(on), _binary("mlp"), on),
+        "triton, gRPC": lambda on: _over_grpc(_triton(on), "mlp", on),
+    }
+
+
+def rows() -> list[Row]:
+    """The rows of this module."""
+    return [
+        Row(
+            "tensor_1mib",
+            "A tensor of 1 MiB in and out",
+            f"{TENSOR:,} float32 by the Open Inference Protocol through an identity in TorchScript: over "
+            "REST as raw bytes and as JSON (wrk), over gRPC as raw bytes (h2load). "
+            f"{_CLIENTS} clients; the latency is that of one client, over gRPC its mean. torchere has 2 "
+            "executor threads, Triton its Python backend.",
+            _contenders(),
+            {"rps": "tensors/s", "p50_1_ms": "ms, 1 client"},
+            (
+                Goal("raw bytes over REST, to JSON", "rps", 8, against=("torchere, JSON",)),
+                Goal("raw bytes over REST, to Triton's Python backend", "rps", 1.0, against=("triton",)),
+                Goal(
+                    "raw bytes over gRPC, to Triton's Python backend",
+                    "rps",
+                    1.0,
+                    against=("triton, gRPC",),
+                    ours="torchere, gRPC",
+                ),
+            ),
+        )
+    ]

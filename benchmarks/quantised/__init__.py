@@ -1,0 +1,1 @@
+"""What `quantization.py` is made of: the models, one measurement, and the document."""

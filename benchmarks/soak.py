@@ -1,0 +1,93 @@
+"""Mixed load on `torchere serve` for a long time: nothing may grow, and nobody may get a wrong answer.
+
+    python benchmarks/soak.py [--minutes 30] [--clients 6] [--svg FILE] [--json FILE]
+
+Clients predict with thread and process executors, stream, make the handler fail and go away in the middle; an
+operator registers, scales and unregisters a model; workers are killed with signal 9. Memory, descriptors,
+threads and temporary files are sampled; after a warm-up their level in the last third must be that in the
+first. Exit status 1 when one has risen, when an answer was none that was expected, or when the server's own
+count of accepted and answered predictions differ. Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+from soaking.actors import Actor, Client, Killer, Operator
+from soaking.plant import Plant, served
+from soaking.samples import Level, Sample, levels, sparkline, svg, take
+
+SAMPLES = 240  # of a whole soak
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Soak, print, draw, and compare with the bounds."""
+    parser = argparse.ArgumentParser(description="Mixed load for a long time: nothing may grow.")
+    parser.add_argument("--minutes", type=float, default=30.0, help="how long (default: 30)")
+    parser.add_argument("--clients", type=int, default=6, help="how many at a time (default: 6)")
+    parser.add_argument("--svg", type=Path, help="draw the samples there")
+    parser.add_argument("--json", type=Path, help="write the samples there")
+    options = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="torchere-soak-") as folder:
+        with served(Path(folder)) as plant:
+            samples, actors = soak(plant, options.minutes * 60, options.clients)
+        ledger, status = plant.ledger(), plant.process.returncode
+        left = [path.name for path in plant.temp.iterdir()]
+    if options.svg:
+        options.svg.write_text(svg(samples))
+    if options.json:
+        options.json.write_text(json.dumps([asdict(sample) for sample in samples], indent=1))
+    problems = report(levels(samples), actors)
+    if ledger[0] != ledger[1] or ledger[0] < 0:
+        problems.append(f"the server accepted {ledger[0]} predictions and answered {ledger[1]}")
+    if status or left:
+        problems.append(f"the server ended with status {status} and left {left} in its temporary folder")
+    print(f"accepted and answered    {ledger[0]} {ledger[1]}")
+    print("\n".join(problems) or "level, and every answer as expected")
+    return 1 if problems else 0
+
+
+def soak(plant: Plant, seconds: float, clients: int) -> tuple[list[Sample], list[Actor]]:
+    """Let everybody work for that long; returns the samples and those who worked."""
+    over = threading.Event()
+    actors: list[Actor] = [Client(plant, over, seed) for seed in range(clients)]
+    actors += [Operator(plant, over, 1001), Killer(plant, over, 1002)]
+    for actor in actors:
+        actor.start()
+    process, started_s = psutil.Process(plant.process.pid), time.monotonic()
+    samples = []
+    while (at_s := time.monotonic() - started_s) < seconds:
+        samples.append(take(process, plant.temp, at_s))
+        over.wait(seconds / SAMPLES)
+    over.set()
+    for actor in actors:
+        actor.join()
+        actor.session.close()
+    return samples, actors
+
+
+def report(found: Sequence[Level], actors: Sequence[Actor]) -> list[str]:
+    """Print what was seen; returns what is wrong, in words."""
+    tally: Counter[str] = sum((actor.tally for actor in actors), Counter())
+    print("done   ", ", ".join(f"{count} {what}" for what, count in sorted(tally.items())))
+    problems = [wrong for actor in actors for wrong in actor.wrong]
+    for level in found:
+        name = level.bound.name
+        print(f"{name:<12}{level.first:9.1f} ->{level.last:9.1f}   {sparkline(level.values)}")
+        if not level.holds:
+            problems.append(f"{name} rose from {level.first:.1f} to {level.last:.1f}")
+    return problems
+
+
+if __name__ == "__main__":
+    sys.exit(main())

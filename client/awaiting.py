@@ -1,0 +1,114 @@
+"""The asyncio transport: sends operations with httpx, tries again, keeps deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator
+
+import httpx
+
+from torchere.client.errors import ClientError
+from torchere.client.exchange import Operation, Request, Result
+from torchere.client.wire import Settings, answer_of, read, too_late, translated
+
+
+class Awaiting:
+    """Sends operations; any number at once, on one event loop. Cancelling a call closes its connection."""
+
+    def __init__(self, settings: Settings, http: httpx.AsyncClient) -> None:
+        self._settings = settings
+        self._http = http
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._http.aclose()
+
+    async def run(self, operation: Operation[Result], timeout_s: float | None) -> Result:
+        """Send an operation until it has an answer, or may not be sent again, or its time is over.
+
+        Raises:
+            ClientError: what the last attempt ended with.
+        """
+        allowed_s = self._settings.seconds(timeout_s)
+        deadline_s = time.monotonic() + allowed_s
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                return await self._attempt(operation, deadline_s, allowed_s)
+            except ClientError as error:
+                await self._pause_or_raise(error, attempt, deadline_s)
+
+    async def stream(self, operation: Operation[object], timeout_s: float | None) -> AsyncIterator[bytes]:
+        """The parts of an answer as they come; tries again until the first one is there."""
+        allowed_s = self._settings.seconds(timeout_s)
+        deadline_s = time.monotonic() + allowed_s
+        attempt = 0
+        while True:
+            attempt += 1
+            begun = False
+            try:
+                async for part in self._parts(operation, deadline_s, allowed_s):
+                    begun = True
+                    yield part
+                return
+            except ClientError as error:
+                if begun:
+                    raise
+                await self._pause_or_raise(error, attempt, deadline_s)
+
+    async def _pause_or_raise(self, error: ClientError, attempt: int, deadline_s: float) -> None:
+        remaining_s = deadline_s - time.monotonic()
+        pause_s = self._settings.retries.pause_s(error, attempt, remaining_s, random.random())
+        if pause_s is None:
+            raise error
+        await asyncio.sleep(pause_s)
+
+    async def _attempt(self, operation: Operation[Result], deadline_s: float, allowed_s: float) -> Result:
+        with translated(self._settings.url(operation.request), allowed_s):
+            response = await self._send(operation.request, deadline_s, allowed_s)
+            try:
+                body = await _whole(response, deadline_s, allowed_s)
+            finally:
+                await response.aclose()
+        return read(operation, answer_of(response, body))
+
+    async def _parts(
+        self, operation: Operation[object], deadline_s: float, allowed_s: float
+    ) -> AsyncIterator[bytes]:
+        with translated(self._settings.url(operation.request), allowed_s):
+            response = await self._send(operation.request, deadline_s, allowed_s)
+            try:
+                if not operation.takes(response.status_code):
+                    read(operation, answer_of(response, await _whole(response, deadline_s, allowed_s)))
+                async for part in _within(response, deadline_s, allowed_s):
+                    yield part
+            finally:
+                await response.aclose()
+
+    async def _send(self, request: Request, deadline_s: float, allowed_s: float) -> httpx.Response:
+        remaining_s = deadline_s - time.monotonic()
+        if remaining_s <= 0:
+            raise too_late(allowed_s)
+        built = self._http.build_request(
+            request.method,
+            self._settings.url(request),
+            headers=self._settings.sent_headers(request, remaining_s),
+            content=request.body,
+            timeout=None if remaining_s == float("inf") else remaining_s,
+        )
+        return await self._http.send(built, stream=True)
+
+
+async def _whole(response: httpx.Response, deadline_s: float, allowed_s: float) -> bytes:
+    return b"".join([part async for part in _within(response, deadline_s, allowed_s)])
+
+
+async def _within(response: httpx.Response, deadline_s: float, allowed_s: float) -> AsyncIterator[bytes]:
+    # httpx bounds each read, not all of them: a server that sends a byte a second would never be too late.
+    async for part in response.aiter_bytes():
+        yield part
+        if time.monotonic() > deadline_s:
+            raise too_late(allowed_s)

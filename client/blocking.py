@@ -1,0 +1,106 @@
+"""The synchronous transport: sends operations with httpx, tries again, keeps deadlines."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+
+import httpx
+
+from torchere.client.errors import ClientError
+from torchere.client.exchange import Operation, Request, Result
+from torchere.client.wire import Settings, answer_of, read, too_late, translated
+
+
+class Blocking:
+    """Sends operations; thread-safe, because httpx's client is and nothing else here changes."""
+
+    def __init__(self, settings: Settings, http: httpx.Client) -> None:
+        self._settings = settings
+        self._http = http
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._http.close()
+
+    def run(self, operation: Operation[Result], timeout_s: float | None) -> Result:
+        """Send an operation until it has an answer, or may not be sent again, or its time is over.
+
+        Raises:
+            ClientError: what the last attempt ended with.
+        """
+        allowed_s = self._settings.seconds(timeout_s)
+        deadline_s = time.monotonic() + allowed_s
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                return self._attempt(operation, deadline_s, allowed_s)
+            except ClientError as error:
+                self._pause_or_raise(error, attempt, deadline_s)
+
+    def stream(self, operation: Operation[object], timeout_s: float | None) -> Iterator[bytes]:
+        """The parts of an answer as they come; tries again until the first one is there."""
+        allowed_s = self._settings.seconds(timeout_s)
+        deadline_s = time.monotonic() + allowed_s
+        attempt = 0
+        while True:
+            attempt += 1
+            begun = False
+            try:
+                for part in self._parts(operation, deadline_s, allowed_s):
+                    begun = True
+                    yield part
+                return
+            except ClientError as error:
+                if begun:
+                    raise
+                self._pause_or_raise(error, attempt, deadline_s)
+
+    def _pause_or_raise(self, error: ClientError, attempt: int, deadline_s: float) -> None:
+        remaining_s = deadline_s - time.monotonic()
+        pause_s = self._settings.retries.pause_s(error, attempt, remaining_s, random.random())
+        if pause_s is None:
+            raise error
+        time.sleep(pause_s)
+
+    def _attempt(self, operation: Operation[Result], deadline_s: float, allowed_s: float) -> Result:
+        with translated(self._settings.url(operation.request), allowed_s):
+            response = self._send(operation.request, deadline_s, allowed_s)
+            try:
+                body = b"".join(_within(response, deadline_s, allowed_s))
+            finally:
+                response.close()
+        return read(operation, answer_of(response, body))
+
+    def _parts(self, operation: Operation[object], deadline_s: float, allowed_s: float) -> Iterator[bytes]:
+        with translated(self._settings.url(operation.request), allowed_s):
+            response = self._send(operation.request, deadline_s, allowed_s)
+            try:
+                if not operation.takes(response.status_code):
+                    read(operation, answer_of(response, b"".join(_within(response, deadline_s, allowed_s))))
+                yield from _within(response, deadline_s, allowed_s)
+            finally:
+                response.close()
+
+    def _send(self, request: Request, deadline_s: float, allowed_s: float) -> httpx.Response:
+        remaining_s = deadline_s - time.monotonic()
+        if remaining_s <= 0:
+            raise too_late(allowed_s)
+        built = self._http.build_request(
+            request.method,
+            self._settings.url(request),
+            headers=self._settings.sent_headers(request, remaining_s),
+            content=request.body,
+            timeout=None if remaining_s == float("inf") else remaining_s,
+        )
+        return self._http.send(built, stream=True)
+
+
+def _within(response: httpx.Response, deadline_s: float, allowed_s: float) -> Iterator[bytes]:
+    # httpx bounds each read, not all of them: a server that sends a byte a second would never be too late.
+    for part in response.iter_bytes():
+        yield part
+        if time.monotonic() > deadline_s:
+            raise too_late(allowed_s)

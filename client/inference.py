@@ -1,0 +1,233 @@
+"""The Open Inference Protocol (v2) over REST: inference requests and their answers. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torchere.client import tensors
+from torchere.client.errors import ModelFailed, UnreadableAnswer
+from torchere.client.exchange import JSON, REQUEST_ID, Answer, Operation, Request, json_body, path
+from torchere.client.multipart import OCTETS
+from torchere.client.tensors import Tensor
+
+if TYPE_CHECKING:
+    from torchere.client.tensors import Array
+
+JSON_LENGTH = "inference-header-content-length"  # bytes of JSON before the raw tensors
+
+
+@dataclass(frozen=True, slots=True)
+class InferResult:
+    """The answer of a model to an inference request.
+
+    Attributes:
+        model_name: which model answered.
+        model_version: which version of it.
+        tensors: the outputs as they came; `result["name"]` and `outputs` give arrays.
+        id: the request's, as the client chose it; "" for none.
+        parameters: what the server added.
+        request_id: the server's id of the call, to be found in its logs.
+    """
+
+    model_name: str
+    model_version: str
+    tensors: tuple[Tensor, ...]
+    id: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    request_id: str = ""
+
+    @property
+    def outputs(self) -> dict[str, Array]:
+        """The outputs as arrays by name, in the model's order; made anew at each access."""
+        return {one.name: one.numpy() for one in self.tensors}
+
+    def __getitem__(self, name: str) -> Array:
+        for one in self.tensors:
+            if one.name == name:
+                return one.numpy()
+        raise KeyError(f"no output {name!r}; there is {', '.join(one.name for one in self.tensors)}")
+
+
+@dataclass(frozen=True, slots=True)
+class InferOptions:
+    """What an inference request may say beside its tensors.
+
+    Args:
+        outputs: names of the outputs wanted; empty for all.
+        binary: send and ask for raw bytes; False uses JSON, which is several times slower.
+        parameters: for the model, by name; values are text, numbers and booleans.
+        id: echoed by the server.
+        sequence_id: the sequence of a stateful model that this request belongs to.
+        sequence_start: it is its first request.
+        sequence_end: it is its last one.
+    """
+
+    outputs: Sequence[str] = ()
+    binary: bool = True
+    parameters: Mapping[str, object] = field(default_factory=dict)
+    id: str = ""
+    sequence_id: str | int = ""
+    sequence_start: bool = False
+    sequence_end: bool = False
+
+
+Inputs = Mapping[str, object] | Sequence[Tensor]
+
+
+def infer(
+    model: str,
+    inputs: Inputs,
+    options: InferOptions,
+    *,
+    version: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Operation[InferResult]:
+    """An inference request.
+
+    Args:
+        model: its name.
+        inputs: arrays by input name, or tensors that are made already.
+        options: all else.
+        version: None is the model's default version.
+        headers: sent in addition.
+
+    Raises:
+        TypeError, ValueError: an input can't be sent.
+    """
+    head, blobs = _message(_tensors(inputs), options)
+    text = json_body(head)
+    sent = {**(headers or {}), "content-type": JSON}
+    if options.binary:
+        sent |= {"content-type": OCTETS, JSON_LENGTH: str(len(text))}
+    request = Request(
+        "POST", model_path(model, version, "infer"), headers=sent, body=b"".join([text, *blobs])
+    )
+    return Operation(request, result)
+
+
+def infer_stream(
+    model: str,
+    inputs: Inputs,
+    options: InferOptions,
+    *,
+    version: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Operation[object]:
+    """The same for a model that answers in parts: they come as server-sent events, in JSON."""
+    wanted = {**(headers or {}), "accept": "text/event-stream"}
+    return infer(model, inputs, options, version=version, headers=wanted)
+
+
+def event_result(event: bytes) -> InferResult:
+    """The result in the data of one event.
+
+    Raises:
+        AnswerError: the model failed midway; its status is 200, because the answer had begun.
+        UnreadableAnswer: it is no inference response.
+    """
+    answer = Answer(200, {}, event)
+    if "error" in answer.json_object():
+        raise ModelFailed(str(answer.json_object()["error"]), answer.status)
+    return result(answer)
+
+
+class Events:
+    """Cuts a stream of server-sent events into their data. Feed it the parts as they come."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, part: bytes) -> list[bytes]:
+        """The data of the events that are whole now."""
+        *events, self._rest = (self._rest + part).split(b"\n\n")
+        return [event.removeprefix(b"data:").strip() for event in events if event.startswith(b"data:")]
+
+
+def model_path(model: str, version: str | None, verb: str = "") -> str:
+    """The path of a model in this protocol."""
+    return path("v2", "models", model, "versions" if version else "", version or "", verb)
+
+
+def result(answer: Answer) -> InferResult:
+    """The result in an answer, in binary or JSON form.
+
+    Raises:
+        UnreadableAnswer: it is none.
+    """
+    head, rest = _split(answer)
+    try:
+        return InferResult(
+            model_name=str(head.get("model_name", "")),
+            model_version=str(head.get("model_version", "")),
+            tensors=tuple(_outputs(head["outputs"], rest)),
+            id=str(head.get("id") or ""),
+            parameters=head.get("parameters") or {},
+            request_id=answer.headers.get(REQUEST_ID, ""),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as err:
+        raise UnreadableAnswer(
+            f"expected an inference response, found {answer.body[:200]!r}: {err!r}"
+        ) from err
+
+
+def _tensors(inputs: Inputs) -> list[Tensor]:
+    if isinstance(inputs, Mapping):
+        return [tensors.tensor(name, value) for name, value in inputs.items()]
+    return list(inputs)
+
+
+def _message(inputs: list[Tensor], options: InferOptions) -> tuple[dict[str, Any], list[bytes]]:
+    parameters = dict(options.parameters)
+    if options.binary and not options.outputs:
+        parameters["binary_data_output"] = True
+    if options.sequence_id != "":
+        parameters["sequence_id"] = options.sequence_id
+        parameters["sequence_start"] = options.sequence_start
+        parameters["sequence_end"] = options.sequence_end
+    head: dict[str, Any] = {"inputs": [_input(one, options.binary) for one in inputs]}
+    if options.id:
+        head["id"] = options.id
+    if parameters:
+        head["parameters"] = parameters
+    if options.outputs:
+        head["outputs"] = [
+            {"name": name, "parameters": {"binary_data": options.binary}} for name in options.outputs
+        ]
+    return head, [one.data for one in inputs] if options.binary else []
+
+
+def _input(one: Tensor, binary: bool) -> dict[str, Any]:
+    described: dict[str, Any] = {"name": one.name, "datatype": one.datatype, "shape": list(one.shape)}
+    if binary:
+        described["parameters"] = {"binary_data_size": len(one.data)}
+    else:
+        described["data"] = tensors.to_json(one)
+    return described
+
+
+def _split(answer: Answer) -> tuple[dict[str, Any], memoryview]:
+    length = answer.headers.get(JSON_LENGTH)
+    if length is None:
+        return answer.json_object(), memoryview(b"")
+    try:
+        head = json.loads(answer.body[: int(length)])
+    except (ValueError, RecursionError) as err:
+        raise UnreadableAnswer(f"expected {length} bytes of JSON, found {answer.body[:200]!r}") from err
+    return head, memoryview(answer.body)[int(length) :]
+
+
+def _outputs(described: list[dict[str, Any]], rest: memoryview) -> Iterator[Tensor]:
+    position = 0
+    for one in described:
+        name, datatype, shape = str(one["name"]), str(one["datatype"]), [int(size) for size in one["shape"]]
+        size = (one.get("parameters") or {}).get("binary_data_size")
+        if size is None:
+            yield tensors.from_json(name, datatype, shape, one["data"])
+            continue
+        if not 0 <= size <= len(rest) - position:
+            raise ValueError(f"{name!r} has {size} bytes, and {len(rest) - position} are left")
+        yield Tensor(name, datatype, tuple(shape), bytes(rest[position : position + size]))
+        position += size

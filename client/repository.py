@@ -1,0 +1,155 @@
+"""The Open Inference Protocol beside inference: metadata, readiness, repository, statistics. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torchere.client.errors import UnreadableAnswer
+from torchere.client.exchange import JSON, Answer, Operation, Request, Result, json_body, path
+from torchere.client.inference import model_path
+
+_NOT_READY = frozenset({400, 503})  # Triton and KServe disagree about which one says "not ready"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerMetadata:
+    """Which server answers, and what it can do."""
+
+    name: str
+    version: str
+    extensions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMetadata:
+    """One input or output of a model; -1 in the shape is any size."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMetadata:
+    """What a model takes and gives."""
+
+    name: str
+    versions: tuple[str, ...]
+    platform: str
+    inputs: tuple[TensorMetadata, ...]
+    outputs: tuple[TensorMetadata, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """One line of the repository's index; `state` is READY or UNAVAILABLE, `reason` says why."""
+
+    name: str
+    version: str
+    state: str
+    reason: str
+
+
+def server_metadata() -> Operation[ServerMetadata]:
+    """`GET /v2`."""
+    return Operation(Request("GET", "/v2"), _reading(_server))
+
+
+def model_metadata(model: str, version: str | None = None) -> Operation[ModelMetadata]:
+    """`GET /v2/models/{model}`."""
+    return Operation(Request("GET", model_path(model, version)), _reading(_model))
+
+
+def live() -> Operation[bool]:
+    """`GET /v2/health/live`."""
+    return Operation(Request("GET", "/v2/health/live"), _is_ok, _NOT_READY)
+
+
+def ready() -> Operation[bool]:
+    """`GET /v2/health/ready`."""
+    return Operation(Request("GET", "/v2/health/ready"), _is_ok, _NOT_READY)
+
+
+def model_ready(model: str, version: str | None = None) -> Operation[bool]:
+    """`GET /v2/models/{model}/ready`; an unknown model is an error, not false."""
+    return Operation(Request("GET", model_path(model, version, "ready")), _is_ok, _NOT_READY)
+
+
+def statistics(model: str, version: str | None = None) -> Operation[list[dict[str, Any]]]:
+    """`GET /v2/models/{model}/stats`: one object a version, in Triton's form."""
+    return Operation(Request("GET", model_path(model, version, "stats")), _reading(_statistics))
+
+
+def index(ready_only: bool = False) -> Operation[tuple[ModelState, ...]]:
+    """`POST /v2/repository/index`."""
+    return Operation(_control("/v2/repository/index", {"ready": ready_only}), _reading(_index))
+
+
+def load(model: str) -> Operation[None]:
+    """`POST /v2/repository/models/{model}/load`."""
+    return Operation(_control(path("v2", "repository", "models", model, "load"), {}), _nothing)
+
+
+def unload(model: str) -> Operation[None]:
+    """`POST /v2/repository/models/{model}/unload`."""
+    return Operation(_control(path("v2", "repository", "models", model, "unload"), {}), _nothing)
+
+
+def _control(where: str, body: object) -> Request:
+    return Request("POST", where, "management", {"content-type": JSON}, json_body(body))
+
+
+def _reading(read: Callable[[Any], Result]) -> Callable[[Answer], Result]:
+    def reading(answer: Answer) -> Result:
+        value = answer.json()
+        try:
+            return read(value)
+        except (KeyError, TypeError, ValueError, AttributeError) as err:
+            raise UnreadableAnswer(f"the answer is of another form: {answer.body[:200]!r}: {err!r}") from err
+
+    return reading
+
+
+def _is_ok(answer: Answer) -> bool:
+    return answer.status == 200
+
+
+def _nothing(_answer: Answer) -> None:
+    return None
+
+
+def _server(value: Any) -> ServerMetadata:
+    extensions = tuple(str(one) for one in value.get("extensions", ()))
+    return ServerMetadata(str(value["name"]), str(value.get("version", "")), extensions)
+
+
+def _model(value: Any) -> ModelMetadata:
+    return ModelMetadata(
+        str(value["name"]),
+        tuple(str(one) for one in value.get("versions", ())),
+        str(value.get("platform", "")),
+        tuple(_tensor(one) for one in value.get("inputs", ())),
+        tuple(_tensor(one) for one in value.get("outputs", ())),
+    )
+
+
+def _tensor(value: Any) -> TensorMetadata:
+    return TensorMetadata(str(value["name"]), str(value["datatype"]), tuple(int(n) for n in value["shape"]))
+
+
+def _statistics(value: Any) -> list[dict[str, Any]]:
+    return [dict(one) for one in value["model_stats"]]
+
+
+def _index(value: Any) -> tuple[ModelState, ...]:
+    return tuple(
+        ModelState(
+            str(one["name"]),
+            str(one.get("version", "")),
+            str(one.get("state", "")),
+            str(one.get("reason", "")),
+        )
+        for one in value
+    )

@@ -1,0 +1,200 @@
+"""Tensors of the Open Inference Protocol and NumPy arrays. NumPy is imported when the first array is met."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torchere.client.errors import UnreadableAnswer
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Array = NDArray[Any]
+
+# The protocol's names to NumPy's, little-endian as on the wire. BF16 and BYTES have no such type.
+_NUMPY = {
+    "BOOL": "?",
+    "UINT8": "u1",
+    "UINT16": "<u2",
+    "UINT32": "<u4",
+    "UINT64": "<u8",
+    "INT8": "i1",
+    "INT16": "<i2",
+    "INT32": "<i4",
+    "INT64": "<i8",
+    "FP16": "<f2",
+    "FP32": "<f4",
+    "FP64": "<f8",
+}
+_DATATYPES = {text.lstrip("<"): name for name, text in _NUMPY.items()}
+DATATYPES = frozenset({*_NUMPY, "BF16", "BYTES"})
+_LENGTH = struct.Struct("<I")  # before each element of BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A named tensor. `data` is its elements in row-major order as the binary extension writes them."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    def numpy(self) -> Array:
+        """The tensor as an array: BF16 as float32, BYTES as objects of `bytes`.
+
+        The array may be read-only, because it can share the memory of `data`.
+
+        Raises:
+            UnreadableAnswer: datatype, shape and data do not fit each other.
+        """
+        try:
+            return _array(self).reshape(self.shape)
+        except (ValueError, struct.error) as err:
+            raise UnreadableAnswer(
+                f"tensor {self.name!r}: {len(self.data)} bytes are no {self.datatype} of shape "
+                f"{list(self.shape)}: {err}"
+            ) from err
+
+
+def tensor(name: str, value: object, datatype: str | None = None) -> Tensor:
+    """The tensor of an array, or of whatever `numpy.asarray` takes.
+
+    Args:
+        name: of the input.
+        value: an array, a number, a nested list; a `Tensor` is only renamed.
+        datatype: the protocol's name; None takes the one of the array. Text and `bytes` are BYTES, an array
+            of `ml_dtypes.bfloat16` is BF16; "BF16" also takes floats, and rounds them to it.
+
+    Raises:
+        TypeError: the array's type has no name in the protocol.
+        ValueError: `datatype` is unknown, or the values do not fit it.
+    """
+    if isinstance(value, Tensor):
+        return Tensor(name, value.datatype, value.shape, value.data)
+    import numpy as np  # noqa: PLC0415 - only who sends arrays needs it
+
+    array = np.asarray(value)
+    datatype = datatype or datatype_of(array)
+    if datatype not in DATATYPES:
+        raise ValueError(f"input {name!r}: found datatype {datatype!r}, expected one of {sorted(DATATYPES)}")
+    return Tensor(name, datatype, array.shape, _data(array, datatype))
+
+
+def datatype_of(array: Array) -> str:
+    """The protocol's name of an array's type.
+
+    Raises:
+        TypeError: it has none.
+    """
+    if array.dtype.kind in "OSU":
+        return "BYTES"
+    if array.dtype.name == "bfloat16":
+        return "BF16"
+    found = _DATATYPES.get(array.dtype.str.lstrip("<>|=").replace("b1", "?"))
+    if found is None:
+        raise TypeError(f"an array of {array.dtype} can't be sent; expected one of {sorted(DATATYPES)}")
+    return found
+
+
+def from_json(name: str, datatype: str, shape: Sequence[int], values: object) -> Tensor:
+    """The tensor of the JSON form; `values` may be flat or nested.
+
+    Raises:
+        UnreadableAnswer: datatype, shape and values do not fit each other.
+    """
+    flat = _flat(values)
+    if len(flat) != math.prod(shape):
+        raise UnreadableAnswer(f"tensor {name!r}: {len(flat)} values for the shape {list(shape)}")
+    try:
+        made = tensor(name, _of_values(flat, datatype), datatype)
+    except (TypeError, ValueError, OverflowError) as err:
+        raise UnreadableAnswer(f"tensor {name!r}: the values are no {datatype}: {err}") from err
+    return Tensor(name, datatype, tuple(shape), made.data)
+
+
+def to_json(one: Tensor) -> list[Any]:
+    """The flat values of a tensor as JSON writes them; BYTES as text, which they must be."""
+    if one.datatype == "BYTES":
+        return [element.decode() for element in _elements(one.data)]
+    values: list[Any] = one.numpy().reshape(-1).tolist()
+    return values
+
+
+def _array(one: Tensor) -> Array:
+    import numpy as np  # noqa: PLC0415
+
+    if one.datatype == "BYTES":
+        elements = list(_elements(one.data))
+        array = np.empty(len(elements), dtype=object)
+        array[:] = elements
+        return array
+    if one.datatype == "BF16":
+        halves = np.frombuffer(one.data, dtype="<u2")
+        return (halves.astype(np.uint32) << 16).view(np.float32)
+    if one.datatype not in _NUMPY:
+        raise UnreadableAnswer(f"tensor {one.name!r}: unknown datatype {one.datatype!r}")
+    return np.frombuffer(one.data, dtype=_NUMPY[one.datatype])
+
+
+def _data(array: Array, datatype: str) -> bytes:
+    if datatype == "BYTES":
+        return b"".join(_LENGTH.pack(len(text)) + text for text in map(_bytes, array.reshape(-1).tolist()))
+    if datatype == "BF16":
+        return _bfloat16(array)
+    converted = array.astype(_NUMPY[datatype])
+    # Floats may be rounded; a whole number that comes out as another one is a mistake.
+    if converted.dtype.kind in "iub" and not (converted == array).all():
+        raise ValueError(f"the values do not fit {datatype}")
+    return converted.tobytes()
+
+
+def _bfloat16(array: Array) -> bytes:
+    import numpy as np  # noqa: PLC0415
+
+    if array.dtype.name == "bfloat16":
+        return array.tobytes()
+    bits = np.ascontiguousarray(array, dtype="<f4").view(np.uint32).astype(np.uint64)
+    # To nearest, ties to even; a NaN keeps being one, whatever its payload was.
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+    return np.where(np.isnan(array), np.uint16(0x7FC0), rounded).astype("<u2").tobytes()
+
+
+def _bytes(element: object) -> bytes:
+    if isinstance(element, bytes):
+        return element
+    if isinstance(element, str):
+        return element.encode()
+    raise TypeError(f"an element of BYTES is a {type(element).__name__}; expected bytes or str")
+
+
+def _elements(data: bytes) -> Iterable[bytes]:
+    position = 0
+    while position < len(data):
+        (length,) = _LENGTH.unpack_from(data, position)
+        position += _LENGTH.size
+        if position + length > len(data):
+            raise ValueError(f"an element of {length} bytes, and {len(data) - position} are left")
+        yield data[position : position + length]
+        position += length
+
+
+def _flat(values: object) -> list[Any]:
+    level = values if isinstance(values, list) else [values]
+    while any(isinstance(value, list) for value in level):
+        level = [inner for value in level for inner in (value if isinstance(value, list) else [value])]
+    return level
+
+
+def _of_values(flat: list[object], datatype: str) -> Array:
+    import numpy as np  # noqa: PLC0415
+
+    if datatype == "BYTES":
+        array = np.empty(len(flat), dtype=object)
+        array[:] = flat
+        return array
+    return np.array(flat, dtype=_NUMPY.get(datatype, "<f4"))

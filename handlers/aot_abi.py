@@ -1,0 +1,181 @@
+"""AOTInductor's C ABI by ctypes: the only module that knows its private symbols.
+
+torch's own binding holds the GIL for as long as a model runs, so that nothing else in the process moves.
+ctypes lets go of it around each call. Sources: `torch/csrc/inductor/aoti_runtime/interface.h` for the
+functions of a compiled library, `torch/_C/_aoti.pyi` for tensors as handles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+_REQUIRED = (
+    "AOTInductorModelContainerCreateWithDevice",
+    "AOTInductorModelContainerDelete",
+    "AOTInductorModelContainerGetCallSpec",
+    "AOTInductorModelContainerGetNumInputs",
+    "AOTInductorModelContainerGetNumOutputs",
+    "AOTInductorModelContainerRun",
+)
+_HANDLE_FUNCTIONS = ("unsafe_alloc_void_ptrs_from_tensors", "alloc_tensors_by_stealing_from_void_ptrs")
+
+_CHECK_VARIABLE = "AOTI_RUNTIME_CHECK_INPUTS"
+
+# Guards the construction and the first run of a library, which set up static state.
+_CONSTRUCTION_LOCK = threading.Lock()
+
+_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_capsule_pointer.restype = ctypes.c_void_p
+_capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype = ctypes.py_object
+_new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+
+
+class AbiMismatch(RuntimeError):
+    """The library or this torch lacks a function that is needed; the official binding may still work."""
+
+
+class CompiledLibrary:
+    """A model compiled for the CPU, run through its C ABI. Thread-safe.
+
+    Up to `runs_at_once` threads run it side by side on one copy of its constants, without the GIL; more wait
+    for one of them, likewise without it. The library is let go of when the object is.
+
+    Args:
+        path: the `.so`; the file may be deleted once this has returned.
+        runs_at_once: how many instances of the model to keep.
+
+    Raises:
+        AbiMismatch: see there.
+        RuntimeError: the library can't be opened, or would not construct its model.
+    """
+
+    def __init__(self, path: str, runs_at_once: int) -> None:
+        if not available():
+            raise AbiMismatch(f"torch {torch.__version__} does not give out tensors as handles")
+        with _CONSTRUCTION_LOCK:
+            self._library = _opened(path)
+            self._container = ctypes.c_void_p()
+            create = self._library.AOTInductorModelContainerCreateWithDevice
+            status = create(ctypes.byref(self._container), ctypes.c_size_t(runs_at_once), b"cpu", None)
+            if status:
+                text = self._last_error()
+                _close(self._library)
+                raise RuntimeError(f"the compiled model could not be constructed: {text}")
+        end = weakref.finalize(self, _delete, self._library, self._container)
+        end.atexit = False  # threads of the process may be inside to the very last
+        self._run = self._library.AOTInductorModelContainerRun
+        self.inputs = self._count("AOTInductorModelContainerGetNumInputs")
+        self.outputs = self._count("AOTInductorModelContainerGetNumOutputs")
+
+    def call_spec(self) -> tuple[str, str]:
+        """How arguments and results are built from tensors: two serialised pytree specs."""
+        first, second = ctypes.c_char_p(), ctypes.c_char_p()
+        get = self._library.AOTInductorModelContainerGetCallSpec
+        self._check(get(self._container, ctypes.byref(first), ctypes.byref(second)))
+        return (first.value or b"").decode(), (second.value or b"").decode()
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run the model on its `inputs` tensors, all on the CPU; no gradients are recorded.
+
+        Raises:
+            ValueError: there are more or fewer tensors than inputs.
+            RuntimeError: the model refused them, or failed; the text is the compiled model's.
+        """
+        if len(tensors) != self.inputs:
+            raise ValueError(f"the compiled model takes {self.inputs} tensors, and got {len(tensors)}")
+        capsules: list[Any] = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(list(tensors))
+        given = (ctypes.c_void_p * self.inputs)(*(_capsule_pointer(capsule, None) for capsule in capsules))
+        taken = (ctypes.c_void_p * self.outputs)()
+        # The library takes the input handles over, also when it fails; the output handles become ours.
+        status = self._run(
+            self._container,
+            given,
+            ctypes.c_size_t(self.inputs),
+            taken,
+            ctypes.c_size_t(self.outputs),
+            None,  # a stream, which a CPU has not
+            None,  # a proxy for operators outside torch; packages that need one are not run here
+        )
+        self._check(status)
+        handles: list[Any] = [_new_capsule(pointer, None, None) for pointer in taken]
+        return torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(handles)
+
+    def _count(self, function: str) -> int:
+        count = ctypes.c_size_t()
+        self._check(getattr(self._library, function)(self._container, ctypes.byref(count)))
+        return count.value
+
+    def _check(self, status: int) -> None:
+        if status:
+            raise RuntimeError(self._last_error())
+
+    def _last_error(self) -> str:
+        """What the failed call of this thread said; libraries of torch before 2.12 only print it."""
+        get = getattr(self._library, "AOTInductorGetLastError", None)
+        text = ctypes.c_char_p()
+        if get is None or get(ctypes.byref(text)) or not text.value:
+            return "the compiled model failed; the log has its own message"
+        return text.value.decode(errors="replace").strip()
+
+
+def available() -> bool:
+    """Whether this torch gives tensors out as handles, and takes them back."""
+    return all(hasattr(torch._C._aoti, name) for name in _HANDLE_FUNCTIONS)
+
+
+def official_runner(path: str) -> Any:
+    """Torch's own binding to the same kind of library: `run(list of tensors)`, which holds the GIL.
+
+    Constructs one; call it inside `first_run`.
+    """
+    return torch._C._aoti.AOTIModelContainerRunnerCpu(path, 1)
+
+
+@contextlib.contextmanager
+def first_run(check_inputs: bool) -> Iterator[None]:
+    """Around the first run of a library, which decides whether it checks shapes and types from then on.
+
+    Without the check a wrong shape reads memory it should not. Each library reads the variable once, when it
+    first runs; what the operator has set stays. One thread of the process at a time.
+    """
+    with _CONSTRUCTION_LOCK:
+        if not check_inputs or _CHECK_VARIABLE in os.environ:
+            yield
+            return
+        os.environ[_CHECK_VARIABLE] = "1"
+        try:
+            yield
+        finally:
+            del os.environ[_CHECK_VARIABLE]
+
+
+def _opened(path: str) -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL(path)
+    except OSError as err:
+        raise RuntimeError(f"{path} can't be opened as a library of this system: {err}") from err
+    missing = [name for name in _REQUIRED if not hasattr(library, name)]
+    if missing:
+        _close(library)
+        raise AbiMismatch(f"{path} lacks {', '.join(missing)}")
+    return library
+
+
+def _delete(library: ctypes.CDLL, container: ctypes.c_void_p) -> None:
+    library.AOTInductorModelContainerDelete(container)
+    _close(library)
+
+
+def _close(library: ctypes.CDLL) -> None:
+    """Unmap it where its symbols allow that (GCC marks some as unique, which keeps a library to the end)."""
+    ctypes.CDLL(None).dlclose(ctypes.c_void_p(library._handle))

@@ -1,0 +1,207 @@
+"""`tensor`: the handler of archives that need none, because `signature.json` says what goes in and out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from torchere.archiver.signature import ANY, SIGNATURE_NAME, Signature
+from torchere.handlers import onnx
+from torchere.handlers.base import BaseHandler
+from torchere.handlers.context import Context
+from torchere.handlers.signature import read_signature
+from torchere.handlers.tensors import DATATYPES, TensorError, torch_dtype
+from torchere.handlers.tensors_answer import OPEN_INFERENCE
+from torchere.handlers.tensors_batch import Group, Member, check_results, flattened, grouped, whole_group
+from torchere.handlers.tensors_npy import NPY_TYPE, write_npy
+from torchere.handlers.tensors_rows import Example, example_of, layout_of, tensors_of
+from torchere.handlers.timer import timed
+
+
+class Batch(NamedTuple):
+    """A batch between two stages: `examples[i]` is request i, or what is wrong with it."""
+
+    examples: list[Example | TensorError]
+    groups: list[Group]
+    results: tuple[list[torch.Tensor], ...] = ()  # one list for each group, on the CPU
+
+
+class TensorHandler(BaseHandler):
+    """Runs the archive's model on the tensors of requests, as `signature.json` names them.
+
+    Takes what `tensors_rows` lists, and answers in kind: lists, or one list for each output in an object; a
+    `.npy` file to `Accept: application/x-npy`; tensors to the Open Inference Protocol. The requests of a
+    batch go through the model together where their shapes allow it. A request that is wrong is answered with
+    400 by itself, and its batch mates with what they asked for.
+    """
+
+    reads_envelopes = True  # KServe's formats among others, so none is taken off before
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.signature = Signature((), ())
+        self.layout = layout_of(self.signature)
+        self.output_names: tuple[str, ...] = ()
+
+    def initialize(self, context: Context) -> None:
+        """Read the signature and load the model.
+
+        Raises:
+            RuntimeError: the archive has no signature, or one with BYTES among its inputs; or its weights
+                can't be loaded.
+            SignatureError: the signature is wrong.
+        """
+        signature = read_signature(context.system_properties["model_dir"])
+        if signature is None:
+            raise RuntimeError(
+                f"the handler 'tensor' needs {SIGNATURE_NAME} in the archive, and there is none; add it, or "
+                "name another handler"
+            )
+        texts = [spec.name for spec in signature.inputs if spec.datatype == "BYTES"]
+        if texts:
+            raise RuntimeError(
+                f"{SIGNATURE_NAME}: the input {texts[0]!r} is BYTES, which no model takes; expected numbers. "
+                "Texts need a handler of their own"
+            )
+        self.signature, self.layout = signature, layout_of(signature)
+        self.output_names = tuple(spec.name for spec in signature.outputs)
+        super().initialize(context)
+        if not callable(self.model):
+            self.model = onnx.as_function(self.model)
+
+    def warmup_data(self) -> list[dict[str, object]] | None:
+        """One row of zeros, where the shapes are fixed; None where the model's liking is not known."""
+        shapes = [spec.shape[1:] if spec.batched else spec.shape for spec in self.signature.inputs]
+        if any(ANY in shape for shape in shapes):
+            return None
+        row: dict[str, object] = {}
+        for spec, shape in zip(self.signature.inputs, shapes, strict=True):
+            dtype = DATATYPES[spec.datatype]
+            sizes = (1, *shape) if spec.batched else shape
+            row[spec.name] = (
+                torch.zeros(sizes, dtype=torch_dtype(dtype))
+                if dtype.numpy is None
+                else np.zeros(sizes, dtype.numpy)
+            )
+        return [row]
+
+    def describe_handle(self) -> Any:
+        """The signature."""
+        return json.loads(self.signature.to_json())
+
+    @timed
+    def preprocess(self, data: Any) -> Any:
+        """The rows of a batch as groups of tensors on the CPU."""
+        examples: list[Example | TensorError] = []
+        for index, row in enumerate(data):
+            try:
+                examples.append(example_of(row, self.layout, self._content_type(index)))
+            except TensorError as err:
+                examples.append(err)
+        group = self._all_at_once(examples)
+        return Batch(examples, [group] if group else self._groups(examples))
+
+    def _all_at_once(self, examples: Sequence[Example | TensorError]) -> Group | None:
+        """All rows as one array, where they are single lists of one shape; None where they are not."""
+        if not self.layout.batched or not all(isinstance(e, Example) and e.single for e in examples):
+            return None
+        columns = list(zip(*(example.values for example in examples), strict=True))  # type: ignore[union-attr]
+        if not all(type(value) is list for column in columns for value in column):
+            return None
+        try:
+            whole = Example(tuple(map(list, columns)), single=False)
+            inputs = tensors_of(whole, self.layout)
+        except TensorError:  # `_groups` finds out whose it is
+            return None
+        return whole_group(inputs)
+
+    def _groups(self, examples: list[Example | TensorError]) -> list[Group]:
+        tensors = []
+        for place, example in enumerate(examples):
+            if isinstance(example, TensorError):
+                continue
+            try:
+                tensors.append((place, tensors_of(example, self.layout)))
+            except TensorError as err:
+                examples[place] = err
+        return grouped(tensors, self.layout.batched)
+
+    @timed
+    def inference(self, data: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run each group through the model."""
+        results = []
+        with torch.inference_mode():
+            for group in data.groups:
+                result = flattened(self.model(*(tensor.to(self.device) for tensor in group.inputs)))
+                check_results(result, group, self.signature)
+                results.append([tensor.cpu() for tensor in result])
+        return data._replace(results=tuple(results))
+
+    @timed
+    def postprocess(self, data: Any) -> Any:
+        """An answer for each request, in the form it asks for."""
+        answers: list[Any] = [None] * len(data.examples)
+        for group, results in zip(data.groups, data.results, strict=True):
+            self._answer_group(answers, data.examples, group, results)
+        for place, example in enumerate(data.examples):
+            if isinstance(example, TensorError):
+                self.context.set_response_status(400, idx=place)
+                answers[place] = {"code": 400, "type": "BadRequestException", "message": str(example)}
+        return answers
+
+    def _answer_group(
+        self, answers: list[Any], examples: list[Any], group: Group, results: list[torch.Tensor]
+    ) -> None:
+        lists: list[Any] | None = None
+        for member in group.members:
+            part = slice(member.start, member.start + member.rows) if self.layout.batched else ...
+            form = self._form(member.place)
+            if form == "lists":
+                lists = lists or [result.tolist() for result in results]
+                answers[member.place] = self._lists(lists, part, member, examples[member.place])
+            elif form == "npy":
+                answers[member.place] = self._npy(results, part, member.place, examples[member.place])
+            else:
+                answers[member.place] = {
+                    name: result[part] for name, result in zip(self.output_names, results, strict=True)
+                }
+
+    def _lists(self, lists: list[Any], part: Any, member: Member, example: Example) -> Any:
+        if part is ...:
+            values = lists
+        elif example.single:
+            values = [items[member.start] for items in lists]
+        else:
+            values = [items[part] for items in lists]
+        names = self.output_names
+        if not example.instances:
+            return values[0] if len(values) == 1 else dict(zip(names, values, strict=True))
+        if len(values) == 1:
+            return {"predictions": values[0]}
+        return {"predictions": [dict(zip(names, row, strict=True)) for row in zip(*values, strict=True)]}
+
+    def _npy(self, results: list[torch.Tensor], part: Any, place: int, example: Example) -> Any:
+        if len(results) > 1:
+            self.context.set_response_status(400, idx=place)
+            text = f"Accept: found {NPY_TYPE}, expected JSON: the model has {len(results)} outputs"
+            return {"code": 400, "type": "BadRequestException", "message": text}
+        result = results[0][part]
+        result = result.float() if result.dtype is torch.bfloat16 else result
+        self.context.set_response_content_type(place, NPY_TYPE)
+        return write_npy((result[0] if example.single else result).numpy())
+
+    def _content_type(self, index: int) -> str:
+        described = self.context.get_request_header(index, "body")
+        return str(described.get("content-type", "")) if isinstance(described, dict) else ""
+
+    def _form(self, index: int) -> str:
+        """How a request wants its answer: "tensors", "npy" or "lists"."""
+        headers = self.context.get_all_request_header(index)
+        if OPEN_INFERENCE in headers:
+            return "tensors"
+        accepts = [value for name, value in headers.items() if name.lower() == "accept"]
+        return "npy" if accepts and NPY_TYPE in str(accepts[-1]) else "lists"

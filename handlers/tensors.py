@@ -1,0 +1,161 @@
+"""Tensors of the Open Inference Protocol: their datatypes, their shapes, and their label inside the server.
+
+What comes from a client is checked here and in the siblings `tensors_bytes` and `tensors_json`. Every failure
+is a `TensorError` that names the field, in time and memory bounded by what was sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+MAX_DIMENSIONS = 32  # numpy 1's own limit; what models take has fewer than ten
+LARGEST_SIZE = 2**63 - 1  # of one dimension: the protocol's shapes are int64
+MAX_ELEMENTS = 2**56  # beyond any machine, and numpy still counts the bytes without overflow
+TENSOR_TYPE = "application/vnd.torchere.tensor"
+"""Content type of a value that is one tensor's raw bytes; datatype and shape follow as its parameters."""
+
+
+class TensorError(ValueError):
+    """A tensor of a request is wrong; the text names the field, what was found and what was expected."""
+
+    def __init__(self, field: str, found: str, expected: str) -> None:
+        super().__init__(f"{field}: found {found}, expected {expected}")
+
+
+@dataclass(frozen=True, slots=True)
+class Datatype:
+    """One datatype of the protocol.
+
+    `numpy` is little-endian, the byte order of the protocol; None for BF16, which numpy lacks: such tensors
+    are torch's. `item_bytes` is 0 for BYTES, whose elements have a length of their own.
+    """
+
+    name: str
+    numpy: np.dtype[Any] | None
+    item_bytes: int
+    torch_name: str  # the attribute of torch that is its dtype; "" where torch has none
+
+
+# Open Inference Protocol, "Tensor Data Types"; BF16 is the extension that Triton and KServe share.
+_ROWS = (
+    ("BOOL", "?", 1, "bool"),
+    ("UINT8", "u1", 1, "uint8"),
+    ("UINT16", "<u2", 2, "uint16"),
+    ("UINT32", "<u4", 4, "uint32"),
+    ("UINT64", "<u8", 8, "uint64"),
+    ("INT8", "i1", 1, "int8"),
+    ("INT16", "<i2", 2, "int16"),
+    ("INT32", "<i4", 4, "int32"),
+    ("INT64", "<i8", 8, "int64"),
+    ("FP16", "<f2", 2, "float16"),
+    ("FP32", "<f4", 4, "float32"),
+    ("FP64", "<f8", 8, "float64"),
+    ("BYTES", "O", 0, ""),
+)
+BF16 = Datatype("BF16", None, 2, "bfloat16")
+DATATYPES: dict[str, Datatype] = {
+    **{name: Datatype(name, np.dtype(code), size, torch) for name, code, size, torch in _ROWS},
+    BF16.name: BF16,
+}
+BYTES = DATATYPES["BYTES"]
+_OF_NUMPY = {datatype.numpy: datatype for datatype in DATATYPES.values() if datatype.numpy is not None}
+_OF_TORCH = {datatype.torch_name: datatype for datatype in DATATYPES.values() if datatype.torch_name}
+
+
+def datatype_named(name: object, field: str) -> Datatype:
+    """The datatype of that name; case matters.
+
+    Raises:
+        TensorError: the protocol has none of that name.
+    """
+    datatype = DATATYPES.get(name) if isinstance(name, str) else None
+    if datatype is None:
+        raise TensorError(field, shown(name), f"one of {', '.join(DATATYPES)}")
+    return datatype
+
+
+def datatype_of_array(dtype: np.dtype[Any]) -> Datatype | None:
+    """The datatype of a numpy dtype in any byte order; texts are BYTES; None: the protocol has none."""
+    if dtype.kind in "SU":
+        return BYTES
+    return _OF_NUMPY.get(dtype.newbyteorder("<"))
+
+
+def datatype_of_torch(dtype: object) -> Datatype | None:
+    """The datatype of a torch dtype; None: the protocol has none."""
+    return _OF_TORCH.get(str(dtype).removeprefix("torch."))
+
+
+def check_shape(shape: Sequence[object], field: str) -> tuple[int, ...]:
+    """The shape as a tuple, if a tensor can have it: at most `MAX_DIMENSIONS` sizes of 0 or more.
+
+    Raises:
+        TensorError: it can't, or its number of elements is beyond `MAX_ELEMENTS`.
+    """
+    if len(shape) > MAX_DIMENSIONS:
+        raise TensorError(field, f"{len(shape)} dimensions", f"at most {MAX_DIMENSIONS}")
+    sizes = []
+    for index, size in enumerate(shape):
+        if type(size) is not int or not 0 <= size <= LARGEST_SIZE:
+            raise TensorError(f"{field}[{index}]", shown(size), f"a whole number from 0 to {LARGEST_SIZE}")
+        sizes.append(size)
+    # A 0 anywhere makes the product 0, and would hide sizes that no array can be given.
+    if math.prod(size for size in sizes if size) > MAX_ELEMENTS:
+        raise TensorError(field, shown(sizes), f"at most {MAX_ELEMENTS} elements")
+    return tuple(sizes)
+
+
+def tensor_type(datatype: Datatype, shape: Sequence[int]) -> str:
+    """The content type that carries a tensor's datatype and shape to the handler."""
+    return f"{TENSOR_TYPE}; datatype={datatype.name}; shape={','.join(map(str, shape))}"
+
+
+@lru_cache(maxsize=1024)  # clients send the same few shapes again and again
+def parse_tensor_type(content_type: str) -> tuple[Datatype, tuple[int, ...]]:
+    """Datatype and shape of what `tensor_type` wrote.
+
+    Raises:
+        ValueError: nothing that it wrote.
+    """
+    _, _, rest = content_type.partition("; datatype=")
+    name, found, sizes = rest.partition("; shape=")
+    if not found:
+        raise ValueError(f"{content_type[:80]!r} names no datatype and shape")
+    shape = [int(size) for size in sizes.split(",")] if sizes else []
+    return datatype_named(name, "datatype"), check_shape(shape, "shape")
+
+
+def torch_dtype(datatype: Datatype) -> Any:
+    """The torch dtype; imports torch.
+
+    Raises:
+        TensorError: BYTES, which torch has no tensors of.
+    """
+    import torch  # noqa: PLC0415  # frontends and clients of this module do without
+
+    if not datatype.torch_name:
+        raise TensorError("datatype", datatype.name, "one that torch has tensors of")
+    return getattr(torch, datatype.torch_name)
+
+
+def shown(value: object) -> str:
+    """A value for an error text: escaped, and short however large it is."""
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
+        return "a whole number of more than 128 bits"
+    if isinstance(value, (list, tuple)):
+        inner = ", ".join(shown(item) for item in value[:8])
+        return f"[{inner}{', ...' if len(value) > 8 else ''}]"[:120]
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, str):
+        return ascii(value[:80])
+    return ascii(value)[:80]

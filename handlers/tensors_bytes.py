@@ -1,0 +1,142 @@
+"""Tensors to raw little-endian bytes and back, as the binary extension and gRPC carry them."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from torchere.handlers.tensors import BF16, BYTES, Array, Datatype, TensorError, check_shape
+
+_LENGTH = struct.Struct("<I")  # before each element of BYTES
+
+
+def tensor_from_bytes(
+    raw: bytes | bytearray | memoryview,
+    datatype: Datatype,
+    shape: Sequence[object],
+    field: str = "tensor",
+    *,
+    writable: bool = False,
+) -> Any:
+    """A numpy array over raw bytes (BF16: a torch tensor; BYTES: an array of `bytes` objects).
+
+    Without `writable` the bytes are not copied unless they lie askew in memory. Zero elements are fine.
+
+    Args:
+        raw: all elements in row-major order.
+        datatype: what they are.
+        shape: checked here.
+        field: name for errors: `inputs[0]`.
+        writable: the caller may change the result, and torch takes it without a warning.
+
+    Raises:
+        TensorError: the shape, or the number of bytes, or an element of BOOL or BYTES is wrong.
+    """
+    sizes = check_shape(shape, f"{field}.shape")
+    check_byte_count(len(raw), datatype, sizes, field)
+    if datatype is BYTES:
+        return _objects(split_elements(raw, field), sizes, field)
+    if datatype is BF16:
+        return _bfloat16(raw, sizes)
+    flat = np.frombuffer(bytearray(raw) if writable else raw, dtype=datatype.numpy)
+    if datatype.name == "BOOL" and flat.view(np.uint8).max(initial=0) > 1:
+        raise TensorError(field, f"the byte {flat.view(np.uint8).max()}", "0 or 1 for each BOOL")
+    if not flat.flags.aligned:
+        flat = flat.copy()
+    return flat.reshape(sizes)
+
+
+def check_byte_count(found: int, datatype: Datatype, sizes: tuple[int, ...], field: str) -> None:
+    """Whether so many bytes can hold the shape; exactly, save for BYTES.
+
+    Raises:
+        TensorError: they can't.
+    """
+    count = math.prod(sizes)
+    if datatype is BYTES:
+        if found < count * _LENGTH.size:
+            raise TensorError(field, f"{found} bytes", f"a length of 4 bytes before each of {count} elements")
+        return
+    expected = count * datatype.item_bytes
+    if found != expected:
+        what = f"{expected} bytes for {datatype.name} of shape {list(sizes)}"
+        raise TensorError(field, f"{found} bytes", what)
+
+
+def split_elements(raw: bytes | bytearray | memoryview, field: str) -> list[bytes]:
+    """The elements of BYTES, each behind its length of 4 bytes.
+
+    Raises:
+        TensorError: a length goes beyond the end, or there is a rest too short to be a length.
+    """
+    view = memoryview(raw)
+    elements: list[bytes] = []
+    start = 0
+    while start < len(view):
+        if len(view) - start < _LENGTH.size:
+            left = len(view) - start
+            raise TensorError(f"{field}[{len(elements)}]", f"{left} bytes of a length", f"{_LENGTH.size}")
+        (length,) = _LENGTH.unpack_from(view, start)
+        start += _LENGTH.size
+        if length > len(view) - start:
+            found = f"a length of {length} with {len(view) - start} bytes left"
+            raise TensorError(f"{field}[{len(elements)}]", found, "a length within the data")
+        elements.append(bytes(view[start : start + length]))
+        start += length
+    return elements
+
+
+def join_elements(elements: Sequence[bytes]) -> bytes:
+    """BYTES elements behind one another, each with its length before it."""
+    return b"".join([part for element in elements for part in (_LENGTH.pack(len(element)), element)])
+
+
+def bytes_from_tensor(tensor: Any, datatype: Datatype) -> bytes:
+    """Raw bytes of a numpy array (BF16: of a torch tensor on the CPU), row by row, little-endian.
+
+    Elements of BYTES are `bytes`, or `str`, which goes as UTF-8.
+    """
+    if datatype is BF16:
+        import torch  # noqa: PLC0415  # whoever has such a tensor has imported it
+
+        return bytes_from_tensor(tensor.contiguous().view(torch.int16).numpy(), _INT16)
+    if datatype is BYTES:
+        return join_elements([element_bytes(element) for element in tensor.ravel().tolist()])
+    array: Array = np.ascontiguousarray(tensor, dtype=datatype.numpy)
+    return array.tobytes()
+
+
+def element_bytes(element: object) -> bytes:
+    """One element of BYTES; what is neither bytes nor text goes as its text."""
+    if isinstance(element, (bytes, bytearray)):
+        return bytes(element)
+    return str(element).encode("utf-8", "surrogatepass")
+
+
+def objects_array(elements: Sequence[object], sizes: tuple[int, ...]) -> Array:
+    """An array of Python objects; numpy alone would cut texts and look into sequences."""
+    array = np.empty(len(elements), dtype=object)
+    array[:] = elements
+    return array.reshape(sizes)
+
+
+_INT16 = Datatype("INT16", np.dtype("<i2"), 2, "int16")
+
+
+def _objects(elements: list[bytes], sizes: tuple[int, ...], field: str) -> Array:
+    if len(elements) != math.prod(sizes):
+        expected = f"{math.prod(sizes)} for shape {list(sizes)}"
+        raise TensorError(field, f"{len(elements)} elements of BYTES", expected)
+    return objects_array(elements, sizes)
+
+
+def _bfloat16(raw: bytes | bytearray | memoryview, sizes: tuple[int, ...]) -> Any:
+    import torch  # noqa: PLC0415  # numpy has no such type
+
+    if not len(raw):
+        return torch.empty(sizes, dtype=torch.bfloat16)
+    return torch.frombuffer(bytearray(raw), dtype=torch.bfloat16).reshape(sizes)

@@ -1,0 +1,204 @@
+"""`torchere compare A.mar B.mar --data DIR`: two archives on the same inputs, as a table and a picture.
+
+The models are loaded as the server loads them, without a server, and without the archives' own handlers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchere.archiver.errors import ArchiveError, ModelRefused
+from torchere.archiver.reader import Archive, open_archive
+from torchere.archiver.signature import SIGNATURE_NAME, SignatureError, parse
+
+if TYPE_CHECKING:
+    import torch
+
+    from torchere.archiver.models.report import Report
+
+_MAX_TEXT_BYTES = 2**20  # of model-config.yaml and signature.json
+_PICTURES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp"})
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One of the two archives, loaded."""
+
+    name: str
+    run: Callable[..., Any]
+    file: Path | None  # of the weights, in the unpacked archive
+    engine: str | None  # `torchscript.quantized_engine`
+    config: dict[str, Any]  # model-config.yaml
+    inputs: tuple[str, ...] | None  # names by signature.json
+    batched: bool
+
+
+def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `torchere compare` to `parser`."""
+    add = parser.add_argument
+    add("original", type=Path, metavar="A.mar", help="the archive to measure against")
+    add("packed", type=Path, metavar="B.mar", help="the other one: quantised, compiled, retrained ...")
+    add(
+        "--data",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="inputs: one file each, .json, .pt, .npy, .npz or a picture, which is prepared as A's "
+        "model-config.yaml says (handler.image)",
+    )
+    add("--max-drift", type=float, default=0.4, metavar="X", help="exit code 2 above it (default: 0.4)")
+    add("--picture", type=Path, metavar="FILE", help="also draw it, as SVG")
+    add("--json", action="store_true", help="print the report as JSON")
+
+
+def run_compare(options: argparse.Namespace) -> int:
+    """Print the report; 0 when B's answers are near enough, 2 when not, or when they can't be compared."""
+    # What handlers say about class names and the like does not matter here.
+    logging.getLogger("torchere.handlers").setLevel(logging.ERROR)
+    try:
+        report = _compared(options)
+    except (ArchiveError, ModelRefused, OSError) as error:
+        print(f"torchere compare: {error}", file=sys.stderr)
+        return 2
+    print(report.to_json() if options.json else report.table())
+    if options.picture:
+        from torchere.archiver.models.compare_picture import picture  # noqa: PLC0415 - imports torch
+
+        options.picture.write_text(picture(report), encoding="utf-8")
+    return 0 if report.accepted else 2
+
+
+def _compared(options: argparse.Namespace) -> Report:
+    from torchere.archiver.models.verify import verify  # noqa: PLC0415 - imports torch
+
+    with contender(options.original) as one, contender(options.packed) as other:
+        samples = read_samples(options.data, one)
+        return verify(
+            one.run,
+            other.run,
+            samples,
+            max_drift=options.max_drift,
+            batched=one.batched and other.batched,
+            names=(one.name, other.name),
+            files=(one.file, other.file),
+            engine=other.engine,
+            original_engine=one.engine,
+        )
+
+
+@contextmanager
+def contender(path: Path) -> Iterator[Contender]:
+    """Unpack an archive to a temporary folder and load its model on the CPU.
+
+    Raises:
+        ArchiveError: it can't be read.
+        ModelRefused: it holds no model that can be loaded, or its configuration is wrong.
+    """
+    archive = open_archive(path)
+    with tempfile.TemporaryDirectory(prefix="torchere-compare-") as folder:
+        root = archive.extract(Path(folder, "model"))
+        config, signature = _config(archive), _signature(archive)
+        serialized = archive.manifest.serialized_file
+        block = config.get("torchscript")
+        yield Contender(
+            name=path.name,
+            run=_loaded(archive, root, config),
+            file=root / serialized if serialized else None,
+            engine=block.get("quantized_engine") if isinstance(block, dict) else None,
+            config=config,
+            inputs=tuple(spec.name for spec in signature.inputs) if signature else None,
+            batched=signature.batched if signature else True,
+        )
+
+
+def read_samples(folder: Path, contender: Contender) -> list[tuple[torch.Tensor, ...]]:
+    """Every file of the folder as arguments of the model, in the order of their names.
+
+    Raises:
+        ModelRefused: there is none, or one can't be read.
+        OSError: likewise.
+    """
+    from torchere.archiver.models.examples import read_example  # noqa: PLC0415 - imports torch
+
+    files = [file for file in sorted(folder.iterdir()) if file.is_file() and not file.name.startswith(".")]
+    if not files:
+        raise ModelRefused(f"{folder} holds no files; expected inputs: .json, .pt, .npy or pictures")
+    samples: list[tuple[torch.Tensor, ...]] = []
+    for file in files:
+        if file.suffix.lower() in _PICTURES:
+            samples.append((_picture(file, contender.config),))
+            continue
+        example = read_example(file)
+        samples.append(example.ordered(contender.inputs) if contender.inputs else example.tensors)
+    return samples
+
+
+def _picture(file: Path, config: dict[str, Any]) -> torch.Tensor:
+    from PIL import Image, UnidentifiedImageError  # noqa: PLC0415 - with torch, seconds
+
+    from torchere.handlers.image_transform import ImageTransform  # noqa: PLC0415
+
+    handler = config.get("handler")
+    overrides = handler.get("image") if isinstance(handler, dict) else None
+    known = {"resize", "crop", "mean", "std"}
+    try:
+        transform = ImageTransform().replaced_by({k: v for k, v in (overrides or {}).items() if k in known})
+        with Image.open(file) as image:
+            return transform(image)[None]
+    except (UnidentifiedImageError, ValueError) as error:
+        raise ModelRefused(f"{file}: {error}") from error
+
+
+def _loaded(archive: Archive, root: Path, config: dict[str, Any]) -> Callable[..., Any]:
+    from torchere.handlers.base import BaseHandler  # noqa: PLC0415 - imports torch
+    from torchere.handlers.context import Context  # noqa: PLC0415
+    from torchere.handlers.version import __version__  # noqa: PLC0415
+
+    handler = BaseHandler()
+    try:
+        handler.initialize(
+            Context(
+                model_name=archive.manifest.model_name or root.name,
+                model_dir=str(root),
+                manifest=json.loads(archive.manifest.dump()),
+                gpu_id=None,
+                batch_size=1,
+                server_version=__version__,
+                model_yaml_config=config,
+            )
+        )
+    except (RuntimeError, ValueError) as error:
+        raise ModelRefused(f"{archive.path}: {error}") from error
+    model: Callable[..., Any] = handler.model
+    return model
+
+
+def _config(archive: Archive) -> dict[str, Any]:
+    import yaml  # noqa: PLC0415 - not needed for --help
+
+    name = archive.manifest.config_file
+    if name is None:
+        return {}
+    try:
+        found = yaml.safe_load(archive.read_text(name, _MAX_TEXT_BYTES))
+    except yaml.YAMLError as error:
+        raise ModelRefused(f"{archive.path}: {name} is not YAML: {error}") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _signature(archive: Archive) -> Any:
+    if all(entry.name != SIGNATURE_NAME for entry in archive.entries):
+        return None
+    try:
+        return parse(archive.read_text(SIGNATURE_NAME, _MAX_TEXT_BYTES))
+    except SignatureError as error:
+        raise ModelRefused(f"{archive.path}: {error}") from error

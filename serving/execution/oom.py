@@ -1,0 +1,97 @@
+"""Whether the kernel's out-of-memory killer ended a process: told from the counter it keeps.
+
+A process that was killed by signal 9 can't say who did it. The kernel counts its own kills in lines
+`oom_kill N`: for each control group in `memory.events` (cgroup 2) or `memory.oom_control` (cgroup 1), and for
+the whole machine in `/proc/vmstat`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+FRESH_S = 5.0  # a kill that nobody claimed for this long was of some other process
+_OWN_GROUPS = Path("/proc/self/cgroup")
+_MOUNT = Path("/sys/fs/cgroup")
+_MACHINE = Path("/proc/vmstat")
+
+
+class OomWatch:
+    """Tells which of the SIGKILLs that are seen came from the kernel. One for a server; not thread-safe.
+
+    Args:
+        read: How many processes the kernel killed for memory so far; None: nobody knows.
+        now: Monotonic seconds.
+    """
+
+    def __init__(
+        self, read: Callable[[], int | None] | None = None, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._read = read or CounterFile(counter_files())
+        self._now = now
+        self._seen = self._read() or 0
+        self._unclaimed = 0
+        self._risen_s = 0.0
+
+    def claim(self) -> bool:
+        """Whether a process that was just found killed was killed for memory; each kill counts once."""
+        count = self._read()
+        if count is None:
+            return False
+        now_s = self._now()
+        if now_s - self._risen_s > FRESH_S:
+            self._unclaimed = 0
+        if count > self._seen:
+            self._unclaimed += count - self._seen
+            self._risen_s = now_s
+        self._seen = count
+        if not self._unclaimed:
+            return False
+        self._unclaimed -= 1
+        return True
+
+
+class CounterFile:
+    """Reads the counter from the first of `files` that has one; none on systems that don't count."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self._file = next((file for file in files if _count_in(file) is not None), None)
+
+    def __call__(self) -> int | None:
+        """The counter now; None when there is none."""
+        return _count_in(self._file) if self._file is not None else None
+
+
+def counter_files(own_groups: Path = _OWN_GROUPS, mount: Path = _MOUNT) -> list[Path]:
+    """Where the counter of this process may be, the most telling place first.
+
+    Inside a container the path in /proc/self/cgroup may be the host's, and the own group be mounted as root.
+    """
+    try:
+        lines = own_groups.read_text().splitlines()
+    except OSError:
+        lines = []
+    found: list[Path] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            root, name = mount / "memory", "memory.oom_control"
+        elif not controllers:
+            root, name = mount, "memory.events"
+        else:
+            continue
+        found += [root / path.lstrip("/") / name, root / name]
+    return [*found, _MACHINE]
+
+
+def _count_in(file: Path) -> int | None:
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        name, _, value = line.partition(" ")
+        if name == "oom_kill" and value.isdigit():
+            return int(value)
+    return None

@@ -1,0 +1,144 @@
+"""What the Open Inference Protocol's service tells of server and models, and its model repository."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from google.protobuf.json_format import ParseDict
+from google.protobuf.message import Message
+
+from torchere.serving.errors import InvalidRequest, NotFound
+from torchere.serving.frontend.controlplane import ControlPlane
+from torchere.serving.frontend.dataplane import DataPlane
+from torchere.serving.frontend.grpc.protos import open_inference_pb2 as pb
+from torchere.serving.frontend.grpc.service import Context, Streaming, Unary
+from torchere.serving.frontend.model_facts import ModelFacts
+from torchere.serving.frontend.open_inference import metadata
+from torchere.serving.frontend.open_inference.repository import Repository
+
+Filled = TypeVar("Filled", bound=Message)
+
+
+class ModelCalls:
+    """Everything but inference; used on the planes' event loop only.
+
+    The members of the protocol's JSON are the fields of its messages, so both have one source: `metadata`.
+
+    Args:
+        dataplane: who knows the models.
+        controlplane: who loads them.
+        unknown_is_unready: a model that is not there is not ready, as in Triton, whose clients wait for one
+            so; else asking is an error, as in TorchServe.
+    """
+
+    def __init__(self, dataplane: DataPlane, controlplane: ControlPlane, *, unknown_is_unready: bool) -> None:
+        self._unknown_is_unready = unknown_is_unready
+        self._dataplane = dataplane
+        self._controlplane = controlplane
+        self._repository = Repository(controlplane)
+
+    def methods(self) -> Mapping[str, Unary | Streaming]:
+        """The methods by the names of the .proto file."""
+        return {
+            "ServerLive": self.server_live,
+            "ServerReady": self.server_ready,
+            "ModelReady": self.model_ready,
+            "ServerMetadata": self.server_metadata,
+            "ModelMetadata": self.model_metadata,
+            "ModelConfig": self.model_config,
+            "ModelStatistics": self.model_statistics,
+            "RepositoryIndex": self.repository_index,
+            "RepositoryModelLoad": self.repository_load,
+            "RepositoryModelUnload": self.repository_unload,
+        }
+
+    async def server_live(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
+        """Whoever can answer is alive."""
+        return pb.ServerLiveResponse(live=True)
+
+    async def server_ready(self, request: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:
+        """Whether traffic may come."""
+        return pb.ServerReadyResponse(ready=self._dataplane.readiness().ready)
+
+    async def model_ready(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
+        """Whether a model answers without waiting for a load."""
+        try:
+            return pb.ModelReadyResponse(ready=self._facts(request).ready)
+        except NotFound:
+            if self._unknown_is_unready:
+                return pb.ModelReadyResponse(ready=False)
+            raise
+
+    async def server_metadata(
+        self, request: pb.ServerMetadataRequest, context: Context
+    ) -> pb.ServerMetadataResponse:
+        """Which server this is."""
+        return _filled(pb.ServerMetadataResponse(), metadata.server_metadata())
+
+    async def model_metadata(
+        self, request: pb.ModelMetadataRequest, context: Context
+    ) -> pb.ModelMetadataResponse:
+        """Which tensors a model takes and gives."""
+        return _filled(pb.ModelMetadataResponse(), metadata.model_metadata(self._facts(request)))
+
+    async def model_config(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
+        """What a model is served with."""
+        return _filled(pb.ModelConfigResponse(), {"config": metadata.model_config(self._facts(request))})
+
+    async def model_statistics(
+        self, request: pb.ModelStatisticsRequest, context: Context
+    ) -> pb.ModelStatisticsResponse:
+        """Of one version, or of every version of a model that is asked for by name alone, or of all."""
+        found = [facts for name in self._names(request) for facts in self._versions(name, request.version)]
+        return _filled(pb.ModelStatisticsResponse(), metadata.model_statistics(found))
+
+    async def repository_index(
+        self, request: pb.RepositoryIndexRequest, context: Context
+    ) -> pb.RepositoryIndexResponse:
+        """Every version, and how it is."""
+        response = pb.RepositoryIndexResponse()
+        for entry in self._repository.index(request.ready):
+            response.models.add(**entry._asdict())
+        return response
+
+    async def repository_load(
+        self, request: pb.RepositoryModelLoadRequest, context: Context
+    ) -> pb.RepositoryModelLoadResponse:
+        """Load a model, and wait until it answers."""
+        given = {name: _plain(value) for name, value in request.parameters.items()}
+        await self._repository.load(request.model_name, given)
+        return pb.RepositoryModelLoadResponse()
+
+    async def repository_unload(
+        self, request: pb.RepositoryModelUnloadRequest, context: Context
+    ) -> pb.RepositoryModelUnloadResponse:
+        """Unload a model, once its requests are answered."""
+        await self._repository.unload(request.model_name)
+        return pb.RepositoryModelUnloadResponse()
+
+    def _facts(self, request: Any) -> ModelFacts:
+        if not request.name:
+            raise InvalidRequest("Parameter name is required.")
+        return self._dataplane.facts(request.name, request.version or None)
+
+    def _names(self, request: pb.ModelStatisticsRequest) -> list[str]:
+        if request.name:
+            return [request.name]
+        return [name for name, _ in self._controlplane.list_models(2**31, 0).models]
+
+    def _versions(self, name: str, version: str) -> list[ModelFacts]:
+        if version:
+            return [self._dataplane.facts(name, version)]
+        return [self._dataplane.facts(name, one) for one in self._dataplane.facts(name, None).versions]
+
+
+def _filled(message: Filled, members: dict[str, Any]) -> Filled:
+    # REST has a member more: the misspelt key of TorchServe's server metadata.
+    ParseDict(members, message, ignore_unknown_fields=True)
+    return message
+
+
+def _plain(parameter: pb.ModelRepositoryParameter) -> object:
+    choice = parameter.WhichOneof("parameter_choice")
+    return None if choice is None else getattr(parameter, choice)

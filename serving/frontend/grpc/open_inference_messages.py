@@ -1,0 +1,189 @@
+"""Messages of the Open Inference Protocol to the records of `frontend/open_inference`, and back. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from torchere.handlers.tensors import BYTES, Datatype, TensorError, check_shape, datatype_named, shown
+from torchere.handlers.tensors_answer import WantedOutput
+from torchere.handlers.tensors_bytes import join_elements, split_elements
+from torchere.serving.errors import HandlerFailed, InvalidRequest
+from torchere.serving.frontend.grpc.protos.open_inference_pb2 import (
+    InferParameter,
+    InferTensorContents,
+    ModelInferRequest,
+    ModelInferResponse,
+)
+from torchere.serving.frontend.open_inference.tensor_answer import OutputTensor, TensorAnswer
+from torchere.serving.frontend.open_inference.tensor_request import (
+    InputTensor,
+    ParameterValue,
+    TensorRequest,
+    input_tensor,
+)
+
+MAX_CLASSES = 2**31 - 1
+# Which field of InferTensorContents holds a datatype; FP16 and BF16 have none.
+_FIELDS = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+
+
+def tensor_request(message: ModelInferRequest) -> TensorRequest:
+    """What a client asks; all outputs raw, in a body that tells its own parts apart.
+
+    Raises:
+        InvalidRequest: naming the field that is wrong.
+    """
+    raw = message.raw_input_contents
+    if raw and len(raw) != len(message.inputs):
+        raise InvalidRequest(
+            f"raw_input_contents: found {len(raw)}, expected one for each of {len(message.inputs)}"
+        )
+    inputs = tuple(
+        [
+            _input(tensor, raw[index] if raw else None, f"inputs[{index}]")
+            for index, tensor in enumerate(message.inputs)
+        ]
+    )
+    return TensorRequest(
+        inputs,
+        id=message.id,
+        parameters=parameters(message.parameters, "parameters"),
+        outputs=tuple([_wanted(output, f"outputs[{i}]") for i, output in enumerate(message.outputs)]),
+        binary=True,
+        framed=True,
+    )
+
+
+def infer_response(answer: TensorAnswer, *, raw: bool) -> ModelInferResponse:
+    """The message of an answer.
+
+    Args:
+        answer: of the model.
+        raw: as raw bytes; else in the typed fields, save where an output's datatype has none.
+
+    Raises:
+        HandlerFailed: the handler wrote BYTES that are not laid out as such.
+    """
+    response = ModelInferResponse(
+        model_name=answer.model_name, model_version=answer.model_version, id=answer.id
+    )
+    raw = raw or any(output.datatype.name not in _FIELDS for output in answer.outputs)
+    for output in answer.outputs:
+        tensor = response.outputs.add(name=output.name, datatype=output.datatype.name, shape=output.shape)
+        for name, value in output.parameters.items():
+            set_parameter(tensor.parameters[name], value)
+        if raw:
+            response.raw_output_contents.append(output.raw)
+        else:
+            _fill(tensor.contents, output)
+    return response
+
+
+def parameters(given: Mapping[str, InferParameter], where: str) -> dict[str, ParameterValue]:
+    """Parameters as plain values.
+
+    Raises:
+        InvalidRequest: one has no value.
+    """
+    values: dict[str, ParameterValue] = {}
+    for name, parameter in given.items():
+        choice = parameter.WhichOneof("parameter_choice")
+        if choice is None:
+            raise InvalidRequest(f"{where}[{shown(name)}]: found no value, expected one")
+        values[name] = getattr(parameter, choice)
+    return values
+
+
+def set_parameter(parameter: InferParameter, value: object) -> None:
+    """Put a plain value into a parameter; what has no field of its own goes as its text."""
+    if isinstance(value, bool):
+        parameter.bool_param = value
+    elif isinstance(value, int) and -(2**63) <= value < 2**63:
+        parameter.int64_param = value
+    elif isinstance(value, float):
+        parameter.double_param = value
+    else:
+        parameter.string_param = str(value)
+
+
+def _input(tensor: ModelInferRequest.InferInputTensor, raw: bytes | None, where: str) -> InputTensor:
+    if "shared_memory_region" in tensor.parameters:
+        raise InvalidRequest(
+            f"{where}: found shared_memory_region, expected data: there is no shared memory here"
+        )
+    try:
+        datatype = datatype_named(tensor.datatype, f"{where}.datatype")
+        if raw is None:
+            raw = _raw_of(tensor, datatype, where)
+        elif tensor.HasField("contents"):
+            raise InvalidRequest(
+                f"{where}.contents: found both it and raw_input_contents, expected one of them"
+            )
+    except TensorError as err:
+        raise InvalidRequest(str(err)) from err
+    return input_tensor(tensor.name, datatype, tensor.shape, raw, where)
+
+
+def _raw_of(tensor: ModelInferRequest.InferInputTensor, datatype: Datatype, where: str) -> bytes:
+    field = _FIELDS.get(datatype.name)
+    if field is None:
+        raise InvalidRequest(f"{where}: found {datatype.name} without raw_input_contents, which it needs")
+    values: Sequence[Any] = getattr(tensor.contents, field)
+    count = math.prod(check_shape(tensor.shape, f"{where}.shape"))
+    if len(values) != count:
+        raise InvalidRequest(f"{where}.contents.{field}: found {len(values)} elements, expected {count}")
+    if datatype is BYTES:
+        return join_elements(values)
+    # The fields of 32 bits hold smaller integers too, and one that is too large must not be cut.
+    array = np.array(
+        values, dtype=np.dtype("<i8") if field in ("int_contents", "uint_contents") else datatype.numpy
+    )
+    narrow = array.astype(datatype.numpy, copy=False)
+    if not np.array_equal(narrow, array, equal_nan=array.dtype.kind == "f"):
+        place = int(np.argmax(narrow != array))
+        raise InvalidRequest(
+            f"{where}.contents.{field}[{place}]: found {array[place]}, expected {datatype.name}"
+        )
+    return narrow.tobytes()
+
+
+def _wanted(output: ModelInferRequest.InferRequestedOutputTensor, where: str) -> WantedOutput:
+    said = parameters(output.parameters, f"{where}.parameters")
+    if "shared_memory_region" in said:
+        raise InvalidRequest(f"{where}: found shared_memory_region, and there is no shared memory here")
+    classes = said.get("classification", 0)
+    if isinstance(classes, bool) or not isinstance(classes, int) or not 0 <= classes <= MAX_CLASSES:
+        raise InvalidRequest(
+            f"{where}.parameters.classification: found {shown(classes)}, expected a number of classes"
+        )
+    return WantedOutput(output.name, binary=True, classes=classes)
+
+
+def _fill(contents: InferTensorContents, output: OutputTensor) -> None:
+    field = getattr(contents, _FIELDS[output.datatype.name])
+    if output.datatype is not BYTES:
+        field.extend(np.frombuffer(output.raw, dtype=output.datatype.numpy).tolist())
+        return
+    try:
+        field.extend(split_elements(output.raw, output.name))
+    except TensorError as err:
+        raise HandlerFailed(
+            "The handler's answer is none of the Open Inference Protocol.", 500, str(err)
+        ) from err

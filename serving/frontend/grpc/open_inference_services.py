@@ -1,0 +1,39 @@
+"""The Open Inference Protocol's service, under the public name and under TorchServe's."""
+
+from __future__ import annotations
+
+import grpc
+
+from torchere.serving.errors import ModelNotFound, VersionNotFound
+from torchere.serving.frontend.controlplane import ControlPlane
+from torchere.serving.frontend.dataplane import DataPlane
+from torchere.serving.frontend.grpc.errors import INFERENCE, MANAGEMENT, OPEN_INFERENCE, Table
+from torchere.serving.frontend.grpc.open_inference import TensorCalls
+from torchere.serving.frontend.grpc.open_inference_control import ModelCalls
+from torchere.serving.frontend.grpc.open_inference_descriptors import PUBLIC_NAME, SERVICE, TORCHSERVE_NAME
+from torchere.serving.frontend.grpc.service import service
+from torchere.serving.frontend.open_inference.service import TensorService
+from torchere.serving.frontend.services import Services
+
+# TorchServe's service answers INTERNAL to an inference request for a model that is not there, as its other
+# inference service does, and NOT_FOUND to questions about one.
+_TORCHSERVE_MODELS: Table = {
+    **INFERENCE,
+    ModelNotFound: MANAGEMENT[ModelNotFound],
+    VersionNotFound: MANAGEMENT[VersionNotFound],
+}
+
+
+def open_inference_services(
+    dataplane: DataPlane, controlplane: ControlPlane, services: Services
+) -> list[grpc.GenericRpcHandler]:
+    """Both services. They differ in codes of errors, and in how BYTES reach an envelope."""
+    tensors = TensorService(dataplane, services.settings.service_envelope)
+    public = ModelCalls(dataplane, controlplane, unknown_is_unready=True).methods()
+    torchserves = ModelCalls(dataplane, controlplane, unknown_is_unready=False).methods()
+    return [
+        service(SERVICE, public, OPEN_INFERENCE, PUBLIC_NAME),
+        service(SERVICE, TensorCalls(dataplane, tensors, "text").methods(), OPEN_INFERENCE, PUBLIC_NAME),
+        service(SERVICE, torchserves, _TORCHSERVE_MODELS, TORCHSERVE_NAME),
+        service(SERVICE, TensorCalls(dataplane, tensors, "base64").methods(), INFERENCE, TORCHSERVE_NAME),
+    ]

@@ -1,0 +1,64 @@
+"""What clients may learn of a version without asking its handler; a snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torchere.archiver.signature import Signature
+from torchere.handlers.request_signatures import request_signature
+from torchere.serving.registry.version import Version
+from torchere.serving.telemetry.statistics import VersionStatistics
+from torchere.serving.types import ModelKey
+
+TENSOR_HANDLER = "tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """One version of a model."""
+
+    key: ModelKey
+    versions: tuple[str, ...]  # of the model, in the order of their registration
+    handler: str
+    manifest_model: Mapping[str, Any]  # the member `model` of the manifest
+    signature: Signature | None
+    max_batch_size: int
+    ready: bool  # a request would be run without waiting for a load
+    statistics: VersionStatistics
+
+    @property
+    def reads_tensors(self) -> bool:
+        """Whether its handler reads requests of every protocol itself, so that no envelope is before it."""
+        return self.handler == TENSOR_HANDLER and self.signature is not None
+
+    @property
+    def platform(self) -> str:
+        """What runs it, in the protocol's way of naming: `<project>_<format>`."""
+        if "modelFile" in self.manifest_model:
+            return "pytorch_eager"
+        suffix = str(self.manifest_model.get("serializedFile", "")).rpartition(".")[2]
+        return _PLATFORMS.get(suffix, "pytorch_python")
+
+
+def facts_of(version: Version, versions: tuple[str, ...], statistics: VersionStatistics) -> ModelFacts:
+    """What there is to know of a version now; `versions` are all of its model."""
+    return ModelFacts(
+        key=version.key,
+        versions=versions,
+        handler=version.origin.handler,
+        manifest_model=version.origin.archive.manifest.get("model") or {},
+        signature=request_signature(version.origin.handler, version.origin.archive.tensors),
+        max_batch_size=version.settings.batch.max_batch_size,
+        ready=version.ready,
+        statistics=statistics,
+    )
+
+
+_PLATFORMS = {
+    "pt": "pytorch_torchscript",
+    "pt2": "pytorch_export",
+    "so": "pytorch_aotinductor",
+    "onnx": "onnx_onnxv1",
+}

@@ -1,0 +1,44 @@
+"""What goes wrong with a request of the Open Inference Protocol, in words and numbers its clients know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from torchere.serving.errors import HandlerFailed, ServingError
+from torchere.serving.types import InferResponse
+
+# The contract answers 503 for these, which clients of this protocol take for "try again": they are bugs.
+_BUGS = frozenset(
+    {
+        "Prediction failed",
+        "Invalid model predict output",
+        "number of batch response mismatched",
+        "Unsupported model output data type.",
+    }
+)
+
+
+def as_client_knows(error: ServingError) -> ServingError:
+    """The error with the status of this protocol: what a handler fails at is 500; 503 is only its choice."""
+    if isinstance(error, HandlerFailed) and error.status == 503 and error.message in _BUGS:
+        return HandlerFailed(error.message, 500, error.detail)
+    return error
+
+
+def refused_by_handler(response: InferResponse) -> HandlerFailed:
+    """The error for an answer to which the handler gave a status of 400 or more."""
+    return HandlerFailed(_message(response.body), response.status)
+
+
+def _message(body: bytes) -> str:
+    text = body.decode("utf-8", "replace")
+    try:
+        said: Any = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        return text
+    for name in ("error", "message"):
+        if isinstance(said, dict) and isinstance(said.get(name), str):
+            return str(said[name])
+    return text

@@ -1,0 +1,92 @@
+"""Triton's generate extension: inputs and outputs as plain members of a JSON object. Pure.
+
+`{"text_input": "Once upon", "parameters": {"temperature": 0.2}}` is a request with the input `text_input`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from torchere.archiver.signature import Signature
+from torchere.handlers.tensors import BYTES, DATATYPES, Datatype, TensorError, shown
+from torchere.handlers.tensors_bytes import bytes_from_tensor
+from torchere.handlers.tensors_json import tensor_from_json
+from torchere.serving.errors import InvalidRequest
+from torchere.serving.frontend.open_inference.json_request import parameter_values
+from torchere.serving.frontend.open_inference.tensor_request import InputTensor, TensorRequest
+
+Members = dict[str, Any]
+_RESERVED = frozenset({"id", "parameters"})
+_IDENTITY = ("id", "model_name", "model_version")
+# What a value without a signature is taken for; bool first, since it is an int to Python.
+_OF_TYPE = ((bool, DATATYPES["BOOL"]), (int, DATATYPES["INT64"]), (float, DATATYPES["FP32"]), (str, BYTES))
+
+
+def generate_request(body: bytes, signature: Signature | None) -> TensorRequest:
+    """Read a body.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    try:
+        said: Any = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError) as err:
+        raise InvalidRequest(f"the request is no JSON: {err}") from err
+    if not isinstance(said, dict):
+        raise InvalidRequest("the request: found no object, expected one with the inputs as members")
+    parameters = said.get("parameters", {})
+    if not isinstance(parameters, dict):
+        raise InvalidRequest(f"parameters: found {shown(parameters)}, expected an object")
+    request_id = said.get("id", "")
+    specs = {spec.name: spec for spec in signature.inputs} if signature else {}
+    inputs = []
+    for name, value in said.items():
+        if name not in _RESERVED:
+            spec = specs.get(name)
+            datatype = DATATYPES[spec.datatype] if spec else _datatype(name, value)
+            inputs.append(_input(name, value, datatype, len(spec.shape) if spec else 1))
+    return TensorRequest(tuple(inputs), str(request_id), parameter_values(parameters))
+
+
+def generated(part: bytes) -> Members:
+    """The members of one JSON answer of the protocol; an output of a single element is no list."""
+    answer: Members = msgspec.json.decode(part)
+    members: Members = {name: answer[name] for name in _IDENTITY if name in answer}
+    for output in answer["outputs"]:
+        data = output["data"]
+        members[output["name"]] = data[0] if len(data) == 1 else data
+    return members
+
+
+def joined(parts: list[Members]) -> Members:
+    """The parts of a streamed answer as one: texts behind one another, of everything else the last."""
+    whole: Members = {}
+    for part in parts:
+        for name, value in part.items():
+            before = whole.get(name)
+            goes_on = isinstance(value, str) and isinstance(before, str) and name not in _IDENTITY
+            whole[name] = before + value if goes_on and isinstance(before, str) else value
+    return whole
+
+
+def _datatype(name: str, value: Any) -> Datatype:
+    first = value[0] if isinstance(value, list) and value else value
+    for kind, datatype in _OF_TYPE:
+        if isinstance(first, kind):
+            return datatype
+    raise InvalidRequest(
+        f"{shown(name)[1:-1]}: found {shown(value)}, "
+        "expected a text, a number, true or false, or a list of them"
+    )
+
+
+def _input(name: str, value: Any, datatype: Datatype, rank: int) -> InputTensor:
+    data = value if isinstance(value, list) else [value]
+    shape = (*[1] * (max(rank, 1) - 1), len(data))
+    try:
+        raw = bytes_from_tensor(tensor_from_json(data, datatype, shape, shown(name)[1:-1]), datatype)
+    except TensorError as err:
+        raise InvalidRequest(str(err)) from err
+    return InputTensor(name, datatype, shape, raw)

@@ -1,0 +1,169 @@
+"""A request of the protocol from its REST body: JSON, with binary tensors behind it or not. Pure."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from torchere.handlers.tensors import TensorError, datatype_named, shown
+from torchere.handlers.tensors_answer import WantedOutput
+from torchere.handlers.tensors_bytes import bytes_from_tensor
+from torchere.handlers.tensors_json import tensor_from_json
+from torchere.serving.errors import InvalidRequest
+from torchere.serving.frontend.open_inference.tensor_request import (
+    InputTensor,
+    ParameterValue,
+    TensorRequest,
+    input_tensor,
+)
+
+_AT = re.compile(r" - at `\$\.?([^`]*)`$")  # how msgspec says which member is to blame
+_OWN = frozenset({"binary_data_output"})  # parameters that end here
+
+
+class _Input(msgspec.Struct):
+    name: str
+    datatype: str
+    shape: list[int]
+    parameters: dict[str, Any] = {}
+    data: Any = msgspec.UNSET
+
+
+class _Output(msgspec.Struct):
+    name: str
+    parameters: dict[str, Any] = {}
+
+
+class _Body(msgspec.Struct):
+    inputs: list[_Input]
+    id: str = ""
+    parameters: dict[str, Any] = {}
+    outputs: list[_Output] = []
+
+
+_decoder = msgspec.json.Decoder(_Body)
+
+
+def parse_request(body: bytes, json_bytes: int | None) -> TensorRequest:
+    """Read a body.
+
+    Args:
+        body: the whole of it.
+        json_bytes: value of `Inference-Header-Content-Length`; None: it is all JSON.
+
+    Raises:
+        InvalidRequest: naming the field, as `inputs[0].data[3]`, what was found and what was expected.
+    """
+    if json_bytes is not None and json_bytes > len(body):
+        raise InvalidRequest(
+            f"Inference-Header-Content-Length: found {json_bytes}, "
+            f"expected at most the {len(body)} bytes of the body"
+        )
+    head = _decode(body if json_bytes is None else memoryview(body)[:json_bytes])
+    start = len(body) if json_bytes is None else json_bytes
+    inputs = []
+    for index, item in enumerate(head.inputs):
+        tensor, start = _input(item, f"inputs[{index}]", body, start)
+        inputs.append(tensor)
+    if start < len(body):
+        raise InvalidRequest(
+            f"the body: found {len(body) - start} bytes behind the last tensor, expected none: "
+            "the binary_data_size of the inputs adds up to less"
+        )
+    binary = _flag(head.parameters, "binary_data_output", "parameters")
+    return TensorRequest(
+        inputs=tuple(inputs),
+        id=head.id,
+        parameters=parameter_values({k: v for k, v in head.parameters.items() if k not in _OWN}),
+        outputs=tuple([_output(item, f"outputs[{i}]", binary) for i, item in enumerate(head.outputs)]),
+        binary=binary,
+    )
+
+
+def looks_like_request(body: bytes) -> bool:
+    """Whether a body means to be a request of the protocol: an object with tensors among its `inputs`.
+
+    Other JSON is for handlers that read bodies themselves, as TorchServe's do.
+    """
+    try:
+        said: Any = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    inputs = said.get("inputs") if isinstance(said, dict) else None
+    first = inputs[0] if isinstance(inputs, list) and inputs else None
+    return isinstance(first, dict) and "name" in first and bool({"datatype", "shape"} & first.keys())
+
+
+def _decode(text: bytes | memoryview) -> _Body:
+    try:
+        return _decoder.decode(text)
+    except msgspec.ValidationError as err:
+        said = str(err)
+        place = _AT.search(said)
+        field = place.group(1) if place and place.group(1) else "the request"
+        raise InvalidRequest(f"{field}: {_AT.sub('', said)}") from err
+    except msgspec.DecodeError as err:
+        raise InvalidRequest(f"the request is no JSON: {err}") from err
+    except RecursionError as err:
+        raise InvalidRequest(
+            "the request is nested too deeply; expected lists as deep as their shape"
+        ) from err
+
+
+def _input(item: _Input, where: str, body: bytes, start: int) -> tuple[InputTensor, int]:
+    """One input, and where the next binary one begins."""
+    size = item.parameters.get("binary_data_size")
+    try:
+        datatype = datatype_named(item.datatype, f"{where}.datatype")
+        if size is None:
+            if item.data is msgspec.UNSET:
+                raise TensorError(f"{where}.data", "nothing", "a list, or parameters.binary_data_size")
+            tensor = tensor_from_json(item.data, datatype, item.shape, where)
+            raw = bytes_from_tensor(tensor, datatype)
+            return InputTensor(item.name, datatype, tuple(item.shape), raw), start
+    except TensorError as err:
+        raise InvalidRequest(str(err)) from err
+    field = f"{where}.parameters.binary_data_size"
+    if item.data is not msgspec.UNSET:
+        raise InvalidRequest(f"{where}: found data and binary_data_size, expected one of them")
+    if type(size) is not int or not 0 <= size <= len(body) - start:
+        raise InvalidRequest(
+            f"{field}: found {shown(size)}, expected 0 to {len(body) - start}, the bytes that are left"
+        )
+    raw = body[start : start + size]
+    return input_tensor(item.name, datatype, item.shape, raw, where), start + size
+
+
+def _output(item: _Output, where: str, binary: bool) -> WantedOutput:
+    field = f"{where}.parameters"
+    classes = item.parameters.get("classification", 0)
+    if type(classes) is not int or classes < 0:
+        raise InvalidRequest(
+            f"{field}.classification: found {shown(classes)}, expected a whole number of 0 or more"
+        )
+    is_binary = _flag(item.parameters, "binary_data", field, binary)
+    return WantedOutput(item.name, is_binary, min(classes, 2**31))
+
+
+def _flag(parameters: dict[str, Any], name: str, where: str, default: bool = False) -> bool:
+    value = parameters.get(name, default)
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"{where}.{name}: found {shown(value)}, expected true or false")
+    return value
+
+
+def parameter_values(parameters: dict[str, Any]) -> dict[str, ParameterValue]:
+    """The parameters of a request, if all have values that the protocol has.
+
+    Raises:
+        InvalidRequest: naming the one that has not.
+    """
+    for name, value in parameters.items():
+        if not isinstance(value, (bool, int, float, str)):
+            raise InvalidRequest(
+                f"parameters.{shown(name)[1:-1]}: found {'nothing' if value is None else shown(value)}, "
+                "expected a text, a number, true or false"
+            )
+    return parameters

@@ -1,0 +1,93 @@
+"""The protocol's model repository: which versions there are, and loading and unloading models by name.
+
+To TorchServe's control plane loading is registering an archive of the store, and unloading is unregistering.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torchere.handlers.tensors import shown
+from torchere.serving.errors import InvalidRequest
+from torchere.serving.frontend.controlplane import ControlPlane, Registration, VersionDescription
+from torchere.serving.registry.version import VersionState
+
+_STATES = {
+    VersionState.NEW: "UNAVAILABLE",
+    VersionState.LOADING: "LOADING",
+    VersionState.WARMING: "LOADING",
+    VersionState.READY: "READY",
+    VersionState.DRAINING: "UNLOADING",
+    VersionState.UNLOADING: "UNLOADING",
+    VersionState.GONE: "UNAVAILABLE",
+    VersionState.FAILED: "UNAVAILABLE",
+}
+
+
+class IndexEntry(NamedTuple):
+    """One version in the index."""
+
+    name: str
+    version: str
+    state: str  # READY, LOADING, UNLOADING or UNAVAILABLE
+    reason: str  # why it is not ready; "" when it is
+
+
+class Repository:
+    """Endpoints of the protocol over one control plane; used on its event loop."""
+
+    def __init__(self, controlplane: ControlPlane) -> None:
+        self._controlplane = controlplane
+
+    def index(self, ready_only: bool) -> list[IndexEntry]:
+        """Every registered version, by name; or those that are ready."""
+        names = self._controlplane.list_models(2**31, 0).models
+        entries = [
+            _entry(described) for name, _ in names for described in self._controlplane.describe(name, "all")
+        ]
+        return [entry for entry in entries if entry.state == "READY" or not ready_only]
+
+    async def load(self, model: str, parameters: Mapping[str, object]) -> None:
+        """Register a model of the store and wait until it answers; one that does already is left alone.
+
+        Args:
+            model: the name it will have.
+            parameters: `url` names its archive, which is `<model>.mar` otherwise; `initial_workers` says how
+                many executors it begins with.
+
+        Raises:
+            NotAllowed: the model API is off.
+            InvalidRequest, ModelNotFound, InvalidArchive, DownloadFailed, LoadFailed: it is not loaded.
+        """
+        if any(entry.name == model for entry in self.index(ready_only=True)):
+            return
+        url = parameters.get("url", f"{model}.mar")
+        if not isinstance(url, str):
+            raise InvalidRequest(f"parameters.url: found {shown(url)}, expected the name of an archive")
+        executors = parameters.get("initial_workers", 1)
+        if not isinstance(executors, int) or isinstance(executors, bool):
+            raise InvalidRequest(
+                f"parameters.initial_workers: found {shown(executors)}, expected a whole number"
+            )
+        await self._controlplane.register(Registration(url, model_name=model, initial_executors=executors))
+
+    async def unload(self, model: str) -> None:
+        """Unregister every version of a model, once its requests are answered.
+
+        Raises:
+            NotAllowed: the model API is off.
+            ModelNotFound: there is none.
+            UnregisterTimeout: its requests went on for too long.
+        """
+        default = self._controlplane.describe(model, None)[0].key.version
+        versions = [described.key.version for described in self._controlplane.describe(model, "all")]
+        others = [version for version in versions if version != default]
+        for version in (*others, default):  # the default one can't go while others stay
+            await self._controlplane.unregister(model, version)
+
+
+def _entry(described: VersionDescription) -> IndexEntry:
+    state = _STATES[described.state]
+    reason = "" if state == "READY" else described.failure or described.state.value
+    return IndexEntry(*described.key, state, reason)

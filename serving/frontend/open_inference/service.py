@@ -1,0 +1,124 @@
+"""Asking a model with tensors, for the REST and the gRPC frontend alike."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from torchere.serving.errors import InvalidRequest, ServingError
+from torchere.serving.frontend.dataplane import DataPlane
+from torchere.serving.frontend.model_facts import ModelFacts
+from torchere.serving.frontend.open_inference.errors import as_client_knows
+from torchere.serving.frontend.open_inference.json_form import BytesAs, request_json
+from torchere.serving.frontend.open_inference.signature_check import check_signature
+from torchere.serving.frontend.open_inference.tensor_answer import (
+    TensorAnswer,
+    read_framed,
+    read_framed_body,
+    read_json,
+)
+from torchere.serving.frontend.open_inference.tensor_request import (
+    Pairs,
+    TensorRequest,
+    infer_request,
+    sequence_headers,
+)
+from torchere.serving.frontend.priority import prioritised
+from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, Parameter, StreamedResponse
+
+STREAMS = (
+    "The model answers in parts: ask for a stream (over REST with the header Accept: text/event-stream, "
+    "over gRPC with ModelStreamInfer)."
+)
+
+
+class TensorService:
+    """Answers requests of the Open Inference Protocol; used on the event loop of its data plane only.
+
+    Args:
+        dataplane: whom it asks.
+        envelope: the server's `service_envelope`. Where there is one, handlers get the JSON that it takes
+            off, as TorchServe has it, and not tensors.
+    """
+
+    def __init__(self, dataplane: DataPlane, envelope: str | None) -> None:
+        self._dataplane = dataplane
+        self._envelope = envelope
+
+    def enveloped(self, facts: ModelFacts) -> bool:
+        """Whether an envelope stands before the handler of a version, so that it is asked with JSON."""
+        return self._envelope is not None and not facts.reads_tensors
+
+    async def ask(
+        self,
+        model: str,
+        version: str | None,
+        request: TensorRequest,
+        *,
+        request_id: str,
+        headers: Pairs = (),
+        deadline_s: float = NO_DEADLINE,
+        bytes_as: BytesAs = "text",
+    ) -> InferResponse | StreamedResponse:
+        """Have a request answered; the body is what the executor, or behind an envelope the handler, wrote.
+
+        Raises:
+            ServingError: with the status that clients of this protocol know.
+        """
+        facts = self._dataplane.facts(model, version)
+        request.check()
+        if self.enveloped(facts):
+            body = Parameter("body", request_json(model, request, bytes_as), "application/json")
+            with_sequence = (*headers, *sequence_headers(request.parameters))
+            asked = InferRequest(request_id, (body,), with_sequence, deadline_s)
+        else:
+            if facts.signature is not None:
+                check_signature(request, facts.signature)
+            asked = infer_request(request, request_id, headers, deadline_s)
+        try:
+            return await self._dataplane.infer(model, version, prioritised(asked))
+        except ServingError as error:
+            raise as_client_knows(error) from error
+
+    async def answer(
+        self,
+        model: str,
+        version: str | None,
+        request: TensorRequest,
+        *,
+        request_id: str,
+        headers: Pairs = (),
+        deadline_s: float = NO_DEADLINE,
+        bytes_as: BytesAs = "text",
+    ) -> TensorAnswer:
+        """Have a request answered, as records. The request must ask for a framed answer.
+
+        Raises:
+            InvalidRequest: the model answers in parts.
+            ServingError: with the status that clients of this protocol know.
+        """
+        response = await self.ask(
+            model,
+            version,
+            request,
+            request_id=request_id,
+            headers=headers,
+            deadline_s=deadline_s,
+            bytes_as=bytes_as,
+        )
+        if isinstance(response, StreamedResponse):
+            raise InvalidRequest(STREAMS)
+        is_json = self.enveloped(self._dataplane.facts(model, version))
+        return read_json(response) if is_json else read_framed(response)
+
+
+async def framed_parts(response: InferResponse | StreamedResponse) -> AsyncIterator[TensorAnswer]:
+    """The parts of what `TensorService.ask` gave for a framed request, one after the other.
+
+    Raises:
+        ServingError: the handler failed, be it midway.
+    """
+    if isinstance(response, InferResponse):
+        yield read_framed(response)
+        return
+    async for chunk in response.chunks:
+        yield read_framed_body(chunk)

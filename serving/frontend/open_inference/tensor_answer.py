@@ -1,0 +1,138 @@
+"""An answer of the Open Inference Protocol as records, for frontends that do more than pass its body on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from torchere.handlers.tensors import DATATYPES, Datatype, TensorError
+from torchere.handlers.tensors_answer import FRAME, Encoded, Wish, encode_outputs, wanted_outputs
+from torchere.handlers.tensors_bytes import bytes_from_tensor, tensor_from_bytes
+from torchere.handlers.tensors_json import tensor_from_json
+from torchere.handlers.tensors_outputs import Output
+from torchere.serving.errors import HandlerFailed, InvalidRequest, ServingError
+from torchere.serving.frontend.open_inference.errors import refused_by_handler
+from torchere.serving.frontend.open_inference.tensor_request import TensorRequest
+from torchere.serving.types import InferResponse
+
+
+class OutputTensor(NamedTuple):
+    """One output: raw little-endian elements; BYTES have a length of 4 bytes before each element."""
+
+    name: str
+    datatype: Datatype
+    shape: tuple[int, ...]
+    raw: bytes
+    parameters: Mapping[str, Any]
+
+
+class TensorAnswer(NamedTuple):
+    """What came of a `TensorRequest`."""
+
+    model_name: str
+    model_version: str
+    id: str
+    outputs: tuple[OutputTensor, ...]
+
+
+class _Output(msgspec.Struct):
+    name: str
+    datatype: str
+    shape: list[int]
+    parameters: dict[str, Any] = {}
+    data: Any = None
+
+
+class _Head(msgspec.Struct):
+    model_name: str = ""
+    model_version: str | int | float | None = ""  # a handler that writes JSON itself may take a number
+    id: str | None = ""
+    outputs: list[_Output] = []
+
+
+_decoder = msgspec.json.Decoder(_Head)
+
+
+def read_framed(response: InferResponse) -> TensorAnswer:
+    """The answer to a request that asked for a framed one.
+
+    Raises:
+        ServingError: the handler, or the wish that the request brought, made an error of it.
+    """
+    if response.status >= 400:
+        raise refused_by_handler(response)
+    return read_framed_body(response.body)
+
+
+def read_framed_body(body: bytes) -> TensorAnswer:
+    """As `read_framed`, for one part of a streamed answer.
+
+    Raises:
+        HandlerFailed: the body is not framed: the handler sent bytes of its own.
+    """
+    if len(body) < FRAME.size or (length := FRAME.unpack_from(body)[0]) > len(body) - FRAME.size:
+        raise _no_tensors("a body without a frame")
+    return _answer(body, FRAME.size, FRAME.size + length)
+
+
+def encode_answer(answer: TensorAnswer, request: TensorRequest) -> Encoded:
+    """The REST body of an answer, with the outputs that the request asks for, in the forms it asks for.
+
+    Raises:
+        ServingError: it asks for an output that there is none of, or for bytes as JSON.
+    """
+    outputs = [
+        Output(out.name, out.datatype, out.shape, tensor_from_bytes(out.raw, out.datatype, out.shape))
+        for out in answer.outputs
+    ]
+    wish = Wish(id=answer.id, outputs=request.outputs, binary=request.binary)
+    identity = {"model_name": answer.model_name, "model_version": answer.model_version}
+    try:
+        return encode_outputs(identity, wanted_outputs(outputs, wish, None), wish)
+    except TensorError as err:
+        raise InvalidRequest(str(err)) from err
+
+
+def read_json(response: InferResponse) -> TensorAnswer:
+    """The answer of a handler that writes the protocol's JSON itself, as the `kservev2` envelope does.
+
+    Raises:
+        ServingError: the handler made an error of it, or wrote something else.
+    """
+    if response.status >= 400:
+        raise refused_by_handler(response)
+    return _answer(response.body, 0, len(response.body))
+
+
+def _answer(body: bytes, start: int, end: int) -> TensorAnswer:
+    try:
+        head = _decoder.decode(memoryview(body)[start:end])
+    except (msgspec.DecodeError, RecursionError) as err:
+        raise _no_tensors(str(err)) from err
+    outputs = []
+    for index, output in enumerate(head.outputs):
+        size = output.parameters.pop("binary_data_size", None)
+        if isinstance(size, int):
+            raw, end = body[end : end + size], end + size
+        else:
+            raw = _raw_of_json(output, f"outputs[{index}]")
+        datatype = DATATYPES[output.datatype]
+        outputs.append(OutputTensor(output.name, datatype, tuple(output.shape), raw, output.parameters))
+    version = "" if head.model_version is None else str(head.model_version)
+    return TensorAnswer(head.model_name, version, head.id or "", tuple(outputs))
+
+
+def _raw_of_json(output: _Output, where: str) -> bytes:
+    datatype = DATATYPES.get(output.datatype)
+    if datatype is None:
+        raise _no_tensors(f"{where}.datatype is {output.datatype!r}")
+    try:
+        return bytes_from_tensor(tensor_from_json(output.data, datatype, output.shape, where), datatype)
+    except TensorError as err:
+        raise _no_tensors(str(err)) from err
+
+
+def _no_tensors(cause: str) -> ServingError:
+    return HandlerFailed("The handler's answer is none of the Open Inference Protocol.", 500, cause)

@@ -1,0 +1,195 @@
+"""A request of the Open Inference Protocol, whatever wire it came by, and its way to the executor.
+
+Each input becomes one parameter of an `InferRequest`: its raw bytes, with datatype and shape as the content
+type. What the request says beside its inputs travels as a `Wish` in a header, from which the executor knows
+that the answer is to be tensors.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+from torchere.handlers.tensors import Datatype, TensorError, check_shape, shown, tensor_type
+from torchere.handlers.tensors_answer import WantedOutput, Wish, wish_header
+from torchere.handlers.tensors_bytes import check_byte_count
+from torchere.serving.batching.stateful import SEQUENCE_END, SEQUENCE_ID, SEQUENCE_START
+from torchere.serving.errors import InvalidRequest
+from torchere.serving.types import NO_DEADLINE, InferRequest, Parameter
+
+ParameterValue: TypeAlias = bool | int | float | str
+Pairs: TypeAlias = tuple[tuple[str, str], ...]
+
+MAX_TENSORS = 1000  # inputs, or outputs, of a request
+MAX_PARAMETERS = 1000
+MAX_NAME_LENGTH = 1024  # of ids, tensors, parameters and sequences
+
+
+class InputTensor(NamedTuple):
+    """One input: raw little-endian elements, of as many bytes as datatype and shape say."""
+
+    name: str
+    datatype: Datatype
+    shape: tuple[int, ...]
+    raw: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRequest:
+    """What a client asks. `check` it before it is used.
+
+    `binary` says how outputs that `outputs` does not name are to come; `framed` that the answer's body has to
+    tell its parts apart itself, for a caller that sees no headers (`tensor_answer.read_framed`).
+    """
+
+    inputs: tuple[InputTensor, ...]
+    id: str = ""
+    parameters: Mapping[str, ParameterValue] = field(default_factory=dict)
+    outputs: tuple[WantedOutput, ...] = ()
+    binary: bool = False
+    framed: bool = False
+
+    def check(self) -> None:
+        """Refuse what no model can be asked.
+
+        Raises:
+            InvalidRequest: a field is out of bounds, or a name stands twice; the text names the field.
+        """
+        check_length("id", self.id)
+        check_names("inputs", [tensor.name for tensor in self.inputs])
+        check_names("outputs", [output.name for output in self.outputs])
+        if len(self.parameters) > MAX_PARAMETERS:
+            raise InvalidRequest(
+                f"parameters: found {len(self.parameters)}, expected at most {MAX_PARAMETERS}"
+            )
+        sequence_headers(self.parameters)
+
+
+def input_tensor(
+    name: str, datatype: Datatype, shape: Sequence[object], raw: bytes, where: str
+) -> InputTensor:
+    """An input of raw bytes; `where` names it in errors: `inputs[0]`.
+
+    Raises:
+        InvalidRequest: the shape is none, or the bytes are too many or too few for it.
+    """
+    try:
+        sizes = check_shape(shape, f"{where}.shape")
+        check_byte_count(len(raw), datatype, sizes, where)
+    except TensorError as err:
+        raise InvalidRequest(str(err)) from err
+    return InputTensor(name, datatype, sizes, raw)
+
+
+def infer_request(
+    request: TensorRequest, request_id: str, headers: Pairs = (), deadline_s: float = NO_DEADLINE
+) -> InferRequest:
+    """The request as the data plane takes it.
+
+    Args:
+        request: checked.
+        request_id: of the call; the id that the client chose goes into its answer only.
+        headers: what the handler is to see of the call.
+        deadline_s: of the call; the protocol's parameter `timeout`, in microseconds, may make it shorter.
+
+    Raises:
+        InvalidRequest: a parameter that means something to the server is of a wrong kind.
+    """
+    sequence = sequence_headers(request.parameters)
+    wish = Wish(
+        id=request.id,
+        parameters=dict(request.parameters),
+        outputs=request.outputs,
+        binary=request.binary,
+        framed=request.framed,
+        ends_sequence=dict(sequence).get(SEQUENCE_ID, "")
+        if _flag(request.parameters, "sequence_end")
+        else "",
+    )
+    values = tuple(
+        [
+            Parameter(tensor.name, tensor.raw, tensor_type(tensor.datatype, tensor.shape))
+            for tensor in request.inputs
+        ]
+    )
+    deadline_s = min(deadline_s, _timeout(request.parameters))
+    return InferRequest(request_id, values, (*headers, *sequence, wish_header(wish)), deadline_s)
+
+
+def sequence_headers(parameters: Mapping[str, ParameterValue]) -> Pairs:
+    """The contract's headers for the parameters `sequence_id`, `sequence_start` and `sequence_end`.
+
+    An id of 0 or "" means that there is no sequence, as in Triton.
+
+    Raises:
+        InvalidRequest: an id that is none, or a start or an end without one.
+    """
+    sequence_id = parameters.get("sequence_id", 0)
+    if isinstance(sequence_id, (bool, float)) or (isinstance(sequence_id, int) and sequence_id < 0):
+        raise InvalidRequest(
+            f"parameters.sequence_id: found {shown(sequence_id)}, "
+            "expected a text, or a whole number of 0 or more"
+        )
+    check_length("parameters.sequence_id", str(sequence_id) if isinstance(sequence_id, str) else "")
+    starts, ends = _flag(parameters, "sequence_start"), _flag(parameters, "sequence_end")
+    if not sequence_id:
+        if starts or ends:
+            raise InvalidRequest("parameters.sequence_id: found none, expected the id of what starts or ends")
+        return ()
+    pairs = [(SEQUENCE_ID, str(sequence_id))]
+    if starts:
+        pairs.append((SEQUENCE_START, "true"))
+    if ends:
+        pairs.append((SEQUENCE_END, str(sequence_id)))
+    return tuple(pairs)
+
+
+def check_names(where: str, names: Sequence[str]) -> None:
+    """Refuse too many, too long or equal names.
+
+    Raises:
+        InvalidRequest: naming the field, as `inputs[3].name`.
+    """
+    if len(names) > MAX_TENSORS:
+        raise InvalidRequest(f"{where}: found {len(names)}, expected at most {MAX_TENSORS}")
+    seen: dict[str, int] = {}
+    for index, name in enumerate(names):
+        if not name:
+            raise InvalidRequest(f"{where}[{index}].name: found '', expected the name of a tensor")
+        check_length(f"{where}[{index}].name", name)
+        if name in seen:
+            raise InvalidRequest(
+                f"{where}[{index}].name: found {shown(name)}, expected a name that {where}[{seen[name]}] "
+                "does not have"
+            )
+        seen[name] = index
+
+
+def check_length(where: str, text: str) -> None:
+    """Refuse a text that is too long to be a name.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    if len(text) > MAX_NAME_LENGTH:
+        raise InvalidRequest(
+            f"{where}: found a text of {len(text)} characters, expected at most {MAX_NAME_LENGTH}"
+        )
+
+
+def _flag(parameters: Mapping[str, ParameterValue], name: str) -> bool:
+    value = parameters.get(name, False)
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"parameters.{name}: found {shown(value)}, expected true or false")
+    return value
+
+
+def _timeout(parameters: Mapping[str, ParameterValue]) -> float:
+    value = parameters.get("timeout", 0)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise InvalidRequest(
+            f"parameters.timeout: found {shown(value)}, expected microseconds, as a whole number of 0 or more"
+        )
+    return time.monotonic() + min(value, 2**53) / 1e6 if value else NO_DEADLINE

@@ -1,0 +1,45 @@
+"""The header by which a client says how much its request matters among those that wait for the same model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torchere.serving.batching.priority import HIGHEST, LOWEST
+from torchere.serving.errors import InvalidRequest
+from torchere.serving.types import InferRequest
+
+HEADER = "x-torchere-priority"
+
+
+def parse_priority(value: str | bytes) -> int:
+    """The value of the header.
+
+    Raises:
+        InvalidRequest: it is no whole number from `LOWEST` to `HIGHEST`.
+    """
+    text = value if isinstance(value, str) else value.decode("latin-1")
+    digits = text.strip()
+    if len(digits) <= 3 and digits.removeprefix("-").removeprefix("+").isdecimal() and digits.isascii():
+        number = int(digits)
+        if LOWEST <= number <= HIGHEST:
+            return number
+    raise InvalidRequest(
+        f"Header {HEADER} must be a whole number from {LOWEST} to {HIGHEST}, found: {text[:100]!r}"
+    )
+
+
+def prioritised(
+    request: InferRequest, pairs: Iterable[tuple[str, str | bytes]] | None = None
+) -> InferRequest:
+    """The request with the priority that `pairs` name; without them its own headers count.
+
+    Raises:
+        InvalidRequest: see `parse_priority`.
+    """
+    for name, value in request.headers if pairs is None else pairs:
+        if name.lower() == HEADER:
+            priority = parse_priority(value)
+            return InferRequest(
+                request.request_id, request.parameters, request.headers, request.deadline_s, priority
+            )
+    return request

@@ -1,0 +1,160 @@
+"""`torchere predict`: sends one request to a running server and prints the answer for people.
+
+What goes over REST is the client's work (`torchere.client`), what goes over gRPC is in `predict_grpc`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchere.serving.predict_report import body_text, tensors_text
+
+if TYPE_CHECKING:
+    from torchere.client import Tensor
+    from torchere.client.repository import TensorMetadata
+
+DESCRIPTION = (
+    "Send one request to a running server, over REST or gRPC, and print the answer.\n"
+    "Status 1: the server answered with an error, or not at all."
+)
+REST_ADDRESS = "http://127.0.0.1:8080"
+GRPC_ADDRESS = "127.0.0.1:7070"
+NPY_TYPE = "application/x-npy"
+_UNNAMED = "input"  # what the only input of a model is called that names none
+
+
+class UsageError(Exception):
+    """The arguments make no request; the text says why."""
+
+
+def add_predict_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="name of the model, or name/version")
+    given = parser.add_mutually_exclusive_group(required=True)
+    given.add_argument("--json", metavar="TEXT", help="JSON to send; with --v2, arrays by input name")
+    given.add_argument("--image", type=Path, metavar="FILE", help="a picture to send")
+    given.add_argument("--file", type=Path, metavar="FILE", help="a file to send as it is")
+    given.add_argument(
+        "--npy", action="append", metavar="[NAME=]FILE", help="a NumPy array; with --v2 once for each input"
+    )
+    add("--content-type", metavar="TYPE", help="of --file or --image (default: by the file's name)")
+    add("--address", metavar="ADDRESS", help=f"default: {REST_ADDRESS}, with --grpc {GRPC_ADDRESS}")
+    add("--token", metavar="KEY", help="the inference key of the server")
+    add("--timeout", type=float, default=60.0, metavar="S", help="seconds (default: %(default)g)")
+    add("--v2", action="store_true", help="use the Open Inference Protocol, with --json or --npy")
+    add("--grpc", action="store_true", help="use gRPC instead of REST")
+
+
+def run_predict(options: argparse.Namespace) -> int:
+    """Send and print; status 1 when there is no answer or an error for one, 2 when nothing could be sent."""
+    try:
+        from torchere.client import ClientError  # noqa: PLC0415 - not needed for --help
+    except ModuleNotFoundError as err:
+        if err.name != "httpx":
+            raise
+        print("torchere predict needs httpx: pip install 'torchere[client]'", file=sys.stderr)
+        return 1
+    try:
+        print(_infer(options) if options.v2 else _predict(options))
+    except ClientError as err:
+        print(err, file=sys.stderr)
+        return 1
+    except (UsageError, OSError, ValueError, TypeError) as err:
+        print(f"torchere predict: {err}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _predict(options: argparse.Namespace) -> str:
+    content_type, body = _body(options)
+    model, version = _named(options.model)
+    if options.grpc:
+        from torchere.serving import predict_grpc  # noqa: PLC0415 - imports grpc
+
+        with predict_grpc.Connection(_address(options), options.token, options.timeout) as connection:
+            return body_text(connection.predict(model, version, body), "")
+    from torchere.client import Client  # noqa: PLC0415
+
+    with Client(_address(options), token=options.token, timeout_s=options.timeout) as client:
+        answer = client.predict(model, body, version=version, content_type=content_type)
+        return body_text(answer.body, answer.headers.get("content-type", ""))
+
+
+def _infer(options: argparse.Namespace) -> str:
+    model, version = _named(options.model)
+    arrays = _arrays(options)
+    if options.grpc:
+        from torchere.serving import predict_grpc  # noqa: PLC0415 - imports grpc
+
+        with predict_grpc.Connection(_address(options), options.token, options.timeout) as connection:
+            inputs = _tensors(arrays, connection.inputs(model, version))
+            return tensors_text(connection.infer(model, version, inputs))
+    from torchere.client import Client  # noqa: PLC0415
+
+    with Client(_address(options), token=options.token, timeout_s=options.timeout) as client:
+        inputs = _tensors(arrays, client.model_metadata(model, version).inputs)
+        return tensors_text(client.infer(model, inputs, version=version).tensors)
+
+
+def _named(text: str) -> tuple[str, str | None]:
+    model, _, version = text.partition("/")
+    return model, version or None
+
+
+def _address(options: argparse.Namespace) -> str:
+    default = GRPC_ADDRESS if options.grpc else REST_ADDRESS
+    address: str = options.address or default
+    return address
+
+
+def _body(options: argparse.Namespace) -> tuple[str, bytes]:
+    from torchere.client.predictions import encode_data  # noqa: PLC0415
+
+    if options.json is not None:
+        return "application/json", json.dumps(_parsed(options.json)).encode()
+    if options.npy:
+        if len(options.npy) > 1 or "=" in options.npy[0]:
+            raise UsageError("several or named arrays need --v2")
+        return NPY_TYPE, Path(options.npy[0]).read_bytes()
+    content_type, body = encode_data(options.image or options.file)
+    return options.content_type or content_type, body
+
+
+def _arrays(options: argparse.Namespace) -> dict[str, Any]:
+    """What the arguments hold, by input name; "" for one without a name."""
+    if options.json is not None:
+        value = _parsed(options.json)
+        return value if isinstance(value, dict) else {"": value}
+    if not options.npy:
+        raise UsageError("--v2 sends arrays; expected --json or --npy")
+    import numpy as np  # noqa: PLC0415 - takes a tenth of a second
+
+    arrays = {}
+    for text in options.npy:
+        name, separator, file = text.rpartition("=")
+        arrays[name if separator else ""] = np.load(file, allow_pickle=False)
+    return arrays
+
+
+def _tensors(arrays: dict[str, Any], known: tuple[TensorMetadata, ...]) -> list[Tensor]:
+    from torchere.client import tensor  # noqa: PLC0415
+
+    datatypes = {one.name: one.datatype for one in known}
+    if "" in arrays:
+        if len(arrays) > 1 or len(known) > 1:
+            names = ", ".join(datatypes) or "by name"
+            raise UsageError(f"an array without a name; the model takes {names}")
+        arrays = {next(iter(datatypes), _UNNAMED): arrays[""]}
+    return [tensor(name, value, datatypes.get(name)) for name, value in arrays.items()]
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as err:
+        raise UsageError(f"--json is no JSON: {err}") from err

@@ -1,0 +1,95 @@
+"""The calls of `torchere predict` over gRPC; errors become those of the REST client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+
+from torchere.client import AnswerError, ConnectionFailed, DeadlineExceeded, Tensor
+from torchere.client.errors import ClientError
+from torchere.client.repository import TensorMetadata
+from torchere.serving.frontend.grpc.protos import inference_pb2, open_inference_pb2
+
+_PREDICTIONS = "/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions"
+_OPEN_INFERENCE = "/inference.GRPCInferenceService"
+_UNBOUNDED = -1  # the server has its own limits
+
+
+class Connection:
+    """One channel to a server. Use it in a `with` statement; every call raises a `ClientError`.
+
+    Args:
+        address: host:port.
+        token: the inference key; None sends none.
+        timeout_s: of each call.
+    """
+
+    def __init__(self, address: str, token: str | None, timeout_s: float) -> None:
+        self._address = address
+        self._metadata = [("authorization", f"Bearer {token}")] if token else []
+        self._timeout_s = timeout_s
+        options = [(f"grpc.max_{way}_message_length", _UNBOUNDED) for way in ("send", "receive")]
+        self._channel = grpc.insecure_channel(address, options)
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._channel.close()
+
+    def predict(self, model: str, version: str | None, body: bytes) -> bytes:
+        """TorchServe's `Predictions`; the handler gets the body as `data`."""
+        request = inference_pb2.PredictionsRequest(
+            model_name=model, model_version=version or "", input={"data": body}
+        )
+        read = inference_pb2.PredictionResponse.FromString
+        prediction: bytes = self._call(_PREDICTIONS, request, read).prediction
+        return prediction
+
+    def inputs(self, model: str, version: str | None) -> tuple[TensorMetadata, ...]:
+        """What a model takes, as far as its archive says."""
+        request = open_inference_pb2.ModelMetadataRequest(name=model, version=version or "")
+        read = open_inference_pb2.ModelMetadataResponse.FromString
+        told = self._call(f"{_OPEN_INFERENCE}/ModelMetadata", request, read)
+        return tuple(TensorMetadata(one.name, one.datatype, tuple(one.shape)) for one in told.inputs)
+
+    def infer(self, model: str, version: str | None, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The Open Inference Protocol's `ModelInfer`, with raw tensors."""
+        request = open_inference_pb2.ModelInferRequest(model_name=model, model_version=version or "")
+        for one in inputs:
+            request.inputs.add(name=one.name, datatype=one.datatype, shape=one.shape)
+            request.raw_input_contents.append(one.data)
+        read = open_inference_pb2.ModelInferResponse.FromString
+        answer = self._call(f"{_OPEN_INFERENCE}/ModelInfer", request, read)
+        return [
+            Tensor(one.name, one.datatype, tuple(one.shape), raw)
+            for one, raw in zip(answer.outputs, answer.raw_output_contents, strict=True)
+        ]
+
+    def _call(self, path: str, request: Message, read: Callable[[bytes], Any]) -> Any:
+        call: Any = self._channel.unary_unary(path, lambda message: message.SerializeToString(), read)
+        with self._translated():
+            return call(request, timeout=self._timeout_s, metadata=self._metadata)
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except grpc.RpcError as err:
+            raise self._error(err) from err
+
+    def _error(self, err: Any) -> ClientError:
+        code, details = err.code(), err.details() or ""
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return DeadlineExceeded(f"no answer within {self._timeout_s:g} s")
+        if code is grpc.StatusCode.UNAVAILABLE and "connect" in details.lower():
+            return ConnectionFailed(f"no connection to {self._address}: {details}", refused=True)
+        # The second line of TorchServe's details is the name of a Java class.
+        return AnswerError(details.partition("\n")[0], code.value[0], kind=code.name)

@@ -1,0 +1,110 @@
+"""Every metric family of ours in one table: name, type, and what it says. TorchServe's are in `metrics.yaml`.
+
+Base units only (seconds, bytes, ratios); counters end in `_total`; labels are bounded by what is registered
+and by the code, never by what clients send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from prometheus_client import Metric
+
+Kind = Literal["counter", "gauge", "histogram"]
+
+REQUESTS = "torchere_requests_total"
+REQUEST_DURATION = "torchere_request_duration_seconds"
+QUEUE_DURATION = "torchere_queue_duration_seconds"
+STAGE_DURATION = "torchere_stage_duration_seconds"
+IN_FLIGHT = "torchere_requests_in_flight"
+REJECTED = "torchere_requests_rejected_total"
+CANCELLED = "torchere_requests_cancelled_total"
+EXPIRED = "torchere_requests_expired_total"
+BATCH_SIZE = "torchere_batch_size"
+BUSY_SECONDS = "torchere_executor_busy_seconds_total"
+RESTARTS = "torchere_executor_restarts_total"
+LAST_PROGRESS = "torchere_executor_last_progress_timestamp_seconds"
+LOAD_DURATION = "torchere_model_load_duration_seconds"
+QUEUE_DEPTH = "torchere_queue_depth"
+QUEUE_CAPACITY = "torchere_queue_capacity"
+OLDEST_AGE = "torchere_queue_oldest_age_seconds"
+PREDICTED = "torchere_batch_predicted_duration_seconds"
+SATURATION = "torchere_saturation"
+EXECUTORS = "torchere_executors"
+EXECUTOR_STATE = "torchere_executor_state"
+EXECUTOR_MEMORY = "torchere_executor_resident_bytes"
+MODEL_STATE = "torchere_model_state"
+MODEL_TIMEOUT = "torchere_model_response_timeout_seconds"
+MODEL_WEIGHTS = "torchere_model_weights_bytes"
+VERSION_WEIGHT = "torchere_model_version_weight"
+SERVER_IN_FLIGHT = "torchere_inflight"
+READY = "torchere_ready"
+BUILD_INFO = "torchere_build_info"
+CERTIFICATE_EXPIRY = "torchere_certificate_expiry_timestamp_seconds"
+LOOP_LAG = "torchere_event_loop_lag_seconds"
+GC_PAUSE = "torchere_gc_pause_seconds_total"
+THREADS = "torchere_process_threads"
+CGROUP_CPU_LIMIT = "torchere_cgroup_cpu_limit_cores"
+CGROUP_THROTTLED = "torchere_cgroup_cpu_throttled_seconds_total"
+CGROUP_MEMORY_LIMIT = "torchere_cgroup_memory_limit_bytes"
+CGROUP_MEMORY = "torchere_cgroup_memory_bytes"
+LOG_DROPPED = "torchere_access_log_dropped_lines_total"
+
+FAMILIES: dict[str, tuple[Kind, str]] = {
+    REQUESTS: ("counter", "Predictions that are over, by protocol and the code they ended with."),
+    REQUEST_DURATION: ("histogram", "A prediction with a handler's answer, from its head to the last byte."),
+    QUEUE_DURATION: ("histogram", "The part of a prediction before an executor took it."),
+    STAGE_DURATION: ("histogram", "The parts of a prediction; together they are the request's duration."),
+    IN_FLIGHT: ("gauge", "Predictions that were admitted and have no answer yet."),
+    REJECTED: ("counter", "Predictions that were turned away before they waited, by reason."),
+    CANCELLED: ("counter", "Predictions whose client went away, by where they were then."),
+    EXPIRED: ("counter", "Predictions whose deadline passed, by where they were then."),
+    BATCH_SIZE: ("histogram", "Requests of each batch."),
+    BUSY_SECONDS: ("counter", "Time that executors had a batch, over all of a version's executors."),
+    RESTARTS: ("counter", "Executors that were lost and come back, by what ended them."),
+    LAST_PROGRESS: ("gauge", "When a batch came back last."),
+    LOAD_DURATION: ("gauge", "How long the last executor took from its start until it was loaded and warm."),
+    QUEUE_DEPTH: ("gauge", "Requests that wait."),
+    QUEUE_CAPACITY: ("gauge", "Requests that may wait, those that do included."),
+    OLDEST_AGE: ("gauge", "How long the oldest waiting request has waited; 0 when none does."),
+    PREDICTED: ("gauge", "How long the batcher expects a batch to be in an executor; 0 before the first."),
+    SATURATION: ("gauge", "Share of busy executors, plus how full the queue is: 1 all busy, 2 refusing."),
+    EXECUTORS: ("gauge", "Executors by state."),
+    EXECUTOR_STATE: ("gauge", "1 for the state an executor is in, 0 for the others."),
+    EXECUTOR_MEMORY: ("gauge", "Memory of a worker process (RSS). Executor threads have the server's."),
+    MODEL_STATE: ("gauge", "1 for the state a version is in, 0 for the others."),
+    MODEL_TIMEOUT: ("gauge", "How long a batch may be in an executor: response_timeout."),
+    MODEL_WEIGHTS: ("gauge", "Size of the model file: threads share it, each worker loads it."),
+    VERSION_WEIGHT: ("gauge", "Share of the requests without a version that a version gets."),
+    SERVER_IN_FLIGHT: ("gauge", "Predictions of all models that were admitted and have no answer yet."),
+    READY: ("gauge", "1 when the server is ready, 0 when not."),
+    BUILD_INFO: ("gauge", "Always 1; its labels say what runs."),
+    CERTIFICATE_EXPIRY: ("gauge", "When the certificate of the listeners expires."),
+    LOOP_LAG: ("histogram", "How late the event loop was for a timer, sampled twice a second."),
+    GC_PAUSE: ("counter", "Time in Python's garbage collector, during which nothing else runs."),
+    THREADS: ("gauge", "Threads of the server process."),
+    CGROUP_CPU_LIMIT: ("gauge", "CPU limit of the container; absent without one."),
+    CGROUP_THROTTLED: ("counter", "Time the container was kept from running by its CPU limit."),
+    CGROUP_MEMORY_LIMIT: ("gauge", "Memory limit of the container; absent without one."),
+    CGROUP_MEMORY: ("gauge", "Memory of the container, page cache included."),
+    LOG_DROPPED: ("counter", "Lines of the access log that were lost because its output did not keep up."),
+}
+# Of the library's families about the process; it leaves the suffix away from the names of counters.
+LIBRARY_COUNTERS = {"process_cpu_seconds": "process_cpu_seconds_total"}
+LIBRARY_GAUGES = (
+    *("process_virtual_memory_bytes", "process_resident_memory_bytes"),
+    *("process_start_time_seconds", "process_open_fds", "process_max_fds"),
+)
+ALL_NAMES = (*FAMILIES, *LIBRARY_COUNTERS.values(), *LIBRARY_GAUGES)
+
+
+def family(name: str) -> Metric:
+    """A family of the table, without samples."""
+    kind, text = FAMILIES[name]
+    return Metric(name, text, kind)
+
+
+def families(names: Iterable[str]) -> dict[str, Metric]:
+    """Several of them, by name."""
+    return {name: family(name) for name in names}

@@ -1,0 +1,24 @@
+"""Switching tracing on: the one place that imports it, when it is asked for."""
+
+from __future__ import annotations
+
+from torchere.serving.errors import ServingError
+from torchere.serving.telemetry.timeline import Tracing
+
+SERVICE = "torchere"  # the name of the service, unless OTEL_SERVICE_NAME says another
+
+
+def open_tracing(version: str) -> Tracing:
+    """Who makes spans and sends them to where OpenTelemetry's own variables say.
+
+    Raises:
+        ServingError: the packages for it are not installed.
+    """
+    try:
+        from torchere.serving.telemetry.tracing import SpanMaker, exporting_provider  # noqa: PLC0415 - optional
+    except ImportError as err:
+        raise ServingError(
+            "Tracing is on, and OpenTelemetry is not installed.",
+            f"{err}. Install torchere[otel], or leave out tracing=true",
+        ) from err
+    return SpanMaker(exporting_provider(SERVICE, version))

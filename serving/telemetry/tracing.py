@@ -1,0 +1,153 @@
+"""Spans by OpenTelemetry: one for each request with its stages, one for each batch and each load.
+
+The extra `otel` brings what this module imports; nobody imports it while tracing is off, and each place that
+could make a span asks one `is None`. A request's stages are measured anyway: their spans are made when it is
+over, and cost nothing before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from opentelemetry import trace as api
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+from opentelemetry.trace.span import NonRecordingSpan, TraceState
+
+from torchere.serving.telemetry.timeline import COLUMNS, STAGES, Timeline, Waited, row_of
+from torchere.serving.telemetry.trace_context import TraceContext
+
+_FIRST_STAGE = COLUMNS.index(STAGES[0])
+MAX_REMEMBERED = 10_000  # contexts of requests whose batch is not reported yet
+
+
+class SpanMaker:
+    """`Tracing` of one server (see `timeline.py`). Call it on the event loop only.
+
+    Args:
+        provider: where spans go; `exporting_provider` makes one that sends them away.
+    """
+
+    def __init__(self, provider: TracerProvider) -> None:
+        self._provider = provider
+        self._tracer = provider.get_tracer("torchere")
+        self._open: dict[str, Span] = {}  # by request id
+        self._ended: OrderedDict[str, SpanContext] = OrderedDict()  # likewise, for the links of batches
+
+    def begin(self, timeline: Timeline) -> None:
+        """A prediction came in: its span begins, a child of the one that its client named."""
+        span = self._tracer.start_span(
+            "prediction",
+            _parent(timeline.trace),
+            SpanKind.SERVER,
+            {"request.id": timeline.request_id, "network.protocol.name": timeline.transport},
+            start_time=_epoch_ns(timeline.started_s),
+        )
+        self._open[timeline.request_id] = span
+        context = span.get_span_context()
+        timeline.trace = TraceContext(
+            api.format_trace_id(context.trace_id), api.format_span_id(context.span_id), span.is_recording()
+        )
+
+    def end(self, timeline: Timeline, code: str | int, now_s: float) -> None:
+        """It is over: its span ends, and so do those of its stages, which stand one after the other."""
+        span = self._open.pop(timeline.request_id, None)
+        if span is None:
+            return
+        if span.is_recording():
+            _describe(span, timeline, code)
+            if timeline.waited is not None:
+                self._add_stages(span, timeline, timeline.waited, now_s)
+                self._ended[timeline.request_id] = span.get_span_context()
+                if len(self._ended) > MAX_REMEMBERED:
+                    self._ended.popitem(last=False)
+        span.end(_epoch_ns(now_s))
+
+    def batch(
+        self, model: str, version: str, request_ids: Sequence[str], queue_depth: int, executor_s: float
+    ) -> None:
+        """A batch has just come back, `executor_s` after it was handed over; `queue_depth` waits now."""
+        contexts = [self._ended.pop(request_id, None) for request_id in request_ids]
+        links = [Link(context) for context in contexts if context is not None]
+        if not links:
+            return  # none of its requests is sampled
+        labels: dict[str, str | int] = {"model.name": model, "model.version": version}
+        labels |= {"batch.size": len(request_ids), "queue.depth": queue_depth}
+        self._finished_span("batch", executor_s, labels, links)
+
+    def load(self, model: str, version: str, executor_id: int, load_s: float) -> None:
+        """An executor is up, `load_s` after it was started."""
+        labels: dict[str, str | int] = {"model.name": model, "model.version": version}
+        labels["executor.id"] = executor_id
+        self._finished_span("load", load_s, labels)
+
+    def close(self) -> None:
+        """Send what has not been sent. Blocks for as long as the exporter allows itself."""
+        self._provider.shutdown()
+
+    def _finished_span(
+        self, name: str, duration_s: float, labels: dict[str, str | int], links: Sequence[Link] = ()
+    ) -> None:
+        end_ns = time.time_ns()
+        span = self._tracer.start_span(
+            name, Context(), attributes=labels, links=links, start_time=end_ns - int(duration_s * 1e9)
+        )
+        span.end(end_ns)
+
+    def _add_stages(self, span: Span, timeline: Timeline, waited: Waited, now_s: float) -> None:
+        parent = api.set_span_in_context(span, Context())
+        start_s = timeline.started_s
+        for stage, duration_s in zip(STAGES, row_of(timeline, waited, now_s)[_FIRST_STAGE:], strict=True):
+            if duration_s:
+                child = self._tracer.start_span(stage, parent, start_time=_epoch_ns(start_s))
+                start_s += duration_s
+                child.end(_epoch_ns(start_s))
+
+
+def exporting_provider(service: str, version: str) -> TracerProvider:
+    """A provider that sends spans by OTLP over HTTP, in batches, from a thread of its own.
+
+    Where to, what to sample and under which name is said by OpenTelemetry's own variables
+    (`OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_TRACES_SAMPLER`, `OTEL_SERVICE_NAME`, ...), which the SDK reads.
+    """
+    resource = Resource.create({SERVICE_VERSION: version})
+    if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
+        resource = resource.merge(Resource({SERVICE_NAME: service}))
+    provider = TracerProvider(resource=resource)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return provider
+
+
+def _describe(span: Span, timeline: Timeline, code: str | int) -> None:
+    failed = code not in ("OK", "CANCELLED") if isinstance(code, str) else code >= 500
+    key = "rpc.grpc.status_code" if isinstance(code, str) else "http.response.status_code"
+    span.set_attribute(key, code)
+    if failed:
+        span.set_status(Status(StatusCode.ERROR))
+    if timeline.meter is not None:
+        span.set_attribute("model.name", timeline.meter.model)
+        span.set_attribute("model.version", timeline.meter.version)
+
+
+def _parent(trace: TraceContext | None) -> Context:
+    """What a span begins in: the caller's span, or nothing."""
+    if trace is None:
+        return Context()
+    context = SpanContext(
+        int(trace.trace_id, 16),
+        int(trace.parent_id, 16),
+        is_remote=True,
+        trace_flags=TraceFlags(TraceFlags.SAMPLED if trace.sampled else TraceFlags.DEFAULT),
+        trace_state=TraceState.from_header([trace.state]),
+    )
+    return api.set_span_in_context(NonRecordingSpan(context), Context())
+
+
+def _epoch_ns(monotonic_s: float) -> int:
+    return time.time_ns() - int((time.monotonic() - monotonic_s) * 1e9)

@@ -1,0 +1,45 @@
+"""What a supervised server tells its supervisor while it lives; see `crash_journal.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import sys
+from collections.abc import Sequence
+
+from torchere.serving.crash_journal import Journal
+from torchere.serving.execution.parent import die_with_parent
+
+BEAT_EVERY_S = 1.0
+
+
+def supervised_command(command: Sequence[str], as_json: bool) -> list[str]:
+    """The command that runs `command` under a supervisor; exec it, so that process id and signals stay."""
+    safe_path = ["-P"] if sys.version_info >= (3, 11) else []
+    log_format = "json" if as_json else "text"
+    return [sys.executable, *safe_path, "-m", "torchere.serving.supervisor", log_format, "--", *command]
+
+
+def open_journal(descriptors: str) -> Journal:
+    """Take over what the supervisor handed down: "JOURNAL,TRACE", two numbers of open files.
+
+    From now on this process ends with its supervisor, and writes the trace of a native crash to the second.
+
+    Raises:
+        ValueError, OSError: nothing of the kind was handed down.
+    """
+    journal, trace = (int(number) for number in descriptors.split(","))
+    opened = Journal(journal)
+    for descriptor in (journal, trace):
+        os.set_inheritable(descriptor, False)  # workers have no business there
+    die_with_parent()
+    faulthandler.enable(file=trace)
+    return opened
+
+
+async def beat(journal: Journal) -> None:
+    """Say again and again that the event loop turns. Runs until it is cancelled."""
+    while True:
+        journal.beat()
+        await asyncio.sleep(BEAT_EVERY_S)

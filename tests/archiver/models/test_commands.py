@@ -1,0 +1,171 @@
+"""`torchere archive` and `torchere convert` as commands: flags, exit codes, one clear line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchere.archiver import open_archive
+from torchere.archiver.signature import parse
+from torchere.serving.cli import main
+
+Command = Callable[..., int]
+
+
+@pytest.fixture
+def archive_of(forms: Any, tmp_path: Path) -> Callable[..., int]:
+    """Runs `torchere archive` for the state dict and its class, with more arguments."""
+
+    def run(*arguments: object) -> int:
+        given = [
+            "archive",
+            "--model-name=net",
+            f"--export-path={tmp_path}",
+            "--no-verify",
+            *map(str, arguments),
+        ]
+        return main(given)
+
+    return run
+
+
+def test_archive_tells_its_steps_and_what_the_model_takes(
+    forms: Any, archive_of: Command, tmp_path: Path, capsys: Any
+) -> None:
+    status = archive_of(
+        f"--model-file={forms.file('net_module.py')}",
+        f"--serialized-file={forms.file('state.weights')}",
+        "--format=torchscript",
+        f"--example={forms.file('example.npy')}",
+    )
+    said = capsys.readouterr().err
+    assert status == 0, said
+    assert "tracing and freezing ..." in said
+    assert "in: features FP32[-1, 8]" in said
+    manifest = open_archive(tmp_path / "net.mar").manifest
+    assert (manifest.handler, manifest.serialized_file, manifest.model_version) == (
+        "tensor",
+        "model.pt",
+        "1.0",
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--serialized-file={cut}", "--format=export"), "damaged zip"),
+        (("--serialized-file={whole}", "--format=export"), "more than tensors"),
+        (("--serialized-file={state}",), "name the model's class too"),
+        (("--serialized-file={script}",), "without --handler"),
+        (("--serialized-file={script}", "--example={cut}"), "no example that can be read"),
+        ((), "no model is given"),
+    ],
+)
+def test_what_is_refused_exits_with_2_and_one_line(
+    forms: Any, archive_of: Command, tmp_path: Path, capsys: Any, *, arguments: tuple[str, ...], said: str
+) -> None:
+    cut = tmp_path / "cut.pt"
+    cut.write_bytes(forms.file("script.model").read_bytes()[:500])
+    files = {"cut": cut, "whole": forms.file("whole.weights")}
+    files |= {"state": forms.file("state.weights"), "script": forms.file("script.model")}
+    assert archive_of(*[argument.format(**files) for argument in arguments]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("torchere archive: ")
+    assert said in last
+    assert not (tmp_path / "net.mar").exists()
+
+
+def test_a_missing_file_and_an_existing_archive_exit_with_1(
+    forms: Any, archive_of: Command, tmp_path: Path, capsys: Any
+) -> None:
+    assert archive_of("--serialized-file=gone.pt", "--format=export") == 1
+    assert "FileNotFoundError" in capsys.readouterr().err
+    (tmp_path / "net.mar").write_text("")
+    script = f"--serialized-file={forms.file('script.model')}"
+    assert archive_of(script, f"--example={forms.file('example.npy')}") == 1
+    assert "already exists" in capsys.readouterr().err
+
+
+def test_convert_brings_an_archive_to_another_format_and_keeps_the_rest(
+    forms: Any, archive_of: Command, tmp_path: Path, capsys: Any
+) -> None:
+    (tmp_path / "index_to_name.json").write_text('{"0": "cat"}')
+    (tmp_path / "model-config.yaml").write_text("minWorkers: 1\n")
+    assert not archive_of(
+        f"--serialized-file={forms.file('script.model')}",
+        f"--example={forms.file('example.npy')}",
+        f"--extra-files={tmp_path}/index_to_name.json",
+        f"--config-file={tmp_path}/model-config.yaml",
+        "--version=2.5",
+    )
+    old, new = tmp_path / "net.mar", tmp_path / "new.mar"
+    arguments = ["convert", str(old), "--to=export", "--dynamic-batch=1:16", "-o", str(new), "--no-verify"]
+    assert main(arguments) == 0, capsys.readouterr().err
+    opened = open_archive(new)
+    assert {entry.name for entry in opened.entries} == {
+        *("MAR-INF/MANIFEST.json", "MAR-INF/build.json", "signature.json"),
+        *("index_to_name.json", "model-config.yaml", "model.pt2"),
+    }
+    manifest = opened.manifest
+    assert (manifest.model_version, manifest.handler, manifest.config_file) == (
+        "2.5",
+        "tensor",
+        "model-config.yaml",
+    )
+    assert json.loads(opened.read_text("MAR-INF/build.json"))["format"] == "export"
+    assert parse(opened.read_text("signature.json")).batched
+
+
+def test_convert_runs_the_code_of_an_archive_only_when_told(
+    forms: Any, archive_of: Command, tmp_path: Path, capsys: Any
+) -> None:
+    (tmp_path / "service.py").write_text("def handle(data, context):\n    return data\n")
+    sign = tmp_path / "ran"
+    model = tmp_path / "model.py"
+    model.write_text(forms.file("net_module.py").read_text() + f"\nopen({str(sign)!r}, 'w').close()\n")
+    torch.save(forms.module.state_dict(), tmp_path / "net.pth")
+    assert not archive_of(
+        f"--model-file={model}", f"--serialized-file={tmp_path}/net.pth", f"--handler={tmp_path}/service.py"
+    )
+    arguments = ["convert", f"{tmp_path}/net.mar", "--to=torchscript", "-o", f"{tmp_path}/new.mar"]
+    arguments += [f"--example={forms.file('example.npy')}", "--no-verify"]
+    assert main(arguments) == 2
+    assert "--allow-code" in capsys.readouterr().err
+    assert not sign.exists()
+    assert main([*arguments, "--allow-code"]) == 0
+    manifest = open_archive(tmp_path / "new.mar").manifest
+    assert (manifest.handler, manifest.model_file, manifest.serialized_file) == (
+        "service.py",
+        None,
+        "model.pt",
+    )
+    assert sign.exists()
+
+
+def test_convert_refuses_a_damaged_archive_with_2(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "old.mar").write_bytes(b"PK\3\4 nonsense")
+    assert main(["convert", f"{tmp_path}/old.mar", "--to=export", "-o", f"{tmp_path}/new.mar"]) == 2
+    assert capsys.readouterr().err.startswith("torchere convert: ")
+
+
+def test_inspect_says_what_a_pickle_imports(
+    forms: Any, archive_of: Command, tmp_path: Path, capsys: Any
+) -> None:
+    whole = tmp_path / "whole.pt"
+    whole.write_bytes(forms.file("whole.weights").read_bytes())
+    assert not archive_of(f"--serialized-file={whole}", "--handler=base_handler")
+    capsys.readouterr()
+    assert main(["inspect", f"{tmp_path}/net.mar"]) == 0
+    assert "it imports net_module.Net" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["archive", "convert"])
+def test_help_shows_an_example(command: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert f"torchere {command} " in capsys.readouterr().out.partition("example")[2]

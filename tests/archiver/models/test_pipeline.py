@@ -1,0 +1,221 @@
+"""Every form of a model to every format: packed, loaded by the server's handler, and the same answers."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchere.archiver import open_archive
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.signature import Signature, parse
+
+Pack = Callable[..., Path]
+Serve = Callable[..., list[Any]]
+BATCH = "1:64"
+CLASS = {"factory": "net_module:net"}
+# What the tests take of each form: where the weights are, and whether the class must be told.
+FORMS: dict[str, tuple[str, dict[str, str]]] = {
+    "state dict": ("state.weights", CLASS),
+    "Lightning checkpoint": ("lightning.weights", CLASS),
+    "safetensors": ("numbers.weights", CLASS),
+    "distributed checkpoint": ("sharded", CLASS),
+    "TorchScript": ("script.model", {}),
+    "exported program": ("program.model", {}),
+}
+
+
+def signature_in(archive: Path) -> Signature:
+    return parse(open_archive(archive).read_text("signature.json"))
+
+
+def build_in(archive: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(open_archive(archive).read_text("MAR-INF/build.json"))
+    return found
+
+
+def check_answers(forms: Any, answers: list[Any], rows: torch.Tensor) -> None:
+    wanted = forms.answer(rows)
+    assert len(answers) == len(rows)
+    for name in ("scores", "hidden"):
+        found = torch.tensor([answer[name] for answer in answers])
+        torch.testing.assert_close(found, wanted[name], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("model_format", ["torchscript", "export"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_in_any_form_is_compiled_and_answers_as_before(
+    forms: Any, pack: Pack, serve: Serve, form: str, model_format: str
+) -> None:
+    name, where = FORMS[form]
+    archive = pack(
+        serialized_file=forms.file(name),
+        model_format=model_format,
+        example=forms.file("example.npy"),
+        dynamic_batch=BATCH,
+        **where,
+    )
+    signature = signature_in(archive)
+    assert [(spec.name, spec.datatype, spec.shape) for spec in signature.inputs] == [
+        ("features", "FP32", (-1, 8))
+    ]
+    assert [(spec.name, spec.shape) for spec in signature.outputs] == [
+        ("scores", (-1, 3)),
+        ("hidden", (-1, 16)),
+    ]
+    assert build_in(archive) == {"format": model_format, "torch": torch.__version__.partition("+")[0]}
+    rows = torch.rand(3, 8)
+    check_answers(forms, serve(archive, [{"body": row.tolist()} for row in rows]), rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix"), [("script.model", ".pt"), ("program.model", ".pt2")], ids=["TorchScript", "exported"]
+)
+def test_what_a_server_loads_by_itself_may_stay_as_it_is(
+    forms: Any, pack: Pack, serve: Serve, name: str, suffix: str
+) -> None:
+    archive = pack(serialized_file=forms.file(name), example=forms.file("example.npy"))
+    serialized = open_archive(archive).manifest.serialized_file
+    assert serialized is not None and serialized.endswith(suffix)
+    assert zipfile.ZipFile(archive).read(serialized) == forms.file(name).read_bytes()
+    rows = torch.rand(2, 8)
+    check_answers(forms, serve(archive, [{"body": row.tolist()} for row in rows]), rows)
+
+
+@pytest.mark.parametrize("name", ["state.weights", "numbers.weights", "lightning.weights", "sharded"])
+def test_a_class_stays_python_and_its_weights_become_a_plain_state_dict(
+    forms: Any, pack: Pack, serve: Serve, name: str
+) -> None:
+    archive = pack(
+        serialized_file=forms.file(name),
+        model_file=forms.file("net_module.py"),
+        example=forms.file("example.npy"),
+    )
+    assert open_archive(archive).manifest.model_file == "net_module.py"
+    rows = torch.rand(2, 8)
+    check_answers(forms, serve(archive, [{"body": row.tolist()} for row in rows]), rows)
+
+
+def test_a_pickled_module_is_taken_only_if_it_is_trusted(forms: Any, pack: Pack, serve: Serve) -> None:
+    given = {
+        "serialized_file": forms.file("whole.weights"),
+        "model_format": "torchscript",
+        "example": forms.file("example.npy"),
+    }
+    with pytest.raises(ModelRefused, match=r"more than tensors \(it imports net_module\.Net.*--allow-pickle"):
+        pack(**given)
+    rows = torch.rand(2, 8)
+    answers = serve(pack(**given, allow_pickle=True), [{"body": row.tolist()} for row in rows])
+    check_answers(forms, answers, rows)
+
+
+def test_an_exported_program_goes_with_its_own_example_and_ranges(forms: Any, pack: Pack) -> None:
+    archive = pack(serialized_file=forms.file("program.model"), model_format="export")
+    assert signature_in(archive).batched
+
+
+def test_an_archive_of_an_exported_program_holds_no_pickle(forms: Any, pack: Pack, tmp_path: Path) -> None:
+    archive = pack(serialized_file=forms.file("program.model"), model_format="export")
+    model = open_archive(archive).extract(tmp_path / "out") / "model.pt2"
+    with zipfile.ZipFile(model) as package:
+        sizes = {info.filename.partition("/")[2]: info.file_size for info in package.infolist()}
+    assert sizes["data/sample_inputs/model.pt"] == 0
+
+
+def test_without_a_dynamic_batch_an_export_takes_the_examples_size_only(forms: Any, pack: Pack) -> None:
+    archive = pack(
+        **CLASS,
+        serialized_file=forms.file("state.weights"),
+        model_format="export",
+        example=forms.file("example.npy"),
+    )
+    assert signature_in(archive).inputs[0].shape == (2, 8)
+
+
+def test_scripting_keeps_a_branch_that_tracing_would_lose(pack: Pack, serve: Serve, tmp_path: Path) -> None:
+    (tmp_path / "branch.py").write_text(
+        "import torch\n\n\nclass Branch(torch.nn.Module):\n"
+        "    def forward(self, x: torch.Tensor):\n"
+        "        if x.shape[1] > 3:\n            return x * 2\n        return x\n"
+    )
+    torch.save(torch.ones(2, 2), tmp_path / "x.pt")
+    archive = pack(
+        model_file=tmp_path / "branch.py", model_format="torchscript", script=True, example=tmp_path / "x.pt"
+    )
+    module = torch.jit.load(open_archive(archive).extract(tmp_path / "out") / "model.pt")
+    assert module(torch.ones(1, 5)).tolist() == [[2.0] * 5]
+
+
+def test_a_model_that_mixes_rows_is_not_batched(pack: Pack, tmp_path: Path) -> None:
+    (tmp_path / "mixing.py").write_text(
+        "import torch\n\n\nclass Mixing(torch.nn.Module):\n"
+        "    def forward(self, x):\n        return x - x.mean(0)\n"
+    )
+    torch.save(torch.rand(2, 4), tmp_path / "x.pt")
+    given = {
+        "model_file": tmp_path / "mixing.py",
+        "model_format": "torchscript",
+        "example": tmp_path / "x.pt",
+    }
+    assert not signature_in(pack(**given)).batched
+    with pytest.raises(ModelRefused, match="depends on the other rows"):
+        pack(**given, dynamic_batch=BATCH)
+
+
+def test_other_sizes_vary_together_when_told(pack: Pack, tmp_path: Path) -> None:
+    (tmp_path / "masked.py").write_text(
+        "import torch\n\n\nclass Masked(torch.nn.Module):\n"
+        "    def forward(self, ids, mask):\n        return (ids * mask).float().cumsum(1)\n"
+    )
+    (tmp_path / "x.json").write_text('{"mask": [[1, 1, 0]], "ids": [[5, 6, 7]]}')
+    archive = pack(
+        model_file=tmp_path / "masked.py",
+        model_format="export",
+        example=tmp_path / "x.json",
+        dynamic_batch="1:8",
+        dynamic_sizes=("ids,mask:1=2:16",),
+    )
+    signature = signature_in(archive)
+    assert [(spec.name, spec.datatype, spec.shape) for spec in signature.inputs] == [
+        ("ids", "INT64", (-1, -1)),
+        ("mask", "INT64", (-1, -1)),
+    ]
+    assert signature.outputs[0].shape == (-1, -1)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"example": None}, "give --example"),
+        ({"dynamic_batch": "64:1"}, "--dynamic-batch is '64:1'; expected the least and the largest"),
+        ({"dynamic_batch": "8:64"}, "the size of batch in the example is 2; expected one of 8 to 64"),
+        ({"dynamic_sizes": ("nothing:1=1:2",)}, "names the input 'nothing'; expected features"),
+        ({"dynamic_sizes": ("features=1",)}, r"expected INPUT\[,INPUT\]:DIMENSION"),
+        ({"script": True}, "--script makes TorchScript; expected --format torchscript"),
+        ({"isa": "avx2"}, "expected --format aoti"),
+        ({"model_format": "keep"}, "eager is not a form that a server loads by itself"),
+        ({"factory": "net_module"}, r"expected package\.module:function"),
+        ({"factory": "json:loads"}, "calling the factory json:loads without arguments failed"),
+        ({"factory": "collections:OrderedDict"}, "returned a OrderedDict; expected a torch.nn.Module"),
+        ({"factory": None}, "a state dict, which is numbers without a model; name the model's class"),
+        ({"serialized_file": None, "factory": None}, "no model is given"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_in_one_line(
+    forms: Any, pack: Pack, change: dict[str, Any], said: str
+) -> None:
+    given = {
+        **CLASS,
+        "serialized_file": forms.file("state.weights"),
+        "model_format": "export",
+        "example": forms.file("example.npy"),
+        **change,
+    }
+    with pytest.raises(ModelRefused, match=said) as caught:
+        pack(**given)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,105 @@
+"""`torchere archive --quantize`: the archive records its engine and report, and serves what was measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from torchere.archiver.models import quantise, verify
+from torchere.archiver.reader import open_archive
+from torchere.handlers.base import BaseHandler
+from torchere.handlers.context import Context
+from torchere.serving.cli import main
+
+MODEL = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU6(),
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10),
+        )
+
+    def forward(self, x):
+        return self.layers(x)
+"""
+
+pytestmark = pytest.mark.skipif(
+    not torch.backends.quantized.supported_engines, reason="this build of torch has no int8 engine"
+)
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The command line for static int8, its inputs beside it in the current directory."""
+    monkeypatch.setattr(quantise, "_BUDGET_S", 0.01)
+    monkeypatch.setattr(verify, "_BUDGET_S", 0.01)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(MODEL)
+    (tmp_path / "samples").mkdir()
+    torch.manual_seed(1)
+    for index in range(4):
+        torch.save(torch.rand(2, 3, 12, 12), tmp_path / "samples" / f"{index}.pt")
+    return [
+        *("archive", "--model-name", "net", "--model-file", "net.py"),
+        *("--quantize", "int8-static", "--samples", "samples", "--example", "samples/0.pt"),
+    ]
+
+
+def test_the_archive_says_which_engine_and_how_well_and_the_handler_answers_as_reported(
+    command: list[str], tmp_path: Path
+) -> None:
+    assert main(command) == 0
+
+    archive = open_archive(tmp_path / "net.mar")
+    config = yaml.safe_load(archive.read_text("model-config.yaml"))
+    report = json.loads(archive.read_text("MAR-INF/report.json"))
+    assert config["torchscript"]["quantized_engine"] == report["engine"]
+    assert report["engine"] in torch.backends.quantized.supported_engines
+    assert report["accepted"] is True
+    assert 0 < report["difference"]["drift"] < 0.1
+    assert any("engines: " in note for note in report["notes"])
+    folder = archive.extract(tmp_path / "unpacked")
+    handler = BaseHandler()
+    handler.initialize(
+        Context(
+            model_name="net",
+            model_dir=str(folder),
+            manifest=json.loads(archive.manifest.dump()),
+            gpu_id=None,
+            batch_size=1,
+            server_version="0",
+            model_yaml_config=config,
+        )
+    )
+    rows = torch.rand(3, 3, 12, 12)
+    assert "quantized::" in str(handler.model.inlined_graph)
+    assert handler.model(rows).shape == (3, 10)
+
+
+def test_a_model_that_drifts_is_not_packed_and_the_status_is_2(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--max-drift", "1e-9"]) == 2
+
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("torchere archive: the packed model answers too differently from the original one")
+    assert not (tmp_path / "net.mar").exists()
+
+
+def test_with_force_it_is_packed_and_the_report_says_that_it_was_not_accepted(
+    command: list[str], tmp_path: Path
+) -> None:
+    assert main([*command, "--max-drift", "1e-9", "--force"]) == 0
+
+    report = json.loads(open_archive(tmp_path / "net.mar").read_text("MAR-INF/report.json"))
+    assert (report["accepted"], report["max_drift"]) == (False, 1e-9)

@@ -1,0 +1,82 @@
+"""The tables of `benchmarks/quantization.py`, and the tokenizer of its sentences."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from quantised.document import agreement, compiled, table, verdict
+from quantised.measure import Row, geometric_mean
+from quantised.minilm import MiniLM, tokens
+
+ROW = Row(
+    title="net",
+    data="photographs",
+    method="int8-static",
+    engine="onednn",
+    fp32_ms={1: 4.0, 8: 32.0},
+    int8_ms={1: 1.0, 8: 16.0},
+    fp32_bytes=400,
+    int8_bytes=100,
+    drift=0.2,
+    cosine=0.98,
+    top1=None,
+    engines="onednn 1 ms",
+)
+WORDS = {
+    word: number
+    for number, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "serve", "##d", "cafe", "!"])
+}
+
+
+def test_the_geometric_mean_of_a_ratio_and_its_inverse_is_one() -> None:
+    assert geometric_mean([4.0, 0.25]) == pytest.approx(1.0)
+
+
+def test_the_table_ends_with_the_means_of_all_models() -> None:
+    lines = table([ROW, replace(ROW, int8_bytes=400)])
+
+    assert lines[1][-2:] == ["4.00 ×, 2.00 ×", "4.00 ×"]
+    assert lines[-1] == ["geometric mean", "", "", "", "4.00 ×, 2.00 ×", "2.00 ×"]
+
+
+def test_what_has_no_classes_has_no_agreement_on_them() -> None:
+    assert agreement([ROW])[1] == ["net", "0.2", "0.9800", "", "photographs"]
+
+
+def test_the_verdict_names_what_is_below_the_goal_and_what_would_be_refused() -> None:
+    slow = replace(ROW, title="slow", int8_ms={1: 4.0, 8: 8.0}, drift=0.5)
+
+    text = verdict([ROW, slow], vnni=False, goal=2.0)
+
+    assert "slow at batch 1 (1.00 ×)" in text
+    assert "this one has none" in text
+    assert "would refuse slow for the drift" in text
+    assert "Every one is above it" in verdict([ROW], vnni=True, goal=2.0)
+
+
+def test_aoti_is_shown_beside_torchscript_of_the_same_turns() -> None:
+    row = replace(ROW, aoti_ms={1: 2.0, 8: 8.0}, aoti_fp32_ms={1: 4.0, 8: 8.0})
+
+    assert compiled([row])[1] == ["net", "2 ms", "8 ms", "2.00 ×, 1.00 ×"]
+
+
+def test_sentences_become_the_longest_known_pieces_without_accents() -> None:
+    ids, mask = tokens("Served CAFÉ!", WORDS, 8)
+
+    assert ids.tolist() == [[2, 4, 5, 6, 7, 3, 0, 0]]
+    assert mask.tolist() == [[1, 1, 1, 1, 1, 1, 0, 0]]
+
+
+def test_a_word_with_an_unknown_piece_is_unknown_and_a_long_sentence_is_cut() -> None:
+    assert tokens("servers serve", WORDS, 4)[0].tolist() == [[2, 1, 4, 3]]
+    assert tokens("serve serve serve", WORDS, 4)[0].tolist() == [[2, 4, 4, 3]]
+
+
+def test_padding_does_not_change_an_embedding() -> None:
+    torch.manual_seed(0)
+    model = MiniLM(words=8, positions=16).eval()
+
+    short, padded = (model(*tokens("served cafe!", WORDS, length)) for length in (7, 12))
+
+    torch.testing.assert_close(short, padded, rtol=1e-4, atol=1e-5)
+    assert short.norm().item() == pytest.approx(1.0)

@@ -1,0 +1,69 @@
+import json
+
+import pytest
+
+from torchere.client import errors as e
+from torchere.client.exchange import Answer
+from torchere.client.refusals import refusal
+
+
+def answer(status: int, body: object, **headers: str) -> Answer:
+    text = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return Answer(status, {name.replace("_", "-"): value for name, value in headers.items()}, text)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "expected"),
+    [
+        (400, "BadRequestException", e.InvalidRequest),
+        (400, "InvalidKeyException", e.Unauthorized),
+        (400, "InternalServerException", e.InvalidRequest),
+        (404, "ModelNotFoundException", e.NotFound),
+        (405, "MethodNotAllowedException", e.InvalidRequest),
+        (409, "ConflictStatusException", e.Conflict),
+        (413, "", e.InvalidRequest),
+        (429, "", e.Unavailable),
+        (500, "InternalServerException", e.ModelFailed),
+        (503, "ServiceUnavailableException", e.Unavailable),
+        (503, "InternalServerException", e.ModelFailed),
+        (504, "RequestTimeoutException", e.TooLate),
+        (507, "InternalServerException", e.ModelFailed),
+    ],
+)
+def test_every_kind_of_answer_has_its_class(status: int, kind: str, expected: type[e.AnswerError]) -> None:
+    made = refusal(answer(status, {"code": status, "type": kind, "message": "why"}))
+    assert type(made) is expected
+    assert (made.status, made.kind, made.message) == (status, kind, "why")
+
+
+def test_an_error_says_all_that_the_server_said() -> None:
+    body = {"code": 500, "type": "X", "message": "it broke", "detail": "exit code 3"}
+    made = refusal(answer(500, body, x_request_id="abc"))
+    assert str(made) == "500 X: it broke (exit code 3) [request abc]"
+
+
+def test_the_open_inference_protocols_errors_are_read() -> None:
+    assert refusal(answer(400, {"error": "inputs[0]: found ..."})).message == "inputs[0]: found ..."
+
+
+def test_retry_after_is_in_seconds() -> None:
+    assert refusal(answer(503, {}, retry_after="7")).retry_after_s == 7.0
+    assert refusal(answer(503, {}, retry_after="Fri, 31 Dec 1999 23:59:59 GMT")).retry_after_s is None
+    assert refusal(answer(503, {})).retry_after_s is None
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"<html>Bad gateway</html>", "<html>Bad gateway</html>"),
+        (b"", "The server gave no reason."),
+        (b"[1]", "[1]"),
+    ],
+)
+def test_an_error_that_is_no_json_object_is_shown_as_it_is(body: bytes, message: str) -> None:
+    assert refusal(answer(502, body)).message == message
+
+
+def test_too_late_is_caught_as_a_deadline_too() -> None:
+    with pytest.raises(e.DeadlineExceeded):
+        raise refusal(answer(504, {"message": "late"}))

@@ -1,0 +1,1 @@
+"""What the suite of real clients needs: models, and servers that serve them."""

@@ -1,0 +1,32 @@
+"""What tests of several folders share: where the repository is, and the tools of deploy/tools.sh."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TOOLS = (ROOT / ".tools/bin", ROOT / ".tools/venv/bin")
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The root of the repository."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def tool() -> Callable[[str], str]:
+    """Finds a tool in .tools or on PATH; skips the test when there is none."""
+
+    def find(name: str) -> str:
+        found = shutil.which(name, path=os.pathsep.join([*map(str, TOOLS), os.environ["PATH"]]))
+        if found is None:
+            pytest.skip(f"{name} is not installed: `make tools` fetches it")
+        return found
+
+    return find

@@ -1,0 +1,303 @@
+"""The handler of archives that need none, through the executor's host and on its own."""
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torchere.archiver.signature import Signature, SignatureError, TensorSpec
+from torchere.handlers.context import Context, RequestProcessor
+from torchere.handlers.resolve import load_entry_point
+from torchere.handlers.tensor_handler import TensorHandler
+from torchere.handlers.tensors_answer import Wish, wish_header
+
+NPY = "application/x-npy"
+
+
+class Doubled(torch.nn.Module):
+    """Counts its calls in the rows it sees."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+class SumAndDifference(torch.nn.Module):
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"sum": a + b, "difference": a - b}
+
+
+class Whole(torch.nn.Module):
+    """Has no batch dimension."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sum()
+
+
+class Forgetful(torch.nn.Module):
+    """Loses a row."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[1:]
+
+
+def spec(name: str, shape: tuple[int, ...], datatype: str = "FP32") -> TensorSpec:
+    return TensorSpec(name, datatype, shape)
+
+
+ONE = Signature((spec("input", (-1, 3)),), (spec("output", (-1, 3)),))
+FREE = Signature((spec("input", (-1, -1)),), (spec("output", (-1, -1)),))
+TWO = Signature(
+    (spec("a", (-1, 2), "INT64"), spec("b", (-1, 2), "INT64")),
+    (spec("sum", (-1, 2), "INT64"), spec("difference", (-1, 2), "INT64")),
+)
+WHOLE = Signature((spec("x", (2, 2)),), (spec("y", ()),))
+
+
+@pytest.fixture
+def make_handler(tmp_path: Path, make_context: Callable[..., Context]) -> Callable[..., "Asked"]:
+    """Makes a loaded handler of a model and its signature."""
+
+    def make(model: torch.nn.Module, signature: Signature) -> Asked:
+        torch.jit.save(torch.jit.script(model.eval()), str(tmp_path / "m.pt"))
+        (tmp_path / "signature.json").write_text(signature.to_json())
+        context = make_context(tmp_path, model={"serializedFile": "m.pt"})
+        handler = TensorHandler()
+        handler.initialize(context)
+        return Asked(handler, context)
+
+    return make
+
+
+class Asked:
+    """A handler that can be asked with rows; each is (row, headers)."""
+
+    def __init__(self, handler: TensorHandler, context: Context) -> None:
+        self.handler = handler
+        self.context = context
+        self.processors: list[RequestProcessor] = []
+
+    def rows(self, *rows: dict[str, Any], **headers: Any) -> list[Any]:
+        self.processors = [RequestProcessor("id", headers) for _ in rows]
+        self.context.begin_batch(self.processors, None)
+        answers: list[Any] = self.handler.handle(list(rows), self.context)
+        return answers
+
+    def body(self, value: Any, **headers: Any) -> Any:
+        return self.rows({"body": value}, **headers)[0]
+
+    def refused(self, value: Any, **headers: Any) -> str:
+        answer = self.body(value, **headers)
+        assert self.processors[0].status_code == 400
+        assert (answer["code"], answer["type"]) == (400, "BadRequestException")
+        message: str = answer["message"]
+        return message
+
+
+def npy(array: np.ndarray) -> bytearray:
+    file = io.BytesIO()
+    np.save(file, array)
+    return bytearray(file.getvalue())
+
+
+OCTETS = {"body": {"content-type": "application/octet-stream"}}
+
+
+@pytest.mark.parametrize(
+    ("body", "wanted"),
+    [
+        ([1, 2, 3], [2, 4, 6]),
+        ([[1, 2, 3]], [[2, 4, 6]]),
+        ([[1, 2, 3], [4, 5, 6]], [[2, 4, 6], [8, 10, 12]]),
+        ({"input": [1, 2, 3]}, [2, 4, 6]),
+        ({"input": [[1, 2, 3]]}, [[2, 4, 6]]),
+        ({"inputs": [[1, 2, 3], [4, 5, 6]]}, [[2, 4, 6], [8, 10, 12]]),
+        ({"inputs": [{"input": [1, 2, 3]}]}, [[2, 4, 6]]),
+        ({"instances": [[1, 2, 3]]}, {"predictions": [[2, 4, 6]]}),
+        (bytearray(b"[1, 2, 3]"), [2, 4, 6]),
+        ("[[1, 2, 3]]", [[2, 4, 6]]),
+        (npy(np.float32([1, 2, 3])), [2, 4, 6]),
+        (npy(np.float64([[1, 2, 3]])), [[2, 4, 6]]),
+        (npy(np.asfortranarray(np.arange(6, dtype=">f4").reshape(2, 3))), [[0, 2, 4], [6, 8, 10]]),
+    ],
+)
+def test_a_body_is_one_example_or_several(
+    make_handler: Callable[..., Asked], body: object, wanted: object
+) -> None:
+    assert make_handler(Doubled(), ONE).body(body) == wanted
+
+
+def test_raw_bytes_are_as_many_rows_as_they_are_long(make_handler: Callable[..., Asked]) -> None:
+    asked = make_handler(Doubled(), ONE)
+    raw = bytearray(np.arange(6, dtype=np.float32).tobytes())
+    assert asked.body(raw, **OCTETS) == [[0, 2, 4], [6, 8, 10]]
+    assert "found 23 bytes, expected 12 bytes" in asked.refused(raw[:-1], **OCTETS)
+
+
+def test_inputs_may_come_by_name(make_handler: Callable[..., Asked]) -> None:
+    asked = make_handler(SumAndDifference(), TWO)
+    wanted = {"sum": [4, 6], "difference": [-2, -2]}
+    assert asked.body({"a": [1, 2], "b": [3, 4]}) == wanted
+    assert asked.rows({"a": bytearray(b"[1, 2]"), "b": npy(np.int64([3, 4]))}) == [wanted]
+    assert asked.body({"inputs": [{"a": [1, 2], "b": [3, 4]}]}) == {"sum": [[4, 6]], "difference": [[-2, -2]]}
+    assert asked.body({"instances": [{"a": [1, 2], "b": [3, 4]}]}) == {"predictions": [wanted]}
+
+
+@pytest.mark.parametrize("signature", [ONE, FREE])
+def test_requests_of_a_batch_keep_their_answers(
+    make_handler: Callable[..., Asked], signature: Signature
+) -> None:
+    asked = make_handler(Doubled(), signature)
+    bodies = [[1, 2, 3], [[4, 5, 6], [7, 8, 9]], [], [[0, 0, 0]], ["a", 1, 2], {"x": 1}]
+    answers = asked.rows(*({"body": body} for body in bodies))
+    assert answers[0] == [2, 4, 6]
+    assert answers[1] == [[8, 10, 12], [14, 16, 18]]
+    assert answers[3] == [[0, 0, 0]]
+    assert [p.status_code for p in asked.processors] == [
+        200,
+        200,
+        200 if signature is FREE else 400,
+        200,
+        400,
+        400,
+    ]
+
+
+def test_other_shapes_go_through_the_model_in_a_group_of_their_own(
+    make_handler: Callable[..., Asked],
+) -> None:
+    asked = make_handler(Doubled(), FREE)
+    answers = asked.rows({"body": [1]}, {"body": [1, 2]}, {"body": [[3], [4]]}, {"body": [5, 6]})
+    assert answers == [[2], [2, 4], [[6], [8]], [10, 12]]
+
+
+def test_a_model_without_a_batch_runs_each_request_alone(make_handler: Callable[..., Asked]) -> None:
+    asked = make_handler(Whole(), WHOLE)
+    assert asked.rows({"body": [[1, 2], [3, 4]]}, {"x": np.ones((2, 2), np.float32)}) == [10.0, 4.0]
+    assert "the model takes no batches" in asked.refused({"inputs": [[[1, 2], [3, 4]]]})
+
+
+def test_tensors_are_answered_with_tensors(make_handler: Callable[..., Asked]) -> None:
+    asked = make_handler(Doubled(), ONE)
+    answers = asked.rows(
+        {"input": np.ones((2, 3), np.float32)},
+        {"input": np.zeros((0, 3), np.float32)},
+        **dict([wish_header(Wish())]),
+    )
+    assert [answer["output"].tolist() for answer in answers] == [[[2, 2, 2], [2, 2, 2]], []]
+
+
+def test_an_npy_file_comes_where_it_is_accepted(make_handler: Callable[..., Asked]) -> None:
+    asked = make_handler(Doubled(), ONE)
+    for body, wanted in (([1, 2, 3], [2, 4, 6]), ([[1, 2, 3]], [[2, 4, 6]])):
+        assert np.load(io.BytesIO(asked.body(body, ACCEPT=f"text/html, {NPY}"))).tolist() == wanted
+    assert asked.processors[0].response_headers == {"content-type": NPY}
+
+
+def test_an_npy_file_holds_one_output(make_handler: Callable[..., Asked]) -> None:
+    asked = make_handler(SumAndDifference(), TWO)
+    assert "the model has 2 outputs" in asked.refused({"a": [1, 2], "b": [3, 4]}, accept=NPY)
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ([1, 2], r"input: found the shape [2], expected the shape [-1, 3]"),
+        ([[[1, 2, 3]]], "input: found 3 dimensions, expected the shape [-1, 3]"),
+        ([1, 2, None], "input.data[2]: found nothing, expected numbers for FP32"),
+        ([[1, 2, 3], [1, 2]], "input.data[1]: found 2 elements, expected a list of 3"),
+        ([1, 2, 1e39], "input.data[2]: found 1e+39"),
+        ([True, 1, 2], "input.data[0]: found True"),
+        ({}, "the body: found an empty object, expected 'input', or a list of rows in 'inputs'"),
+        ({"inputs": [{"y": 1}]}, "body.inputs[0]: found an object, expected an object with 'input'"),
+        (7, "input: found 0 dimensions"),
+        (bytearray(), "input: found an empty body"),
+        (bytearray(b"[1, 2"), "input: found text that is no JSON"),
+        ("word", "input: found text that is no JSON"),
+        (npy(np.array([1, 2, 3])), "input: found INT64, expected FP32"),
+        (npy(np.array(["a"])), "a .npy file of <U1"),
+        (bytearray(b"\x80\x04\x95"), "input: found 3 bytes, expected 0 bytes"),
+    ],
+)
+def test_a_body_that_is_no_example_is_refused_by_its_field(
+    make_handler: Callable[..., Asked], body: object, text: str
+) -> None:
+    assert text in make_handler(Doubled(), ONE).refused(body)
+
+
+def test_a_row_without_any_input_is_refused(make_handler: Callable[..., Asked]) -> None:
+    asked = make_handler(SumAndDifference(), TWO)
+    answer = asked.rows({"a": [1, 2]})[0]
+    assert answer["message"] == "the request: found the fields 'a', expected 'a', 'b', or a body"
+    assert "the inputs: found [1, 2] rows" in asked.refused({"a": [[1, 2]], "b": [[1, 2], [3, 4]]})
+    assert "an object with the inputs 'a', 'b'" in asked.refused([1, 2])
+
+
+def test_a_model_that_does_not_keep_to_its_signature_is_not_believed(
+    make_handler: Callable[..., Asked],
+) -> None:
+    with pytest.raises(ValueError, match=r"the shape \[1, 3\] for 2 rows"):
+        make_handler(Forgetful(), ONE).rows({"body": [1, 2, 3]}, {"body": [4, 5, 6]})
+    with pytest.raises(ValueError, match=r"the model gave 2 results; signature\.json names 1 outputs"):
+        both = Signature((spec("a", (-1, 2)), spec("b", (-1, 2))), (spec("sum", (-1, 2)),))
+        make_handler(SumAndDifference(), both).body({"a": [1, 2], "b": [3, 4]})
+
+
+def test_whole_numbers_are_not_made_of_fractions(make_handler: Callable[..., Asked]) -> None:
+    asked = make_handler(SumAndDifference(), TWO)
+    assert "a.data[0]: found 1.5, expected whole numbers" in asked.refused({"a": [1.5, 2], "b": [3, 4]})
+
+
+def test_the_warm_up_is_a_row_of_zeros_where_shapes_are_fixed(make_handler: Callable[..., Asked]) -> None:
+    asked = make_handler(Doubled(), ONE)
+    rows = asked.handler.warmup_data()
+    assert rows is not None
+    assert asked.rows(*rows) == [[[0, 0, 0]]]
+    assert make_handler(Doubled(), FREE).handler.warmup_data() is None
+
+
+def test_describe_tells_the_signature(make_handler: Callable[..., Asked]) -> None:
+    assert make_handler(Doubled(), ONE).body([], describe="True") == json.loads(ONE.to_json())
+
+
+def test_bf16_models_take_and_give_numbers(make_handler: Callable[..., Asked]) -> None:
+    signature = Signature((spec("input", (-1, 2), "BF16"),), (spec("output", (-1, 2), "BF16"),))
+    asked = make_handler(Doubled(), signature)
+    assert asked.body([1, 2]) == [2, 4]
+    assert asked.body([[1.5, 2]]) == [[3, 4]]
+    assert np.load(io.BytesIO(asked.body([1, 2], accept=NPY))).tolist() == [2, 4]
+    assert asked.handler.warmup_data() is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "words"),
+    [
+        (None, RuntimeError, "needs signature.json in the archive"),
+        ("{}", SignatureError, "version is None"),
+        (
+            Signature((spec("t", (-1,), "BYTES"),), (spec("y", (-1,)),)).to_json(),
+            RuntimeError,
+            "'t' is BYTES",
+        ),
+    ],
+)
+def test_an_archive_without_a_fitting_signature_does_not_load(
+    tmp_path: Path, make_context: Callable[..., Context], text: str | None, error: type[Exception], words: str
+) -> None:
+    if text is not None:
+        (tmp_path / "signature.json").write_text(text)
+    with pytest.raises(error, match=words):
+        TensorHandler().initialize(make_context(tmp_path, model={"serializedFile": "m.pt"}))
+
+
+def test_no_envelope_is_taken_off_before_it(tmp_path: Path, make_context: Callable[..., Context]) -> None:
+    torch.jit.save(torch.jit.script(Doubled()), str(tmp_path / "m.pt"))
+    (tmp_path / "signature.json").write_text(ONE.to_json())
+    context = make_context(tmp_path, model={"serializedFile": "m.pt"})
+    entry = load_entry_point("tensor", context, envelope="kserve")
+    context.begin_batch([RequestProcessor("id", {})], None)
+    assert entry([{"body": {"instances": [[1, 2, 3]]}}], context) == [{"predictions": [[2, 4, 6]]}]

@@ -1,0 +1,145 @@
+"""Who is suspect, who is convicted and who goes free, with a clock that the test moves."""
+
+import pytest
+
+from torchere.serving.batching.quarantine import (
+    MAX_KNOWN,
+    SUSPECT_FOR_S,
+    Conviction,
+    Quarantine,
+    Verdict,
+    digest_of,
+)
+from torchere.serving.errors import DeadlineExceeded, ExecutorDied, HandlerFailed, Quarantined
+from torchere.serving.execution.executor import BatchReport, Outcome
+from torchere.serving.types import InferRequest, InferResponse, Parameter
+
+CRASH = ExecutorDied("killed by signal 11 (SIGSEGV)", crashed=True)
+ANSWER = InferResponse(b"fine")
+
+
+def request(content: str, request_id: str = "id", **headers: str) -> InferRequest:
+    named = tuple((name.replace("_", "-"), value) for name, value in headers.items())
+    return InferRequest(request_id, (Parameter("body", content.encode()),), named)
+
+
+class Court:
+    """A quarantine, its clock and its convictions."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.convictions: list[Conviction] = []
+        self.quarantine = Quarantine(self.convictions.append, now=lambda: self.now_s)
+
+    def run(self, *contents: str, outcome: Outcome = CRASH, began_s: float | None = None) -> list[Outcome]:
+        """A batch that began now (or at `began_s`) and ended with one outcome for all, a second later."""
+        began_s = self.now_s if began_s is None else began_s
+        self.now_s += 1.0
+        report = BatchReport([outcome] * len(contents))
+        requests = [request(content) for content in contents]
+        if not self.quarantine.concerns(report):
+            return list(report.outcomes)
+        return list(self.quarantine.judge(requests, report, began_s).outcomes)
+
+    def verdict(self, content: str) -> Verdict:
+        return self.quarantine.verdict(request(content, "another id"))
+
+
+def test_as_long_as_nothing_crashes_there_is_nothing_to_ask() -> None:
+    court = Court()
+    assert court.run("a", outcome=ANSWER) == [ANSWER]
+    assert not court.quarantine.active
+
+
+def test_a_request_is_convicted_at_its_second_crash_and_not_before() -> None:
+    court = Court()
+    assert court.run("bad") == [CRASH]
+    assert court.verdict("bad") is Verdict.SUSPECT
+    (second,) = court.run("bad")
+    assert isinstance(second, Quarantined)
+    assert court.verdict("bad") is Verdict.CONVICTED
+    (conviction,) = court.convictions
+    assert conviction.causes == ("killed by signal 11 (SIGSEGV)",) * 2
+    assert court.quarantine.convicted == 1
+
+
+def test_those_who_only_shared_the_batch_go_free() -> None:
+    court = Court()
+    court.run("bad", "good")
+    assert court.verdict("good") is Verdict.SUSPECT
+    court.run("good", outcome=ANSWER)
+    assert court.verdict("good") is Verdict.CLEAN
+    court.run("bad")
+    assert court.verdict("bad") is Verdict.CONVICTED
+
+
+def test_a_second_crash_in_company_convicts_nobody() -> None:
+    court = Court()
+    court.run("bad", "good")
+    assert court.run("bad", "good") == [CRASH, CRASH]
+    assert court.verdict("good") is Verdict.SUSPECT
+
+
+def test_runs_that_began_before_the_first_crash_are_no_second_trial() -> None:
+    # All workers are killed at once while every client sends the same.
+    court = Court()
+    began_s = court.now_s
+    court.run("same", began_s=began_s)
+    assert court.run("same", began_s=began_s) == [CRASH]
+    assert court.verdict("same") is Verdict.SUSPECT
+
+
+def test_a_handler_that_fails_has_survived_the_request() -> None:
+    court = Court()
+    court.run("bad")
+    court.run("bad", outcome=HandlerFailed())
+    assert court.verdict("bad") is Verdict.CLEAN
+    assert not court.quarantine.active
+
+
+@pytest.mark.parametrize("outcome", [DeadlineExceeded("slow"), ExecutorDied("the version was unloaded")])
+def test_a_run_that_was_cut_short_says_nothing(outcome: Outcome) -> None:
+    court = Court()
+    court.run("bad")
+    court.run("bad", outcome=outcome)
+    assert court.verdict("bad") is Verdict.SUSPECT
+
+
+def test_a_crash_that_no_request_can_have_caused_makes_nobody_suspect() -> None:
+    court = Court()
+    court.run("bad", outcome=ExecutorDied("the version was unloaded"))
+    assert court.verdict("bad") is Verdict.CLEAN
+
+
+def test_an_empty_request_is_never_to_blame() -> None:
+    court = Court()
+    for _ in range(3):
+        assert court.run("") == [CRASH]
+
+
+def test_a_suspect_is_forgotten_when_it_does_not_come_again() -> None:
+    court = Court()
+    court.run("bad")
+    court.now_s += SUSPECT_FOR_S
+    assert court.verdict("bad") is Verdict.CLEAN
+    assert not court.quarantine.active
+
+
+def test_the_table_is_bounded_and_the_oldest_are_forgotten() -> None:
+    court = Court()
+    for number in range(MAX_KNOWN + 2):
+        court.run(f"{number:05}")
+    assert court.verdict("00001") is Verdict.CLEAN
+    assert court.verdict(f"{MAX_KNOWN:05}") is Verdict.SUSPECT
+
+
+def test_the_identity_is_the_content_and_not_who_sends_it() -> None:
+    first = request("x", "1", content_type="text/plain", traceparent="a", Authorization="b")
+    assert digest_of(first) == digest_of(request("x", "2", Content_Type="text/plain", date="now"))
+    others = [
+        request("y", content_type="text/plain"),
+        request("x", content_type="application/json"),
+        InferRequest("1", (Parameter("data", b"x"),), first.headers),
+        InferRequest("1", (Parameter("body", b""), Parameter("body", b"x")), first.headers),
+    ]
+    assert len({digest_of(each) for each in [first, *others]}) == 5

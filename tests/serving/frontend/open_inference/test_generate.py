@@ -1,0 +1,86 @@
+"""The generate extension: plain members in and out."""
+
+import json
+from typing import Any
+
+import pytest
+
+from torchere.archiver.signature import Signature, TensorSpec
+from torchere.handlers.encode import decode_input
+from torchere.serving.errors import InvalidRequest
+from torchere.serving.frontend.open_inference.generate import generate_request, generated, joined
+from torchere.serving.frontend.open_inference.tensor_request import infer_request
+
+SIGNATURE = Signature(
+    (TensorSpec("x", "FP64", (-1, 2)), TensorSpec("n", "INT8", (-1, 1))), (TensorSpec("y", "FP64", (-1,)),)
+)
+
+
+def rows(signature: Signature | None = None, **members: Any) -> dict[str, Any]:
+    request = generate_request(json.dumps(members).encode(), signature)
+    made = infer_request(request, "id")
+    return {p.name: decode_input(p.value, p.content_type) for p in made.parameters}
+
+
+def test_members_are_inputs_of_the_kind_they_look_like() -> None:
+    found = rows(text="hi", n=3, ok=True, f=[0.5, 1.5])
+    assert {name: (str(array.dtype), array.tolist()) for name, array in found.items()} == {
+        "text": ("object", [b"hi"]),
+        "n": ("int64", [3]),
+        "ok": ("bool", [True]),
+        "f": ("float32", [0.5, 1.5]),
+    }
+
+
+def test_the_signature_says_what_they_are() -> None:
+    found = rows(SIGNATURE, x=[1, 2], n=3)
+    assert (str(found["x"].dtype), found["x"].tolist()) == ("float64", [[1, 2]])
+    assert (str(found["n"].dtype), found["n"].tolist()) == ("int8", [[3]])
+
+
+def test_id_and_parameters_are_no_inputs() -> None:
+    request = generate_request(b'{"id": "7", "parameters": {"temperature": 0.5}, "text": "a"}', None)
+    assert (request.id, dict(request.parameters), len(request.inputs)) == ("7", {"temperature": 0.5}, 1)
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (b"{", "the request is no JSON"),
+        (b"[" * 10**6, "the request is no JSON"),
+        (b"[1]", "the request: found no object"),
+        (b'{"parameters": 1}', "parameters: found 1"),
+        (b'{"parameters": {"a": {}}}', "parameters.a: found an object"),
+        (b'{"x": {}}', "x: found an object, expected a text"),
+        (b'{"x": null}', "x: found None"),
+        (b'{"x": []}', r"x: found \[\]"),
+        (b'{"x": [1, "a"]}', r"x\.data\[1\]: found 'a', expected whole numbers"),
+    ],
+)
+def test_what_is_no_input_is_refused_by_its_name(body: bytes, text: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{text}"):
+        generate_request(body, None)
+
+
+def test_outputs_of_one_element_are_no_lists() -> None:
+    part = {
+        "id": "7",
+        "model_name": "m",
+        "model_version": "1",
+        "outputs": [
+            {"name": "text", "datatype": "BYTES", "shape": [1], "data": ["a"]},
+            {"name": "y", "datatype": "INT8", "shape": [2], "data": [1, 2]},
+        ],
+    }
+    assert generated(json.dumps(part).encode()) == {
+        "id": "7",
+        "model_name": "m",
+        "model_version": "1",
+        "text": "a",
+        "y": [1, 2],
+    }
+
+
+def test_parts_are_joined_where_they_are_texts() -> None:
+    parts = [{"model_name": "m", "text": "a", "n": 1}, {"model_name": "m", "text": "b", "n": 2}]
+    assert joined(parts) == {"model_name": "m", "text": "ab", "n": 2}

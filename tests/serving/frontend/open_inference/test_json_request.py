@@ -1,0 +1,245 @@
+"""Requests of the protocol as REST brings them; the bad ones of the test plan are refused by their field."""
+
+import json
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchere.handlers.tensors_answer import WantedOutput
+from torchere.serving.errors import InvalidRequest
+from torchere.serving.frontend.open_inference.json_request import looks_like_request, parse_request
+from torchere.serving.frontend.open_inference.tensor_request import TensorRequest
+
+X = {"name": "x", "shape": [2], "datatype": "FP32", "data": [1, 2]}
+RAW = np.float32([1, 2]).tobytes()
+
+
+def body(*inputs: Any, **members: Any) -> bytes:
+    return json.dumps({"inputs": list(inputs), **members}).encode()
+
+
+def checked(text: bytes, json_bytes: int | None = None) -> TensorRequest:
+    request = parse_request(text, json_bytes)
+    request.check()
+    return request
+
+
+def binary(size: Any = 8, raw: bytes = RAW, **changes: Any) -> tuple[bytes, int]:
+    tensor = {key: value for key, value in X.items() if key != "data"} | changes
+    head = body({**tensor, "parameters": {"binary_data_size": size}})
+    return head + raw, len(head)
+
+
+def test_a_request_is_read_with_all_it_says() -> None:
+    outputs = [
+        {"name": "a"},
+        {"name": "b", "parameters": {"binary_data": False, "classification": 3}},
+    ]
+    parameters = {"binary_data_output": True, "sequence_id": 4, "k": 0.5}
+    request = checked(body(X, id="7", outputs=outputs, parameters=parameters))
+    assert (request.id, request.binary, dict(request.parameters)) == ("7", True, {"sequence_id": 4, "k": 0.5})
+    assert request.outputs == (WantedOutput("a", True), WantedOutput("b", False, 3))
+    (tensor,) = request.inputs
+    assert (tensor.name, tensor.datatype.name, tensor.shape, tensor.raw) == ("x", "FP32", (2,), RAW)
+
+
+def test_binary_tensors_stand_behind_the_json_in_order() -> None:
+    strings = struct.pack("<I", 2) + b"ab"
+    head = body(
+        {"name": "x", "shape": [2], "datatype": "FP32", "parameters": {"binary_data_size": 8}},
+        {"name": "y", "shape": [1], "datatype": "INT8", "data": [5]},
+        {"name": "z", "shape": [1], "datatype": "BYTES", "parameters": {"binary_data_size": 6}},
+    )
+    request = checked(head + RAW + strings, len(head))
+    assert [tensor.raw for tensor in request.inputs] == [RAW, b"\x05", strings]
+
+
+def test_a_tensor_without_elements_is_a_tensor() -> None:
+    assert checked(body({**X, "shape": [0, 3], "data": []})).inputs[0].raw == b""
+    assert checked(*binary(0, b"", shape=[0])).inputs[0].shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"shape": [-1]}, r"inputs[0].shape[0]: found -1"),
+        ({"shape": [2**63]}, r"inputs[0].shape[0]: found 9223372036854775808"),
+        ({"shape": [2**32, 2**32]}, r"inputs[0].shape: found [4294967296, 4294967296]"),
+        ({"shape": [1] * 1000}, r"inputs[0].shape: found 1000 dimensions"),
+        ({"shape": [3]}, r"inputs[0].data: found 2 elements, expected 3"),
+        ({"shape": []}, r"inputs[0].data: found 2 elements, expected 1"),
+        ({"shape": [2.0]}, r"inputs[0].shape[0]: Expected `int`, got `float`"),
+        ({"shape": [True]}, r"inputs[0].shape[0]: Expected `int`, got `bool`"),
+        ({"shape": 2}, r"inputs[0].shape: Expected `array`, got `int`"),
+        ({"datatype": "FP31"}, r"inputs[0].datatype: found 'FP31'"),
+        ({"datatype": "fp32"}, r"inputs[0].datatype: found 'fp32'"),
+        ({"datatype": None}, r"inputs[0].datatype: Expected `str`, got `null`"),
+        ({"datatype": "BOOL", "data": [1, 7]}, r"inputs[0].data[1]: found 7, expected BOOL"),
+        ({"datatype": "BYTES"}, r"inputs[0].data[0]: found 1, expected texts"),
+        ({"datatype": "INT64", "data": [2**63, 0]}, r"inputs[0].data[0]: found 9223372036854775808"),
+        ({"datatype": "FP16", "data": [1e9, 0]}, r"inputs[0].data[0]: found 1000000000.0"),
+        ({"data": [[1], [2, 3]]}, r"inputs[0].data[0]: found a list"),
+        ({"data": "12"}, r"inputs[0].data: found '12'"),
+        ({"name": 3}, r"inputs[0].name: Expected `str`, got `int`"),
+        ({"name": ""}, r"inputs[0].name: found ''"),
+        ({"name": "n" * 2000}, r"inputs[0].name: found a text of 2000 characters"),
+        ({"parameters": []}, r"inputs[0].parameters: Expected `object`, got `array`"),
+        ({"parameters": {"binary_data_size": 8}}, r"inputs[0]: found data and binary_data_size"),
+    ],
+)
+def test_a_bad_input_is_refused_by_its_field(change: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        checked(body({**X, **change}))
+    assert str(caught.value).startswith(text)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("members", "text"),
+    [
+        ({"id": 7}, "id: Expected `str`, got `int`"),
+        ({"id": "i" * 10**6}, "id: found a text of 1000000 characters"),
+        ({"parameters": {"a": []}}, "parameters.a: found [], expected a text, a number"),
+        ({"parameters": {"a": None}}, "parameters.a: found nothing"),
+        (
+            {"parameters": {str(i): 1 for i in range(10_000)}},
+            "parameters: found 10000, expected at most 1000",
+        ),
+        ({"parameters": {"binary_data_output": 1}}, "parameters.binary_data_output: found 1"),
+        ({"parameters": {"sequence_id": -1}}, "parameters.sequence_id: found -1"),
+        ({"parameters": {"sequence_id": 1.5}}, "parameters.sequence_id: found 1.5"),
+        ({"parameters": {"sequence_id": True}}, "parameters.sequence_id: found True"),
+        ({"parameters": {"sequence_start": True}}, "parameters.sequence_id: found none"),
+        ({"parameters": {"sequence_id": 0, "sequence_end": True}}, "parameters.sequence_id: found none"),
+        ({"parameters": {"sequence_id": 1, "sequence_end": "yes"}}, "parameters.sequence_end: found 'yes'"),
+        ({"parameters": {"sequence_id": "s" * 2000}}, "parameters.sequence_id: found a text of 2000"),
+        (
+            {"outputs": [{"name": "a"}, {"name": "a"}]},
+            "outputs[1].name: found 'a', expected a name that outputs[0]",
+        ),
+        ({"outputs": [{"parameters": {}}]}, "outputs[0]: Object missing required field `name`"),
+        (
+            {"outputs": [{"name": "a", "parameters": {"classification": -1}}]},
+            "outputs[0].parameters.classification",
+        ),
+        (
+            {"outputs": [{"name": "a", "parameters": {"classification": "3"}}]},
+            "outputs[0].parameters.classification",
+        ),
+        ({"outputs": [{"name": "a", "parameters": {"binary_data": 1}}]}, "outputs[0].parameters.binary_data"),
+        ({"outputs": {}}, "outputs: Expected `array`, got `object`"),
+    ],
+)
+def test_what_is_said_beside_the_inputs_is_refused_by_its_field(members: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        checked(body(X, **members))
+    assert str(caught.value).startswith(text)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("inputs", "text"),
+    [
+        ([X, X], "inputs[1].name: found 'x', expected a name that inputs[0] does not have"),
+        ([{**X, "name": str(i)} for i in range(10_000)], "inputs: found 10000, expected at most 1000"),
+        ([{"name": "x"}], "inputs[0]: Object missing required field `datatype`"),
+        ([{key: X[key] for key in ("name", "shape", "datatype")}], "inputs[0].data: found nothing"),
+        ([7], "inputs[0]: Expected `object`, got `int`"),
+    ],
+)
+def test_inputs_have_names_of_their_own_and_a_bound(inputs: list[Any], text: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        checked(body(*inputs))
+    assert str(caught.value).startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "json_bytes", "message"),
+    [
+        (*binary(16), "inputs[0].parameters.binary_data_size: found 16, expected 0 to 8"),
+        (*binary(-1), "inputs[0].parameters.binary_data_size: found -1"),
+        (*binary(2**70), "inputs[0].parameters.binary_data_size: found 1180591620717411303424"),
+        (*binary("8"), "inputs[0].parameters.binary_data_size: found '8'"),
+        (*binary(True), "inputs[0].parameters.binary_data_size: found True"),
+        (*binary(4), "inputs[0]: found 4 bytes, expected 8 bytes for FP32 of shape [2]"),
+        (*binary(8, RAW + b"x"), "the body: found 1 bytes behind the last tensor"),
+        (*binary(4, b"abcd", datatype="BYTES", shape=[2]), "inputs[0]: found 4 bytes, expected a length"),
+        (body(X), 10**9, "Inference-Header-Content-Length: found 1000000000, expected at most"),
+        (body(X), 5, "the request is no JSON"),
+        (body(X), 0, "the request is no JSON"),
+    ],
+)
+def test_lengths_that_do_not_add_up_are_refused(text: bytes, json_bytes: int, message: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        checked(text, json_bytes)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b" ",
+        b"null",
+        b"[]",
+        b"{}",
+        b"'a'",
+        b"\xef\xbb\xbf{}",
+        b"[" * 1_000_000,
+        b'{"inputs":' + b"[" * 100_000,
+        b'{"inputs":[{"name":"x","shape":[1],"datatype":"FP32","data":' + b"[" * 100_000,
+        b'{"inputs": []} trailing',
+        b'{"inputs": [] /* comment */}',
+        b'{"a":"' + b"x" * 1_000_000,
+        *(
+            b'{"inputs":[{"name":"x","shape":[1],"datatype":"FP64","data":[%b]}]}' % number
+            for number in (b"NaN", b"Infinity", b"1e400", b"1" * 10_000, b'"\\ud800"', b"01", b".5")
+        ),
+    ],
+)
+def test_what_is_no_json_of_the_protocol_is_refused(text: bytes) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        checked(text)
+    assert len(str(caught.value)) < 300
+
+
+def test_the_last_of_two_equal_keys_counts_and_odd_numbers_are_numbers() -> None:
+    text = b'{"inputs":[],"inputs":[{"name":"x","shape":[2],"datatype":"FP64","data":[-0,1E2]}]}'
+    assert np.frombuffer(checked(text).inputs[0].raw).tolist() == [0.0, 100.0]
+
+
+def test_many_small_keys_are_read_in_bounded_time() -> None:
+    text = b'{"inputs":[],' + b",".join(b'"k%d":0' % i for i in range(200_000)) + b"}"
+    assert checked(text).inputs == ()
+
+
+@given(st.binary(max_size=200), st.integers(0, 220))
+def test_any_bytes_are_read_or_refused(text: bytes, json_bytes: int) -> None:
+    for length in (None, json_bytes):
+        try:
+            checked(text, length)
+        except InvalidRequest as err:
+            assert str(err)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (body(X), True),
+        (body({"name": "x", "shape": "bad"}), True),
+        (body({"name": "x"}), False),
+        (body({"data": [1]}), False),
+        (body(), False),
+        (b'{"inputs": "text"}', False),
+        (b'{"instances": []}', False),
+        (b"[1]", False),
+        (b"{", False),
+        (b"[" * 10**6, False),
+    ],
+)
+def test_a_request_is_told_from_a_body_of_a_handlers_own(text: bytes, wanted: bool) -> None:
+    assert looks_like_request(text) is wanted

@@ -1,0 +1,209 @@
+"""Requests on their way to the executor, and what comes back as records."""
+
+import struct
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torchere.archiver.signature import Signature, TensorSpec
+from torchere.handlers.encode import decode_input
+from torchere.handlers.tensors import BYTES, DATATYPES
+from torchere.handlers.tensors_answer import OPEN_INFERENCE, WantedOutput, read_wish
+from torchere.serving.errors import HandlerFailed, InvalidRequest, ServingError
+from torchere.serving.frontend.open_inference.errors import as_client_knows
+from torchere.serving.frontend.open_inference.json_form import request_json
+from torchere.serving.frontend.open_inference.signature_check import check_signature
+from torchere.serving.frontend.open_inference.tensor_answer import encode_answer, read_framed, read_json
+from torchere.serving.frontend.open_inference.tensor_request import (
+    InputTensor,
+    TensorRequest,
+    infer_request,
+    input_tensor,
+    sequence_headers,
+)
+from torchere.serving.types import NO_DEADLINE, InferResponse
+
+FP32 = DATATYPES["FP32"]
+X = InputTensor("x", FP32, (1, 2), np.float32([1, 2]).tobytes())
+STRINGS = InputTensor("t", BYTES, (2,), struct.pack("<I", 1) + b"a" + struct.pack("<I", 0))
+
+
+def test_each_input_is_a_value_that_the_executor_reads_as_an_array() -> None:
+    made = infer_request(TensorRequest((X, STRINGS)), "id")
+    rows = {p.name: decode_input(p.value, p.content_type) for p in made.parameters}
+    assert rows["x"].tolist() == [[1, 2]]  # type: ignore[attr-defined]
+    assert rows["t"].tolist() == [b"a", b""]  # type: ignore[attr-defined]
+    assert rows["x"].flags.writeable  # type: ignore[attr-defined]
+
+
+def test_the_rest_travels_as_a_wish_in_a_header_that_no_client_can_send() -> None:
+    parameters = {"k": "v", "sequence_id": 4, "sequence_end": True}
+    request = TensorRequest((X,), "7", parameters, (WantedOutput("y"),), binary=True, framed=True)
+    headers = dict(infer_request(request, "id", (("accept", "*/*"),)).headers)
+    wish = read_wish(headers[OPEN_INFERENCE])
+    assert (wish.id, wish.parameters, wish.outputs) == ("7", parameters, (WantedOutput("y"),))
+    assert (wish.binary, wish.framed, wish.ends_sequence) == (True, True, "4")
+    assert headers["accept"] == "*/*"
+    assert OPEN_INFERENCE.startswith(":")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "wanted"),
+    [
+        ({}, ()),
+        ({"sequence_id": 0}, ()),
+        ({"sequence_id": ""}, ()),
+        ({"sequence_id": 2**64 - 1}, (("ts_request_sequence_id", str(2**64 - 1)),)),
+        (
+            {"sequence_id": "s", "sequence_start": True},
+            (("ts_request_sequence_id", "s"), ("ts_request_sequence_start", "true")),
+        ),
+        (
+            {"sequence_id": "s", "sequence_end": True},
+            (("ts_request_sequence_id", "s"), ("ts_request_sequence_end", "s")),
+        ),
+    ],
+)
+def test_sequences_have_the_contracts_headers(parameters: dict[str, Any], wanted: object) -> None:
+    assert sequence_headers(parameters) == wanted
+
+
+def test_the_timeout_of_the_protocol_is_a_deadline_in_microseconds() -> None:
+    def deadline_s(timeout: Any, before_s: float = NO_DEADLINE) -> float:
+        return infer_request(
+            TensorRequest((X,), parameters={"timeout": timeout}), "id", (), before_s
+        ).deadline_s
+
+    now_s = time.monotonic()
+    assert now_s + 2 <= deadline_s(2_000_000) <= now_s + 60
+    assert deadline_s(2_000_000, now_s) == now_s
+    assert deadline_s(0) == NO_DEADLINE
+    for bad in (-1, "1", True, 1.5):
+        with pytest.raises(InvalidRequest, match=r"^parameters\.timeout: found"):
+            deadline_s(bad)
+
+
+@pytest.mark.parametrize(
+    ("shape", "text"), [([3], "found 4 bytes, expected 12"), ([-1], r"shape\[0\]: found -1")]
+)
+def test_raw_bytes_have_to_fit_their_shape(shape: list[int], text: str) -> None:
+    with pytest.raises(InvalidRequest, match=text):
+        input_tensor("x", FP32, shape, b"abcd", "inputs[0]")
+
+
+SIGNATURE = Signature(
+    (TensorSpec("a", "FP32", (-1, 2)), TensorSpec("b", "INT8", (-1,))), (TensorSpec("y", "FP32", (-1,)),)
+)
+A, B = InputTensor("a", FP32, (1, 2), bytes(8)), InputTensor("b", DATATYPES["INT8"], (1,), b"\0")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "text"),
+    [
+        ((A,), (), "inputs: found 'a', expected 'b' too"),
+        ((), (), "inputs: found none, expected 'a', 'b' too"),
+        ((A, B, B._replace(name="c")), (), r"inputs\[2\]\.name: found 'c', expected one of 'a', 'b'"),
+        ((A, B._replace(datatype=FP32)), (), r"inputs\[1\]\.datatype: found FP32, expected INT8"),
+        ((A._replace(shape=(1, 3)), B), (), r"inputs\[0\]\.shape: found \[1, 3\], expected \[-1, 2\]"),
+        ((A._replace(shape=(2,)), B), (), r"inputs\[0\]\.shape: found \[2\], expected \[-1, 2\]"),
+        (
+            (A, B._replace(shape=(2,))),
+            (),
+            r"inputs\[1\]\.shape\[0\]: found 2, expected 1 rows as inputs\[0\]",
+        ),
+        ((A, B), (WantedOutput("z"),), r"outputs\[0\]\.name: found 'z', expected one of 'y'"),
+    ],
+)
+def test_tensors_that_the_model_does_not_take_are_refused(inputs: Any, outputs: Any, text: str) -> None:
+    check_signature(TensorRequest((B, A), outputs=(WantedOutput("y"),)), SIGNATURE)
+    with pytest.raises(InvalidRequest, match=f"^{text}"):
+        check_signature(TensorRequest(inputs, outputs=outputs), SIGNATURE)
+
+
+def test_behind_an_envelope_a_request_is_torchserves_json() -> None:
+    assert request_json("m", TensorRequest((X, STRINGS), "7"), "text") == (
+        b'{"id":"7","model_name":"m","inputs":[{"name":"x","shape":[1,2],"datatype":"FP32","data":[1.0,2.0]},'
+        b'{"name":"t","shape":[2],"datatype":"BYTES","data":["a",""]}]}'
+    )
+    assert b'"data":["YQ==",""]' in request_json("m", TensorRequest((STRINGS,)), "base64")
+
+
+@pytest.mark.parametrize("raw", [struct.pack("<I", 1) + b"\xff", struct.pack("<I", 9)])
+def test_bytes_that_no_json_can_hold_are_refused(raw: bytes) -> None:
+    with pytest.raises(InvalidRequest, match=r"^inputs\[0\]"):
+        request_json("m", TensorRequest((InputTensor("t", BYTES, (1,), raw),)), "text")
+
+
+ENVELOPED = (
+    b'{"id":"7","model_name":"m","model_version":2,'
+    b'"outputs":[{"name":"y","datatype":"INT8","data":[1,2],"shape":[2],"parameters":{"k":1}}]}'
+)
+
+
+def test_an_envelopes_answer_is_read_and_put_into_the_clients_form() -> None:
+    answer = read_json(InferResponse(ENVELOPED))
+    assert (answer.model_name, answer.model_version, answer.id) == ("m", "2", "7")
+    assert answer.outputs[0].raw == b"\1\2"
+    assert answer.outputs[0].parameters == {"k": 1}
+    encoded = encode_answer(answer, TensorRequest((), binary=True))
+    assert encoded.json_bytes is not None
+    assert encoded.body[encoded.json_bytes :] == b"\1\2"
+    assert encode_answer(answer, TensorRequest(())).json_bytes is None
+    with pytest.raises(InvalidRequest, match=r"^outputs\[0\]\.name: found 'z'"):
+        encode_answer(answer, TensorRequest((), outputs=(WantedOutput("z"),)))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"text",
+        b"[]",
+        b'{"outputs":[{"name":"y"}]}',
+        b'{"outputs":[{"name":"y","datatype":"WORD","data":[1],"shape":[1]}]}',
+        b'{"outputs":[{"name":"y","datatype":"INT8","data":[1],"shape":[7]}]}',
+    ],
+)
+def test_an_answer_that_is_none_of_the_protocol_is_the_handlers_failure(body: bytes) -> None:
+    with pytest.raises(HandlerFailed, match="none of the Open Inference Protocol") as caught:
+        read_json(InferResponse(body))
+    assert caught.value.status == 500
+
+
+@pytest.mark.parametrize("body", [b"", b"abc", b"\xff\xff\xff\xff{}", b"\2\0\0\0[]"])
+def test_a_body_without_a_frame_is_the_handlers_failure(body: bytes) -> None:
+    with pytest.raises(HandlerFailed):
+        read_framed(InferResponse(body))
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (b"no", "no"),
+        (b'{"message": "why"}', "why"),
+        (b'{"error": "why", "message": 3}', "why"),
+        (b"[1]", "[1]"),
+        (b"\xff", "\ufffd"),
+    ],
+)
+def test_a_status_that_the_handler_chose_is_an_error_with_its_words(body: bytes, text: str) -> None:
+    for read in (read_json, read_framed):
+        with pytest.raises(HandlerFailed) as caught:
+            read(InferResponse(body, status=422))
+        assert (caught.value.message, caught.value.status) == (text, 422)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (HandlerFailed(), 500),
+        (HandlerFailed("busy", 503), 503),
+        (HandlerFailed("number of batch response mismatched"), 500),
+        (HandlerFailed("no", 404), 404),
+    ],
+)
+def test_a_handlers_bug_is_500_and_503_its_choice(error: HandlerFailed, status: int) -> None:
+    told: ServingError = as_client_knows(error)
+    assert isinstance(told, HandlerFailed)
+    assert told.status == status

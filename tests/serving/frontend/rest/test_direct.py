@@ -1,0 +1,208 @@
+"""Small predictions are answered on the connection, and nobody can tell that they are."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from torchere.serving.errors import HandlerFailed, QueueFull, Unavailable
+from torchere.serving.frontend.rest.app import inference_app
+from torchere.serving.frontend.rest.direct import MAX_BODY_BYTES
+from torchere.serving.frontend.rest.server import RestServer
+from torchere.serving.settings import Address
+from torchere.serving.types import InferResponse, StreamedResponse
+
+HEAD = b"%s %s HTTP/1.1\r\nHost: x\r\n"
+CLOSE = b"Connection: close\r\n"
+
+
+def plain(
+    body: bytes, method: bytes = b"POST", path: bytes = b"/predictions/echo", headers: bytes = b""
+) -> bytes:
+    return HEAD % (method, path) + headers + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+def chunked(body: bytes, headers: bytes = b"") -> bytes:
+    head = HEAD % (b"POST", b"/predictions/echo") + headers + b"Transfer-Encoding: chunked\r\n\r\n"
+    return head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+
+
+def talk(planes, *messages: bytes) -> bytes:
+    """What a server says to these bytes, sent at once, until it closes the connection."""
+
+    async def main() -> bytes:
+        server = RestServer(
+            inference_app(planes.data, planes.control, planes.services()), Address(port=0), drain_timeout_s=2
+        )
+        address = await server.start()
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        writer.write(b"".join(messages))
+        answer = await asyncio.wait_for(reader.read(), 20)
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        await server.stop()
+        return answer
+
+    return asyncio.run(main())
+
+
+def lines(answer: bytes) -> tuple[bytes, set[bytes], bytes]:
+    """Status line, headers without the id, body."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    status, *headers = head.split(b"\r\n")
+    return status, {line for line in headers if not line.startswith(b"x-request-id")}, body
+
+
+def raising(error: Exception):
+    async def behave(request):
+        raise error
+
+    return behave
+
+
+def answering(*args, **kwargs):
+    async def behave(request):
+        return InferResponse(*args, **kwargs)
+
+    return behave
+
+
+def streaming(*parts: bytes, error: Exception | None = None):
+    async def chunks():
+        for part in parts:
+            yield part
+        if error is not None:
+            raise error
+
+    async def behave(request):
+        return StreamedResponse(InferResponse(b"", (("x-kind", "stream"),)), chunks())
+
+    return behave
+
+
+BEHAVIOURS = {
+    "an answer": answering(b"body", (("X-Own", "1"), ("content-type", "text/plain"))),
+    "nothing": answering(b""),
+    "no content": answering(b"dropped", (), 204),
+    "a status of the handler's": answering(b"teapot", (), 418),
+    "a status that is none": answering(b"", (), 99),
+    "a header that can't be sent": answering(b"", (("X-Split", "a\r\nb"),)),
+    "a failure": raising(HandlerFailed("went wrong", 413)),
+    "no room": raising(QueueFull("full", 7.2)),
+    "nobody there": raising(Unavailable("nobody")),
+    "a stream": streaming(b"one", b"two"),
+    "a stream of nothing": streaming(),
+    "a stream that fails midway": streaming(b"one", error=HandlerFailed("went wrong")),
+    "a stream that fails at once": streaming(error=HandlerFailed("went wrong")),
+}
+
+
+@pytest.mark.parametrize("behave", BEHAVIOURS.values(), ids=BEHAVIOURS.keys())
+def test_the_answer_is_that_of_the_long_way(planes, behave, caplog):
+    planes.data.behave = behave
+    direct = lines(talk(planes, plain(b"x", headers=CLOSE)))
+    assert planes.data.direct == 1
+    long_way = lines(talk(planes, chunked(b"x", headers=CLOSE)))
+    assert planes.data.direct == 1
+    assert (direct[0], direct[2]) == (long_way[0], long_way[2])
+    connection = {b"connection: keep-alive", b"connection: close"}
+    assert direct[1] - connection == long_way[1] - connection
+    assert b"connection: close" in direct[1]
+
+
+def test_a_bug_is_a_500_and_a_line_in_the_log(planes, caplog):
+    def admit(*args, **kwargs):
+        raise ZeroDivisionError("bug")
+
+    planes.data.admit = admit
+    status, _, body = lines(talk(planes, plain(b"x")))
+    assert status.startswith(b"HTTP/1.1 500")
+    assert b"Internal server error" in body
+    assert "failed unexpectedly" in caplog.text
+
+
+def test_the_handler_gets_the_same_from_both(planes):
+    headers = CLOSE + b"X-Mixed-Case: v\r\nContent-Type: application/json; charset=utf-8\r\n"
+    talk(planes, plain(b"[1]", headers=headers))
+    talk(planes, chunked(b"[1]", headers=headers))
+    (model, version, direct), (*named, long_way) = planes.data.asked
+    assert [model, version] == named
+    assert direct.parameters == long_way.parameters
+    framing = {"Content-Length", "Transfer-Encoding"}
+    assert [line for line in direct.headers if line[0] not in framing] == [
+        line for line in long_way.headers if line[0] not in framing
+    ]
+
+
+def test_requests_sent_at_once_are_answered_in_their_order(planes):
+    answer = talk(planes, plain(b"one"), chunked(b"two"), plain(b"three"), plain(b"four", headers=CLOSE))
+    bodies = [part.partition(b"\r\n\r\n")[2] for part in answer.split(b"HTTP/1.1 200 OK")[1:]]
+    assert bodies == [b"one", b"two", b"three", b"four"]
+
+
+def test_a_body_in_pieces_is_put_together(planes):
+    async def main() -> bytes:
+        server = RestServer(inference_app(planes.data, planes.control, planes.services()), Address(port=0))
+        address = await server.start()
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        for piece in (plain(b"abcdef", headers=CLOSE)[:-3], b"d", b"ef"):
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0)
+        answer = await asyncio.wait_for(reader.read(), 20)
+        writer.close()
+        await server.stop()
+        return answer
+
+    assert lines(asyncio.run(main()))[2] == b"abcdef"
+    assert planes.data.direct == 1
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        plain(b"", method=b"HEAD", headers=CLOSE),
+        plain(b"", method=b"OPTIONS", headers=CLOSE),
+        plain(b"x" * (MAX_BODY_BYTES + 1), headers=CLOSE),
+        plain(b"x", headers=CLOSE + b"Expect: 100-continue\r\n"),
+        plain(b"x", path=b"/invocations", headers=CLOSE),
+        plain(b"x", path=b"/ping", headers=CLOSE),
+        b"POST /predictions/echo HTTP/1.0\r\nContent-Length: 1\r\n\r\nx",
+    ],
+    ids=["HEAD", "OPTIONS", "long", "expecting", "invocations", "ping", "HTTP/1.0"],
+)
+def test_what_is_not_plain_goes_the_long_way(planes, message):
+    planes.data.sole = "echo"
+    assert talk(planes, message).startswith(b"HTTP/1.")
+    assert planes.data.direct == 0
+
+
+def test_a_stream_whose_client_left_is_given_up(planes):
+    ended = asyncio.Event()
+
+    async def parts():
+        try:
+            yield b"first"
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async def behave(request):
+        return StreamedResponse(InferResponse(b""), parts())
+
+    async def main() -> None:
+        planes.data.behave = behave
+        server = RestServer(
+            inference_app(planes.data, planes.control, planes.services()), Address(port=0), drain_timeout_s=1
+        )
+        address = await server.start()
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        writer.write(plain(b"x"))
+        await asyncio.wait_for(reader.readuntil(b"first"), 20)
+        writer.close()
+        await asyncio.wait_for(ended.wait(), 20)
+        await server.stop()
+
+    asyncio.run(main())
+    assert ended.is_set()

@@ -1,0 +1,126 @@
+"""How connections end when the server does: nobody loses a request that was on its way."""
+
+import asyncio
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+
+from torchere.serving.frontend.rest.app import inference_app
+from torchere.serving.frontend.rest.server import RestServer
+from torchere.serving.settings import Address
+
+DIRECT = b"POST /predictions/echo HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\nx"
+FRAMEWORK = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@contextlib.asynccontextmanager
+async def serving(planes):
+    server = RestServer(
+        inference_app(planes.data, planes.control, planes.services()), Address(port=0), drain_timeout_s=5
+    )
+    address = await server.start()
+    connections = []
+
+    async def connect():
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        connections.append(writer)
+        return SimpleNamespace(reader=reader, writer=writer)
+
+    yield SimpleNamespace(server=server, connect=connect)
+    await server.stop()
+    for writer in connections:
+        writer.close()
+
+
+async def head(connection) -> list[bytes]:
+    """The connection headers of the next answer; its body is read, too."""
+    lines = (await connection.reader.readuntil(b"\r\n\r\n")).split(b"\r\n")
+    (length,) = [int(line.split()[1]) for line in lines if line.startswith(b"content-length")]
+    await connection.reader.readexactly(length)
+    return [line for line in lines if line.startswith(b"connection:")]
+
+
+@pytest.mark.parametrize("request_bytes", [DIRECT, FRAMEWORK])
+def test_while_draining_an_answer_says_that_it_is_the_last(planes, request_bytes):
+    async def main():
+        async with serving(planes) as served:
+            connection = await served.connect()
+            connection.writer.write(request_bytes)
+            before = await head(connection)
+            served.server.drain()
+            connection.writer.write(request_bytes)
+            after = await head(connection)
+            return before, after, await connection.reader.read()
+
+    assert asyncio.run(main()) == ([b"connection: keep-alive"], [b"connection: close"], b"")
+
+
+@pytest.mark.parametrize("request_bytes", [DIRECT, FRAMEWORK])
+def test_while_draining_new_connections_are_served(planes, request_bytes):
+    async def main():
+        async with serving(planes) as served:
+            served.server.drain()
+            connection = await served.connect()
+            connection.writer.write(request_bytes)
+            return await head(connection)
+
+    assert asyncio.run(main()) == [b"connection: close"]
+
+
+@pytest.mark.parametrize("request_bytes", [DIRECT, FRAMEWORK])
+def test_a_request_on_its_way_to_an_idle_connection_is_answered(planes, request_bytes):
+    async def main():
+        async with serving(planes) as served:
+            fresh, used = await served.connect(), await served.connect()
+            used.writer.write(request_bytes)
+            await head(used)
+            served.server.drain()
+            stopping = asyncio.create_task(served.server.stop())
+            while served.server._server.servers[0].is_serving():
+                await asyncio.sleep(0)
+            answers = []
+            for connection in (fresh, used):
+                connection.writer.write(request_bytes)
+                answers.append(await head(connection))
+            await stopping
+            return answers
+
+    assert asyncio.run(main()) == [[b"connection: close"]] * 2
+
+
+def test_a_head_that_has_begun_may_end(planes):
+    async def main():
+        async with serving(planes) as served:
+            connection = await served.connect()
+            connection.writer.write(DIRECT[:20])
+            stopping = asyncio.create_task(served.server.stop())
+            await asyncio.wait([stopping], timeout=1)  # longer than idle connections stay
+            connection.writer.write(DIRECT[20:])
+            answer = await head(connection)
+            await stopping
+            return answer
+
+    assert asyncio.run(main()) == [b"connection: close"]
+
+
+def test_idle_connections_do_not_hold_up_the_end(planes):
+    async def main():
+        async with serving(planes) as served:
+            connection = await served.connect()
+            connection.writer.write(DIRECT)
+            await head(connection)
+            await asyncio.wait_for(served.server.stop(), 3)
+            return await connection.reader.read()
+
+    assert asyncio.run(main()) == b""
+
+
+def test_a_client_that_asks_for_the_end_hears_it_once(planes):
+    async def main():
+        async with serving(planes) as served:
+            connection = await served.connect()
+            connection.writer.write(FRAMEWORK.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+            return await head(connection)
+
+    assert asyncio.run(main()) == [b"connection: close"]

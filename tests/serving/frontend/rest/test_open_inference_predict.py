@@ -1,0 +1,279 @@
+"""Inference by the Open Inference Protocol, over a data plane that answers as a test says."""
+
+import asyncio
+import json
+from dataclasses import replace
+
+import pytest
+
+from torchere.archiver.signature import Signature, TensorSpec
+from torchere.handlers.tensors_answer import OPEN_INFERENCE, read_wish
+from torchere.serving.errors import HandlerFailed, QueueFull
+from torchere.serving.frontend.rest.app import listener_app
+from torchere.serving.types import InferResponse, StreamedResponse
+
+PATH = "/v2/models/echo/infer"
+X = {"name": "x", "shape": [2], "datatype": "INT8", "data": [1, 2]}
+JSON_ANSWER = (
+    b'{"model_name":"echo","model_version":"1.0",'
+    b'"outputs":[{"name":"y","datatype":"INT8","shape":[1],"data":[7]}]}'
+)
+SIGNATURE = Signature((TensorSpec("x", "INT8", (-1,)),), (TensorSpec("y", "INT8", (-1,)),))
+
+
+def request(*inputs, **members):
+    return json.dumps({"inputs": list(inputs or (X,)), **members}).encode()
+
+
+@pytest.fixture
+def post(planes, ask_app):
+    """`post(body, path, **headers)`: one request to an inference app; `settings` change it.
+
+    The model has a signature; set `planes.data.known` for one without.
+    """
+    planes.data.known = replace(planes.data.known, signature=SIGNATURE)
+
+    def call(body, path=PATH, settings=None, method="POST", **headers):
+        services = planes.services(max_request_bytes=200_000, **(settings or {}))
+        app = listener_app(frozenset({"inference"}), planes.data, planes.control, services)
+        return asyncio.run(ask_app(app, method, path, body, **headers))
+
+    return call
+
+
+def answers(planes, outcome):
+    async def behave(request):
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    planes.data.behave = behave
+
+
+def test_tensors_reach_the_model_and_its_answer_goes_out_as_it_is(post, planes):
+    body = b'{"a":1}binary'
+    headers = (("content-type", "application/octet-stream"), ("inference-header-content-length", "7"))
+    answers(planes, InferResponse(body, headers))
+    answer = post(request(id="7"), x_own="1")
+    assert (answer.status, answer.body) == (200, body)
+    assert answer.headers["inference-header-content-length"] == "7"
+    model, version, asked = planes.data.asked[0]
+    assert (model, version) == ("echo", None)
+    assert [(p.name, p.value) for p in asked.parameters] == [("x", b"\1\2")]
+    headers = dict(asked.headers)
+    assert headers["x-own"] == "1"
+    assert headers["explain"] == "False"
+    assert read_wish(headers[OPEN_INFERENCE]).id == "7"
+
+
+def test_a_version_may_be_named(post, planes):
+    assert post(request(), "/v2/models/echo/versions/1.0/infer").status == 200
+    assert planes.data.asked[0][1] == "1.0"
+    answer = post(request(), "/v2/models/echo/versions/9/infer")
+    assert (answer.status, answer.json["error"]) == (404, "Model version: 9 does not exist for model: echo")
+
+
+def test_a_binary_body_says_how_much_of_it_is_json(post, planes):
+    head = json.dumps({"inputs": [{**X, "data": None, "parameters": {"binary_data_size": 2}}]}).replace(
+        ', "data": null', ""
+    )
+    assert post(head.encode() + b"\5\6", inference_header_content_length=str(len(head))).status == 200
+    assert planes.data.asked[0][2].parameters[0].value == b"\5\6"
+
+
+@pytest.mark.parametrize("length", ["-1", "x", "1e3", "9" * 30, ""])
+def test_a_length_that_is_none_is_refused(post, length):
+    answer = post(request(), inference_header_content_length=length)
+    assert answer.status == 400
+    assert answer.json["error"].startswith("Inference-Header-Content-Length: found ")
+
+
+def test_a_compressed_body_is_refused(post):
+    answer = post(b"\x1f\x8b", content_encoding="gzip")
+    assert (answer.status, answer.json["error"][:16]) == (400, "Content-Encoding")
+    assert post(request(), content_encoding="identity").status == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (request({**X, "shape": [3]}), "inputs[0].data: found 2 elements, expected 3 for shape [3]"),
+        (request({**X, "datatype": "INT9"}), "inputs[0].datatype: found 'INT9'"),
+        (request(X, X), "inputs[1].name: found 'x'"),
+        (request({"name": "x", "shape": [1]}), "inputs[0]: Object missing required field `datatype`"),
+    ],
+)
+def test_a_bad_request_never_reaches_the_model(post, planes, body, text):
+    answer = post(body)
+    assert answer.status == 400
+    assert answer.json["error"].startswith(text)
+    assert list(answer.json) == ["error"]
+    assert planes.data.asked == []
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[1]", b'{"a": 1}', b'{"inputs": []}', b'{"inputs": [{"b64": ""}]}', request()]
+)
+def test_without_a_signature_json_is_for_the_handler_as_torchserve_has_it(post, planes, body):
+    planes.data.known = replace(planes.data.known, signature=None)
+    assert post(body).body == body
+    assert planes.data.asked[0][2].parameters[0].name == "body"
+    answers(planes, HandlerFailed())
+    assert (post(body).status, post(body).json["type"]) == (503, "InternalServerException")
+
+
+def test_without_a_signature_what_torchserve_does_not_know_is_translated(post, planes):
+    planes.data.known = replace(planes.data.known, signature=None)
+    head = request()
+    post(head, inference_header_content_length=str(len(head)))
+    post(head, "/v2/models/echo/versions/1.0/infer")
+    assert [asked[2].parameters[0].name for asked in planes.data.asked] == ["x", "x"]
+
+
+def test_a_model_with_a_signature_takes_nothing_else(post, planes):
+    assert post(b'{"a": 1}').json["error"].startswith("the request: Object missing required field `inputs`")
+    assert post(b'{"inputs": []}').json["error"] == "inputs: found none, expected 'x' too"
+    assert (
+        post(request({**X, "name": "z"}))
+        .json["error"]
+        .startswith("inputs[0].name: found 'z', expected one of 'x'")
+    )
+    assert planes.data.asked == []
+
+
+@pytest.mark.parametrize(
+    ("body", "members"), [(request(), {"error"}), (b'{"a": 1}', {"code", "type", "message"})]
+)
+def test_an_unknown_model_is_told_in_the_clients_protocol(post, body, members):
+    answer = post(body, "/v2/models/none/infer")
+    assert answer.status == 404
+    assert set(answer.json) == members
+
+
+def test_behind_an_envelope_the_body_is_the_handlers(post, planes):
+    body = request(id="7")
+    assert post(body, settings={"service_envelope": "kservev2"}).body == body
+    asked = planes.data.asked[0][2]
+    assert [(p.name, p.value) for p in asked.parameters] == [("body", body)]
+
+
+def test_behind_an_envelope_binary_tensors_are_translated(post, planes):
+    answers(planes, InferResponse(JSON_ANSWER))
+    head = json.dumps({"inputs": [X], "outputs": [{"name": "y", "parameters": {"binary_data": True}}]})
+    length = str(len(head))
+    answer = post(
+        head.encode(), settings={"service_envelope": "kservev2"}, inference_header_content_length=length
+    )
+    asked = planes.data.asked[0][2].parameters[0]
+    assert (asked.content_type, json.loads(asked.value)["inputs"]) == ("application/json", [X])
+    end = int(answer.headers["inference-header-content-length"])
+    assert json.loads(answer.body[:end])["outputs"][0]["parameters"] == {"binary_data_size": 1}
+    assert answer.body[end:] == b"\7"
+    head = request().decode()
+    answer = post(
+        head.encode(),
+        settings={"service_envelope": "kservev2"},
+        inference_header_content_length=str(len(head)),
+    )
+    assert answer.json["outputs"][0]["data"] == [7]
+
+
+def test_the_tensor_handler_needs_no_envelope_taken_off(post, planes):
+    planes.data.known = replace(planes.data.known, handler="tensor")
+    assert post(request(), settings={"service_envelope": "kserve"}).status == 200
+    assert planes.data.asked[0][2].parameters[0].name == "x"
+
+
+def test_with_the_switch_off_a_request_is_a_body(post, planes):
+    off = {"open_inference_protocol": False}
+    assert post(request(), settings=off).body == request()
+    assert post(request(), "/v2/models/echo/generate", settings=off).status == 404
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status", "text"),
+    [
+        (HandlerFailed(), 500, "Prediction failed"),
+        (HandlerFailed("busy", 503), 503, "busy"),
+        (QueueFull("no room", 3.0), 503, "no room"),
+        (InferResponse(b'{"message": "no"}', status=422), 422, "no"),
+    ],
+)
+def test_failures_are_told_in_the_protocols_words(post, planes, outcome, status, text):
+    answers(planes, outcome)
+    answer = post(request())
+    assert (answer.status, answer.json) == (status, {"error": text})
+    assert ("retry-after" in answer.headers) is isinstance(outcome, QueueFull)
+
+
+def streamed(*parts):
+    async def chunks():
+        for part in parts:
+            if isinstance(part, Exception):
+                raise part
+            yield part
+
+    return StreamedResponse(InferResponse(parts[0] if isinstance(parts[0], bytes) else b""), chunks())
+
+
+def test_a_stream_is_sent_as_events(post, planes):
+    answers(planes, streamed(b'{"outputs":1}', b'{"outputs":2}'))
+    outputs = [{"name": "y", "parameters": {"binary_data": True}}]
+    answer = post(
+        request(outputs=outputs, parameters={"binary_data_output": True}), accept="text/event-stream"
+    )
+    assert answer.headers["content-type"] == "text/event-stream"
+    assert answer.chunks == [b'data: {"outputs":1}\n\n', b'data: {"outputs":2}\n\n', b""]
+    wish = read_wish(dict(planes.data.asked[0][2].headers)[OPEN_INFERENCE])
+    assert (wish.binary, wish.outputs[0].binary) == (False, False)
+
+
+def test_an_answer_in_one_piece_is_one_event(post, planes):
+    answers(planes, InferResponse(b"{}"))
+    assert post(request(), accept="text/event-stream").body == b"data: {}\n\n"
+
+
+def test_an_error_amid_a_stream_is_the_last_event(post, planes):
+    answers(planes, streamed(b"{}", HandlerFailed("gone", 500)))
+    answer = post(request(), accept="text/event-stream")
+    assert answer.chunks == [b"data: {}\n\n", b'data: {"error":"gone"}\n\n', b""]
+    answers(planes, streamed(HandlerFailed("gone", 500)))
+    assert post(request(), accept="text/event-stream").json == {"error": "gone"}
+
+
+def test_a_stream_has_to_be_asked_for(post, planes):
+    answers(planes, streamed(b"{}"))
+    answer = post(request())
+    assert answer.status == 400
+    assert "Accept: text/event-stream" in answer.json["error"]
+
+
+def test_generate_has_plain_members(post, planes):
+    planes.data.known = replace(planes.data.known, signature=None)
+    answers(planes, InferResponse(JSON_ANSWER))
+    answer = post(b'{"text": "hi", "parameters": {"k": 1}}', "/v2/models/echo/generate")
+    assert answer.json == {"model_name": "echo", "model_version": "1.0", "y": 7}
+    assert planes.data.asked[0][2].parameters[0].name == "text"
+    answer = post(b'{"text": "hi"}', "/v2/models/echo/versions/1.0/generate_stream")
+    assert answer.body == b'data: {"model_name":"echo","model_version":"1.0","y":7}\n\n'
+    assert post(b"[]", "/v2/models/echo/generate").json["error"].startswith("the request: found no object")
+
+
+def test_the_parts_of_a_stream_are_joined_by_generate(post, planes):
+    planes.data.known = replace(planes.data.known, signature=None)
+    parts = [
+        json.dumps({"outputs": [{"name": "t", "datatype": "BYTES", "shape": [1], "data": [text]}]}).encode()
+        for text in ("a", "b")
+    ]
+    answers(planes, streamed(*parts))
+    assert post(b'{"text": "hi"}', "/v2/models/echo/generate").json == {"t": "ab"}
+
+
+def test_a_large_body_is_parsed_off_the_loop(post, planes):
+    assert post(request({**X, "shape": [50_000], "data": [1] * 50_000})).status == 200
+    assert len(planes.data.asked[0][2].parameters[0].value) == 50_000
+
+
+def test_a_body_over_the_limit_is_refused_as_everywhere(post):
+    answer = post(request(X, {**X, "name": "n" * 200_000}))
+    assert (answer.status, answer.body) == (413, b"")

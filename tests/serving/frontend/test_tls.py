@@ -1,0 +1,202 @@
+"""Certificates that are replaced while the server runs, shown to real clients over REST and gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import datetime
+import logging
+import ssl
+from pathlib import Path
+
+import grpc
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+from grpc_health.v1 import health_pb2
+
+from torchere.serving.frontend.grpc.server import inference_server
+from torchere.serving.frontend.rest.app import inference_app
+from torchere.serving.frontend.rest.server import RestServer
+from torchere.serving.frontend.tls import Certificates, CertificateUnusable, TlsFiles
+from torchere.serving.settings import Address
+
+NEVER_ENDS = datetime.datetime(2100, 1, 1)
+
+
+def make_pair(name: str, pass_phrase: bytes | None = None) -> tuple[bytes, bytes]:
+    """A self-signed certificate for `localhost` with that organisation, and its key, in PEM."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.ORGANIZATION_NAME, name)])
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(datetime.datetime(2020, 1, 1))
+        .not_valid_after(NEVER_ENDS)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    secret = (
+        serialization.BestAvailableEncryption(pass_phrase) if pass_phrase else serialization.NoEncryption()
+    )
+    pem, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    return made.public_bytes(pem), key.private_bytes(pem, form, secret)
+
+
+@pytest.fixture(scope="module")
+def pairs() -> dict[str, tuple[bytes, bytes]]:
+    return {name: make_pair(name) for name in ("first", "second")}
+
+
+@pytest.fixture
+def files(tmp_path: Path, pairs: dict[str, tuple[bytes, bytes]]) -> TlsFiles:
+    found = TlsFiles(tmp_path / "tls.crt", tmp_path / "tls.key")
+    write(found, *pairs["first"])
+    return found
+
+
+def write(files: TlsFiles, certificate: bytes, private_key: bytes) -> None:
+    for path, content in ((files.certificate, certificate), (files.private_key, private_key)):
+        draft = path.with_suffix(".draft")
+        draft.write_bytes(content)
+        draft.replace(path)
+
+
+@contextlib.asynccontextmanager
+async def rest_server(planes, certificates):
+    app = inference_app(planes.data, planes.control, planes.services())
+    server = RestServer(app, Address(port=0, tls=True), drain_timeout_s=2, certificates=certificates)
+    yield await server.start()
+    await server.stop()
+
+
+class RestClient:
+    """One connection with keep-alive; `organisation` is who the server said it is."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self.writer = reader, writer
+        shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+        certificate = x509.load_der_x509_certificate(shown)
+        (named,) = certificate.subject.get_attributes_for_oid(NameOID.ORGANIZATION_NAME)
+        self.organisation = named.value
+
+    @classmethod
+    async def connect(cls, address: Address) -> RestClient:
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        return cls(*await asyncio.open_connection(address.host, address.port, ssl=context))
+
+    async def ask(self) -> bytes:
+        self.writer.write(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        head = await self._reader.readuntil(b"\r\n\r\n")
+        await self._reader.readuntil(b"}\n")
+        return head.partition(b"\r\n")[0]
+
+    async def close(self) -> None:
+        self.writer.close()
+        with contextlib.suppress(OSError):
+            await self.writer.wait_closed()
+
+
+def test_a_new_pair_is_shown_to_new_rest_connections_and_old_ones_go_on(planes, files, pairs):
+    async def main():
+        certificates = Certificates(files)
+        async with rest_server(planes, certificates) as address:
+            old = await RestClient.connect(address)
+            await old.ask()
+            write(files, *pairs["second"])
+            certificates.refresh()
+            new = await RestClient.connect(address)
+            answers = [await old.ask(), await new.ask()]
+            for client in (old, new):
+                await client.close()
+            return old.organisation, new.organisation, answers
+
+    assert asyncio.run(main()) == ("first", "second", [b"HTTP/1.1 200 OK"] * 2)
+
+
+async def grpc_health(address: Address, trusted: bytes) -> str:
+    """SERVING, or the code of the failure: a client that trusts one certificate tells which one is shown."""
+    credentials = grpc.ssl_channel_credentials(trusted)
+    options = [("grpc.ssl_target_name_override", "localhost"), ("grpc.use_local_subchannel_pool", 1)]
+    async with grpc.aio.secure_channel(f"127.0.0.1:{address.port}", credentials, options) as channel:
+        call = channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            health_pb2.HealthCheckRequest.SerializeToString,
+            health_pb2.HealthCheckResponse.FromString,
+        )
+        try:
+            answer = await call(health_pb2.HealthCheckRequest(), timeout=20)
+        except grpc.aio.AioRpcError as err:
+            return str(err.code().name)
+        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+
+
+@contextlib.asynccontextmanager
+async def grpc_server(planes, certificates):
+    services = dataclasses.replace(planes.services(grpc_tls_enabled=True), certificates=certificates)
+    server = inference_server(planes.data, planes.control, services, Address(port=0))
+    yield await server.start()
+    await server.stop(1)
+
+
+def test_a_new_pair_is_shown_to_new_grpc_connections(planes, files, pairs):
+    first, second = pairs["first"][0], pairs["second"][0]
+
+    async def main():
+        certificates = Certificates(files)
+        async with grpc_server(planes, certificates) as address:
+            before = [await grpc_health(address, first), await grpc_health(address, second)]
+            write(files, *pairs["second"])
+            certificates.refresh()
+            return before, [await grpc_health(address, first), await grpc_health(address, second)]
+
+    assert asyncio.run(main()) == (["SERVING", "UNAVAILABLE"], ["UNAVAILABLE", "SERVING"])
+
+
+def test_a_broken_new_pair_is_logged_and_the_old_one_goes_on(planes, files, pairs, caplog):
+    async def main():
+        certificates = Certificates(files)
+        async with rest_server(planes, certificates) as rest, grpc_server(planes, certificates) as address:
+            write(files, pairs["second"][0], pairs["first"][1])  # of two pairs
+            with caplog.at_level(logging.ERROR):
+                certificates.refresh()
+            client = await RestClient.connect(rest)
+            await client.close()
+            found = client.organisation, await grpc_health(address, pairs["first"][0])
+            write(files, *pairs["second"])
+            certificates.refresh()
+            client = await RestClient.connect(rest)
+            await client.close()
+            return (*found, client.organisation)
+
+    assert asyncio.run(main()) == ("first", "SERVING", "second")
+    assert "The TLS certificate can't be used." in caplog.text
+    assert "Those from before stay in force." in caplog.text
+
+
+@pytest.mark.parametrize("missing", ["certificate", "private_key"])
+def test_a_file_that_is_not_there_is_an_error_at_the_start(files, missing):
+    getattr(files, missing).unlink()
+    with pytest.raises(CertificateUnusable) as caught:
+        Certificates(files)
+    assert str(files.certificate) in caught.value.detail
+    assert "No such file" in caught.value.detail
+
+
+def test_a_key_with_a_pass_phrase_is_refused_and_nobody_is_asked_for_it(files):
+    write(files, *make_pair("third", b"secret"))
+    with pytest.raises(CertificateUnusable, match="can't be used") as caught:
+        Certificates(files)
+    assert "the key has a pass phrase" in caught.value.detail
+
+
+def test_no_message_and_no_representation_holds_the_key(files, pairs):
+    pair = Certificates(files).pair
+    assert pairs["first"][1].decode().splitlines()[1] not in repr(pair)

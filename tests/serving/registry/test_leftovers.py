@@ -1,0 +1,88 @@
+"""What is swept and what is left alone; the servers that were killed are real processes."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from torchere.serving.registry.leftovers import ClaimedFolder, lock, sweep_folders, sweep_parts
+from torchere.serving.registry.store import Store
+from torchere.serving.settings import Limits
+
+CLAIMS = """
+import sys
+from pathlib import Path
+from torchere.serving.registry.leftovers import ClaimedFolder
+folder = ClaimedFolder(Path(sys.argv[1]))
+(folder.path / "weights").write_bytes(b"x")
+print(folder.path, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_folder_of_a_killed_server_is_swept_and_that_of_a_living_one_is_not(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", CLAIMS, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        folder = Path(server.stdout.readline().strip())
+        assert sweep_folders(tmp_path) == []
+        assert (folder / "weights").exists()
+        server.kill()
+    assert sweep_folders(tmp_path) == [folder]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_nobody_claimed_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "torchere-models-unclaimed").mkdir()
+    (tmp_path / "something else").mkdir()
+    assert sweep_folders(tmp_path) == []
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_link_in_place_of_a_folder_is_not_followed(tmp_path: Path) -> None:
+    target = tmp_path / "precious"
+    target.mkdir()
+    (target / ".claim").touch()
+    (tmp_path / "torchere-models-link").symlink_to(target)
+    assert sweep_folders(tmp_path) == []
+    assert target.exists()
+
+
+def test_a_released_folder_is_gone(tmp_path: Path) -> None:
+    folder = ClaimedFolder(tmp_path)
+    assert folder.path.is_dir()
+    folder.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_part_of_a_download_is_swept_once_it_is_old_and_nobody_holds_it(tmp_path: Path) -> None:
+    old, held, fresh = (tmp_path / f".download-{name}" for name in ("old", "held", "fresh"))
+    for part in (old, held, fresh):
+        part.write_bytes(b"half")
+    for part in (old, held):
+        os.utime(part, (time.time() - 700,) * 2)
+    (tmp_path / "model.mar").touch()
+    with held.open("rb") as holder:
+        assert lock(holder)
+        assert sweep_parts(tmp_path, ".download-", idle_s=600.0) == [old]
+    assert fresh.exists()
+    assert held.exists()
+
+
+def test_a_store_sweeps_both_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root, temp = tmp_path / "store", tmp_path / "temp"
+    for folder in (root, temp, temp / "torchere-models-old"):
+        folder.mkdir()
+    (temp / "torchere-models-old" / ".claim").touch()
+    part = root / ".download-x"
+    part.touch()
+    os.utime(part, (0.0, 0.0))
+    store = Store(root, Limits(), temp)
+    store.sweep()
+    store.close()
+    assert list(root.iterdir()) == []
+    assert list(temp.iterdir()) == []
+    assert "torchere-models-old" in caplog.text

@@ -1,0 +1,67 @@
+import re
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from torchere.serving.telemetry.metrics import Metrics
+from torchere.serving.telemetry.trace_context import TraceContext
+
+TRACE = TraceContext("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", True)
+
+
+@pytest.fixture
+def used(metrics, shown, answer):
+    meter = shown()
+    answer(meter, total_s=0.5, trace=TRACE)
+    metrics.request_finished(200)
+    metrics.batch_finished(meter, size=1, executor_s=0.2, handler_s=0.1)
+    return metrics
+
+
+def test_it_can_be_parsed_and_says_the_same_as_the_text_format(used):
+    text = used.expose().text(openmetrics=True)
+    parsed = {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    plain = [line for line in used.exposition().splitlines() if not line.startswith("#")]
+    assert len(plain) > 100
+    for line in plain:
+        name, labels, value = re.fullmatch(r"(\w+)(?:\{(.*),\})? (\S+)", line).groups()
+        pairs = re.findall(r'(\w+)="([^"]*)"', labels or "")
+        key = (name, *sorted(pairs))
+        assert key in parsed, line
+        if not name.startswith(("process_", "torchere_event_loop", "torchere_gc", "torchere_cgroup")):
+            assert parsed[key] == float(value), line
+    assert len(parsed) == len(plain)
+
+
+def test_torchserves_counters_keep_their_names(used):
+    text = used.expose().text({"Requests2XX", "ts_inference_requests_total"}, openmetrics=True)
+    assert text.splitlines()[1:3] == [
+        "# TYPE Requests2XX unknown",
+        'Requests2XX{Hostname="vm",Level="Host"} 1.0',
+    ]
+    assert "# TYPE ts_inference_requests counter" in text
+    assert text.endswith("# EOF\n")
+
+
+def test_a_sampled_trace_is_the_exemplar_of_its_bucket(used):
+    text = used.expose().text(openmetrics=True)
+    (line,) = [
+        line
+        for line in text.splitlines()
+        if "torchere_request_duration_seconds_bucket" in line and "#" in line
+    ]
+    assert re.search(rf'le="0.5",.* 1.0 # {{trace_id="{TRACE.trace_id}"}} 0.5 \d+', line)
+    assert "# {" not in used.exposition()  # the text format has no place for it
+
+
+def test_a_trace_that_is_not_sampled_leads_nowhere(metrics, shown, answer):
+    answer(shown(), trace=TRACE._replace(sampled=False))
+    assert "trace_id" not in metrics.expose().text(openmetrics=True)
+
+
+def test_nothing_that_was_asked_for_is_still_well_formed():
+    assert Metrics("vm").expose().text({"nope"}, openmetrics=True) == "# EOF\n"

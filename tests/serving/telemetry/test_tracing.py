@@ -1,0 +1,185 @@
+"""Spans as the SDK's exporter in memory gets them."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed")
+
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
+from opentelemetry.trace import SpanKind, StatusCode
+
+from torchere.serving.errors import ServingError
+from torchere.serving.telemetry import tracing
+from torchere.serving.telemetry.metrics import Metrics
+from torchere.serving.telemetry.timeline import STAGES
+from torchere.serving.telemetry.trace_context import TraceContext
+from torchere.serving.telemetry.trace_setup import open_tracing
+from torchere.serving.telemetry.tracing import SpanMaker, exporting_provider
+
+CALLER = TraceContext("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", True, "vendor=1")
+
+
+class Request:
+    def __init__(self, started_s):
+        self.enqueued_s, self.dequeued_s = started_s + 0.1, started_s + 0.4
+        self.company_s, self.stages_s = 0.1, (0.05, 0.2, 0.05, 0.0)
+
+
+class Traced:
+    """Metrics with spans that end in memory."""
+
+    def __init__(self, sampler=None):
+        self.exporter = InMemorySpanExporter()
+        self.provider = TracerProvider(sampler=sampler, shutdown_on_exit=False)
+        self.provider.add_span_processor(SimpleSpanProcessor(self.exporter))
+        self.maker = SpanMaker(self.provider)
+        self.metrics = Metrics("vm", tracing=self.maker)
+        self.meter = self.metrics.meter("m", "1.0")
+        self.metrics.show(self.meter)
+
+    def predict(self, request_id, trace=None, code=200, answered=True, transport="rest"):
+        started_s = time.monotonic() - 1.0
+        timeline = self.metrics.timeline(transport, request_id, started_s, trace)
+        timeline.meter, timeline.read_s = self.meter, started_s + 0.05
+        if answered:
+            timeline.answered(Request(started_s), started_s + 0.8)
+            timeline.sending_s = started_s + 0.9
+        timeline.finish(code)
+        return timeline
+
+    def spans(self):
+        return {span.name: span for span in self.exporter.get_finished_spans()}
+
+
+@pytest.fixture
+def traced():
+    made = Traced()
+    yield made
+    made.provider.shutdown()
+
+
+def test_a_prediction_is_a_span_with_its_stages_below(traced):
+    traced.predict("r-1")
+    spans = traced.spans()
+    request = spans["prediction"]
+    assert request.kind is SpanKind.SERVER
+    assert request.parent is None
+    assert dict(request.attributes) == {
+        "request.id": "r-1",
+        "network.protocol.name": "rest",
+        "http.response.status_code": 200,
+        "model.name": "m",
+        "model.version": "1.0",
+    }
+    stages = [span for span in traced.exporter.get_finished_spans() if span.name in STAGES]
+    assert [span.name for span in stages] == [stage for stage in STAGES if stage != "handler"]
+    assert {span.parent.span_id for span in stages} == {request.context.span_id}
+    whole_ns = request.end_time - request.start_time
+    assert whole_ns == pytest.approx(1e9, rel=0.2)
+    assert sum(span.end_time - span.start_time for span in stages) == pytest.approx(whole_ns, rel=0.01)
+    assert abs(stages[0].start_time - request.start_time) < 1e7
+
+
+def test_it_belongs_to_the_trace_of_its_caller(traced):
+    timeline = traced.predict("r-1", CALLER)
+    span = traced.spans()["prediction"]
+    assert f"{span.context.trace_id:032x}" == CALLER.trace_id
+    assert f"{span.parent.span_id:016x}" == CALLER.parent_id
+    assert span.context.trace_state.to_header() == "vendor=1"
+    assert timeline.trace.trace_id == CALLER.trace_id
+
+
+def test_without_a_caller_log_lines_and_exemplars_have_the_trace_that_was_begun(traced):
+    timeline = traced.predict("r-1")
+    trace_id = f"{traced.spans()['prediction'].context.trace_id:032x}"
+    assert timeline.trace.trace_id == trace_id
+    assert f'# {{trace_id="{trace_id}"}}' in traced.metrics.expose().text(openmetrics=True)
+
+
+@pytest.mark.parametrize(
+    ("code", "transport", "status"),
+    [
+        (503, "rest", StatusCode.ERROR),
+        (404, "rest", StatusCode.UNSET),
+        ("UNAVAILABLE", "grpc", StatusCode.ERROR),
+        ("CANCELLED", "grpc", StatusCode.UNSET),
+        ("OK", "grpc", StatusCode.UNSET),
+    ],
+)
+def test_what_fails_is_an_error(traced, code, transport, status):
+    traced.predict("r-1", code=code, answered=False, transport=transport)
+    spans = traced.spans()
+    assert list(spans) == ["prediction"]
+    assert spans["prediction"].status.status_code is status
+
+
+def test_a_batch_is_linked_to_its_requests(traced):
+    timelines = [traced.predict(f"r-{number}", CALLER) for number in range(3)]
+    requests = traced.exporter.get_finished_spans()
+    traced.maker.batch("m", "1.0", ["r-0", "r-1", "r-2", "other"], 5, 0.5)
+    batch = traced.spans()["batch"]
+    expected = {span.context.span_id for span in requests if span.name == "prediction"}
+    assert len(timelines) == len(expected) == 3
+    assert {link.context.span_id for link in batch.links} == expected
+    assert batch.attributes["batch.size"] == 4
+    assert batch.attributes["queue.depth"] == 5
+    assert batch.end_time - batch.start_time == pytest.approx(5e8)
+
+
+def test_a_load_is_a_span(traced):
+    traced.metrics.executor_loaded(traced.meter, 9000, 1.5)
+    load = traced.spans()["load"]
+    assert load.end_time - load.start_time == pytest.approx(1.5e9)
+    assert load.attributes["executor.id"] == 9000
+
+
+def test_what_is_not_sampled_makes_no_span_and_no_exemplar():
+    traced = Traced(ParentBased(ALWAYS_OFF))
+    timeline = traced.predict("r-1")
+    traced.maker.batch("m", "1.0", ["r-1"], 0, 0.5)
+    assert traced.exporter.get_finished_spans() == ()
+    assert not timeline.trace.sampled
+    assert "trace_id=" not in traced.metrics.expose().text(openmetrics=True)
+    traced.predict("r-2", CALLER)
+    assert "prediction" in traced.spans()  # the caller wants it
+    traced.provider.shutdown()
+
+
+def test_requests_whose_batch_is_never_reported_are_not_kept_for_ever(traced, monkeypatch):
+    monkeypatch.setattr(tracing, "MAX_REMEMBERED", 5)
+    for number in range(20):
+        traced.predict(f"r-{number}")
+    traced.maker.batch("m", "1.0", [f"r-{number}" for number in range(20)], 0, 0.5)
+    assert len(traced.spans()["batch"].links) == 5
+
+
+def test_the_service_is_called_as_the_environment_says(monkeypatch):
+    monkeypatch.delenv("OTEL_SERVICE_NAME", raising=False)
+    for wanted in ("torchere", "mine"):
+        provider = exporting_provider("torchere", "1.2.3")
+        assert provider.resource.attributes["service.name"] == wanted
+        assert provider.resource.attributes["service.version"] == "1.2.3"
+        provider.shutdown()
+        monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
+
+
+def test_tracing_without_its_packages_is_refused_with_advice(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchere.serving.telemetry.tracing", None)
+    with pytest.raises(ServingError, match="OpenTelemetry is not installed") as caught:
+        open_tracing("1")
+    assert "torchere[otel]" in caught.value.detail
+
+
+def test_while_tracing_is_off_nothing_of_it_is_imported():
+
+    script = (
+        "import sys, torchere.serving.server; print([m for m in sys.modules if 'opentelemetry.sdk' in m])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,202 @@
+"""The supervisor as a real process, over servers of a few lines."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+PREAMBLE = """
+import os, signal, sys, time
+from pathlib import Path
+from torchere.serving.crash_journal import ServerState
+from torchere.serving.vitals import open_journal
+journal = open_journal(sys.argv[-1].partition("=")[2])
+starts = Path("starts")
+starts.write_text(starts.read_text() + "x" if starts.exists() else "x")
+start = len(starts.read_text())
+def serve():
+    journal.state = ServerState.SERVING
+    print("serving", os.getpid(), flush=True)
+"""
+# Times of a supervisor that tests can wait for.
+SHORT = """
+import sys
+from torchere.serving import supervisor
+supervisor._TICK_S, supervisor.HUNG_AFTER_S, supervisor.KILL_GRACE_S = 0.02, 0.3, 0.2
+{changes}
+sys.exit(supervisor.main(sys.argv[1:]))
+"""
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start a supervisor over a server of this code; its output is a pipe."""
+    started: list[subprocess.Popen[str]] = []
+
+    def starter(code: str, changes: str = "") -> subprocess.Popen[str]:
+        (tmp_path / "server.py").write_text(PREAMBLE + textwrap.dedent(code))
+        command = [sys.executable, "-c", SHORT.format(changes=changes), "text", "--"]
+        process = subprocess.Popen(
+            [*command, sys.executable, str(tmp_path / "server.py")],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield starter
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def until_serving(process: subprocess.Popen[str]) -> int:
+    """Wait for a server; returns its process id."""
+    assert process.stdout is not None
+    seen = ""
+    for line in process.stdout:
+        seen += line
+        if found := re.match(r"serving (\d+)", line):
+            return int(found[1])
+    raise AssertionError(f"the supervisor ended:\n{seen}")
+
+
+def test_a_server_that_refuses_to_start_is_not_started_again(start: Start, tmp_path: Path) -> None:
+    process = start("print('no such store'); sys.exit(3)")
+    output, _ = process.communicate(timeout=60)
+    assert (process.returncode, (tmp_path / "starts").read_text()) == (3, "x")
+    assert output == "no such store\n"
+
+
+def test_a_server_that_crashed_is_started_again_and_the_log_says_why(start: Start) -> None:
+    process = start("""
+        serve()
+        if start == 1:
+            journal.open_cell(1).begin(journal.number_of("net:1.0"))
+            os.kill(os.getpid(), signal.SIGSEGV)
+        print("after:", journal.history.crashes[0].models)
+        journal.state = ServerState.ENDING
+    """)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "the server crashed: killed by signal 11 (SIGSEGV), which ran net:1.0" in output
+    assert "Fatal Python error: Segmentation fault" in output
+    assert "after: ('net:1.0',)" in output
+
+
+def test_a_handlers_exit_is_a_crash_and_the_second_one_moves_its_model(start: Start) -> None:
+    process = start("""
+        print("isolated:", list(journal.history.isolated))
+        serve()
+        if start < 3:
+            journal.open_cell(1).begin(journal.number_of("net:1.0"))
+            os._exit(7)
+        journal.state = ServerState.ENDING
+    """)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert re.findall(r"isolated: (.*)", output) == ["[]", "[]", "['net:1.0']"]
+    assert "net:1.0 runs in processes from now on: its executor threads crashed the server 2 times" in output
+
+
+def test_a_server_that_keeps_crashing_is_given_up_with_its_exit_status(start: Start, tmp_path: Path) -> None:
+    process = start("serve(); os._exit(9)", changes="supervisor.GIVE_UP_S = -1.0")
+    output, _ = process.communicate(timeout=60)
+    assert (process.returncode, (tmp_path / "starts").read_text()) == (9, "x")
+    assert "giving up" in output
+
+
+def test_a_server_whose_loop_stands_still_is_ended_with_a_trace_and_started_again(start: Start) -> None:
+    process = start("""
+        serve()
+        if start == 1:
+            time.sleep(1000)
+        journal.state = ServerState.ENDING
+    """)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "the server crashed: hung: its event loop stood still for 0.3 s" in output
+    assert "Fatal Python error: Aborted" in output
+
+
+WAITS = """
+    got = []
+    signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
+    serve()
+    while not got:
+        journal.beat()
+        time.sleep(0.01)
+    journal.state = ServerState.ENDING
+    for _ in range(20):  # time for a second one to come
+        time.sleep(0.01)
+    sys.exit(40 + len(got))
+"""
+
+
+def test_a_signal_reaches_the_server_once_and_its_exit_status_comes_back(start: Start) -> None:
+    process = start(WAITS)
+    until_serving(process)
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(60) == 41
+
+
+def test_the_server_is_in_a_group_of_its_own(start: Start) -> None:
+    process = start(WAITS)
+    server = until_serving(process)
+    assert os.getpgid(server) == server
+    assert os.getpgid(process.pid) != server
+
+
+def test_a_server_that_a_signal_ended_ends_the_supervisor_likewise(start: Start) -> None:
+    process = start("""
+        serve()
+        signal.pause()
+    """)
+    until_serving(process)
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(60) == -signal.SIGTERM
+
+
+def test_the_server_dies_with_its_supervisor(start: Start) -> None:
+    process = start(WAITS)
+    server = psutil.Process(until_serving(process))
+    process.kill()
+    process.wait(60)
+    psutil.wait_procs([server], timeout=60)
+    assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_signal_during_the_back_off_ends_it_all(start: Start, tmp_path: Path) -> None:
+    changes = "supervisor.restart_delay_s = lambda *how: 1000.0"
+    process = start("serve(); os._exit(9)", changes=changes)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "starting the server again in 1000 s" in line:
+            break
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(60) == 9
+    assert (tmp_path / "starts").read_text() == "x"
+
+
+def test_it_stays_small(start: Start) -> None:
+    process = start(WAITS)
+    until_serving(process)
+    assert psutil.Process(process.pid).memory_info().rss < 40e6
+    modules = subprocess.run(
+        [sys.executable, "-c", "import sys, torchere.serving.supervisor; print(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    assert not {"torch", "numpy", "asyncio", "msgspec", "fastapi"} & set(modules)
