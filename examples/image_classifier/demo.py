@@ -1,7 +1,7 @@
 """Serves an image classifier in fp32 and int8, and asks both for a cat over REST and gRPC.
 
-python examples/image_classifier/demo.py           show it and stop
-python examples/image_classifier/demo.py --stay    show it and keep serving until Ctrl+C
+python -m examples.image_classifier.demo           show it and stop
+python -m examples.image_classifier.demo --stay    show it and keep serving until Ctrl+C
 """
 
 from __future__ import annotations
@@ -10,27 +10,22 @@ import argparse
 import contextlib
 import io
 import signal
-import subprocess
 import sys
 from dataclasses import dataclass
 
-import grpc
 import requests
-from clients import Labels, grpc_client, median_ms, rest_client
-from models import DEMO, MODEL, Built, NoUsableEngine, build
-from photographs import CAT, photograph
 from PIL import Image
-from server import Ports, Server, ServerFailed, started
 
-from torchere.archiver.errors import ModelRefused
+from examples.harness.errors import ExampleFailed, expect
+from examples.harness.run import status_of
+from examples.harness.server import Ports, Server, ServerFailed, started
+from examples.image_classifier.clients import Labels, grpc_client, median_ms, rest_client
+from examples.image_classifier.models import DEMO, MODEL, Built, build
+from examples.image_classifier.photographs import CAT, photograph
 
 CATS = ("tabby", "tiger cat", "Persian cat", "Siamese cat", "Egyptian cat")  # ImageNet's classes 281 to 285
 _LABEL_WIDTH = 24
 _METRICS = ("ts_inference_requests_total", "ts_inference_latency_microseconds", "Requests2XX", "HandlerTime")
-
-
-class NotACat(Exception):
-    """A version saw something else than a cat first, or answered differently by the two protocols."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +43,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Serve an image classifier and ask it for a cat.")
     parser.add_argument("--stay", action="store_true", help="keep serving until Ctrl+C")
     stay = parser.parse_args().stay
-    try:
-        _run(stay)
-    except (NotACat, NoUsableEngine, ModelRefused) as error:
-        print(f"\ndemo failed: {error}", file=sys.stderr)
-    except ServerFailed as error:
-        print(f"\ndemo failed: torchere serve: {error}", file=sys.stderr)
-    except (requests.RequestException, grpc.RpcError) as error:
-        print(f"\ndemo failed: the server refused: {error}; see {DEMO / 'run/server.log'}", file=sys.stderr)
-    except (OSError, subprocess.CalledProcessError) as error:
-        print(f"\ndemo failed: {error}", file=sys.stderr)
-    else:
-        return 0
-    return 1
+    return status_of(lambda: _run(stay), DEMO / "run")
 
 
 def _run(stay: bool) -> None:
@@ -83,12 +66,12 @@ def _run(stay: bool) -> None:
 def _show(server: Server, built: Built, picture: bytes) -> Shown:
     """Ask one version over both protocols; both must see a cat, and answer the same."""
     over_rest = rest_client(server, MODEL, built.version)
-    with grpc.insecure_channel(f"127.0.0.1:{server.ports.grpc_inference}") as channel:
-        over_grpc = grpc_client(channel, server, MODEL, built.version)
+    with server.grpc() as connection:
+        over_grpc = grpc_client(connection, MODEL, built.version)
         labels = over_rest(picture)
         _expect_cat(labels, built)
-        if (other := over_grpc(picture)) != labels:
-            raise NotACat(f"version {built.version} answers {labels} over REST and {other} over gRPC")
+        other = over_grpc(picture)
+        expect(other == labels, f"version {built.version} answers {labels} over REST and {other} over gRPC")
         return Shown(built, labels, median_ms(over_rest, picture), median_ms(over_grpc, picture))
 
 
@@ -96,7 +79,7 @@ def _expect_cat(labels: Labels, built: Built) -> None:
     first = next(iter(labels), "nothing")
     if not first.startswith(CATS):
         who = f"version {built.version} ({built.precision})"
-        raise NotACat(f"{who} sees {first!r} first in {CAT}; expected one of {', '.join(CATS)}")
+        raise ExampleFailed(f"{who} sees {first!r} first in {CAT}; expected one of {', '.join(CATS)}")
 
 
 def _cat_as_jpeg() -> bytes:

@@ -1,6 +1,6 @@
 """Builds the two archives of the demo: EfficientNet-Lite0 as version 1.0 (fp32) and as version 2.0 (int8).
 
-    python examples/image_classifier/models.py
+    python -m examples.image_classifier.models
 
 They lie in .demo/store, and are built again when they are not there, or when this example or PyTorch changed.
 """
@@ -19,10 +19,11 @@ from pathlib import Path
 
 import torch
 import yaml
-from network import pretrained
-from photographs import CALIBRATION, HELD_OUT, MEAN, STD, centre, crops
-from quantise import agreement, int8
 
+from examples.harness.errors import ExampleFailed
+from examples.image_classifier.network import pretrained
+from examples.image_classifier.photographs import CALIBRATION, HELD_OUT, MEAN, STD, centre, crops
+from examples.image_classifier.quantise import agreement, int8
 from torchere.archiver.models.folding import fold
 from torchere.archiver.models.quantise import Quantised
 from torchere.archiver.models.quantise_traced import traced
@@ -43,7 +44,7 @@ class Built:
     size_bytes: int
 
 
-class NoUsableEngine(Exception):
+class NoUsableEngine(ExampleFailed):
     """The int8 network answers too differently from fp32 on this machine."""
 
 

@@ -48,7 +48,8 @@ def run(work: Path) -> None:
     with served(work, MODEL) as server:
         for way, found in _answers(server).items():
             difference = float(np.abs(found - plain).max())
-            print(f"{way:<9}{found.shape[0]} embeddings of {found.shape[1]}, {difference:.0e} off the plain model")
+            count, size = found.shape
+            print(f"{way:<9}{count} embeddings of {size}, {difference:.0e} off the plain model")
             expect(difference <= _TOLERANCE, f"expected at most {_TOLERANCE} over {way}")
         _print_alike(plain)
     expect(np.allclose(plain @ plain.T, PUBLISHED, atol=1e-3), f"published were {PUBLISHED}")
@@ -70,6 +71,7 @@ def _pack(work: Path, package: Path) -> None:
         *("--model-file", Path(__file__).with_name("minilm.py")),
         *("--serialized-file", package / "model.safetensors"),
         *("--format", "torchscript", "--example", work / "example.json"),
+        *("--dynamic-batch", "1:64", "--dynamic-size", f"ids,mask:1=2:{LONGEST}"),
         *("--handler", "text_embedding", "--extra-files", package / "tokenizer.json"),
         *("--config-file", work / "model-config.yaml"),
     )
@@ -89,7 +91,8 @@ def _plain(package: Path) -> Floats:
         with torch.inference_mode():
             means.append(model(ids, torch.ones_like(ids))[0].mean(0).numpy())
     stacked: Floats = np.stack(means)
-    return stacked / np.linalg.norm(stacked, axis=1, keepdims=True)
+    stacked /= np.linalg.norm(stacked, axis=1, keepdims=True)
+    return stacked
 
 
 def _answers(server: Server) -> dict[str, Floats]:

@@ -36,7 +36,7 @@ class MiniLM(nn.Module):
         """See the class; a text has at most 512 tokens."""
         parts: Any = self.embeddings
         places = parts.position_ids[:, : ids.shape[1]]
-        states = parts["word_embeddings"](ids) + parts["position_embeddings"](places)
+        states: torch.Tensor = parts["word_embeddings"](ids) + parts["position_embeddings"](places)
         states = parts["LayerNorm"](states + parts["token_type_embeddings"].weight[0])
         seen = mask[:, None, None, :].bool()  # no token looks at padding
         layers: Any = self.encoder["layer"]

@@ -141,8 +141,9 @@ def test_the_load_of_each_model_is_shown(client: Any) -> None:
         'torchere_executors{model="twin_a",version="1.0",state="ready",} 1.0'
     ]
     assert client.exposed("torchere_inflight") == ["torchere_inflight 0.0"]
-    stages = client.exposed('torchere_stage_seconds_total{model="function_form"')
-    assert [re.search(r'stage="(\w+)"', line)[1] for line in stages] == ["queue", "transfer", "handler"]
+    stages = client.exposed('torchere_stage_duration_seconds_count{model="function_form"')
+    found = [re.search(r'stage="(\w+)"', line)[1] for line in stages]
+    assert found == ["receive", "decode", "queue", "transfer", "handler", "encode", "send"]
 
 
 def test_explanations_call_get_insights(client: Any) -> None:

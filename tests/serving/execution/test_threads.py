@@ -5,6 +5,7 @@ import itertools
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from torchere.serving.errors import DeadlineExceeded, ExecutorDied, HandlerFailed, LoadFailed
 from torchere.serving.execution.executor import ExecutorState, LoadSpec
+from torchere.serving.execution.inline import FIRST_TRIAL
 from torchere.serving.execution.threads import MAX_LEFT_BEHIND, ThreadPool
 
 
@@ -203,5 +205,24 @@ def test_threads_that_keep_hanging_are_not_replaced_for_ever(
             while not pool.free:
                 await asyncio.sleep(0)
         await asyncio.to_thread(_join_executors)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("handler", "on_loop"), [("base_handler", True), ("voice_activity", False)])
+def test_quick_built_in_handlers_run_on_the_loop_save_those_whose_time_depends_on_the_request(
+    make_spec: Any, make_sink: Any, make_request: Any, handler: str, on_loop: bool
+) -> None:
+    async def main() -> None:
+        spec = replace(make_spec(), handler=handler)
+        folder = Path(spec.archive_dir)
+        (folder / "handler.py").rename(folder / f"{handler}.py")
+        async with pool_of(spec) as pool:
+            assert not pool.on_loop
+            for _ in range(FIRST_TRIAL):
+                sink = make_sink()
+                pool.submit([make_request("x")], sink)
+                assert (await sink.outcome()).body == b"x!"
+            assert pool.on_loop is on_loop
 
     asyncio.run(main())

@@ -22,9 +22,10 @@ class PuppetPool:
         self.size = 0
         self.in_service = 0
         self.free = 0
+        self.on_loop = False
         self.gate = asyncio.Event()
         self.gate.set()
-        self.failure: LoadFailed | None = None
+        self.failure: Exception | None = None
         self.calls: list[str] = []
 
     async def resize(self, count: int) -> None:

@@ -255,6 +255,14 @@ def test_the_probes_tell_live_and_ready(ask, planes, surface):
     assert ask(surface, "GET", "/livez").status == 200
 
 
+def test_a_priority_comes_with_its_header(ask, planes):
+    assert ask("inference", "POST", "/predictions/echo", b"x", x_torchere_priority="7").status == 200
+    assert ask("inference", "POST", "/predictions/echo", b"x").status == 200
+    assert [request.priority for _, _, request in planes.data.asked] == [7, 0]
+    answer = ask("inference", "POST", "/predictions/echo", b"x", x_torchere_priority="now")
+    assert (answer.status, "found: 'now'" in answer.json["message"]) == (400, True)
+
+
 def test_the_start_up_probe_tells_what_is_still_to_come(ask, planes):
     assert ask("inference", "GET", "/startupz").json == {"status": "started"}
     planes.data.is_started = Readiness(False, ("echo:1.0 is loading",))

@@ -1,0 +1,43 @@
+"""Exported programs are let in only where they can't run code of their own."""
+
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchere.handlers import aot
+
+
+class Double(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "double.pt2"
+    torch.export.save(torch.export.export(Double(), (torch.ones(2, 3),)), path)
+    return path
+
+
+def rewritten(source: Path, target: Path, old: bytes, new: bytes) -> None:
+    """A copy of a package, with other bytes in its program."""
+    with zipfile.ZipFile(source) as read, zipfile.ZipFile(target, "w") as written:
+        for info in read.infolist():
+            content = read.read(info)
+            written.writestr(info.filename, content.replace(old, new))
+
+
+def test_what_torch_writes_is_loaded(program: Path) -> None:
+    run = aot.load_package(str(program), str(program.parent), "cpu")
+    assert torch.equal(run(torch.ones(2, 3)), torch.full((2, 3), 2.0))
+
+
+def test_an_operator_that_is_none_of_torchs_is_refused_before_anything_is_loaded(
+    program: Path, tmp_path: Path
+) -> None:
+    hostile = tmp_path / "hostile.pt2"
+    rewritten(program, hostile, b"torch.ops.aten.mul.Tensor", b"torch.serialization.os.getcwd")
+    with pytest.raises(RuntimeError, match=r"hostile\.pt2 is not loaded, for it could run code of its own"):
+        aot.load_package(str(hostile), str(tmp_path), "cpu")
