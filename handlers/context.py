@@ -115,7 +115,7 @@ class Context:
         self.request_ids: dict[int, str] | None = None
         self.request_processor: Sequence[RequestProcessor] | None = None
         self.stopping_criteria: list[StoppingCriterion] | None = None
-        # Seconds of preprocess, inference and postprocess, by handlers that tell; the server's metrics show them.
+        # Seconds of preprocess, inference and postprocess, by handlers that tell; for the metrics.
         self.stages_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
         self.encoder: AnswerEncoder | None = None  # the executor's
         self.cl_socket: None = None  # TorchServe's worker socket; ours is not for handlers

@@ -32,5 +32,5 @@ class ServiceTime:
 
 
 def rounds_until(batches_before: int, executors: int) -> int:
-    """How many batches an executor runs until it is through with one that `batches_before` are in front of."""
+    """How many batches an executor runs to be through with one that `batches_before` are in front of."""
     return 1 + batches_before // max(1, executors)

@@ -37,7 +37,7 @@ def test_it_is_what_pytorch_makes_of_it(data: object) -> None:
 
 @pytest.mark.parametrize("data", [[[1.0], [2.0, 3.0]], [1.0, "2"], ["a"], [1.0, None], [2**63, -1]], ids=repr)
 def test_what_pytorch_refuses_is_refused_in_its_words(data: object) -> None:
-    with pytest.raises(Exception) as expected:  # noqa: B017  # whatever it is
+    with pytest.raises(Exception) as expected:  # whatever it is
         torch.as_tensor(data)
     with pytest.raises(type(expected.value)) as found:
         tensor_of(data)

@@ -1,13 +1,17 @@
 """Spans as the SDK's exporter in memory gets them."""
 
+import gzip
 import subprocess
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed")
 
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -167,6 +171,33 @@ def test_the_service_is_called_as_the_environment_says(monkeypatch):
         assert provider.resource.attributes["service.version"] == "1.2.3"
         provider.shutdown()
         monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
+
+
+def test_spans_reach_a_collector_before_the_server_ends(monkeypatch):
+    got = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["content-length"]))
+            body = gzip.decompress(body) if self.headers.get("content-encoding") == "gzip" else body
+            got.append((self.path, ExportTraceServiceRequest.FromString(body)))
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        spans = open_tracing("1")
+        spans.load("m", "1.0", 9000, 0.5)
+        spans.close()
+        server.shutdown()
+    ((path, request),) = got
+    (span,) = request.resource_spans[0].scope_spans[0].spans
+    assert (path, span.name) == ("/v1/traces", "load")
 
 
 def test_tracing_without_its_packages_is_refused_with_advice(monkeypatch):

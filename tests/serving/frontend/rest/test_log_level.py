@@ -31,7 +31,9 @@ def test_other_methods_are_not_allowed(ask):
 def test_it_is_for_holders_of_the_management_key(ask, planes, surfaces):
     for key, status in (("inference", 400), ("management", 200)):
         headers = {"authorization": f"Bearer {key}", "keys": planes.keys}
-        assert ask(surfaces, "PUT", "/log-level?logger=torchere.serving&level=INFO", **headers).status == status
+        assert (
+            ask(surfaces, "PUT", "/log-level?logger=torchere.serving&level=INFO", **headers).status == status
+        )
 
 
 def test_clients_of_the_inference_port_do_not_find_it(ask):
