@@ -6,6 +6,8 @@ import logging
 
 from torchere.serving.telemetry.logging import LEVELS
 
+logger = logging.getLogger(__name__)
+
 INHERIT = "NOTSET"  # a logger without a level of its own has that of the next one above
 
 
@@ -25,6 +27,7 @@ def change_level(name: str, level: str) -> None:
     if name and name not in logging.root.manager.loggerDict:
         raise LogLevelError(f"logger: nothing logs as {name!r}; GET /log-level shows those that have a level")
     logging.getLogger(name or None).setLevel(wanted)
+    logger.warning("the log level of %s is %s from now on", name or "everything else", wanted)
 
 
 def levels() -> dict[str, str]:

@@ -62,15 +62,20 @@ class VersionStatistics:
         """
         around_s = max(0.0, executor_s - handler_s)
         for waited_s, is_success in zip(queued_s, succeeded, strict=True):
-            (self.success if is_success else self.fail).add(waited_s + executor_s)
-            self.queue.add(waited_s)
-        if any(succeeded):
-            self.handler.add(handler_s, sum(succeeded))
-            self.around.add(around_s, sum(succeeded))
+            spent = self.success if is_success else self.fail
+            spent.count += 1
+            spent.seconds += waited_s + executor_s
+        self.queue.count += len(queued_s)
+        self.queue.seconds += sum(queued_s)
+        if successes := sum(succeeded):
+            self.handler.add(handler_s, successes)
+            self.around.add(around_s, successes)
         self.executions += 1
         self.last_ms = time.time_ns() // 1_000_000
         if queued_s:
-            of_size = self.batches.setdefault(len(queued_s), BatchSizeStatistics())
+            of_size = self.batches.get(len(queued_s))
+            if of_size is None:
+                of_size = self.batches[len(queued_s)] = BatchSizeStatistics()
             of_size.handler.add(handler_s)
             of_size.around.add(around_s)
 
