@@ -10,10 +10,10 @@ from __future__ import annotations
 QUICK_S = 0.0005  # of processor time, per batch, on average: below it a handover costs more than the run
 # A request that takes no longer than this is cheaper to run than to take in and to answer, so the loop is the
 # narrow place, whatever runs beside it; only that a whole batch must not hold it up for long.
-QUICK_REQUEST_S = 0.0001
-LONGEST_QUICK_S = 0.002
+QUICK_REQUEST_S = 0.0002
+LONGEST_QUICK_S = 0.005
 QUICK_WALL_S = 0.002  # a quick batch that takes longer in a thread waited for more than the GIL
-SLOW_CPU_S = 0.005  # of processor time: a single run on the loop that takes more ends it
+SLOW_CPU_S = 0.02  # of processor time: a single run on the loop that takes more ends it
 SLOW_WALL_S = 0.1  # likewise of wall time; more generous, because the process may have had to wait for a core
 FIRST_TRIAL = 16  # runs in threads before the loop is tried
 LONGEST_TRIAL = 16_384  # each slow run doubles how many are wanted, up to this

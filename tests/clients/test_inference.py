@@ -46,7 +46,8 @@ def test_a_tensor_comes_back_over_http_as_json(http: Any, model: str, datatype: 
     sent = SAMPLES[datatype]
     given = one_input(http, "x", sent, datatype, binary_data=False)
     wanted = tritonclient.http.InferRequestedOutput("y", binary_data=False)
-    result = http.infer(model, [given], outputs=[wanted])
+    # The echo has no signature: without a version in the path, torchere leaves JSON to such a handler.
+    result = http.infer(model, [given], model_version="1", outputs=[wanted])
     assert "parameters" not in result.get_output("y")
     found = result.as_numpy("y")
     if datatype == "BYTES":
