@@ -152,7 +152,7 @@ class ThreadPool:
     ) -> None:
         """Run one batch on the executor named, or on whichever takes it first."""
         batch = InFlight(requests, sink)
-        if executor_id is None and self._inline_host is not None and self._inline.active:
+        if executor_id is None and self._inline_host is not None and self.on_loop:
             self._run_on_loop(self._inline_host, batch)
             return
         named = [thread for thread in self._threads if thread.status.executor_id == executor_id]

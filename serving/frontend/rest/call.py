@@ -65,10 +65,7 @@ class Call:
 
     async def answer(self, status: int, headers: RawHeaders, body: bytes) -> None:
         """Send a complete answer; the headers that every answer has are added."""
-        if status in (204, 304):
-            body = b""  # RFC 9110, 6.4.1: these have no content
-        else:
-            headers.append((b"content-length", b"%d" % len(body)))
+        body = measured(status, headers, body)
         await self.start(status, headers)
         await self._send({"type": "http.response.body", "body": body})
         self.finished()
@@ -133,6 +130,14 @@ class Call:
 
 def _status_of(error: ServingError) -> int:
     return status_and_type(error)[0]
+
+
+def measured(status: int, headers: RawHeaders, body: bytes) -> bytes:
+    """The body that goes out under a status; `headers` get its length."""
+    if status in (204, 304):
+        return b""  # RFC 9110, 6.4.1: these have no content
+    headers.append((b"content-length", b"%d" % len(body)))
+    return body
 
 
 def error_answer(error: ServingError, *, show_detail: bool) -> tuple[int, RawHeaders, bytes]:

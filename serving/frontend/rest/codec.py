@@ -9,8 +9,9 @@ from urllib.parse import unquote_to_bytes
 from starlette.types import Scope
 
 from torchere.serving.errors import InvalidRequest
+from torchere.serving.frontend.priority import parse_priority
 from torchere.serving.frontend.rest.multipart import multipart_parameters
-from torchere.serving.types import Parameter
+from torchere.serving.types import NO_DEADLINE, InferRequest, Parameter
 
 MAX_FIELDS = 1000  # of a form or a query string
 MAX_TIMEOUT_MS = 86_400_000  # a day; longer is a mistake in the unit
@@ -105,6 +106,28 @@ def request_headers(scope: Scope) -> tuple[tuple[str, str], ...]:
 def text_headers(headers: Iterable[tuple[bytes, bytes]]) -> tuple[tuple[str, str], ...]:
     """Header lines as text."""
     return tuple([(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers])
+
+
+def infer_request(
+    request_id: str,
+    head: Head,
+    parameters: tuple[Parameter, ...],
+    headers: tuple[tuple[str, str], ...],
+    started_s: float,
+) -> InferRequest:
+    """A prediction that came in at `started_s` (monotonic seconds), as the data plane takes it.
+
+    Raises:
+        InvalidRequest: its head names a time-out or a priority that is none.
+    """
+    deadline_s = deadline_of(head, started_s)
+    priority = parse_priority(head.priority) if head.priority else 0
+    return InferRequest(request_id, parameters, headers, deadline_s, priority)
+
+
+def deadline_of(head: Head, started_s: float) -> float:
+    """The absolute deadline of a request that came in then, or `NO_DEADLINE`; raises as `deadline`."""
+    return deadline(head.timeout_ms, started_s) if head.timeout_ms else NO_DEADLINE
 
 
 def deadline(timeout_ms: bytes, now_s: float) -> float:

@@ -23,7 +23,6 @@ from torchere.serving.frontend.access_log import access_log
 from torchere.serving.frontend.call_scope import CANCELLED
 from torchere.serving.frontend.dataplane import DataPlane, Prediction
 from torchere.serving.frontend.keys import KeyKind
-from torchere.serving.frontend.priority import parse_priority
 from torchere.serving.frontend.request_id import new_request_id
 from torchere.serving.frontend.rest.authorisation import Surfaces, required_key
 from torchere.serving.frontend.rest.call import (
@@ -33,14 +32,15 @@ from torchere.serving.frontend.rest.call import (
     cors_headers,
     error_answer,
     handler_headers,
+    measured,
 )
-from torchere.serving.frontend.rest.codec import Head, body_parameters, deadline, text_headers
+from torchere.serving.frontend.rest.codec import Head, body_parameters, infer_request, text_headers
 from torchere.serving.frontend.rest.predict import checked_status, send_stream
 from torchere.serving.frontend.rest.targets import Target, prediction_target
 from torchere.serving.frontend.services import Services
 from torchere.serving.telemetry.timeline import Timeline, fields_of
 from torchere.serving.telemetry.trace_context import trace_of_headers
-from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, StreamedResponse
+from torchere.serving.types import InferResponse, StreamedResponse
 
 logger = logging.getLogger(__name__)
 
@@ -101,17 +101,8 @@ class DirectCall:
 
     __slots__ = (
         *("_connection", "_head", "_headers", "_place", "_prediction", "_request_line", "_shared"),
-        *(
-            "_started_s",
-            "_streaming",
-            "_timeline",
-            "body",
-            "disconnected",
-            "keep_alive",
-            "more_body",
-            "request_id",
-        ),
-        *("response_complete", "status"),
+        *("_started_s", "_streaming", "_timeline", "body", "disconnected", "keep_alive"),
+        *("more_body", "request_id", "response_complete", "status"),
     )
     message_event = _NeverSet()
 
@@ -156,12 +147,10 @@ class DirectCall:
         self._timeline = timeline
         if shared.keys is not None and place.key is not None:
             shared.keys.authorize(place.key, head.authorization)
-        deadline_s = deadline(head.timeout_ms, self._started_s) if head.timeout_ms else NO_DEADLINE
-        priority = parse_priority(head.priority) if head.priority else 0
         target = place.target
         headers = text_headers(self._headers) + target.headers
         parameters = body_parameters(head.content_type, self.body)
-        request = InferRequest(self.request_id, parameters, headers, deadline_s, priority)
+        request = infer_request(self.request_id, head, parameters, headers, self._started_s)
         return shared.dataplane.admit(
             place.model, target.version, request, self.reply, target.group, timeline=timeline
         )
@@ -205,10 +194,7 @@ class DirectCall:
     def _answer(self, status: int, headers: RawHeaders, body: bytes) -> None:
         if self.response_complete:
             return
-        if status in (204, 304):
-            body = b""  # RFC 9110, 6.4.1: these have no content
-        else:
-            headers.append((b"content-length", b"%d" % len(body)))
+        body = measured(status, headers, body)
         self._connection.write_whole(self._head_lines(status, headers) + body)
         self._complete()
 

@@ -19,9 +19,9 @@ from torchere.serving.frontend.open_inference.service import STREAMS, TensorServ
 from torchere.serving.frontend.open_inference.tensor_answer import encode_answer, read_json
 from torchere.serving.frontend.open_inference.tensor_request import TensorRequest
 from torchere.serving.frontend.rest.call import Call, RawHeaders, error_answer, handler_headers
-from torchere.serving.frontend.rest.codec import Head, deadline, request_headers
+from torchere.serving.frontend.rest.codec import Head, deadline_of, request_headers
 from torchere.serving.frontend.rest.targets import Target
-from torchere.serving.types import NO_DEADLINE, InferResponse, StreamedResponse
+from torchere.serving.types import InferResponse, StreamedResponse
 
 LENGTH = "inference-header-content-length"
 EVENTS = b"text/event-stream"
@@ -135,7 +135,7 @@ class TensorPredictor:
             request,
             request_id=call.request_id,
             headers=request_headers(call.scope) + target.headers,
-            deadline_s=deadline(head.timeout_ms, call.started_s) if head.timeout_ms else NO_DEADLINE,
+            deadline_s=deadline_of(head, call.started_s),
         )
         if isinstance(response, InferResponse) and response.status >= 400:
             raise refused_by_handler(response)

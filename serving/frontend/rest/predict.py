@@ -11,21 +11,20 @@ from starlette.types import Receive
 from torchere.serving.errors import HandlerFailed, InvalidRequest, NotFound, ServingError
 from torchere.serving.frontend import wording
 from torchere.serving.frontend.dataplane import DataPlane
-from torchere.serving.frontend.priority import parse_priority
 from torchere.serving.frontend.rest.body import read_body
 from torchere.serving.frontend.rest.call import Call, RawHeaders, handler_headers
 from torchere.serving.frontend.rest.codec import (
     Head,
     body_parameters,
-    deadline,
     form_parameters,
+    infer_request,
     read_head,
     request_headers,
 )
 from torchere.serving.frontend.rest.disconnect import DisconnectWatch
 from torchere.serving.frontend.rest.open_inference_predict import TensorPredictor
 from torchere.serving.frontend.rest.targets import Target
-from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, Parameter, StreamedResponse
+from torchere.serving.types import InferResponse, Parameter, StreamedResponse
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +57,7 @@ class Predictor:
             parameters = form_parameters(call.scope["query_string"]) + parameters
         model = target.model if target.model is not None else self._model_named_in(parameters)
         headers = request_headers(call.scope) + target.headers
-        deadline_s = deadline(head.timeout_ms, call.started_s) if head.timeout_ms else NO_DEADLINE
-        priority = parse_priority(head.priority) if head.priority else 0
-        request = InferRequest(call.request_id, parameters, headers, deadline_s, priority)
+        request = infer_request(call.request_id, head, parameters, headers, call.started_s)
         with self._watch.watching(receive):
             response = await self._dataplane.infer(model, target.version, request, target.group)
             if isinstance(response, StreamedResponse):
