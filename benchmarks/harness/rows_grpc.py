@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-import grpc
-
 from harness import servers
-from harness.errors import Failed
 from harness.figures import Goal
+from harness.grpc_probe import until_called
 from harness.load import grpc_load
 from harness.models import plain_body
 from harness.paths import SCRIPTS
-from harness.processes import START_S, Endpoint, free_ports, last_words, serving
+from harness.processes import Endpoint, free_ports, serving
 from harness.rows import Conditions, Figures, Row
 from torchere.serving.frontend.grpc.protos import inference_pb2
 
@@ -47,7 +44,7 @@ def _echo(conditions: Conditions) -> Figures:
 def _measure(endpoint: Endpoint, wanted: bytes, conditions: Conditions) -> Figures:
     request = inference_pb2.PredictionsRequest(model_name="rows", input={"data": plain_body()})
     message = request.SerializeToString()
-    _until_answered(endpoint, message, wanted)
+    until_called(endpoint, _METHOD, message, wanted)
     loads = [
         grpc_load(
             endpoint.grpc, _METHOD, message, connections=_CONNECTIONS, streams=_STREAMS, seconds=seconds
@@ -55,25 +52,6 @@ def _measure(endpoint: Endpoint, wanted: bytes, conditions: Conditions) -> Figur
         for seconds in (_WARM_UP_S, conditions.seconds)
     ]
     return {"rps": loads[-1].per_second, "mean_ms": loads[-1].latency_ms["mean"]}
-
-
-def _until_answered(endpoint: Endpoint, message: bytes, wanted: bytes) -> None:
-    """Ask with gRPC's own client until the answer is right: h2load does not look into answers."""
-    found = ""
-    give_up_s = endpoint.started_s + START_S
-    with grpc.insecure_channel(endpoint.grpc) as channel:
-        call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_METHOD)  # bytes in, bytes out
-        while time.monotonic() < give_up_s and endpoint.process.poll() is None:
-            try:
-                answer = call(message, timeout=START_S, wait_for_ready=True)
-            except grpc.RpcError as err:
-                found = str(err)
-                time.sleep(0.1)
-                continue
-            if wanted in answer:
-                return
-            found = repr(answer[:200])
-    raise Failed(f"the answer was {found}, expected one with {wanted!r}; {last_words(endpoint)}")
 
 
 def rows() -> list[Row]:

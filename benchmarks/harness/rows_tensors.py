@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import AbstractContextManager
 
-import grpc
-
 from harness import servers
-from harness.errors import Failed
 from harness.figures import Goal
+from harness.grpc_probe import until_called
 from harness.load import grpc_load
 from harness.models import TENSOR, raw_row, v2_binary, v2_body
-from harness.processes import START_S, Endpoint, Probe, last_words
+from harness.processes import Endpoint, Probe
 from harness.rows import Conditions, Figures, Measure, Row
 from harness.rows_http import closed_loop
 from torchere.serving.frontend.grpc.protos import open_inference_pb2
@@ -51,7 +48,7 @@ def _over_grpc(server: AbstractContextManager[Endpoint], model: str, conditions:
     request.inputs.add(name="x", datatype="FP32", shape=[1, TENSOR])
     message = request.SerializeToString()
     with server as endpoint:
-        _until_answered(endpoint, message)
+        until_called(endpoint, _METHOD, message, raw_row(TENSOR))
         grpc_load(endpoint.grpc, _METHOD, message, connections=_CLIENTS, streams=1, seconds=_WARM_UP_S)
         loads = [
             grpc_load(
@@ -60,25 +57,6 @@ def _over_grpc(server: AbstractContextManager[Endpoint], model: str, conditions:
             for count in (1, _CLIENTS)
         ]
     return {"rps": loads[1].per_second, "p50_1_ms": loads[0].latency_ms["mean"]}
-
-
-def _until_answered(endpoint: Endpoint, message: bytes) -> None:
-    """Ask with gRPC's own client until the tensor comes back: h2load does not look into answers."""
-    found = ""
-    options = [(f"grpc.max_{way}_message_length", -1) for way in ("send", "receive")]
-    with grpc.insecure_channel(endpoint.grpc, options) as channel:
-        call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_METHOD)  # bytes in and out
-        while time.monotonic() < endpoint.started_s + START_S and endpoint.process.poll() is None:
-            try:
-                answer = call(message, timeout=START_S, wait_for_ready=True)
-            except grpc.RpcError as err:
-                found = str(err)
-                time.sleep(0.1)
-                continue
-            if raw_row(TENSOR) in answer:
-                return
-            found = f"{len(answer)} bytes"
-    raise Failed(f"the answer was {found}, expected one with the tensor; {last_words(endpoint)}")
 
 
 def _contenders() -> dict[str, Measure]:
