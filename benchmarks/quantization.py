@@ -2,7 +2,6 @@
 
     python benchmarks/quantization.py                   all of them, some three minutes
     python benchmarks/quantization.py --only mlp,lstm
-    python benchmarks/quantization.py --aoti            also AOTInductor against TorchScript; needs g++, slow
     python benchmarks/quantization.py --write-docs      also docs/quantization.md
 
 Each model is quantised as `torchere archive --quantize` does it, with the engine that measures best here.
@@ -25,7 +24,7 @@ from harness.errors import Unavailable
 from harness.machine import facts
 from harness.paths import ROOT
 from harness.report import aligned
-from quantised.document import agreement, compiled, engines, markdown, table, verdict
+from quantised.document import agreement, engines, goals, markdown, table, verdict
 from quantised.measure import BATCHES, Row, geometric_mean, measured
 from quantised.zoo import SUBJECTS
 
@@ -40,13 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _arguments().parse_args(argv)
     warnings.simplefilter("ignore")  # torch.jit and torch.ao.quantization are deprecated; archives hold them
     machine, vnni = facts(), this_machine().vnni
-    rows, missing = _measured(options.only, options.aoti)
+    rows, missing = _measured(options.only)
     if not rows:
         print("nothing was measured", file=sys.stderr)
         return 1
-    tables = [table(rows), agreement(rows), engines(rows), *([compiled(rows)] if options.aoti else [])]
+    tables = [table(rows), agreement(rows), engines(rows)]
     print("\n\n".join(aligned(one) for one in tables))
-    print(f"\n{verdict(rows, vnni, GOAL)}")
+    print(f"\n{verdict(rows, vnni, GOAL)}\n{goals(rows)}")
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
     if options.write_docs:
@@ -60,13 +59,12 @@ def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="int8 against fp32.")
     keys = [subject.key for subject in SUBJECTS]
     parser.add_argument("--only", default=",".join(keys), help=f"of {', '.join(keys)}")
-    parser.add_argument("--aoti", action="store_true", help="also AOTInductor against TorchScript; slow")
     parser.add_argument("--json", type=Path, help="write the result there")
     parser.add_argument("--write-docs", action="store_true", help="write docs/quantization.md")
     return parser
 
 
-def _measured(only: str, aoti: bool) -> tuple[list[Row], dict[str, str]]:
+def _measured(only: str) -> tuple[list[Row], dict[str, str]]:
     rows: list[Row] = []
     missing: dict[str, str] = {}
     wanted = set(only.split(","))
@@ -76,7 +74,7 @@ def _measured(only: str, aoti: bool) -> tuple[list[Row], dict[str, str]]:
         started_s = time.perf_counter()
         print(f"{subject.title} ... ", end="", flush=True)
         try:
-            row = measured(subject, aoti)
+            row = measured(subject)
         except Unavailable as error:
             missing[subject.title] = str(error)
             print(f"left out: {error}")

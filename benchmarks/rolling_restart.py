@@ -10,7 +10,7 @@ of requests. Nobody tries a request twice: not the clients, not the proxies. Exi
 failed, or a server did not answer everything that it had accepted.
 
 With `--tcp` HAProxy passes mere bytes on, as a Service of Kubernetes does, so that a gRPC client has one
-connection to one server. It is told to go by the age of the connection, which must be below the drain delay.
+connection to one server, and hears from that server alone that it has to go.
 
 Needs nginx and HAProxy (Debian: `apt-get install nginx-light haproxy`).
 """
@@ -35,7 +35,6 @@ from rolling.proxies import Haproxy, Nginx, missing
 from rolling.replica import Replica, write_store
 
 PROPAGATION_S = 1.0  # from the end of an endpoint until the last proxy has heard of it
-CONNECTION_AGE_MS = 1000  # with --tcp; gRPC varies it by a tenth
 REPLICAS = 2
 LEAST_RESTARTS = 2 * REPLICAS  # each one at least twice: also while the other one is young
 
@@ -70,10 +69,7 @@ class Rolling:
 
     def __init__(self, folder: Path, rest: int, calls: int, restarts: int, *, tcp: bool) -> None:
         store = write_store(folder / "store")
-        properties = f"grpc_inference_max_connection_age_ms={CONNECTION_AGE_MS}\n" if tcp else ""
-        self.replicas = [
-            Replica(f"r{number}", folder / f"r{number}", store, properties) for number in range(REPLICAS)
-        ]
+        self.replicas = [Replica(f"r{number}", folder / f"r{number}", store) for number in range(REPLICAS)]
         self.nginx = Nginx(folder / "nginx", self.replicas)
         self.haproxy = Haproxy(folder / "haproxy", self.replicas)
         self._tcp = tcp

@@ -1,18 +1,21 @@
 """Mixed load on `torchere serve` for a long time: nothing may grow, and nobody may get a wrong answer.
 
     python benchmarks/soak.py [--minutes 30] [--clients 6] [--svg FILE] [--json FILE]
+    nohup python benchmarks/soak.py > soak.log 2>&1 &       # by itself: the last line is the verdict
 
 Clients predict with thread and process executors, stream, make the handler fail and go away in the middle; an
 operator registers, scales and unregisters a model; workers are killed with signal 9. Memory, descriptors,
 threads and temporary files are sampled; after a warm-up their level in the last third must be that in the
-first. Exit status 1 when one has risen, when an answer was none that was expected, or when the server's own
-count of accepted and answered predictions differ. Linux only.
+first. Exit status 1 when one has risen, when an answer was none that was expected, when the server ended by
+itself, or when its own count of accepted and answered predictions differ. SIGTERM ends it and the server.
+Linux only.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 import threading
@@ -28,6 +31,7 @@ from soaking.plant import Plant, served
 from soaking.samples import Level, Sample, levels, sparkline, svg, take
 
 SAMPLES = 240  # of a whole soak
+TOLD_EVERY = 24  # samples
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--svg", type=Path, help="draw the samples there")
     parser.add_argument("--json", type=Path, help="write the samples there")
     options = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM: no verdict"))  # and takes the server
     with tempfile.TemporaryDirectory(prefix="torchere-soak-") as folder:
         with served(Path(folder)) as plant:
             samples, actors = soak(plant, options.minutes * 60, options.clients)
@@ -58,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def soak(plant: Plant, seconds: float, clients: int) -> tuple[list[Sample], list[Actor]]:
-    """Let everybody work for that long; returns the samples and those who worked."""
+    """Let everybody work for that long, or until the server ends; returns samples and workers."""
     over = threading.Event()
     actors: list[Actor] = [Client(plant, over, seed) for seed in range(clients)]
     actors += [Operator(plant, over, 1001), Killer(plant, over, 1002)]
@@ -68,7 +73,11 @@ def soak(plant: Plant, seconds: float, clients: int) -> tuple[list[Sample], list
     samples = []
     while (at_s := time.monotonic() - started_s) < seconds:
         samples.append(take(process, plant.temp, at_s))
+        if len(samples) % TOLD_EVERY == 1:
+            print(f"{at_s:7.0f} s of {seconds:.0f}   {samples[-1].rss_mb:.0f} MB", flush=True)
         over.wait(seconds / SAMPLES)
+        if plant.process.poll() is not None:
+            break  # its status is told at the end
     over.set()
     for actor in actors:
         actor.join()

@@ -20,6 +20,7 @@ from torchere.handlers.devices import choose_device
 from torchere.handlers.eager import load_eager
 from torchere.handlers.labels import load_label_mapping
 from torchere.handlers.nested_lists import tensor_of
+from torchere.handlers.row_value import value_of
 from torchere.handlers.timer import timed
 from torchere.handlers.torchscript import load_torchscript
 from torchere.handlers.weights import WeightsKind, weights_kind
@@ -183,7 +184,8 @@ class BaseHandler:
         else:
             output = self._run(data)
         if context.metrics is not None:
-            elapsed_ms = round((time.perf_counter() - started) * 1000, 2)
+            # To two digits; round() would print and parse the number, for 5 us.
+            elapsed_ms = int((time.perf_counter() - started) * 100_000 + 0.5) / 100
             context.metrics.add_time("HandlerTime", elapsed_ms, None, "ms")
         return output
 
@@ -233,7 +235,7 @@ class BaseHandler:
         row = raw_data[0]
         inputs, target = None, 0
         if isinstance(row, dict):
-            inputs = row.get("data") or row.get("body")
+            inputs = value_of(row)
             target = row.get("target") or 0
         return get_insights(data_preprocess, inputs, target)
 

@@ -84,10 +84,19 @@ def _open(raw: bytes, limits: ImageLimits) -> Image.Image:
         raise _too_large(str(err)) from err
     except _BROKEN as err:
         raise PredictionException(_not_an_image(raw), 400) from err
-    pixels = image.width * image.height
-    if limits.max_pixels is not None and pixels > limits.max_pixels:
-        raise _too_large(f"{image.width} x {image.height} = {pixels} pixels, limit {limits.max_pixels}")
+    check_pixels(image.width, image.height, limits)
     return image
+
+
+def check_pixels(width: int, height: int, limits: ImageLimits) -> None:
+    """Refuse a picture of too many pixels.
+
+    Raises:
+        PredictionException: 400, with both numbers.
+    """
+    pixels = width * height
+    if limits.max_pixels is not None and pixels > limits.max_pixels:
+        raise _too_large(f"{width} x {height} = {pixels} pixels, limit {limits.max_pixels}")
 
 
 @functools.cache

@@ -9,9 +9,11 @@ import contextvars
 import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
+from torchere.handlers.caching_metric import CachingMetric
 from torchere.handlers.errors import MetricsCacheKeyError, MetricsCacheTypeError, MetricsCacheValueError
-from torchere.handlers.metric_types import Dimension, MetricDeclaration, MetricSample, MetricTypes, Units
+from torchere.handlers.metric_types import Dimension, MetricDeclaration, MetricSample, MetricTypes
 
 logger = logging.getLogger(__name__)
 
@@ -24,70 +26,12 @@ def current_metrics() -> MetricsCache | None:
     return _current.get()
 
 
-class CachingMetric:
-    """A declared metric: a name and type with the names of its dimensions. Made by `MetricsCache` only."""
+class _Plain(NamedTuple):
+    """A metric that has no dimensions but the automatic ones, and these."""
 
-    def __init__(
-        self,
-        cache: MetricsCache,
-        metric_name: str,
-        unit: str,
-        dimension_names: Sequence[str],
-        metric_type: MetricTypes,
-    ) -> None:
-        self.metric_name = metric_name
-        self.unit = Units.units.get(unit, unit)
-        self.dimension_names = tuple(dimension_names)
-        self.metric_type = metric_type
-        self._cache = cache
-
-    def add_or_update(
-        self,
-        value: float,
-        dimension_values: Sequence[str] | None = None,
-        request_id: str | Sequence[str] = "",
-    ) -> None:
-        """Report a value; a wrong one is logged and dropped, because a metric must not fail a prediction.
-
-        Args:
-            value: to add (counter), to set (gauge) or to observe (histogram).
-            dimension_values: one per declared dimension name, in their order.
-            request_id: the request, or the requests, that the value belongs to.
-        """
-        values = tuple(str(item) for item in dimension_values or ())
-        problem = self._problem(value, values)
-        if problem:
-            logger.error("metric %s: %s; the value is dropped", self.metric_name, problem)
-            return
-        ids = (request_id,) if isinstance(request_id, str) else tuple(request_id)
-        self._cache.record(
-            MetricSample(
-                self.metric_name,
-                float(value),
-                self.unit,
-                self.metric_type.value,
-                tuple(zip(self.dimension_names, values, strict=True)),
-                tuple(item for item in ids if item),
-            )
-        )
-
-    def update(
-        self,
-        value: float,
-        request_id: str | Sequence[str] = "",
-        dimensions: Sequence[Dimension] | None = None,
-    ) -> None:
-        """Report a value with `Dimension` objects: the older spelling of `add_or_update`."""
-        self.add_or_update(value, [item.value for item in dimensions or ()], request_id)
-
-    def _problem(self, value: object, dimension_values: tuple[str, ...]) -> str:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            return f"expected a number, found {value!r}"
-        if self.metric_type is MetricTypes.COUNTER and value < 0:
-            return f"a counter can't fall, found {value!r}"
-        if len(dimension_values) != len(self.dimension_names):
-            return f"expected values for the dimensions {self.dimension_names}, found {dimension_values}"
-        return ""
+    metric: CachingMetric
+    model_name: str
+    dimensions: tuple[tuple[str, str], ...]
 
 
 class MetricsCache:
@@ -106,6 +50,8 @@ class MetricsCache:
         self.model_name = model_name
         self.request_ids: Mapping[int, str] = {}
         self.cache: dict[tuple[str, MetricTypes], CachingMetric] = {}
+        # By the name of the metric, and whether its value belongs to requests: what `_report` found before.
+        self._plain: dict[tuple[str, bool], _Plain] = {}
         self._samples: list[MetricSample] = []
         self._lock = threading.Lock()  # guards _samples
         for metric in declared:  # `get_metric` finds them without `add_metric_to_cache`
@@ -154,6 +100,7 @@ class MetricsCache:
         if key in self.cache:
             logger.warning("metric %s (%s) is declared again and replaced", metric_name, metric_type.value)
         self.cache[key] = CachingMetric(self, metric_name, unit, names, metric_type)
+        self._plain.clear()
         return self.cache[key]
 
     def get_metric(self, metric_name: str, metric_type: MetricTypes = MetricTypes.COUNTER) -> CachingMetric:
@@ -193,9 +140,8 @@ class MetricsCache:
             dimensions: labels beside the automatic ones.
             metric_type: how values add up.
         """
-        ids = self._ids(idx)
-        labels = (*(dimensions or ()), *self._automatic(ids))
-        self._report(name, value, unit, labels, ids, metric_type)
+        ids = tuple(self.request_ids.values()) if idx is None else self._ids(idx)
+        self._report(name, value, unit, dimensions or (), ids, metric_type)
 
     def add_counter(
         self, name: str, value: float, idx: int | None = None, dimensions: Sequence[Dimension] | None = None
@@ -254,11 +200,9 @@ class MetricsCache:
 
     def add_error(self, name: str, value: float, dimensions: Sequence[Dimension] | None = None) -> None:
         """Count an error; it belongs to no request."""
-        self._report(name, value, "", (*(dimensions or ()), *self._automatic(())), (), MetricTypes.COUNTER)
+        self._report(name, value, "", dimensions or (), (), MetricTypes.COUNTER)
 
-    def _ids(self, idx: int | None) -> tuple[str, ...]:
-        if idx is None:
-            return tuple(self.request_ids.values())
+    def _ids(self, idx: int) -> tuple[str, ...]:
         return (self.request_ids[idx],) if idx in self.request_ids else ()
 
     def _automatic(self, ids: tuple[str, ...]) -> tuple[Dimension, ...]:
@@ -270,12 +214,27 @@ class MetricsCache:
         name: str,
         value: float,
         unit: str,
-        dimensions: tuple[Dimension, ...],
+        dimensions: Sequence[Dimension],
         ids: tuple[str, ...],
         metric_type: MetricTypes,
     ) -> None:
-        names = tuple(item.name for item in dimensions)
+        plain = None if dimensions else self._plain.get((name, bool(ids)))
+        if plain and plain.metric.metric_type is metric_type and plain.model_name == self.model_name:
+            plain.metric.report(value, plain.dimensions, ids)
+            return
+        labels = (*dimensions, *self._automatic(ids))
+        metric = self._metric_with(name, unit, tuple(item.name for item in labels), metric_type)
+        if not dimensions:
+            named = tuple((item.name, item.value) for item in labels)
+            self._plain[name, bool(ids)] = _Plain(metric, self.model_name, named)
+        metric.add_or_update(value, [item.value for item in labels], ids)
+
+    def _metric_with(
+        self, name: str, unit: str, dimension_names: tuple[str, ...], metric_type: MetricTypes
+    ) -> CachingMetric:
         metric = self.cache.get((name, metric_type))
-        if metric is None or metric.dimension_names != names:
-            metric = self.cache[name, metric_type] = CachingMetric(self, name, unit, names, metric_type)
-        metric.add_or_update(value, [item.value for item in dimensions], ids)
+        if metric is None or metric.dimension_names != dimension_names:
+            metric = CachingMetric(self, name, unit, dimension_names, metric_type)
+            self.cache[name, metric_type] = metric
+            self._plain.clear()
+        return metric

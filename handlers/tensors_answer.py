@@ -17,7 +17,7 @@ from torchere.handlers.context import RequestProcessor
 from torchere.handlers.encode import encode_answer
 from torchere.handlers.signature import archive_signature
 from torchere.handlers.tensors import TensorError, shown
-from torchere.handlers.tensors_bytes import bytes_from_tensor
+from torchere.handlers.tensors_bytes import view_of_tensor
 from torchere.handlers.tensors_classes import Labels, classified
 from torchere.handlers.tensors_json import json_from_tensor
 from torchere.handlers.tensors_outputs import Output, outputs_of
@@ -135,8 +135,8 @@ def encode_outputs(
             "shape": list(output.shape),
         }
         if is_binary:
-            blobs.append(bytes_from_tensor(output.tensor, output.datatype))
-            member["parameters"] = {"binary_data_size": len(blobs[-1])}
+            blobs.append(view_of_tensor(output.tensor, output.datatype))  # joining it is its only copy
+            member["parameters"] = {"binary_data_size": blobs[-1].nbytes}
         else:
             member["data"] = json_from_tensor(output.tensor, output.datatype, f"output {output.name!r}")
         members.append(member)

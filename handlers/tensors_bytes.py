@@ -42,11 +42,11 @@ def tensor_from_bytes(
         return _objects(split_elements(raw, field), sizes, field)
     if datatype is BF16:
         return _bfloat16(raw, sizes)
-    flat = np.frombuffer(bytearray(raw) if writable else raw, dtype=datatype.numpy)
+    flat = np.frombuffer(raw, dtype=datatype.numpy)
     if datatype.name == "BOOL" and flat.view(np.uint8).max(initial=0) > 1:
         raise TensorError(field, f"the byte {flat.view(np.uint8).max()}", "0 or 1 for each BOOL")
-    if not flat.flags.aligned:
-        flat = flat.copy()
+    if writable or not flat.flags.aligned:
+        flat = flat.copy()  # numpy lets go of the GIL while it copies
     return flat.reshape(sizes)
 
 
@@ -100,14 +100,21 @@ def bytes_from_tensor(tensor: Any, datatype: Datatype) -> bytes:
 
     Elements of BYTES are `bytes`, or `str`, which goes as UTF-8.
     """
+    if datatype is BYTES:
+        return join_elements([element_bytes(element) for element in tensor.ravel().tolist()])
+    return view_of_tensor(tensor, datatype).tobytes()
+
+
+def view_of_tensor(tensor: Any, datatype: Datatype) -> memoryview:
+    """The same bytes, in the tensor's own memory where it is laid out so."""
+    if datatype is BYTES:
+        return memoryview(bytes_from_tensor(tensor, datatype))
     if datatype is BF16:
         import torch  # noqa: PLC0415  # whoever has such a tensor has imported it
 
-        return bytes_from_tensor(tensor.contiguous().view(torch.int16).numpy(), _INT16)
-    if datatype is BYTES:
-        return join_elements([element_bytes(element) for element in tensor.ravel().tolist()])
+        tensor, datatype = tensor.contiguous().view(torch.int16).numpy(), _INT16
     array: Array = np.ascontiguousarray(tensor, dtype=datatype.numpy)
-    return array.tobytes()
+    return array.reshape(-1).view(np.uint8).data
 
 
 def element_bytes(element: object) -> bytes:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from torchere.handlers.errors import PredictionException
 from torchere.handlers.labels import map_class_to_label
+from torchere.handlers.row_value import sole_element, value_of
 from torchere.handlers.text import TextHandler, ngrams
 from torchere.handlers.timer import timed
 
@@ -50,7 +52,9 @@ class TextClassifier(TextHandler):
 
 
 def _text_of(row: Any) -> str:
-    value = (row.get("data") or row.get("body")) if isinstance(row, dict) else row
+    value = value_of(row)
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        value = sole_element(value, "a text")
     if isinstance(value, (bytes, bytearray)):
         try:
             return bytes(value).decode()
@@ -58,8 +62,8 @@ def _text_of(row: Any) -> str:
             raise PredictionException(f"The request body is not UTF-8 text: {err}", 400) from err
     if not isinstance(value, str):
         raise PredictionException(
-            f"The request has no text: found a {type(value).__name__}; expected text under 'data' or 'body' "
-            "(curl -H 'Content-Type: text/plain' --data-binary @story.txt URL)",
+            f"The request has no text: found a {type(value).__name__}; expected text under 'data' or 'body', "
+            "or a tensor of BYTES (curl -H 'Content-Type: text/plain' --data-binary @story.txt URL)",
             400,
         )
     return value

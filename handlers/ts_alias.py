@@ -57,7 +57,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "ts.metrics.metric_type_enum": ("metric_types:MetricTypes",),
     "ts.metrics.metric": ("metrics_legacy:Metric",),
     "ts.metrics.metrics_store": ("metrics_legacy:MetricsStore",),
-    "ts.metrics.caching_metric": ("metrics:CachingMetric",),
+    "ts.metrics.caching_metric": ("caching_metric:CachingMetric",),
     "ts.metrics.metric_cache_yaml_impl": ("metrics:MetricsCache=MetricsCacheYamlImpl",),
     "ts.metrics.metric_cache_errors": (
         "errors:MetricsCacheTypeError",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 
@@ -12,8 +13,10 @@ from torchere.handlers.base import BaseHandler
 from torchere.handlers.context import Context
 from torchere.handlers.errors import PredictionException
 from torchere.handlers.image import DEFAULT_MAX_BYTES, DEFAULT_MAX_PIXELS, ImageLimits, decode_image
+from torchere.handlers.image_arrays import picture_of_tensor
 from torchere.handlers.image_transform import ImageTransform
 from torchere.handlers.insights import integrated_gradients
+from torchere.handlers.row_value import value_of
 from torchere.handlers.timer import timed
 
 
@@ -58,7 +61,8 @@ class VisionHandler(BaseHandler):
         """Stack the pictures of a batch.
 
         Each row has under `data` or `body` the bytes of an image file, the same in base64 (`str`), or nested
-        lists of numbers that are the model's input already.
+        lists of numbers that are the model's input already. Tensors of the Open Inference Protocol may have
+        any name; `image_arrays` says what they may be.
 
         Returns:
             A float tensor on the handler's device, first dimension the batch.
@@ -80,9 +84,15 @@ class VisionHandler(BaseHandler):
         return torch.stack(images).to(self.device)
 
     def _tensor(self, row: Any) -> torch.Tensor:
-        value = (row.get("data") or row.get("body")) if isinstance(row, dict) else row
-        if isinstance(value, (bytes, bytearray, str)):
-            tensor: torch.Tensor = self.image_processing(decode_image(value, self.image_limits))
+        value = value_of(row)
+        if isinstance(value, (np.ndarray, torch.Tensor)):
+            value = picture_of_tensor(value, self.image_limits)
+            if isinstance(value, torch.Tensor):
+                return value
+        elif isinstance(value, (bytes, bytearray, str)):
+            value = decode_image(value, self.image_limits)
+        if isinstance(value, Image.Image):
+            tensor: torch.Tensor = self.image_processing(value)
             return tensor
         if value is None:
             fields = ", ".join(map(repr, row)) if isinstance(row, dict) else repr(row)

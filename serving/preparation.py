@@ -1,20 +1,17 @@
 """What a server begins with a second core, before its own modules are imported.
 
-Importing torch, fastapi and grpc keeps one core busy for two to three seconds, with the GIL held. Meanwhile
-threads that need no GIL unpack the archives of the start-up models and map torch's libraries, and the fork
-server, if a model will need it, imports torch for itself.
+Importing torch keeps one core busy for one to two seconds, with the GIL held. Meanwhile threads that need no
+GIL unpack the archives of the start-up models and map torch's libraries (`torch_mapping.py`), and the fork
+server, if a model will need it, imports torch for itself. What predictions do without (the framework behind
+the other REST calls) is imported when the start is over: `frontend/rest/deferred.py`.
 """
 
 from __future__ import annotations
 
-import ctypes
 import importlib
-import importlib.util
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from torchere.serving.errors import ServingError
 from torchere.serving.execution.fork_client import Spawned, spawn
@@ -26,23 +23,32 @@ from torchere.serving.registry.startup import Wanted, startup_models
 from torchere.serving.registry.store import Store, store_of
 from torchere.serving.settings import ServerSettings
 
-_RTLD_LAZY = 1  # dlfcn.h
+# CPython lets a thread keep the GIL for 5 ms by default. With executor threads beside the event loop that is
+# an eternity: it answered 7,100 small requests a second at the default, and 17,000 at half a millisecond.
+# Before that, unpacking would wait as long for each piece of an archive, while the main thread imports.
+SWITCH_INTERVAL_S = 0.0005
 # Imported while torch's libraries are mapped: torch's own import would wait for that, with the GIL held.
-_WITHOUT_TORCH = ("fastapi", "grpc.aio", "uvicorn", "prometheus_client")
+# All of it is needed to begin to serve.
+WITHOUT_TORCH = (
+    "google.protobuf.json_format",
+    "grpc",
+    "prometheus_client",
+    "psutil",
+    "uvicorn.protocols.http.httptools_impl",
+)
 
 
 @contextmanager
 def preparation(settings: ServerSettings) -> Iterator[Prepared]:
     """Begin; at the end of the block everything that is left of it is taken away."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     store = store_of(settings)
     try:
         wanted = [each for each in startup_models(settings, store.names()) if not is_remote(each.url)]
         fork_server = _fork_server(settings, store, wanted)
-        if sys.platform == "linux":
-            threading.Thread(target=map_torch, name="map-torch", daemon=True).start()
         ahead = UnpackedAhead(store, [each.url for each in wanted])
         try:
-            for name in _WITHOUT_TORCH:
+            for name in WITHOUT_TORCH:
                 importlib.import_module(name)
             yield Prepared(store, ahead, fork_server)
         finally:
@@ -73,18 +79,3 @@ def _in_processes(settings: ServerSettings, store: Store, wanted: Wanted) -> boo
     if archive.manifest.model_file:
         model["modelFile"] = archive.manifest.model_file
     return choose_isolation(config.isolation, handler, model) == "process"
-
-
-def map_torch() -> None:
-    """Map the libraries of torch, which `import torch` then finds mapped; without effect where it can't.
-
-    Called as a foreign function, because `ctypes.CDLL` keeps the GIL while it maps and links. Left to torch
-    where it is built for CUDA: it has rules of its own for finding those libraries.
-    """
-    found = importlib.util.find_spec("torch")
-    for place in (found.submodule_search_locations or ()) if found else ():
-        library = Path(place, "lib", "libtorch_python.so")
-        if library.is_file() and not library.with_name("libtorch_cuda.so").exists():
-            dlopen = ctypes.CDLL(None).dlopen
-            dlopen.restype = ctypes.c_void_p
-            dlopen(bytes(library), _RTLD_LAZY)

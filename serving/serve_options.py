@@ -1,6 +1,7 @@
 """The options of `torchere serve` and `torchserve`, and how they become settings.
 
 The flags, the order of the configuration files and the texts of `LaunchRefused` are TorchServe 0.12's.
+Saying how they are used takes none of the modules that make settings of them.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torchere.serving.configuration import Configuration, configure
-from torchere.serving.properties import read_properties
-from torchere.serving.settings import ServerSettings, SnapshotSettings
+if TYPE_CHECKING:
+    from torchere.serving.configuration import Configuration
+    from torchere.serving.settings import ServerSettings
 
 DEFAULT_FILE = Path("config.properties")
 LOG_FORMATS = ("auto", "json", "text", "torchserve")
@@ -89,6 +91,10 @@ def plan_from(options: argparse.Namespace, environ: Mapping[str, str], restored:
         LaunchRefused: a file or directory that is named is not there, or no model store is named.
         ConfigurationError: the configuration file can't be read, or holds a value that can't be used.
     """
+    from torchere.serving.configuration import configure  # noqa: PLC0415 - not needed for --help
+    from torchere.serving.properties import read_properties  # noqa: PLC0415 - likewise
+    from torchere.serving.settings import SnapshotSettings  # noqa: PLC0415 - likewise
+
     path = config_file(options, environ)
     _require_files(options)
     temp = environ.get("TEMP")

@@ -27,10 +27,12 @@ from torchere.serving.frontend.controlplane import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.grpc.server import GrpcServer, grpc_listeners
 from torchere.serving.frontend.rest.app import listener_app, listeners
+from torchere.serving.frontend.rest.deferred import DeferredApp, build_after
 from torchere.serving.frontend.rest.server import RestServer
 from torchere.serving.frontend.services import CorsHeaders, Services
 from torchere.serving.frontend.tls import Certificates, TlsFiles
 from torchere.serving.observation import RegistryMetrics
+from torchere.serving.preparation import SWITCH_INTERVAL_S
 from torchere.serving.registry.ahead import Prepared
 from torchere.serving.registry.registry import Registry
 from torchere.serving.reloading import Reloadable, watch
@@ -45,9 +47,6 @@ from torchere.serving.vitals import beat
 logger = logging.getLogger(__name__)
 
 STARTED_LINE = "Model server started."  # launchers wait for this line on stdout
-# CPython lets a thread keep the GIL for 5 ms by default. With executor threads beside the event loop that is
-# an eternity: it answered 7,100 small requests a second at the default, and 17,000 at half a millisecond.
-SWITCH_INTERVAL_S = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +79,7 @@ class Server:
             auto_detect=settings.metrics_auto_detect,
         )
         self._background: list[asyncio.Task[None]] = []  # cancelled at the end
+        self._routes: list[DeferredApp] = []  # of the REST ports
         self._rest: list[RestServer] = []
         self._grpc: list[GrpcServer] = []
 
@@ -113,6 +113,8 @@ class Server:
             raise
         self._dataplane.opened()
         await self._registry.opened()
+        loaded = [version.settled.wait() for version in self._registry.versions()]
+        self._background.append(asyncio.create_task(build_after(loaded, self._routes)))
         if self._journal is not None:
             self._background.append(asyncio.create_task(beat(self._journal)))
             self._journal.state = ServerState.SERVING
@@ -155,6 +157,7 @@ class Server:
             with _said_plainly(address):
                 bound = await rest.start()
             self._rest.append(rest)
+            self._routes.append(app.routes)
             endpoints.rest.update(dict.fromkeys(surfaces, bound))
         for grpc in grpc_listeners(self._dataplane, controlplane, services):
             with _said_plainly(grpc.address):
@@ -208,6 +211,7 @@ async def run(
         return 1
     _announce(endpoints, settings)
     gc.freeze()  # torch's hundreds of thousands of objects live as long as we do: never walk them again
+    gc.enable()  # it may have been off until here: see `cli_serve.py`
     await stop.wait()
     await server.stop()
     logger.info("stopped: %d predictions accepted, %d answered", *server.ledger())

@@ -1,13 +1,13 @@
 """ReLU6 behind a convolution becomes ReLU, for the number format of int8 can do the rest.
 
 When the activations behind a ReLU6 are quantised over exactly 0 ... 6, the format's own saturation is the
-upper
-limit: it costs nothing, no level is spent on values that are cut off, and the ReLU that is left is fused into
-the convolution.
+upper limit: it costs nothing, no level is spent on values that are cut off, and the ReLU that is left is
+fused into the convolution.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -24,8 +24,10 @@ _ARGUMENTS = {  # names of the limits, in the order of the function's arguments
 }
 
 
-def clipped_by_format(graph: fx.GraphModule) -> tuple[str, ...]:
+def clipped_by_format(graph: fx.GraphModule, kept: Collection[str] = ()) -> tuple[str, ...]:
     """Put ReLU in the place of each ReLU6 that directly follows a layer with weights.
+
+    Behind a layer that is `kept` in fp32 it stays, as a module.
 
     The graph then computes something else, unless the activations of the layers whose names are returned (the
     layers with weights, and the ReLUs) are quantised over 0 ... 6.
@@ -37,6 +39,9 @@ def clipped_by_format(graph: fx.GraphModule) -> tuple[str, ...]:
             continue
         alone = isinstance(module_at(graph, source), _LAYERS) and calls_of(graph, source) == 1
         if alone and len(source.users) == 1:
+            if str(source.target) in kept:
+                insert_module(graph, node, nn.ReLU6(), source)
+                continue
             relu = insert_module(graph, node, nn.ReLU(), source)
             names += [str(source.target), str(relu.target)]
     graph.recompile()

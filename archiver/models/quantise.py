@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import nn
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.engines import Measured, choose, measured, rebuilt, saved, supported, using
+from torchere.archiver.models.engines import (
+    Measured,
+    choose,
+    rebuilt,
+)
 from torchere.archiver.models.loaded import LoadedModel
 from torchere.archiver.models.quantise_bf16 import bf16
-from torchere.archiver.models.quantise_dynamic import dynamic
+from torchere.archiver.models.quantise_candidates import Candidate, Maker, Samples, some_of
 from torchere.archiver.models.quantise_exported import quantised_program
-from torchere.archiver.models.quantise_static import calibrate
-from torchere.archiver.models.quantise_traced import Compile, plain_attention, quiet, traced
-from torchere.archiver.models.quantise_trained import trained
+from torchere.archiver.models.quantise_traced import Compile, quiet, traced
 from torchere.archiver.models.verify import MAX_DRIFT
-from torchere.archiver.models.verify_outputs import difference, flattened
-from torchere.archiver.models.verify_timing import medians_ms, one_thread
 
 METHODS: dict[str, str] = {
     "int8-dynamic": "weights of linear, LSTM and GRU layers in 8 bits; needs no samples",
@@ -30,10 +26,7 @@ METHODS: dict[str, str] = {
     "int8-trained": "the model was trained for int8 (QAT), or is int8 already; only the engine is chosen",
     "bf16": "bfloat16, where the processor has it",
 }
-Samples = Sequence[tuple[torch.Tensor, ...]]
 FORMATS = ("torchscript", "export", "aoti")
-_JUDGED = 32  # rows that engines are compared on; the verification later takes all
-_BUDGET_S = 0.6  # of timing, for each engine
 
 
 @dataclass(frozen=True)
@@ -45,6 +38,7 @@ class Quantised:
     engine: str | None  # what `torchscript.quantized_engine` in model-config.yaml must say; None: nothing
     measured: tuple[Measured, ...]  # every engine that was tried
     notes: tuple[str, ...]  # lines for people
+    kept: tuple[str, ...] = ()  # layers that went back to fp32, because in int8 they hurt most
 
 
 def quantise(
@@ -96,15 +90,6 @@ def _check(method: str, target: str) -> None:
         raise ModelRefused(f"--format is {target!r}; expected one of {', '.join(FORMATS)}")
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """One method applied to the model."""
-
-    packed: bytes  # TorchScript
-    measured: tuple[Measured, ...]
-    note: str
-
-
 def _by_engine(
     model: LoadedModel,
     method: str,
@@ -113,86 +98,32 @@ def _by_engine(
     max_drift: float,
 ) -> Quantised:
     given = list(samples) or [model.example]
-    candidates = _candidates(model, method, samples, compiled, _some(model, given))
+    maker = Maker(model, samples, compiled, some_of(model, given), max_drift)
+    candidates = _candidates(method, maker)
     tried = tuple(one for candidate in candidates.values() for one in candidate.measured)
     chosen = choose(tried, max_drift)
     taken = candidates[chosen.method]
     module = rebuilt(taken.packed, chosen.engine)
-    with one_thread():
-        (fp32_ms,) = medians_ms([model.module], _one_row(model, given), _BUDGET_S)
-    return Quantised(module, chosen.method, chosen.engine, tried, _notes(candidates, chosen, fp32_ms))
+    notes = _notes(candidates, chosen, maker.fp32_ms())
+    return Quantised(module, chosen.method, chosen.engine, tried, notes, taken.kept)
 
 
-def _candidates(
-    model: LoadedModel,
-    method: str,
-    samples: Samples,
-    compiled: Compile,
-    judged: Samples,
-) -> dict[str, _Candidate]:
+def _candidates(method: str, maker: Maker) -> dict[str, Candidate]:
     """The model by each method that `method` stands for; by "int8" those that are not refused."""
     methods = ("int8-static", "int8-dynamic") if method == "int8" else (method,)
-    candidates: dict[str, _Candidate] = {}
+    candidates: dict[str, Candidate] = {}
     refusals: list[ModelRefused] = []
     for name in methods:
         try:
-            module, note = _converted(model, name, samples)
+            candidates[name] = maker.candidate(name)
         except ModelRefused as refusal:
             refusals.append(refusal)
-            continue
-        with plain_attention():
-            packed = saved(compiled(module, model.example))
-        with one_thread():
-            tried = measured(name, packed, _judge(model, judged), _timer(_one_row(model, judged)))
-        candidates[name] = _Candidate(packed, tuple(tried), note)
     if not candidates:
         raise refusals[0]
     return candidates
 
 
-def _converted(model: LoadedModel, method: str, samples: Samples) -> tuple[nn.Module, str]:
-    # Any engine will do to pack with: the weights are packed again when they are loaded.
-    with using(supported()[-1]):
-        if method == "int8-dynamic":
-            module, layers = dynamic(model.module)
-            return module, f"{layers} layers"
-        if method == "int8-trained":
-            return trained(model.module), "as it was trained"
-        calibrated = calibrate(model.module, samples)
-        folds = f"; folded: {calibrated.note}" if calibrated.note else ""
-        return calibrated.convert(), f"{calibrated.layers} layers, {len(samples)} samples{folds}"
-
-
-def _judge(model: LoadedModel, samples: Samples) -> Callable[[Callable[..., Any]], float]:
-    with torch.inference_mode():
-        wanted = [flattened(model.module(*copy.deepcopy(sample))) for sample in samples]
-
-    def judge(module: Callable[..., Any]) -> float:
-        found = (flattened(module(*sample)) for sample in samples)
-        return difference(zip(wanted, found, strict=True)).drift
-
-    return judge
-
-
-def _timer(row: tuple[torch.Tensor, ...]) -> Callable[[Callable[..., Any]], float]:
-    return lambda module: medians_ms([module], row, _BUDGET_S)[0]
-
-
-def _one_row(model: LoadedModel, samples: Samples) -> tuple[torch.Tensor, ...]:
-    return tuple(tensor[:1] for tensor in samples[0]) if model.signature.batched else samples[0]
-
-
-def _some(model: LoadedModel, samples: Samples) -> list[tuple[torch.Tensor, ...]]:
-    """Samples at equal distances, cut if they have batches, so that there are about `_JUDGED` rows in all."""
-    count = len(samples)
-    chosen = samples if count <= _JUDGED else [samples[i * count // _JUDGED] for i in range(_JUDGED)]
-    if not model.signature.batched:
-        return list(chosen)
-    rows = max(1, _JUDGED // len(chosen))
-    return [tuple(tensor[:rows] for tensor in sample) for sample in chosen]
-
-
-def _notes(candidates: dict[str, _Candidate], chosen: Measured, fp32_ms: float) -> tuple[str, ...]:
+def _notes(candidates: dict[str, Candidate], chosen: Measured, fp32_ms: float) -> tuple[str, ...]:
     lines = []
     for method, candidate in candidates.items():
         lines.append(f"{method}: {candidate.note}")

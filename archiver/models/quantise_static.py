@@ -13,7 +13,7 @@ Three decisions, each measured on EfficientNet-Lite0 (docs/quantization.md):
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,12 +95,15 @@ class Calibrated:
         return convert_fx(copy.deepcopy(self.prepared))
 
 
-def calibrate(module: nn.Module, samples: Sequence[tuple[torch.Tensor, ...]]) -> Calibrated:
+def calibrate(
+    module: nn.Module, samples: Sequence[tuple[torch.Tensor, ...]], kept: Collection[str] = ()
+) -> Calibrated:
     """Fold the model, and let every sample through it to see the range of each activation.
 
     Args:
         module: eager, in fp32; left as it is.
         samples: arguments of the model; at least one, better a hundred that are like real requests.
+        kept: layers of the folded model that stay in fp32.
 
     Raises:
         NotTraceable: the model's forward is no graph.
@@ -112,8 +115,11 @@ def calibrate(module: nn.Module, samples: Sequence[tuple[torch.Tensor, ...]]) ->
             "give some that are like real requests"
         )
     folded = fold(module)
-    clipped = clipped_by_format(folded.module)
-    prepared = prepare_fx(folded.module, _configuration(folded.module, clipped), samples[0])
+    clipped = clipped_by_format(folded.module, kept)
+    mapping = _configuration(folded.module, clipped)
+    for name in (*kept, *_clips_behind(folded.module, kept)):
+        mapping.set_module_name(name, None)
+    prepared = prepare_fx(folded.module, mapping, samples[0])
     _observe_what_is_not_clipped(prepared, clipped)
     with torch.no_grad():
         for sample in samples:
@@ -157,6 +163,12 @@ def _configuration(graph: fx.GraphModule, clipped: Sequence[str]) -> QConfigMapp
         limit = DEPTHWISE_LIMIT if name in depthwise else WEIGHT_LIMIT
         mapping.set_module_name(name, _qconfig(fixed if name in clipped else observed, limit))
     return mapping
+
+
+def _clips_behind(graph: fx.GraphModule, kept: Collection[str]) -> list[str]:
+    """Layers that limit what a kept one gives; in int8 they would spend their levels on what they cut off."""
+    nodes = [node for node in graph.graph.nodes if isinstance(module_at(graph, node), nn.Hardtanh)]
+    return [str(node.target) for node in nodes if str(getattr(node.args[0], "target", "")) in kept]
 
 
 def _is_depthwise(layer: nn.Module) -> bool:

@@ -14,24 +14,38 @@ from torchere.archiver.models.sources import aoti_metadata
 # The compiler may use what every CPU of the level has, and no more: "native" would tie the archive to this
 # very model of CPU. x86-64-v3 is AVX2 with FMA and F16C, x86-64-v4 AVX-512 F, BW, CD, DQ, VL (x86-64 psABI).
 _LEVELS = {"avx2": ("x86-64-v3", 256), "avx512": ("x86-64-v4", 512)}
+# What gains by packing weights while compiling: oneDNN's convolutions and LSTM. Linear layers lose by it, for
+# with a free batch they would leave MKL's multiplication for oneDNN's, which is slower for few rows.
+_PACKED = ("aten::conv", "aten::_conv", "aten::lstm")
 
 
-def compile_aoti(program: ExportedProgram, path: Path, isa: str | None, *, freezing: bool = False) -> str:
+def compile_aoti(
+    program: ExportedProgram, path: Path, isa: str | None, *, freezing: bool | None = None
+) -> str:
     """Compile the program into the package `path`; returns the instruction set that it needs, lower case.
 
     Args:
         program: for the CPU.
         path: must end in `.pt2`.
         isa: "avx2" or "avx512"; None: the best that this machine has.
-        freezing: fold and pack constants while compiling, which int8 needs to be fast.
+        freezing: fold and pack constants while compiling, which int8 needs to be fast; None: when the model
+            has layers that gain by it.
 
     Raises:
         ModelRefused: this machine lacks the instruction set, which the compiler tries out.
         Exception: whatever the compilers have to say.
     """
-    with torch._inductor.config.patch(_settings(isa, freezing)), torch.no_grad():
+    frozen = gains_by_freezing(program) if freezing is None else freezing
+    with torch._inductor.config.patch(_settings(isa, frozen)), torch.no_grad():
         torch._inductor.aoti_compile_and_package(program, package_path=str(path))
     return aoti_metadata(path).get("AOTI_CPU_ISA", "").lower()
+
+
+def gains_by_freezing(program: ExportedProgram) -> bool:
+    """Whether the program, in fp32, has convolutions or LSTMs."""
+    targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    names = [one._schema.name for one in targets if isinstance(one, torch._ops.OpOverload)]
+    return any(name.startswith(_PACKED) for name in names)
 
 
 def load_aoti(path: Path) -> Any:

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from harness import rows_grpc, rows_http, rows_image, rows_life, rows_overload, rows_tensors
+from harness import (
+    rows_grpc,
+    rows_http,
+    rows_image,
+    rows_life,
+    rows_models,
+    rows_overload,
+    rows_tensors,
+    rows_threads,
+)
 from harness.rows import Row
 
 PEERS = frozenset({"torchserve", "mosec", "litserve", "triton"})  # contenders that `--peers` chooses from
@@ -12,9 +21,11 @@ def rows() -> list[Row]:
     """The rows in the order of the table."""
     return [
         *rows_http.rows(),
+        *rows_threads.rows(),
         *rows_grpc.rows(),
         *rows_tensors.rows(),
         *rows_life.rows(),
         *rows_overload.rows(),
         *rows_image.rows(),
+        *rows_models.rows(),
     ]

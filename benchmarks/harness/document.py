@@ -42,7 +42,8 @@ def _quiet(machine: Machine) -> str:
 
 def _missed(rows: list[Measured]) -> str:
     """What falls short comes first."""
-    verdicts = [(row, judge(goal, row.samples)) for row in rows for goal in row.row.goals]
+    aims = [(row, goal) for row in rows for goal in row.row.goals if goal.target is not None]
+    verdicts = [(row, judge(goal, row.samples)) for row, goal in aims]
     reached = sum(verdict.met is True for _, verdict in verdicts)
     lines = ["## Where it stands", "", f"{reached} of {len(verdicts)} goals are reached."]
     short = [(row, verdict) for row, verdict in verdicts if verdict.met is not True]

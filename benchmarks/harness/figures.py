@@ -30,11 +30,12 @@ class Goal:
 
     With `against`, the figure is a ratio to the best of those contenders in the same round; without, it is
     the value itself. `more_is_better` says which side of `target` is right, and which peer is the best.
+    One without a target is a ratio that explains another: it is shown, and neither met nor missed.
     """
 
     text: str
     metric: str
-    target: float
+    target: float | None
     more_is_better: bool = True
     against: tuple[str, ...] = ()
     ours: str = "torchere"
@@ -51,8 +52,8 @@ class Verdict:
 
     @property
     def met(self) -> bool | None:
-        """Whether the median reaches the target; None: not measured."""
-        if self.spread is None:
+        """Whether the median reaches the target; None: not measured, or there is no target."""
+        if self.spread is None or self.goal.target is None:
             return None
         if self.goal.more_is_better:
             return self.spread.median >= self.goal.target

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from harness.figures import Spread, Verdict, judge, spread
+from harness.figures import Goal, Spread, Verdict, judge, spread
 from harness.results import Result
 from harness.rounds import Measured
 
@@ -35,13 +35,20 @@ def goals(measured: Measured) -> Table:
     lines = [["goal", "wanted", "found", "best peer", ""]]
     for goal in measured.row.goals:
         verdict = judge(goal, measured.samples)
-        sign = "≥" if goal.more_is_better else "≤"
         found = shown(verdict.spread)
-        lines.append([goal.text, f"{sign} {goal.target:g}", found, verdict.best_peer, _said(verdict)])
+        lines.append([goal.text, _wanted(goal), found, verdict.best_peer, _said(verdict)])
     return lines
 
 
+def _wanted(goal: Goal) -> str:
+    if goal.target is None:
+        return "-"
+    return f"{'≥' if goal.more_is_better else '≤'} {goal.target:g}"
+
+
 def _said(verdict: Verdict) -> str:
+    if verdict.goal.target is None:
+        return ""
     return {None: "not measured", True: "reached", False: "MISSED"}[verdict.met]
 
 

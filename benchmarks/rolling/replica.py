@@ -46,7 +46,7 @@ def write_store(folder: Path) -> Path:
 class Replica:
     """A server and its ports. `start`, `until_ready`, `terminate`, `until_gone`, again and again."""
 
-    def __init__(self, name: str, folder: Path, store: Path, properties: str = "") -> None:
+    def __init__(self, name: str, folder: Path, store: Path) -> None:
         self.name = name
         self.rest_port, self.grpc_port = free_ports(2)
         self.restarts = 0
@@ -57,7 +57,7 @@ class Replica:
             f"enable_metrics_api=false\ngrpc_inference_port={self.grpc_port}\ngrpc_management_port=0\n"
             f"model_store={store}\nload_models=all\ndefault_workers_per_model=2\njob_queue_size=1000\n"
             f"disable_token_authorization=true\ndrain_delay_s={DRAIN_DELAY_S}\n"
-            f"drain_timeout_s={DRAIN_TIMEOUT_S}\n{properties}"
+            f"drain_timeout_s={DRAIN_TIMEOUT_S}\n"
         )
         self._process: subprocess.Popen[bytes] | None = None
 

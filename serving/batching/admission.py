@@ -48,6 +48,7 @@ class Admission(ABC):
         self._loop = asyncio.get_running_loop()
         self._service_time = ServiceTime()
         self._pumping_soon = False
+        self._was_alone = False  # the last batch was a single request, and none was left behind
         self._closed: ServingError | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -105,11 +106,22 @@ class Admission(ABC):
                 request.deadline_s - now_s, self.withdraw, pending, DeadlineExceeded(LATE)
             )
         self._idle.clear()
+        if self._pumping_soon:
+            return pending
         if self._takes_company:
             self._pump_soon()
         else:
             self.pump()
         return pending
+
+    def hurry(self) -> None:
+        """Run what waits at once, on the loop, when the last batch was a single request, as this one will be.
+
+        If the turn brings more after all, they share the next batch. Call it after `submit` returned: the
+        request may be answered in here.
+        """
+        if self._pumping_soon and self._was_alone and self._pool.on_loop:
+            self.pump()
 
     @property
     def _takes_company(self) -> bool:

@@ -116,6 +116,7 @@ class Batcher(Admission):
     def _dispatch(self, size: int) -> None:
         now_s = self._now()
         taken = [self._queue.popleft() for _ in range(size)]
+        self._was_alone = size == 1 and not self._queue
         live = [pending for pending in taken if self._is_live(pending, now_s)]
         if self._company_since_s:
             for pending in live:
@@ -136,6 +137,8 @@ class Batcher(Admission):
         if len(batch.pendings) > 1 and all(isinstance(o, HandlerFailed) for o in report.outcomes):
             self._run_alone(batch.pendings)
             return
+        if not self._pool.on_loop:
+            self.pump()  # first: its executor is idle, and answering takes a while
         stages_s = report.all_stages_s
         for pending, outcome in zip(batch.pendings, report.outcomes, strict=True):
             pending.stages_s = stages_s

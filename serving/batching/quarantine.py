@@ -182,4 +182,4 @@ def _size(request: InferRequest) -> int:
 
 def _content(parameter: Parameter) -> bytes:
     value: object = parameter.value
-    return value if isinstance(value, bytes) else repr(value).encode()
+    return bytes(value) if isinstance(value, (bytes, memoryview)) else repr(value).encode()

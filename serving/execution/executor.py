@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from enum import Enum
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
-from torchere.handlers.metric_types import MetricDeclaration
+from torchere.handlers.metric_types import MetricDeclaration, MetricSample
 from torchere.serving.errors import ServingError
 from torchere.serving.types import InferRequest, InferResponse
 
@@ -57,15 +57,8 @@ def age_s(status: ExecutorStatus) -> float:
     return (datetime.now(timezone.utc) - status.started_at).total_seconds()
 
 
-class HandlerMetric(NamedTuple):
-    """One value a handler reported through `context.metrics`."""
-
-    name: str
-    value: float
-    unit: str
-    metric_type: str  # "counter" | "gauge" | "histogram"
-    dimensions: tuple[tuple[str, str], ...]
-    request_ids: tuple[str, ...]
+HandlerMetric: TypeAlias = MetricSample
+"""One value a handler reported through `context.metrics`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from torchere.serving.execution import worker
+from torchere.serving.execution.allocator import keep_freed_memory
 from torchere.serving.execution.parent import die_with_parent
 
 
@@ -131,6 +132,7 @@ class ForkServer:
 def main() -> None:
     """Entry point; the only argument is the number of the inherited control socket."""
     die_with_parent()
+    keep_freed_memory(os.environ)  # for the workers
     os.environ.pop("PYTHONSAFEPATH", None)  # ours alone: what a handler starts must not inherit it
     ForkServer(socket.socket(fileno=int(sys.argv[1]))).serve()
 

@@ -24,7 +24,7 @@ from torchere.handlers.resolve import EntryPoint, load_entry_point
 from torchere.handlers.shared_models import SharedModels
 from torchere.handlers.tensors_answer import AnswerEncoder
 from torchere.serving.errors import DeadlineExceeded, HandlerFailed, LoadFailed, OutOfResources, ServingError
-from torchere.serving.execution.executor import BatchReport, HandlerMetric, LoadSpec, Outcome, Unfinished
+from torchere.serving.execution.executor import BatchReport, LoadSpec, Outcome, Unfinished
 from torchere.serving.telemetry.trace_context import trace_of_headers
 from torchere.serving.types import InferRequest, InferResponse
 
@@ -58,10 +58,12 @@ class HandlerHost:
         self._entry_point: EntryPoint | None = None
         self._encoder = AnswerEncoder(spec.model_name, spec.model_version, spec.archive_dir)
         self._context.encoder = self._encoder
+        self._cpu_time: Callable[[], float] = time.thread_time
 
     def own_process(self) -> None:
         """Nothing else is hosted in this process: the archive's modules get their plain names, too."""
         give_plain_names(archive_of(self._context))
+        self._cpu_time = float  # a system call, for what is of interest among threads only
 
     def load(self) -> None:
         """Resolve and initialise the handler; sets the calling thread's intra-op thread count.
@@ -105,8 +107,15 @@ class HandlerHost:
         Requests whose deadline passed while they waited for this executor are answered without being run.
         """
         now_s = time.monotonic()
-        if all(request.deadline_s > now_s for request in requests):
-            return self._run(requests, send_partial)
+        for request in requests:
+            if request.deadline_s <= now_s:
+                return self._run_live(requests, send_partial, now_s)
+        return self._run(requests, send_partial)
+
+    def _run_live(
+        self, requests: Sequence[InferRequest], send_partial: PartialSink | None, now_s: float
+    ) -> BatchReport:
+        """Run those whose deadline is after `now_s`, as if there were no others."""
         places = [place for place, request in enumerate(requests) if request.deadline_s > now_s]
         live = [requests[place] for place in places]
 
@@ -121,7 +130,7 @@ class HandlerHost:
         return BatchReport(outcomes, report.handler_s, report.metrics, report.cpu_s, report.stages_s)
 
     def _run(self, requests: Sequence[InferRequest], send_partial: PartialSink | None) -> BatchReport:
-        cpu_started_s = time.thread_time()
+        cpu_started_s = self._cpu_time()
         processors = [RequestProcessor(request.request_id, _headers_of(request)) for request in requests]
         self._context.begin_batch(processors, _parts_of(processors, send_partial))
         rows = [self._row(request) for request in requests]
@@ -133,8 +142,9 @@ class HandlerHost:
         except BaseException as err:  # also SystemExit: user code must not end the executor by mistake
             handler_s = time.perf_counter() - started
             outcomes = [self._failure(err, requests)] * len(requests)
-        cpu_s = time.thread_time() - cpu_started_s
-        return BatchReport(outcomes, handler_s, self._drain_metrics(), cpu_s, self._context.stages_s)
+        cpu_s = self._cpu_time() - cpu_started_s
+        metrics = tuple(self._metrics.drain())
+        return BatchReport(outcomes, handler_s, metrics, cpu_s, self._context.stages_s)
 
     def too_slow(self, timeout_s: float) -> LoadFailed:
         """The error for a load that took longer than `timeout_s`."""
@@ -163,27 +173,20 @@ class HandlerHost:
             bodies = list(map(self._encoder.encode, answers, processors))
         except UnsupportedOutput as err:
             return self._all_failed("Unsupported model output data type.", str(err), len(processors))
-        finished = self._finished(answers)
-        return [
-            self._outcome(body, processor, is_last)
-            for body, processor, is_last in zip(bodies, processors, finished, strict=True)
-        ]
-
-    def _finished(self, answers: list[Any]) -> list[bool]:
-        """Whether each answer is the last of its request: it is, unless a stopping criterion says False."""
+        outcomes = list(map(self._outcome, bodies, processors))
         criteria = self._context.stopping_criteria
         if not criteria or len(criteria) != len(answers):
-            return [True] * len(answers)
-        return [criterion(answer) is not False for criterion, answer in zip(criteria, answers, strict=True)]
+            return outcomes
+        goes_on = [criterion(answer) is False for criterion, answer in zip(criteria, answers, strict=True)]
+        return list(map(_unless_over, outcomes, goes_on))
 
-    def _outcome(self, body: bytes, processor: RequestProcessor, is_last: bool) -> Outcome:
+    def _outcome(self, body: bytes, processor: RequestProcessor) -> Outcome:
         limit = self._spec.max_response_bytes
         if len(body) > limit:
             return HandlerFailed(
                 f"The answer has {len(body)} bytes, more than max_response_size={limit}.", status=500
             )
-        response = _response(body, processor)
-        return response if is_last else Unfinished(response)
+        return _response(body, processor)
 
     def _all_failed(self, message: str, detail: str, count: int) -> list[Outcome]:
         logger.error("model %s: %s: %s", self._spec.model_name, message, detail)
@@ -213,20 +216,17 @@ class HandlerHost:
         )
         return LoadFailed(load_failed_text(spec.model_name, spec.model_version), detail, out_of_memory)
 
-    def _drain_metrics(self) -> tuple[HandlerMetric, ...]:
-        return tuple(
-            HandlerMetric(s.name, s.value, s.unit, s.metric_type, s.dimensions, s.request_ids)
-            for s in self._metrics.drain()
-        )
-
 
 def _headers_of(request: InferRequest) -> dict[str, Any]:
     """What a handler finds as headers: the type of each value under the value's name, then the real ones.
 
     A handler learns of the type of an uploaded file in no other way.
     """
-    types = {parameter.name: {"content-type": parameter.content_type} for parameter in request.parameters}
-    return {**types, **dict(request.headers)}
+    headers: dict[str, Any] = {
+        parameter.name: {"content-type": parameter.content_type} for parameter in request.parameters
+    }
+    headers.update(request.headers)
+    return headers
 
 
 def _parts_of(
@@ -240,6 +240,11 @@ def _parts_of(
         send_partial(index, _response(chunk, processors[index]))
 
     return send
+
+
+def _unless_over(outcome: Outcome, goes_on: bool) -> Outcome:
+    """A response as what it is when a stopping criterion says that there is more to come."""
+    return Unfinished(outcome) if goes_on and isinstance(outcome, InferResponse) else outcome
 
 
 def _response(body: bytes, processor: RequestProcessor) -> InferResponse:

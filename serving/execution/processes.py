@@ -72,12 +72,18 @@ class ProcessPool:
     @property
     def in_service(self) -> int:
         """How many executors are loaded, warm and alive."""
-        return sum(slot.status.state is ExecutorState.READY for slot in self._slots)
+        count = 0
+        for slot in self._slots:  # asked for with every request: a generator costs more than what it counts
+            count += slot.in_service
+        return count
 
     @property
     def free(self) -> int:
         """How many batches may be submitted now."""
-        return sum(slot.room for slot in self._slots)
+        room = 0
+        for slot in self._slots:  # as in_service
+            room += slot.room
+        return room
 
     @property
     def on_loop(self) -> bool:
@@ -127,8 +133,14 @@ class ProcessPool:
         self, requests: Sequence[InferRequest], sink: BatchSink, executor_id: int | None = None
     ) -> None:
         """Run one batch on the executor named, or on the one with the least to do."""
-        able = (slot for slot in self._slots if slot.room and executor_id in (None, slot.status.executor_id))
-        min(able, key=lambda slot: slot.load).submit(InFlight(requests, sink))
+        chosen: Slot | None = None
+        for slot in self._slots:
+            named = executor_id is None or slot.status.executor_id == executor_id
+            if named and slot.room and (chosen is None or slot.load < chosen.load):
+                chosen = slot
+        if chosen is None:
+            raise RuntimeError("submit() without a free executor: the caller must look at `free` first")
+        chosen.submit(InFlight(requests, sink))
 
     async def close(self) -> None:
         """Answer what is inside and stop the workers."""

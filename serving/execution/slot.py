@@ -27,6 +27,7 @@ from torchere.serving.execution.launch import Launcher
 from torchere.serving.execution.loss import Loss, LossKind
 from torchere.serving.execution.oom import OomWatch
 from torchere.serving.execution.restart import restart_delay_s
+from torchere.serving.execution.silence import Silence
 from torchere.serving.execution.wire import Done, Partial, Pong, report_from_done
 from torchere.serving.execution.worker_process import WorkerProcess
 
@@ -63,12 +64,14 @@ class Slot:
         self._settings = settings
         self._inside: dict[int, InFlight] = {}  # by run id, in the order the worker runs them
         self._run_ids = itertools.count()
+        self._one_by_one = settings.spec.pinned or settings.spec.batch_size > 1
         self._mean_run_s = QUICK_S
         self._losses = 0
         self._first_loss_s = 0.0
         self._supervisor: asyncio.Task[None] | None = None
         self._retiring = False
         self._emptied = asyncio.Event()
+        self._silence = Silence(settings.response_timeout_s, self._timed_out)
         self._heartbeat = Heartbeat(
             settings.heartbeat,
             idle=lambda: not self._inside,
@@ -77,6 +80,7 @@ class Slot:
             on_dead=self._silent,
             now=settings.now,
         )
+        self.in_service = False  # loaded, warm and alive
         self.status = ExecutorStatus(
             executor_id, ExecutorState.STARTING, datetime.now(timezone.utc), 0, gpu_id=gpu_id
         )
@@ -92,6 +96,10 @@ class Slot:
             oom=self._settings.oom,
         )
 
+    def _change(self, **changes: Any) -> None:
+        self.status = replace(self.status, **changes)
+        self.in_service = self.status.state is ExecutorState.READY
+
     @property
     def load(self) -> int:
         """How many batches are inside."""
@@ -100,17 +108,16 @@ class Slot:
     @property
     def room(self) -> int:
         """How many more batches it takes now."""
-        if self._retiring or self.status.state is not ExecutorState.READY or self._worker.lost.done():
+        if self._retiring or not self.in_service or self._worker.lost.done():
             return 0
-        one_by_one = self._settings.spec.pinned or self._settings.spec.batch_size > 1
-        depth = 1 if one_by_one or self._mean_run_s >= QUICK_S else AHEAD
-        return max(0, depth - len(self._inside))
+        depth = 1 if self._one_by_one or self._mean_run_s >= QUICK_S else AHEAD
+        room = depth - len(self._inside)
+        return room if room > 0 else 0
 
     async def start(self) -> None:
         """Start the worker and load the handler; raises `LoadFailed`."""
         await self._worker.start()
-        self.status = replace(
-            self.status,
+        self._change(
             state=ExecutorState.STARTING if self._supervisor is None else ExecutorState.RESTARTING,
             started_at=datetime.now(timezone.utc),
             pid=self._worker.pid,
@@ -120,7 +127,7 @@ class Slot:
     async def warm_up(self) -> None:
         """Warm up and go into service, supervised from now on; raises `LoadFailed`."""
         await self._worker.warm_up(self._settings.startup_timeout_s)
-        self.status = replace(self.status, state=ExecutorState.READY)
+        self._change(state=ExecutorState.READY)
         self._heartbeat.start()
         self._settings.on_loaded(self.status.executor_id, age_s(self.status))
         if self._supervisor is None:
@@ -129,9 +136,9 @@ class Slot:
     def submit(self, batch: InFlight) -> None:
         """Send one batch to the worker, which has room for it."""
         run_id = next(self._run_ids)
+        if not self._inside:
+            self._silence.watch()
         self._inside[run_id] = batch
-        if len(self._inside) == 1:
-            batch.watch(self._settings.response_timeout_s, self._timed_out)
         self._worker.run(run_id, batch.requests)
 
     def _on_message(self, message: Partial | Done | Pong) -> None:
@@ -143,26 +150,23 @@ class Slot:
         if batch is None:
             return
         if isinstance(message, Partial):
-            batch.watch(self._settings.response_timeout_s, self._timed_out)  # it bounds the silence only
+            self._silence.broken()
             batch.partial(message.index, message.part)
             return
         del self._inside[message.run_id]
         self._losses = 0
         self._mean_run_s = _MEMORY * self._mean_run_s + (1 - _MEMORY) * message.handler_s
-        self._watch_next()
+        if self._inside:
+            self._silence.broken()
+        else:
+            self._silence.over()
+            self._emptied.set()
         batch.answer(report_from_done(message, len(batch.requests)))
 
-    def _watch_next(self) -> None:
-        if self._inside:
-            running = next(iter(self._inside.values()))
-            running.watch(self._settings.response_timeout_s, self._timed_out)
-        else:
-            self._emptied.set()
-
-    def _timed_out(self, batch: InFlight) -> None:
+    def _timed_out(self) -> None:
         """The worker said nothing for too long: answer who waits, and replace it."""
         timeout_s = self._settings.response_timeout_s
-        self.status = replace(self.status, state=ExecutorState.RESTARTING)
+        self._change(state=ExecutorState.RESTARTING)
         self._empty(DeadlineExceeded(f"The model did not answer within {timeout_s:g} s."))
         self._worker.kill(Loss(LossKind.TIMEOUT, f"no answer within response_timeout={timeout_s:g} s"))
 
@@ -174,9 +178,7 @@ class Slot:
         """The worker owes a sign of life, or has given it."""
         if self.status.state in (ExecutorState.READY, ExecutorState.SUSPECT):
             suspect = self._heartbeat.suspect
-            self.status = replace(
-                self.status, state=ExecutorState.SUSPECT if suspect else ExecutorState.READY
-            )
+            self._change(state=ExecutorState.SUSPECT if suspect else ExecutorState.READY)
             logger.warning(
                 "worker %d of model %s version %s %s",
                 self.status.executor_id,
@@ -188,13 +190,14 @@ class Slot:
 
     def _silent(self, silent_s: float) -> None:
         """The worker hangs with nothing to do."""
-        self.status = replace(self.status, state=ExecutorState.RESTARTING)
+        self._change(state=ExecutorState.RESTARTING)
         self._worker.kill(Loss(LossKind.HANG, f"hung: idle, and no sign of life for {silent_s:g} s"))
 
     def _empty(self, error: ServingError) -> None:
         """Answer the batch the worker was at with `error`; give back those it had not begun."""
         batches = list(self._inside.values())
         self._inside.clear()
+        self._silence.over()
         self._emptied.set()
         # A worker that owed a sign of life when they were sent has begun none of them.
         begun = 0 if self._heartbeat.owes_answer else 1
@@ -212,7 +215,7 @@ class Slot:
                 return
             self._note_loss(loss)
             if not await self._restart():
-                self.status = replace(self.status, state=ExecutorState.FAILED)
+                self._change(state=ExecutorState.FAILED)
             self._settings.on_free()  # also after giving up: who waits must learn that it won't come
             if self.status.state is ExecutorState.FAILED:
                 return
@@ -240,8 +243,7 @@ class Slot:
         if self._losses == 0:
             self._first_loss_s = self._settings.now()
         self._losses += 1
-        self.status = replace(
-            self.status,
+        self._change(
             state=ExecutorState.RESTARTING,
             last_failure=loss.cause,
             last_failure_at=datetime.now(timezone.utc),
@@ -284,10 +286,11 @@ class Slot:
         for batch in self._inside.values():
             batch.fail(ExecutorDied("the version was unloaded"))
         self._inside.clear()
+        self._silence.stop()
         if self._supervisor is not None:
             self._supervisor.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._supervisor
         if self._worker.pid:
             await self._worker.stop()
-        self.status = replace(self.status, state=ExecutorState.STOPPED)
+        self._change(state=ExecutorState.STOPPED)

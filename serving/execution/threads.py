@@ -114,7 +114,7 @@ class ThreadPool:
 
     def statuses(self) -> tuple[ExecutorStatus, ...]:
         """A snapshot of every executor, oldest first."""
-        return tuple(thread.status for thread in self._threads)
+        return tuple([thread.status for thread in self._threads])
 
     async def resize(self, count: int) -> None:
         """Start or stop threads; see `ExecutorPool`. A surplus thread ends after the batches before it."""

@@ -17,10 +17,11 @@ import sys
 from torchere.handlers import ts_alias
 from torchere.handlers.shared_models import SharedModels
 from torchere.serving.errors import LoadFailed
+from torchere.serving.execution.allocator import keep_freed_memory
+from torchere.serving.execution.frames import FrameReader
 from torchere.serving.execution.host import HandlerHost
 from torchere.serving.execution.parent import die_with_parent
 from torchere.serving.execution.wire import (
-    HEADER,
     FromWorker,
     Load,
     Loaded,
@@ -44,7 +45,7 @@ class Worker:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._stream = connection.makefile("rb")
+        self._frames = FrameReader(connection)
         self._host: HandlerHost | None = None
 
     def serve(self) -> None:
@@ -98,12 +99,8 @@ class Worker:
         self._connection.sendall(encode_frame(message))
 
     def _receive(self) -> ToWorker | None:
-        header = self._stream.read(HEADER.size)
-        if len(header) < HEADER.size:
-            return None
-        (length,) = HEADER.unpack(header)
-        payload = self._stream.read(length)
-        return to_worker_decoder.decode(payload) if len(payload) == length else None
+        payload = self._frames.next()
+        return None if payload is None else to_worker_decoder.decode(payload)
 
 
 def run(descriptor: int) -> None:
@@ -121,6 +118,7 @@ def run(descriptor: int) -> None:
 
 def main() -> None:
     """Entry point of a fresh interpreter; the only argument is the number of the inherited socket."""
+    keep_freed_memory(os.environ)
     os.environ.pop("PYTHONSAFEPATH", None)  # ours alone: what the handler starts must not inherit it
     run(int(sys.argv[1]))
 

@@ -18,7 +18,6 @@ from torchere.serving.execution.loss import Loss, LossKind, loss_of_exit
 from torchere.serving.execution.oom import OomWatch
 from torchere.serving.execution.wire import (
     Done,
-    FromWorker,
     Load,
     Loaded,
     LoadError,
@@ -65,9 +64,8 @@ class WorkerProcess:
         self._launched: Launched | None = None
         self._transport: asyncio.WriteTransport | None = None
         self._reply: asyncio.Future[None] | None = None  # of the step (load, warm-up) under way
-        self._on_run_message = on_message
+        self._on_message = on_message
         self._oom = oom
-        self._outbox = bytearray()
         self._killed: Loss | None = None  # by us, and why
         self._frames = FrameProtocol(self._on_frame, self._on_lost)
         self._output: asyncio.Task[None] | None = None
@@ -159,15 +157,9 @@ class WorkerProcess:
             await self._kill_and_reap(Loss(LossKind.STOPPED, "did not stop when asked"))
 
     def _send(self, message: ToWorker) -> None:
-        """Put a message on its way; those of one turn of the loop go in one system call."""
-        if not self._outbox:
-            self._loop.call_soon(self._flush)
-        self._outbox += encode_frame(message)
-
-    def _flush(self) -> None:
-        frames, self._outbox = self._outbox, bytearray()
+        """Put a message on its way; uvloop sends those of one turn with one system call."""
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(frames)
+            self._transport.write(encode_frame(message))
 
     def _on_frame(self, payload: memoryview) -> None:
         try:
@@ -175,15 +167,16 @@ class WorkerProcess:
         except msgspec.MsgspecError as err:
             self.kill(Loss(LossKind.PROTOCOL, f"sent a frame that is not a message: {err}"))
             return
-        self._on_message(message)
-
-    def _on_message(self, message: FromWorker) -> None:
         if isinstance(message, (Done, Partial, Pong)):
-            self._on_run_message(message)
-        elif self._reply is not None and not self._reply.done():
+            self._on_message(message)
+        else:
+            self._on_step(message)
+
+    def _on_step(self, message: Loaded | LoadError) -> None:
+        if self._reply is not None and not self._reply.done():
             if isinstance(message, Loaded):
                 self._reply.set_result(None)
-            elif isinstance(message, LoadError):
+            else:
                 self._reply.set_exception(self._load_failed(message.detail, message.out_of_memory))
 
     def _on_lost(self) -> None:

@@ -47,6 +47,10 @@ class Prediction:
         self._plane.settle(self, outcome)
         self._reply(outcome)
 
+    def hurry(self) -> None:
+        """Nothing else is to be done before it is run: see `Admission.hurry`."""
+        self.target.batcher.hurry()
+
     def withdraw(self) -> None:
         """Nobody waits any more: it won't run if it has not started; a stream ends."""
         if self.pending is not None:
@@ -167,7 +171,7 @@ class DataPlane:
             timeline.answered(pending, time.monotonic())
 
     def _refuse_without_executors(self, target: Version, version: str | None) -> None:
-        if target.target == 0 or target.state is VersionState.FAILED or not target.living_executors:
+        if target.target == 0 or target.state is VersionState.FAILED or not target.has_living_executor:
             raise Unavailable(_worded(target.batcher.refusal, target.key.name, version), target.failure_text)
 
     def check_exists(self, model: str, version: str | None) -> None:

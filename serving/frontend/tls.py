@@ -7,7 +7,7 @@ with. Both frontends ask the same `Certificates`, so they never show different o
 from __future__ import annotations
 
 import ssl
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,14 @@ class TlsFiles:
 class KeyPair:
     """A certificate chain and its key, of which OpenSSL said that they belong together."""
 
-    certificate: bytes
-    private_key: bytes = field(repr=False)
     context: ssl.SSLContext
+    http2_context: ssl.SSLContext  # tells clients so, as those of gRPC demand (ALPN)
 
 
 class Certificates:
     """The key pair of the TLS listeners; `refresh` follows its files.
 
-    Thread-safe for readers (gRPC asks from threads of its own).
+    Thread-safe for readers.
 
     Raises:
         CertificateUnusable: the files can't be used.
@@ -59,10 +58,11 @@ class Certificates:
         """Read the files again if they changed; blocks. A pair that can't be used changes nothing."""
         self._pair.refresh()
 
-    def server_context(self) -> ssl.SSLContext:
+    def server_context(self, *, http2: bool = False) -> ssl.SSLContext:
         """A context for `loop.create_server`, whose every handshake uses the pair of that moment."""
         context = _CurrentContext(ssl.PROTOCOL_TLS_SERVER)
         context.certificates = self
+        context.http2 = http2
         return context
 
 
@@ -74,10 +74,13 @@ class _CurrentContext(ssl.SSLContext):
     """
 
     certificates: Certificates
+    http2: bool
 
     def wrap_bio(self, *arguments: Any, **options: Any) -> ssl.SSLObject:
         """The beginning of one connection; asyncio and uvloop call nothing else."""
-        return self.certificates.pair.context.wrap_bio(*arguments, **options)
+        pair = self.certificates.pair
+        context = pair.http2_context if self.http2 else pair.context
+        return context.wrap_bio(*arguments, **options)
 
 
 def read_pair(files: TlsFiles) -> KeyPair:
@@ -86,16 +89,22 @@ def read_pair(files: TlsFiles) -> KeyPair:
     Raises:
         CertificateUnusable: see there; the text names both files and never holds what is in them.
     """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        context.load_cert_chain(files.certificate, files.private_key, password=_no_pass_phrase)
-        return KeyPair(files.certificate.read_bytes(), files.private_key.read_bytes(), context)
+        pair = KeyPair(_context(files), _context(files))
     except (OSError, ValueError) as err:  # SSLError is an OSError
         raise CertificateUnusable(
             "The TLS certificate can't be used.",
             f"{files.certificate} and {files.private_key}: {err}; expected a PEM chain and its PEM key, "
             "without a pass phrase.",
         ) from err
+    pair.http2_context.set_alpn_protocols(["h2"])
+    return pair
+
+
+def _context(files: TlsFiles) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files.certificate, files.private_key, password=_no_pass_phrase)
+    return context
 
 
 def _no_pass_phrase() -> str:

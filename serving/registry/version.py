@@ -107,6 +107,11 @@ class Version:
         return sum(status.state is not ExecutorState.FAILED for status in self.pool.statuses())
 
     @property
+    def has_living_executor(self) -> bool:
+        """Whether there are any of those; every request asks."""
+        return any(status.state is not ExecutorState.FAILED for status in self.pool.statuses())
+
+    @property
     def ready(self) -> bool:
         """Whether a request would be run without waiting for a load."""
         return self.state is VersionState.READY and self.pool.in_service > 0

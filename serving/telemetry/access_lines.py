@@ -1,9 +1,10 @@
 """Lines of the access log, many in one write, away from the event loop.
 
 Through Python's logging a line costs a fifth of what answering a small request costs: a record, a walk
-through the handlers, a format, and a write each. So the loop only puts down what happened, and a thread makes
-it lines a tenth of a second later. An output that stands still holds up that thread and nobody else: what
-does not fit is dropped, and counted.
+through the handlers, a format, and a write each. So the loop makes the line's text itself, which takes it a
+few microseconds, and a thread hands what came in a tenth of a second to the output at once. The thread needs
+the GIL as little as can be: each time it asks for it the loop stands still. An output that stands still holds
+up that thread and nobody else: what does not fit is dropped, counted, and said when there is an output again.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from torchere.serving.telemetry.timeline import log_fields
@@ -28,7 +29,8 @@ FLUSH_S = 0.1  # how long a line may wait, and what a crash may cost
 MAX_WAITING = 100_000  # lines; some 30 MB
 _CHUNK = 1000  # lines in one write
 
-Client = str | Sequence[object] | None  # what names the peer: text, host and port, or nothing (a Unix socket)
+Client = str | tuple[object, ...] | None  # what names the peer: text, host and port, nothing (a Unix socket)
+logger = logging.getLogger(__name__)
 
 
 class AccessLine(NamedTuple):
@@ -49,12 +51,21 @@ class AccessLine(NamedTuple):
         return log_fields(self.request_id, self.trace, self.meter)
 
     @property
+    def asked(self) -> str:
+        """The part of the message that a connection's requests have in common: its peer, and the line."""
+        return _asked(self.client, self.request_line)
+
+    @property
     def message(self) -> str:
         """TorchServe's form of it, as the client wrote it: not escaped."""
-        client, line = self.client, self.request_line
-        peer = client if isinstance(client, str) else "{}:{}".format(*(client or ("unix", 0)))
-        text = line if isinstance(line, str) else line.decode("latin-1")
-        return f'/{peer} "{text}" {self.status} {self.elapsed_ms}'
+        return f"{self.asked} {self.status} {self.elapsed_ms}"
+
+
+@lru_cache(maxsize=512)
+def _asked(client: Client, request_line: str | bytes) -> str:
+    peer = client if isinstance(client, str) else "{}:{}".format(*(client or ("unix", 0)))
+    text = request_line if isinstance(request_line, str) else request_line.decode("latin-1")
+    return f'/{peer} "{text}"'
 
 
 class LineFormatter(logging.Formatter, ABC):
@@ -69,8 +80,27 @@ class LineFormatter(logging.Formatter, ABC):
 class TakesAccessLines(Protocol):
     """A logging handler that writes many lines at once."""
 
-    def write_access(self, lines: Sequence[AccessLine]) -> None:
-        """Write them, in any thread."""
+    def access_text(self, line: AccessLine) -> str:
+        """The text of a line with its end, "" when it does not go there; on the event loop."""
+
+    def write_access(self, text: str, lines: int) -> None:
+        """Write the text of so many lines, in any thread."""
+
+
+class _Output:
+    """One handler, and the text that waits for it. The loop appends, the writer takes from the front."""
+
+    __slots__ = ("handler", "texts")
+
+    def __init__(self, handler: TakesAccessLines) -> None:
+        self.handler = handler
+        self.texts: list[str] = []
+
+    def write(self) -> None:
+        """Write what waits. Each step on the list is one under the GIL, so no lock keeps the loop waiting."""
+        while texts := self.texts[:_CHUNK]:
+            del self.texts[: len(texts)]
+            self.handler.write_access("".join(texts), len(texts))
 
 
 class AccessLog:
@@ -82,9 +112,11 @@ class AccessLog:
     def __init__(self, logger: logging.Logger, flush_s: float = FLUSH_S, limit: int = MAX_WAITING) -> None:
         self.logger = logger
         self.dropped = 0
+        self._said = 0  # of them
         self._flush_s = flush_s
         self._limit = limit
-        self._waiting: deque[AccessLine] = deque()
+        self._outputs: list[_Output] | None = []  # None: one of them takes single lines only
+        self._is_noted = False  # the thread knows that something waits
         self._awake = threading.Event()
         self._closing = threading.Event()
         self._lock = threading.Lock()  # held while lines are written, so that they stay in order
@@ -120,24 +152,35 @@ class AccessLog:
         if timeline is not None:
             request_id, trace, meter = timeline.request_id, timeline.trace, timeline.meter
         line = AccessLine(time.time(), client, request_line, status, elapsed_ms, request_id, trace, meter)
-        waiting = self._waiting
-        if not waiting and not self._batched():
+        if not self._is_noted:
+            self._outputs = self._find_outputs()
+        if self._outputs is None:
             self.logger.info("%s", line.message, extra=line.ids)
             return
-        if len(waiting) >= self._limit:
-            self.dropped += 1
-            return
-        waiting.append(line)
-        if len(waiting) == 1:
+        self._put_down(line, self._outputs)
+        if not self._is_noted:
+            self._is_noted = True
             self._wake()
+
+    def _put_down(self, line: AccessLine, outputs: list[_Output]) -> None:
+        for output in outputs:
+            if len(output.texts) >= self._limit:
+                self.dropped += 1
+                return
+        for output in outputs:
+            if text := output.handler.access_text(line):
+                output.texts.append(text)
 
     def flush(self) -> None:
         """Write what waits, now and in this thread."""
         with self._lock:
-            while chunk := self._chunk():
-                for handler in _handlers(self.logger):
-                    if isinstance(handler, TakesAccessLines):
-                        handler.write_access(chunk)
+            outputs = self._outputs or ()
+            self._is_noted = False  # a line that comes from now on wakes the thread again
+            for output in outputs:
+                output.write()
+        if self.dropped > self._said:
+            lost, self._said = self.dropped - self._said, self.dropped
+            logger.warning("%d lines of the access log are lost: nobody took them in time", lost)
 
     def close(self) -> None:
         """Write what waits, and end the thread; a line that comes later begins a new one."""
@@ -150,8 +193,15 @@ class AccessLog:
             atexit.unregister(self.close)
         self.flush()
 
-    def _batched(self) -> bool:
-        return all(isinstance(handler, TakesAccessLines) for handler in _handlers(self.logger))
+    def _find_outputs(self) -> list[_Output] | None:
+        """The outputs as they are now; who is one still keeps what waits for it."""
+        known = {output.handler: output for output in self._outputs or ()}
+        found = []
+        for handler in _handlers(self.logger):
+            if not isinstance(handler, TakesAccessLines):
+                return None
+            found.append(known.get(handler) or _Output(handler))
+        return found
 
     def _wake(self) -> None:
         if self._thread is None:
@@ -166,12 +216,6 @@ class AccessLog:
             self._awake.clear()
             self._closing.wait(self._flush_s)  # more may come
             self.flush()
-
-    def _chunk(self) -> list[AccessLine]:
-        chunk: list[AccessLine] = []
-        while self._waiting and len(chunk) < _CHUNK:
-            chunk.append(self._waiting.popleft())
-        return chunk
 
 
 def _handlers(logger: logging.Logger) -> Iterator[logging.Handler]:

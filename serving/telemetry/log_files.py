@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import logging.handlers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 
 from torchere.serving.telemetry.access_lines import AccessLine, LineFormatter
@@ -39,11 +40,12 @@ class _LogFile(logging.handlers.RotatingFileHandler):
         self.setFormatter(lines)
         self._form = form
 
-    def write_access(self, lines: Sequence[AccessLine]) -> None:
+    def access_text(self, line: AccessLine) -> str:
+        """The text of a line of the access log; "" in the file that has none."""
+        return "" if self._form is None else f"{self._form(line)}\n"
+
+    def write_access(self, text: str, lines: int) -> None:
         """Write many lines of the access log at once; the file is rotated before them, if at all."""
-        if self._form is None:
-            return
-        text = "".join([f"{self._form(line)}\n" for line in lines])
         with self.lock or contextlib.nullcontext():
             try:
                 if self.stream is not None and self.stream.tell() + len(text) >= self.maxBytes:
@@ -52,7 +54,7 @@ class _LogFile(logging.handlers.RotatingFileHandler):
                     self.stream.write(text)
                     self.flush()
             except OSError:  # as with any other line
-                self.handleError(logging.makeLogRecord({"msg": f"{len(lines)} lines of the access log"}))
+                self.handleError(logging.makeLogRecord({"msg": f"{lines} lines of the access log"}))
 
 
 class AccessFormatter(LineFormatter):
@@ -133,5 +135,10 @@ def _origin(record: logging.LogRecord) -> tuple[str, str]:
 
 def _time(created_s: float) -> str:
     """Local time, as log4j's ISO8601 has it: a comma before the milliseconds, and no zone."""
-    moment = datetime.fromtimestamp(created_s)
-    return f"{moment:%Y-%m-%dT%H:%M:%S},{moment.microsecond // 1000:03d}"
+    second, microseconds = divmod(round(created_s * 1e6), 1_000_000)
+    return f"{_second(second)},{microseconds // 1000:03d}"
+
+
+@lru_cache(maxsize=2)  # a line of the access log asks for each request
+def _second(epoch_s: int) -> str:
+    return f"{datetime.fromtimestamp(epoch_s):%Y-%m-%dT%H:%M:%S}"

@@ -11,7 +11,7 @@ import io
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from functools import lru_cache
 from json.encoder import encode_basestring_ascii as _quoted  # text as json.dumps writes it, sooner
@@ -39,15 +39,18 @@ class _Handler(_StreamHandler):
         self.setFormatter(lines)
         self._lines = lines
 
-    def write_access(self, lines: Sequence[AccessLine]) -> None:
-        """Write many lines of the access log at once."""
-        text = "".join([f"{self._lines.format_access(line)}\n" for line in lines])
+    def access_text(self, line: AccessLine) -> str:
+        """The text of a line of the access log."""
+        return self._lines.format_access(line) + "\n"
+
+    def write_access(self, text: str, lines: int) -> None:
+        """Write the text of many lines of the access log at once."""
         with self.lock or contextlib.nullcontext():
             try:
                 self.stream.write(text)
                 self.flush()
             except (OSError, ValueError):  # nobody reads any more, or it is closed: as with any other line
-                self.handleError(logging.makeLogRecord({"msg": f"{len(lines)} lines of the access log"}))
+                self.handleError(logging.makeLogRecord({"msg": f"{lines} lines of the access log"}))
 
 
 class JsonFormatter(LineFormatter):
@@ -70,12 +73,12 @@ class JsonFormatter(LineFormatter):
 
     def format_access(self, line: AccessLine) -> str:
         """The same for a line of the access log, without a record."""
-        ids = "".join([f', "{name}": {_quoted(value)}' for name, value in line.ids.items()])
-        text = (
+        # All but the two numbers is the same for a connection's requests, and numbers need no escapes.
+        message = f"{_inside(line.asked)} {line.status} {line.elapsed_ms}"
+        return (
             f'{{"time": "{_utc_quick(line.created_s)}", "level": "INFO", "logger": "{ACCESS_LOGGER}", '
-            f'"message": {_quoted(line.message)}{ids}}}'
+            f'"message": "{message}"{_ids_json(line)}}}'
         )
-        return text.replace("\x7f", "\\u007f")
 
 
 class TextFormatter(LineFormatter):
@@ -92,7 +95,7 @@ class TextFormatter(LineFormatter):
     def format_access(self, line: AccessLine) -> str:
         """The same for a line of the access log, without a record."""
         ids = "".join([f" {name}={escape(value)}" for name, value in line.ids.items()])
-        moment = _utc(line.created_s, "milliseconds")
+        moment = _utc_quick(line.created_s, digits=3)
         return f"{moment} INFO    {ACCESS_LOGGER}: {escape(line.message)}{ids}"
 
 
@@ -166,10 +169,28 @@ def _trace(formatter: logging.Formatter, record: logging.LogRecord) -> str:
     return "\n".join(parts)
 
 
-def _utc_quick(created_s: float) -> str:
-    """The time to the microsecond; a second's beginning is found out once."""
+def _ids_json(line: AccessLine) -> str:
+    """`line.ids` as they stand behind the message."""
+    ids = f', "request_id": "{_escaped(line.request_id)}"' if line.request_id else ""
+    if line.trace is not None:
+        ids += f', "trace_id": "{line.trace.trace_id}"'
+    if line.meter is not None:
+        ids += f', "model": "{_inside(line.meter.model)}", "version": "{_inside(line.meter.version)}"'
+    return ids
+
+
+def _escaped(text: str) -> str:
+    """The text as it stands between the quotes of a JSON string."""
+    return _quoted(text)[1:-1].replace("\x7f", "\\u007f")
+
+
+_inside = lru_cache(maxsize=512)(_escaped)  # the same few texts come again and again
+
+
+def _utc_quick(created_s: float, digits: int = 6) -> str:
+    """The time to the microsecond, or to fewer digits; a second's beginning is found out once."""
     second, microseconds = divmod(round(created_s * 1e6), 1_000_000)
-    return f"{_second(second)}.{microseconds:06d}Z"
+    return f"{_second(second)}.{f'{microseconds:06d}'[:digits]}Z"
 
 
 @lru_cache(maxsize=2)

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from quantised.document import agreement, compiled, table, verdict
+from quantised.document import agreement, goals, table, verdict
 from quantised.measure import Row, geometric_mean
-from quantised.minilm import MiniLM, tokens
+from quantised.minilm import Embedder, tokens
 
 ROW = Row(
     title="net",
@@ -54,10 +54,27 @@ def test_the_verdict_names_what_is_below_the_goal_and_what_would_be_refused() ->
     assert "Every one is above it" in verdict([ROW], vnni=True, goal=2.0)
 
 
-def test_aoti_is_shown_beside_torchscript_of_the_same_turns() -> None:
-    row = replace(ROW, aoti_ms={1: 2.0, 8: 8.0}, aoti_fp32_ms={1: 4.0, 8: 8.0})
+def test_layers_that_went_back_are_counted_beside_the_engine() -> None:
+    row = replace(ROW, kept=("stem", "head"))
 
-    assert compiled([row])[1] == ["net", "2 ms", "8 ms", "2.00 ×, 1.00 ×"]
+    assert table([row])[1][1] == "int8-static, onednn, 2 layers in fp32"
+
+
+def test_what_misses_a_goal_is_named_with_the_goal() -> None:
+    row = replace(ROW, title="far", int8_bytes=200, cosine=0.98, top1=0.9)
+
+    text = goals([row, replace(ROW, cosine=0.995)])
+
+    assert text == (
+        "Missed: far is 0.50 times as large (goal 0.35); far has a cosine of 0.9800 (goal 0.99); "
+        "far has the same first class in 90.0% (goal 97%)."
+    )
+
+
+def test_random_weights_are_not_asked_for_the_same_class_and_it_is_said_why() -> None:
+    text = goals([replace(ROW, cosine=0.999, top1=0.5, trained=False)])
+
+    assert text.startswith("All models are as small and as alike as asked for. Random weights")
 
 
 def test_sentences_become_the_longest_known_pieces_without_accents() -> None:
@@ -74,7 +91,7 @@ def test_a_word_with_an_unknown_piece_is_unknown_and_a_long_sentence_is_cut() ->
 
 def test_padding_does_not_change_an_embedding() -> None:
     torch.manual_seed(0)
-    model = MiniLM(words=8, positions=16).eval()
+    model = Embedder().eval()
 
     short, padded = (model(*tokens("served cafe!", WORDS, length)) for length in (7, 12))
 

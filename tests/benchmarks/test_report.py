@@ -1,6 +1,7 @@
 """Tables, JSON and the document of a run."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from harness.document import markdown
@@ -62,6 +63,16 @@ def test_the_document_puts_what_falls_short_first():
     assert "`python benchmarks/run.py --only row`" in text
     assert "| torchere | 4,500 (4,000-5,000) | 0.95 (0.9-1) |" in text
     assert "Not measured: gone (it can't be installed)." in text
+
+
+def test_a_ratio_without_a_target_is_shown_and_counts_as_no_goal():
+    run = a_run()
+    (measured,) = run.rows
+    told = Goal("what the machine allows", "rps", None, against=("peer",))
+    measured.row = replace(measured.row, goals=(*measured.row.goals, told))
+    text = markdown(run)
+    assert "1 of 3 goals are reached" in text
+    assert "| what the machine allows | - | 4.5 (4-5) | peer |  |" in text
 
 
 def test_the_document_says_when_the_machine_was_busy():

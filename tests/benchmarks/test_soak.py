@@ -1,9 +1,11 @@
 """The soak's arithmetic, and a soak of some seconds."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from soaking.samples import BOUNDS, Sample, levels, sparkline, svg
 
@@ -51,3 +53,26 @@ def test_a_short_soak_finds_everything_level_and_every_answer_right(tmp_path: Pa
     assert "level, and every answer as expected" in done.stdout
     assert " kill" in done.stdout
     assert picture.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("whom", "number", "status", "said"),
+    [
+        ("server", signal.SIGKILL, 1, "the server ended with status -9"),
+        ("soak", signal.SIGTERM, 1, "ended by SIGTERM: no verdict"),
+    ],
+)
+def test_a_soak_that_is_cut_short_says_so_and_leaves_no_server(
+    whom: str, number: signal.Signals, status: int, said: str
+) -> None:
+    command = [sys.executable, "-u", str(SOAK), "--minutes", "10", "--clients", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as soak:
+        assert soak.stdout is not None
+        assert "0 s of 600" in soak.stdout.readline()
+        (server,) = psutil.Process(soak.pid).children()
+        (server if whom == "server" else soak).send_signal(number)
+        rest = soak.stdout.read()
+
+    assert said in rest
+    assert soak.returncode == status
+    assert not server.is_running()

@@ -114,6 +114,30 @@ def test_compressed_requests_are_read(grpc: Any) -> None:
     assert np.array_equal(result.as_numpy("y"), SAMPLES["FP32"])
 
 
+@pytest.mark.parametrize("coding", ["gzip", "deflate"])
+@pytest.mark.parametrize("binary", [True, False])
+def test_compressed_bodies_go_both_ways_over_http(http: Any, coding: str, binary: bool) -> None:
+    sent = np.arange(4000, dtype="f4").reshape(1000, 4) if not IS_TRITON else SAMPLES["FP32"]
+    given = [one_input(http, "x", sent, "FP32", binary_data=binary)]
+    wanted = [tritonclient.http.InferRequestedOutput("y", binary_data=binary)]
+    result = http.infer(
+        "identity_FP32",
+        given,
+        outputs=wanted,
+        request_compression_algorithm=coding,
+        response_compression_algorithm=coding,
+    )
+    assert np.array_equal(result.as_numpy("y"), sent)
+
+
+def test_a_large_tensor_comes_back(http: Any, grpc: Any) -> None:
+    rows = 8 if IS_TRITON else 2**16  # Triton's batches are bounded
+    sent = np.arange(rows * 4, dtype="f4").reshape(rows, 4)
+    for client in (http, grpc):
+        result = client.infer("identity_FP32", [one_input(client, "x", sent, "FP32")])
+        assert np.array_equal(result.as_numpy("y"), sent)
+
+
 def test_many_calls_at_once_are_answered_each_with_its_own(target: Target) -> None:
     with tritonclient.http.InferenceServerClient(target.http, concurrency=8) as client:
         arrays = [np.full((1, 4), number, "f4") for number in range(40)]

@@ -101,7 +101,7 @@ def test_models_are_managed(client: Client) -> None:
     assert client.ping()
     client.register("spare.mar", model_name="managed", initial_workers=0)
     with pytest.raises(Unavailable):
-        client.predict("managed", {"x": [1, 2, 3, 4]}, timeout_s=0.2)
+        client.predict("managed", {"x": [1, 2, 3, 4]}, timeout_s=1)
     client.scale("managed", 1)
     assert client.predict("managed", {"x": [1, 2, 3, 4]}).json() == [1.0, 2.0, 3.0, 4.0]
     assert "managed" in {entry.name for entry in client.list_models()}

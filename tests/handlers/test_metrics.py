@@ -157,3 +157,40 @@ def test_what_the_configuration_declares_is_found_without_declaring_it_again() -
     (sample,) = metrics.drain()
     assert (sample.name, sample.unit, sample.metric_type) == ("Words", "Count", "gauge")
     assert sample.dimensions == (("ModelName", "m"), ("language", "en"))
+
+
+def test_what_was_reported_before_does_not_change_what_is_reported_now(metrics: MetricsCache) -> None:
+    metrics.add_counter("Cats", 1)
+    metrics.add_counter("Cats", 2, dimensions=[Dimension("Breed", "manx")])
+    metrics.add_metric("Cats", 3, "cats", metric_type=MetricTypes.GAUGE)
+    metrics.add_counter("Cats", 4, idx=1)
+    metrics.begin_batch({0: "c"})
+    metrics.add_counter("Cats", 5)
+    metrics.add_error("Cats", 6)
+    assert [(s.value, s.metric_type, len(s.dimensions), s.request_ids) for s in metrics.drain()] == [
+        (1.0, "counter", 2, ("a", "b")),
+        (2.0, "counter", 3, ("a", "b")),
+        (3.0, "gauge", 2, ("a", "b")),
+        (4.0, "counter", 2, ("b",)),
+        (5.0, "counter", 2, ("c",)),
+        (6.0, "counter", 2, ()),
+    ]
+
+
+def test_a_declaration_counts_from_the_next_report_on(metrics: MetricsCache) -> None:
+    metrics.add_counter("Cats", 1)
+    metrics.add_metric_to_cache("Cats", "MB", ("ModelName", "Level"))
+    metrics.add_counter("Cats", 1)
+    assert [sample.unit for sample in metrics.drain()] == ["Count", "Megabytes"]
+
+
+@pytest.mark.parametrize("wrong", [-1.0, -1, True, "2", float("nan")])
+def test_a_wrong_value_is_judged_alike_the_first_and_the_second_time(
+    metrics: MetricsCache, wrong: float
+) -> None:
+    metrics.add_counter("Cats", wrong)
+    first = len(metrics.drain())
+    metrics.add_counter("Cats", 1)
+    metrics.drain()
+    metrics.add_counter("Cats", wrong)
+    assert len(metrics.drain()) == first

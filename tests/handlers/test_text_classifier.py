@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -43,6 +44,16 @@ def test_a_text_is_answered_with_every_class_in_order(classify: Any) -> None:
     assert list(answer) == ["praise", "blame"]
     assert answer["praise"] == pytest.approx(0.7310586, abs=1e-5)
     assert classify({"data": bytearray(b"It's good")}) == [answer]
+
+
+def test_a_text_may_come_as_a_tensor(classify: Any) -> None:
+    expected = classify({"body": "It's good"})
+    assert classify({"text": np.array([b"It's good"], object)}) == expected
+    assert classify({"data": np.array([["It's good"]], object)}) == expected
+    with pytest.raises(PredictionException, match="2 elements of BYTES"):
+        classify.handler.preprocess([{"text": np.array([b"a", b"b"], object)}])
+    with pytest.raises(PredictionException, match=r"found a ndarray; expected text .* or a tensor of BYTES"):
+        classify.handler.preprocess([{"text": np.zeros(2)}])
 
 
 def test_words_and_pairs_become_indices(classify: Any) -> None:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -28,6 +30,20 @@ def test_pictures_and_numbers_are_stacked_into_a_batch(handler: ImageClassifier,
     assert batch.shape == (3, 3, 224, 224)
     assert torch.equal(batch[0], batch[1])
     assert batch[2].abs().sum() == 0
+
+
+def test_tensors_of_pixels_and_of_files_are_pictures_too(
+    handler: ImageClassifier, jpeg: bytes, photo: Image.Image
+) -> None:
+    file = np.array([jpeg], dtype=object)
+    decoded = np.asarray(Image.open(io.BytesIO(jpeg)))
+    batch = handler.preprocess([{"body": jpeg}, {"image": file}, {"x": decoded}, {"data": decoded[None]}])
+    assert all(torch.equal(batch[0], other) for other in batch[1:])
+
+
+def test_a_tensor_of_floats_is_the_input_of_the_model(handler: ImageClassifier) -> None:
+    sent = np.linspace(0, 1, 3 * 4 * 4, dtype="f4").reshape(1, 3, 4, 4)
+    assert np.array_equal(handler.preprocess([{"x": sent}]).numpy(), sent)
 
 
 def test_an_envelope_may_hand_bodies_over_as_they_are(handler: ImageClassifier, jpeg: bytes) -> None:

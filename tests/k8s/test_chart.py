@@ -133,8 +133,19 @@ def test_probes_ask_what_the_server_answers_without_a_token(
     paths = {kind: server[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "liveness", "readiness")}
 
     assert set(paths.values()) <= PROBES
-    # A model that does not load must not get the process killed.
-    assert paths == {"startup": "/livez", "liveness": "/livez", "readiness": "/readyz"}
+    # A model that does not load must not get the process killed; one that loads slowly must not, either.
+    assert paths == {"startup": "/startupz", "liveness": "/livez", "readiness": "/readyz"}
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_the_start_may_take_as_long_as_the_rollout_waits_for_it(
+    values: str, render: Callable[..., list[Object]]
+) -> None:
+    objects = render(values)
+    startup = container(objects)["startupProbe"]
+
+    patience_s = startup["periodSeconds"] * startup["failureThreshold"]
+    assert patience_s >= named(objects, "Deployment")["spec"]["progressDeadlineSeconds"]
 
 
 def test_a_change_of_the_configuration_rolls_the_pods(render: Callable[..., list[Object]]) -> None:

@@ -55,6 +55,13 @@ def test_the_runtime_passes_the_restricted_standard(objects: dict[str, Object], 
     assert list(policy.pod_violations(objects["ClusterServingRuntime"]["spec"])) == []
 
 
+def test_the_start_waits_for_the_models_and_liveness_does_not(objects: dict[str, Object]) -> None:
+    (server,) = objects["ClusterServingRuntime"]["spec"]["containers"]
+    paths = {kind: server[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "liveness", "readiness")}
+
+    assert paths == {"startup": "/startupz", "liveness": "/livez", "readiness": "/readyz"}
+
+
 def test_the_service_names_the_runtime_and_outlives_its_drain(objects: dict[str, Object]) -> None:
     runtime, predictor = objects["ClusterServingRuntime"], objects["InferenceService"]["spec"]["predictor"]
     delay = {each["name"]: each["value"] for each in runtime["spec"]["containers"][0]["env"]}[

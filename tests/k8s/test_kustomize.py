@@ -49,6 +49,16 @@ def test_everything_selects_its_own_pods_and_no_others(base: dict[str, Object]) 
     assert base["NetworkPolicy/torchere"]["spec"]["podSelector"] == {"matchLabels": labels}
 
 
+def test_the_start_waits_for_the_models_and_liveness_for_the_start(base: dict[str, Object]) -> None:
+    deployment = base["Deployment/torchere"]["spec"]
+    server = deployment["template"]["spec"]["containers"][0]
+    startup, liveness = server["startupProbe"], server["livenessProbe"]
+
+    assert startup["httpGet"]["path"] == "/startupz"
+    assert liveness["httpGet"]["path"] == "/livez"
+    assert startup["periodSeconds"] * startup["failureThreshold"] >= deployment["progressDeadlineSeconds"]
+
+
 def test_the_configuration_is_understood_and_leaves_time_to_drain(
     root: Path, base: dict[str, Object]
 ) -> None:

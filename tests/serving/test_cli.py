@@ -1,14 +1,15 @@
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from torchere.serving import __version__, cli, launcher, serve_options
+from torchere.serving import __version__, cli, cli_serve, launcher, serve_options
 from torchere.serving.settings import ServerSettings, SnapshotSettings
 from torchere.serving.telemetry.log_files import Log4jFormatter, remove_log_files
 from torchere.serving.tokens import KeyFileUnwritable
@@ -41,9 +42,11 @@ class FakeServer:
     def __init__(self, failure: Exception | None = None) -> None:
         self.served: list[ServerSettings] = []
         self.failure = failure
+        self.observe: Callable[[], object] = bool  # called in place of a server
 
     def serve(self, settings: ServerSettings, prepared: object = None) -> int:
         self.served.append(settings)
+        self.observe()
         if self.failure:
             raise self.failure
         return 0
@@ -55,7 +58,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
     module = types.ModuleType("torchere.serving.server")
     module.serve = fake.serve  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torchere.serving.server", module)
-    monkeypatch.setattr(cli, "configure_logging", lambda *_, **__: None)  # leave the test run's logging alone
+    monkeypatch.setattr(
+        cli_serve, "configure_logging", lambda *_, **__: None
+    )  # leave the test run's logging alone
     return fake
 
 
@@ -84,6 +89,8 @@ def run(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
         ("main", ["archive", "--help"]),
         ("main", ["inspect", "--help"]),
         ("main", ["config", "check", "--help"]),
+        ("main", ["compare", "--help"]),
+        ("main", ["predict", "--help"]),
         ("main", ["version"]),
         ("torchserve_main", ["--help"]),
         ("torchserve_main", ["--version"]),
@@ -106,6 +113,27 @@ def test_help_shows_an_example(arguments: list[str], capsys: pytest.CaptureFixtu
         cli.main(arguments)
     assert ended.value.code == 0
     assert "example: torchere " in capsys.readouterr().out
+
+
+def test_every_command_says_what_it_is_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("    ")]
+    assert {"serve", "archive", "bench", "migrate"} <= set(names)
+    for name in names:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([name, "--help"])
+        assert ended.value.code == 0
+        usage, _, text = capsys.readouterr().out.partition("\n\n")
+        assert usage.startswith(f"usage: torchere {name} ")
+        assert text[0].isupper()
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["--model-store", "serve"], ["serve", "--nonsense"]])
+def test_arguments_of_no_command_have_status_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
 
 
 def test_the_module_runs_as_the_command() -> None:
@@ -339,7 +367,7 @@ def test_torchserves_console_lines_are_had_by_flag_or_environment(
     store: Path, monkeypatch: pytest.MonkeyPatch, flags: Sequence[str], variable: str, is_torchserves: bool
 ) -> None:
     configured: list[object] = []
-    monkeypatch.setattr(cli, "configure_logging", lambda *_, lines: configured.append(lines))
+    monkeypatch.setattr(cli_serve, "configure_logging", lambda *_, lines: configured.append(lines))
     monkeypatch.setenv("TORCHERE_LOG_FORMAT", variable)
     assert cli.main(["serve", "--model-store", str(store), *flags]) == 0
     assert [isinstance(lines, Log4jFormatter) for lines in configured] == [is_torchserves]
@@ -354,3 +382,11 @@ def test_a_log_format_that_is_none_is_refused(
         "TORCHERE_LOG_FORMAT is 'log4j', expected one of auto, json, text, torchserve"
         in capsys.readouterr().out
     )
+
+
+def test_garbage_is_collected_again_after_a_server(store: Path, server: FakeServer) -> None:
+    off: list[bool] = []
+    server.observe = lambda: off.append(not gc.isenabled())
+    assert cli.main(["serve", "--ncs", "--model-store", str(store)]) == 0
+    assert off == [True]
+    assert gc.isenabled()

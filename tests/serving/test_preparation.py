@@ -62,7 +62,8 @@ def test_models_that_run_in_threads_need_none(tmp_path: Path) -> None:
 def test_preparing_imports_neither_torch_nor_a_frontend_and_torch_works_after_it() -> None:
     code = """
 import sys
-from torchere.serving.preparation import map_torch
+import torchere.serving.preparation
+from torchere.serving.torch_mapping import map_torch
 print(sorted({"torch", "fastapi", "grpc"} & set(sys.modules)))
 map_torch()
 import torch

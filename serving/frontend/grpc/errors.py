@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from grpc import StatusCode
-
 from torchere.serving import errors as e
+from torchere.serving.frontend.http2.status import StatusCode
 
 _MODEL = "org.pytorch.serve.archive.model."
 _HTTP = "org.pytorch.serve.http."

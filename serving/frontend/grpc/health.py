@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 
-from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2 import DESCRIPTOR, HealthCheckRequest, HealthCheckResponse
 
 from torchere.serving.errors import NotFound
 from torchere.serving.frontend.dataplane import DataPlane
-from torchere.serving.frontend.grpc.service import Context, Streaming, Unary
+from torchere.serving.frontend.grpc.call import Call
+from torchere.serving.frontend.grpc.service import Implementation
 
+HEALTH = DESCRIPTOR.services_by_name["Health"]
 WATCH_S = 1.0  # how often `Watch` looks; probes do not mind a second
 
 
@@ -21,19 +23,17 @@ class HealthService:
         self._dataplane = dataplane
         self._services = services | {""}
 
-    def methods(self) -> Mapping[str, Unary | Streaming]:
+    def methods(self) -> Mapping[str, Implementation]:
         """The methods by the names of the .proto file; `List`, which newer ones have, is left out."""
         return {"Check": self.check, "Watch": self.watch}
 
-    async def check(self, request: HealthCheckRequest, context: Context) -> HealthCheckResponse:
+    async def check(self, request: HealthCheckRequest, call: Call) -> HealthCheckResponse:
         """How a service is now."""
         if request.service not in self._services:
             raise NotFound(f"There is no service {request.service!r} here.")
         return self._now()
 
-    async def watch(
-        self, request: HealthCheckRequest, context: Context
-    ) -> AsyncIterator[HealthCheckResponse]:
+    async def watch(self, request: HealthCheckRequest, call: Call) -> AsyncIterator[HealthCheckResponse]:
         """How a service is now, and again whenever that changes."""
         if request.service not in self._services:
             yield HealthCheckResponse(status=HealthCheckResponse.SERVICE_UNKNOWN)

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Mapping
 
 from google.protobuf import any_pb2, empty_pb2
 from google.rpc import error_details_pb2, status_pb2
 
+from torchere.serving.batching.pending import Reply
 from torchere.serving.errors import InvalidRequest, ServingError
 from torchere.serving.frontend import wording
-from torchere.serving.frontend.dataplane import DataPlane
+from torchere.serving.frontend.dataplane import DataPlane, Prediction
 from torchere.serving.frontend.description import pretty
+from torchere.serving.frontend.grpc.call import Call
 from torchere.serving.frontend.grpc.errors import INFERENCE, failure
 from torchere.serving.frontend.grpc.protos.inference_pb2 import (
     PredictionResponse,
     PredictionsRequest,
     TorchServeHealthResponse,
 )
-from torchere.serving.frontend.grpc.service import Context, Streaming, Unary
+from torchere.serving.frontend.grpc.service import Implementation
 from torchere.serving.frontend.priority import prioritised
 from torchere.serving.frontend.request_id import new_request_id
-from torchere.serving.telemetry.trace_context import trace_headers
-from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, Parameter, StreamedResponse
+from torchere.serving.telemetry.metrics import Metrics
+from torchere.serving.telemetry.trace_context import trace_headers, trace_of_headers
+from torchere.serving.types import InferRequest, InferResponse, Parameter, StreamedResponse
 
 SEQUENCE_ID_HEADER = "ts_request_sequence_id"
 
@@ -30,38 +32,32 @@ SEQUENCE_ID_HEADER = "ts_request_sequence_id"
 class InferenceService:
     """Translates between messages and the data plane; used on its event loop only."""
 
-    def __init__(self, dataplane: DataPlane) -> None:
+    def __init__(self, dataplane: DataPlane, metrics: Metrics) -> None:
         self._dataplane = dataplane
+        self._metrics = metrics
 
-    def methods(self) -> Mapping[str, Unary | Streaming]:
+    def methods(self) -> Mapping[str, Implementation]:
         """The methods by the names of the .proto file."""
         return {
             "Ping": self.ping,
-            "Predictions": self.predict,
+            "Predictions": _Predictions(self._dataplane, self._metrics),
             "StreamPredictions": self.predict_stream,
             "StreamPredictions2": self.predict_sequences,
         }
 
-    async def ping(self, request: empty_pb2.Empty, context: Context) -> TorchServeHealthResponse:
+    async def ping(self, request: empty_pb2.Empty, call: Call) -> TorchServeHealthResponse:
         """The JSON of REST's `/ping`; OK even when it says `Unhealthy`."""
         return TorchServeHealthResponse(health=pretty({"status": wording.health(self._dataplane.healthy())}))
 
-    async def predict(self, request: PredictionsRequest, context: Context) -> PredictionResponse:
-        """One request, one answer; the parts of a streamed one are joined."""
-        answer = await self._answer(request, context)
-        if isinstance(answer, StreamedResponse):
-            return PredictionResponse(prediction=b"".join([chunk async for chunk in answer.chunks]))
-        return PredictionResponse(prediction=answer.body)
-
     async def predict_stream(
-        self, request: PredictionsRequest, context: Context
+        self, request: PredictionsRequest, call: Call
     ) -> AsyncIterator[PredictionResponse]:
         """One request, one message a part; a handler that does not stream gives a single one."""
-        async for part in self._parts(request, context):
+        async for part in self._parts(request, call):
             yield PredictionResponse(prediction=part)
 
     async def predict_sequences(
-        self, requests: AsyncIterator[PredictionsRequest], context: Context
+        self, requests: AsyncIterator[PredictionsRequest], call: Call
     ) -> AsyncIterator[PredictionResponse]:
         """Requests of sequences, one after the other; what goes wrong with one is told in its answer."""
         async for request in requests:
@@ -69,15 +65,15 @@ class InferenceService:
                 if not request.sequence_id:
                     raise InvalidRequest("Parameter sequenceId is required.")
                 headers = ((SEQUENCE_ID_HEADER, request.sequence_id),)
-                async for part in self._parts(request, context, headers):
+                async for part in self._parts(request, call, headers):
                     yield PredictionResponse(prediction=part, sequence_id=request.sequence_id)
             except ServingError as error:
                 yield PredictionResponse(sequence_id=request.sequence_id, status=_status(error))
 
     async def _parts(
-        self, message: PredictionsRequest, context: Context, headers: tuple[tuple[str, str], ...] = ()
+        self, message: PredictionsRequest, call: Call, headers: tuple[tuple[str, str], ...] = ()
     ) -> AsyncIterator[bytes]:
-        answer = await self._answer(message, context, headers)
+        answer = await self._answer(message, call, headers)
         if isinstance(answer, StreamedResponse):
             async for chunk in answer.chunks:
                 yield chunk
@@ -85,28 +81,45 @@ class InferenceService:
             yield answer.body
 
     async def _answer(
-        self, message: PredictionsRequest, context: Context, headers: tuple[tuple[str, str], ...] = ()
+        self, message: PredictionsRequest, call: Call, headers: tuple[tuple[str, str], ...] = ()
     ) -> InferResponse | StreamedResponse:
-        if not message.model_name:
-            raise InvalidRequest("Parameter model_name is required.")
-        request = _request(message, context, headers)
+        request = _request(message, call, headers)
         return await self._dataplane.infer(message.model_name, message.model_version or None, request)
 
 
+class _Predictions:
+    """One request, one answer; the parts of a streamed one are joined."""
+
+    def __init__(self, dataplane: DataPlane, metrics: Metrics) -> None:
+        self._dataplane = dataplane
+        self._metrics = metrics
+
+    def admit(self, request: PredictionsRequest, call: Call, reply: Reply) -> Prediction:
+        wanted = _request(request, call)
+        trace = trace_of_headers(call.metadata)
+        timeline = self._metrics.timeline("grpc", wanted.request_id, call.started_s, trace)
+        call.timeline = timeline
+        return self._dataplane.admit(
+            request.model_name, request.model_version or None, wanted, reply, timeline=timeline
+        )
+
+    def message(self, body: bytes) -> PredictionResponse:
+        return PredictionResponse(prediction=body)
+
+
 def _request(
-    message: PredictionsRequest, context: Context, headers: tuple[tuple[str, str], ...]
+    message: PredictionsRequest, call: Call, headers: tuple[tuple[str, str], ...] = ()
 ) -> InferRequest:
-    remaining_s = context.time_remaining()
-    deadline_s = NO_DEADLINE if remaining_s is None else time.monotonic() + remaining_s
-    parameters = tuple(Parameter(name, value) for name, value in message.input.items())
-    metadata = context.invocation_metadata() or ()
-    trace = tuple(trace_headers(metadata))  # for handlers, as over REST
-    request = InferRequest(new_request_id(), parameters, headers + trace, deadline_s)
-    return prioritised(request, metadata)
+    if not message.model_name:
+        raise InvalidRequest("Parameter model_name is required.")
+    parameters = tuple([Parameter(name, value) for name, value in message.input.items()])
+    trace = tuple(trace_headers(call.metadata))  # for handlers, as over REST
+    request = InferRequest(new_request_id(), parameters, headers + trace, call.deadline_s)
+    return prioritised(request, call.metadata)
 
 
 def _status(error: ServingError) -> status_pb2.Status:
     ended = failure(error, INFERENCE)
     detail = any_pb2.Any()
     detail.Pack(error_details_pb2.ErrorInfo(reason=ended.reason))
-    return status_pb2.Status(code=ended.code.value[0], message=ended.message, details=[detail])
+    return status_pb2.Status(code=ended.code, message=ended.message, details=[detail])

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.frontend import description, wording
 from torchere.serving.frontend.controlplane import ControlPlane, Registration
+from torchere.serving.frontend.grpc.call import Call
 from torchere.serving.frontend.grpc.protos.management_pb2 import (
     DescribeModelRequest,
     ListModelsRequest,
@@ -16,7 +17,7 @@ from torchere.serving.frontend.grpc.protos.management_pb2 import (
     SetDefaultRequest,
     UnregisterModelRequest,
 )
-from torchere.serving.frontend.grpc.service import Context, Unary
+from torchere.serving.frontend.grpc.service import Implementation
 from torchere.serving.frontend.request_id import new_request_id
 from torchere.serving.types import InferRequest, ModelKey
 
@@ -29,7 +30,7 @@ class ManagementService:
     def __init__(self, controlplane: ControlPlane) -> None:
         self._controlplane = controlplane
 
-    def methods(self) -> Mapping[str, Unary]:
+    def methods(self) -> Mapping[str, Implementation]:
         """The methods by the names of the .proto file."""
         return {
             "DescribeModel": self.describe,
@@ -40,7 +41,7 @@ class ManagementService:
             "UnregisterModel": self.unregister,
         }
 
-    async def describe(self, request: DescribeModelRequest, context: Context) -> ManagementResponse:
+    async def describe(self, request: DescribeModelRequest, call: Call) -> ManagementResponse:
         """The JSON array of REST's describe."""
         version = request.model_version or None
         if request.customized and version != "all":
@@ -52,13 +53,13 @@ class ManagementService:
         versions = self._controlplane.describe(request.model_name, version)
         return ManagementResponse(msg=description.versions_text(versions))
 
-    async def list_models(self, request: ListModelsRequest, context: Context) -> ManagementResponse:
+    async def list_models(self, request: ListModelsRequest, call: Call) -> ManagementResponse:
         """The JSON of REST's list; an unset limit means a full page (an empty one, in TorchServe)."""
         limit = request.limit if 0 < request.limit <= PAGE_SIZE else PAGE_SIZE
         page = self._controlplane.list_models(limit, max(0, request.next_page_token))
         return ManagementResponse(msg=description.page_text(page))
 
-    async def register(self, request: RegisterModelRequest, context: Context) -> ManagementResponse:
+    async def register(self, request: RegisterModelRequest, call: Call) -> ManagementResponse:
         """Register an archive."""
         if not request.url:
             raise InvalidRequest("Parameter url is required.")
@@ -76,7 +77,7 @@ class ManagementService:
         )
         return ManagementResponse(msg=wording.registered(await self._controlplane.register(wish)))
 
-    async def scale(self, request: ScaleWorkerRequest, context: Context) -> ManagementResponse:
+    async def scale(self, request: ScaleWorkerRequest, call: Call) -> ManagementResponse:
         """Change how many executors a version has; to 0 is not to be had over gRPC, as 0 means 1."""
         version = request.model_version or None
         minimum = _said(request.min_worker) or 1
@@ -89,13 +90,13 @@ class ManagementService:
         )
         return ManagementResponse(msg=wording.scaled(progress, request.model_name, version, minimum))
 
-    async def set_default(self, request: SetDefaultRequest, context: Context) -> ManagementResponse:
+    async def set_default(self, request: SetDefaultRequest, call: Call) -> ManagementResponse:
         """Make a version the default one."""
         key = ModelKey(request.model_name, request.model_version)
         await self._controlplane.set_default(key.name, key.version)
         return ManagementResponse(msg=wording.default_set(key))
 
-    async def unregister(self, request: UnregisterModelRequest, context: Context) -> ManagementResponse:
+    async def unregister(self, request: UnregisterModelRequest, call: Call) -> ManagementResponse:
         """Remove a version once its requests are answered."""
         if not request.model_name:
             # It names another parameter; so does TorchServe.

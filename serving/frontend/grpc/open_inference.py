@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Mapping
 
 from torchere.serving.errors import InvalidRequest, ServingError
 from torchere.serving.frontend.dataplane import DataPlane
+from torchere.serving.frontend.grpc.call import Call
 from torchere.serving.frontend.grpc.errors import OPEN_INFERENCE, failure
 from torchere.serving.frontend.grpc.open_inference_messages import infer_response, tensor_request
 from torchere.serving.frontend.grpc.open_inference_stream import in_order
@@ -15,12 +15,14 @@ from torchere.serving.frontend.grpc.protos.open_inference_pb2 import (
     ModelInferResponse,
     ModelStreamInferResponse,
 )
-from torchere.serving.frontend.grpc.service import Context, Streaming, Unary
+from torchere.serving.frontend.grpc.service import Implementation
 from torchere.serving.frontend.open_inference.json_form import BytesAs
 from torchere.serving.frontend.open_inference.service import TensorService, framed_parts
 from torchere.serving.frontend.open_inference.tensor_answer import TensorAnswer, read_json
+from torchere.serving.frontend.priority import HEADER as PRIORITY_HEADER
 from torchere.serving.frontend.request_id import new_request_id
-from torchere.serving.types import NO_DEADLINE, InferResponse, StreamedResponse
+from torchere.serving.telemetry.trace_context import trace_headers
+from torchere.serving.types import InferResponse, StreamedResponse
 
 FINAL = "triton_final_response"  # parameter of a part of an answer: whether it is the last one
 WANTS_FINAL = (
@@ -42,11 +44,11 @@ class TensorCalls:
         self._tensors = tensors
         self._bytes_as: BytesAs = bytes_as
 
-    def methods(self) -> Mapping[str, Unary | Streaming]:
+    def methods(self) -> Mapping[str, Implementation]:
         """The methods by the names of the .proto file."""
         return {"ModelInfer": self.infer, "ModelStreamInfer": self.infer_stream}
 
-    async def infer(self, message: ModelInferRequest, context: Context) -> ModelInferResponse:
+    async def infer(self, message: ModelInferRequest, call: Call) -> ModelInferResponse:
         """One request, one answer, in the form of the request: raw bytes or typed fields."""
         _check_named(message)
         answer = await self._tensors.answer(
@@ -54,20 +56,20 @@ class TensorCalls:
             message.model_version or None,
             tensor_request(message),
             request_id=new_request_id(),
-            deadline_s=_deadline_s(context),
+            headers=_headers(call),
+            deadline_s=call.deadline_s,
             bytes_as=self._bytes_as,
         )
         return infer_response(answer, raw=_is_raw(message))
 
     async def infer_stream(
-        self, messages: AsyncIterator[ModelInferRequest], context: Context
+        self, messages: AsyncIterator[ModelInferRequest], call: Call
     ) -> AsyncIterator[ModelStreamInferResponse]:
         """Requests, answered in their order; what goes wrong with one is told in its place."""
-        deadline_s = _deadline_s(context)
 
         async def told(message: ModelInferRequest) -> AsyncIterator[ModelStreamInferResponse]:
             try:
-                async for response in self._parts(message, deadline_s):
+                async for response in self._parts(message, call):
                     yield ModelStreamInferResponse(infer_response=response)
             except ServingError as error:
                 yield ModelStreamInferResponse(
@@ -78,9 +80,7 @@ class TensorCalls:
         async for response in in_order(messages, told):
             yield response
 
-    async def _parts(
-        self, message: ModelInferRequest, deadline_s: float
-    ) -> AsyncIterator[ModelInferResponse]:
+    async def _parts(self, message: ModelInferRequest, call: Call) -> AsyncIterator[ModelInferResponse]:
         _check_named(message)
         request = tensor_request(message)
         model, version = message.model_name, message.model_version or None
@@ -89,7 +89,8 @@ class TensorCalls:
             version,
             request,
             request_id=new_request_id(),
-            deadline_s=deadline_s,
+            headers=_headers(call),
+            deadline_s=call.deadline_s,
             bytes_as=self._bytes_as,
         )
         is_stream = isinstance(response, StreamedResponse)
@@ -123,6 +124,12 @@ def _empty_end(message: ModelInferRequest, last: TensorAnswer | None) -> ModelIn
     return response
 
 
+def _headers(call: Call) -> tuple[tuple[str, str], ...]:
+    """What of the metadata counts for each request: its trace, which handlers pass on, and its priority."""
+    priority = [(name, str(value)) for name, value in call.metadata if name == PRIORITY_HEADER]
+    return (*trace_headers(call.metadata), *priority)
+
+
 def _check_named(message: ModelInferRequest) -> None:
     if not message.model_name:
         raise InvalidRequest("Parameter model_name is required.")
@@ -131,8 +138,3 @@ def _check_named(message: ModelInferRequest) -> None:
 def _is_raw(message: ModelInferRequest) -> bool:
     # No inputs at all say nothing about the form; raw is what most clients read.
     return bool(message.raw_input_contents) or not message.inputs
-
-
-def _deadline_s(context: Context) -> float:
-    remaining_s = context.time_remaining()
-    return NO_DEADLINE if remaining_s is None else time.monotonic() + remaining_s

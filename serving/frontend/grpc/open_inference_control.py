@@ -11,8 +11,9 @@ from google.protobuf.message import Message
 from torchere.serving.errors import InvalidRequest, NotFound
 from torchere.serving.frontend.controlplane import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
+from torchere.serving.frontend.grpc.call import Call
 from torchere.serving.frontend.grpc.protos import open_inference_pb2 as pb
-from torchere.serving.frontend.grpc.service import Context, Streaming, Unary
+from torchere.serving.frontend.grpc.service import Implementation
 from torchere.serving.frontend.model_facts import ModelFacts
 from torchere.serving.frontend.open_inference import metadata
 from torchere.serving.frontend.open_inference.repository import Repository
@@ -38,7 +39,7 @@ class ModelCalls:
         self._controlplane = controlplane
         self._repository = Repository(controlplane)
 
-    def methods(self) -> Mapping[str, Unary | Streaming]:
+    def methods(self) -> Mapping[str, Implementation]:
         """The methods by the names of the .proto file."""
         return {
             "ServerLive": self.server_live,
@@ -53,15 +54,15 @@ class ModelCalls:
             "RepositoryModelUnload": self.repository_unload,
         }
 
-    async def server_live(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
+    async def server_live(self, request: pb.ServerLiveRequest, call: Call) -> pb.ServerLiveResponse:
         """Whoever can answer is alive."""
         return pb.ServerLiveResponse(live=True)
 
-    async def server_ready(self, request: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:
+    async def server_ready(self, request: pb.ServerReadyRequest, call: Call) -> pb.ServerReadyResponse:
         """Whether traffic may come."""
         return pb.ServerReadyResponse(ready=self._dataplane.readiness().ready)
 
-    async def model_ready(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
+    async def model_ready(self, request: pb.ModelReadyRequest, call: Call) -> pb.ModelReadyResponse:
         """Whether a model answers without waiting for a load."""
         try:
             return pb.ModelReadyResponse(ready=self._facts(request).ready)
@@ -71,30 +72,28 @@ class ModelCalls:
             raise
 
     async def server_metadata(
-        self, request: pb.ServerMetadataRequest, context: Context
+        self, request: pb.ServerMetadataRequest, call: Call
     ) -> pb.ServerMetadataResponse:
         """Which server this is."""
         return _filled(pb.ServerMetadataResponse(), metadata.server_metadata())
 
-    async def model_metadata(
-        self, request: pb.ModelMetadataRequest, context: Context
-    ) -> pb.ModelMetadataResponse:
+    async def model_metadata(self, request: pb.ModelMetadataRequest, call: Call) -> pb.ModelMetadataResponse:
         """Which tensors a model takes and gives."""
         return _filled(pb.ModelMetadataResponse(), metadata.model_metadata(self._facts(request)))
 
-    async def model_config(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
+    async def model_config(self, request: pb.ModelConfigRequest, call: Call) -> pb.ModelConfigResponse:
         """What a model is served with."""
         return _filled(pb.ModelConfigResponse(), {"config": metadata.model_config(self._facts(request))})
 
     async def model_statistics(
-        self, request: pb.ModelStatisticsRequest, context: Context
+        self, request: pb.ModelStatisticsRequest, call: Call
     ) -> pb.ModelStatisticsResponse:
         """Of one version, or of every version of a model that is asked for by name alone, or of all."""
         found = [facts for name in self._names(request) for facts in self._versions(name, request.version)]
         return _filled(pb.ModelStatisticsResponse(), metadata.model_statistics(found))
 
     async def repository_index(
-        self, request: pb.RepositoryIndexRequest, context: Context
+        self, request: pb.RepositoryIndexRequest, call: Call
     ) -> pb.RepositoryIndexResponse:
         """Every version, and how it is."""
         response = pb.RepositoryIndexResponse()
@@ -103,7 +102,7 @@ class ModelCalls:
         return response
 
     async def repository_load(
-        self, request: pb.RepositoryModelLoadRequest, context: Context
+        self, request: pb.RepositoryModelLoadRequest, call: Call
     ) -> pb.RepositoryModelLoadResponse:
         """Load a model, and wait until it answers."""
         given = {name: _plain(value) for name, value in request.parameters.items()}
@@ -111,7 +110,7 @@ class ModelCalls:
         return pb.RepositoryModelLoadResponse()
 
     async def repository_unload(
-        self, request: pb.RepositoryModelUnloadRequest, context: Context
+        self, request: pb.RepositoryModelUnloadRequest, call: Call
     ) -> pb.RepositoryModelUnloadResponse:
         """Unload a model, once its requests are answered."""
         await self._repository.unload(request.model_name)

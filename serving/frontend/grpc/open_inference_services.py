@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import grpc
+from collections.abc import Callable
+from typing import Any
 
 from torchere.serving.errors import ModelNotFound, VersionNotFound
 from torchere.serving.frontend.controlplane import ControlPlane
@@ -11,7 +12,7 @@ from torchere.serving.frontend.grpc.errors import INFERENCE, MANAGEMENT, OPEN_IN
 from torchere.serving.frontend.grpc.open_inference import TensorCalls
 from torchere.serving.frontend.grpc.open_inference_control import ModelCalls
 from torchere.serving.frontend.grpc.open_inference_descriptors import PUBLIC_NAME, SERVICE, TORCHSERVE_NAME
-from torchere.serving.frontend.grpc.service import service
+from torchere.serving.frontend.grpc.service import Openers, service
 from torchere.serving.frontend.open_inference.service import TensorService
 from torchere.serving.frontend.services import Services
 
@@ -26,7 +27,7 @@ _TORCHSERVE_MODELS: Table = {
 
 def open_inference_services(
     dataplane: DataPlane, controlplane: ControlPlane, services: Services
-) -> list[grpc.GenericRpcHandler]:
+) -> list[Callable[[set[Any]], Openers]]:
     """Both services. They differ in codes of errors, and in how BYTES reach an envelope."""
     tensors = TensorService(dataplane, services.settings.service_envelope)
     public = ModelCalls(dataplane, controlplane, unknown_is_unready=True).methods()

@@ -2,41 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
-
-import grpc
-from grpc_health.v1 import health_pb2
-from grpc_reflection.v1alpha import reflection, reflection_pb2
+import asyncio
+import random
+import ssl
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
 
 from torchere.serving.frontend.controlplane import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
-from torchere.serving.frontend.grpc.authorisation import TokenInterceptor
+from torchere.serving.frontend.grpc.dispatch import dispatcher
 from torchere.serving.frontend.grpc.errors import INFERENCE, MANAGEMENT
-from torchere.serving.frontend.grpc.health import HealthService
+from torchere.serving.frontend.grpc.health import HEALTH, HealthService
 from torchere.serving.frontend.grpc.inference import InferenceService
 from torchere.serving.frontend.grpc.management import ManagementService
-from torchere.serving.frontend.grpc.open_inference_descriptors import (
-    PUBLIC_NAME,
-    TORCHSERVE_NAME,
-    reflection_pool,
-)
+from torchere.serving.frontend.grpc.open_inference_descriptors import PUBLIC_NAME, TORCHSERVE_NAME
 from torchere.serving.frontend.grpc.open_inference_services import open_inference_services
 from torchere.serving.frontend.grpc.protos import inference_pb2, management_pb2
-from torchere.serving.frontend.grpc.service import service
+from torchere.serving.frontend.grpc.reflection import reflection_service
+from torchere.serving.frontend.grpc.service import Openers, service
+from torchere.serving.frontend.http2.connection import Connection
+from torchere.serving.frontend.http2.listening import Listening
 from torchere.serving.frontend.services import Services
 from torchere.serving.settings import Address, ServerSettings
 
 Api = Literal["inference", "management"]
+Service = Callable[[set[Any]], Openers]
 
 _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceAPIsService"]
 _MANAGEMENT = management_pb2.DESCRIPTOR.services_by_name["ManagementAPIsService"]
-_HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
-_FILES = (
-    *(descriptor.file for descriptor in (_INFERENCE, _MANAGEMENT, _HEALTH)),
-    reflection_pb2.DESCRIPTOR,
-)
 _MESSAGE_OVERHEAD_BYTES = 4096  # names and tags around a body of the greatest size
+_BACKLOG = 1024
+_AGE_SPREAD = 0.1  # of the greatest age, up or down, so that clients do not all come back at once
+_ENDING_S = 5.0  # for calls that were given up to end
 
 
 class GrpcServer:
@@ -50,19 +48,25 @@ class GrpcServer:
     """
 
     def __init__(
-        self,
-        api: Api,
-        address: Address,
-        services: Services,
-        handlers: Sequence[grpc.GenericRpcHandler],
-        names: Sequence[str],
+        self, api: Api, address: Address, services: Services, offered: Sequence[Service], names: Iterable[str]
     ) -> None:
         self.api: Api = api
         self.address = address
         self._services = services
-        self._handlers = handlers
-        self._names = names
-        self._server: grpc.aio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        openers: Openers = {}
+        for one in (*offered, reflection_service(names)):
+            openers |= one(self._tasks)
+        limits = services.settings.limits
+        self._age_s, self._age_grace_s = _ages(api, services.settings)
+        self._listening = Listening(
+            dispatcher(openers, services.keys, api),
+            limits.max_request_bytes + _MESSAGE_OVERHEAD_BYTES,
+            limits.max_response_bytes + _MESSAGE_OVERHEAD_BYTES,
+            self._new_age_s,
+            self._age_grace_s,
+        )
+        self._server: asyncio.Server | None = None
 
     async def start(self) -> Address:
         """Bind and begin to serve; returns the address with its real port.
@@ -70,35 +74,53 @@ class GrpcServer:
         Raises:
             OSError: the address can't be bound.
         """
-        keys = self._services.keys
-        server = grpc.aio.server(
-            interceptors=() if keys is None else (TokenInterceptor(keys, self.api),),
-            options=_options(self.api, self._services.settings),
-        )
-        server.add_generic_rpc_handlers(tuple(self._handlers))
-        names = (*self._names, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server, reflection_pool(_FILES))
-        port = self._bind(server)
-        await server.start()
-        self._server = server
-        self.address = Address(self.address.host, port, self.address.unix_path, self.address.tls)
+        self._server = await self._bound()
+        if self.address.unix_path is None:
+            port = self._server.sockets[0].getsockname()[1]
+            self.address = Address(self.address.host, port, tls=self.address.tls)
         return self.address
 
     async def stop(self, grace_s: float) -> None:
-        """Refuse new calls, let those that run finish for at most `grace_s`, then cancel them."""
-        if self._server is not None:
-            await self._server.stop(grace_s)
+        """Refuse new connections, let the calls that run finish for at most `grace_s`, then cancel them."""
+        if self._server is None:
+            return
+        self._server.close()
+        self._listening.leaving = True  # for connections that are in the middle of a TLS handshake
+        for connection in list(self._listening.connections):
+            connection.drain()
+        await self._listening.emptied(grace_s)
+        for connection in list(self._listening.connections):
+            connection.abort()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_ENDING_S)
+        if self.address.unix_path is not None:
+            Path(self.address.unix_path).unlink(missing_ok=True)
 
-    def _bind(self, server: grpc.aio.Server) -> int:
-        host = f"[{self.address.host}]" if ":" in self.address.host else self.address.host
-        target = f"unix:{self.address.unix_path}" if self.address.unix_path else f"{host}:{self.address.port}"
-        credentials = _credentials(self._services)
+    async def _bound(self) -> asyncio.Server:
+        loop = asyncio.get_running_loop()
+        context = _tls(self._services)
+        address = self.address
+
+        def connection() -> Connection:
+            return Connection(self._listening)
+
         try:
-            if credentials is None:
-                return server.add_insecure_port(target)
-            return server.add_secure_port(target, credentials)
-        except RuntimeError as err:
-            raise OSError(f"gRPC can't bind {target}: {err}") from err
+            if address.unix_path is not None:
+                Path(address.unix_path).unlink(missing_ok=True)  # left by a server that was killed
+                return await loop.create_unix_server(
+                    connection, address.unix_path, ssl=context, backlog=_BACKLOG
+                )
+            return await loop.create_server(
+                connection, address.host, address.port, ssl=context, backlog=_BACKLOG, reuse_port=False
+            )
+        except OSError as err:
+            shown = address.unix_path or f"{address.host}:{address.port}"
+            raise OSError(err.errno, f"gRPC can't bind {shown}: {err.strerror or err}") from err
+
+    def _new_age_s(self) -> float | None:
+        if self._age_s is None:
+            return None
+        return self._age_s * random.uniform(1 - _AGE_SPREAD, 1 + _AGE_SPREAD)
 
 
 def inference_server(
@@ -106,26 +128,26 @@ def inference_server(
 ) -> GrpcServer:
     """The listener of the inference services, with health and reflection."""
     names = [_INFERENCE.full_name]
-    handlers = [service(_INFERENCE, InferenceService(dataplane).methods(), INFERENCE)]
+    offered = [service(_INFERENCE, InferenceService(dataplane, services.metrics).methods(), INFERENCE)]
     if services.settings.open_inference_protocol:
         names += [PUBLIC_NAME, TORCHSERVE_NAME]
-        handlers += open_inference_services(dataplane, controlplane, services)
+        offered += open_inference_services(dataplane, controlplane, services)
     health = HealthService(dataplane, frozenset(names))
-    handlers.append(service(_HEALTH, health.methods(), MANAGEMENT))
-    return GrpcServer("inference", address, services, handlers, (*names, _HEALTH.full_name))
+    offered.append(service(HEALTH, health.methods(), MANAGEMENT))
+    return GrpcServer("inference", address, services, offered, (*names, HEALTH.full_name))
 
 
 def management_server(
     dataplane: DataPlane, controlplane: ControlPlane, services: Services, address: Address
 ) -> GrpcServer:
     """The listener of the management service, with health and reflection."""
-    names = (_MANAGEMENT.full_name, _HEALTH.full_name)
+    names = (_MANAGEMENT.full_name, HEALTH.full_name)
     health = HealthService(dataplane, frozenset({_MANAGEMENT.full_name}))
-    handlers = [
+    offered = [
         service(_MANAGEMENT, ManagementService(controlplane).methods(), MANAGEMENT),
-        service(_HEALTH, health.methods(), MANAGEMENT),
+        service(HEALTH, health.methods(), MANAGEMENT),
     ]
-    return GrpcServer("management", address, services, handlers, names)
+    return GrpcServer("management", address, services, offered, names)
 
 
 def grpc_listeners(dataplane: DataPlane, controlplane: ControlPlane, services: Services) -> list[GrpcServer]:
@@ -139,13 +161,9 @@ def grpc_listeners(dataplane: DataPlane, controlplane: ControlPlane, services: S
     return wanted
 
 
-def _options(api: Api, settings: ServerSettings) -> list[tuple[str, int]]:
-    options = [
-        ("grpc.max_receive_message_length", settings.limits.max_request_bytes + _MESSAGE_OVERHEAD_BYTES),
-        ("grpc.max_send_message_length", settings.limits.max_response_bytes + _MESSAGE_OVERHEAD_BYTES),
-        ("grpc.so_reuseport", 0),  # two servers on one port is a mistake, and must fail
-    ]
-    age_ms, grace_ms = {
+def _ages(api: Api, settings: ServerSettings) -> tuple[float | None, float | None]:
+    """How old connections may become, and how long their last calls may take then; in seconds."""
+    ages_ms = {
         "inference": (
             settings.grpc_inference_max_connection_age_ms,
             settings.grpc_inference_max_connection_age_grace_ms,
@@ -155,23 +173,13 @@ def _options(api: Api, settings: ServerSettings) -> list[tuple[str, int]]:
             settings.grpc_management_max_connection_age_grace_ms,
         ),
     }[api]
-    if age_ms is not None:
-        options.append(("grpc.max_connection_age_ms", age_ms))
-    if grace_ms is not None:
-        options.append(("grpc.max_connection_age_grace_ms", grace_ms))
-    return options
+    age_s, grace_s = (None if age_ms is None else age_ms / 1000 for age_ms in ages_ms)
+    return age_s, grace_s
 
 
-def _credentials(services: Services) -> grpc.ServerCredentials | None:
-    """Credentials that ask for the certificate at each new connection, so that it can be replaced."""
+def _tls(services: Services) -> ssl.SSLContext | None:
     if not services.settings.grpc_tls_enabled:
         return None
-    certificates = services.certificates
-    if certificates is None:
+    if services.certificates is None:
         raise OSError("enable_grpc_ssl needs private_key_file and certificate_file, and one is not set")
-
-    def current() -> grpc.ServerCertificateConfiguration:
-        pair = certificates.pair
-        return grpc.ssl_server_certificate_configuration([(pair.private_key, pair.certificate)])
-
-    return grpc.dynamic_ssl_server_credentials(current(), current)
+    return services.certificates.server_context(http2=True)

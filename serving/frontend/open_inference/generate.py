@@ -24,7 +24,7 @@ _IDENTITY = ("id", "model_name", "model_version")
 _OF_TYPE = ((bool, DATATYPES["BOOL"]), (int, DATATYPES["INT64"]), (float, DATATYPES["FP32"]), (str, BYTES))
 
 
-def generate_request(body: bytes, signature: Signature | None) -> TensorRequest:
+def generate_request(body: bytes | memoryview, signature: Signature | None) -> TensorRequest:
     """Read a body.
 
     Raises:

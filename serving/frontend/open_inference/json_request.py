@@ -46,11 +46,11 @@ class _Body(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Body)
 
 
-def parse_request(body: bytes, json_bytes: int | None) -> TensorRequest:
+def parse_request(body: bytes | memoryview, json_bytes: int | None) -> TensorRequest:
     """Read a body.
 
     Args:
-        body: the whole of it.
+        body: the whole of it; binary tensors are views of it.
         json_bytes: value of `Inference-Header-Content-Length`; None: it is all JSON.
 
     Raises:
@@ -82,7 +82,7 @@ def parse_request(body: bytes, json_bytes: int | None) -> TensorRequest:
     )
 
 
-def looks_like_request(body: bytes) -> bool:
+def looks_like_request(body: bytes | memoryview) -> bool:
     """Whether a body means to be a request of the protocol: an object with tensors among its `inputs`.
 
     Other JSON is for handlers that read bodies themselves, as TorchServe's do.
@@ -112,7 +112,7 @@ def _decode(text: bytes | memoryview) -> _Body:
         ) from err
 
 
-def _input(item: _Input, where: str, body: bytes, start: int) -> tuple[InputTensor, int]:
+def _input(item: _Input, where: str, body: bytes | memoryview, start: int) -> tuple[InputTensor, int]:
     """One input, and where the next binary one begins."""
     size = item.parameters.get("binary_data_size")
     try:
@@ -132,8 +132,8 @@ def _input(item: _Input, where: str, body: bytes, start: int) -> tuple[InputTens
         raise InvalidRequest(
             f"{field}: found {shown(size)}, expected 0 to {len(body) - start}, the bytes that are left"
         )
-    raw = body[start : start + size]
-    return input_tensor(item.name, datatype, item.shape, raw, where), start + size
+    view = memoryview(body)[start : start + size]
+    return input_tensor(item.name, datatype, item.shape, view, where), start + size
 
 
 def _output(item: _Output, where: str, binary: bool) -> WantedOutput:

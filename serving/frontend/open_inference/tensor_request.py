@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, cast
 
 from torchere.handlers.tensors import Datatype, TensorError, check_shape, shown, tensor_type
 from torchere.handlers.tensors_answer import WantedOutput, Wish, wish_header
@@ -33,7 +33,7 @@ class InputTensor(NamedTuple):
     name: str
     datatype: Datatype
     shape: tuple[int, ...]
-    raw: bytes
+    raw: bytes | memoryview
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class TensorRequest:
 
 
 def input_tensor(
-    name: str, datatype: Datatype, shape: Sequence[object], raw: bytes, where: str
+    name: str, datatype: Datatype, shape: Sequence[object], raw: bytes | memoryview, where: str
 ) -> InputTensor:
     """An input of raw bytes; `where` names it in errors: `inputs[0]`.
 
@@ -110,7 +110,7 @@ def infer_request(
     )
     values = tuple(
         [
-            Parameter(tensor.name, tensor.raw, tensor_type(tensor.datatype, tensor.shape))
+            Parameter(tensor.name, cast("bytes", tensor.raw), tensor_type(tensor.datatype, tensor.shape))
             for tensor in request.inputs
         ]
     )

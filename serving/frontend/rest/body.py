@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias
 
+import numpy as np
 from starlette.types import Receive
 
+READ_WHOLE = "torchere.read_whole"
+"""Where our HTTP protocol puts a `WholeReader` in the scope of a request."""
+WHOLE_BYTES = 65_536  # bodies that announce more are read by it
 LINGER_S = 2.0  # how long a refused body is still read, so that the client gets to see the refusal
 
 
@@ -15,6 +21,40 @@ class BodyTooLarge(Exception):
 
 class ClientGone(Exception):
     """The client closed the connection before its request was complete: there is nobody to answer."""
+
+
+WholeReader: TypeAlias = Callable[[int], Awaitable[memoryview | None]]
+
+
+class WholeBody:
+    """A body of known length on its way in: each byte is copied once, and no message is made of the pieces.
+
+    `view` is its memory, not set to zero before, so that what a client announces and does not send costs
+    nothing. Not thread-safe.
+    """
+
+    __slots__ = ("_filled", "view")
+
+    def __init__(self, length: int) -> None:
+        self.view = np.empty(length, np.uint8).data
+        self._filled = 0
+
+    def add(self, piece: bytes | bytearray) -> None:
+        """Take in the next bytes; never more than the length, as the HTTP parser sees to."""
+        end = self._filled + len(piece)
+        self.view[self._filled : end] = piece
+        self._filled = end
+
+
+async def read_large_body(
+    receive: Receive, whole: WholeReader | None, announced_bytes: int, max_bytes: int
+) -> bytes | memoryview:
+    """As `read_body`; by `whole`, where there is one, when the body announces to be large."""
+    if whole is not None and WHOLE_BYTES < announced_bytes <= max_bytes:
+        body = await whole(announced_bytes)
+        if body is not None:
+            return body
+    return await read_body(receive, announced_bytes, max_bytes)
 
 
 async def read_body(receive: Receive, announced_bytes: int, max_bytes: int) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple
 from urllib.parse import unquote_to_bytes
 
@@ -61,13 +62,19 @@ def body_parameters(content_type: str, body: bytes) -> tuple[Parameter, ...]:
     Raises:
         InvalidRequest: a form that is broken or has too many fields.
     """
-    mime = content_type.partition(";")[0].strip()
-    lowered = mime.lower()
+    mime, lowered = _media_type(content_type)
     if lowered == "multipart/form-data":
         return tuple(multipart_parameters(content_type, body))
     if lowered == "application/x-www-form-urlencoded":
         return form_parameters(body)
     return (Parameter("body", body, mime),)
+
+
+@lru_cache(maxsize=256)  # the same few come again and again
+def _media_type(content_type: str) -> tuple[str, str]:
+    """The type without its parameters, as written and in lower case."""
+    mime = content_type.partition(";")[0].strip()
+    return mime, mime.lower()
 
 
 def form_parameters(text: bytes) -> tuple[Parameter, ...]:

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import unquote
 
 import httptools
@@ -22,7 +22,6 @@ from torchere.serving.errors import ServingError, Unauthorized
 from torchere.serving.frontend.access_log import access_log
 from torchere.serving.frontend.call_scope import CANCELLED
 from torchere.serving.frontend.dataplane import DataPlane, Prediction
-from torchere.serving.frontend.keys import KeyKind
 from torchere.serving.frontend.request_id import new_request_id
 from torchere.serving.frontend.rest.authorisation import Surfaces, required_key
 from torchere.serving.frontend.rest.call import (
@@ -34,12 +33,12 @@ from torchere.serving.frontend.rest.call import (
     handler_headers,
     measured,
 )
-from torchere.serving.frontend.rest.codec import Head, body_parameters, infer_request, text_headers
+from torchere.serving.frontend.rest.codec import body_parameters, infer_request
+from torchere.serving.frontend.rest.known_heads import DirectHead, DirectTarget, KnownHeads
 from torchere.serving.frontend.rest.predict import checked_status, send_stream
-from torchere.serving.frontend.rest.targets import Target, prediction_target
+from torchere.serving.frontend.rest.targets import prediction_target
 from torchere.serving.frontend.services import Services
 from torchere.serving.telemetry.timeline import Timeline, fields_of
-from torchere.serving.telemetry.trace_context import trace_of_headers
 from torchere.serving.types import InferResponse, StreamedResponse
 
 logger = logging.getLogger(__name__)
@@ -47,14 +46,6 @@ logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 65_536  # a longer one is taken in pieces, with the connection paused between them
 _METHODS = frozenset({b"POST", b"PUT", b"GET"})
 _ROUTES = frozenset({"predictions", "explanations"})
-
-
-class DirectTarget(NamedTuple):
-    """What a request line asks for, and the key it takes."""
-
-    target: Target
-    model: str
-    key: KeyKind | None
 
 
 class DirectPredictions:
@@ -71,6 +62,7 @@ class DirectPredictions:
         self.close_lines = _lines(CLOSE) + cors
         # The same few request lines come again and again.
         self.target_of = lru_cache(maxsize=1024)(self._target_of)
+        self.heads = KnownHeads()
 
     def _target_of(self, method: bytes, url: bytes) -> DirectTarget | None:
         """What a request line asks for; None when it is not for this place."""
@@ -100,37 +92,39 @@ class DirectCall:
     """
 
     __slots__ = (
-        *("_connection", "_head", "_headers", "_place", "_prediction", "_request_line", "_shared"),
-        *("_started_s", "_streaming", "_timeline", "body", "disconnected", "keep_alive"),
+        *("_connection", "_head", "_prediction", "_read_s", "_shared", "_started_s", "_streaming"),
+        *("_timeline", "body", "disconnected", "keep_alive"),
         *("more_body", "request_id", "response_complete", "status"),
     )
     message_event = _NeverSet()
 
-    def __init__(
-        self, shared: DirectPredictions, connection: Any, place: DirectTarget, head: Head, request_line: bytes
-    ) -> None:
+    def __init__(self, shared: DirectPredictions, connection: Any, head: DirectHead) -> None:
         self._shared = shared
         self._connection = connection
-        self._place = place
         self._head = head
-        self._headers: RawHeaders = connection.spelled_headers
-        self._request_line = request_line
         self._started_s = time.monotonic()
+        self._read_s = 0.0  # when its body was there; 0: with the head
         self._timeline: Timeline | None = None
         self._prediction: Prediction | None = None
         self._streaming: asyncio.Task[None] | None = None
         self.request_id = new_request_id()
-        self.keep_alive: bool = connection.parser.should_keep_alive()
+        self.keep_alive = head.keep_alive
         self.body = b""
         self.more_body = True
         self.status = 0
         self.response_complete = False
         self.disconnected = False
 
+    def run_late(self) -> None:
+        """As `run`, when the body was longer on its way than the head."""
+        self._read_s = time.monotonic()
+        self.run()
+
     def run(self) -> None:
         """The request is there as a whole: have it answered."""
         try:
-            self._prediction = self._admit()
+            self._prediction = prediction = self._admit()
+            prediction.hurry()
         except Unauthorized as error:
             self._shared.metrics.refused(error)
             self._fail(error)
@@ -140,17 +134,16 @@ class DirectCall:
             self._break_down(error)
 
     def _admit(self) -> Prediction:
-        shared, head, place = self._shared, self._head, self._place
-        trace = trace_of_headers(self._headers)
-        timeline = shared.metrics.timeline("rest", self.request_id, self._started_s, trace)
-        timeline.read_s = time.monotonic()
+        shared, head, started_s = self._shared, self._head, self._started_s
+        place = head.place
+        timeline = shared.metrics.timeline("rest", self.request_id, started_s, head.trace)
+        timeline.read_s = self._read_s
         self._timeline = timeline
         if shared.keys is not None and place.key is not None:
-            shared.keys.authorize(place.key, head.authorization)
+            shared.keys.authorize(place.key, head.head.authorization)
+        parameters = body_parameters(head.head.content_type, self.body)
+        request = infer_request(self.request_id, head.head, parameters, head.headers, started_s)
         target = place.target
-        headers = text_headers(self._headers) + target.headers
-        parameters = body_parameters(head.content_type, self.body)
-        request = infer_request(self.request_id, head, parameters, headers, self._started_s)
         return shared.dataplane.admit(
             place.model, target.version, request, self.reply, target.group, timeline=timeline
         )
@@ -213,7 +206,7 @@ class DirectCall:
         self.finished()
         if not self.keep_alive:
             self._connection.transport.close()
-        self._connection.on_response_complete()
+        self._connection.on_direct_complete()
 
     def finished(self) -> None:
         """Count the answer and write its line in the access log."""
@@ -223,7 +216,7 @@ class DirectCall:
         if access_log.enabled:
             access_log.add(
                 self._connection.client,
-                self._request_line,
+                self._head.request_line,
                 self.status,
                 self._started_s,
                 timeline=self._timeline,

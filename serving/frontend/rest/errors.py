@@ -15,9 +15,23 @@ class WorkflowNotFound(e.NotFound):
     code = "workflow_not_found"
 
 
+class UnknownCoding(e.InvalidRequest):
+    """The body is compressed in a way that is not known here."""
+
+    code = "unknown_coding"
+
+
+class InflatesTooFar(e.InvalidRequest):
+    """The body, inflated, is longer than `limits.max_request_bytes`."""
+
+    code = "inflates_too_far"
+
+
 # Looked up along the class's MRO, so a new subclass inherits its parent's answer.
 TABLE: dict[type[e.ServingError], tuple[int, str]] = {
     e.InvalidRequest: (400, "BadRequestException"),
+    UnknownCoding: (415, "BadRequestException"),
+    InflatesTooFar: (413, "BadRequestException"),
     e.Quarantined: (422, "BadRequestException"),
     e.NotFound: (404, "ResourceNotFoundException"),
     e.ModelNotFound: (404, "ModelNotFoundException"),

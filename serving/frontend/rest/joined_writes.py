@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+LARGE_BYTES = 65_536  # from here on putting together what is sent costs more than sending it in two
+
 
 class JoinedWrites:
     """Holds a write back until the next one, or the end of this turn of the loop, whichever comes first.
@@ -27,14 +29,18 @@ class JoinedWrites:
         """Send `data` after what was held; hold it when nothing was."""
         held, self._held = self._held, None
         if held is not None:
-            self._transport.write(held + data)
+            if len(data) > LARGE_BYTES:
+                self._transport.writelines((held, data))  # together, too, and not copied
+            else:
+                self._transport.write(held + data)
             return
         self._held = data
         self._loop.call_soon(self.flush)
 
     def write_whole(self, data: bytes) -> None:
         """Send `data` now, after what was held."""
-        self.flush()
+        if self._held is not None:
+            self.flush()
         self._transport.write(data)
 
     def flush(self) -> None:
@@ -47,6 +53,10 @@ class JoinedWrites:
         """Send what is held, and close."""
         self.flush()
         self._transport.close()
+
+    def is_closing(self) -> bool:
+        """Whether it is closed, or about to be."""
+        return self._transport.is_closing()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)

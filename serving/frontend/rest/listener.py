@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from torchere.serving.errors import ServingError, Unauthorized
 from torchere.serving.frontend.keys import Keys
 from torchere.serving.frontend.rest.authorisation import Surfaces, required_key
 from torchere.serving.frontend.rest.body import BodyTooLarge, ClientGone, discard_rest
 from torchere.serving.frontend.rest.call import Call, cors_headers
+from torchere.serving.frontend.rest.deferred import DeferredApp
 from torchere.serving.frontend.rest.direct import DirectPredictions
 from torchere.serving.frontend.rest.predict import Predictor
 from torchere.serving.frontend.rest.targets import prediction_target
@@ -30,17 +31,17 @@ class Listener:
         self,
         surfaces: Surfaces,
         services: Services,
-        routes: ASGIApp,
+        routes: DeferredApp,
         predictor: Predictor | None,
         direct: DirectPredictions | None = None,
     ) -> None:
+        self.routes = routes
         self.direct = direct  # `protocol.py` looks here for what need not come this way at all
         self._surfaces = surfaces
         self._keys = services.keys
         self._metrics = services.metrics
         self._cors = cors_headers(services.cors)
         self._max_request_bytes = services.settings.limits.max_request_bytes
-        self._routes = routes
         self._predictor = predictor
         # Where predictions are answered clients listen, and details are not for them.
         self._show_detail = surfaces == {"management"}
@@ -48,7 +49,7 @@ class Listener:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, whatever goes wrong with it."""
         if scope["type"] != "http":
-            await self._routes(scope, receive, send)
+            await self.routes(scope, receive, send)
             return
         call = Call(scope, send, self._metrics, self._cors, show_detail=self._show_detail)
         try:
@@ -76,7 +77,7 @@ class Listener:
                 await self._predictor.predict(call, target, receive)
                 return
         scope["path"] = path
-        await self._routes(scope, receive, call.framed_send)
+        await self.routes(scope, receive, call.framed_send)
 
     async def _authorise(self, keys: Keys, scope: Scope, path: str, receive: Receive) -> None:
         kind = required_key(self._surfaces, scope["method"], path)

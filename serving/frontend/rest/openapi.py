@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,6 +23,8 @@ _STATUSES = {
     404: "There is no such model or version",
     405: "The method or the model API is off",
     408: "Requests were still running when the time was over",
+    413: "The body is too long",
+    415: "The body is compressed in an unknown way",
     409: "This version is registered already",
     500: "Internal server error",
     503: "Nobody can take the request now",
@@ -100,8 +102,8 @@ MANAGEMENT = (
 )
 
 
-def listener_document(surfaces: Surfaces, server_version: str) -> Document:
-    """The document of one listener: all that it answers.
+def listener_document(surfaces: Surfaces, server_version: str, more: Sequence[Operation] = ()) -> Document:
+    """The document of one listener: all that it answers, `more` being what TorchServe's has not.
 
     The metrics stand in each, as in TorchServe, whose clients look for them there.
     """
@@ -110,7 +112,7 @@ def listener_document(surfaces: Surfaces, server_version: str) -> Document:
         parts += INFERENCE
     if "management" in surfaces:
         parts += MANAGEMENT
-    return _document(TITLE, server_version, [*parts, *METRICS], DESCRIPTION)
+    return _document(TITLE, server_version, [*parts, *METRICS, *more], DESCRIPTION)
 
 
 def management_document(model: str) -> Document:

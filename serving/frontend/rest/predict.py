@@ -11,7 +11,7 @@ from starlette.types import Receive
 from torchere.serving.errors import HandlerFailed, InvalidRequest, NotFound, ServingError
 from torchere.serving.frontend import wording
 from torchere.serving.frontend.dataplane import DataPlane
-from torchere.serving.frontend.rest.body import read_body
+from torchere.serving.frontend.rest.body import READ_WHOLE, read_large_body
 from torchere.serving.frontend.rest.call import Call, RawHeaders, handler_headers
 from torchere.serving.frontend.rest.codec import (
     Head,
@@ -48,11 +48,15 @@ class Predictor:
             BodyTooLarge, ClientGone: from reading the body, or the client went away while it waited.
         """
         head = read_head(call.scope["headers"])
-        body = await read_body(receive, head.length, self._max_request_bytes)
+        whole = call.scope.get(READ_WHOLE) if target.verb and head.plain else None
+        body = await read_large_body(receive, whole, head.length, self._max_request_bytes)
         call.telemetry.read_s = time.monotonic()
-        if target.verb and await self._as_tensors(call, target, head, body, receive):
-            return
-        parameters = body_parameters(head.content_type, body)
+        if target.verb:
+            rest = await self._as_tensors(call, target, head, body, receive)
+            if rest is None:
+                return
+            body = rest
+        parameters = body_parameters(head.content_type, bytes(body))
         if target.takes_query:
             parameters = form_parameters(call.scope["query_string"]) + parameters
         model = target.model if target.model is not None else self._model_named_in(parameters)
@@ -66,13 +70,13 @@ class Predictor:
         await call.answer(checked_status(response), handler_headers(response.headers), response.body)
 
     async def _as_tensors(
-        self, call: Call, target: Target, head: Head, body: bytes, receive: Receive
-    ) -> bool:
-        """Answer a request of the Open Inference Protocol; False: its body is for the handler as it is."""
+        self, call: Call, target: Target, head: Head, body: bytes | memoryview, receive: Receive
+    ) -> bytes | memoryview | None:
+        """Answer a request of the Open Inference Protocol; else return the body that is for the handler."""
         if self._tensors is None:
             if target.verb != "infer" or target.version is not None:
                 raise NotFound(wording.NO_SUCH_RESOURCE)  # TorchServe has none of these
-            return False
+            return body
         with self._watch.watching(receive):
             return await self._tensors.predict(call, target, head, body)
 

@@ -7,15 +7,19 @@ up by it, so this protocol keeps a second list of them in the scope.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any, cast
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from torchere.serving.frontend.description import pretty
+from torchere.serving.frontend.rest.body import READ_WHOLE, ClientGone, WholeBody
 from torchere.serving.frontend.rest.call import CYCLE
-from torchere.serving.frontend.rest.codec import SPELLED_HEADERS, read_head
+from torchere.serving.frontend.rest.codec import SPELLED_HEADERS, read_head, text_headers
 from torchere.serving.frontend.rest.direct import DirectCall, DirectPredictions
 from torchere.serving.frontend.rest.joined_writes import JoinedWrites
+from torchere.serving.frontend.rest.known_heads import DirectHead
+from torchere.serving.telemetry.trace_context import trace_of_headers
 
 MAX_REQUEST_LINE_BYTES = 4096  # TorchServe's limits; the parser itself has none
 MAX_HEADER_BYTES = 8192
@@ -47,23 +51,53 @@ class Protocol(HttpToolsProtocol):
     _head_begun: bool = False  # bytes of a head have come, and more are to come
     _head_timer: asyncio.TimerHandle | None = None
     _direct: DirectCall | None = None  # the last one
+    _shared: DirectPredictions | None = None  # of a listener that answers predictions
+    _between: bool = True  # the parser has had whole requests only
+    _first: bytes = b""  # what came when it had, until the first head in it is read
+    _idle_since_s = 0.0  # the loop's time of the last direct answer
+    _idle_timer: asyncio.TimerHandle | None = None
+    _whole: WholeBody | None = None  # takes the present body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client connected, and has `HEAD_TIMEOUT_S` for its first head."""
         super().connection_made(transport)
-        self.transport = JoinedWrites(transport, self.loop)  # type: ignore[assignment]
+        self._writes = JoinedWrites(transport, self.loop)
+        self.transport = self._writes  # type: ignore[assignment]
+        self._shared = getattr(self.app, "direct", None)
         self._mind_the_head()
 
     def data_received(self, data: bytes) -> None:
         """Bytes came in. A head that comes whole, as nearly all do, needs no timer."""
+        if self._between and self._shared is not None:
+            if self._run_known(self._shared, data):
+                return
+            self._first = data
         super().data_received(data)
         if self._in_head or self._head_timer is not None:
             self._mind_the_head()
+
+    def _run_known(self, shared: DirectPredictions, data: bytes) -> bool:
+        """Answer a request whose head came before, without the parser; False when it is something else."""
+        found = shared.heads.find(data)
+        if found is None or not self._may_be_direct():
+            return False
+        self._unset_keepalive_if_required()
+        self._in_head = False
+        if self._head_timer is not None:
+            self._mind_the_head()
+        self._direct = direct = DirectCall(shared, self, found[0])
+        self.cycle = direct  # type: ignore[assignment]
+        self._end_if_draining()
+        direct.body = found[1]
+        direct.run()
+        return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone, from either side."""
         self._in_head = False
         self._mind_the_head()
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
         if self._direct is not None:
             self._direct.client_gone()
         super().connection_lost(exc)
@@ -71,6 +105,7 @@ class Protocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A request begins."""
         self._in_head = self._head_begun = True
+        self._between = False
         self._head_bytes = 0
         self.spelled_headers = []
         self.url = b""
@@ -97,28 +132,80 @@ class Protocol(HttpToolsProtocol):
             self._tell_uvicorn()
         else:
             self._direct = self.cycle = direct  # type: ignore[assignment]
-        if getattr(self.server_state, "draining", False):
-            self.cycle.keep_alive = False
+        self._first = b""
+        self._end_if_draining()
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body."""
         direct = self._present_direct()
-        if direct is None:
-            super().on_body(body)
-        else:
+        if direct is not None:
             direct.body += body  # no longer than was announced, which is not long
+        elif self._whole is not None:
+            self._whole.add(body)
+        else:
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
         """The request is there as a whole."""
+        self._between = True
         direct = self._present_direct()
+        self._whole = None  # the next request may be in the same bytes
         if direct is None:
             super().on_message_complete()
         else:
-            direct.run()
+            direct.run_late()
+
+    async def read_whole(self, cycle: RequestResponseCycle, length: int) -> memoryview | None:
+        """The body of a request, of that announced length, in one buffer that is nobody else's.
+
+        None when there is nothing to gain, because all of it is there: then it is `cycle`'s to give.
+
+        Raises:
+            ClientGone: the connection ended first.
+        """
+        if self.cycle is not cycle or not cycle.more_body:
+            return None
+        whole = self._whole = WholeBody(length)
+        whole.add(cycle.body)
+        cycle.body = bytearray()
+        self.flow.resume_reading()
+        while cycle.more_body and not cycle.disconnected:
+            cycle.message_event.clear()
+            await cycle.message_event.wait()
+        if cycle.more_body:
+            raise ClientGone
+        return whole.view
 
     def write_whole(self, data: bytes) -> None:
         """Send what is complete: nothing comes that would be worth waiting for."""
-        cast("JoinedWrites", self.transport).write_whole(data)
+        self._writes.write_whole(data)
+
+    def on_direct_complete(self) -> None:
+        """As `on_response_complete`, after a direct call: a timer for each answer would cost too much.
+
+        One timer looks from time to time how long the connection has been idle.
+        """
+        if self.pipeline:
+            super().on_response_complete()
+            return
+        self.server_state.total_requests += 1
+        if self._writes.is_closing():
+            return
+        self.flow.resume_reading()
+        self._idle_since_s = self.loop.time()
+        if self._idle_timer is None:
+            self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._look_if_idle)
+
+    def _look_if_idle(self) -> None:
+        self._idle_timer = None
+        # uvicorn has a timer of its own after an answer of its own.
+        if self._is_busy() or self.timeout_keep_alive_task is not None:
+            return
+        left_s = self._idle_since_s + self.timeout_keep_alive - self.loop.time()
+        if left_s > 0:
+            self._idle_timer = self.loop.call_later(left_s, self._look_if_idle)
+        else:
+            self.timeout_keep_alive_handler()
 
     def drain(self) -> None:
         """From now on an answer ends the connection; the client hears it in the answer's head."""
@@ -135,9 +222,11 @@ class Protocol(HttpToolsProtocol):
         self.loop.call_later(LINGER_S, self._close_if_idle)
 
     def _close_if_idle(self) -> None:
-        is_busy = self._head_begun or (self.cycle is not None and not self.cycle.response_complete)
-        if not is_busy and not self.transport.is_closing():
+        if not self._is_busy() and not self.transport.is_closing():
             self.transport.close()
+
+    def _is_busy(self) -> bool:
+        return self._head_begun or (self.cycle is not None and not self.cycle.response_complete)
 
     def keep(self, task: asyncio.Task[None]) -> None:
         """Hold a task that answers a request, and have the server wait for it when it stops."""
@@ -152,9 +241,8 @@ class Protocol(HttpToolsProtocol):
 
     def _direct_call(self) -> DirectCall | None:
         """The present request as a prediction to be answered here; None when it is something else."""
-        shared: DirectPredictions | None = getattr(self.app, "direct", None)
-        before = self.cycle
-        if shared is None or not (before is None or before.response_complete) or self.flow.write_paused:
+        shared = self._shared
+        if shared is None or not self._may_be_direct():
             return None
         method = self.parser.get_method()
         place = shared.target_of(method, self.url)
@@ -163,7 +251,26 @@ class Protocol(HttpToolsProtocol):
         head = read_head(self.spelled_headers)
         if not head.plain or head.length > shared.max_body_bytes:
             return None
-        return DirectCall(shared, self, place, head, b"%b %b HTTP/1.1" % (method, self.url))
+        read = DirectHead(
+            place,
+            head,
+            text_headers(self.spelled_headers) + place.target.headers,
+            trace_of_headers(self.spelled_headers),
+            b"%b %b HTTP/1.1" % (method, self.url),
+            self.parser.should_keep_alive(),
+        )
+        if self._first:
+            shared.heads.keep(self._first, read)
+        return DirectCall(shared, self, read)
+
+    def _may_be_direct(self) -> bool:
+        """Whether nothing is before the present request."""
+        before = self.cycle
+        return (before is None or before.response_complete) and not self.flow.write_paused
+
+    def _end_if_draining(self) -> None:
+        if getattr(self.server_state, "draining", False):
+            self.cycle.keep_alive = False
 
     def _present_direct(self) -> DirectCall | None:
         cycle: object = self.cycle
@@ -178,6 +285,7 @@ class Protocol(HttpToolsProtocol):
             super().on_header(name, value)
         super().on_headers_complete()
         cast("dict[str, Any]", self.scope)[CYCLE] = self.cycle
+        cast("dict[str, Any]", self.scope)[READ_WHOLE] = partial(self.read_whole, self.cycle)
 
     def _mind_the_head(self) -> None:
         if not self._in_head and self._head_timer is not None:

@@ -16,6 +16,10 @@ from torchere.serving.frontend.tls import Certificates
 from torchere.serving.settings import Address
 
 BACKLOG = 1024
+# uvloop takes one connection of a listening socket a turn (libuv does, since 1.45), and a turn may hold a
+# whole batch: of 128 clients that came at once the last waited half a second. So the loop watches the same
+# socket by so many descriptors.
+ACCEPTED_A_TURN = 32
 KEEP_ALIVE_S = 75  # idle connections; longer than the 60 s of common load balancers, so they close first
 
 
@@ -57,7 +61,8 @@ class RestServer:
         self._socket = _bound_socket(self.address)
         if self.address.unix_path is None:
             self.address = Address(self.address.host, self._socket.getsockname()[1], tls=self.address.tls)
-        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        again = [self._socket.dup() for _ in range(ACCEPTED_A_TURN - 1)]
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket, *again]))
         started = asyncio.create_task(self._server.up.wait())
         await asyncio.wait({self._task, started}, return_when=asyncio.FIRST_COMPLETED)
         started.cancel()

@@ -18,6 +18,8 @@ from torchere.archiver.building import BuildOptions
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.model_packing import pack_model
 from torchere.archiver.models.sources import aoti_metadata
+from torchere.archiver.models.to_aoti import gains_by_freezing
+from torchere.archiver.models.to_program import to_program
 from torchere.archiver.progress import Progress
 from torchere.archiver.request import ArchiveRequest
 from torchere.archiver.signature import parse
@@ -53,6 +55,22 @@ def test_the_archive_says_what_it_was_compiled_for(unpacked: Path) -> None:
     }
     assert classify_file(unpacked / "model.pt2").kind == AOTINDUCTOR
     assert parse((unpacked / "signature.json").read_text()).inputs[0].shape == (-1, 8)
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attributes")  # torch's words about exporting its own LSTM
+@pytest.mark.parametrize(
+    ("network", "shape", "gains"),
+    [
+        (torch.nn.Linear(4, 4), (2, 4), False),
+        (torch.nn.Conv2d(3, 4, 1), (2, 3, 5, 5), True),
+        (torch.nn.LSTM(4, 4), (3, 2, 4), True),
+    ],
+    ids=["linear", "convolution", "lstm"],
+)
+def test_weights_are_packed_for_layers_that_gain_by_it(
+    network: torch.nn.Module, shape: tuple[int, ...], gains: bool
+) -> None:
+    assert gains_by_freezing(to_program(network.eval(), (torch.rand(shape),), [])) is gains
 
 
 @pytest.mark.parametrize("size", [1, 3])

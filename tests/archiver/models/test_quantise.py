@@ -13,11 +13,12 @@ from torch.ao.quantization import get_default_qat_qconfig_mapping
 from torch.ao.quantization.quantize_fx import convert_fx, prepare_qat_fx
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models import quantise as module_under_test
-from torchere.archiver.models.engines import supported
+from torchere.archiver.models import quantise_candidates as module_under_test
+from torchere.archiver.models.engines import supported, using
 from torchere.archiver.models.loaded import LoadedModel
 from torchere.archiver.models.quantise import METHODS, Quantised, quantise
 from torchere.archiver.models.quantise_bf16 import bf16
+from torchere.archiver.models.quantise_dynamic import dynamic
 from torchere.archiver.models.verify_outputs import difference, flattened
 from torchere.archiver.signature import Signature, TensorSpec
 from torchere.handlers.base import BaseHandler
@@ -143,6 +144,21 @@ def test_dynamic_int8_agrees_with_fp32_without_samples_and_takes_any_batch(
     assert made.engine in supported()
     assert drift(network, made.module, [(sample,)]) < 0.1
     assert flattened(made.module(sample[:1]))[0].shape[0] == 1
+
+
+@needs_engine
+@pytest.mark.parametrize("engine", sorted({"fbgemm", "x86", "onednn"} & set(supported())))
+def test_dynamic_int8_gives_activations_8_bits_and_no_sum_of_products_overflows(engine: str) -> None:
+    layer = nn.Linear(512, 1, bias=False).eval()
+    layer.weight.data.fill_(1.0)
+    # From 0 to 255 in steps of 1: 8 bits hold each value, 7 bits every other.
+    rows = torch.cat([torch.full((64, 256), 255.0), torch.arange(64.0)[:, None].expand(64, 256)], dim=1)
+
+    with using(engine):
+        module, _ = dynamic(layer)
+        found = module(rows)
+
+    torch.testing.assert_close(found, layer(rows).detach(), rtol=1e-4, atol=1.0)
 
 
 @needs_engine

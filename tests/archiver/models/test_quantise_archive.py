@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from torchere.archiver.models import quantise, verify
+from torchere.archiver.models import quantise_candidates, verify
 from torchere.archiver.reader import open_archive
 from torchere.handlers.base import BaseHandler
 from torchere.handlers.context import Context
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The command line for static int8, its inputs beside it in the current directory."""
-    monkeypatch.setattr(quantise, "_BUDGET_S", 0.01)
+    monkeypatch.setattr(quantise_candidates, "_BUDGET_S", 0.01)
     monkeypatch.setattr(verify, "_BUDGET_S", 0.01)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "net.py").write_text(MODEL)

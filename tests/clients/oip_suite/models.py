@@ -7,6 +7,7 @@ two                   a, b [n, 4] FP32 -> sum, difference
 versioned             x [n, 1] FP32 -> y = x + version; versions 1 and 2
 failing               x [n, 1] FP32 -> an error
 streaming             x [1] INT32 -> y: x parts, each [1] INT32: 0, 1, 2 ...
+summing               x [n, 1] INT32 -> y [1, 1]: the sum of its sequence so far
 spare                 as identity_FP32; in the repository, not loaded
 """
 

@@ -17,6 +17,13 @@ from oip_suite.target import Target, free_ports, running
 from torchere.archiver import ArchiveRequest, write_archive
 
 HANDLERS = Path(__file__).parent / "handlers"
+# A stream sends the next request of a sequence before the last one is answered; TorchServe's default is 1.
+_SEQUENCES = """isolation: process
+sequenceBatching: true
+sequenceMaxIdleMSec: 60000
+maxNumSequence: 8
+maxSequenceJobQueueSize: 16
+"""
 DIFFERS = frozenset({"first version is the default"})
 
 
@@ -37,6 +44,21 @@ class Plus(torch.nn.Module):
 class Two(torch.nn.Module):
     def forward(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return a + b, a - b
+
+
+class Colours(torch.nn.Module):
+    """Scores as many classes as there are colours by how much of each is in the picture."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean(dim=[2, 3])
+
+
+class Words(torch.nn.Module):
+    """Scores 2 classes by the number of tokens."""
+
+    def forward(self, tokens: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        count = torch.tensor(float(len(tokens) * len(offsets)))
+        return torch.stack([count, count - 1.0])[None]
 
 
 @contextmanager
@@ -77,6 +99,9 @@ def _pack_all(folder: Path, store: Path) -> list[str]:
         packer.handler(f"echo_{isolation}", "echo.py", f"isolation: {isolation}\n")
     packer.handler("failing", "failing.py", "isolation: thread\n")
     packer.handler("streaming", "streaming.py", "isolation: thread\n")
+    packer.handler("summing", "summing.py", _SEQUENCES)
+    packer.built_in("picture", "image_classifier", Colours(), ["red", "green", "blue"])
+    packer.built_in("words", "text_classifier", Words(), ["praise", "blame"], {"good": 0})
     loaded = list(packer.packed)
     packer.model("spare", Identity(), ["x"], ["y"])
     return loaded
@@ -121,6 +146,34 @@ class _Packer:
             extra_files=(place / "signature.json",),
         )
         self._write(with_model, config, place)
+
+    def built_in(
+        self,
+        name: str,
+        handler: str,
+        module: torch.nn.Module,
+        labels: Sequence[str],
+        vocabulary: dict[str, int] | None = None,
+    ) -> None:
+        """A TorchScript model under a handler of torchere's, with no signature."""
+        place = self._folder / name
+        place.mkdir()
+        extra = [place / "index_to_name.json"]
+        extra[0].write_text(json.dumps({str(index): label for index, label in enumerate(labels)}))
+        if vocabulary is not None:
+            extra.append(place / "source_vocab.pt")
+            torch.save(vocabulary, extra[1])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            torch.jit.script(module).save(str(place / "model.pt"))
+        request = ArchiveRequest(
+            model_name=name,
+            version="1",
+            handler=handler,
+            serialized_file=place / "model.pt",
+            extra_files=tuple(extra),
+        )
+        self._write(request, "", place)
 
     def handler(self, name: str, file: str, config: str) -> None:
         """An archive of one Python file."""

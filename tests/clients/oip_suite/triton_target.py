@@ -22,6 +22,11 @@ ROOT = Path(__file__).resolve().parents[3]
 ENVIRONMENT = ROOT / ".peers" / "triton"
 MODEL = Path(__file__).parent / "triton" / "model.py"
 _TYPES = {name: f"TYPE_{'STRING' if name == 'BYTES' else name}" for name in SAMPLES}
+_SEQUENCES = """sequence_batching { max_sequence_idle_microseconds: 60000000
+oldest { max_candidate_sequences: 4 } control_input [
+{ name: "START" control [{ kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] }] },
+{ name: "ID" control [{ kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_UINT64 }] }] }
+"""
 
 
 @contextmanager
@@ -63,6 +68,7 @@ def _write_all(repository: Path) -> list[str]:
     _write(repository, "versioned", "versioned", ["x"], ["y"], width=1, versions=(1, 2))
     _write(repository, "failing", "failing", ["x"], ["y"], width=1)
     _write(repository, "streaming", "streaming", ["x"], ["y"], datatype="INT32", width=1, batch=0)
+    _write(repository, "summing", "summing", ["x"], ["y"], datatype="INT32", width=1)
     loaded = sorted(path.name for path in repository.iterdir())
     _write(repository, "spare", "identity", ["x"], ["y"])
     return loaded
@@ -93,6 +99,7 @@ def _write(
         "version_policy: { all {} }\ninstance_group [{ kind: KIND_CPU count: 1 }]\n"
         f'parameters: {{ key: "kind" value: {{ string_value: "{kind}" }} }}\n'
         f"model_transaction_policy {{ decoupled: {'true' if kind == 'streaming' else 'false'} }}\n"
+        f"{_SEQUENCES if kind == 'summing' else ''}"
     )
 
 

@@ -111,6 +111,16 @@ async def test_a_free_executor_takes_the_next_batch_when_one_is_done() -> None:
 
 
 @run
+async def test_an_executor_has_its_next_batch_before_the_last_one_is_answered() -> None:
+    stage = Stage(BatchSettings())
+    seen: list[list[list[str]]] = []
+    stage.batcher.submit(InferRequest("a", (), ()), lambda _: seen.append(stage.running), "")
+    stage.submit("b")
+    stage.pool.finish()
+    assert seen == [[["b"]]]
+
+
+@run
 async def test_the_queue_is_bounded_and_refuses_at_once() -> None:
     stage = Stage(BatchSettings(max_queue_size=1))
     stage.submit("running")
@@ -415,3 +425,40 @@ async def test_what_comes_after_a_prioritised_queue_is_empty_waits_in_line_again
     stage.submit("first")
     stage.submit("second")
     assert [pending.request.request_id for pending in stage.batcher._queue] == ["first", "second"]
+
+
+@run
+async def test_on_the_loop_a_request_that_came_alone_before_does_not_wait_for_company() -> None:
+    stage = Stage(BatchSettings(max_batch_size=4, dispatch="eager"))
+    stage.pool.on_loop = True
+    stage.submit("a")
+    stage.batcher.hurry()
+    assert stage.running == []  # who knows what else this turn brings
+    await asyncio.sleep(0)
+    assert stage.pool.finish() == ["a"]
+    stage.submit("b")
+    stage.batcher.hurry()
+    stage.submit("c")
+    stage.batcher.hurry()
+    stage.submit("d")
+    assert stage.running == [["b"]]
+    stage.pool.finish()
+    assert stage.running == [["c", "d"]]
+    stage.pool.finish()
+    await asyncio.sleep(0)
+    stage.submit("e")
+    stage.batcher.hurry()
+    assert stage.running == []  # the last batch had company
+    await asyncio.sleep(0)
+    assert stage.running == [["e"]]
+
+
+@run
+async def test_in_threads_nothing_is_hurried() -> None:
+    stage = Stage(BatchSettings(max_batch_size=4, dispatch="eager"))
+    for name in ("a", "b"):
+        stage.submit(name)
+        stage.batcher.hurry()
+        assert stage.running == []
+        await asyncio.sleep(0)
+        assert stage.pool.finish() == [name]

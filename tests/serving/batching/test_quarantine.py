@@ -1,5 +1,7 @@
 """Who is suspect, who is convicted and who goes free, with a clock that the test moves."""
 
+from typing import Any
+
 import pytest
 
 from torchere.serving.batching.quarantine import (
@@ -131,6 +133,12 @@ def test_the_table_is_bounded_and_the_oldest_are_forgotten() -> None:
         court.run(f"{number:05}")
     assert court.verdict("00001") is Verdict.CLEAN
     assert court.verdict(f"{MAX_KNOWN:05}") is Verdict.SUSPECT
+
+
+def test_a_view_of_a_body_is_the_same_content_as_its_bytes() -> None:
+    view: Any = memoryview(b"..abc..")[2:5]
+    as_view = InferRequest("1", (Parameter("x", view),))
+    assert digest_of(as_view) == digest_of(InferRequest("2", (Parameter("x", b"abc"),)))
 
 
 def test_the_identity_is_the_content_and_not_who_sends_it() -> None:

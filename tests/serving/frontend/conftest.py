@@ -78,7 +78,7 @@ class FakeDataPlane:
         self.check_exists(model, version)
         self.direct += 1
         task = asyncio.get_running_loop().create_task(self._reply(model, version, request, reply))
-        return SimpleNamespace(withdraw=task.cancel)
+        return SimpleNamespace(withdraw=task.cancel, hurry=lambda: None)
 
     async def _reply(self, model: str, version: str | None, request: InferRequest, reply: Reply) -> None:
         try:

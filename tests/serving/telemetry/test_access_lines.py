@@ -38,9 +38,13 @@ class Keeper(logging.Handler):
     def emit(self, record):
         pass
 
-    def write_access(self, lines):
+    def access_text(self, line):
+        return f"{line.message}\n"
+
+    def write_access(self, text, lines):
         self.gate.wait(10)
-        self.lines += lines
+        assert text.count("\n") == lines
+        self.lines += text.splitlines()
         self.batches += 1
         self.written.set()
 
@@ -68,17 +72,17 @@ def test_lines_come_together_in_order_and_complete(log, keeper):
     for number in range(2500):
         add(log, number)
     log.close()
-    assert [line.request_line for line in keeper.lines] == [b"GET /%d HTTP/1.1" % n for n in range(2500)]
+    assert [line.split()[2] for line in keeper.lines] == [f"/{number}" for number in range(2500)]
     assert keeper.batches < 50
 
 
 def test_lines_are_written_by_themselves_before_long(log, keeper):
     add(log)
     assert keeper.written.wait(10)
-    assert keeper.lines[0].message.startswith('/127.0.0.1:7 "GET /0 HTTP/1.1" 200 ')
+    assert keeper.lines[0].startswith('/127.0.0.1:7 "GET /0 HTTP/1.1" 200 ')
 
 
-def test_an_output_that_stands_still_costs_lines_and_holds_nobody_up(keeper):
+def test_an_output_that_stands_still_costs_lines_and_holds_nobody_up(keeper, caplog):
     logger = logging.Logger("stuck", logging.INFO)
     logger.addHandler(keeper)
     keeper.gate.clear()
@@ -89,8 +93,33 @@ def test_an_output_that_stands_still_costs_lines_and_holds_nobody_up(keeper):
     assert time.monotonic() - started_s < 5
     assert log.dropped > 0
     keeper.gate.set()
-    log.close()
+    with caplog.at_level(logging.WARNING):
+        log.close()
     assert len(keeper.lines) + log.dropped == 2000
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said == f"{log.dropped} lines of the access log are lost: nobody took them in time"
+    log.close()
+    assert len(caplog.records) == 1
+
+
+def test_a_line_goes_where_lines_go_when_it_comes(log, keeper):
+    second = Keeper()
+    add(log, 1)
+    log.flush()
+    log.logger.addHandler(second)
+    add(log, 2)
+    log.close()
+    assert [len(keeper.lines), len(second.lines)] == [2, 1]
+
+
+def test_a_handler_that_has_no_text_for_a_line_gets_none(log, keeper):
+    silent = Keeper()
+    silent.access_text = lambda line: ""
+    log.logger.addHandler(silent)
+    add(log)
+    log.close()
+    assert silent.batches == 0
+    assert len(keeper.lines) == 1
 
 
 def test_after_the_end_it_goes_on(log, keeper):
@@ -169,7 +198,7 @@ def test_standard_output_takes_many_lines_at_once():
     try:
         configure("INFO", True, stream)
         (ours,) = [handler for handler in root.handlers if handler not in before]
-        ours.write_access([LINE, LINE])
+        ours.write_access(ours.access_text(LINE) * 2, 2)
     finally:
         for handler in [handler for handler in root.handlers if handler not in before]:
             root.removeHandler(handler)
@@ -186,7 +215,7 @@ def test_files_take_many_lines_at_once_and_are_rotated(tmp_path, monkeypatch):
         files = [h for h in logging.getLogger().handlers if isinstance(h, log_files._LogFile)]
         for _ in range(3):
             for file in files:
-                file.write_access([LINE] * 5)
+                file.write_access(file.access_text(LINE) * 5, 5)
     finally:
         log_files.remove_log_files()
     access = (tmp_path / "access_log.log").read_text().splitlines()

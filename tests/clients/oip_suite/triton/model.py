@@ -9,6 +9,7 @@ class TritonPythonModel:
     def initialize(self, args):
         config = json.loads(args["model_config"])
         self.kind = config["parameters"]["kind"]["string_value"]
+        self.sums = {}
         self.version = int(args["model_version"])
         self.is_bfloat16 = config["input"][0]["data_type"] == "TYPE_BF16"  # NumPy has no such type
 
@@ -30,6 +31,16 @@ class TritonPythonModel:
     def versioned(self, request):
         x = pb_utils.get_input_tensor_by_name(request, "x").as_numpy()
         return [pb_utils.Tensor("y", x + x.dtype.type(self.version))]
+
+    def summing(self, request):
+        import numpy as np
+
+        sequence, starts, x = (
+            int(pb_utils.get_input_tensor_by_name(request, name).as_numpy().sum())
+            for name in ("ID", "START", "x")
+        )
+        self.sums[sequence] = x + (0 if starts else self.sums[sequence])
+        return [pb_utils.Tensor("y", np.array([[self.sums[sequence]]], "i4"))]
 
     def failing(self, request):
         raise RuntimeError("this model always fails")

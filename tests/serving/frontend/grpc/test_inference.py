@@ -1,4 +1,5 @@
 import asyncio
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -117,7 +118,7 @@ def test_what_became_of_a_prediction_is_told(refusal, planes, error, code, reaso
 
 
 def test_a_bug_is_logged_and_answered_without_its_text(refusal, planes, caplog):
-    planes.data.behave = raising(RuntimeError("secret"))
+    planes.data.admit = Mock(side_effect=RuntimeError("secret"))
     code, details = refusal("inference", "Predictions", request())
     assert (code, "secret" in details, "secret" in caplog.text) == ("INTERNAL", False, True)
 

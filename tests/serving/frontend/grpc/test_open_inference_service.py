@@ -229,6 +229,27 @@ def test_the_deadline_of_the_call_is_the_requests(oip, planes):
     assert asked.deadline_s < float("inf")
 
 
+@pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
+def test_trace_and_priority_of_the_metadata_count_for_the_request(planes, oip, serving, method):
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    metadata = (("traceparent", trace), ("x-torchere-priority", "3"), ("other", "x"))
+
+    async def main():
+        async with serving("inference") as served:
+            if method == "ModelInfer":
+                await stub(served.channel, method)(request(raw=bytes(8)), timeout=20, metadata=metadata)
+            else:
+                wanted = iter([request(raw=bytes(8))])
+                call = stub(served.channel, method)(wanted, timeout=20, metadata=metadata)
+                assert [answer.error_message async for answer in call] == [""]
+
+    asyncio.run(main())
+    [(_, _, asked)] = planes.data.asked
+    assert asked.priority == 3
+    assert ("traceparent", trace) in asked.headers
+    assert "other" not in dict(asked.headers)
+
+
 def test_a_call_that_is_cancelled_withdraws_its_request(oip, planes, serving):
     async def main():
         entered = asyncio.Event()

@@ -3,7 +3,15 @@ from typing import Any
 
 import pytest
 
-from torchere.serving.frontend.rest.body import BodyTooLarge, ClientGone, discard_rest, read_body
+from torchere.serving.frontend.rest.body import (
+    WHOLE_BYTES,
+    BodyTooLarge,
+    ClientGone,
+    WholeBody,
+    discard_rest,
+    read_body,
+    read_large_body,
+)
 
 
 class Incoming:
@@ -62,3 +70,29 @@ def test_what_is_left_of_a_refused_body_is_dropped_within_bounds():
     endless = Incoming(*[b"aaaa"] * 100)
     asyncio.run(discard_rest(endless.receive, 20))
     assert len(endless.left) == 94
+
+
+def test_a_whole_body_takes_in_piece_after_piece():
+    whole = WholeBody(6)
+    whole.add(b"abc")
+    whole.add(bytearray(b"def"))
+    assert whole.view == b"abcdef"
+
+
+def test_a_body_that_announces_to_be_large_is_read_whole():
+    async def main(announced, limit, whole):
+        return await read_large_body(Incoming(b"pieces").receive, whole, announced, limit)
+
+    async def whole(length):
+        return memoryview(b"%d" % length)
+
+    async def nothing_to_gain(length):
+        return None
+
+    large = WHOLE_BYTES + 1
+    assert asyncio.run(main(large, large, whole)) == b"%d" % large
+    assert asyncio.run(main(WHOLE_BYTES, large, whole)) == b"pieces"
+    assert asyncio.run(main(large, large, nothing_to_gain)) == b"pieces"
+    assert asyncio.run(main(large, large, None)) == b"pieces"
+    with pytest.raises(BodyTooLarge):
+        asyncio.run(main(large, large - 1, whole))

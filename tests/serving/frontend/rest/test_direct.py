@@ -6,6 +6,7 @@ import contextlib
 import pytest
 
 from torchere.serving.errors import HandlerFailed, QueueFull, Unavailable
+from torchere.serving.frontend.rest import protocol
 from torchere.serving.frontend.rest.app import inference_app
 from torchere.serving.frontend.rest.direct import MAX_BODY_BYTES
 from torchere.serving.frontend.rest.server import RestServer
@@ -206,3 +207,103 @@ def test_a_stream_whose_client_left_is_given_up(planes):
 
     asyncio.run(main())
     assert ended.is_set()
+
+
+def exchange(planes, *messages: bytes, before=None, keep_alive_s: float = 75):
+    """The answers to messages that are sent one after the other on one connection, which ends by itself."""
+
+    async def main() -> list[bytes]:
+        server = RestServer(
+            inference_app(planes.data, planes.control, planes.services()), Address(port=0), drain_timeout_s=2
+        )
+        server._server.config.timeout_keep_alive = keep_alive_s
+        address = await server.start()
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        answers = []
+        for message in messages:
+            if before is not None:
+                before(server, len(answers))
+            writer.write(message)
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
+            length = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
+            answers.append(head + await reader.readexactly(length))
+        answers.append(await asyncio.wait_for(reader.read(), 20))
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        await server.stop()
+        return answers
+
+    return asyncio.run(main())
+
+
+@pytest.fixture
+def parsed(monkeypatch):
+    """The heads that went through the parser."""
+    seen = []
+    read = protocol.read_head
+    monkeypatch.setattr(protocol, "read_head", lambda headers: seen.append(1) or read(headers))
+    return seen
+
+
+def test_a_head_that_comes_again_is_not_parsed_again_and_nobody_can_tell(planes, parsed):
+    headers = b"X-Mixed-Case: v\r\nContent-Type: text/plain\r\n"
+    first, second, _, end = exchange(
+        planes, plain(b"one", headers=headers), plain(b"two", headers=headers), plain(b"x", headers=CLOSE)
+    )
+    assert len(parsed) == 2  # the first, and the last
+    assert lines(first)[:2] == lines(second)[:2]
+    assert [lines(first)[2], lines(second)[2], end] == [b"one", b"two", b""]
+    before, after = planes.data.asked[0][2], planes.data.asked[1][2]
+    assert before.headers == after.headers
+    assert before.request_id != after.request_id
+    assert b"x-request-id: " + after.request_id.encode() in second
+
+
+def test_a_known_head_does_not_hide_what_else_a_message_is(planes, parsed):
+    known = plain(b"one")
+    answers = exchange(
+        planes, known, known, chunked(b"two"), known, plain(b"three"), known, plain(b"", headers=CLOSE)
+    )
+    assert [lines(answer)[2] for answer in answers[:-1]] == [
+        b"one",
+        b"one",
+        b"two",
+        b"one",
+        b"three",
+        b"one",
+        b"",
+    ]
+
+
+def test_requests_with_a_known_head_that_are_sent_at_once_keep_their_order(planes):
+    known = plain(b"one")
+    answer = talk(planes, known, known, plain(b"two"), known, plain(b"x", headers=CLOSE))
+    bodies = [part.partition(b"\r\n\r\n")[2] for part in answer.split(b"HTTP/1.1 200 OK")[1:]]
+    assert bodies == [b"one", b"one", b"two", b"one", b"x"]
+
+
+def test_a_known_head_ends_the_connection_of_a_server_that_drains(planes):
+    def before(server, answered):
+        if answered == 2:
+            server._server.server_state.draining = True
+
+    answers = exchange(planes, plain(b"one"), plain(b"one"), plain(b"one"), before=before)
+    assert [b"connection: close" in answer for answer in answers] == [False, False, True, False]
+
+
+@pytest.mark.parametrize("messages", [[plain(b"one")], [plain(b"one")] * 3, [plain(b"one"), chunked(b"two")]])
+def test_an_idle_connection_is_closed_after_a_while(planes, messages):
+    *answers, end = exchange(planes, *messages, keep_alive_s=0.05)
+    assert len(answers) == len(messages)
+    assert end == b""
+
+
+def test_a_request_that_takes_longer_than_a_connection_may_be_idle_is_answered(planes):
+    async def behave(request):
+        await asyncio.sleep(0.2)
+        return InferResponse(b"late")
+
+    planes.data.behave = behave
+    answers = exchange(planes, plain(b"one"), plain(b"one"), keep_alive_s=0.05)
+    assert [lines(answer)[2] for answer in answers] == [b"late", b"late", b""]

@@ -1,9 +1,10 @@
 """Head and body go out together, and nothing is lost."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
-from torchere.serving.frontend.rest.joined_writes import JoinedWrites
+from torchere.serving.frontend.rest.joined_writes import LARGE_BYTES, JoinedWrites
 
 
 class Transport:
@@ -15,6 +16,9 @@ class Transport:
 
     def write(self, data: bytes) -> None:
         self.written.append(data)
+
+    def writelines(self, parts: Sequence[bytes]) -> None:
+        self.written += parts
 
     def is_closing(self) -> bool:
         return self.closed
@@ -39,6 +43,18 @@ def test_two_writes_in_a_turn_are_one() -> None:
         assert transport.written == [b"head body"]
         await asyncio.sleep(0)
         assert transport.written == [b"head body"]
+
+    asyncio.run(main())
+
+
+def test_a_large_body_goes_out_with_its_head_and_is_not_copied() -> None:
+    async def main() -> None:
+        transport, writes = joined()
+        body = bytes(LARGE_BYTES + 1)
+        writes.write(b"head")
+        writes.write(body)
+        assert transport.written == [b"head", body]
+        assert transport.written[1] is body
 
     asyncio.run(main())
 

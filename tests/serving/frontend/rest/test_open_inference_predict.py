@@ -1,6 +1,7 @@
 """Inference by the Open Inference Protocol, over a data plane that answers as a test says."""
 
 import asyncio
+import gzip
 import json
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from torchere.archiver.signature import Signature, TensorSpec
 from torchere.handlers.tensors_answer import OPEN_INFERENCE, read_wish
 from torchere.serving.errors import HandlerFailed, QueueFull
 from torchere.serving.frontend.rest.app import listener_app
+from torchere.serving.frontend.rest.content_coding import deflate
 from torchere.serving.types import InferResponse, StreamedResponse
 
 PATH = "/v2/models/echo/infer"
@@ -88,10 +90,66 @@ def test_a_length_that_is_none_is_refused(post, length):
     assert answer.json["error"].startswith("Inference-Header-Content-Length: found ")
 
 
-def test_a_compressed_body_is_refused(post):
-    answer = post(b"\x1f\x8b", content_encoding="gzip")
-    assert (answer.status, answer.json["error"][:16]) == (400, "Content-Encoding")
+@pytest.mark.parametrize("coding", ["gzip", "deflate"])
+def test_a_compressed_body_is_inflated(post, planes, coding):
+    assert post(deflate(request(id="7"), coding), content_encoding=coding).status == 200
+    assert planes.data.asked[0][2].parameters[0].value == b"\1\2"
     assert post(request(), content_encoding="identity").status == 200
+
+
+def test_of_a_compressed_body_the_inflated_one_is_measured(post, planes):
+    tensor = {"name": "x", "shape": [2], "datatype": "INT8", "parameters": {"binary_data_size": 2}}
+    head = request(tensor)
+    length = str(len(head))
+    body = deflate(head + b"\5\6", "gzip")
+    assert post(body, content_encoding="gzip", inference_header_content_length=length).status == 200
+    assert planes.data.asked[0][2].parameters[0].value == b"\5\6"
+
+
+@pytest.mark.parametrize(
+    ("body", "coding", "refused"),
+    [
+        (b"\x1f\x8b", "gzip", (400, "Content-Encoding: found a body that is no gzip")),
+        (b"", "br", (415, "Content-Encoding: found 'br', expected one of gzip, deflate")),
+        (
+            deflate(bytes(200_001), "gzip"),
+            "gzip",
+            (413, "the body inflates to more than max_request_size=20000"),
+        ),
+    ],
+)
+def test_a_body_that_can_not_be_inflated_is_refused(post, planes, body, coding, refused):
+    status, text = refused
+    answer = post(body, content_encoding=coding)
+    assert answer.status == status
+    assert answer.json["error"].startswith(text)
+    assert answer.headers.get("accept-encoding") == ("gzip, deflate" if status == 415 else None)
+    assert planes.data.asked == []
+
+
+def test_a_handler_that_reads_json_itself_gets_it_inflated(post, planes):
+    planes.data.known = replace(planes.data.known, signature=None)
+    post(deflate(b"[1]", "gzip"), content_encoding="gzip", x_own="1")
+    asked = planes.data.asked[0][2]
+    assert asked.parameters[0].value == b"[1]"
+    assert dict(asked.headers).keys() & {"x-own", "content-encoding"} == {"x-own"}
+
+
+def test_an_answer_is_compressed_for_those_who_ask_for_it(post, planes):
+    long = JSON_ANSWER.replace(b"[7]", b"[%b]" % b",".join([b"7"] * 200))
+    answers(planes, InferResponse(long, (("content-type", "application/json"),)))
+    answer = post(request(), accept_encoding="gzip")
+    assert gzip.decompress(answer.body) == long
+    assert answer.headers["content-encoding"] == "gzip"
+    assert answer.headers["content-length"] == str(len(answer.body))
+    plain = post(request(), accept_encoding="gzip, deflate, br")
+    assert (plain.body, plain.headers.get("content-encoding")) == (long, None)
+
+
+def test_what_compressing_makes_longer_goes_as_it_is(post, planes):
+    answers(planes, InferResponse(b"{}", (("content-type", "application/json"),)))
+    answer = post(request(), accept_encoding="deflate")
+    assert (answer.body, answer.headers.get("content-encoding")) == (b"{}", None)
 
 
 @pytest.mark.parametrize(

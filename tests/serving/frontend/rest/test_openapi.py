@@ -1,9 +1,14 @@
+import asyncio
 import re
 
 import pytest
 
 from torchere.serving.errors import InvalidRequest
+from torchere.serving.frontend.rest.app import listener_app
 from torchere.serving.frontend.rest.openapi import listener_document, management_document, prediction_document
+from torchere.serving.frontend.rest.openapi_open_inference import open_inference_operations
+
+ALL = frozenset({"inference", "management", "metrics"})
 
 
 def operations(document):
@@ -41,7 +46,8 @@ def test_the_management_document_has_the_known_operations():
 @pytest.mark.parametrize(
     "document",
     [
-        listener_document(frozenset({"inference", "management", "metrics"}), "1"),
+        listener_document(ALL, "1"),
+        listener_document(ALL, "1", open_inference_operations(ALL)),
         management_document("m"),
         prediction_document("m", '{"inputs": [1], "outputs": [2]}'),
     ],
@@ -52,6 +58,33 @@ def test_every_parameter_in_a_path_is_declared_and_every_operation_has_answers(d
             declared = {p["name"] for p in operation.get("parameters", []) if p["in"] == "path"}
             assert declared == set(re.findall(r"{(\w+)}", path))
             assert all(answer["description"] for answer in operation["responses"].values())
+
+
+@pytest.mark.parametrize("surface", ["inference", "management", "metrics"])
+def test_with_the_open_inference_protocol_its_operations_stand_behind_torchserves(surface):
+    surfaces = frozenset({surface})
+    without = listener_document(surfaces, "1")
+    document = listener_document(surfaces, "1", open_inference_operations(surfaces))
+    assert [*document["paths"]][: len(without["paths"])] == [*without["paths"]]
+    assert {path: document["paths"][path] for path in without["paths"]} == without["paths"]
+    added = document["paths"].keys() - without["paths"].keys()
+    expected = {"inference": 17, "management": 3, "metrics": 0}
+    assert len(added) == expected[surface]
+    assert all(path.startswith("/v2") for path in added)
+
+
+def test_operations_of_one_document_have_names_of_their_own():
+    document = listener_document(ALL, "1", open_inference_operations(ALL))
+    names = [operation["operationId"] for path in document["paths"].values() for operation in path.values()]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(("switch", "there"), [(True, True), (False, False)])
+def test_the_open_inference_protocol_is_described_where_it_is_on(planes, ask_app, switch, there):
+    services = planes.services(open_inference_protocol=switch)
+    app = listener_app(frozenset({"inference"}), planes.data, planes.control, services)
+    answer = asyncio.run(ask_app(app, "OPTIONS", "/"))
+    assert ("/v2/models/{model_name}/versions/{model_version}/infer" in answer.json["paths"]) is there
 
 
 def test_a_models_document_has_its_three_paths():

@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import json
+import socket
 
 import pytest
+import uvloop
 
 from torchere.serving.frontend.rest.app import inference_app
 from torchere.serving.frontend.rest.disconnect import SWEEP_S
@@ -277,3 +279,26 @@ def test_a_port_that_is_taken_is_an_error_at_the_start(planes):
 def test_a_tls_address_without_files_is_refused():
     with pytest.raises(ValueError, match="needs a certificate"):
         RestServer(lambda scope, receive, send: None, Address(tls=True))
+
+
+def test_clients_that_come_at_once_are_taken_in_within_a_few_turns_of_the_loop(planes):
+    async def main() -> int:
+        app = inference_app(planes.data, planes.control, planes.services())
+        server = RestServer(app, Address(port=0), drain_timeout_s=2)
+        address = await server.start()
+        connections = server._server.server_state.connections
+        clients = [socket.create_connection((address.host, address.port)) for _ in range(100)]
+        turns = 0
+        while len(connections) < len(clients):
+            await asyncio.sleep(0)
+            turns += 1
+        for client in clients:
+            client.close()
+        await server.stop()
+        return turns
+
+    for policy in (asyncio.new_event_loop, uvloop.new_event_loop):
+        loop = policy()
+        turns = loop.run_until_complete(main())
+        loop.close()
+        assert turns < 20

@@ -1,0 +1,142 @@
+"""Rows of real models, tensors in and out: what of a bare loop over the same file the server keeps."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness import real_models, servers
+from harness.bare import bare_loop
+from harness.figures import Goal
+from harness.models import Workshop
+from harness.processes import Probe
+from harness.rows import Conditions, Figures, Row
+from harness.rows_http import closed_loop
+from torchere.archiver.signature import Signature
+
+_SHARE = 0.95  # of the bare loop
+_COLUMNS = {"per_second": "rows/s", "p50_ms": "p50 ms", "batch": "batch", "loops": "loops"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """A model, how it is served, and what it is asked.
+
+    Batch size and number of executors are what a user would find by trying: with one intra-op thread each,
+    as many executors as there are cores, and the batch size that is the fastest in a single loop. Twice as
+    many clients as rows fit into the executors, so that a full batch waits when an executor comes free.
+    """
+
+    name: str
+    file: Callable[[Workshop], Path]
+    signature: Signature
+    rows: Callable[[], Sequence[np.ndarray[Any, Any]]]
+    batch: int
+
+    @property
+    def clients(self) -> int:
+        """How many clients keep all executors busy."""
+        return 2 * self.batch * cores()
+
+    @property
+    def config(self) -> str:
+        """Its model-config.yaml; a batch is full when it goes, so the delay does not count."""
+        return f"batchSize: {self.batch}\nmaxBatchDelay: 5\njobQueueSize: 1000\n"
+
+
+def cores() -> int:
+    """How many executors, and loops, there are."""
+    return len(os.sched_getaffinity(0))
+
+
+def _lite0_rows() -> Sequence[np.ndarray[Any, Any]]:
+    return [np.full((1, 3, real_models.SIDE, real_models.SIDE), 0.5, np.float32)]
+
+
+def _minilm_rows() -> Sequence[np.ndarray[Any, Any]]:
+    return [tensor.numpy() for tensor in real_models.minilm_inputs_of(1)]
+
+
+LITE0 = _Subject("lite0t", real_models.lite0_file, real_models.LITE0, _lite0_rows, 1)
+MINILM = _Subject("minilm", real_models.minilm_file, real_models.MINILM, _minilm_rows, 8)
+
+
+def binary_request(
+    signature: Signature, rows: Sequence[np.ndarray[Any, Any]]
+) -> tuple[bytes, dict[str, str]]:
+    """Body and headers of an Open Inference request with raw tensors, which asks for such an answer."""
+    raws = [array.tobytes() for array in rows]
+    inputs = [
+        {
+            "name": spec.name,
+            "shape": list(array.shape),
+            "datatype": spec.datatype,
+            "parameters": {"binary_data_size": len(raw)},
+        }
+        for spec, array, raw in zip(signature.inputs, rows, raws, strict=True)
+    ]
+    head = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
+    return b"".join([head, *raws]), {"Inference-Header-Content-Length": str(len(head))}
+
+
+def _served(subject: _Subject) -> Callable[[Conditions], Figures]:
+    def measure(conditions: Conditions) -> Figures:
+        shop = conditions.shop
+        file = subject.file(shop)
+        real_models.tensor_archive(shop, subject.name, file, subject.signature, subject.config)
+        body, headers = binary_request(subject.signature, subject.rows())
+        path = f"/v2/models/{subject.name}/infer"
+        wanted = f'"name":"{subject.signature.outputs[0].name}"'.encode()
+        probe = Probe(path, body, wanted, "application/octet-stream", headers)
+        server = servers.torchere(shop, subject.name, cores())
+        clients = subject.clients
+        figures = closed_loop(server, probe, conditions, (clients,), warm_up_clients=clients)
+        return {"per_second": figures[f"rps_{clients}"], "p50_ms": figures[f"p50_{clients}_ms"]}
+
+    return measure
+
+
+def _bare(subject: _Subject) -> Callable[[Conditions], Figures]:
+    def measure(conditions: Conditions) -> Figures:
+        shop = conditions.shop
+        inputs = []
+        for spec, array in zip(subject.signature.inputs, subject.rows(), strict=True):
+            inputs.append(shop.folder / f"{subject.name}_{spec.name}.npy")
+            np.save(inputs[-1], array)
+        return bare_loop(subject.file(shop), inputs, conditions.seconds, cores())
+
+    return measure
+
+
+def _row(key: str, title: str, what: str, subject: _Subject) -> Row:
+    return Row(
+        key,
+        title,
+        f"{what} as raw tensors of the Open Inference Protocol over REST, wrk with {subject.clients} "
+        f"clients. The built-in handler tensor in {cores()} executor threads with one intra-op thread each, "
+        f"batches of {subject.batch}: what is the fastest in a single loop. The bare loop runs the same "
+        f"TorchScript file on the same tensors with {cores()} threads in all, as one loop or as one for each "
+        "thread, whichever is faster, with the best batch size of 1, 2, 4, 8 and 16, and with the server's "
+        "settings of the allocator.",
+        {"torchere": _served(subject), "bare loop": _bare(subject)},
+        _COLUMNS,
+        (Goal("rows a second, to a bare loop over the model", "per_second", _SHARE, against=("bare loop",)),),
+    )
+
+
+def rows() -> list[Row]:
+    """The rows of this module."""
+    lite0 = "One picture of 3 x 224 x 224 float32 in, 1000 scores out,"
+    minilm = (
+        f"Ids and mask of {real_models.TOKENS} tokens, int64, in, an embedding of {real_models.WIDTH} out,"
+    )
+    return [
+        _row("lite0_tensors", "EfficientNet-Lite0, tensors in and out", lite0, LITE0),
+        _row("minilm_tensors", "all-MiniLM-L6-v2, tensors in and out", minilm, MINILM),
+    ]

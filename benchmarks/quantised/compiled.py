@@ -1,0 +1,73 @@
+"""AOTInductor against TorchScript: the same fp32 model packed in both formats, on one thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantised.timing import quick_ms
+from quantised.zoo import Ready, Sample
+from torchere.archiver.models.dynamic import batch_of as free_batch
+from torchere.archiver.models.quantise_traced import plain_attention, traced
+from torchere.archiver.models.to_aoti import compile_aoti, gains_by_freezing
+from torchere.archiver.models.to_program import to_program
+from torchere.archiver.models.verify_outputs import difference, flattened
+from torchere.archiver.models.verify_timing import batch_of
+from torchere.handlers.aot import CompiledModel, load_package
+
+BATCHES = (1, 8)
+_LARGEST_BATCH = 64
+_BUDGET_S = 4.0  # of timing, for each batch size
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One model both ways. Latencies in milliseconds by batch size."""
+
+    title: str
+    packed: bool  # whether weights were packed while compiling
+    torchscript_ms: dict[int, float]
+    aoti_ms: dict[int, float]
+    drift: float  # of AOTInductor's answers from TorchScript's
+
+    def speedup(self, batch: int) -> float:
+        """How many times as fast AOTInductor is."""
+        return self.torchscript_ms[batch] / self.aoti_ms[batch]
+
+
+@dataclass(frozen=True)
+class Both:
+    """A model's two forms, loaded as the server loads them."""
+
+    torchscript: CompiledModel
+    aoti: CompiledModel
+    torchscript_file: Path
+    packed: bool
+
+
+def both(ready: Ready, folder: Path) -> Both:
+    """Make TorchScript and AOTInductor code of the model in the folder, as `torchere archive` does."""
+    example = ready.held_out[0]
+    with plain_attention():
+        script = traced(ready.module, example)
+    file = folder / "model.pt"
+    script.save(str(file))
+    rows = batch_of([example], 2)
+    program = to_program(ready.module, rows, [free_batch(rows, (1, _LARGEST_BATCH))])
+    compile_aoti(program, folder / "model.pt2", None)
+    compiled = load_package(str(folder / "model.pt2"), str(folder), "cpu")
+    return Both(script, compiled, file, gains_by_freezing(program))
+
+
+def compared(title: str, forms: Both, sample: Sample) -> Pair:
+    """Time both forms in turns."""
+    found = difference([(flattened(forms.torchscript(*sample)), flattened(forms.aoti(*sample)))])
+    models = [forms.torchscript, forms.aoti]
+    times = {size: quick_ms(models, batch_of([sample], size), _BUDGET_S) for size in BATCHES}
+    return Pair(
+        title=title,
+        packed=forms.packed,
+        torchscript_ms={size: one[0] for size, one in times.items()},
+        aoti_ms={size: one[1] for size, one in times.items()},
+        drift=found.drift,
+    )

@@ -1,0 +1,88 @@
+"""`docs/aoti.md`: the last run of `benchmarks/aoti.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from harness.machine import Machine
+from harness.report import markdown_table
+
+from quantised.compiled import BATCHES, Pair
+from quantised.scaling import Scaling
+
+FASTER, ON = 1.15, 2  # goal besides being as fast on each model: so many times as fast on so many of them
+TWICE = 1.9  # goal: two executors against one
+_EQUAL = 0.97  # the ratio of two equal models may come out as low
+
+_HEAD = """# AOTInductor beside TorchScript
+
+Written by `python benchmarks/aoti.py --write-docs`; do not edit, but its text in
+`benchmarks/quantised/compiled_document.py`.
+
+The same fp32 model as `--format aoti --dynamic-batch 1:64` and as `--format torchscript`, loaded as the
+server loads them. Models with convolutions or LSTMs have their weights packed for oneDNN while they are
+compiled (Inductor's freezing), which makes them faster. Others have not: with a free batch freezing takes
+oneDNN's matrix multiplication for linear layers instead of MKL's, and that was 0.6 times as fast as
+TorchScript for one row of the MLP, and 0.7 times for eight of MiniLM.
+"""
+
+
+def markdown(
+    pairs: Sequence[Pair], scaling: Scaling | None, missing: Mapping[str, str], machine: Machine
+) -> str:
+    """The whole document."""
+    quiet = "" if machine.load_before < machine.cores / 4 else ", so other work ran beside it"
+    measured = (
+        f"Measured {machine.date} on {machine.cpu}, {machine.cores} cores, PyTorch {machine.torch}, torchere "
+        f"{machine.torchere} (commit {machine.commit}); load average before the run {machine.load_before:g}"
+        f"{quiet}. One thread, in turns; the tenth percentile of processor time.\n"
+    )
+    parts = [_HEAD, measured, markdown_table(table(pairs)) + "\n", verdict(pairs) + "\n"]
+    if scaling is not None:
+        parts.append(executors(scaling) + "\n")
+    return "\n".join([*parts, *(f"Not measured: {title} ({why}).\n" for title, why in missing.items())])
+
+
+def table(pairs: Sequence[Pair]) -> list[list[str]]:
+    """Times of both."""
+    heads = [f"TorchScript → AOTI, batch {batch}" for batch in BATCHES]
+    lines = [["model", "weights", *heads, "faster", "drift"]]
+    for pair in pairs:
+        times = [f"{pair.torchscript_ms[b]:.3g} → {pair.aoti_ms[b]:.3g} ms" for b in BATCHES]
+        faster = ", ".join(f"{pair.speedup(batch):.2f} ×" for batch in BATCHES)
+        weights = "packed" if pair.packed else "as they are"
+        lines.append([pair.title, weights, *times, faster, f"{pair.drift:.1g}"])
+    return lines
+
+
+def verdict(pairs: Sequence[Pair]) -> str:
+    """Whether the goals are reached: a model counts by the slower of its batches."""
+    slow = slower(pairs)
+    fast = [pair.title for pair in pairs if min(pair.speedup(batch) for batch in BATCHES) >= FASTER]
+    behind = f"Slower than TorchScript: {', '.join(slow)}." if slow else "None is slower than TorchScript."
+    return (
+        f"{behind} At least {FASTER:g} × as fast at every batch: {', '.join(fast) or 'none'} "
+        f"(goal: {ON} models)."
+    )
+
+
+def slower(pairs: Sequence[Pair]) -> list[str]:
+    """Where AOTInductor loses, by more than two equal models differ."""
+    return [
+        f"{pair.title} at batch {batch} ({pair.speedup(batch):.2f} ×)"
+        for pair in pairs
+        for batch in BATCHES
+        if pair.speedup(batch) < _EQUAL
+    ]
+
+
+def executors(scaling: Scaling) -> str:
+    """What a second executor brings, beside what it could."""
+    reached = "reached" if scaling.aoti_threads >= TWICE else "missed"
+    return (
+        f"Two executor threads on one copy of the MLP's weights, batch 8, do {scaling.aoti_threads:.2f} × "
+        f"the runs of one by AOTInductor (goal {TWICE:g} ×: {reached}) and "
+        f"{scaling.torchscript_threads:.2f} × by TorchScript. Two processes that share nothing do "
+        f"{scaling.processes:.2f} × those of one: that is what the machine allows, for its cores share "
+        "caches and memory."
+    )

@@ -1,0 +1,53 @@
+"""How long a worker with something to do may say nothing, without a timer for each thing it does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+
+class Silence:
+    """Watches a worker while it has a batch. Lives on the event loop, which it must be made on.
+
+    Calls `on_timeout()` when nothing was heard for `timeout_s`. The one timer is not moved when something is
+    heard, which is often: when it fires, it looks how much of the time is left.
+    """
+
+    def __init__(self, timeout_s: float, on_timeout: Callable[[], None]) -> None:
+        self._timeout_s = timeout_s
+        self._on_timeout = on_timeout
+        self._loop = asyncio.get_running_loop()
+        self._began_s: float | None = None  # None: nothing is expected
+        self._timer: asyncio.TimerHandle | None = None
+
+    def watch(self) -> None:
+        """From now on it is to say something."""
+        self._began_s = self._loop.time()
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._timeout_s, self._look)
+
+    def broken(self) -> None:
+        """It said something, and there is more to come."""
+        self._began_s = self._loop.time()
+
+    def over(self) -> None:
+        """It is not to say anything any more."""
+        self._began_s = None
+
+    def stop(self) -> None:
+        """As `over`, and for good: let go of the timer, too."""
+        self.over()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._began_s is None:
+            return
+        left_s = self._began_s + self._timeout_s - self._loop.time()
+        if left_s > 0:
+            self._timer = self._loop.call_later(left_s, self._look)
+        else:
+            self._began_s = None
+            self._on_timeout()

@@ -1,0 +1,113 @@
+"""One gRPC call: what its head says, and its end, with the line it gets in the access log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from google.protobuf.message import DecodeError, Message
+
+from torchere.serving.errors import ServingError
+from torchere.serving.frontend.access_log import access_log
+from torchere.serving.frontend.call_scope import current_call
+from torchere.serving.frontend.grpc.errors import Table, failure
+from torchere.serving.frontend.http2.header_blocks import Metadata
+from torchere.serving.frontend.http2.messages import MessageFailed
+from torchere.serving.frontend.http2.status import StatusCode
+from torchere.serving.frontend.http2.stream import Stream
+from torchere.serving.telemetry.timeline import Timeline
+from torchere.serving.types import NO_DEADLINE
+
+logger = logging.getLogger(__name__)
+
+
+class Method(NamedTuple):
+    """What all calls of one method have in common."""
+
+    path: str  # `package.Service/Method`
+    table: Table  # what each error ends a call with
+    decode: Callable[[bytes], Message]
+    encode: Callable[[Message], bytes]
+
+    def code_of(self, error: ServingError) -> str:
+        """The name of the code that an error ends a call with."""
+        return str(failure(error, self.table).code.name)
+
+
+class Call:
+    """One call. Ended once, with `well` or `badly`; lives on the event loop.
+
+    Attributes:
+        started_s: monotonic seconds when its head came.
+        deadline_s: monotonic seconds after which the client waits no more, or `NO_DEADLINE`.
+        metadata: what the client sent, names in lower case; bytes under names that end in `-bin`.
+        timeline: of its prediction, where the call itself is one; else its scope knows.
+    """
+
+    __slots__ = ("deadline_s", "metadata", "method", "started_s", "stream", "timeline")
+
+    def __init__(self, method: Method, stream: Stream) -> None:
+        self.method = method
+        self.stream = stream
+        self.started_s = time.monotonic()
+        timeout_s = stream.head.timeout_s
+        self.deadline_s = NO_DEADLINE if timeout_s is None else self.started_s + timeout_s
+        self.metadata: Metadata = stream.head.metadata
+        self.timeline: Timeline | None = None
+
+    def decoded(self, message: bytes) -> Message:
+        """A message of the client.
+
+        Raises:
+            MessageFailed: it is none of this method.
+        """
+        try:
+            return self.method.decode(message)
+        except DecodeError as err:
+            raise MessageFailed(StatusCode.INTERNAL, "Exception deserializing request!") from err
+
+    def well(self) -> None:
+        """It ends well, after the messages that were sent."""
+        self.stream.end()
+        self._over(StatusCode.OK)
+
+    def well_with(self, message: Message) -> None:
+        """It is answered with one message, and ends well.
+
+        Raises:
+            MessageFailed: the message is longer than may be.
+        """
+        self.stream.answer(self.method.encode(message))
+        self._over(StatusCode.OK)
+
+    def badly(self, error: Exception) -> None:
+        """It ends with an error; a bug is logged, and the client gets INTERNAL."""
+        if isinstance(error, MessageFailed):
+            self.failed(error.code, str(error))
+            return
+        if not isinstance(error, ServingError):
+            logger.error("call of %s failed unexpectedly", self.method.path, exc_info=error)
+            error = ServingError("Internal server error", repr(error))
+        ended = failure(error, self.method.table)
+        self.failed(ended.code, ended.details)
+
+    def failed(self, code: StatusCode, details: str) -> None:
+        """It ends with a status other than OK."""
+        self.stream.end(code, details)
+        self._over(code)
+
+    def _over(self, code: StatusCode) -> None:
+        timeline = self.timeline
+        if timeline is not None:
+            timeline.finish(code.name)
+        else:
+            scope = current_call()
+            if scope is not None:
+                scope.finish(code.name)
+                timeline = scope.timeline
+        if access_log.enabled:
+            client = self.stream.connection.client
+            line = f"gRPC {self.method.path} HTTP/2.0"
+            access_log.add(client, line, code, self.started_s, timeline=timeline)

@@ -1,0 +1,186 @@
+"""Calls answered by coroutines: a task each, which ends with its client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, cast
+
+from google.protobuf.message import Message
+
+from torchere.serving.frontend.call_scope import CallScope
+from torchere.serving.frontend.grpc.call import Call, Method
+from torchere.serving.frontend.http2.messages import MessageFailed
+from torchere.serving.frontend.http2.status import StatusCode
+from torchere.serving.frontend.http2.stream import Receiver, Stream
+from torchere.serving.types import NO_DEADLINE
+
+Unary = Callable[[Any, Call], Awaitable[Message]]
+Streaming = Callable[[Any, Call], AsyncIterator[Message]]  # async generators, closed when a call ends early
+
+MESSAGES_AHEAD = 16  # of one call that wait to be taken; then its client has to wait
+# How long after its deadline a call is ended from here. The data plane ends predictions on time, and counts
+# them; this is for calls that wait for something else.
+LATE_S = 0.1
+
+
+class RunningCall(Call):
+    """A call with a task of its own; a `Receiver`."""
+
+    __slots__ = ("_answer", "_expiry", "_tasks", "task")
+
+    def __init__(
+        self, method: Method, stream: Stream, answer: Callable[[Any], Awaitable[None]], tasks: set[Any]
+    ) -> None:
+        super().__init__(method, stream)
+        self._answer = answer
+        self._tasks = tasks
+        self._expiry: asyncio.TimerHandle | None = None
+        self.task: asyncio.Task[None] | None = None
+
+    def begin(self, request: Any, *, many: bool) -> None:
+        """Begin to answer; `many`: the client may send several predictions."""
+        loop = asyncio.get_running_loop()
+        self.task = loop.create_task(self._run(request, many=many))
+        self._tasks.add(self.task)
+        self.task.add_done_callback(self._done)
+        if self.deadline_s != NO_DEADLINE:
+            self._expiry = loop.call_later(self.deadline_s - self.started_s + LATE_S, self._expire)
+
+    def flawed(self, code: StatusCode, message: str) -> None:
+        """What the client sends can't be taken."""
+        self.gone()
+        self.badly(MessageFailed(code, message))
+
+    def gone(self) -> None:
+        """The client gave it up."""
+        if self.task is not None:
+            self.task.cancel()
+
+    async def _run(self, request: Any, *, many: bool) -> None:
+        CallScope("grpc", self.started_s, lambda: self.metadata, self.method.code_of, many=many)
+        try:
+            await self._answer(request)
+        except Exception as error:  # the top of every call
+            self.badly(error)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        # Not in `_run`, which a task that is given up at once never begins.
+        self._tasks.discard(task)
+        if self._expiry is not None:
+            self._expiry.cancel()
+
+    def _expire(self) -> None:
+        self.gone()
+        self.failed(StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+
+
+class OneRequestCall(RunningCall):
+    """A call with one message of the client's."""
+
+    __slots__ = ("_message",)
+
+    def __init__(
+        self, method: Method, stream: Stream, answer: Callable[[Any], Awaitable[None]], tasks: set[Any]
+    ) -> None:
+        super().__init__(method, stream, answer, tasks)
+        self._message: bytes | None = None
+
+    def message(self, message: bytes) -> None:
+        """The client's message."""
+        if self._message is not None:
+            if not self.stream.ended:
+                self.flawed(StatusCode.INTERNAL, "found several messages, expected one")
+            return
+        self._message = message
+
+    def half_closed(self) -> None:
+        """There is no more; begin."""
+        if self._message is None:
+            self.flawed(StatusCode.INTERNAL, "found no message, expected one")
+            return
+        try:
+            request = self.decoded(self._message)
+        except MessageFailed as err:
+            self.badly(err)
+            return
+        self.begin(request, many=False)
+
+
+class ManyRequestsCall(RunningCall):
+    """A call with any number of the client's messages, answered while they come."""
+
+    __slots__ = ("_coming", "_is_over", "_wanted")
+
+    def __init__(
+        self, method: Method, stream: Stream, answer: Callable[[Any], Awaitable[None]], tasks: set[Any]
+    ) -> None:
+        super().__init__(method, stream, answer, tasks)
+        self._coming: deque[bytes] = deque()
+        self._wanted: asyncio.Future[None] | None = None
+        self._is_over = False
+        self.begin(self._requests(), many=True)
+
+    def message(self, message: bytes) -> None:
+        """One of the client's messages."""
+        self._coming.append(message)
+        if len(self._coming) >= MESSAGES_AHEAD:
+            self.stream.pause()
+        self._wake()
+
+    def half_closed(self) -> None:
+        """There are no more."""
+        self._is_over = True
+        self._wake()
+
+    async def _requests(self) -> AsyncIterator[Message]:
+        while True:
+            while self._coming:
+                yield self.decoded(self._coming.popleft())
+            if self._is_over:
+                return
+            self.stream.resume()
+            self._wanted = asyncio.get_running_loop().create_future()
+            await self._wanted
+
+    def _wake(self) -> None:
+        if self._wanted is not None and not self._wanted.done():
+            self._wanted.set_result(None)
+
+
+def one_to_one(method: Method, implementation: Unary, tasks: set[Any]) -> Callable[[Stream], Receiver]:
+    """What opens calls of a method with one message each way."""
+
+    def opened(stream: Stream) -> Receiver:
+        async def answer(request: Any) -> None:
+            call.well_with(await implementation(request, call))
+
+        call = OneRequestCall(method, stream, answer, tasks)
+        return call
+
+    return opened
+
+
+def to_many(
+    method: Method, implementation: Streaming, tasks: set[Any], *, from_many: bool
+) -> Callable[[Stream], Receiver]:
+    """What opens calls of a method that answers in any number of messages."""
+    kind = ManyRequestsCall if from_many else OneRequestCall
+
+    def opened(stream: Stream) -> Receiver:
+        call: OneRequestCall | ManyRequestsCall
+
+        async def answer(request: Any) -> None:
+            made = cast("AsyncGenerator[Message, None]", implementation(request, call))
+            async with aclosing(made) as messages:
+                async for message in messages:
+                    stream.send(method.encode(message))
+                    await stream.drained()
+            call.well()
+
+        call = kind(method, stream, answer, tasks)
+        return call
+
+    return opened

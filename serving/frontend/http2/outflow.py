@@ -1,0 +1,174 @@
+"""What goes out on a connection, no faster than the client takes it in (RFC 9113, 5.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from torchere.serving.frontend.http2.frames import (
+    DATA,
+    DEFAULT_FRAME_BYTES,
+    DEFAULT_WINDOW,
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    MAX_WINDOW,
+    ConnectionBroken,
+    ErrorCode,
+    Setting,
+    StreamBroken,
+    head,
+    read_settings,
+)
+from torchere.serving.frontend.http2.turn_writes import Buffers
+
+if TYPE_CHECKING:
+    from torchere.serving.frontend.http2.stream import Stream
+
+MOST_FRAME_BYTES = 2**20  # of one stream's, before another one gets its turn
+MOST_WRITTEN_BYTES = 2**20  # at once: then the socket may say that it is full
+DEFAULT_TABLE_BYTES = 4096  # of HPACK's table, which this end does not use
+# To be said when a client lowers the table's size (RFC 7541, 4.2): it is 0 from here on.
+TABLE_UNUSED = b"\x20"
+
+
+class Outflow:
+    """The windows of one connection, and the streams that wait for room in them. Lives on the event loop."""
+
+    __slots__ = (
+        *("_finished", "_table_note", "_waiting", "_window", "_write"),
+        *("frame_bytes", "initial_window", "stopped"),
+    )
+
+    def __init__(self, write: Callable[[Buffers], None], finished: Callable[[Stream], None]) -> None:
+        self._write = write
+        self._finished = finished
+        self._window = DEFAULT_WINDOW
+        self._waiting: dict[int, Stream] = {}  # in the order in which they began to wait
+        self.initial_window = DEFAULT_WINDOW  # of streams, as the client said
+        self.frame_bytes = DEFAULT_FRAME_BYTES
+        self.stopped = False  # the socket takes no more for now
+        self._table_note = b""  # what the next header block has to begin with
+
+    def take_room(self, stream: Stream, size: int) -> bool:
+        """Take the room for so much, to go out at once in one frame; whether there was room."""
+        if (
+            size > self._window
+            or size > stream.window
+            or size > self.frame_bytes
+            or stream.outbox
+            or self.stopped
+            or self._table_note
+        ):
+            return False
+        self._window -= size
+        stream.window -= size
+        return True
+
+    def pump(self, stream: Stream) -> None:
+        """Send what the windows let through, and the trailers when nothing is left before them."""
+        buffers: list[bytes | memoryview] = []
+        sent = unwritten = 0
+        outbox = stream.outbox
+        while outbox and not self.stopped:
+            part = outbox[0]
+            size = min(len(part), self.frame_bytes, self._window, stream.window)
+            if size <= 0:
+                break
+            buffers += (head(size, DATA, 0, stream.id), part[:size])
+            self._window -= size
+            stream.window -= size
+            sent += size
+            unwritten += size
+            if size == len(part):
+                outbox.popleft()
+            else:
+                outbox[0] = part[size:]
+            if unwritten >= MOST_WRITTEN_BYTES:
+                self._write(buffers)
+                buffers, unwritten = [], 0
+        is_last = not outbox and stream.trailers is not None
+        if stream.trailers is not None and is_last:
+            block = self.noted(stream.trailers)
+            buffers += (head(len(block), HEADERS, END_STREAM | END_HEADERS, stream.id), block)
+        if outbox and (stream.window > 0 or self.stopped):
+            self._waiting[stream.id] = stream
+        else:  # what waits for its own window alone is pumped when that grows
+            self._waiting.pop(stream.id, None)
+        if buffers:
+            self._write(buffers)
+        if sent:
+            stream.sent(sent)
+        if is_last:
+            self._finished(stream)
+
+    def noted(self, block: bytes) -> bytes:
+        """A header block that goes out now, behind what the client has to be told before it."""
+        note, self._table_note = self._table_note, b""
+        return note + block
+
+    def forget(self, stream: Stream) -> None:
+        """Nothing more of a stream is to go out."""
+        self._waiting.pop(stream.id, None)
+
+    def resume(self) -> None:
+        """The socket takes more again, or the connection's window has grown: each stream gets its turn."""
+        self.stopped = False
+        for _ in range(len(self._waiting)):
+            if self._window <= 0 or self.stopped:
+                break  # a client that gives leave for a byte must not have all streams looked at
+            # To the end of the line, or the first stream would have all of each new window.
+            self.pump(self._waiting.pop(next(iter(self._waiting))))
+
+    def widen(self, increment: int) -> None:
+        """The client takes in so much more on the whole connection.
+
+        Raises:
+            ConnectionBroken: it says nothing, or more than can be.
+        """
+        self._window += increment
+        if not increment or self._window > MAX_WINDOW:
+            code = ErrorCode.FLOW_CONTROL_ERROR if increment else ErrorCode.PROTOCOL_ERROR
+            raise ConnectionBroken(code, f"WINDOW_UPDATE of {increment} on the connection")
+        if not self.stopped:
+            self.resume()
+
+    def widen_stream(self, stream: Stream, increment: int) -> None:
+        """The same for one stream.
+
+        Raises:
+            StreamBroken: it says nothing, or more than can be.
+        """
+        stream.window += increment
+        if not increment or stream.window > MAX_WINDOW:
+            code = ErrorCode.FLOW_CONTROL_ERROR if increment else ErrorCode.PROTOCOL_ERROR
+            raise StreamBroken(stream.id, code, f"WINDOW_UPDATE of {increment}")
+        if stream.outbox:
+            self.pump(stream)
+
+    def configure(self, settings: bytes, streams: Sequence[Stream]) -> None:
+        """The client says what it takes in; this counts for streams that are open, too.
+
+        Raises:
+            ConnectionBroken: a value can't be.
+        """
+        # One that is told again and again counts once: each may concern a thousand streams.
+        wanted = dict(read_settings(settings))
+        if wanted.get(Setting.HEADER_TABLE_SIZE, DEFAULT_TABLE_BYTES) < DEFAULT_TABLE_BYTES:
+            self._table_note = TABLE_UNUSED
+        frame_bytes = wanted.get(Setting.MAX_FRAME_SIZE)
+        if frame_bytes is not None:
+            self.frame_bytes = min(frame_bytes, MOST_FRAME_BYTES)
+        initial_window = wanted.get(Setting.INITIAL_WINDOW_SIZE)
+        if initial_window is not None:
+            self._set_initial_window(initial_window, streams)
+
+    def _set_initial_window(self, size: int, streams: Sequence[Stream]) -> None:
+        change = size - self.initial_window
+        self.initial_window = size
+        for stream in streams:
+            stream.window += change
+            if stream.window > MAX_WINDOW:
+                raise ConnectionBroken(ErrorCode.FLOW_CONTROL_ERROR, "SETTINGS overflow a stream's window")
+            if change > 0 and stream.outbox:
+                self.pump(stream)

@@ -1,0 +1,200 @@
+"""One call on a connection: what has come of it, what is to go out, and who takes it in."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING, Protocol
+
+from torchere.serving.frontend.http2.frames import DATA, END_HEADERS, END_STREAM, HEADERS, frame, head
+from torchere.serving.frontend.http2.header_blocks import (
+    HEAD_BLOCK,
+    OK_BLOCK,
+    RequestHead,
+    refusal_block,
+    status_block,
+)
+from torchere.serving.frontend.http2.inflow import STREAM_WINDOW_BYTES
+from torchere.serving.frontend.http2.messages import PREFIX_BYTES, MessageFailed, MessageReader
+from torchere.serving.frontend.http2.status import StatusCode
+
+if TYPE_CHECKING:
+    from torchere.serving.frontend.http2.connection import Connection
+
+HIGH_WATER_BYTES = 65_536  # of what waits to go out; whoever makes more is asked to wait
+_JOINED_BYTES = 65_536  # below this, copying a message is cheaper than writing it in parts
+_LAST = END_STREAM | END_HEADERS
+
+
+class Receiver(Protocol):
+    """Who answers one call. Its methods are called on the event loop, and must not raise."""
+
+    def message(self, message: bytes) -> None:
+        """A message of the client is there."""
+
+    def half_closed(self) -> None:
+        """It was the last one."""
+
+    def flawed(self, code: StatusCode, message: str) -> None:
+        """A message can't be taken, for the gRPC status `code`; nothing more comes."""
+
+    def gone(self) -> None:
+        """The client gave the call up, or its connection is lost."""
+
+
+class Stream:
+    """Answer it once: with `answer`, or with any number of `send` and one `end`. Lives on the event loop."""
+
+    __slots__ = (
+        *("_drained", "_ended", "_head_sent", "_waiting_bytes", "connection", "head", "id", "outbox"),
+        *(
+            "paused",
+            "reader",
+            "receive_window",
+            "receiver",
+            "remote_open",
+            "trailers",
+            "unread_bytes",
+            "window",
+        ),
+    )
+
+    receiver: Receiver
+
+    def __init__(self, connection: Connection, stream_id: int, request: RequestHead, window: int) -> None:
+        self.connection = connection
+        self.id = stream_id
+        self.head = request
+        self.reader = MessageReader(connection.listening.receive_limit_bytes, request.encoding)
+        self.remote_open = True
+        self.receive_window = STREAM_WINDOW_BYTES  # what the client may send
+        self.unread_bytes = 0  # that came, and for which it got no new leave yet
+        self.paused = False  # nobody takes its messages: it gets no new leave
+        self.window = window  # what the client takes in
+        self.outbox: deque[bytes | memoryview] = deque()
+        self.trailers: bytes | None = None  # the last header block, once it is known
+        self._waiting_bytes = 0
+        self._head_sent = False
+        self._ended = False
+        self._drained: asyncio.Future[None] | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether its answer is complete, as far as whoever answers is concerned."""
+        return self._ended
+
+    def answer(self, message: bytes) -> None:
+        """Answer with one message, and well.
+
+        Raises:
+            MessageFailed: it is longer than may be; nothing was sent.
+        """
+        self._check(message)
+        if self._ended:
+            return
+        size = PREFIX_BYTES + len(message)
+        if self._head_sent or not self.connection.outflow.take_room(self, size):
+            self.send(message)
+            self.end()
+            return
+        self._ended = True
+        stream_id = self.id
+        self.connection.write(
+            frame(HEADERS, END_HEADERS, stream_id, HEAD_BLOCK)
+            + head(size, DATA, 0, stream_id)
+            + b"\0"
+            + len(message).to_bytes(4, "big")
+            + message
+            + frame(HEADERS, _LAST, stream_id, OK_BLOCK)
+        )
+        self.connection.finished(self)
+
+    def send(self, message: bytes) -> None:
+        """Send one message of several.
+
+        Raises:
+            MessageFailed: it is longer than may be; nothing was sent of it.
+        """
+        self._check(message)
+        if self._ended:
+            return
+        self._begin()
+        prefix = b"\0" + len(message).to_bytes(4, "big")
+        if len(message) < _JOINED_BYTES:
+            self.outbox.append(prefix + message)
+        else:
+            # So that the frames after the first one are slices of the message.
+            first = max(0, self.connection.outflow.frame_bytes - PREFIX_BYTES)
+            self.outbox.append(prefix + message[:first])
+            if first < len(message):
+                self.outbox.append(memoryview(message)[first:])
+        self._waiting_bytes += PREFIX_BYTES + len(message)
+        self.connection.outflow.pump(self)
+
+    def end(self, code: int = 0, message: str = "") -> None:
+        """End the answer with a gRPC status, behind what still waits to go out."""
+        if self._ended:
+            return
+        self._ended = True
+        if code == 0:
+            self._begin()
+            self.trailers = OK_BLOCK
+        elif self._head_sent:
+            self.trailers = status_block(code, message)
+        else:
+            self.trailers = refusal_block(200, code, message)
+        self.connection.outflow.pump(self)
+
+    def refuse(self, http_status: int, code: int, message: str) -> None:
+        """Answer what is no gRPC call, for clients that only look at the HTTP status."""
+        if not self._ended:
+            self._ended = True
+            self.trailers = refusal_block(http_status, code, message)
+            self.connection.outflow.pump(self)
+
+    async def drained(self) -> None:
+        """Wait until the client has taken in enough for more to be made; at once, if it has."""
+        if self._waiting_bytes > HIGH_WATER_BYTES:
+            self._drained = asyncio.get_running_loop().create_future()
+            await self._drained
+
+    def sent(self, size: int) -> None:
+        """So much of what waited went out."""
+        self._waiting_bytes -= size
+        if self._waiting_bytes <= HIGH_WATER_BYTES:
+            self._wake()
+
+    def pause(self) -> None:
+        """Have the client wait, once its window is full, until `resume`."""
+        self.paused = True
+
+    def resume(self) -> None:
+        """Take in more."""
+        if self.paused:
+            self.paused = False
+            self.connection.inflow.give_leave(self)
+
+    def lost(self) -> None:
+        """It is over from the client's side: nothing more goes out."""
+        self._ended = True
+        self.outbox.clear()
+        self._waiting_bytes = 0
+        self._wake()
+
+    def _check(self, message: bytes) -> None:
+        limit_bytes = self.connection.listening.send_limit_bytes
+        if len(message) > limit_bytes:
+            raise MessageFailed(
+                StatusCode.RESOURCE_EXHAUSTED,
+                f"SERVER: Sent message larger than max ({len(message)} vs. {limit_bytes})",
+            )
+
+    def _begin(self) -> None:
+        if not self._head_sent:
+            self._head_sent = True
+            block = self.connection.outflow.noted(HEAD_BLOCK)
+            self.connection.write(frame(HEADERS, END_HEADERS, self.id, block))
+
+    def _wake(self) -> None:
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)

@@ -1,0 +1,73 @@
+"""What a connection sends in one turn of the event loop, in one system call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+Buffers = Sequence[bytes | memoryview]
+
+AT_ONCE_BYTES = 65_536  # that wait for the end of the turn; more goes out as it comes
+
+
+class TurnWrites:
+    """Holds frames until the end of the turn. Lives on the event loop.
+
+    A batch answers many calls of one connection in one turn; a system call for each was a fifth of what a
+    call cost.
+    """
+
+    __slots__ = ("_held", "_held_bytes", "_is_due", "_loop", "_transport")
+
+    def __init__(self) -> None:
+        self._held: list[bytes | memoryview] = []
+        self._held_bytes = 0
+        self._is_due = False  # a flush is to come
+
+    def begin(self, transport: asyncio.Transport) -> None:
+        """The connection is there; nothing may be written before."""
+        self._transport = transport
+        self._loop = asyncio.get_running_loop()
+
+    def write(self, data: bytes) -> None:
+        """Send one or more whole frames."""
+        self._held.append(data)
+        self._count(len(data))
+
+    def write_all(self, buffers: Buffers) -> None:
+        """Send what is whole frames together."""
+        self._held += buffers
+        self._count(sum(map(len, buffers)))
+
+    def expect_flush(self) -> None:
+        """The caller calls `flush` itself, before this turn is over."""
+        self._is_due = True
+
+    def flush(self) -> None:
+        """Send what is held."""
+        self._is_due = False
+        if self._held:
+            self._send()
+
+    def close(self) -> None:
+        """Send what is held, and end the connection."""
+        self.flush()
+        self._transport.close()
+
+    def _count(self, size: int) -> None:
+        self._held_bytes += size
+        if self._held_bytes > AT_ONCE_BYTES:
+            self._send()
+        elif not self._is_due:
+            self._is_due = True
+            self._loop.call_soon(self.flush)
+
+    def _send(self) -> None:
+        held, size = self._held, self._held_bytes
+        self._held, self._held_bytes = [], 0
+        if self._transport.is_closing():
+            return
+        if size > AT_ONCE_BYTES:
+            self._transport.writelines(held)
+        else:
+            self._transport.write(held[0] if len(held) == 1 else b"".join(held))

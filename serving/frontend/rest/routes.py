@@ -1,0 +1,80 @@
+"""Builds the framework's app behind a REST port: everything but predictions.
+
+The framework takes longer to import than all modules of ours; a start puts it off (`deferred.py`).
+"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from torchere.serving.frontend.controlplane import ControlPlane
+from torchere.serving.frontend.dataplane import DataPlane
+from torchere.serving.frontend.description import pretty
+from torchere.serving.frontend.rest.answers import ANY_METHOD, answer_errors, json_answer, no_such_method
+from torchere.serving.frontend.rest.authorisation import Surfaces
+from torchere.serving.frontend.rest.inference import inference_routes, prediction_options
+from torchere.serving.frontend.rest.log_level import log_level_routes
+from torchere.serving.frontend.rest.management import ModelRoutes
+from torchere.serving.frontend.rest.open_inference import health_routes, model_routes, repository_routes
+from torchere.serving.frontend.rest.openapi import listener_document
+from torchere.serving.frontend.rest.openapi_open_inference import open_inference_operations
+from torchere.serving.frontend.rest.probes import metrics_routes, ping_routes, probe_routes
+from torchere.serving.frontend.rest.tokens import token_routes
+from torchere.serving.frontend.rest.workflows import workflow_routes
+from torchere.serving.frontend.services import Services
+
+
+def routes(
+    surfaces: Surfaces, dataplane: DataPlane, controlplane: ControlPlane, services: Services
+) -> ASGIApp:
+    """The routes of a port that answers the named APIs. May be built in any thread; use it on one loop."""
+    app = FastAPI(openapi_url=None, redirect_slashes=False)
+    answer_errors(app, show_detail=surfaces == {"management"})
+    app.include_router(_description_routes(surfaces, services))
+    if surfaces != {"metrics"}:
+        app.include_router(probe_routes(dataplane))
+    if "metrics" in surfaces:
+        app.include_router(metrics_routes(services.metrics, services.settings.metrics_mode))
+    if "inference" in surfaces:
+        _add_inference(app, dataplane, services)
+    if "management" in surfaces:
+        _add_management(app, controlplane, services)
+    if "inference" in surfaces:
+        app.include_router(prediction_options(dataplane))
+    return app
+
+
+def _add_inference(app: FastAPI, dataplane: DataPlane, services: Services) -> None:
+    app.include_router(ping_routes(dataplane))
+    if services.settings.open_inference_protocol:
+        app.include_router(health_routes(dataplane))
+        app.include_router(model_routes(dataplane))
+    app.include_router(inference_routes())
+
+
+def _add_management(app: FastAPI, controlplane: ControlPlane, services: Services) -> None:
+    max_request_bytes = services.settings.limits.max_request_bytes
+    app.include_router(ModelRoutes(controlplane, max_request_bytes).router())
+    app.include_router(workflow_routes())
+    app.include_router(log_level_routes())
+    if services.settings.open_inference_protocol:
+        app.include_router(repository_routes(controlplane, max_request_bytes))
+    if services.keys is not None:
+        app.include_router(token_routes(services.keys))
+
+
+def _description_routes(surfaces: Surfaces, services: Services) -> APIRouter:
+    router = APIRouter()
+    more = open_inference_operations(surfaces) if services.settings.open_inference_protocol else []
+    text = pretty(listener_document(surfaces, services.server_version, more))
+
+    async def describe_api(request: Request) -> Response:
+        return json_answer(text)
+
+    router.add_api_route("/", describe_api, methods=["OPTIONS"])
+    router.add_api_route("/", no_such_method, methods=ANY_METHOD)
+    router.add_api_route("/api-description", describe_api, methods=ANY_METHOD)
+    return router

@@ -1,0 +1,51 @@
+"""The document of `benchmarks/aoti.py`, and what counts the runs of executors."""
+
+import time
+from dataclasses import replace
+
+import torch
+from quantised.compiled import Pair
+from quantised.compiled_document import executors, slower, table, verdict
+from quantised.scaling import Scaling, _run
+from quantised.timing import quick_ms
+
+PAIR = Pair("net", True, torchscript_ms={1: 2.0, 8: 12.0}, aoti_ms={1: 1.0, 8: 10.0}, drift=1e-7)
+
+
+def test_the_table_shows_both_times_and_whether_weights_are_packed() -> None:
+    assert table([PAIR])[1] == ["net", "packed", "2 → 1 ms", "12 → 10 ms", "2.00 ×, 1.20 ×", "1e-07"]
+
+
+def test_a_model_counts_by_the_slower_of_its_batches() -> None:
+    mixed = replace(PAIR, title="mixed", aoti_ms={1: 1.0, 8: 16.0})
+
+    text = verdict([PAIR, mixed])
+
+    assert slower([PAIR, mixed]) == ["mixed at batch 8 (0.75 ×)"]
+    assert "Slower than TorchScript: mixed at batch 8 (0.75 ×)." in text
+    assert "1.15 × as fast at every batch: net (goal" in text
+    assert "None is slower than TorchScript" in verdict([PAIR])
+
+
+def test_what_two_executors_do_stands_beside_what_the_machine_allows() -> None:
+    text = executors(Scaling(aoti_threads=1.8, torchscript_threads=1.7, processes=1.75))
+
+    assert "do 1.80 × the runs of one by AOTInductor (goal 1.9 ×: missed)" in text
+    assert "Two processes that share nothing do 1.75 ×" in text
+
+
+def test_a_round_that_is_over_before_it_begins_counts_no_runs() -> None:
+    calls: list[torch.Tensor] = []
+
+    count = _run(calls.append, (torch.zeros(1),), 0.0, time.monotonic() - 1.0)
+
+    assert (count, len(calls)) == (0, 1)  # one to warm up
+
+
+def test_the_quick_end_of_the_runs_leaves_out_the_slow_ones() -> None:
+    order: list[str] = []
+
+    times = quick_ms([lambda: order.append("one"), lambda: order.append("other")], [], 0.0)
+
+    assert len(times) == 2
+    assert order[-4:] == ["one", "other"] * 2

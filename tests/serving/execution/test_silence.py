@@ -1,0 +1,74 @@
+"""The bound on a worker's silence: counted from the last thing it said, with one timer."""
+
+import asyncio
+
+from torchere.serving.execution.silence import Silence
+
+TIMEOUT_S = 0.04
+TICK_S = 0.002  # a loop's clock may be that coarse
+
+
+class Watched:
+    """A `Silence`, and when it was too long."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.began_s = self.loop.time()
+        self.fired: asyncio.Future[float] = self.loop.create_future()
+        self.silence = Silence(TIMEOUT_S, lambda: self.fired.set_result(self.loop.time() - self.began_s))
+        self.silence.watch()
+
+    async def until(self, after_s: float) -> None:
+        """Wait for a moment that the test is about."""
+        there = self.loop.create_future()
+        self.loop.call_later(after_s, there.set_result, None)
+        await there
+
+
+def test_silence_is_told_after_the_time_out() -> None:
+    async def main() -> float:
+        watched = Watched()
+        return await asyncio.wait_for(watched.fired, 10)
+
+    assert asyncio.run(main()) >= TIMEOUT_S - TICK_S
+
+
+def test_what_is_heard_begins_the_time_anew() -> None:
+    async def main() -> float:
+        watched = Watched()
+        watched.loop.call_later(TIMEOUT_S / 2, watched.silence.broken)
+        return await asyncio.wait_for(watched.fired, 10)
+
+    assert asyncio.run(main()) >= 1.5 * TIMEOUT_S - TICK_S
+
+
+def test_who_is_not_to_say_anything_may_be_silent() -> None:
+    async def main() -> None:
+        watched = Watched()
+        watched.silence.over()
+        await watched.until(2 * TIMEOUT_S)
+        assert not watched.fired.done()
+
+    asyncio.run(main())
+
+
+def test_a_watch_that_begins_while_the_old_timer_runs_gets_its_whole_time() -> None:
+    async def main() -> None:
+        watched = Watched()
+        watched.silence.over()
+        await watched.until(TIMEOUT_S / 2)
+        watched.began_s = watched.loop.time()
+        watched.silence.watch()
+        assert await asyncio.wait_for(watched.fired, 10) >= TIMEOUT_S - TICK_S
+
+    asyncio.run(main())
+
+
+def test_nothing_is_told_after_the_end() -> None:
+    async def main() -> None:
+        watched = Watched()
+        watched.silence.stop()
+        await watched.until(2 * TIMEOUT_S)
+        assert not watched.fired.done()
+
+    asyncio.run(main())

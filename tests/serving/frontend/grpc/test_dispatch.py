@@ -1,0 +1,85 @@
+"""Which calls reach a method, and what the others are told."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from torchere.serving.frontend.grpc.dispatch import dispatcher
+from torchere.serving.frontend.http2.header_blocks import request_head
+
+PATH = "/test.Service/echo"
+OPENED = object()
+
+
+class FakeStream:
+    """Keeps how it was answered."""
+
+    def __init__(self, **changed):
+        headers = {":method": "POST", ":path": PATH, "content-type": "application/grpc"} | {
+            (name if name == "path" else name.replace("_", "-")): value for name, value in changed.items()
+        }
+        method = headers.pop("method", None)
+        if method is not None:
+            headers[":method"] = method
+        path = headers.pop("path", None)
+        if path is not None:
+            headers[":path"] = path
+        self.head = request_head(headers.items())
+        self.answered = None
+
+    def end(self, code, message):
+        self.answered = (code, message)
+
+    def refuse(self, status, code, message):
+        self.answered = (status, code, message)
+
+
+def opened(keys=None, kind="inference", **changed):
+    stream = FakeStream(**changed)
+    receiver = dispatcher({PATH: lambda stream: OPENED}, keys, kind)(stream)
+    return "opened" if receiver is OPENED else stream.answered
+
+
+@pytest.mark.parametrize(
+    "content_type", ["application/grpc", "application/grpc+proto", "application/grpc;charset=utf-8"]
+)
+def test_a_call_of_a_method_that_is_there_is_opened(content_type):
+    assert opened(content_type=content_type) == "opened"
+
+
+@pytest.mark.parametrize(
+    "content_type", ["", "application/json", "application/grpc-web", "application/grpcx"]
+)
+def test_what_is_no_grpc_gets_415(content_type):
+    assert opened(content_type=content_type) == (
+        415,
+        13,
+        f"content-type: found {content_type!r}, expected application/grpc",
+    )
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", ""])
+def test_what_is_no_post_gets_405(method):
+    assert opened(method=method) == (405, 13, "expected POST")
+
+
+def test_a_method_that_is_not_there_is_unimplemented():
+    assert opened(path="/test.Service/nothing") == (12, "Method not found!")
+
+
+def test_a_flaw_of_its_head_ends_a_call():
+    assert opened(grpc_timeout="soon")[0] == 13
+
+
+def test_without_its_key_a_call_is_not_opened(planes):
+    refused = opened(planes.keys)
+    assert refused[0] == 7
+    assert opened(planes.keys, path="/test.Service/nothing") == refused
+    assert opened(planes.keys, authorization="Bearer inference") == "opened"
+
+
+def test_what_still_comes_of_a_call_that_was_refused_is_passed_over():
+    stream = SimpleNamespace(head=request_head([]), refuse=lambda *told: None)
+    receiver = dispatcher({}, None, "inference")(stream)
+    told = [receiver.message(b"m"), receiver.half_closed(), receiver.flawed(13, "no"), receiver.gone()]
+    assert told == [None] * 4

@@ -1,0 +1,385 @@
+"""Coroutines behind gRPC methods, asked by real clients: who waits, who is ended, and what is left behind."""
+
+import asyncio
+import contextlib
+from types import SimpleNamespace
+
+import grpc
+import pytest
+from google.protobuf.wrappers_pb2 import BytesValue
+from hpack import Encoder
+from hyperframe.frame import DataFrame, HeadersFrame, SettingsFrame
+
+from torchere.serving.errors import InvalidRequest
+from torchere.serving.frontend.grpc import running
+from torchere.serving.frontend.grpc.call import Method
+from torchere.serving.frontend.grpc.dispatch import dispatcher
+from torchere.serving.frontend.grpc.errors import MANAGEMENT
+from torchere.serving.frontend.grpc.running import one_to_one, to_many
+from torchere.serving.frontend.http2.connection import Connection
+from torchere.serving.frontend.http2.listening import Listening
+from torchere.serving.frontend.http2.messages import MessageFailed
+from torchere.serving.frontend.http2.status import StatusCode
+
+LIMIT = 8 * 2**20
+CODE = grpc.StatusCode
+
+
+class Service:
+    """Methods that wait, fail, or stream; `closed` is set when one of them is ended early."""
+
+    def __init__(self):
+        self.began, self.closed, self.go = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.made = 0
+
+    async def echo(self, request, call):
+        return request
+
+    async def hang(self, request, call):
+        with self.watched():
+            await asyncio.Event().wait()
+
+    async def fail(self, request, call):
+        raise {b"known": InvalidRequest("half \udce9 name"), b"long": MessageFailed(StatusCode.RESOURCE_EXHAUSTED, "too long")}.get(
+            request.value, ValueError("bug")
+        )
+
+    async def flow(self, request, call):
+        with self.watched():
+            for _ in range(2000):
+                yield BytesValue(value=bytes(10_000))
+                self.made += 1
+
+    async def each(self, requests, call):
+        with self.watched():
+            async for request in requests:
+                yield request
+
+    async def slow(self, requests, call):
+        await self.go.wait()
+        total = 0
+        async for request in requests:
+            total += len(request.value)
+        yield BytesValue(value=b"%d" % total)
+
+    async def deaf(self, requests, call):
+        yield BytesValue(value=b"enough")
+
+    async def stuck(self, requests, call):
+        with self.watched():
+            await asyncio.Event().wait()
+            yield BytesValue()
+
+    @contextlib.contextmanager
+    def watched(self):
+        self.began.set()
+        try:
+            yield
+        finally:
+            self.closed.set()
+
+
+def method(name):
+    return Method(f"test.Service/{name}", MANAGEMENT, BytesValue.FromString, BytesValue.SerializeToString)
+
+
+@contextlib.asynccontextmanager
+async def serving(**options):
+    service, tasks = Service(), set()
+    openers = {
+        f"/{method(name).path}": one_to_one(method(name), getattr(service, name), tasks)
+        for name in ("echo", "hang", "fail")
+    }
+    openers["/test.Service/flow"] = to_many(method("flow"), service.flow, tasks, from_many=False)
+    for name in ("each", "slow", "deaf", "stuck"):
+        implementation = getattr(service, name)
+        openers[f"/test.Service/{name}"] = to_many(method(name), implementation, tasks, from_many=True)
+    listening = Listening(dispatcher(openers, None, "inference"), LIMIT, LIMIT, **options)
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: Connection(listening), "127.0.0.1", 0)
+    target = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    unlimited = [("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
+    try:
+        async with grpc.aio.insecure_channel(target, unlimited) as channel:
+            yield SimpleNamespace(
+                channel=channel, service=service, tasks=tasks, listening=listening, target=target
+            )
+    finally:
+        server.close()
+        for connection in list(listening.connections):
+            connection.abort()
+        if tasks:
+            await asyncio.wait(tasks, timeout=10)
+        assert tasks == set()
+        await listening.emptied(10)
+
+
+CODEC = (BytesValue.SerializeToString, BytesValue.FromString)
+
+
+def unary(served, name, value=b"m", **options):
+    call = served.channel.unary_unary(f"/test.Service/{name}", *CODEC)
+    return call(BytesValue(value=value), **{"timeout": 20, **options})
+
+
+def streaming(served, name, **options):
+    return served.channel.unary_stream(f"/test.Service/{name}", *CODEC)(
+        BytesValue(), **{"timeout": 20, **options}
+    )
+
+
+def both(served, name, requests=None, **options):
+    call = served.channel.stream_stream(f"/test.Service/{name}", *CODEC)
+    return call(requests, **{"timeout": 20, **options})
+
+
+def run(main):
+    return asyncio.run(asyncio.wait_for(main, 20))
+
+
+async def status_of(call):
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await call
+    return failed.value.code(), failed.value.details()
+
+
+@pytest.mark.parametrize("compression", [None, grpc.Compression.Gzip, grpc.Compression.Deflate])
+@pytest.mark.parametrize("size", [0, 1000, 6 * 2**20])
+def test_messages_of_any_size_come_back_compressed_or_not(compression, size):
+    async def main():
+        async with serving() as served:
+            return (await unary(served, "echo", bytes(size), compression=compression)).value
+
+    assert run(main()) == bytes(size)
+
+
+def test_compressed_messages_on_a_stream_come_back():
+    async def main():
+        async with serving() as served:
+            requests = [BytesValue(value=b"a" * n) for n in (0, 5, 50_000)]
+            answers = both(served, "each", iter(requests), compression=grpc.Compression.Gzip)
+            return [len(answer.value) async for answer in answers]
+
+    assert run(main()) == [0, 5, 50_000]
+
+
+@pytest.mark.parametrize("compression", [None, grpc.Compression.Gzip])
+def test_a_message_over_the_limit_is_refused(compression):
+    async def main():
+        async with serving() as served:
+            code, details = await status_of(unary(served, "echo", bytes(LIMIT), compression=compression))
+            return code, details.split("(")[0], (await unary(served, "echo")).value
+
+    assert run(main()) == (CODE.RESOURCE_EXHAUSTED, "SERVER: Received message larger than max ", b"m")
+
+
+@pytest.mark.parametrize(
+    ("value", "status"),
+    [
+        (b"known", (CODE.INVALID_ARGUMENT, "half ? name\norg.pytorch.serve.http.BadRequestException")),
+        (b"long", (CODE.RESOURCE_EXHAUSTED, "too long")),
+    ],
+)
+def test_an_error_becomes_its_status(value, status):
+    async def main():
+        async with serving() as served:
+            return await status_of(unary(served, "fail", value))
+
+    assert run(main()) == status
+
+
+def test_a_bug_is_logged_and_answered_as_internal(caplog):
+    async def main():
+        async with serving() as served:
+            return await status_of(unary(served, "fail", b"bug"))
+
+    assert run(main())[0] is CODE.INTERNAL
+    assert "ValueError: bug" in caplog.text
+
+
+def test_a_message_that_is_none_of_the_method_is_internal():
+    async def main():
+        async with serving() as served:
+            call = served.channel.unary_unary("/test.Service/echo")
+            return await status_of(call(b"\xff\xff", timeout=20))
+
+    assert run(main()) == (CODE.INTERNAL, "Exception deserializing request!")
+
+
+def test_a_method_that_is_not_there_is_unimplemented():
+    async def main():
+        async with serving() as served:
+            return await status_of(unary(served, "nothing"))
+
+    assert run(main()) == (CODE.UNIMPLEMENTED, "Method not found!")
+
+
+@pytest.mark.parametrize("begin", [unary, streaming, both])
+def test_a_client_that_cancels_ends_the_task(begin):
+    name = {unary: "hang", streaming: "flow", both: "stuck"}[begin]
+
+    async def main():
+        async with serving() as served:
+            call = begin(served, name)
+            await served.service.began.wait()
+            call.cancel()
+            await served.service.closed.wait()
+            await asyncio.wait(served.tasks, timeout=10) if served.tasks else None
+            (connection,) = served.listening.connections
+            return len(served.tasks), len(connection._streams)
+
+    assert run(main()) == (0, 0)
+
+
+def test_a_client_that_loses_its_connection_ends_the_tasks():
+    async def main():
+        async with serving() as served:
+            call = unary(served, "hang")
+            await served.service.began.wait()
+            for connection in list(served.listening.connections):
+                connection.abort()
+            await served.service.closed.wait()
+            return (await status_of(call))[0]
+
+    assert run(main()) is CODE.UNAVAILABLE
+
+
+def test_a_call_that_hangs_is_ended_after_its_deadline_even_when_its_client_waits(monkeypatch):
+    monkeypatch.setattr(running, "LATE_S", 0.0)
+
+    async def main():
+        async with serving() as served:
+            reader, writer = await asyncio.open_connection(*served.target.split(":"))
+            head = [
+                (":method", "POST"),
+                (":path", "/test.Service/hang"),
+                ("content-type", "application/grpc"),
+            ]
+            block = Encoder().encode([*head, ("grpc-timeout", "50m")])
+            writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + SettingsFrame(0).serialize())
+            writer.write(HeadersFrame(1, block, flags=["END_HEADERS"]).serialize())
+            writer.write(DataFrame(1, bytes(5), flags=["END_STREAM"]).serialize())
+            found = await reader.readuntil(b"grpc-message")
+            writer.close()
+            await writer.wait_closed()
+            return found[found.index(b"grpc-status") :][:13], served.service.closed.is_set()
+
+    assert run(main()) == (b"grpc-status\x014", True)
+
+
+def test_a_client_whose_deadline_is_over_is_told_so():
+    async def main():
+        async with serving() as served:
+            code, _ = await status_of(unary(served, "hang", timeout=0.1))
+            await served.service.closed.wait()
+            return code
+
+    assert run(main()) is CODE.DEADLINE_EXCEEDED
+
+
+def test_keepalives_of_a_client_are_answered():
+    async def main():
+        options = [
+            ("grpc.keepalive_time_ms", 10),
+            ("grpc.keepalive_timeout_ms", 1000),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.max_pings_without_data", 0),
+        ]
+        async with serving() as served, grpc.aio.insecure_channel(served.target, options) as channel:
+            code, _ = await status_of(unary(SimpleNamespace(channel=channel), "hang", timeout=0.3))
+            (connection,) = served.listening.connections
+            return code, connection.inflow._chatter
+
+    code, pings = run(main())
+    assert code is CODE.DEADLINE_EXCEEDED
+    assert pings > 2
+
+
+def test_a_call_given_up_before_its_task_began_leaves_no_timer():
+    async def main():
+        stream = SimpleNamespace(
+            head=SimpleNamespace(timeout_s=3600.0, metadata=()), resume=lambda: None, ended=False
+        )
+        tasks = set()
+        call = to_many(method("stuck"), Service().stuck, tasks, from_many=True)(stream)
+        call.gone()
+        await asyncio.wait({call.task})
+        return call._expiry.cancelled(), tasks
+
+    assert run(main()) == (True, set())
+
+
+def test_whoever_streams_waits_for_a_slow_reader():
+    async def main():
+        async with serving() as served:
+            call = streaming(served, "flow")
+            await call.read()
+            made = 0
+            while made != served.service.made:  # until it makes no more
+                made = served.service.made
+                for _ in range(50):
+                    await asyncio.sleep(0)
+            came = 1
+            while await call.read() is not grpc.aio.EOF:
+                came += 1
+            return made, came
+
+    made, came = run(main())
+    assert made < 1500  # windows of grpcio's client grow with what it reads
+    assert came == 2000
+
+
+def test_a_client_that_streams_faster_than_it_is_read_waits():
+    async def main():
+        async with serving() as served:
+            sent = 0
+
+            async def requests():
+                nonlocal sent
+                for _ in range(200):
+                    yield BytesValue(value=bytes(100_000))
+                    sent += 1
+
+            call = both(served, "slow", requests())
+            before = -1
+            while before != sent or not sent:
+                before = sent
+                for _ in range(200):
+                    await asyncio.sleep(0)
+            (connection,) = served.listening.connections
+            (stream,) = connection._streams.values()
+            waiting = len(stream.receiver._coming)
+            served.service.go.set()
+            return waiting, [answer.value async for answer in call]
+
+    waiting, answers = run(main())
+    assert waiting <= 42  # a window of four megabytes
+    assert answers == [b"20000000"]
+
+
+def test_a_method_that_stops_reading_ends_the_call_well():
+    async def main():
+        async with serving() as served:
+
+            async def requests():
+                while True:
+                    yield BytesValue(value=b"more")
+                    await asyncio.sleep(0)
+
+            call = both(served, "deaf", requests())
+            return [answer.value async for answer in call], await call.code()
+
+    assert run(main()) == ([b"enough"], CODE.OK)
+
+
+def test_no_call_is_lost_while_connections_grow_old():
+    async def main():
+        async with serving(age_s=lambda: 0.05) as served:
+
+            async def client():
+                return [(await unary(served, "echo", b"%d" % n)).value for n in range(150)]
+
+            found = await asyncio.gather(*(client() for _ in range(4)))
+            return found
+
+    assert run(main()) == [[b"%d" % n for n in range(150)]] * 4

@@ -1,0 +1,177 @@
+"""Headers against the `hpack` library's own encoder and decoder."""
+
+import base64
+from urllib.parse import unquote
+
+import pytest
+from hpack import Decoder, Encoder, NeverIndexedHeaderTuple
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchere.serving.frontend.http2 import header_blocks
+from torchere.serving.frontend.http2.frames import ConnectionBroken, ErrorCode
+from torchere.serving.frontend.http2.header_blocks import (
+    HeadReader,
+    refusal_block,
+    request_head,
+    status_block,
+)
+
+NAMES = [
+    ":path",
+    ":method",
+    "content-type",
+    "te",
+    "x-one",
+    "x-two",
+    "authorization",
+    "user-agent",
+    "tail-bin",
+]
+VALUES = ["POST", "/a/B", "/a/C", "application/grpc", "1", "two", "dGVu", "v" * 60, "w" * 700]
+header = st.tuples(st.sampled_from(NAMES), st.sampled_from(VALUES), st.booleans())
+table_size = st.one_of(st.none(), st.sampled_from([0, 40, 100, 300, 1000, 4096]))
+calls = st.lists(st.tuples(st.lists(header, max_size=5), table_size, st.booleans()), max_size=12)
+
+
+@given(calls)
+def test_a_remembered_block_never_gives_stale_headers(made):
+    encoder, reader = Encoder(), HeadReader()
+    for headers, size, huffman in made:
+        if size is not None:
+            encoder.header_table_size = size
+        listed = [
+            NeverIndexedHeaderTuple(name, value) if secret else (name, value)
+            for name, value, secret in headers
+        ]
+        expected = request_head([(name, value) for name, value, _ in headers])
+        assert reader.read(encoder.encode(listed, huffman=huffman)) == expected
+
+
+@given(st.binary(max_size=200), st.lists(header, max_size=4))
+def test_bytes_that_are_no_headers_break_the_connection_and_nothing_else(junk, headers):
+    reader = HeadReader()
+    reader.read(Encoder().encode([(name, value) for name, value, _ in headers]))
+    try:
+        reader.read(junk)
+    except ConnectionBroken as broken:
+        assert broken.code in {ErrorCode.COMPRESSION_ERROR, ErrorCode.ENHANCE_YOUR_CALM}
+
+
+def test_a_call_like_the_one_before_it_is_not_read_again():
+    encoder, reader = Encoder(), HeadReader()
+    headers = [(":method", "POST"), (":path", "/a/B"), ("x-one", "1")]
+    reader.read(encoder.encode(headers))
+    block = encoder.encode(headers)
+    assert reader.read(block) is reader.read(encoder.encode(headers))
+
+
+def test_what_is_remembered_is_bounded_and_later_calls_still_are():
+    reader, encoder = HeadReader(), Encoder()
+    for number in range(1000):
+        reader.read(encoder.encode([NeverIndexedHeaderTuple("x-one", str(number))]))
+    reader.read(encoder.encode([NeverIndexedHeaderTuple("x-one", "w" * 5000)]))
+    assert len(reader._known) <= 64
+    assert max(map(len, reader._known)) <= 1024
+    block = b"\x83"
+    reader.read(block)
+    assert reader.read(block) is reader.read(block)
+
+
+def test_a_header_list_that_is_too_long_breaks_the_connection():
+    with pytest.raises(ConnectionBroken) as broken:
+        HeadReader().read(Encoder().encode([("x-one", "\\" * 17_000)], huffman=False))
+    assert broken.value.code is ErrorCode.ENHANCE_YOUR_CALM
+
+
+def test_a_bomb_of_references_to_one_long_header_breaks_the_connection():
+    reader = HeadReader()
+    reader.read(Encoder().encode([("x-one", "v" * 4000)]))
+    with pytest.raises(ConnectionBroken) as broken:
+        reader.read(b"\xbe" * 30_000)
+    assert broken.value.code is ErrorCode.ENHANCE_YOUR_CALM
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("2H", 7200), ("3M", 180), ("10S", 10), ("250m", 0.25), ("5u", 5e-6), ("7n", 7e-9), ("0S", 0)],
+)
+def test_a_timeout_is_read_in_each_unit(text, seconds):
+    head = request_head([("grpc-timeout", text)])
+    assert (head.timeout_s, head.flaw) == (pytest.approx(seconds), "")
+
+
+@pytest.mark.parametrize("text", ["", "S", "1", "1s", "-1S", "1.5S", "123456789S", "²S", "1 S", "+1S"])
+def test_what_is_no_timeout_is_a_flaw_of_the_call(text):
+    assert "expected digits and a unit" in request_head([("grpc-timeout", text)]).flaw
+
+
+def test_without_a_timeout_there_is_none():
+    assert request_head([]).timeout_s is None
+
+
+@given(st.lists(st.binary(max_size=40), min_size=1, max_size=3), st.booleans())
+def test_binary_metadata_comes_back_padded_or_not_and_joined(values, padded):
+    texts = [base64.b64encode(value).decode() for value in values]
+    joined = ",".join(text if padded else text.rstrip("=") for text in texts)
+    head = request_head([("x-bin", joined)])
+    assert head.metadata == tuple(("x-bin", value) for value in values)
+
+
+@pytest.mark.parametrize("text", ["a", "é", "ab c", "abcde", "\u2603\u2603\u2603\u2603"])
+def test_binary_metadata_that_is_none_is_a_flaw_of_the_call(text):
+    assert request_head([("x-bin", text)]).flaw == "metadata x-bin: not base64"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [[(":path", "/a"), (":path", "/b")], [("x-one", "1"), (":path", "/a")]],
+)
+def test_pseudo_headers_twice_or_late_are_a_flaw_of_the_call(headers):
+    assert "pseudo-header" in request_head(headers).flaw
+
+
+def test_what_belongs_to_the_transport_is_no_metadata():
+    names = ["te", "content-type", "grpc-timeout", "grpc-encoding", "grpc-accept-encoding"]
+    head = request_head([*((name, "1S") for name in names), ("x-one", "1")])
+    assert head.metadata == (("x-one", "1"),)
+    assert (head.encoding, head.content_type) == ("1S", "1S")
+
+
+def read_status(block):
+    return dict(Decoder().decode(block))
+
+
+@given(st.integers(0, 16), st.text(st.characters(), max_size=300))
+def test_a_status_text_comes_back_as_it_was(code, message):
+    found = read_status(status_block(code, message))
+    sent = found.get("grpc-message", "")
+    assert all(" " <= letter <= "~" for letter in sent)
+    assert found["grpc-status"] == str(code)
+    assert unquote(sent) == message.encode(errors="replace").decode()
+
+
+@given(st.text(max_size=20), st.sampled_from(["a", "é", "%", "\u20ac", "\U0001f600"]), st.text(max_size=20))
+def test_a_long_status_text_is_cut_where_a_character_ends(begin, letter, end):
+    message = begin + letter * 6500 + end
+    sent = read_status(status_block(13, message))["grpc-message"]
+    assert len(sent) <= header_blocks.MAX_MESSAGE_BYTES + 3
+    assert len(sent) > header_blocks.MAX_MESSAGE_BYTES - 12
+    assert message.startswith(unquote(sent, errors="strict")[:-3])
+
+
+@pytest.mark.parametrize("status", [200, 405, 415])
+def test_a_refusal_says_its_http_status_and_which_encodings_are_known(status):
+    found = read_status(refusal_block(status, 12, "no"))
+    assert found == {
+        ":status": str(status),
+        "content-type": "application/grpc",
+        "grpc-accept-encoding": "identity,deflate,gzip",
+        "grpc-status": "12",
+        "grpc-message": "no",
+    }
+
+
+def test_the_blocks_of_an_answer_that_is_well_are_what_others_read():
+    assert read_status(header_blocks.HEAD_BLOCK) == {":status": "200", "content-type": "application/grpc"}
+    assert read_status(header_blocks.OK_BLOCK) == {"grpc-status": "0"}

@@ -1,0 +1,154 @@
+"""What a client may send, and what becomes of one that sends more."""
+
+import asyncio
+import contextlib
+from socket import SO_SNDBUF, SOL_SOCKET
+
+import pytest
+from hyperframe.frame import (
+    DataFrame,
+    Frame,
+    GoAwayFrame,
+    HeadersFrame,
+    PingFrame,
+    RstStreamFrame,
+    SettingsFrame,
+)
+
+from torchere.serving.frontend.http2 import inflow
+from torchere.serving.frontend.http2.frames import ConnectionBroken
+from torchere.serving.frontend.http2.inflow import Inflow
+
+
+def test_a_message_longer_than_the_window_comes_with_leave(run, http2):
+    message = bytes(range(256)) * 24_000  # 6 MB
+
+    async def main():
+        async with http2.listener() as served, http2.peer(served) as peer:
+            stream_id = peer.begin("/echo", end=False)
+            await peer.say_all(stream_id, http2.prefixed(message), end=True)
+            return await peer.answered(stream_id)
+
+    assert run(main()).messages == [message]
+
+
+def test_data_without_leave_ends_its_stream_alone(run, http2):
+    async def main():
+        async with http2.listener() as served, http2.wire(served) as wire:
+            piece = DataFrame(1, bytes(2**20))
+            wire.greet(HeadersFrame(1, wire.block("/hold"), flags=["END_HEADERS"]))
+            message = b"\0" + (7 * 2**20).to_bytes(4, "big")
+            wire.send(DataFrame(1, http2.prefixed(b"first")), DataFrame(1, message), *[piece] * 4)
+            wire.send(HeadersFrame(3, wire.block("/refuse"), flags=["END_HEADERS", "END_STREAM"]))
+            reset = await wire.next(RstStreamFrame)
+            answer = await wire.next(HeadersFrame)
+            return reset.stream_id, reset.error_code, answer.stream_id, served.calls[0].ended_by
+
+    assert run(main()) == (1, 3, 3, "gone")
+
+
+def test_data_without_leave_on_the_connection_ends_it():
+    flow = Inflow(lambda data: None)
+    with pytest.raises(ConnectionBroken, match="leave"):
+        flow.take(None, inflow.CONNECTION_WINDOW_BYTES + 1)
+
+
+def test_a_stream_that_nobody_reads_does_not_stop_others(run, http2):
+    async def main():
+        async with http2.listener() as served, http2.peer(served) as peer:
+            for _ in range(5):
+                stuck = peer.begin("/hold", b"first", end=False)
+                await peer.round_trip()
+                rest = 4 * 2**20 - 10
+                await peer.say_all(stuck, b"\0" + (2**23).to_bytes(4, "big") + bytes(rest - 5))
+            assert peer.h2.local_flow_control_window(stuck) == 0
+            return await peer.call("/echo", bytes(100_000))
+
+    assert run(main()).messages == [bytes(100_000)]
+
+
+def test_a_paused_stream_gets_leave_when_it_is_resumed(run, http2):
+    async def main():
+        async with http2.listener() as served, http2.peer(served) as peer:
+            stream_id = peer.begin("/hold", b"first", end=False)
+            await peer.say_all(stream_id, b"\0" + (5 * 2**20).to_bytes(4, "big") + bytes(4 * 2**20 - 15))
+            await peer.round_trip()
+            before = peer.h2.local_flow_control_window(stream_id)
+            served.calls[0].stream.resume()
+            await peer.until(lambda: peer.h2.local_flow_control_window(stream_id) > 0)
+            await peer.say_all(stream_id, bytes(2**20 + 15), end=True)
+            await served.calls[0].over.wait()
+            call = served.calls[0]
+            return before, call.ended_by, [len(message) for message in call.messages]
+
+    assert run(main()) == (0, "half_closed", [5, 5 * 2**20])
+
+
+FLOODS = {
+    "ping": PingFrame(0, bytes(8)),
+    "ping answer": PingFrame(0, bytes(8), flags=["ACK"]),
+    "settings": SettingsFrame(0, {4: 100_000}),
+    "settings answer": SettingsFrame(0, flags=["ACK"]),
+    "empty data": DataFrame(1),
+    "padding alone": DataFrame(1, b"", pad_length=10, flags=["PADDED"]),
+    "priority": b"\0\0\5\2\0\0\0\0\1" + bytes(5),
+    "unknown": b"\0\0\0\xee\0\0\0\0\1",
+}
+
+
+@pytest.mark.parametrize("kind", list(FLOODS))
+def test_a_flood_of_frames_that_move_nothing_is_ended_calmly(run, http2, kind):
+    one = FLOODS[kind]
+    sent = one.serialize() if isinstance(one, Frame) else one
+
+    async def main():
+        async with http2.listener() as served, http2.wire(served) as wire:
+            wire.greet(HeadersFrame(1, wire.block("/hang"), flags=["END_HEADERS"]), sent * 2500)
+            goaway = await wire.next(GoAwayFrame)
+            return goaway.error_code
+
+    assert run(main()) == 11
+
+
+def test_empty_data_that_ends_calls_is_no_flood(run, http2):
+    async def main():
+        async with http2.listener() as served, http2.wire(served) as wire:
+            wire.greet()
+            end = DataFrame(1, flags=["END_STREAM"]).serialize()  # as node's client ends each call
+            wire.send(wire.calls("/refuse", 2100, end))
+            wire.send(HeadersFrame(6001, wire.block("/echo"), flags=["END_HEADERS"]))
+            wire.send(DataFrame(6001, http2.prefixed(b"m"), flags=["END_STREAM"]))
+            while (frame := await wire.frame()) is not None and type(frame) is not DataFrame:
+                assert type(frame) is not GoAwayFrame
+            return frame.data
+
+    assert run(main()) == http2.prefixed(b"m")
+
+
+def test_chatter_now_and_then_is_no_flood(monkeypatch):
+    now = iter(range(11, 100_000, 11))
+    monkeypatch.setattr(inflow.time, "monotonic", lambda: next(now))
+    flow = Inflow(lambda data: None)
+    for _ in range(20 * inflow.CHATTER):
+        flow.count_chatter()
+    assert flow._chatter == 0
+
+
+def test_a_client_that_asks_and_never_reads_is_cut_off(run, http2, monkeypatch):
+    monkeypatch.setattr("torchere.serving.frontend.http2.connection.MAX_UNREAD_BYTES", 100_000)
+
+    async def main():
+        async with http2.listener() as served, http2.wire(served) as wire:
+            wire.greet()
+            await wire.next(SettingsFrame)
+            (connection,) = served.listening.connections
+            connection._transport.get_extra_info("socket").setsockopt(SOL_SOCKET, SO_SNDBUF, 10_000)
+            first = 1
+            with contextlib.suppress(ConnectionError):
+                while served.listening.connections:
+                    wire.send(wire.calls("/refuse", 1000, first=first, flags=5))
+                    first += 2000
+                    await asyncio.wait_for(wire.writer.drain(), 10)
+            return len(served.calls)
+
+    assert run(main()) < 200_000

@@ -1,0 +1,101 @@
+"""Messages put together again from any pieces."""
+
+import gzip
+import tracemalloc
+import zlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchere.serving.frontend.http2.messages import MessageFailed, MessageReader
+
+LIMIT = 20_000
+PACKED = {"gzip": gzip.compress, "deflate": zlib.compress}
+sizes = st.one_of(st.integers(0, 30), st.sampled_from([4095, 4096, 4097, LIMIT]))
+
+
+def framed(message, flag=0):
+    return bytes((flag,)) + len(message).to_bytes(4, "big") + message
+
+
+def read(reader, *pieces):
+    return [message for piece in pieces for message in reader.feed(piece)]
+
+
+@given(st.lists(sizes, max_size=5), st.data())
+def test_any_cut_of_the_same_bytes_is_the_same_messages(lengths, data):
+    messages = [bytes([n % 256]) * size for n, size in enumerate(lengths)]
+    sent = b"".join(framed(message) for message in messages)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(sent)), max_size=10)))
+    reader = MessageReader(LIMIT, "identity")
+    pieces = [sent[a:b] for a, b in zip([0, *cuts], [*cuts, len(sent)], strict=True)]
+    assert read(reader, *pieces) == messages
+    assert reader.at_message_end
+
+
+@pytest.mark.parametrize("kept", [1, 4, 5, 6])
+def test_it_knows_that_a_message_is_not_whole(kept):
+    reader = MessageReader(LIMIT, "identity")
+    assert read(reader, framed(b"abc")[:kept]) == []
+    assert not reader.at_message_end
+
+
+@given(st.sampled_from(list(PACKED)), st.binary(max_size=200), st.integers(1, 50))
+def test_compressed_messages_are_inflated_one_by_one(encoding, message, step):
+    sent = framed(PACKED[encoding](message), 1) + framed(message) + framed(PACKED[encoding](b"end"), 1)
+    pieces = [sent[n : n + step] for n in range(0, len(sent), step)]
+    assert read(MessageReader(LIMIT, encoding), *pieces) == [message, message, b"end"]
+
+
+def failure(encoding, sent):
+    with pytest.raises(MessageFailed) as failed:
+        MessageReader(LIMIT, encoding).feed(sent)
+    return failed.value.code, str(failed.value)
+
+
+def test_a_message_over_the_limit_is_refused_by_its_prefix():
+    code, text = failure("identity", framed(bytes(LIMIT + 1))[:5])
+    assert (code, text) == (8, f"SERVER: Received message larger than max ({LIMIT + 1} vs. {LIMIT})")
+    assert failure("identity", framed(bytes(LIMIT + 1)))[0] == 8
+
+
+@pytest.mark.parametrize("encoding", list(PACKED))
+def test_a_bomb_is_refused_before_it_is_inflated_whole(encoding):
+    bomb = framed(PACKED[encoding](bytes(15 * 2**20)), 1)
+    assert len(bomb) < LIMIT
+    tracemalloc.start()
+    try:
+        assert failure(encoding, bomb)[0] == 8
+        assert tracemalloc.get_traced_memory()[1] < 50 * LIMIT
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("encoding", list(PACKED))
+@pytest.mark.parametrize("spoilt", [lambda packed: b"no" + packed, lambda packed: packed[:-1], lambda _: b""])
+def test_what_is_not_compressed_as_it_says_is_refused(encoding, spoilt):
+    code, text = failure(encoding, framed(spoilt(PACKED[encoding](b"message")), 1))
+    assert code == 13
+    assert encoding in text
+
+
+@pytest.mark.parametrize(("encoding", "code"), [("identity", 13), ("snappy", 12), ("x" * 500, 12)])
+def test_a_compressed_message_in_an_unknown_encoding_is_refused(encoding, code):
+    found, text = failure(encoding, framed(b"?", 1))
+    assert found == code
+    assert len(text) < 250
+
+
+def test_a_message_in_tiny_pieces_costs_about_its_size():
+    size = 40_000
+    sent = framed(b"ab" * (size // 2))
+    reader = MessageReader(size, "identity")
+    tracemalloc.start()
+    try:
+        for start in range(0, size, 2):
+            assert reader.feed(sent[start : start + 2]) == []
+        assert tracemalloc.get_traced_memory()[0] < 2 * size
+    finally:
+        tracemalloc.stop()
+    assert reader.feed(sent[size:]) == [sent[5:]]

@@ -1,0 +1,125 @@
+"""Answers: whole, in parts, refused, given up."""
+
+import asyncio
+
+import pytest
+
+
+@pytest.mark.parametrize("size", [0, 1, 1000, 65_531, 200_000, 6 * 2**20])
+def test_an_answer_of_any_size_comes_whole(run, http2, size):
+    async def main():
+        async with http2.listener() as served, http2.peer(served) as peer:
+            stream_id = peer.begin("/echo", end=False)
+            await peer.say_all(stream_id, http2.prefixed(bytes(size)), end=True)
+            return await peer.answered(stream_id)
+
+    answer = run(main())
+    assert answer.messages == [bytes(size)]
+    assert answer.headers == {":status": "200", "content-type": "application/grpc"}
+    assert answer.trailers == {"grpc-status": "0"}
+
+
+def test_several_messages_and_a_status_come_in_their_order(run, http2):
+    async def main():
+        async with http2.listener() as served, http2.peer(served) as peer:
+            return await peer.call("/twice", b"a", bytes(100_000))
+
+    answer = run(main())
+    assert answer.messages == [b"a", bytes(100_000)] * 2
+    assert answer.trailers == {"grpc-status": "5", "grpc-message": "enough: 100%25"}
+
+
+def test_a_refusal_is_headers_alone_and_stops_the_client(run, http2):
+    async def main():
+        async with http2.listener() as served, http2.peer(served) as peer:
+            return await peer.answered(peer.begin("/refuse", end=False))
+
+    answer = run(main())
+    assert (answer.headers["grpc-status"], answer.headers["grpc-message"]) == ("12", "no")
+    assert (answer.trailers, answer.data) == ({}, b"")
+
+
+def test_an_answer_over_the_limit_is_none(run, http2):
+    async def main():
+        async with http2.listener(limit_bytes=100) as served, http2.peer(served) as peer:
+            return await peer.call("/echo", bytes(60), bytes(60))
+
+    answer = run(main())
+    assert answer.headers["grpc-status"] == "8"
+    assert answer.headers["grpc-message"] == "SERVER: Sent message larger than max (120 vs. 100)"
+
+
+def test_a_message_over_the_limit_ends_the_call_and_not_the_connection(run, http2):
+    async def main():
+        async with http2.listener(limit_bytes=100) as served, http2.peer(served) as peer:
+            refused = await peer.call("/echo", bytes(101))
+            return refused, await peer.call("/echo", bytes(100))
+
+    refused, taken = run(main())
+    assert refused.headers["grpc-status"] == "8"
+    assert taken.messages == [bytes(100)]
+
+
+def test_half_a_message_at_the_end_ends_the_call(run, http2):
+    async def main():
+        async with http2.listener() as served, http2.peer(served) as peer:
+            stream_id = peer.begin("/echo", end=False)
+            peer.say(stream_id, http2.prefixed(b"message")[:-1], end=True)
+            return await peer.answered(stream_id)
+
+    answer = run(main())
+    assert (answer.status, answer.headers["grpc-message"]) == (
+        "13",
+        "the stream ends in the middle of a message",
+    )
+
+
+def test_whoever_makes_much_waits_for_a_slow_client(run, http2):
+    async def main():
+        async with http2.listener() as served, http2.peer(served, eats=False) as peer:
+            stream_id = peer.begin("/flow")
+            answer = peer.answers[stream_id]
+            await peer.until(lambda: len(answer.data) == 65_535)
+            await peer.round_trip()
+            made = served.calls[0].sent
+            peer.h2.increment_flow_control_window(2**24)
+            peer.h2.increment_flow_control_window(2**24, stream_id)
+            peer.flush()
+            await peer.answered(stream_id)
+            return made, len(answer.messages)
+
+    made, came = run(main())
+    assert made <= (65_535 + 65_536) / 10_000 + 2
+    assert came == 300
+
+
+def test_whoever_waits_for_a_client_that_leaves_is_woken(run, http2):
+    async def main():
+        async with http2.listener() as served, http2.peer(served, eats=False) as peer:
+            stream_id = peer.begin("/flow")
+            await peer.until(lambda: len(peer.answers[stream_id].data) == 65_535)
+            call = served.calls[0]
+            call.task.cancel = lambda: None  # a task that does not mind
+            peer.h2.reset_stream(stream_id)
+            peer.flush()
+            await asyncio.wait_for(call.task, 10)
+            return call.ended_by, call.sent
+
+    assert run(main()) == ("gone", 300)
+
+
+def test_what_is_said_after_the_end_is_not_sent(run, http2):
+    async def main():
+        async with http2.listener() as served, http2.peer(served) as peer:
+            answer = await peer.call("/refuse")
+            stream = served.calls[0].stream
+            stream.send(b"late")
+            stream.answer(b"late")
+            stream.end(13, "late")
+            stream.refuse(500, 13, "late")
+            await stream.drained()
+            await peer.round_trip()
+            return answer
+
+    answer = run(main())
+    assert (answer.data, answer.headers["grpc-status"]) == (b"", "12")

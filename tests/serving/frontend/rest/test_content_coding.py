@@ -1,0 +1,102 @@
+"""Compressed bodies: what is inflated, how far, and what is packed for whom."""
+
+import asyncio
+import gzip
+import zlib
+
+import pytest
+
+from torchere.serving.errors import InvalidRequest
+from torchere.serving.frontend.rest.content_coding import (
+    answer_coding,
+    deflate,
+    deflated,
+    inflate,
+    inflated,
+    request_coding,
+)
+from torchere.serving.frontend.rest.errors import InflatesTooFar, UnknownCoding
+
+TEXT = b"one body " * 500
+BARE = zlib.compress(TEXT, wbits=-15)
+
+
+@pytest.mark.parametrize(
+    ("value", "coding"),
+    [
+        (b"gzip", "gzip"),
+        (b" X-GZip ", "gzip"),
+        (b"deflate", "deflate"),
+        (b"identity", None),
+        (b"", None),
+    ],
+)
+def test_a_known_coding_is_found_whatever_its_spelling(value, coding):
+    assert request_coding(value) == coding
+
+
+@pytest.mark.parametrize("value", [b"br", b"gzip, deflate", b"\xff" * 200])
+def test_an_unknown_coding_is_refused(value):
+    with pytest.raises(UnknownCoding, match="expected one of gzip, deflate, identity"):
+        request_coding(value)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "coding"),
+    [
+        (b"gzip", "gzip"),
+        (b"deflate", "deflate"),
+        (b"gzip;q=0.5", "gzip"),
+        (b"gzip, deflate;q=0.000", "gzip"),
+        (b"gzip;q=0", None),
+        (b"gzip, deflate", None),
+        (b"identity, gzip", None),
+        (b"br", None),
+        (b"*", None),
+        (b"", None),
+        (b", ,", None),
+    ],
+)
+def test_an_answer_is_packed_for_clients_that_name_one_coding(accepted, coding):
+    assert answer_coding(accepted) == coding
+
+
+@pytest.mark.parametrize(
+    ("body", "coding"),
+    [(gzip.compress(TEXT), "gzip"), (zlib.compress(TEXT), "deflate"), (BARE, "deflate")],
+)
+def test_a_body_is_inflated_up_to_the_limit(body, coding):
+    assert inflate(body, coding, len(TEXT)) == TEXT
+    assert inflate(memoryview(body), coding, len(TEXT)) == TEXT
+    with pytest.raises(InflatesTooFar, match="max_request_size=4499 bytes"):
+        inflate(body, coding, len(TEXT) - 1)
+
+
+def test_a_bomb_stops_at_the_limit():
+    packer = zlib.compressobj(wbits=31)
+    bomb = b"".join(packer.compress(bytes(2**20)) for _ in range(64)) + packer.flush()
+    with pytest.raises(InflatesTooFar):
+        asyncio.run(inflated(bomb, "gzip", 10_000))
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate"])
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (lambda body: body[:-5], "ends too early"),
+        (lambda body: body + b"xx", "2 bytes stand behind its end"),
+        (lambda body: b"nonsense", "Error -3"),
+        (lambda body: b"", "ends too early, after 0 bytes"),
+    ],
+)
+def test_a_broken_body_is_refused(coding, spoil, text):
+    with pytest.raises(InvalidRequest, match=f"no {coding} .*{text}"):
+        inflate(spoil(deflate(TEXT, coding)), coding, 10_000)
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+@pytest.mark.parametrize("coding", ["gzip", "deflate"])
+def test_what_is_packed_is_what_python_unpacks(size, coding):
+    packed = asyncio.run(deflated(bytes(size), coding))
+    assert (gzip.decompress if coding == "gzip" else zlib.decompress)(packed) == bytes(size)
+    assert asyncio.run(inflated(packed, coding, size)) == bytes(size)

@@ -1,0 +1,109 @@
+"""Large bodies of the Open Inference Protocol on real connections, which read them into one buffer."""
+
+import asyncio
+import contextlib
+import json
+from dataclasses import replace
+
+import pytest
+
+from torchere.archiver.signature import Signature, TensorSpec
+from torchere.serving.frontend.rest.app import listener_app
+from torchere.serving.frontend.rest.server import RestServer
+from torchere.serving.settings import Address
+from torchere.serving.types import InferResponse
+
+SIZE = 600_000
+RAW = bytes(range(250)) * (SIZE // 250)
+HEAD = json.dumps(
+    {
+        "inputs": [
+            {"name": "x", "shape": [SIZE], "datatype": "UINT8", "parameters": {"binary_data_size": SIZE}}
+        ]
+    }
+).encode()
+
+
+def message(extra: bytes = b"", path: bytes = b"/v2/models/echo/infer") -> bytes:
+    body = HEAD + RAW
+    return (
+        b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\nInference-Header-Content-Length: %d\r\n%b\r\n"
+        % (path, len(body), len(HEAD), extra)
+    ) + body
+
+
+@contextlib.asynccontextmanager
+async def served(planes):
+    planes.data.known = replace(
+        planes.data.known,
+        signature=Signature((TensorSpec("x", "UINT8", (-1,)),), (TensorSpec("y", "UINT8", (-1,)),)),
+    )
+
+    async def echo(request):
+        return InferResponse(bytes(request.parameters[0].value))
+
+    planes.data.behave = echo
+    services = planes.services(max_request_bytes=2 * SIZE)
+    app = listener_app(frozenset({"inference"}), planes.data, planes.control, services)
+    server = RestServer(app, Address(port=0), drain_timeout_s=5)
+    address = await server.start()
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    yield reader, writer, address
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
+    await server.stop()
+
+
+async def answer(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
+    head = await reader.readuntil(b"\r\n\r\n")
+    (length,) = [int(line[15:]) for line in head.split(b"\r\n") if line.startswith(b"content-length:")]
+    return head.partition(b"\r\n")[0], await reader.readexactly(length)
+
+
+@pytest.mark.parametrize("piece", [SIZE * 2, 70_001])
+def test_a_large_tensor_comes_through_in_pieces_of_any_size(planes, piece):
+    async def main():
+        async with served(planes) as (reader, writer, _):
+            whole = message() * 2
+            for start in range(0, len(whole), piece):
+                writer.write(whole[start : start + piece])
+                await writer.drain()
+            return [await answer(reader), await answer(reader)]
+
+    assert asyncio.run(main()) == [(b"HTTP/1.1 200 OK", RAW)] * 2
+
+
+@pytest.mark.parametrize("extra", [b"Expect: 100-continue\r\n", b"Connection: close\r\n"])
+def test_what_is_asked_for_beside_changes_nothing_about_the_body(planes, extra):
+    async def main():
+        async with served(planes) as (reader, writer, _):
+            writer.write(message(extra))
+            if b"100" in extra:
+                assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+            return await answer(reader)
+
+    assert asyncio.run(main()) == (b"HTTP/1.1 200 OK", RAW)
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_body_disturbs_nobody(planes):
+    async def main():
+        async with served(planes) as (reader, writer, address):
+            _, leaving = await asyncio.open_connection(address.host, address.port)
+            leaving.write(message()[: SIZE // 2])
+            await leaving.drain()
+            leaving.close()
+            writer.write(message())
+            return await answer(reader)
+
+    assert asyncio.run(main()) == (b"HTTP/1.1 200 OK", RAW)
+    assert len(planes.data.asked) == 1
+
+
+def test_a_body_that_announces_too_much_is_refused(planes):
+    async def main():
+        async with served(planes) as (reader, writer, _):
+            writer.write(message().replace(b"Content-Length: 600", b"Content-Length: 9600", 1))
+            return await answer(reader)
+
+    assert asyncio.run(main()) == (b"HTTP/1.1 413 Request Entity Too Large", b"")
