@@ -62,7 +62,7 @@ def rows() -> list[Row]:
             "gRPC Predictions",
             "The tiny MLP behind a handler that parses the same JSON, in 2 threads (TorchServe: 2 workers), "
             f"batches of up to 32; h2load with {_CONNECTIONS} connections of {_STREAMS} streams. The echo "
-            "is a bare grpc.aio server that gives back the bytes it got: the floor for any in Python.",
+            "is a bare grpc.aio server that gives back the bytes it got.",
             {"torchere": _torchere, "grpc.aio echo": _echo, "torchserve": _torchserve},
             {"rps": "calls/s", "mean_ms": "mean ms"},
             (

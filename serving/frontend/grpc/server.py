@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 import ssl
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -76,6 +77,8 @@ class GrpcServer:
         """
         self._server = await self._bound()
         if self.address.unix_path is None:
+            for listener in self._server.sockets:  # its connections inherit it; some clients vanish unheard
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             port = self._server.sockets[0].getsockname()[1]
             self.address = Address(self.address.host, port, tls=self.address.tls)
         return self.address

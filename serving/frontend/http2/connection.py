@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 PREFACE_TIMEOUT_S = 20.0
 MAX_UNREAD_BYTES = 32 * 2**20  # that wait in the socket's buffer while the client goes on asking
-FAREWELL_S = 1.0  # how long a client may take to hear that the connection ends, before it does
+FAREWELL_S = 1.0  # how long a client may take to hear that the connection ends, at each step of it
 _FAREWELL = b"farewell"
 
 
@@ -49,6 +49,7 @@ class Connection(asyncio.Protocol):
         self._last_id = 0
         self._last_taken: int | None = None  # of the streams; None: more are taken
         self._leaving = False
+        self._linger_s = FAREWELL_S  # it stays open behind its last call, unless the client heard
         self._timers: list[asyncio.TimerHandle] = []
         self._on = {
             f.RST_STREAM: self._reset,
@@ -65,8 +66,7 @@ class Connection(asyncio.Protocol):
         self.client = transport.get_extra_info("peername") or None
         self.listening.connections.add(self)
         self._later(PREFACE_TIMEOUT_S, self._ungreeted)
-        age_s = self.listening.age_s()
-        if age_s is not None:
+        if (age_s := self.listening.age_s()) is not None:
             self._later(age_s, self._grow_old)
         self.write(GREETING)
         if self.listening.leaving:
@@ -232,10 +232,12 @@ class Connection(asyncio.Protocol):
         if not flags & f.ACK:
             self.write(f.frame(f.PING, f.ACK, 0, payload))
         elif self._leaving and payload == _FAREWELL:
+            self._linger_s = 0.0
             self._take_no_more()
 
     def _goaway(self, flags: int, stream_id: int, payload: bytes) -> None:
         self._leaving = True  # the client begins no more calls
+        self._linger_s = 0.0
         self._last_taken = self._last_id
         self._close_if_done()
 
@@ -285,7 +287,8 @@ class Connection(asyncio.Protocol):
 
     def _close_if_done(self) -> None:
         if self._last_taken is not None and not self._streams:
-            self._writes.close()  # sends what waits first
+            # Calls of a client that did not hear are refused, for it to send again, and not lost.
+            self._later(self._linger_s, self._writes.close)
 
     def _grow_old(self) -> None:
         self.drain()

@@ -60,10 +60,12 @@ class HeadReader:
         known = self._known.get(block)
         if known is not None:
             return known
+        if len(block) > MAX_HEADER_LIST_BYTES:  # what makes a shorter list is made to cost time
+            raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, f"a header block of {len(block)} bytes")
         table = self._decoder.header_table
         before = (table.maxsize, *table.dynamic_entries)
         try:
-            found = [(str(name), str(value)) for name, value in self._decoder.decode(block)]
+            found = [(_read(name), _read(value)) for name, value in self._decoder.decode(block, raw=True)]
         except OversizedHeaderListError as err:
             raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, str(err)) from err
         except (HPACKError, IndexError) as err:
@@ -74,6 +76,11 @@ class HeadReader:
         elif len(block) <= _KNOWN_BLOCK_BYTES:
             self._known[block] = head
         return head
+
+
+def _read(text: bytes | str) -> str:
+    # What is no UTF-8 is the trouble of one call, and must not end all others of its connection.
+    return text if isinstance(text, str) else text.decode(errors="replace")
 
 
 def request_head(headers: Iterable[tuple[str, str]]) -> RequestHead:

@@ -40,9 +40,11 @@ class Service:
             await asyncio.Event().wait()
 
     async def fail(self, request, call):
-        raise {b"known": InvalidRequest("half \udce9 name"), b"long": MessageFailed(StatusCode.RESOURCE_EXHAUSTED, "too long")}.get(
-            request.value, ValueError("bug")
-        )
+        known = {
+            b"known": InvalidRequest("half \udce9 name"),
+            b"long": MessageFailed(StatusCode.RESOURCE_EXHAUSTED, "too long"),
+        }
+        raise known.get(request.value, ValueError("bug"))
 
     async def flow(self, request, call):
         with self.watched():
@@ -383,3 +385,21 @@ def test_no_call_is_lost_while_connections_grow_old():
             return found
 
     assert run(main()) == [[b"%d" % n for n in range(150)]] * 4
+
+
+def test_no_call_is_lost_when_a_connection_takes_no_more_without_a_word_before():
+    async def main():
+        async with serving() as served:
+
+            async def client():
+                found = []
+                for n in range(100):
+                    found.append((await unary(served, "echo", b"%d" % n)).value)
+                    if n % 20 == 10:
+                        for connection in list(served.listening.connections):
+                            connection._take_no_more()
+                return found
+
+            return await asyncio.gather(*(client() for _ in range(4)))
+
+    assert run(main()) == [[b"%d" % n for n in range(100)]] * 4

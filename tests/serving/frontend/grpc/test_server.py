@@ -1,6 +1,7 @@
 """What every gRPC port has: keys, health, reflection, and addresses."""
 
 import asyncio
+import socket
 from types import SimpleNamespace
 
 import grpc
@@ -176,3 +177,14 @@ def test_a_unix_socket_serves_and_is_gone_afterwards(planes, tmp_path):
 
     assert asyncio.run(main()) == health_pb2.HealthCheckResponse.SERVING
     assert not path.exists()
+
+
+def test_connections_over_tcp_are_kept_alive(serving):
+    async def main():
+        async with serving("inference") as served:
+            await check(served.channel, "")
+            (connection,) = served.server._listening.connections
+            sock = connection._transport.get_extra_info("socket")
+            return sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+    assert asyncio.run(main()) == 1

@@ -306,7 +306,9 @@ def test_pings_are_answered_with_what_they_say(run, http2):
     assert run(main()) == (b"abcdefgh", True)
 
 
-def test_a_drain_takes_calls_that_cross_and_refuses_later_ones(run, http2):
+def test_a_drain_takes_calls_that_cross_and_refuses_later_ones(run, http2, monkeypatch):
+    monkeypatch.setattr(module, "FAREWELL_S", 0.05)
+
     async def main():
         async with greeted(http2) as (served, wire):
             wire.send(headers(wire, "/hold"))
@@ -359,7 +361,9 @@ def test_a_connection_that_grows_old_is_drained_and_its_last_calls_get_their_gra
     assert run(main()) == ([2**31 - 1], "gone")
 
 
-def test_a_connection_made_while_the_listener_leaves_is_drained(run, http2):
+def test_a_connection_made_while_the_listener_leaves_is_drained(run, http2, monkeypatch):
+    monkeypatch.setattr(module, "FAREWELL_S", 0.05)
+
     async def main():
         async with http2.listener() as served:
             served.listening.leaving = True

@@ -175,3 +175,15 @@ def test_a_refusal_says_its_http_status_and_which_encodings_are_known(status):
 def test_the_blocks_of_an_answer_that_is_well_are_what_others_read():
     assert read_status(header_blocks.HEAD_BLOCK) == {":status": "200", "content-type": "application/grpc"}
     assert read_status(header_blocks.OK_BLOCK) == {"grpc-status": "0"}
+
+
+def test_a_header_that_is_no_utf_8_is_read_as_far_as_it_is_text():
+    head = HeadReader().read(Encoder().encode([(b"x-one", b"caf\xe9"), (b"x-bin", b"\xe9")]))
+    assert head.metadata == (("x-one", "caf\ufffd"),)
+    assert head.flaw == "metadata x-bin: not base64"
+
+
+def test_a_long_block_that_says_little_breaks_the_connection():
+    with pytest.raises(ConnectionBroken, match="16385 bytes") as broken:
+        HeadReader().read(b"\x20" * 16_385)
+    assert broken.value.code is ErrorCode.ENHANCE_YOUR_CALM
