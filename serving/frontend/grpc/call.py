@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 
 from torchere.serving.errors import ServingError
 from torchere.serving.frontend.access_log import access_log
@@ -16,7 +16,7 @@ from torchere.serving.frontend.grpc.errors import Table, failure
 from torchere.serving.frontend.http2.header_blocks import Metadata
 from torchere.serving.frontend.http2.messages import MessageFailed
 from torchere.serving.frontend.http2.status import StatusCode
-from torchere.serving.frontend.http2.stream import Stream
+from torchere.serving.frontend.http2.stream import Encoded, Stream
 from torchere.serving.telemetry.timeline import Timeline
 from torchere.serving.types import NO_DEADLINE
 
@@ -28,8 +28,8 @@ class Method(NamedTuple):
 
     path: str  # `package.Service/Method`
     table: Table  # what each error ends a call with
-    decode: Callable[[bytes], Message]
-    encode: Callable[[Message], bytes]
+    decode: Callable[[bytes], Any]
+    encode: Callable[[Any], Encoded]
 
     def code_of(self, error: ServingError) -> str:
         """The name of the code that an error ends a call with."""
@@ -57,7 +57,7 @@ class Call:
         self.metadata: Metadata = stream.head.metadata
         self.timeline: Timeline | None = None
 
-    def decoded(self, message: bytes) -> Message:
+    def decoded(self, message: bytes) -> Any:
         """A message of the client.
 
         Raises:
@@ -73,7 +73,7 @@ class Call:
         self.stream.end()
         self._over(StatusCode.OK)
 
-    def well_with(self, message: Message) -> None:
+    def well_with(self, message: Any) -> None:
         """It is answered with one message, and ends well.
 
         Raises:

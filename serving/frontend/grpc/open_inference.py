@@ -10,12 +10,18 @@ from torchere.serving.frontend.grpc.call import Call
 from torchere.serving.frontend.grpc.errors import OPEN_INFERENCE, failure
 from torchere.serving.frontend.grpc.open_inference_messages import infer_response, tensor_request
 from torchere.serving.frontend.grpc.open_inference_stream import in_order
+from torchere.serving.frontend.grpc.open_inference_wire import (
+    TensorMessage,
+    TensorReply,
+    decode_request,
+    encode_response,
+)
 from torchere.serving.frontend.grpc.protos.open_inference_pb2 import (
     ModelInferRequest,
     ModelInferResponse,
     ModelStreamInferResponse,
 )
-from torchere.serving.frontend.grpc.service import Implementation
+from torchere.serving.frontend.grpc.service import Coded, Implementation
 from torchere.serving.frontend.open_inference.json_form import BytesAs
 from torchere.serving.frontend.open_inference.service import TensorService, framed_parts
 from torchere.serving.frontend.open_inference.tensor_answer import TensorAnswer, read_json
@@ -46,30 +52,35 @@ class TensorCalls:
 
     def methods(self) -> Mapping[str, Implementation]:
         """The methods by the names of the .proto file."""
-        return {"ModelInfer": self.infer, "ModelStreamInfer": self.infer_stream}
+        return {
+            "ModelInfer": Coded(self.infer, decode_request, encode_response),
+            "ModelStreamInfer": Coded(self.infer_stream, decode_request),
+        }
 
-    async def infer(self, message: ModelInferRequest, call: Call) -> ModelInferResponse:
+    async def infer(self, request: TensorMessage, call: Call) -> TensorReply:
         """One request, one answer, in the form of the request: raw bytes or typed fields."""
+        message = request.fields
         _check_named(message)
         answer = await self._tensors.answer(
             message.model_name,
             message.model_version or None,
-            tensor_request(message),
+            tensor_request(request),
             request_id=new_request_id(),
             headers=_headers(call),
             deadline_s=call.deadline_s,
             bytes_as=self._bytes_as,
         )
-        return infer_response(answer, raw=_is_raw(message))
+        return infer_response(answer, raw=_is_raw(request))
 
     async def infer_stream(
-        self, messages: AsyncIterator[ModelInferRequest], call: Call
+        self, requests: AsyncIterator[TensorMessage], call: Call
     ) -> AsyncIterator[ModelStreamInferResponse]:
         """Requests, answered in their order; what goes wrong with one is told in its place."""
 
-        async def told(message: ModelInferRequest) -> AsyncIterator[ModelStreamInferResponse]:
+        async def told(request: TensorMessage) -> AsyncIterator[ModelStreamInferResponse]:
+            message = request.fields
             try:
-                async for response in self._parts(message, call):
+                async for response in self._parts(request, call):
                     yield ModelStreamInferResponse(infer_response=response)
             except ServingError as error:
                 yield ModelStreamInferResponse(
@@ -77,12 +88,13 @@ class TensorCalls:
                     infer_response=ModelInferResponse(model_name=message.model_name, id=message.id),
                 )
 
-        async for response in in_order(messages, told):
+        async for response in in_order(requests, told):
             yield response
 
-    async def _parts(self, message: ModelInferRequest, call: Call) -> AsyncIterator[ModelInferResponse]:
+    async def _parts(self, asked: TensorMessage, call: Call) -> AsyncIterator[ModelInferResponse]:
+        message = asked.fields
         _check_named(message)
-        request = tensor_request(message)
+        request = tensor_request(asked)
         model, version = message.model_name, message.model_version or None
         response = await self._tensors.ask(
             model,
@@ -96,7 +108,7 @@ class TensorCalls:
         is_stream = isinstance(response, StreamedResponse)
         last: TensorAnswer | None = None
         async for last in self._answers(model, version, response):
-            part = infer_response(last, raw=_is_raw(message))
+            part = infer_response(last, raw=_is_raw(asked)).whole()
             part.parameters[FINAL].bool_param = not is_stream
             yield part
         if is_stream and request.parameters.get(WANTS_FINAL) is True:
@@ -135,6 +147,6 @@ def _check_named(message: ModelInferRequest) -> None:
         raise InvalidRequest("Parameter model_name is required.")
 
 
-def _is_raw(message: ModelInferRequest) -> bool:
+def _is_raw(request: TensorMessage) -> bool:
     # No inputs at all say nothing about the form; raw is what most clients read.
-    return bool(message.raw_input_contents) or not message.inputs
+    return bool(request.raw) or not request.fields.inputs

@@ -12,6 +12,7 @@ from torchere.handlers.tensors import BYTES, Datatype, TensorError, check_shape,
 from torchere.handlers.tensors_answer import WantedOutput
 from torchere.handlers.tensors_bytes import join_elements, split_elements
 from torchere.serving.errors import HandlerFailed, InvalidRequest
+from torchere.serving.frontend.grpc.open_inference_wire import Raw, TensorMessage, TensorReply
 from torchere.serving.frontend.grpc.protos.open_inference_pb2 import (
     InferParameter,
     InferTensorContents,
@@ -44,13 +45,13 @@ _FIELDS = {
 }
 
 
-def tensor_request(message: ModelInferRequest) -> TensorRequest:
+def tensor_request(request: TensorMessage) -> TensorRequest:
     """What a client asks; all outputs raw, in a body that tells its own parts apart.
 
     Raises:
         InvalidRequest: naming the field that is wrong.
     """
-    raw = message.raw_input_contents
+    message, raw = request
     if raw and len(raw) != len(message.inputs):
         raise InvalidRequest(
             f"raw_input_contents: found {len(raw)}, expected one for each of {len(message.inputs)}"
@@ -71,7 +72,7 @@ def tensor_request(message: ModelInferRequest) -> TensorRequest:
     )
 
 
-def infer_response(answer: TensorAnswer, *, raw: bool) -> ModelInferResponse:
+def infer_response(answer: TensorAnswer, *, raw: bool) -> TensorReply:
     """The message of an answer.
 
     Args:
@@ -85,15 +86,16 @@ def infer_response(answer: TensorAnswer, *, raw: bool) -> ModelInferResponse:
         model_name=answer.model_name, model_version=answer.model_version, id=answer.id
     )
     raw = raw or any(output.datatype.name not in _FIELDS for output in answer.outputs)
+    contents: list[Raw] = []
     for output in answer.outputs:
         tensor = response.outputs.add(name=output.name, datatype=output.datatype.name, shape=output.shape)
         for name, value in output.parameters.items():
             set_parameter(tensor.parameters[name], value)
         if raw:
-            response.raw_output_contents.append(output.raw)
+            contents.append(output.raw)
         else:
             _fill(tensor.contents, output)
-    return response
+    return TensorReply(response, contents)
 
 
 def parameters(given: Mapping[str, InferParameter], where: str) -> dict[str, ParameterValue]:
@@ -123,7 +125,7 @@ def set_parameter(parameter: InferParameter, value: object) -> None:
         parameter.string_param = str(value)
 
 
-def _input(tensor: ModelInferRequest.InferInputTensor, raw: bytes | None, where: str) -> InputTensor:
+def _input(tensor: ModelInferRequest.InferInputTensor, raw: Raw | None, where: str) -> InputTensor:
     if "shared_memory_region" in tensor.parameters:
         raise InvalidRequest(
             f"{where}: found shared_memory_region, expected data: there is no shared memory here"

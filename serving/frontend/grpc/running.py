@@ -17,8 +17,8 @@ from torchere.serving.frontend.http2.status import StatusCode
 from torchere.serving.frontend.http2.stream import Receiver, Stream
 from torchere.serving.types import NO_DEADLINE
 
-Unary = Callable[[Any, Call], Awaitable[Message]]
-Streaming = Callable[[Any, Call], AsyncIterator[Message]]  # async generators, closed when a call ends early
+Unary = Callable[[Any, Call], Awaitable[Any]]
+Streaming = Callable[[Any, Call], AsyncIterator[Any]]  # async generators, closed when a call ends early
 
 MESSAGES_AHEAD = 16  # of one call that wait to be taken; then its client has to wait
 # How long after its deadline a call is ended from here. The data plane ends predictions on time, and counts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
@@ -12,11 +12,21 @@ from torchere.serving.frontend.grpc.call import Method
 from torchere.serving.frontend.grpc.direct import Direct, direct_calls
 from torchere.serving.frontend.grpc.errors import Table
 from torchere.serving.frontend.grpc.running import Streaming, Unary, one_to_one, to_many
-from torchere.serving.frontend.http2.stream import Receiver, Stream
+from torchere.serving.frontend.http2.stream import Encoded, Receiver, Stream
 
 Opener = Callable[[Stream], Receiver]
 Openers = dict[str, Opener]
-Implementation = Unary | Streaming | Direct
+
+
+class Coded(NamedTuple):
+    """An implementation that has a way of its own to read or write messages; None: the descriptor's."""
+
+    implementation: Unary | Streaming | Direct
+    decode: Callable[[bytes], Any] | None = None
+    encode: Callable[[Any], Encoded] | None = None
+
+
+Implementation = Unary | Streaming | Direct | Coded
 
 
 def service(
@@ -49,11 +59,13 @@ def service(
 def _opener(
     service_name: str, described: MethodDescriptor, implementation: Any, table: Table, tasks: set[Any]
 ) -> Opener:
+    coded = implementation if isinstance(implementation, Coded) else Coded(implementation)
+    implementation = coded.implementation
     method = Method(
         f"{service_name}/{described.name}",
         table,
-        GetMessageClass(described.input_type).FromString,
-        GetMessageClass(described.output_type).SerializeToString,
+        coded.decode or GetMessageClass(described.input_type).FromString,
+        coded.encode or GetMessageClass(described.output_type).SerializeToString,
     )
     if described.server_streaming:
         return to_many(method, implementation, tasks, from_many=described.client_streaming)

@@ -136,7 +136,7 @@ class Connection(asyncio.Protocol):
             raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, f"DATA on stream {stream_id}, which is idle")
         self.inflow.take(self._streams.get(stream_id), size)
 
-    def data(self, stream_id: int, piece: bytes, *, is_last: bool) -> None:
+    def data(self, stream_id: int, piece: bytes | memoryview, *, is_last: bool) -> None:
         """A piece of a call's messages."""
         if not piece and not is_last:
             self.inflow.count_chatter()

@@ -10,6 +10,7 @@ from torchere.serving.frontend.http2.frames import ConnectionBroken, ErrorCode
 DATA_FRAME_BYTES = 2**20  # at most; such a frame is taken in as it comes
 OTHER_FRAME_BYTES = 32_768  # of all other frames, and of a header block in several
 MAX_CONTINUATIONS = 16
+SMALL_BYTES = 4096  # below it a copy costs less than a view, and does not keep all that came with it
 
 
 class FrameSink(Protocol):
@@ -18,7 +19,7 @@ class FrameSink(Protocol):
     def counted(self, stream_id: int, size: int) -> None:
         """A DATA frame of this size came, of which nothing was handed on yet: for flow control."""
 
-    def data(self, stream_id: int, piece: bytes, *, is_last: bool) -> None:
+    def data(self, stream_id: int, piece: bytes | memoryview, *, is_last: bool) -> None:
         """A piece of DATA; `is_last` of its stream."""
 
     def head(self, flags: int, stream_id: int, block: bytes) -> None:
@@ -145,13 +146,13 @@ class FrameReader:
                 raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "a DATA frame is all padding")
         end = body + size + padding
         if end <= len(data):
-            self._sink.data(stream_id, data[body : body + size], is_last=bool(flags & f.END_STREAM))
+            self._sink.data(stream_id, _piece(data, body, body + size), is_last=bool(flags & f.END_STREAM))
             return end
         return self._go_on_with_data(_Split(stream_id, flags, size, padding), data, body)
 
     def _go_on_with_data(self, split: _Split, data: bytes, start: int) -> int:
         stream_id, flags, left, padding = split
-        piece = data[start : start + left]
+        piece = _piece(data, start, start + left)
         left -= len(piece)
         start += len(piece)
         skipped = min(padding, len(data) - start) if not left else 0
@@ -161,3 +162,8 @@ class FrameReader:
         if piece or is_whole:
             self._sink.data(stream_id, piece, is_last=is_whole and bool(flags & f.END_STREAM))
         return start + skipped
+
+
+def _piece(data: bytes, start: int, end: int) -> bytes | memoryview:
+    """A part of what came: a copy when it is small, else a view, to be copied once, into its message."""
+    return data[start:end] if end - start <= SMALL_BYTES else memoryview(data)[start:end]

@@ -38,7 +38,7 @@ class MessageReader:
         """Whether nothing of a further message has come."""
         return self._want < 0 and not self._have
 
-    def feed(self, piece: bytes) -> list[bytes]:
+    def feed(self, piece: bytes | memoryview) -> list[bytes]:
         """Take in what came; returns the messages that are whole now.
 
         Raises:
@@ -48,7 +48,7 @@ class MessageReader:
             length = int.from_bytes(piece[1:PREFIX_BYTES], "big")
             if len(piece) == PREFIX_BYTES + length and not piece[0]:
                 self._check(length)
-                return [piece[PREFIX_BYTES:]]  # as nearly all come
+                return [bytes(piece[PREFIX_BYTES:])]  # as nearly all come
         view = memoryview(piece)
         messages: list[bytes] = []
         while view:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from torchere.serving.frontend.http2.frames import DATA, END_HEADERS, END_STREAM, HEADERS, frame, head
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from torchere.serving.frontend.http2.connection import Connection
 
 HIGH_WATER_BYTES = 65_536  # of what waits to go out; whoever makes more is asked to wait
-_JOINED_BYTES = 65_536  # below this, copying a message is cheaper than writing it in parts
+JOINED_BYTES = 65_536  # below this, copying a message is cheaper than writing it in parts
+Encoded = bytes | Sequence[bytes | memoryview]  # whole, or the parts of a long one
 _LAST = END_STREAM | END_HEADERS
 
 
@@ -83,17 +85,13 @@ class Stream:
         """Whether its answer is complete, as far as whoever answers is concerned."""
         return self._ended
 
-    def answer(self, message: bytes) -> None:
+    def answer(self, message: Encoded) -> None:
         """Answer with one message, and well.
 
         Raises:
             MessageFailed: it is longer than may be; nothing was sent.
         """
-        self._check(message)
-        if self._ended:
-            return
-        size = PREFIX_BYTES + len(message)
-        if self._head_sent or not self.connection.outflow.take_room(self, size):
+        if not isinstance(message, bytes) or not self._goes_at_once(message):
             self.send(message)
             self.end()
             return
@@ -101,7 +99,7 @@ class Stream:
         stream_id = self.id
         self.connection.write(
             frame(HEADERS, END_HEADERS, stream_id, HEAD_BLOCK)
-            + head(size, DATA, 0, stream_id)
+            + head(PREFIX_BYTES + len(message), DATA, 0, stream_id)
             + b"\0"
             + len(message).to_bytes(4, "big")
             + message
@@ -109,26 +107,25 @@ class Stream:
         )
         self.connection.finished(self)
 
-    def send(self, message: bytes) -> None:
+    def send(self, message: Encoded) -> None:
         """Send one message of several.
 
         Raises:
             MessageFailed: it is longer than may be; nothing was sent of it.
         """
-        self._check(message)
+        parts = (message,) if isinstance(message, bytes) else message
+        size = sum(map(len, parts))
+        self._check(size)
         if self._ended:
             return
         self._begin()
-        prefix = b"\0" + len(message).to_bytes(4, "big")
-        if len(message) < _JOINED_BYTES:
-            self.outbox.append(prefix + message)
+        prefix = b"\0" + size.to_bytes(4, "big")
+        if size < JOINED_BYTES:
+            self.outbox.append(b"".join((prefix, *parts)))
         else:
-            # So that the frames after the first one are slices of the message.
-            first = max(0, self.connection.outflow.frame_bytes - PREFIX_BYTES)
-            self.outbox.append(prefix + message[:first])
-            if first < len(message):
-                self.outbox.append(memoryview(message)[first:])
-        self._waiting_bytes += PREFIX_BYTES + len(message)
+            self.outbox.append(prefix)
+            self.outbox += [memoryview(part) for part in parts if part]
+        self._waiting_bytes += PREFIX_BYTES + size
         self.connection.outflow.pump(self)
 
     def end(self, code: int = 0, message: str = "") -> None:
@@ -181,12 +178,18 @@ class Stream:
         self._waiting_bytes = 0
         self._wake()
 
-    def _check(self, message: bytes) -> None:
+    def _goes_at_once(self, message: bytes) -> bool:
+        """Whether a message can go out whole, with all that is around it; takes the room for it."""
+        self._check(len(message))
+        is_small = len(message) < JOINED_BYTES and not (self._ended or self._head_sent)
+        return is_small and self.connection.outflow.take_room(self, PREFIX_BYTES + len(message))
+
+    def _check(self, size: int) -> None:
         limit_bytes = self.connection.listening.send_limit_bytes
-        if len(message) > limit_bytes:
+        if size > limit_bytes:
             raise MessageFailed(
                 StatusCode.RESOURCE_EXHAUSTED,
-                f"SERVER: Sent message larger than max ({len(message)} vs. {limit_bytes})",
+                f"SERVER: Sent message larger than max ({size} vs. {limit_bytes})",
             )
 
     def _begin(self) -> None:

@@ -24,7 +24,7 @@ class OutputTensor(NamedTuple):
     name: str
     datatype: Datatype
     shape: tuple[int, ...]
-    raw: bytes
+    raw: bytes | memoryview
     parameters: Mapping[str, Any]
 
 
@@ -107,15 +107,17 @@ def read_json(response: InferResponse) -> TensorAnswer:
 
 
 def _answer(body: bytes, start: int, end: int) -> TensorAnswer:
+    view = memoryview(body)
+    raw: bytes | memoryview
     try:
-        head = _decoder.decode(memoryview(body)[start:end])
+        head = _decoder.decode(view[start:end])
     except (msgspec.DecodeError, RecursionError) as err:
         raise _no_tensors(str(err)) from err
     outputs = []
     for index, output in enumerate(head.outputs):
         size = output.parameters.pop("binary_data_size", None)
         if isinstance(size, int):
-            raw, end = body[end : end + size], end + size
+            raw, end = view[end : end + size], end + size
         else:
             raw = _raw_of_json(output, f"outputs[{index}]")
         datatype = DATATYPES[output.datatype]

@@ -1,0 +1,80 @@
+"""Long tensors beside their messages: what protobuf's own library would read and write."""
+
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchere.serving.frontend.grpc.open_inference_wire import (
+    MOST_TENSORS,
+    TensorReply,
+    decode_request,
+    encode_response,
+)
+from torchere.serving.frontend.grpc.protos.open_inference_pb2 import ModelInferRequest, ModelInferResponse
+from torchere.serving.frontend.http2.stream import JOINED_BYTES
+
+LONG = bytes(range(256)) * (JOINED_BYTES // 256)
+tensors = st.lists(st.sampled_from([b"", b"\x3a\x02ab", b"x" * 300, LONG]), max_size=5)
+
+
+def request(raw, name="m"):
+    message = ModelInferRequest(model_name=name, id="7", raw_input_contents=raw)
+    message.inputs.add(name="x", datatype="FP32", shape=[1, 2**40])
+    message.parameters["p"].double_param = 0.5
+    return message
+
+
+@given(tensors, st.text(max_size=200))
+def test_a_request_is_read_as_the_library_reads_it(raw, name):
+    written = request(raw, name).SerializeToString()
+    read = decode_request(written)
+    assert [bytes(tensor) for tensor in read.raw] == raw
+    assert read.fields.model_name == name
+    assert read.fields.inputs == request([]).inputs
+    assert read.fields.parameters["p"].double_param == 0.5
+
+
+def test_a_long_tensor_is_not_copied_out_of_its_message():
+    written = request([LONG]).SerializeToString()
+    (tensor,) = decode_request(written).raw
+    assert isinstance(tensor, memoryview)
+    assert tensor.obj is written
+
+
+def test_fields_may_stand_in_any_order_and_unknown_ones_are_passed_over():
+    unknown = b"\x99\x06" + bytes(8) + b"\x9d\x06" + bytes(4) + b"\x90\x06\x05"  # 99: of 8, 4, and a number
+    written = request([LONG]).SerializeToString() + unknown + request([b"second"]).SerializeToString()
+    read = decode_request(written)
+    assert [bytes(tensor) for tensor in read.raw] == [LONG, b"second"]
+    assert len(read.fields.inputs) == 2
+
+
+def test_very_many_tensors_are_left_to_the_library():
+    raw = [b"x" * 300] * (MOST_TENSORS + 1)
+    read = decode_request(request(raw).SerializeToString())
+    assert list(read.raw) == raw
+    assert not isinstance(read.raw, list)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [b"\x3a\xff\xff\xff\x7f", b"\x3a", b"\xff" * 11, b"\x3b", b"\x08" + b"\xff" * 10, b"\x39\x00", b"\x00"],
+    ids=["too-long", "no-length", "no-end", "group", "no-end-of-a-number", "short-fixed", "no-field"],
+)
+def test_what_is_no_message_is_refused(end):
+    with pytest.raises(DecodeError):
+        decode_request(request([LONG]).SerializeToString() + end)
+
+
+@given(tensors)
+def test_an_answer_is_read_as_it_was_meant(raw):
+    def reply():
+        fields = ModelInferResponse(model_name="m", model_version="1")
+        fields.outputs.add(name="y", datatype="FP32", shape=[2])
+        return TensorReply(fields, [memoryview(tensor) for tensor in raw])
+
+    written = encode_response(reply())
+    whole = written if isinstance(written, bytes) else b"".join(written)
+    assert ModelInferResponse.FromString(whole) == reply().whole()
+    assert list(reply().whole().raw_output_contents) == raw
