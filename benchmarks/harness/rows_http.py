@@ -50,6 +50,8 @@ _TINY_GOALS = (
     Goal("req/s at 32 clients, to the best of mosec, Triton, LitServe", "rps_32", 1.1, against=_OTHERS),
     Goal("req/s at 128 clients, to the best of mosec, Triton, LitServe", "rps_128", 1.0, against=_OTHERS),
     Goal("p50 of 1 client, to the best peer", "p50_1_ms", 0.75, False, ("torchserve", *_OTHERS)),
+    Goal("req/s at 32 clients, to the echo", "rps_32", None, against=("echo",)),
+    Goal("the echo, to TorchServe", "rps_32", None, against=("torchserve",), ours="echo"),
 )
 
 
@@ -60,10 +62,12 @@ def _tiny() -> Row:
         "TorchScript MLP of 4 layers 64 x 64; 64 floats in and out as JSON over REST, wrk. torchere and "
         "TorchServe serve the same archive (base_handler, json envelope, batches of up to 32, 2 workers); "
         "mosec, LitServe and Triton run the same file with batches of up to 32 in one worker, as their "
-        "documents say.",
+        "documents say. The echo is uvloop and httptools with nothing behind them: what one process of "
+        "Python could reach if it did nothing.",
         {
             "torchere": _with_archive(servers.torchere),
             "torchserve": _with_archive(servers.torchserve),
+            "echo": _echo,
             "mosec": _with_file(servers.mosec, Probe("/inference", plain_body(), b'"y"')),
             "litserve": _with_file(servers.litserve, Probe("/predict", plain_body(), b'"y"')),
             "triton": _with_file(servers.triton, Probe("/v2/models/mlp/infer", v2_body(), b'"outputs"')),
@@ -79,6 +83,11 @@ def _tiny() -> Row:
         },
         _TINY_GOALS,
     )
+
+
+def _echo(conditions: Conditions) -> Figures:
+    probe = Probe("/", instances_body(), b'"predictions"')
+    return closed_loop(servers.http_echo(conditions.shop), probe, conditions, CLIENTS)
 
 
 def _with_archive(start: Start) -> Measure:

@@ -79,6 +79,18 @@ def _configured(
 
 
 @contextmanager
+def http_echo(shop: Workshop) -> Iterator[Endpoint]:
+    """The HTTP server that does nothing."""
+    (port,) = free_ports(1)
+    command = [sys.executable, str(SCRIPTS / "http_echo.py"), str(port)]
+    with (
+        tempfile.TemporaryDirectory(dir=shop.folder) as place,
+        serving(command, Path(place), port) as endpoint,
+    ):
+        yield endpoint
+
+
+@contextmanager
 def mosec(shop: Workshop, width: int, layers: int) -> Iterator[Endpoint]:
     """The server of mosec, with one worker and its own batching."""
     python = environment("mosec") / "bin" / "python"

@@ -39,7 +39,7 @@ BOUNDS = (
     Bound("worker_mb", 0.05, 15.0),
     Bound("files", 0.0, 8.0),  # connections of clients that are just gone
     Bound("threads", 0.0, 3.0),
-    Bound("temp_files", 0.0, 4.0),  # of the model that is registered at the moment
+    Bound("temp_files", 0.0, 8.0),  # of a model that is registered at the moment: it has seven
 )
 
 
