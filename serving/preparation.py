@@ -31,7 +31,7 @@ SWITCH_INTERVAL_S = 0.0005
 # All of it is needed to begin to serve.
 WITHOUT_TORCH = (
     "google.protobuf.json_format",
-    "grpc",
+    "hpack",
     "prometheus_client",
     "psutil",
     "uvicorn.protocols.http.httptools_impl",

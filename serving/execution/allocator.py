@@ -11,15 +11,23 @@ import ctypes
 import platform
 from collections.abc import Mapping
 
+from torchere.serving.execution.devices import available_cores
+
 # malloc.h of glibc; the parameters of mallopt(3)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 # A larger block has a mapping of its own, and goes back when it is freed: weights may be as large.
 _OWN_MAPPING_BYTES = 256 * 2**20
 _OLD_OWN_MAPPING_BYTES = 32 * 2**20  # the most that glibc before 2.35 takes
 _KEPT_BYTES = 512 * 2**20  # free memory at the end of the heap; what is above goes back
-# Those of further threads are made of pieces of 64 MiB, which go back when they are empty, whatever is set.
-_HEAPS = 1
+# Further heaps are made of pieces of 64 MiB, which go back when they are empty, whatever is set, so one is
+# best; but threads that allocate wait for one another at its lock, so no more than these share it.
+_CORES_OF_A_HEAP = 8
 _OWN_CHOICE = ("MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
+
+
+def heaps(cores: int) -> int:
+    """How many heaps the threads of so many cores share."""
+    return max(1, cores // _CORES_OF_A_HEAP)
 
 
 def keep_freed_memory(environment: Mapping[str, str]) -> bool:
@@ -37,4 +45,6 @@ def keep_freed_memory(environment: Mapping[str, str]) -> bool:
     mapping = mallopt(M_MMAP_THRESHOLD, _OWN_MAPPING_BYTES) or mallopt(
         M_MMAP_THRESHOLD, _OLD_OWN_MAPPING_BYTES
     )
-    return bool(mapping and mallopt(M_TRIM_THRESHOLD, _KEPT_BYTES) and mallopt(M_ARENA_MAX, _HEAPS))
+    return bool(
+        mapping and mallopt(M_TRIM_THRESHOLD, _KEPT_BYTES) and mallopt(M_ARENA_MAX, heaps(available_cores()))
+    )

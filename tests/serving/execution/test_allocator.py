@@ -6,11 +6,14 @@ import sys
 
 import pytest
 
+from torchere.serving.execution.allocator import heaps
+
 # Ten times what a batch does, in a thread: allocate and touch 16 blocks of 8 MiB, then free them all.
 CHURN = """
 import ctypes, os, resource, sys, threading
 from torchere.serving.execution.allocator import keep_freed_memory
 
+os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:2])  # so that there is one heap
 print(keep_freed_memory(os.environ))
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
@@ -36,6 +39,10 @@ thread.join()
 PAGES_OF_A_BATCH = 16 * 2**23 // 4096
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
+
+
+def test_eight_cores_share_a_heap() -> None:
+    assert [heaps(cores) for cores in (1, 2, 15, 16, 64)] == [1, 1, 1, 2, 8]
 
 
 def churned(environment: dict[str, str]) -> tuple[str, int]:
