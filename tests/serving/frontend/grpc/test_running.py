@@ -391,15 +391,16 @@ def test_no_call_is_lost_when_a_connection_takes_no_more_without_a_word_before()
     async def main():
         async with serving() as served:
 
-            async def client():
+            async def client(number):
                 found = []
                 for n in range(100):
                     found.append((await unary(served, "echo", b"%d" % n)).value)
-                    if n % 20 == 10:
+                    # By one of them only: grpcio sends a call that was not taken again, but only once.
+                    if number == 0 and n % 20 == 10:
                         for connection in list(served.listening.connections):
                             connection._take_no_more()
                 return found
 
-            return await asyncio.gather(*(client() for _ in range(4)))
+            return await asyncio.gather(*map(client, range(4)))
 
     assert run(main()) == [[b"%d" % n for n in range(100)]] * 4
