@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -46,7 +47,7 @@ class Call:
         timeline: of its prediction, where the call itself is one; else its scope knows.
     """
 
-    __slots__ = ("deadline_s", "metadata", "method", "started_s", "stream", "timeline")
+    __slots__ = ("_message", "deadline_s", "metadata", "method", "started_s", "stream", "timeline")
 
     def __init__(self, method: Method, stream: Stream) -> None:
         self.method = method
@@ -56,6 +57,7 @@ class Call:
         self.deadline_s = NO_DEADLINE if timeout_s is None else self.started_s + timeout_s
         self.metadata: Metadata = stream.head.metadata
         self.timeline: Timeline | None = None
+        self._message: bytes | None = None  # the client's, where a call has one
 
     def decoded(self, message: bytes) -> Any:
         """A message of the client.
@@ -93,6 +95,10 @@ class Call:
         ended = failure(error, self.method.table)
         self.failed(ended.code, ended.details)
 
+    def flawed(self, code: StatusCode, message: str) -> None:
+        """What the client sends can't be taken."""
+        self.badly(MessageFailed(code, message))
+
     def failed(self, code: StatusCode, details: str) -> None:
         """It ends with a status other than OK."""
         self.stream.end(code, details)
@@ -111,3 +117,33 @@ class Call:
             client = self.stream.connection.client
             line = f"gRPC {self.method.path} HTTP/2.0"
             access_log.add(client, line, code, self.started_s, timeline=timeline)
+
+
+class OneRequest(Call, ABC):
+    """The receiving half of a call with one message of the client's."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def begin(self, request: Any) -> None:
+        """There is all that the client sends."""
+
+    def message(self, message: bytes) -> None:
+        """The client's message."""
+        if self._message is None:
+            self._message = message
+        elif not self.stream.ended:
+            self.flawed(StatusCode.INTERNAL, "found several messages, expected one")
+
+    def half_closed(self) -> None:
+        """There is no more; begin."""
+        if self._message is None:
+            self.flawed(StatusCode.INTERNAL, "found no message, expected one")
+            return
+        try:
+            request = self.decoded(self._message)
+        except MessageFailed as err:
+            self.badly(err)
+            return
+        self._message = b""
+        self.begin(request)

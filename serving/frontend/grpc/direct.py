@@ -12,9 +12,7 @@ from torchere.serving.batching.pending import Reply
 from torchere.serving.errors import ServingError
 from torchere.serving.frontend.call_scope import CANCELLED
 from torchere.serving.frontend.dataplane import Prediction
-from torchere.serving.frontend.grpc.call import Call, Method
-from torchere.serving.frontend.http2.messages import MessageFailed
-from torchere.serving.frontend.http2.status import StatusCode
+from torchere.serving.frontend.grpc.call import Call, Method, OneRequest
 from torchere.serving.frontend.http2.stream import Stream
 from torchere.serving.types import InferResponse, StreamedResponse
 
@@ -33,35 +31,21 @@ class Direct(Protocol):
         """The message that answers with this body."""
 
 
-class DirectCall(Call):
+class DirectCall(OneRequest):
     """One such call; a `Receiver`."""
 
-    __slots__ = ("_direct", "_joining", "_message", "_prediction", "_tasks")
+    __slots__ = ("_direct", "_joining", "_prediction", "_tasks")
 
     def __init__(self, method: Method, stream: Stream, direct: Direct, tasks: set[Any]) -> None:
         super().__init__(method, stream)
         self._direct = direct
         self._tasks = tasks
-        self._message: bytes | None = None
         self._prediction: Prediction | None = None
         self._joining: asyncio.Task[None] | None = None
 
-    def message(self, message: bytes) -> None:
-        """The client's message."""
-        if self._message is not None:
-            if not self.stream.ended:
-                self.flawed(StatusCode.INTERNAL, "found several messages, expected one")
-            return
-        self._message = message
-
-    def half_closed(self) -> None:
-        """There is no more; have it answered."""
-        if self._message is None:
-            self.flawed(StatusCode.INTERNAL, "found no message, expected one")
-            return
+    def begin(self, request: Any) -> None:
+        """Have it answered."""
         try:
-            request = self.decoded(self._message)
-            self._message = b""
             self._prediction = self._direct.admit(request, self, self.reply)
         except Exception as error:  # the top of a call
             self.badly(error)
@@ -79,10 +63,6 @@ class DirectCall(Call):
                 self.badly(outcome)
         except Exception as error:  # others are answered after this one
             self.badly(error)
-
-    def flawed(self, code: StatusCode, message: str) -> None:
-        """What the client sends can't be taken."""
-        self.badly(MessageFailed(code, message))
 
     def gone(self) -> None:
         """The client gave it up."""

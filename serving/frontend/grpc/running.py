@@ -11,8 +11,7 @@ from typing import Any, cast
 from google.protobuf.message import Message
 
 from torchere.serving.frontend.call_scope import CallScope
-from torchere.serving.frontend.grpc.call import Call, Method
-from torchere.serving.frontend.http2.messages import MessageFailed
+from torchere.serving.frontend.grpc.call import Call, Method, OneRequest
 from torchere.serving.frontend.http2.status import StatusCode
 from torchere.serving.frontend.http2.stream import Receiver, Stream
 from torchere.serving.types import NO_DEADLINE
@@ -40,7 +39,7 @@ class RunningCall(Call):
         self._expiry: asyncio.TimerHandle | None = None
         self.task: asyncio.Task[None] | None = None
 
-    def begin(self, request: Any, *, many: bool) -> None:
+    def run(self, request: Any, *, many: bool) -> None:
         """Begin to answer; `many`: the client may send several predictions."""
         loop = asyncio.get_running_loop()
         self.task = loop.create_task(self._run(request, many=many))
@@ -52,7 +51,7 @@ class RunningCall(Call):
     def flawed(self, code: StatusCode, message: str) -> None:
         """What the client sends can't be taken."""
         self.gone()
-        self.badly(MessageFailed(code, message))
+        super().flawed(code, message)
 
     def gone(self) -> None:
         """The client gave it up."""
@@ -77,36 +76,14 @@ class RunningCall(Call):
         self.failed(StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
 
 
-class OneRequestCall(RunningCall):
+class OneRequestCall(OneRequest, RunningCall):
     """A call with one message of the client's."""
 
-    __slots__ = ("_message",)
+    __slots__ = ()
 
-    def __init__(
-        self, method: Method, stream: Stream, answer: Callable[[Any], Awaitable[None]], tasks: set[Any]
-    ) -> None:
-        super().__init__(method, stream, answer, tasks)
-        self._message: bytes | None = None
-
-    def message(self, message: bytes) -> None:
-        """The client's message."""
-        if self._message is not None:
-            if not self.stream.ended:
-                self.flawed(StatusCode.INTERNAL, "found several messages, expected one")
-            return
-        self._message = message
-
-    def half_closed(self) -> None:
-        """There is no more; begin."""
-        if self._message is None:
-            self.flawed(StatusCode.INTERNAL, "found no message, expected one")
-            return
-        try:
-            request = self.decoded(self._message)
-        except MessageFailed as err:
-            self.badly(err)
-            return
-        self.begin(request, many=False)
+    def begin(self, request: Any) -> None:
+        """Begin to answer."""
+        self.run(request, many=False)
 
 
 class ManyRequestsCall(RunningCall):
@@ -121,7 +98,7 @@ class ManyRequestsCall(RunningCall):
         self._coming: deque[bytes] = deque()
         self._wanted: asyncio.Future[None] | None = None
         self._is_over = False
-        self.begin(self._requests(), many=True)
+        self.run(self._requests(), many=True)
 
     def message(self, message: bytes) -> None:
         """One of the client's messages."""
