@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from itertools import chain
 from json.encoder import encode_basestring_ascii
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -35,18 +35,23 @@ _MANY_FLOATS = 8
 _encode_floats = msgspec.json.Encoder().encode
 
 
-def decode_input(value: bytes, content_type: str, decode: bool = True) -> object:
+Lent = Literal["own", "write", "read"]
+"""Memory of a tensor that a handler gets: its own, or the request's, which it may change, or may not."""
+
+
+def decode_input(value: bytes, content_type: str, decode: bool = True, lent: Lent = "own") -> object:
     """What a handler reads for one value of a request.
 
     Args:
         value: the bytes as they came.
         content_type: without parameters; "" when the client named none; a frontend gives tensors theirs.
         decode: False hands every value on as it came, save tensors.
+        lent: of tensors. What has to be moved for its alignment, or can't be changed, is a copy, or can't be.
 
     Returns:
         Parsed JSON for exactly `application/json`, a `str` for types that begin with `text`, an array for a
-        tensor of the Open Inference Protocol (the handler may change it), a `bytearray` for everything else,
-        and for what its content type does not describe: the handler decides about it.
+        tensor of the Open Inference Protocol, a `bytearray` for everything else, and for what its content
+        type does not describe: the handler decides about it.
     """
     try:
         if decode and content_type == "application/json":
@@ -54,7 +59,9 @@ def decode_input(value: bytes, content_type: str, decode: bool = True) -> object
         if decode and content_type.startswith("text"):
             return bytes(value).decode()
         if content_type.startswith(TENSOR_TYPE):
-            array: object = tensor_from_bytes(value, *parse_tensor_type(content_type), writable=True)
+            raw = memoryview(value).toreadonly() if lent == "read" else value
+            datatype, shape = parse_tensor_type(content_type)
+            array: object = tensor_from_bytes(raw, datatype, shape, writable=lent == "own")
             return array
     except (ValueError, RecursionError) as err:
         logger.warning(

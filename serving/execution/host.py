@@ -17,7 +17,7 @@ import torch
 from torchere.handlers.archive_import import archive_of
 from torchere.handlers.archive_plain_names import give_plain_names
 from torchere.handlers.context import Context, RequestProcessor
-from torchere.handlers.encode import decode_input
+from torchere.handlers.encode import Lent, decode_input
 from torchere.handlers.errors import HandlerLoadError, PredictionException, UnsupportedOutput
 from torchere.handlers.metrics import MetricsCache
 from torchere.handlers.resolve import EntryPoint, load_entry_point
@@ -56,6 +56,7 @@ class HandlerHost:
             shared_models=shared_models,
         )
         self._entry_point: EntryPoint | None = None
+        self._borrows = False
         self._encoder = AnswerEncoder(spec.model_name, spec.model_version, spec.archive_dir)
         self._context.encoder = self._encoder
         self._cpu_time: Callable[[], float] = time.thread_time
@@ -84,6 +85,7 @@ class HandlerHost:
             logger.exception("loading %s failed in its handler %s", spec.model_name, spec.handler)
             raise self._load_failed(f"handler {spec.handler} raised {_line(err)}", err) from err
         self._encoder.labels = getattr(self._entry_point.instance, "mapping", None)
+        self._borrows = getattr(self._entry_point.instance, "borrows_tensors", False) is True
 
     def warm_up(self) -> None:
         """Run the handler's own example rows, when it has some, until lazy work is done.
@@ -133,7 +135,9 @@ class HandlerHost:
         cpu_started_s = self._cpu_time()
         processors = [RequestProcessor(request.request_id, _headers_of(request)) for request in requests]
         self._context.begin_batch(processors, _parts_of(processors, send_partial))
-        rows = [self._row(request) for request in requests]
+        # Requests of a batch that fails as a whole are run again, alone, and have to be what they were.
+        lent: Lent = "own" if not self._borrows else "write" if len(requests) == 1 else "read"
+        rows = [self._row(request, lent) for request in requests]
         started = time.perf_counter()
         try:
             answers = self._loaded()(rows, self._context)
@@ -156,9 +160,9 @@ class HandlerHost:
             raise RuntimeError("load() must succeed before a handler can run")
         return self._entry_point
 
-    def _row(self, request: InferRequest) -> dict[str, Any]:
+    def _row(self, request: InferRequest, lent: Lent) -> dict[str, Any]:
         decode = self._spec.decode_input
-        return {p.name: decode_input(p.value, p.content_type, decode) for p in request.parameters}
+        return {p.name: decode_input(p.value, p.content_type, decode, lent) for p in request.parameters}
 
     def _outcomes(self, answers: object, processors: Sequence[RequestProcessor]) -> list[Outcome]:
         if not isinstance(answers, list):

@@ -11,6 +11,8 @@ QUICK_S = 0.0005  # of processor time, per batch, on average: below it a handove
 # A request that takes no longer than this is cheaper to run than to take in and to answer, so the loop is the
 # narrow place, whatever runs beside it; only that a whole batch must not hold it up for long.
 QUICK_REQUEST_S = 0.0002
+# Of the loop, for each byte that it takes in or sends: over REST and gRPC half of what was measured or less.
+S_PER_BYTE = 5e-10
 LONGEST_QUICK_S = 0.005
 QUICK_WALL_S = 0.002  # a quick batch that takes longer in a thread waited for more than the GIL
 SLOW_CPU_S = 0.02  # of processor time: a single run on the loop that takes more ends it
@@ -33,6 +35,7 @@ class InlineChoice:
         self._mean_s = 0.0  # of a batch
         self._wall_s = 0.0  # of a batch in a thread
         self._request_s = 0.0  # of a request, in its batch
+        self._moved_s = 0.0  # the loop's own for the bytes of a request and its answer
 
     @property
     def active(self) -> bool:
@@ -49,15 +52,22 @@ class InlineChoice:
 
     @property
     def _quick(self) -> bool:
-        quick_s = LONGEST_QUICK_S if self._request_s <= QUICK_REQUEST_S else QUICK_S
+        is_least = self._request_s <= QUICK_REQUEST_S + self._moved_s
+        quick_s = LONGEST_QUICK_S if is_least else QUICK_S
         return self._seen >= self._wanted and self._mean_s <= quick_s
 
-    def ran_in_thread(self, cpu_s: float, wall_s: float = 0.0, requests: int = 1) -> None:
-        """A batch took `cpu_s` of a thread's processor time, and `wall_s` with its waits for the GIL."""
+    def ran_in_thread(
+        self, cpu_s: float, wall_s: float = 0.0, requests: int = 1, moved_bytes: int = 0
+    ) -> None:
+        """A batch took `cpu_s` of a thread's processor time, and `wall_s` with its waits for the GIL.
+
+        `moved_bytes` came with its requests, or go out with their answers.
+        """
         kept = _MEMORY if self._seen else 0.0
         self._mean_s = kept * self._mean_s + (1 - kept) * cpu_s
         self._wall_s = kept * self._wall_s + (1 - kept) * wall_s
         self._request_s = kept * self._request_s + (1 - kept) * cpu_s / requests
+        self._moved_s = kept * self._moved_s + (1 - kept) * moved_bytes * S_PER_BYTE / requests
         self._seen += 1
 
     def ran_inline(self, cpu_s: float, wall_s: float) -> None:

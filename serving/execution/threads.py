@@ -181,7 +181,8 @@ class ThreadPool:
         """Answer a batch; its thread tells."""
         self._inside.pop(batch, None)
         self._left.discard(batch)
-        self._inline.ran_in_thread(report.cpu_s, report.handler_s, len(batch.requests))
+        moved_bytes = _moved_bytes(batch.requests, report)
+        self._inline.ran_in_thread(report.cpu_s, report.handler_s, len(batch.requests), moved_bytes)
         if batch.answered:  # it was too late; but the executor is free again
             self._overdue -= batch.overdue
             self._on_free()
@@ -260,6 +261,12 @@ class ThreadPool:
             self._threads[self._threads.index(thread)] = self._retiring.pop()
         elif thread in self._retiring:
             self._retiring.remove(thread)
+
+
+def _moved_bytes(requests: Sequence[InferRequest], report: BatchReport) -> int:
+    came = sum(len(parameter.value) for request in requests for parameter in request.parameters)
+    goes = sum(len(outcome.body) for outcome in report.outcomes if isinstance(outcome, InferResponse))
+    return came + goes
 
 
 def _first(gpu_ids: tuple[int, ...]) -> int | None:

@@ -13,8 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchere.handlers.encode import decode_input, encode_answer, json_text
+from torchere.handlers.encode import Lent, decode_input, encode_answer, json_text
 from torchere.handlers.errors import UnsupportedOutput
+from torchere.handlers.tensors import DATATYPES, tensor_type
 
 _numbers = st.one_of(st.integers(), st.floats())
 _scalars = st.one_of(st.none(), st.booleans(), _numbers, st.text())
@@ -169,6 +170,23 @@ def _deep(levels: int) -> list[object]:
 def test_what_cannot_be_sent_is_refused(value: object) -> None:
     with pytest.raises(UnsupportedOutput, match="can't be sent"):
         encode_answer(value)
+
+
+@pytest.mark.parametrize(
+    ("lent", "is_same_memory", "may_change"),
+    [("own", False, True), ("write", True, True), ("read", True, False)],
+)
+def test_a_tensor_lies_in_memory_of_its_own_unless_it_is_lent(
+    lent: Lent, is_same_memory: bool, may_change: bool
+) -> None:
+    memory = np.zeros(4, np.float32)
+    value: Any = memory.view(np.uint8).data
+
+    array = decode_input(value, tensor_type(DATATYPES["FP32"], [4]), lent=lent)
+
+    assert isinstance(array, np.ndarray)
+    assert np.shares_memory(array, memory) == is_same_memory
+    assert array.flags.writeable == may_change
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torchere.serving.frontend.access_log import access_log
 from torchere.serving.frontend.call_scope import current_call
 from torchere.serving.frontend.grpc.errors import Table, failure
 from torchere.serving.frontend.http2.header_blocks import Metadata
-from torchere.serving.frontend.http2.messages import MessageFailed
+from torchere.serving.frontend.http2.messages import MessageFailed, Received
 from torchere.serving.frontend.http2.status import StatusCode
 from torchere.serving.frontend.http2.stream import Encoded, Stream
 from torchere.serving.telemetry.timeline import Timeline
@@ -29,7 +29,7 @@ class Method(NamedTuple):
 
     path: str  # `package.Service/Method`
     table: Table  # what each error ends a call with
-    decode: Callable[[bytes], Any]
+    decode: Callable[[Received], Any]
     encode: Callable[[Any], Encoded]
 
     def code_of(self, error: ServingError) -> str:
@@ -57,9 +57,9 @@ class Call:
         self.deadline_s = NO_DEADLINE if timeout_s is None else self.started_s + timeout_s
         self.metadata: Metadata = stream.head.metadata
         self.timeline: Timeline | None = None
-        self._message: bytes | None = None  # the client's, where a call has one
+        self._message: Received | None = None  # the client's, where a call has one
 
-    def decoded(self, message: bytes) -> Any:
+    def decoded(self, message: Received) -> Any:
         """A message of the client.
 
         Raises:
@@ -128,7 +128,7 @@ class OneRequest(Call, ABC):
     def begin(self, request: Any) -> None:
         """There is all that the client sends."""
 
-    def message(self, message: bytes) -> None:
+    def message(self, message: Received) -> None:
         """The client's message."""
         if self._message is None:
             self._message = message

@@ -9,6 +9,7 @@ from torchere.serving.frontend.grpc.errors import UNAUTHORIZED
 from torchere.serving.frontend.grpc.open_inference_descriptors import operator_paths
 from torchere.serving.frontend.grpc.service import Openers
 from torchere.serving.frontend.http2.header_blocks import Metadata
+from torchere.serving.frontend.http2.messages import Received
 from torchere.serving.frontend.http2.status import StatusCode
 from torchere.serving.frontend.http2.stream import Receiver, Stream
 from torchere.serving.frontend.keys import KeyKind, Keys
@@ -22,7 +23,7 @@ _GRPC = "application/grpc"
 class _Refused:
     """Receives what still comes of a call that was answered by its head alone."""
 
-    def message(self, message: bytes) -> None:
+    def message(self, message: Received) -> None:
         """Too late."""
 
     def half_closed(self) -> None:

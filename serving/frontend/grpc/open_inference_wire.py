@@ -14,6 +14,7 @@ from typing import NamedTuple
 from google.protobuf.message import DecodeError
 
 from torchere.serving.frontend.grpc.protos.open_inference_pb2 import ModelInferRequest, ModelInferResponse
+from torchere.serving.frontend.http2.messages import Received
 from torchere.serving.frontend.http2.stream import JOINED_BYTES, Encoded
 
 Raw = bytes | memoryview
@@ -46,7 +47,7 @@ class TensorReply(NamedTuple):
         return self.fields
 
 
-def decode_request(message: bytes) -> TensorMessage:
+def decode_request(message: Received) -> TensorMessage:
     """Read a request; views of `message` where it is long.
 
     Raises:
@@ -56,7 +57,7 @@ def decode_request(message: bytes) -> TensorMessage:
         rest, tensors = _cut(message)
         if len(tensors) <= MOST_TENSORS:
             return TensorMessage(ModelInferRequest.FromString(rest), tensors)
-    fields = ModelInferRequest.FromString(message)
+    fields = ModelInferRequest.FromString(bytes(message))
     return TensorMessage(fields, fields.raw_input_contents)
 
 
@@ -70,7 +71,7 @@ def encode_response(reply: TensorReply) -> Encoded:
     return parts
 
 
-def _cut(message: bytes) -> tuple[bytes, list[Raw]]:
+def _cut(message: Received) -> tuple[bytes, list[Raw]]:
     """A message without its raw tensors, and up to one more of these than may be cut out."""
     view, end = memoryview(message), len(message)
     kept: list[memoryview] = []
@@ -98,7 +99,7 @@ def _cut(message: bytes) -> tuple[bytes, list[Raw]]:
     return b"".join((*kept, view[kept_from:])), tensors
 
 
-def _read(message: bytes, at: int) -> tuple[int, int]:
+def _read(message: Received, at: int) -> tuple[int, int]:
     """A varint, and where what follows it begins."""
     value = 0
     for place, byte in enumerate(message[at : at + _MOST_VARINT_BYTES]):

@@ -12,6 +12,7 @@ from google.protobuf.message import Message
 
 from torchere.serving.frontend.call_scope import CallScope
 from torchere.serving.frontend.grpc.call import Call, Method, OneRequest
+from torchere.serving.frontend.http2.messages import Received
 from torchere.serving.frontend.http2.status import StatusCode
 from torchere.serving.frontend.http2.stream import Receiver, Stream
 from torchere.serving.types import NO_DEADLINE
@@ -95,12 +96,12 @@ class ManyRequestsCall(RunningCall):
         self, method: Method, stream: Stream, answer: Callable[[Any], Awaitable[None]], tasks: set[Any]
     ) -> None:
         super().__init__(method, stream, answer, tasks)
-        self._coming: deque[bytes] = deque()
+        self._coming: deque[Received] = deque()
         self._wanted: asyncio.Future[None] | None = None
         self._is_over = False
         self.run(self._requests(), many=True)
 
-    def message(self, message: bytes) -> None:
+    def message(self, message: Received) -> None:
         """One of the client's messages."""
         self._coming.append(message)
         if len(self._coming) >= MESSAGES_AHEAD:

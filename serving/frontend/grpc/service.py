@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
@@ -12,6 +12,7 @@ from torchere.serving.frontend.grpc.call import Method
 from torchere.serving.frontend.grpc.direct import Direct, direct_calls
 from torchere.serving.frontend.grpc.errors import Table
 from torchere.serving.frontend.grpc.running import Streaming, Unary, one_to_one, to_many
+from torchere.serving.frontend.http2.messages import Received
 from torchere.serving.frontend.http2.stream import Encoded, Receiver, Stream
 
 Opener = Callable[[Stream], Receiver]
@@ -22,7 +23,7 @@ class Coded(NamedTuple):
     """An implementation that has a way of its own to read or write messages; None: the descriptor's."""
 
     implementation: Unary | Streaming | Direct
-    decode: Callable[[bytes], Any] | None = None
+    decode: Callable[[Received], Any] | None = None
     encode: Callable[[Any], Encoded] | None = None
 
 
@@ -64,7 +65,8 @@ def _opener(
     method = Method(
         f"{service_name}/{described.name}",
         table,
-        coded.decode or GetMessageClass(described.input_type).FromString,
+        # Its stub knows of `bytes` only.
+        coded.decode or cast("Callable[[Received], Any]", GetMessageClass(described.input_type).FromString),
         coded.encode or GetMessageClass(described.output_type).SerializeToString,
     )
     if described.server_streaming:

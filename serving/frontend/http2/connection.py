@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from torchere.serving.frontend.http2 import frames as f
-from torchere.serving.frontend.http2.frame_reader import FrameReader
+from torchere.serving.frontend.http2.frame_reader import FrameReader, Piece
 from torchere.serving.frontend.http2.frames import ConnectionBroken, ErrorCode, StreamBroken
 from torchere.serving.frontend.http2.greeting import GREETING, MAX_STREAMS
 from torchere.serving.frontend.http2.header_blocks import HeadReader
 from torchere.serving.frontend.http2.inflow import Inflow
 from torchere.serving.frontend.http2.listening import Listening
-from torchere.serving.frontend.http2.messages import MessageFailed
 from torchere.serving.frontend.http2.outflow import Outflow
-from torchere.serving.frontend.http2.status import StatusCode
 from torchere.serving.frontend.http2.stream import Stream
 from torchere.serving.frontend.http2.turn_writes import TurnWrites
 
@@ -32,7 +30,7 @@ FAREWELL_S = 1.0  # how long a client may take to hear that the connection ends,
 _FAREWELL = b"farewell"
 
 
-class Connection(asyncio.Protocol):
+class Connection(asyncio.BufferedProtocol):
     """One connection. Used by the event loop only."""
 
     def __init__(self, listening: Listening) -> None:
@@ -90,13 +88,17 @@ class Connection(asyncio.Protocol):
         """It has room again."""
         self.outflow.resume()
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where bytes may come in."""
+        return self.listening.landing
+
+    def buffer_updated(self, nbytes: int) -> None:
         """Bytes came in."""
         if self._transport.is_closing():
             return  # TLS hands on what came before the end
         self._writes.expect_flush()
         try:
-            self._reader.feed(data)
+            self._reader.feed(self.listening.landing[:nbytes])
         except ConnectionBroken as broken:
             self._break_down(broken.code, str(broken))
         except Exception:  # the top of everything a client sends: a bug is logged, and costs one connection
@@ -130,16 +132,16 @@ class Connection(asyncio.Protocol):
 
     # The frames' side
 
-    def counted(self, stream_id: int, size: int) -> None:
-        """A DATA frame begins."""
+    def counted(self, stream_id: int, size: int, empty: int) -> None:
+        """DATA begins."""
+        for _ in range(empty):
+            self.inflow.count_chatter()
         if not stream_id or stream_id > self._last_id:
             raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, f"DATA on stream {stream_id}, which is idle")
         self.inflow.take(self._streams.get(stream_id), size)
 
-    def data(self, stream_id: int, piece: bytes | memoryview, *, is_last: bool) -> None:
-        """A piece of a call's messages."""
-        if not piece and not is_last:
-            self.inflow.count_chatter()
+    def data(self, stream_id: int, pieces: Sequence[Piece], *, is_last: bool) -> None:
+        """Pieces of a call's messages."""
         stream = self._streams.get(stream_id)
         if stream is None:
             return  # it was answered, or given up, while this was on its way
@@ -148,15 +150,11 @@ class Connection(asyncio.Protocol):
         elif stream.receive_window < 0:
             self._break_stream(StreamBroken(stream_id, ErrorCode.FLOW_CONTROL_ERROR, "DATA without leave"))
         else:
-            try:
-                for message in () if stream.ended else stream.reader.feed(piece):
-                    stream.receiver.message(message)
-                if is_last:
-                    self._half_close(stream)
-                else:
-                    self.inflow.give_leave(stream)
-            except MessageFailed as err:
-                stream.receiver.flawed(err.code, str(err))
+            stream.take(pieces)
+            if is_last:
+                stream.half_close()
+            else:
+                self.inflow.give_leave(stream)
 
     def head(self, flags: int, stream_id: int, block: bytes) -> None:
         """The headers of a call, or its trailers."""
@@ -196,18 +194,9 @@ class Connection(asyncio.Protocol):
 
     def _trailers(self, stream: Stream, *, is_last: bool) -> None:
         if is_last and stream.remote_open:
-            self._half_close(stream)
+            stream.half_close()
         else:
             self._break_stream(StreamBroken(stream.id, ErrorCode.PROTOCOL_ERROR, "headers within a stream"))
-
-    def _half_close(self, stream: Stream) -> None:
-        stream.remote_open = False
-        if stream.ended:
-            return
-        if stream.reader.at_message_end:
-            stream.receiver.half_closed()
-        else:
-            stream.receiver.flawed(StatusCode.INTERNAL, "the stream ends in the middle of a message")
 
     def _reset(self, flags: int, stream_id: int, payload: bytes) -> None:
         f.read_u32(payload)

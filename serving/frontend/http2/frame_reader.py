@@ -1,7 +1,8 @@
-"""Bytes of a client into frames: DATA piece by piece as it comes, all others whole."""
+"""Bytes of a client into frames: DATA as it comes, in pieces or many frames at once, all others whole."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from torchere.serving.frontend.http2 import frames as f
@@ -10,17 +11,22 @@ from torchere.serving.frontend.http2.frames import ConnectionBroken, ErrorCode
 DATA_FRAME_BYTES = 2**20  # at most; such a frame is taken in as it comes
 OTHER_FRAME_BYTES = 32_768  # of all other frames, and of a header block in several
 MAX_CONTINUATIONS = 16
-SMALL_BYTES = 4096  # below it a copy costs less than a view, and does not keep all that came with it
+SMALL_BYTES = 4096  # below it bytes cost less than views
+
+Piece = bytes | memoryview
 
 
 class FrameSink(Protocol):
     """Who acts on frames. All may raise `ConnectionBroken`."""
 
-    def counted(self, stream_id: int, size: int) -> None:
-        """A DATA frame of this size came, of which nothing was handed on yet: for flow control."""
+    def counted(self, stream_id: int, size: int, empty: int) -> None:
+        """DATA of this size came, of which nothing was handed on yet: for flow control.
 
-    def data(self, stream_id: int, piece: bytes | memoryview, *, is_last: bool) -> None:
-        """A piece of DATA; `is_last` of its stream."""
+        So many frames of it were `empty`, and did not even end their stream.
+        """
+
+    def data(self, stream_id: int, pieces: Sequence[Piece], *, is_last: bool) -> None:
+        """DATA, to be used or copied before this returns; `is_last` of its stream."""
 
     def head(self, flags: int, stream_id: int, block: bytes) -> None:
         """A whole header block, and the flags of the frame it began with."""
@@ -55,8 +61,8 @@ class FrameReader:
         """Whether the client's preface has come."""
         return self._greeted
 
-    def feed(self, data: bytes) -> None:
-        """Take in what came.
+    def feed(self, data: Piece) -> None:
+        """Take in what came. The memory is not looked at again once this has returned.
 
         Raises:
             ConnectionBroken: it is no HTTP/2, or too much of it.
@@ -64,6 +70,8 @@ class FrameReader:
         if self._rest:
             data = self._rest + data
             self._rest = b""
+        elif len(data) <= SMALL_BYTES:
+            data = bytes(data)
         start = 0
         if not self._greeted:
             start = len(f.PREFACE)
@@ -72,16 +80,16 @@ class FrameReader:
                     ErrorCode.PROTOCOL_ERROR, "expected HTTP/2, by prior knowledge or by ALPN"
                 )
             if len(data) < start + f.HEAD_BYTES:
-                self._rest = data
+                self._rest = bytes(data)
                 return
             if data[start + 3] != f.SETTINGS:
                 raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "expected SETTINGS behind the preface")
             self._greeted = True
         if self._data is not None:
             start = self._go_on_with_data(self._data, data, start)
-        self._rest = data[self._frames(data, start) :]
+        self._rest = bytes(data[self._frames(data, start) :])
 
-    def _frames(self, data: bytes, start: int) -> int:
+    def _frames(self, data: Piece, start: int) -> int:
         """Take in all whole frames, and DATA even when it is not whole; returns where the rest begins."""
         end = len(data)
         while end - start >= f.HEAD_BYTES:
@@ -94,14 +102,16 @@ class FrameReader:
             if kind == f.DATA:
                 if flags & f.PADDED and body == end and size:
                     break  # how long the padding is comes first
-                start = self._begin_data(data, body, size, flags, stream_id)
+                start = self._run_of_data(data, start, stream_id) or self._begin_data(
+                    data, body, size, flags, stream_id
+                )
                 continue
             if size > OTHER_FRAME_BYTES:
                 raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, f"a frame of {size} bytes")
             if end - body < size:
                 break
             start = body + size
-            self._whole(kind, flags, stream_id, data[body:start])
+            self._whole(kind, flags, stream_id, bytes(data[body:start]))
         return start
 
     def _whole(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
@@ -132,27 +142,54 @@ class FrameReader:
             self._block = None
             self._sink.head(first_flags, stream_id, b"".join(parts))
 
-    def _begin_data(self, data: bytes, body: int, size: int, flags: int, stream_id: int) -> int:
+    def _run_of_data(self, data: Piece, start: int, stream_id: int) -> int:
+        """Take in whole frames without padding that follow one another, as those of a long message do.
+
+        Returns where what follows begins; 0: there is none. One step for each frame would cost more than
+        the copy of what is in it.
+        """
+        end, total, empty, flags = len(data), 0, 0, 0
+        pieces: list[Piece] = []
+        while not flags and end - start >= f.HEAD_BYTES:
+            high, low, kind, flags, found_id = f.HEAD.unpack_from(data, start)
+            size = high << 8 | low
+            body, start_of_next = start + f.HEAD_BYTES, start + f.HEAD_BYTES + size
+            if (
+                kind != f.DATA
+                or found_id & f.MAX_STREAM_ID != stream_id
+                or flags & f.PADDED
+                or start_of_next > end
+                or size > DATA_FRAME_BYTES
+            ):
+                flags = 0
+                break
+            pieces.append(data[body:start_of_next])
+            total += size
+            empty += not (size or flags & f.END_STREAM)
+            start = start_of_next
+        if not pieces:
+            return 0
+        self._sink.counted(stream_id, total, empty)
+        self._sink.data(stream_id, pieces, is_last=bool(flags & f.END_STREAM))
+        return start
+
+    def _begin_data(self, data: Piece, body: int, size: int, flags: int, stream_id: int) -> int:
         """Take in what there is of a DATA frame; returns where what follows begins."""
         if size > DATA_FRAME_BYTES:
             raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, f"DATA of {size} bytes")
-        self._sink.counted(stream_id, size)
-        padding = 0
+        frame_bytes, padding = size, 0
         if flags & f.PADDED:
             padding = data[body] if size else 256
             body += 1
             size -= 1 + padding
             if size < 0:
                 raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "a DATA frame is all padding")
-        end = body + size + padding
-        if end <= len(data):
-            self._sink.data(stream_id, _piece(data, body, body + size), is_last=bool(flags & f.END_STREAM))
-            return end
+        self._sink.counted(stream_id, frame_bytes, int(not (size or flags & f.END_STREAM)))
         return self._go_on_with_data(_Split(stream_id, flags, size, padding), data, body)
 
-    def _go_on_with_data(self, split: _Split, data: bytes, start: int) -> int:
+    def _go_on_with_data(self, split: _Split, data: Piece, start: int) -> int:
         stream_id, flags, left, padding = split
-        piece = _piece(data, start, start + left)
+        piece = data[start : start + left]
         left -= len(piece)
         start += len(piece)
         skipped = min(padding, len(data) - start) if not left else 0
@@ -160,10 +197,5 @@ class FrameReader:
         is_whole = not left and not padding
         self._data = None if is_whole else _Split(stream_id, flags, left, padding)
         if piece or is_whole:
-            self._sink.data(stream_id, piece, is_last=is_whole and bool(flags & f.END_STREAM))
+            self._sink.data(stream_id, (piece,), is_last=is_whole and bool(flags & f.END_STREAM))
         return start + skipped
-
-
-def _piece(data: bytes, start: int, end: int) -> bytes | memoryview:
-    """A part of what came: a copy when it is small, else a view, to be copied once, into its message."""
-    return data[start:end] if end - start <= SMALL_BYTES else memoryview(data)[start:end]

@@ -7,9 +7,12 @@ import zlib
 from torchere.serving.frontend.http2.status import StatusCode
 
 PREFIX_BYTES = 5
-_SMALL_BYTES = 4096
 # Window bits of zlib: 15 is a zlib stream, 16 more a gzip one.
 _WINDOW_BITS = {"gzip": 31, "deflate": 15}
+
+ALIGNMENT = 16  # bytes; an element of a tensor has 8 at most, and memory begins on such an address, too
+
+Received = bytes | memoryview
 
 
 class MessageFailed(Exception):
@@ -21,64 +24,74 @@ class MessageFailed(Exception):
 
 
 class MessageReader:
-    """Puts the messages of one stream together again, and never holds more than `limit_bytes` of one."""
+    """Puts the messages of one stream together again, and never holds more than `limit_bytes` of one.
 
-    __slots__ = ("_compressed", "_encoding", "_have", "_limit_bytes", "_parts", "_want")
+    A long message comes in pieces; it grows by them, so a client has as much memory held as it fills. It
+    ends on a multiple of `ALIGNMENT`, for tensors are what long messages end with.
+    """
+
+    __slots__ = ("_before", "_compressed", "_encoding", "_limit_bytes", "_message", "_prefix", "_want")
 
     def __init__(self, limit_bytes: int, encoding: str) -> None:
         self._limit_bytes = limit_bytes
         self._encoding = encoding
-        self._parts: list[bytearray | memoryview] = []
-        self._have = 0
-        self._want = -1  # bytes of the message under way; -1: its prefix is not there yet
+        self._prefix = b""  # what has come of the next message's
+        self._message = bytearray()  # what has come of the one under way, behind `_before` other bytes
+        self._before = 0
+        self._want = -1  # how long both will be; -1: the prefix is not there yet
         self._compressed = False
 
     @property
     def at_message_end(self) -> bool:
         """Whether nothing of a further message has come."""
-        return self._want < 0 and not self._have
+        return self._want < 0 and not self._prefix
 
-    def feed(self, piece: bytes | memoryview) -> list[bytes]:
-        """Take in what came; returns the messages that are whole now.
+    def feed(self, piece: bytes | memoryview) -> list[Received]:
+        """Take in what came; returns the messages that are whole now. The piece is not kept.
 
         Raises:
             MessageFailed: a message is longer than the limit, or is compressed in a way that is not known.
         """
-        if self._want < 0 and not self._have and len(piece) >= PREFIX_BYTES:
+        size = len(piece)
+        if len(self._message) + size < self._want:
+            self._message += piece
+            return []
+        if self._want < 0 and not self._prefix and size >= PREFIX_BYTES:
             length = int.from_bytes(piece[1:PREFIX_BYTES], "big")
-            if len(piece) == PREFIX_BYTES + length and not piece[0]:
+            if size == PREFIX_BYTES + length and not piece[0]:
                 self._check(length)
                 return [bytes(piece[PREFIX_BYTES:])]  # as nearly all come
-        view = memoryview(piece)
-        messages: list[bytes] = []
-        while view:
-            view = self._take(view)
-            if self._want >= 0 and self._have == self._want:
+        return self._split(piece)
+
+    def _split(self, piece: bytes | memoryview) -> list[Received]:
+        """What came holds the end of a message, or the beginning of one."""
+        messages: list[Received] = []
+        while piece:
+            if self._want < 0:
+                missing = PREFIX_BYTES - len(self._prefix)
+                self._prefix += piece[:missing]
+                if len(self._prefix) < PREFIX_BYTES:
+                    break
+                self._begin()
+            else:
+                missing = self._want - len(self._message)
+                self._message += piece[:missing]
+            if len(self._message) == self._want:
                 messages.append(self._finished())
+            piece = piece[missing:]
         return messages
 
-    def _take(self, view: memoryview) -> memoryview:
-        """Add to the prefix or the message under way; returns what is left over."""
-        wanted = PREFIX_BYTES if self._want < 0 else self._want
-        taken = view[: wanted - self._have]
-        if len(taken) > _SMALL_BYTES:
-            self._parts.append(taken)
-        elif self._parts and isinstance(self._parts[-1], bytearray):
-            self._parts[-1] += taken
-        else:  # small parts are copied together: each by itself would cost many times its size
-            self._parts.append(bytearray(taken))
-        self._have += len(taken)
-        if self._want < 0 and self._have == PREFIX_BYTES:
-            prefix = b"".join(self._parts)
-            self._compressed = bool(prefix[0])
-            self._want = int.from_bytes(prefix[1:], "big")
-            self._check(self._want)
-            self._parts, self._have = [], 0
-        return view[len(taken) :]
+    def _begin(self) -> None:
+        length = int.from_bytes(self._prefix[1:], "big")
+        self._check(length)
+        self._compressed = bool(self._prefix[0])
+        self._before = -length % ALIGNMENT
+        self._prefix, self._want = b"", self._before + length
+        self._message = bytearray(self._before)
 
-    def _finished(self) -> bytes:
-        message = b"".join(self._parts)
-        self._parts, self._have, self._want = [], 0, -1
+    def _finished(self) -> Received:
+        message = memoryview(self._message)[self._before :]
+        self._message, self._want = bytearray(), -1
         return self._inflated(message) if self._compressed else message
 
     def _check(self, length: int) -> None:
@@ -88,7 +101,7 @@ class MessageReader:
                 f"SERVER: Received message larger than max ({length} vs. {self._limit_bytes})",
             )
 
-    def _inflated(self, message: bytes) -> bytes:
+    def _inflated(self, message: memoryview) -> bytes:
         bits = _WINDOW_BITS.get(self._encoding)
         if bits is None:
             raise MessageFailed(

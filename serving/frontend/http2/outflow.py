@@ -72,10 +72,10 @@ class Outflow:
         outbox = stream.outbox
         while outbox and not self.stopped:
             part = outbox[0]
-            size = min(len(part), self.frame_bytes, self._window, stream.window)
+            size = min(len(part), MOST_WRITTEN_BYTES, self._window, stream.window)
             if size <= 0:
                 break
-            buffers += (head(size, DATA, 0, stream.id), part[:size])
+            self._cut(part, size, stream.id, buffers)
             self._window -= size
             stream.window -= size
             sent += size
@@ -101,6 +101,17 @@ class Outflow:
             stream.sent(sent)
         if is_last:
             self._finished(stream)
+
+    def _cut(
+        self, part: bytes | memoryview, size: int, stream_id: int, buffers: list[bytes | memoryview]
+    ) -> None:
+        """Put the first `size` bytes of a part into frames."""
+        whole = head(self.frame_bytes, DATA, 0, stream_id)
+        rest = size % self.frame_bytes
+        for start in range(0, size - rest, self.frame_bytes):
+            buffers += (whole, part[start : start + self.frame_bytes])
+        if rest:
+            buffers += (head(rest, DATA, 0, stream_id), part[size - rest : size])
 
     def noted(self, block: bytes) -> bytes:
         """A header block that goes out now, behind what the client has to be told before it."""

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from torchere.serving.frontend.http2.frame_reader import Piece
 from torchere.serving.frontend.http2.frames import DATA, END_HEADERS, END_STREAM, HEADERS, frame, head
 from torchere.serving.frontend.http2.header_blocks import (
     HEAD_BLOCK,
@@ -16,7 +17,7 @@ from torchere.serving.frontend.http2.header_blocks import (
     status_block,
 )
 from torchere.serving.frontend.http2.inflow import STREAM_WINDOW_BYTES
-from torchere.serving.frontend.http2.messages import PREFIX_BYTES, MessageFailed, MessageReader
+from torchere.serving.frontend.http2.messages import PREFIX_BYTES, MessageFailed, MessageReader, Received
 from torchere.serving.frontend.http2.status import StatusCode
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ _LAST = END_STREAM | END_HEADERS
 class Receiver(Protocol):
     """Who answers one call. Its methods are called on the event loop, and must not raise."""
 
-    def message(self, message: bytes) -> None:
+    def message(self, message: Received) -> None:
         """A message of the client is there."""
 
     def half_closed(self) -> None:
@@ -84,6 +85,25 @@ class Stream:
     def ended(self) -> bool:
         """Whether its answer is complete, as far as whoever answers is concerned."""
         return self._ended
+
+    def take(self, pieces: Sequence[Piece]) -> None:
+        """Bytes of the client's messages came."""
+        try:
+            for piece in pieces:
+                for message in () if self._ended else self.reader.feed(piece):
+                    self.receiver.message(message)
+        except MessageFailed as err:
+            self.receiver.flawed(err.code, str(err))
+
+    def half_close(self) -> None:
+        """The client sends no more."""
+        self.remote_open = False
+        if self._ended:
+            return
+        if self.reader.at_message_end:
+            self.receiver.half_closed()
+        else:
+            self.receiver.flawed(StatusCode.INTERNAL, "the stream ends in the middle of a message")
 
     def answer(self, message: Encoded) -> None:
         """Answer with one message, and well.

@@ -12,6 +12,7 @@ from starlette.types import Receive
 READ_WHOLE = "torchere.read_whole"
 """Where our HTTP protocol puts a `WholeReader` in the scope of a request."""
 WHOLE_BYTES = 65_536  # bodies that announce more are read by it
+TENSOR_ALIGNMENT = 16  # bytes; an element has 8 at most, and memory begins on such an address, too
 LINGER_S = 2.0  # how long a refused body is still read, so that the client gets to see the refusal
 
 
@@ -30,13 +31,15 @@ class WholeBody:
     """A body of known length on its way in: each byte is copied once, and no message is made of the pieces.
 
     `view` is its memory, not set to zero before, so that what a client announces and does not send costs
-    nothing. Not thread-safe.
+    nothing. It ends on a multiple of `TENSOR_ALIGNMENT`, for tensors are what bodies end with. Not
+    thread-safe.
     """
 
     __slots__ = ("_filled", "view")
 
     def __init__(self, length: int) -> None:
-        self.view = np.empty(length, np.uint8).data
+        before = -length % TENSOR_ALIGNMENT
+        self.view = np.empty(before + length, np.uint8).data[before:]
         self._filled = 0
 
     def add(self, piece: bytes | bytearray) -> None:

@@ -4,9 +4,11 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from torchere.handlers.shared_models import SharedModels
+from torchere.handlers.tensors import DATATYPES, tensor_type
 from torchere.serving.errors import HandlerFailed
 from torchere.serving.execution.executor import LoadSpec
 from torchere.serving.execution.host import HandlerHost
@@ -68,3 +70,38 @@ def test_the_status_a_handler_chose_for_its_failure_is_kept(
 
     assert isinstance(failed, HandlerFailed)
     assert (failed.message, failed.status) == ("no room", 413)
+
+
+BORROWING = """
+    class Handler:
+        borrows_tensors = True
+        def initialize(self, context): pass
+        def handle(self, data, context):
+            for row in data:
+                if row["x"].flags.writeable:
+                    row["x"] += 1
+            return [str(row["x"].flags.writeable) for row in data]
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "count", "may_change", "changed"),
+    [
+        pytest.param(BORROWING, 1, "True", True, id="alone it may change what the client sent"),
+        pytest.param(BORROWING, 2, "False", False, id="what may be run again it may only read"),
+        pytest.param(BORROWING.replace("True", "False"), 1, "True", False, id="others get a copy"),
+    ],
+)
+def test_a_handler_that_says_so_gets_tensors_in_the_memory_of_the_request(
+    make_spec: Callable[..., LoadSpec], source: str, count: int, may_change: str, changed: bool
+) -> None:
+    host = HandlerHost(make_spec(source), None, SharedModels())
+    host.load()
+    sent = np.zeros(4, np.float32)
+    value: Any = sent.view(np.uint8).data
+    request = InferRequest("id", (Parameter("x", value, tensor_type(DATATYPES["FP32"], (4,))),))
+
+    report = host.run([request] * count, None)
+
+    assert [o.body.decode() for o in report.outcomes if isinstance(o, InferResponse)] == [may_change] * count
+    assert sent.any() == changed

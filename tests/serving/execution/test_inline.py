@@ -39,6 +39,14 @@ def test_a_batch_of_many_quick_requests_may_take_longer() -> None:
     assert not choice.active
 
 
+def test_a_longer_run_on_many_bytes_is_still_less_than_what_the_loop_does_with_them() -> None:
+    few, many = InlineChoice(allowed=True), InlineChoice(allowed=True)
+    for _ in range(FIRST_TRIAL):
+        few.ran_in_thread(2 * QUICK_S, moved_bytes=2**10)
+        many.ran_in_thread(2 * QUICK_S, moved_bytes=2**21)
+    assert (few.active, many.active) == (False, True)
+
+
 def test_the_odd_longer_run_does_not_count_when_the_others_are_quick() -> None:
     choice = InlineChoice(allowed=True)
     for number in range(FIRST_TRIAL):

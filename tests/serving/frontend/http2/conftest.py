@@ -75,7 +75,7 @@ class Receiver:
     def message(self, message):
         self.messages.append(message)
         if self.does == "/many":
-            self.stream.send(message)
+            self.stream.send(bytes(message))
         elif self.does == "/hold":
             self.stream.pause()
 
@@ -90,7 +90,7 @@ class Receiver:
             self.stream.end()
         elif self.does == "/twice":
             for message in self.messages * 2:
-                self.stream.send(message)
+                self.stream.send(bytes(message))
             self.stream.end(5, "enough: 100%")
 
     def flawed(self, code, message):

@@ -114,6 +114,11 @@ class Errors(logging.Handler):
         self.found.append(record.getMessage())
 
 
+def receive(connection, data):
+    connection.get_buffer(-1)[: len(data)] = data
+    connection.buffer_updated(len(data))
+
+
 async def play(steps):
     receivers, transport = [], FakeTransport()
 
@@ -123,10 +128,10 @@ async def play(steps):
 
     connection = Connection(Listening(open_call, 200, 80))
     connection.connection_made(transport)
-    connection.data_received(GREETED)
+    receive(connection, GREETED)
     for step in steps:
         if isinstance(step, bytes):
-            connection.data_received(step)
+            receive(connection, step)
         elif step == "pause":
             connection.pause_writing()
         elif step == "resume":

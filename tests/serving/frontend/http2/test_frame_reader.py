@@ -14,24 +14,36 @@ SETTINGS_SEEN = ("control", 4, 0, 0, b"")
 
 
 class Recorder:
-    """Keeps what it is told; pieces of one DATA frame are one event."""
+    """Keeps what it is told; DATA that follows on one stream is one event, however it was cut."""
 
     def __init__(self):
         self.events = []
 
-    def counted(self, stream_id, size):
-        self.events.append(("data", stream_id, size, b"", False))
+    def counted(self, stream_id, size, empty):
+        self.events = joined([*self.events, ("data", stream_id, size, b"", False)])
 
-    def data(self, stream_id, piece, *, is_last):
+    def data(self, stream_id, pieces, *, is_last):
         kind, counted_id, size, before, ended = self.events.pop()
         assert (kind, counted_id, ended) == ("data", stream_id, False)
-        self.events.append((kind, stream_id, size, before + piece, is_last))
+        self.events.append((kind, stream_id, size, before + b"".join(pieces), is_last))
 
     def head(self, flags, stream_id, block):
         self.events.append(("head", bool(flags & 1), stream_id, block))
 
     def control(self, kind, flags, stream_id, payload):
         self.events.append(("control", kind, flags, stream_id, payload))
+
+
+def joined(events):
+    """The same events, DATA that follows on one stream as one."""
+    found = []
+    for event in events:
+        if found and event[0] == found[-1][0] == "data" and event[1] == found[-1][1] and not found[-1][4]:
+            _, stream_id, size, content, _ = found.pop()
+            found.append(("data", stream_id, size + event[2], content + event[3], event[4]))
+        else:
+            found.append(event)
+    return found
 
 
 def events_of(*pieces):
@@ -97,7 +109,7 @@ def test_any_cut_of_the_same_bytes_is_the_same_frames(made, data):
     sent = GREETED + b"".join(frame for frame, _ in made)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(sent)), max_size=12)))
     pieces = [sent[a:b] for a, b in zip([0, *cuts], [*cuts, len(sent)], strict=True)]
-    expected = [SETTINGS_SEEN, *(event for _, event in made)]
+    expected = joined([SETTINGS_SEEN, *(event for _, event in made)])
     assert events_of(sent) == expected
     assert events_of(*pieces) == expected
 
@@ -106,6 +118,19 @@ def test_any_cut_of_the_same_bytes_is_the_same_frames(made, data):
 def test_byte_by_byte_is_the_same_frames(made):
     sent = GREETED + b"".join(frame for frame, _ in made)
     assert events_of(*(sent[n : n + 1] for n in range(len(sent)))) == events_of(sent)
+
+
+def test_frames_of_one_message_are_handed_on_together():
+    handed = []
+
+    class Counting(Recorder):
+        def data(self, stream_id, pieces, *, is_last):
+            handed.append((stream_id, len(pieces), is_last))
+
+    frames = [DataFrame(stream_id, bytes(5000)).serialize() for stream_id in (1, 1, 1, 3, 3)]
+    last = DataFrame(3, bytes(10), flags=["END_STREAM"]).serialize()
+    FrameReader(Counting()).feed(GREETED + b"".join(frames) + last + frames[0])
+    assert handed == [(1, 3, False), (3, 3, True), (1, 1, False)]
 
 
 def test_data_is_handed_on_before_its_end():

@@ -4,11 +4,12 @@ import gzip
 import tracemalloc
 import zlib
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchere.serving.frontend.http2.messages import MessageFailed, MessageReader
+from torchere.serving.frontend.http2.messages import ALIGNMENT, MessageFailed, MessageReader
 
 LIMIT = 20_000
 PACKED = {"gzip": gzip.compress, "deflate": zlib.compress}
@@ -46,6 +47,14 @@ def test_compressed_messages_are_inflated_one_by_one(encoding, message, step):
     sent = framed(PACKED[encoding](message), 1) + framed(message) + framed(PACKED[encoding](b"end"), 1)
     pieces = [sent[n : n + step] for n in range(0, len(sent), step)]
     assert read(MessageReader(LIMIT, encoding), *pieces) == [message, message, b"end"]
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 1001])
+def test_a_message_in_pieces_ends_where_a_tensor_may_end(length):
+    sent = framed(bytes(length))
+    (message,) = read(MessageReader(LIMIT, "identity"), sent[:3], sent[3:])
+    assert message == bytes(length)
+    assert (np.frombuffer(message, np.uint8).ctypes.data + length) % ALIGNMENT == 0
 
 
 def failure(encoding, sent):

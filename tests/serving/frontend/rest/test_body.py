@@ -1,9 +1,11 @@
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 
 from torchere.serving.frontend.rest.body import (
+    TENSOR_ALIGNMENT,
     WHOLE_BYTES,
     BodyTooLarge,
     ClientGone,
@@ -70,6 +72,14 @@ def test_what_is_left_of_a_refused_body_is_dropped_within_bounds():
     endless = Incoming(*[b"aaaa"] * 100)
     asyncio.run(discard_rest(endless.receive, 20))
     assert len(endless.left) == 94
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 70_001])
+def test_a_large_body_ends_where_a_tensor_may_end(length: int) -> None:
+    whole = WholeBody(length)
+
+    assert len(whole.view) == length
+    assert (np.frombuffer(whole.view, np.uint8).ctypes.data + length) % TENSOR_ALIGNMENT == 0
 
 
 def test_a_whole_body_takes_in_piece_after_piece():
