@@ -18,8 +18,7 @@ from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.safetensors import read_safetensors
 from torchere.handlers.archive_import import ArchiveModules
 from torchere.handlers.resolve import list_classes_from_module
-
-_WORTH_MAPPING_BYTES = 1 << 20
+from torchere.handlers.shared_weights import WORTH_MAPPING_BYTES, file_to_map
 
 
 def load_eager(
@@ -75,9 +74,10 @@ def _load_state_dict(path: str, device: torch.device | str) -> dict[str, Any]:
         return _read_safetensors(path, device)
     on_cpu = torch.device(device).type == "cpu"
     # Files of torch before 1.6 are no zip and can't be mapped; small ones are copied as fast.
-    mapped = on_cpu and os.path.getsize(path) >= _WORTH_MAPPING_BYTES and zipfile.is_zipfile(path)
+    mapped = on_cpu and os.path.getsize(path) >= WORTH_MAPPING_BYTES and zipfile.is_zipfile(path)
     try:
-        state = torch.load(path, map_location=device, weights_only=True, mmap=mapped)
+        file = file_to_map(path) if mapped else path
+        state = torch.load(file, map_location=device, weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as err:
         raise RuntimeError(
             f"{path} holds more than tensors, and is not loaded because unpickling it could run any code "

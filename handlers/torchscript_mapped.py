@@ -23,6 +23,7 @@ import torch
 from torch.jit._script import wrap_cpp_module
 
 from torchere.archiver.zipheaders import Malformed, read_local
+from torchere.handlers.shared_weights import WORTH_MAPPING_BYTES, file_to_map
 
 logger = logging.getLogger(__name__)
 
@@ -33,16 +34,17 @@ _SCRIPT_ID = "0"
 _PICKLES = ("data.pkl", "constants.pkl")
 _TENSOR_FOLDERS = ("data/", "constants/")
 _ALIGNMENT = 64  # of tensors in memory, as torch allocates and writes them
-_WORTH_BYTES = 1 << 20  # a smaller file is copied in less than a millisecond
 
 
 def load_mapped(path: str) -> torch.jit.ScriptModule | None:
     """Load a TorchScript file onto the CPU, its weights mapped; None when it is to be loaded in another way.
 
-    The file must not be cut short while the module lives, as with everything that is mapped.
+    The file must not be cut short while the module lives, as with everything that is mapped. Where versions
+    share their weights, theirs is the file that is mapped.
     """
+    path = file_to_map(path)
     size = os.path.getsize(path)
-    if size < _WORTH_BYTES:
+    if size < WORTH_MAPPING_BYTES:
         return None
     try:
         with zipfile.ZipFile(path) as archive, open(path, "rb") as file:

@@ -118,7 +118,7 @@ class Registry:
         name = wanted.name or archive.manifest.model_name or default_model_name(location)
         key = ModelKey(check_model_name(name), check_version_name(wanted.url, archive.manifest))
         self._refuse_twin(key)
-        stored = await asyncio.to_thread(self._unpacked, wanted.url, archive)
+        stored = await asyncio.to_thread(self._unpacked, wanted, archive)
         try:
             plan = plan_environment(self._server.install_dependencies, stored.manifest, stored.config.raw)
             environment = await self._environments.build(key.name, stored.directory, plan)
@@ -139,9 +139,12 @@ class Registry:
             version.target = version.settings.min_executors
         return version
 
-    def _unpacked(self, url: str, archive: Archive) -> StoredArchive:
-        ahead = self._ahead.take(url, archive) if self._ahead is not None else None
-        return ahead or self._store.unpack(url, archive)
+    def _unpacked(self, wanted: Wanted, archive: Archive) -> StoredArchive:
+        ahead = self._ahead.take(wanted.url, archive) if self._ahead is not None else None
+        stored = ahead or self._store.unpack(wanted.url, archive)
+        handler = wanted.handler or archive.manifest.handler or self._server.default_handler
+        self._store.share_weights(archive, stored, handler)
+        return stored
 
     def _weight_of(self, version: Version) -> float:
         """Share of the requests without a version that this one gets."""

@@ -42,6 +42,7 @@ from torchere.serving.registry.model_config import (
     parse_model_config,
     unsupported_keys,
 )
+from torchere.serving.registry.weight_sharing import WeightSharing, weights_file
 from torchere.serving.settings import Limits, ServerSettings
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class StoredArchive:
 
 
 class Store:
-    """The model store of one server. Thread-safe: it keeps no state but its folders."""
+    """The model store of one server. Thread-safe."""
 
     def __init__(
         self,
@@ -89,6 +90,7 @@ class Store:
         self._temp_dir = temp_dir
         self._download_timeout_s = download_timeout_s
         self._folder = ClaimedFolder(temp_dir)
+        self._sharing = WeightSharing()
 
     def download(self, url: str, reuse: bool = False) -> Download | None:
         """Fetch an archive into the store; None when `url` is no URL, but a name in the store.
@@ -171,10 +173,16 @@ class Store:
             tensors=archive_signature(directory),
         )
 
+    def share_weights(self, archive: Archive, stored: StoredArchive, handler: str | None) -> None:
+        """Let an unpacked archive share the memory of its weights with others; before it is loaded."""
+        if weights := weights_file(archive, stored.directory, handler):
+            self._sharing.join(weights)
+
     def remove(self, stored: StoredArchive, *, keep_download: bool = False) -> None:
         """Delete what `unpack` made, and the copy of what was downloaded for it."""
         if stored.downloaded and not keep_download:
             stored.downloaded.unlink(missing_ok=True)
+        self._sharing.leave(stored.directory)
         if stored.temporary:
             shutil.rmtree(stored.directory.parent, ignore_errors=True)
 

@@ -1,0 +1,160 @@
+"""Versions with the same weights map one file, so that these are in memory once.
+
+The names of that file are hard links, so the file system counts who still has it, and a version that goes has
+nothing to hand over. What must not be is that a handler writes to it and so into another version:
+
+* Under a built-in handler nobody writes into the archive's folder. The weights in it are the link itself.
+* A version with Python of its own has a file of its own in its folder, and the link beside the folder, where
+  the loaders look for it (`handlers/shared_weights.py`). The first such version has mapped its file already
+  when the second one comes: its file becomes the shared one, and a copy takes its place. That costs disk, and
+  is left out where the disk is memory.
+
+Only files that loaders map are looked at, and none is read unless another of the same size and CRC is there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchere.archiver.reader import Archive
+from torchere.handlers.resolve import BUILT_IN_HANDLERS
+from torchere.handlers.shared_weights import WORTH_MAPPING_BYTES, shared_file
+
+logger = logging.getLogger(__name__)
+
+_COMPARE_BYTES = 256 << 10  # at a time: the GIL is held while two pieces are compared
+_MOUNTS = Path("/proc/self/mountinfo")
+_MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsFile:
+    """The weights of one unpacked archive."""
+
+    path: Path  # in the folder of the archive
+    size: int  # bytes
+    crc: int | None  # CRC-32; None: the archive's format has none
+    own_code: bool  # Python of the archive's own runs, and may write to `path`
+
+    @property
+    def shared(self) -> Path:
+        """Where the link is, if there is one and `own_code`."""
+        return Path(shared_file(str(self.path)))
+
+    def may_equal(self, other: WeightsFile) -> bool:
+        """Whether it is worth reading both."""
+        crcs = {self.crc, other.crc} - {None}
+        return self.size == other.size and len(crcs) <= 1
+
+
+def weights_file(archive: Archive, directory: Path, handler: str | None) -> WeightsFile | None:
+    """The weights that were unpacked into `directory`; None when there are none that a loader maps."""
+    name = archive.manifest.serialized_file or ""
+    mapped = name.endswith(".pt") or (archive.manifest.model_file and not name.endswith(".safetensors"))
+    entry = next((entry for entry in archive.entries if entry.name == name), None)
+    if entry is None or not mapped or "/" in name or entry.size < WORTH_MAPPING_BYTES:
+        return None
+    python = any(entry.name.endswith((".py", ".pyc", ".so")) for entry in archive.entries)
+    return WeightsFile(directory / name, entry.size, entry.crc, python or handler not in BUILT_IN_HANDLERS)
+
+
+class WeightSharing:
+    """The weights of all unpacked archives of a store. Thread-safe; blocks on the disk.
+
+    A failure is no error: the version then maps its own file, as any version with weights of its own.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Path, WeightsFile] = {}
+        # Guards _known, and is held while files are compared: none may be deleted meanwhile.
+        self._lock = threading.Lock()
+
+    def join(self, weights: WeightsFile) -> None:
+        """Let a version that nothing has loaded yet share its weights with another, if they are the same."""
+        with self._lock:
+            for other in self._known.values():
+                if other.may_equal(weights) and _share(other, weights):
+                    logger.info("%s: the memory of its weights is shared with %s", weights.path, other.path)
+                    break
+            self._known[weights.path.parent] = weights
+
+    def leave(self, directory: Path) -> None:
+        """Forget the version unpacked into `directory`, which will be deleted."""
+        with self._lock:
+            self._known.pop(directory, None)
+
+
+def _share(held: WeightsFile, new: WeightsFile) -> bool:
+    try:
+        mapped = held.shared if held.shared.exists() else held.path
+        changed_ns = mapped.stat().st_mtime_ns
+        if not _same_bytes(mapped, new.path):
+            return False
+        shielded = _shielded(held) if held.own_code else held.path
+        if shielded is None or shielded.stat().st_mtime_ns != changed_ns:  # written to, while we compared
+            return False
+        _adopt(new, shielded, changed_ns)
+    except OSError as err:  # the disk is full, or its file system has no hard links
+        logger.info("%s and %s are the same and not shared: %s", held.path, new.path, err)
+        return False
+    return True
+
+
+def _same_bytes(one: Path, other: Path) -> bool:
+    with one.open("rb") as left, other.open("rb") as right:
+        while piece := left.read(_COMPARE_BYTES):
+            if piece != right.read(_COMPARE_BYTES):
+                return False
+        return not right.read(1)
+
+
+def _shielded(held: WeightsFile) -> Path | None:
+    """The file that `held` maps, out of its handler's reach; None when that would cost memory.
+
+    Executors that run keep their mapping, those to come find the link.
+    """
+    link = held.shared
+    if link.exists():
+        return link
+    if _is_in_memory(held.path):
+        return None
+    link.parent.mkdir(exist_ok=True)
+    copy = link.with_name("copy")
+    try:
+        shutil.copyfile(held.path, copy)
+        shutil.copystat(held.path, copy)  # the same time of change tells that the handler left it alone
+        os.link(held.path, link)
+        os.replace(copy, held.path)
+    except OSError:
+        shutil.rmtree(link.parent, ignore_errors=True)  # not shielded: `held.path` may be the same file
+        raise
+    return link
+
+
+def _adopt(new: WeightsFile, shielded: Path, changed_ns: int) -> None:
+    """Let what loads `new` map the file `shielded`."""
+    link = new.shared
+    link.parent.mkdir()
+    os.link(shielded, link)
+    if new.own_code:
+        os.utime(new.path, ns=(changed_ns, changed_ns))
+    else:
+        os.replace(link, new.path)
+        link.parent.rmdir()
+
+
+def _is_in_memory(path: Path) -> bool:
+    """Whether a copy of the file would be kept in memory; False where that is not known."""
+    device = path.stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        mounts = [line.split() for line in _MOUNTS.read_text(errors="replace").splitlines()]
+    except OSError:
+        return False
+    # proc(5): the third field is the device, the first one after a lone "-" is the type of the file system.
+    return any(m[2] == wanted and m[m.index("-") + 1] in _MEMORY_FILE_SYSTEMS for m in mounts)
