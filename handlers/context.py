@@ -143,6 +143,10 @@ class Context:
         if self.metrics is not None:
             self.metrics.begin_batch(self.request_ids)
 
+    def end_batch(self) -> None:
+        """Let go of whoever waits for the batch: it knows the executor, which knows this context."""
+        self._send_partial = None
+
     def send_partial(self, index: int, chunk: bytes) -> None:
         """Send one part of the answer to request `index` now; the returned answer comes after it.
 

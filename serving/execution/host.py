@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -146,6 +147,7 @@ class HandlerHost:
         except BaseException as err:  # also SystemExit: user code must not end the executor by mistake
             handler_s = time.perf_counter() - started
             outcomes = [self._failure(err, requests)] * len(requests)
+        self._context.end_batch()
         cpu_s = self._cpu_time() - cpu_started_s
         metrics = tuple(self._metrics.drain())
         return BatchReport(outcomes, handler_s, metrics, cpu_s, self._context.stages_s)
@@ -154,6 +156,12 @@ class HandlerHost:
         """The error for a load that took longer than `timeout_s`."""
         text = load_failed_text(self._spec.model_name, self._spec.model_version)
         return LoadFailed(text, f"not loaded within startup_timeout={timeout_s:g} s")
+
+    def traces(self) -> list[weakref.ref[Any]]:
+        """What tells, later, whether this and its handler are still in memory."""
+        instance = self._entry_point.instance if self._entry_point is not None else None
+        held = [self] if instance is None or not hasattr(instance, "__weakref__") else [self, instance]
+        return [weakref.ref(one) for one in held]
 
     def _loaded(self) -> EntryPoint:
         if self._entry_point is None:

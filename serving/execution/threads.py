@@ -11,6 +11,7 @@ import gc
 import logging
 import queue
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -37,6 +38,7 @@ from torchere.serving.types import InferRequest, InferResponse
 logger = logging.getLogger(__name__)
 
 MAX_LEFT_BEHIND = 3  # threads that hang, for each there is to be; after that the rest stay as they are
+LET_GO_S = 1.0  # after the end: by then the last thread is over, unless it hangs
 HostMaker = Callable[[LoadSpec, int | None, SharedModels], HandlerHost]
 
 
@@ -74,6 +76,7 @@ class ThreadPool:
         self._left: set[InFlight] = set()  # batches that threads hang in which were left behind
         self._restarts: set[asyncio.Task[None]] = set()
         self._inside: dict[InFlight, ExecutorThread | None] = {}  # None: whichever thread takes it
+        self._hosts: weakref.WeakSet[HandlerHost] = weakref.WeakSet()  # those that are still in memory
 
     @property
     def size(self) -> int:
@@ -143,6 +146,7 @@ class ThreadPool:
         if self._inline.allowed and self._threads and self._inline_host is None:
             host = self._make_host(self._spec, _first(self._spec.gpu_ids), self._shared)
             await asyncio.to_thread(host.load)  # quick: the weights are there
+            self._hosts.add(host)
             self._inline_host = host
         gc.freeze()  # what is loaded stays: a walk over it would hold up the loop for a tenth of a second
         self._on_free()
@@ -237,15 +241,18 @@ class ThreadPool:
         """Answer what is inside, end the threads, let go of the weights."""
         for batch in tuple(self._inside):
             batch.fail(ExecutorDied("the version was unloaded"))
+        traces = [trace for host in self._hosts for trace in host.traces()]
         await self.resize(0)
         self._inline_host = None
         self._shared = SharedModels()
+        self._loop.call_later(LET_GO_S, _collect, traces)
 
     def _new_thread(self, executor_id: int | None = None) -> ExecutorThread:
         gpu_ids = self._spec.gpu_ids
         executor_id = self._next_id() if executor_id is None else executor_id
         gpu_id = gpu_ids[executor_id % len(gpu_ids)] if gpu_ids else None
         host = self._make_host(self._spec, gpu_id, self._shared)
+        self._hosts.add(host)
         inbox: Inbox = queue.SimpleQueue() if self._spec.pinned else self._shared_inbox
         return ExecutorThread(executor_id, gpu_id, host, self, inbox)
 
@@ -261,6 +268,18 @@ class ThreadPool:
             self._threads[self._threads.index(thread)] = self._retiring.pop()
         elif thread in self._retiring:
             self._retiring.remove(thread)
+
+
+def _collect(traces: list[weakref.ref[object]]) -> None:
+    """Free what holds itself by a circle of references, as handlers of archives may.
+
+    It was frozen, so no collector looks at it; and looking at all there is holds up the loop for a tenth of a
+    second, so that is not done for what is gone.
+    """
+    if any(trace() is not None for trace in traces):
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
 
 
 def _moved_bytes(requests: Sequence[InferRequest], report: BatchReport) -> int:

@@ -1,9 +1,10 @@
 """Executor threads in this process."""
 
 import asyncio
+import gc
 import itertools
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from torchere.serving.errors import DeadlineExceeded, ExecutorDied, HandlerFailed, LoadFailed
+from torchere.serving.execution import threads
 from torchere.serving.execution.executor import ExecutorState, LoadSpec
 from torchere.serving.execution.inline import FIRST_TRIAL
 from torchere.serving.execution.threads import MAX_LEFT_BEHIND, ThreadPool
@@ -226,3 +228,48 @@ def test_quick_built_in_handlers_run_on_the_loop_save_those_whose_time_depends_o
             assert pool.on_loop is on_loop
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("circle", "after_s"),
+    [
+        pytest.param("pass", 3600, id="at once"),
+        pytest.param("self.me = self", 0.1, id="that hold themselves, a little later"),
+    ],
+)
+def test_a_closed_pool_lets_go_of_its_handlers(
+    make_spec: Any, make_sink: Any, make_request: Any, circle: str, after_s: float
+) -> None:
+    source = f"""
+        import pathlib, weakref
+        class Handler:
+            def initialize(self, context):
+                {circle}
+                folder = pathlib.Path(context.system_properties["model_dir"])
+                weakref.finalize(self, (folder / "freed").touch)
+            def handle(self, data, context):
+                return ["ok"] * len(data)
+    """
+    spec = make_spec(source)
+    freed = Path(spec.archive_dir) / "freed"
+
+    async def main() -> None:
+        async with pool_of(spec) as pool:
+            sink = make_sink()
+            pool.submit([make_request("x")], sink)
+            assert (await sink.outcome()).body == b"ok"
+            assert not freed.exists()
+        await asyncio.wait_for(until(freed.exists), 30)
+
+    gc.disable()  # it would not look at what is frozen anyway, but may come before that
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(threads, "LET_GO_S", after_s)
+            asyncio.run(main())
+    finally:
+        gc.enable()
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    while not is_so():
+        await asyncio.sleep(0.01)
