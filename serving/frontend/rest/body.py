@@ -28,25 +28,28 @@ WholeReader: TypeAlias = Callable[[int], Awaitable[memoryview | None]]
 
 
 class WholeBody:
-    """A body of known length on its way in: each byte is copied once, and no message is made of the pieces.
+    """A body of known length on its way in.
 
     `view` is its memory, not set to zero before, so that what a client announces and does not send costs
     nothing. It ends on a multiple of `TENSOR_ALIGNMENT`, for tensors are what bodies end with. Not
     thread-safe.
     """
 
-    __slots__ = ("_filled", "view")
+    __slots__ = ("room", "view")
 
     def __init__(self, length: int) -> None:
         before = -length % TENSOR_ALIGNMENT
         self.view = np.empty(before + length, np.uint8).data[before:]
-        self._filled = 0
+        self.room = self.view  # what is not filled yet
 
     def add(self, piece: bytes | bytearray) -> None:
-        """Take in the next bytes; never more than the length, as the HTTP parser sees to."""
-        end = self._filled + len(piece)
-        self.view[self._filled : end] = piece
-        self._filled = end
+        """Copy the next bytes; never more than there is room for, as the HTTP parser sees to."""
+        self.room[: len(piece)] = piece
+        self.filled(len(piece))
+
+    def filled(self, size: int) -> None:
+        """The first `size` bytes of the room are filled."""
+        self.room = self.room[size:]
 
 
 async def read_large_body(

@@ -10,10 +10,12 @@ import asyncio
 from functools import partial
 from typing import Any, cast
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.rest.body import READ_WHOLE, ClientGone, WholeBody
+from torchere.serving.frontend.rest.body_receiver import BodyReceiver
 from torchere.serving.frontend.rest.call import CYCLE
 from torchere.serving.frontend.rest.codec import SPELLED_HEADERS, read_head, text_headers
 from torchere.serving.frontend.rest.direct import DirectCall, DirectPredictions
@@ -56,7 +58,6 @@ class Protocol(HttpToolsProtocol):
     _first: bytes = b""  # what came when it had, until the first head in it is read
     _idle_since_s = 0.0  # the loop's time of the last direct answer
     _idle_timer: asyncio.TimerHandle | None = None
-    _whole: WholeBody | None = None  # takes the present body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client connected, and has `HEAD_TIMEOUT_S` for its first head."""
@@ -140,8 +141,6 @@ class Protocol(HttpToolsProtocol):
         direct = self._present_direct()
         if direct is not None:
             direct.body += body  # no longer than was announced, which is not long
-        elif self._whole is not None:
-            self._whole.add(body)
         else:
             super().on_body(body)
 
@@ -149,7 +148,6 @@ class Protocol(HttpToolsProtocol):
         """The request is there as a whole."""
         self._between = True
         direct = self._present_direct()
-        self._whole = None  # the next request may be in the same bytes
         if direct is None:
             super().on_message_complete()
         else:
@@ -165,16 +163,23 @@ class Protocol(HttpToolsProtocol):
         """
         if self.cycle is not cycle or not cycle.more_body:
             return None
-        whole = self._whole = WholeBody(length)
+        whole = WholeBody(length)
         whole.add(cycle.body)
         cycle.body = bytearray()
         self.flow.resume_reading()
+        BodyReceiver(self.transport, whole, self._body_is_whole)
         while cycle.more_body and not cycle.disconnected:
             cycle.message_event.clear()
             await cycle.message_event.wait()
         if cycle.more_body:
             raise ClientGone
         return whole.view
+
+    def _body_is_whole(self) -> None:
+        """The parser saw the beginning of the body only: the next request gets one like it."""
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self.on_message_complete()
 
     def write_whole(self, data: bytes) -> None:
         """Send what is complete: nothing comes that would be worth waiting for."""

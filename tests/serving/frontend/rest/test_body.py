@@ -85,8 +85,12 @@ def test_a_large_body_ends_where_a_tensor_may_end(length: int) -> None:
 def test_a_whole_body_takes_in_piece_after_piece():
     whole = WholeBody(6)
     whole.add(b"abc")
-    whole.add(bytearray(b"def"))
+    assert len(whole.room) == 3
+    whole.room[:2] = b"de"
+    whole.filled(2)
+    whole.add(bytearray(b"f"))
     assert whole.view == b"abcdef"
+    assert not whole.room
 
 
 def test_a_body_that_announces_to_be_large_is_read_whole():

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import uvloop
 
 from torchere.archiver.signature import Signature, TensorSpec
 from torchere.serving.frontend.rest.app import listener_app
@@ -30,6 +31,12 @@ def message(extra: bytes = b"", path: bytes = b"/v2/models/echo/infer") -> bytes
         b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\nInference-Header-Content-Length: %d\r\n%b\r\n"
         % (path, len(body), len(HEAD), extra)
     ) + body
+
+
+@pytest.fixture(params=[asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def run(request):
+    """Runs a coroutine; connections change protocols for large bodies, which each loop does its own way."""
+    return request.param
 
 
 @contextlib.asynccontextmanager
@@ -62,7 +69,7 @@ async def answer(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
 
 
 @pytest.mark.parametrize("piece", [SIZE * 2, 70_001])
-def test_a_large_tensor_comes_through_in_pieces_of_any_size(planes, piece):
+def test_a_large_tensor_comes_through_in_pieces_of_any_size(run, planes, piece):
     async def main():
         async with served(planes) as (reader, writer, _):
             whole = message() * 2
@@ -71,11 +78,11 @@ def test_a_large_tensor_comes_through_in_pieces_of_any_size(planes, piece):
                 await writer.drain()
             return [await answer(reader), await answer(reader)]
 
-    assert asyncio.run(main()) == [(b"HTTP/1.1 200 OK", RAW)] * 2
+    assert run(main()) == [(b"HTTP/1.1 200 OK", RAW)] * 2
 
 
 @pytest.mark.parametrize("extra", [b"Expect: 100-continue\r\n", b"Connection: close\r\n"])
-def test_what_is_asked_for_beside_changes_nothing_about_the_body(planes, extra):
+def test_what_is_asked_for_beside_changes_nothing_about_the_body(run, planes, extra):
     async def main():
         async with served(planes) as (reader, writer, _):
             writer.write(message(extra))
@@ -83,10 +90,10 @@ def test_what_is_asked_for_beside_changes_nothing_about_the_body(planes, extra):
                 assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
             return await answer(reader)
 
-    assert asyncio.run(main()) == (b"HTTP/1.1 200 OK", RAW)
+    assert run(main()) == (b"HTTP/1.1 200 OK", RAW)
 
 
-def test_a_client_that_leaves_in_the_middle_of_its_body_disturbs_nobody(planes):
+def test_a_client_that_leaves_in_the_middle_of_its_body_disturbs_nobody(run, planes):
     async def main():
         async with served(planes) as (reader, writer, address):
             _, leaving = await asyncio.open_connection(address.host, address.port)
@@ -96,14 +103,14 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_disturbs_nobody(planes):
             writer.write(message())
             return await answer(reader)
 
-    assert asyncio.run(main()) == (b"HTTP/1.1 200 OK", RAW)
+    assert run(main()) == (b"HTTP/1.1 200 OK", RAW)
     assert len(planes.data.asked) == 1
 
 
-def test_a_body_that_announces_too_much_is_refused(planes):
+def test_a_body_that_announces_too_much_is_refused(run, planes):
     async def main():
         async with served(planes) as (reader, writer, _):
             writer.write(message().replace(b"Content-Length: 600", b"Content-Length: 9600", 1))
             return await answer(reader)
 
-    assert asyncio.run(main()) == (b"HTTP/1.1 413 Request Entity Too Large", b"")
+    assert run(main()) == (b"HTTP/1.1 413 Request Entity Too Large", b"")
