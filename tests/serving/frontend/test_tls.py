@@ -6,23 +6,27 @@ import asyncio
 import contextlib
 import dataclasses
 import datetime
+import json
 import logging
 import ssl
 from pathlib import Path
 
 import grpc
 import pytest
+import uvloop
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from grpc_health.v1 import health_pb2
 
+from torchere.archiver.signature import Signature, TensorSpec
 from torchere.serving.frontend.grpc.server import inference_server
 from torchere.serving.frontend.rest.app import inference_app
 from torchere.serving.frontend.rest.server import RestServer
 from torchere.serving.frontend.tls import Certificates, CertificateUnusable, TlsFiles
 from torchere.serving.settings import Address
+from torchere.serving.types import InferResponse
 
 NEVER_ENDS = datetime.datetime(2100, 1, 1)
 
@@ -70,7 +74,7 @@ def write(files: TlsFiles, certificate: bytes, private_key: bytes) -> None:
 
 @contextlib.asynccontextmanager
 async def rest_server(planes, certificates):
-    app = inference_app(planes.data, planes.control, planes.services())
+    app = inference_app(planes.data, planes.control, planes.services(max_request_bytes=2**20))
     server = RestServer(app, Address(port=0, tls=True), drain_timeout_s=2, certificates=certificates)
     yield await server.start()
     await server.stop()
@@ -98,6 +102,10 @@ class RestClient:
         await self._reader.readuntil(b"}\n")
         return head.partition(b"\r\n")[0]
 
+    async def answer(self, length: int) -> bytes:
+        await self._reader.readuntil(b"\r\n\r\n")
+        return await self._reader.readexactly(length)
+
     async def close(self) -> None:
         self.writer.close()
         with contextlib.suppress(OSError):
@@ -119,6 +127,31 @@ def test_a_new_pair_is_shown_to_new_rest_connections_and_old_ones_go_on(planes, 
             return old.organisation, new.organisation, answers
 
     assert asyncio.run(main()) == ("first", "second", [b"HTTP/1.1 200 OK"] * 2)
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_large_bodies_come_through_whole(planes, files, run):
+    tensor = bytes(range(250)) * 2000
+    specs = (TensorSpec("x", "UINT8", (-1,)),)
+    described = {"name": "x", "shape": [len(tensor)], "datatype": "UINT8"}
+    said = json.dumps({"inputs": [described | {"parameters": {"binary_data_size": len(tensor)}}]}).encode()
+    head = "POST /v2/models/echo/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {}\r\n{}\r\n"
+    request = head.format(len(said) + len(tensor), f"Inference-Header-Content-Length: {len(said)}\r\n")
+
+    async def echo(request):
+        return InferResponse(bytes(request.parameters[0].value))
+
+    async def main():
+        planes.data.behave = echo
+        planes.data.known = dataclasses.replace(planes.data.known, signature=Signature(specs, specs))
+        async with rest_server(planes, Certificates(files)) as address:
+            client = await RestClient.connect(address)
+            client.writer.write((request.encode() + said + tensor) * 2)
+            answers = [await client.answer(len(tensor)), await client.answer(len(tensor))]
+            await client.close()
+        return answers
+
+    assert run(main()) == [tensor, tensor]
 
 
 async def grpc_health(address: Address, trusted: bytes) -> str:
