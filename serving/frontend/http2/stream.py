@@ -112,8 +112,8 @@ class Stream:
             MessageFailed: it is longer than may be; nothing was sent.
         """
         if not isinstance(message, bytes) or not self._goes_at_once(message):
-            self.send(message)
-            self.end()
+            self._put(message)
+            self.end()  # sends all of it together
             return
         self._ended = True
         stream_id = self.id
@@ -133,20 +133,8 @@ class Stream:
         Raises:
             MessageFailed: it is longer than may be; nothing was sent of it.
         """
-        parts = (message,) if isinstance(message, bytes) else message
-        size = sum(map(len, parts))
-        self._check(size)
-        if self._ended:
-            return
-        self._begin()
-        prefix = b"\0" + size.to_bytes(4, "big")
-        if size < JOINED_BYTES:
-            self.outbox.append(b"".join((prefix, *parts)))
-        else:
-            self.outbox.append(prefix)
-            self.outbox += [memoryview(part) for part in parts if part]
-        self._waiting_bytes += PREFIX_BYTES + size
-        self.connection.outflow.pump(self)
+        if self._put(message):
+            self.connection.outflow.pump(self)
 
     def end(self, code: int = 0, message: str = "") -> None:
         """End the answer with a gRPC status, behind what still waits to go out."""
@@ -197,6 +185,23 @@ class Stream:
         self.outbox.clear()
         self._waiting_bytes = 0
         self._wake()
+
+    def _put(self, message: Encoded) -> bool:
+        """Have a message wait to go out, unless the answer has ended."""
+        parts = (message,) if isinstance(message, bytes) else message
+        size = sum(map(len, parts))
+        self._check(size)
+        if self._ended:
+            return False
+        self._begin()
+        prefix = b"\0" + size.to_bytes(4, "big")
+        if size < JOINED_BYTES:
+            self.outbox.append(b"".join((prefix, *parts)))
+        else:
+            self.outbox.append(prefix)
+            self.outbox += [memoryview(part) for part in parts if part]
+        self._waiting_bytes += PREFIX_BYTES + size
+        return True
 
     def _goes_at_once(self, message: bytes) -> bool:
         """Whether a message can go out whole, with all that is around it; takes the room for it."""
