@@ -12,6 +12,7 @@ from torchere.archiver.models.engines import (
     choose,
     rebuilt,
 )
+from torchere.archiver.models.folding_attention import Opened, open_attention
 from torchere.archiver.models.loaded import LoadedModel
 from torchere.archiver.models.quantise_bf16 import bf16
 from torchere.archiver.models.quantise_candidates import Candidate, Maker, Samples, some_of
@@ -78,7 +79,9 @@ def quantise(
         return Quantised(model.module, method, None, (), ("exported as it was trained",))
     is_dynamic = method == "int8-dynamic"
     given = samples or ([model.example] if is_dynamic else [])
-    program = quantised_program(model.module, given, model.signature.batched, is_dynamic)
+    # Not for AOTInductor: of int8 layers in a residual it adds to the model's input in place (torch 2.13).
+    opened = model.module if target == "aoti" else open_attention(model.module, model.example).module
+    program = quantised_program(opened, given, model.signature.batched, is_dynamic)
     taken = method if is_dynamic else "int8-static"
     return Quantised(program, taken, None, (), ("quantised by torchao PT2E for oneDNN",))
 
@@ -98,7 +101,9 @@ def _by_engine(
     max_drift: float,
 ) -> Quantised:
     given = list(samples) or [model.example]
-    maker = Maker(model, samples, compiled, some_of(model, given), max_drift)
+    is_trained = method == "int8-trained"  # with the layers that it was trained with
+    opened = Opened(model.module, 0) if is_trained else open_attention(model.module, model.example)
+    maker = Maker(model, opened, samples, compiled, some_of(model, given), max_drift)
     candidates = _candidates(method, maker)
     tried = tuple(one for candidate in candidates.values() for one in candidate.measured)
     chosen = choose(tried, max_drift)

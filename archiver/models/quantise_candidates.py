@@ -22,8 +22,9 @@ from torchere.archiver.models.engines import (
     using,
 )
 from torchere.archiver.models.folding import fold
+from torchere.archiver.models.folding_attention import Opened
 from torchere.archiver.models.loaded import LoadedModel
-from torchere.archiver.models.quantise_dynamic import dynamic
+from torchere.archiver.models.quantise_dynamic import dynamic, fuse_relu
 from torchere.archiver.models.quantise_mixed import MOST_KEPT, WANTED_DRIFT, Sensitive, search, sensitivities
 from torchere.archiver.models.quantise_static import calibrate
 from torchere.archiver.models.quantise_traced import Compile, plain_attention
@@ -64,6 +65,7 @@ class Maker:
     """What all candidates are made of and judged by."""
 
     model: LoadedModel
+    opened: Opened  # the same model with its attention as plain layers; whose layers become int8
     samples: Samples
     compiled: Compile
     judged: Samples
@@ -103,16 +105,20 @@ class Maker:
 
     def _layers(self, method: str) -> tuple[list[Sensitive], float]:
         """Those that may go back, and how many weights in all."""
-        module = fold(self.model.module).module if method == "int8-static" else self.model.module
+        module = fold(self.opened.module).module if method == "int8-static" else self.opened.module
         few = _spread(self.judged, _RANKED)
         rows = [tuple(tensor[:1] for tensor in one) for one in few] if self.model.signature.batched else few
         weights = sum(parameter.numel() for parameter in self.model.module.parameters())
         return sensitivities(module, rows, _MIXABLE[method]), MOST_KEPT * weights
 
     def _packed(self, method: str, kept: Collection[str]) -> tuple[bytes, str]:
-        module, note = _converted(self.model, method, self.samples, kept)
+        module, note = _converted(self.opened.module, method, self.samples, kept)
         with plain_attention():
-            return saved(self.compiled(module, self.model.example)), note
+            script = self.compiled(module, self.model.example)
+        if method == "int8-dynamic":
+            fuse_relu(script)
+        opened = self.opened.attentions
+        return saved(script), f"{note}; attention of {opened} layers opened" if opened else note
 
     def _measured(self, method: str, packed: bytes, note: str) -> Candidate:
         judge, timer = _judge(self.model, self.judged), _timer(_one_row(self.model, self.judged))
@@ -121,16 +127,16 @@ class Maker:
 
 
 def _converted(
-    model: LoadedModel, method: str, samples: Samples, kept: Collection[str]
+    model: nn.Module, method: str, samples: Samples, kept: Collection[str]
 ) -> tuple[nn.Module, str]:
     # Any engine will do to pack with: the weights are packed again when they are loaded.
     with using(supported()[-1]):
         if method == "int8-dynamic":
-            module, layers = dynamic(model.module, kept)
+            module, layers = dynamic(model, kept)
             return module, f"{layers} layers"
         if method == "int8-trained":
-            return trained(model.module), "as it was trained"
-        calibrated = calibrate(model.module, samples, kept)
+            return trained(model), "as it was trained"
+        calibrated = calibrate(model, samples, kept)
         folds = f"; folded: {calibrated.note}" if calibrated.note else ""
         return calibrated.convert(), f"{calibrated.layers} layers, {len(samples)} samples{folds}"
 

@@ -34,6 +34,15 @@ _WEIGHTS_7_BITS = PerChannelMinMaxObserver.with_args(
 )
 # Layers of this version and older give activations 8 bits (torch.ao.nn.quantized.dynamic.Linear.forward).
 _LAST_WITH_8_BITS = 3
+# As a linear layer and an activation behind it are traced: the layer gives what its input was.
+_LINEAR_RELU = """graph(%x, %weights, %reduced, %type, %no, %none):
+  %y = quantized::linear_dynamic(%x, %weights, %reduced)
+  %same = aten::to(%y, %type, %no, %no, %none)
+  %z = aten::{relu}(%same)
+  return (%z)"""
+_FUSED = """graph(%x, %weights, %reduced, %type, %no, %none):
+  %z = quantized::linear_relu_dynamic(%x, %weights, %reduced)
+  return (%z)"""
 
 
 def dynamic(module: nn.Module, kept: Collection[str] = ()) -> tuple[nn.Module, int]:
@@ -65,6 +74,18 @@ def dynamic(module: nn.Module, kept: Collection[str] = ()) -> tuple[nn.Module, i
         if isinstance(layer, int8_layers.Linear):
             layer.version = _LAST_WITH_8_BITS
     return quantised, len(plan)
+
+
+def fuse_relu(script: torch.jit.ScriptModule) -> None:
+    """Let int8 linear layers of traced, frozen TorchScript do the ReLU that follows them.
+
+    One pass over memory less; the fused step rounds as the two do. It must be saved and loaded to be run:
+    oneDNN keeps what it made for a layer while this was traced.
+    """
+    for relu in ("relu", "relu_"):
+        torch._C._jit_pass_custom_pattern_based_rewrite_graph(
+            _LINEAR_RELU.format(relu=relu), _FUSED, script.graph
+        )
 
 
 def _configuration(layer: nn.Module) -> Any:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.folding import NotTraceable, fold
@@ -52,7 +52,8 @@ def quantised_program(
         with torch.no_grad():
             for sample in samples[:1] if dynamic else samples:
                 prepared(*sample)
-        converted: nn.Module = pt2e.convert_pt2e(prepared)
+        converted: fx.GraphModule = pt2e.convert_pt2e(prepared)
+    _forget_unused(converted)
     return converted
 
 
@@ -62,6 +63,15 @@ def _folded(module: nn.Module) -> nn.Module:
         return fold(module).module
     except NotTraceable:
         return module
+
+
+def _forget_unused(graph: fx.GraphModule) -> None:
+    """Without the fp32 weights whose int8 the graph takes instead: an exported program would hold both."""
+    used = {str(node.target) for node in graph.graph.nodes if node.op == "get_attr"}
+    held = [*graph.named_parameters(remove_duplicate=False), *graph.named_buffers(remove_duplicate=False)]
+    for name in {name for name, _ in held} - used:
+        owner, _, own = name.rpartition(".")
+        delattr(graph.get_submodule(owner), own)
 
 
 def _exported(module: nn.Module, sample: tuple[torch.Tensor, ...], batched: bool) -> nn.Module:

@@ -124,7 +124,10 @@ def calibrate(
     with torch.no_grad():
         for sample in samples:
             prepared(*sample)
-    layers = sum(hasattr(layer, "weight") and hasattr(layer, "qconfig") for layer in prepared.modules())
+    layers = sum(
+        hasattr(layer, "weight") and getattr(layer, "qconfig", None) is not None
+        for layer in prepared.modules()
+    )
     if not layers:
         raise ModelRefused("no layer of the model can be int8; expected a convolution or a linear layer")
     clips = f"{len(clipped) // 2} ReLU6 made the range of the format" if clipped else ""

@@ -34,12 +34,15 @@ inputs like real requests; a forward that branches on values is no graph. QAT is
 
 With `--format torchscript` (the default) int8 is by PyTorch's FX graph mode. Padding (`ZeroPad2d`,
 `F.pad`, layers that pad by themselves) and batch normalisation are folded into the convolutions first,
-and a ReLU6 becomes the range of the number format. PyTorch has several int8 engines, and its default can
-be many times slower than fp32: each one is timed on the samples with the very bytes that go into the
-archive, and the fastest that agrees is written to `model-config.yaml` (`torchscript: quantized_engine`),
-from where the server sets it while it loads the model. With `--format export` or `aoti` int8 is by
-torchao's PT2E (`pip install 'torchere[quantize]'`) for oneDNN; an exported program that is not compiled
-gets no faster by it.
+and a ReLU6 becomes the range of the number format. Torch's `nn.MultiheadAttention` becomes linear layers
+and the attention between them, and torch's encoders plain layers, so that all their linear layers are
+int8. With dynamic int8 a linear layer does the ReLU that follows it.
+
+PyTorch has several int8 engines, and its default can be many times slower than fp32: each one is timed on
+the samples with the very bytes that go into the archive, and the fastest that agrees is written to
+`model-config.yaml` (`torchscript: quantized_engine`), from where the server sets it while it loads the
+model. With `--format export` or `aoti` int8 is by torchao's PT2E (`pip install 'torchere[quantize]'`) for
+oneDNN; an exported program that is not compiled gets no faster by it.
 
 Activations have 8 bits and weights 7 (8 in depthwise convolutions): processors without VNNI add pairs of
 products in 16 bits, which 8 bits times 8 overflow, and archives are often packed on another processor than
@@ -68,10 +71,12 @@ same way.
 
 _LIMITS = """## What stays in fp32
 
-Dynamic int8 changes linear and recurrent layers and large embeddings only. Attention, GELU and normalisations
-stay in fp32, and so do the projections of torch's `nn.MultiheadAttention` (the transformer encoder above),
-which is why that file is only half as large. Convolutions stay in fp32 by `int8-dynamic`, transposed ones
-always. A layer that was given back is named in the report.
+Dynamic int8 changes linear and recurrent layers and large embeddings only. Scores and mixing of attention,
+GELU and normalisations stay in fp32. So do the projections of `nn.MultiheadAttention` with `add_bias_kv`,
+`add_zero_attn` or hooks, of its subclasses, and of any model that answers its example otherwise once its
+attention is plain layers, or whose own code reads the weights of torch's. With `--format aoti` torch's
+attention and encoder layers stay as they are, and mostly in fp32. Convolutions stay in fp32 by
+`int8-dynamic`, transposed ones always. A layer that was given back is named in the report.
 """
 
 

@@ -56,6 +56,27 @@ def test_the_quantised_program_agrees_and_can_be_exported_for_any_batch(
 
 
 @needs_torchao
+@pytest.mark.parametrize("method", ["int8-static", "int8-dynamic"])
+def test_of_an_encoder_the_program_holds_int8_weights_and_no_fp32_ones(method: str) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    network = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    spec = (TensorSpec("x", "FP32", (-1, 5, 16)),)
+    encoder = LoadedModel(network, (torch.randn(2, 5, 16),), Signature(spec, spec), "eager", Path("net.py"))
+
+    made = quantise(encoder, method, [encoder.example], target="export")
+
+    program = torch.export.export(made.module, encoder.example)
+    held = [*program.state_dict.values(), *program.constants.values()]
+    weights = [one for one in held if isinstance(one, torch.Tensor) and one.dim() > 1]
+    assert len(weights) == 2 * 4
+    assert {one.dtype for one in weights} == {torch.int8}
+    with torch.no_grad():
+        pair = ((network(*encoder.example),), (program.module()(*encoder.example),))
+    assert difference([pair]).drift < 0.1
+
+
+@needs_torchao
 def test_a_process_without_torchao_loads_the_exported_program(model: LoadedModel, tmp_path: Path) -> None:
     made = quantise(model, "int8-static", [(torch.rand(2, 3, 8, 8),)], target="export")
     program = torch.export.export(made.module, (torch.rand(2, 3, 8, 8),))

@@ -1,0 +1,134 @@
+"""Quantising transformers of torch's own layers: what becomes int8, and in which forms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchere.archiver.models import quantise_candidates as module_under_test
+from torchere.archiver.models.engines import saved, supported
+from torchere.archiver.models.loaded import LoadedModel
+from torchere.archiver.models.quantise import Quantised, quantise
+from torchere.archiver.models.quantise_traced import plain_attention, traced
+from torchere.archiver.models.to_torchscript import to_torchscript
+from torchere.archiver.models.verify_outputs import difference, flattened
+from torchere.archiver.signature import Signature, TensorSpec
+
+WIDTH, LAYERS = 128, 2
+pytestmark = [
+    pytest.mark.skipif(not supported(), reason="this build of torch has no int8 engine"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
+]
+Tensors = tuple[torch.Tensor, ...]
+
+
+class Encoded(nn.Module):
+    """An encoder that may be told about padding, and one number for each token."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, batch_first=True, **settings)
+        self.encoder = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=not settings)
+        self.head = nn.Linear(WIDTH, 4)
+        for parameter in self.encoder.parameters():
+            if parameter.dim() > 1:
+                nn.init.xavier_uniform_(parameter)
+
+    def forward(self, x: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor:
+        scores: torch.Tensor = self.head(self.encoder(x, src_key_padding_mask=padding))
+        return scores
+
+
+@pytest.fixture(autouse=True)
+def short_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which engine is fastest matters to no test here."""
+    monkeypatch.setattr(module_under_test, "_BUDGET_S", 0.01)
+
+
+def loaded(module: nn.Module, *example: torch.Tensor) -> LoadedModel:
+    inputs = tuple(TensorSpec(f"in{i}", "FP32", (-1, *t.shape[1:])) for i, t in enumerate(example))
+    signature = Signature(inputs, (TensorSpec("scores", "FP32", (-1, 6, 4)),))
+    return LoadedModel(module.eval(), example, signature, "eager", Path("model.py"))
+
+
+def samples(padded: bool = False, count: int = 4) -> list[Tensors]:
+    torch.manual_seed(1)
+    padding = torch.arange(6) >= torch.tensor([[6], [4], [2]])
+    return [(torch.randn(3, 6, WIDTH), *([padding] if padded else [])) for _ in range(count)]
+
+
+def drift(one: nn.Module, other: nn.Module, given: list[Tensors]) -> float:
+    with torch.inference_mode():
+        return difference((flattened(one(*s)), flattened(other(*s))) for s in given).drift
+
+
+def calls(made: Quantised, operator: str) -> int:
+    assert isinstance(made.module, torch.jit.ScriptModule)
+    return str(made.module.inlined_graph).count(f"quantized::{operator}(")
+
+
+@pytest.mark.parametrize("settings", [{}, {"norm_first": True, "activation": "gelu"}], ids=["", "gelu"])
+def test_all_linear_layers_of_an_encoder_become_int8_and_its_file_a_third(settings: dict[str, Any]) -> None:
+    network = Encoded(**settings)
+
+    made = quantise(loaded(network, *samples()[0]), "int8-dynamic", [])
+
+    relus = LAYERS if not settings else 0  # which their layer does
+    assert (calls(made, "linear_dynamic"), calls(made, "linear_relu_dynamic")) == (
+        4 * LAYERS + 1 - relus,
+        relus,
+    )
+    assert f"attention of {LAYERS} layers opened" in made.notes[0]
+    assert drift(network, made.module, samples()) < 0.05
+    with plain_attention():
+        assert len(saved(made.module)) < 0.35 * len(saved(traced(network, samples()[0])))  # type: ignore[arg-type]
+
+
+def test_static_int8_sees_the_layers_of_an_encoder() -> None:
+    network = Encoded()
+
+    made = quantise(loaded(network, *samples()[0]), "int8-static", samples())
+
+    assert f"{4 * LAYERS + 1} layers, {len(samples())} samples" in made.notes[0]
+    assert calls(made, "linear") + calls(made, "linear_relu") == 4 * LAYERS + 1
+    assert drift(network, made.module, samples()) < 0.1
+
+
+@pytest.mark.parametrize("method", ["int8-dynamic", "int8-static"])
+def test_a_mask_of_padding_goes_through_and_the_batch_stays_free(method: str) -> None:
+    network, given = Encoded(), samples(padded=True)
+
+    made = quantise(loaded(network, *given[0]), method, given)
+
+    assert drift(network, made.module, given) < 0.1
+    other = (torch.randn(5, 6, WIDTH), torch.arange(6) >= torch.tensor([[1], [2], [6], [4], [6]]))
+    assert drift(network, made.module, [other]) < 0.1
+
+
+def test_an_encoder_can_be_scripted_after_it_became_int8() -> None:
+    network = Encoded()
+
+    made = quantise(
+        loaded(network, *samples()[0]),
+        "int8-dynamic",
+        [],
+        compiled=lambda module, example: to_torchscript(module, example, script=True),
+    )
+
+    assert drift(network, made.module, samples()) < 0.05
+    assert drift(network, made.module, samples(padded=True)) < 0.05
+
+
+def test_projections_that_hurt_most_go_back_to_fp32_by_their_own_names() -> None:
+    network = Encoded()
+    weights = network.encoder.layers[0].self_attn.out_proj.weight  # type: ignore[union-attr]
+    weights.data[:, 0] *= 2000.0  # type: ignore[union-attr, index]
+
+    made = quantise(loaded(network, *samples()[0]), "int8-dynamic", samples(), max_drift=0.02)
+
+    assert "encoder.layers.0.self_attn.out_proj" in made.kept
