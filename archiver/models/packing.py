@@ -71,7 +71,8 @@ def write_model(
         write_build(beside, {"format": EXPORT, "torch": version()})
         return Packed(target, exported.module(), beside)
     with step(say, "compiling with AOTInductor"):
-        isa = compile_aoti(exported, target, options.isa, freezing=True if options.quantize else None)
+        freezing = True if options.quantize else None
+        isa = compile_aoti(exported, target, options.isa, say, freezing=freezing).isa
         compiled = load_aoti(target)
     save_program(exported, beside / FALLBACK_NAME)
     write_build(beside, {"format": AOTI, "torch": version(), "isa": isa, "fallback": FALLBACK_NAME})

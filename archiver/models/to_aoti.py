@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +13,10 @@ import torch
 from torch.export import ExportedProgram
 
 from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.aoti_candidates import TEMPLATES, Timed, multiplies, samples, timed
+from torchere.archiver.models.dynamic import Tensors
 from torchere.archiver.models.sources import aoti_metadata
+from torchere.archiver.models.steps import Say
 
 # The compiler may use what every CPU of the level has, and no more: "native" would tie the archive to this
 # very model of CPU. x86-64-v3 is AVX2 with FMA and F16C, x86-64-v4 AVX-512 F, BW, CD, DQ, VL (x86-64 psABI).
@@ -19,15 +26,28 @@ _LEVELS = {"avx2": ("x86-64-v3", 256), "avx512": ("x86-64-v4", 512)}
 _PACKED = ("aten::conv", "aten::_conv", "aten::lstm")
 
 
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What became of a program. `timed` is None unless two builds of it were compared."""
+
+    isa: str  # the instruction set that it needs, lower case
+    frozen: bool
+    timed: Timed | None = None
+
+
 def compile_aoti(
-    program: ExportedProgram, path: Path, isa: str | None, *, freezing: bool | None = None
-) -> str:
-    """Compile the program into the package `path`; returns the instruction set that it needs, lower case.
+    program: ExportedProgram, path: Path, isa: str | None, say: Say, *, freezing: bool | None = None
+) -> Compiled:
+    """Compile the program into the package `path`.
+
+    A program of linear layers that is not frozen is compiled twice, see `aoti_candidates`; the faster build
+    stays.
 
     Args:
-        program: for the CPU.
+        program: for the CPU, with its example inputs.
         path: must end in `.pt2`.
         isa: "avx2" or "avx512"; None: the best that this machine has.
+        say: takes lines about progress.
         freezing: fold and pack constants while compiling, which int8 needs to be fast; None: when the model
             has layers that gain by it.
 
@@ -36,9 +56,11 @@ def compile_aoti(
         Exception: whatever the compilers have to say.
     """
     frozen = gains_by_freezing(program) if freezing is None else freezing
-    with torch._inductor.config.patch(_settings(isa, frozen)), torch.no_grad():
-        torch._inductor.aoti_compile_and_package(program, package_path=str(path))
-    return aoti_metadata(path).get("AOTI_CPU_ISA", "").lower()
+    settings = _settings(isa, frozen)
+    _compile(program, path, settings)
+    given = [] if frozen or not multiplies(program) else samples(program)
+    found = _with_templates(program, path, settings, given, say) if given else None
+    return Compiled(aoti_metadata(path).get("AOTI_CPU_ISA", "").lower(), frozen, found)
 
 
 def gains_by_freezing(program: ExportedProgram) -> bool:
@@ -51,6 +73,34 @@ def gains_by_freezing(program: ExportedProgram) -> bool:
 def load_aoti(path: Path) -> Any:
     """The package as a function of tensors; its machine code is loaded into this process."""
     return torch._inductor.aoti_load_package(str(path))
+
+
+def _compile(program: ExportedProgram, path: Path, settings: dict[str, Any]) -> None:
+    with torch._inductor.config.patch(settings), torch.no_grad():
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+
+
+def _with_templates(
+    program: ExportedProgram, path: Path, settings: dict[str, Any], given: Sequence[Tensors], say: Say
+) -> Timed | None:
+    """Compile once more, and put the result in the place of `path` if it is the faster.
+
+    None when this can't be compiled: Inductor refuses a program with one multiplication that templates can't
+    do, of doubles for example.
+    """
+    say("compiling again with Inductor's own matrix multiplication, to compare ...")
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        other = Path(folder) / path.name
+        try:
+            _compile(program, other, settings | TEMPLATES)
+        except RuntimeError as error:  # of which all of Inductor's are
+            say(f"that can't be compiled ({type(error).__name__}); the library's multiplication stays")
+            return None
+        found = timed(load_aoti(path), load_aoti(other), given)
+        say(found.told())
+        if found.templates_win:
+            os.replace(other, path)
+    return found
 
 
 def _settings(isa: str | None, freezing: bool) -> dict[str, Any]:

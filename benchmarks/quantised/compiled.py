@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantised.timing import quick_ms
 from quantised.zoo import Ready, Sample
 from torchere.archiver.models.dynamic import batch_of as free_batch
 from torchere.archiver.models.quantise_traced import plain_attention, traced
-from torchere.archiver.models.to_aoti import compile_aoti, gains_by_freezing
+from torchere.archiver.models.to_aoti import compile_aoti
 from torchere.archiver.models.to_program import to_program
 from torchere.archiver.models.verify_outputs import difference, flattened
-from torchere.archiver.models.verify_timing import batch_of
+from torchere.archiver.models.verify_timing import batch_of, quick_ms
 from torchere.handlers.aot import CompiledModel, load_package
 
 BATCHES = (1, 8)
@@ -25,7 +24,7 @@ class Pair:
     """One model both ways. Latencies in milliseconds by batch size."""
 
     title: str
-    packed: bool  # whether weights were packed while compiling
+    compiled: str  # how layers with weights are computed
     torchscript_ms: dict[int, float]
     aoti_ms: dict[int, float]
     drift: float  # of AOTInductor's answers from TorchScript's
@@ -42,7 +41,7 @@ class Both:
     torchscript: CompiledModel
     aoti: CompiledModel
     torchscript_file: Path
-    packed: bool
+    compiled: str  # see Pair
 
 
 def both(ready: Ready, folder: Path) -> Both:
@@ -54,9 +53,12 @@ def both(ready: Ready, folder: Path) -> Both:
     script.save(str(file))
     rows = batch_of([example], 2)
     program = to_program(ready.module, rows, [free_batch(rows, (1, _LARGEST_BATCH))])
-    compile_aoti(program, folder / "model.pt2", None)
+    said: list[str] = []
+    made = compile_aoti(program, folder / "model.pt2", None, said.append)
+    print("; ".join([*said, ""]), end="", flush=True)
     compiled = load_package(str(folder / "model.pt2"), str(folder), "cpu")
-    return Both(script, compiled, file, gains_by_freezing(program))
+    templates = made.timed is not None and made.timed.templates_win
+    return Both(script, compiled, file, "oneDNN" if made.frozen else "templates" if templates else "MKL")
 
 
 def compared(title: str, forms: Both, sample: Sample) -> Pair:
@@ -66,7 +68,7 @@ def compared(title: str, forms: Both, sample: Sample) -> Pair:
     times = {size: quick_ms(models, batch_of([sample], size), _BUDGET_S) for size in BATCHES}
     return Pair(
         title=title,
-        packed=forms.packed,
+        compiled=forms.compiled,
         torchscript_ms={size: one[0] for size, one in times.items()},
         aoti_ms={size: one[1] for size, one in times.items()},
         drift=found.drift,

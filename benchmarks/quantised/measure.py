@@ -9,14 +9,13 @@ from pathlib import Path
 
 import torch
 
-from quantised.timing import quick_ms
 from quantised.zoo import Ready, Sample, Subject
 from torchere.archiver.models.engines import saved
 from torchere.archiver.models.loaded import LoadedModel
 from torchere.archiver.models.quantise import quantise
 from torchere.archiver.models.quantise_traced import plain_attention, traced
 from torchere.archiver.models.verify_outputs import difference, flattened
-from torchere.archiver.models.verify_timing import batch_of
+from torchere.archiver.models.verify_timing import batch_of, quick_ms
 from torchere.archiver.signature import Signature, TensorSpec
 
 BATCHES = (1, 8)
