@@ -29,7 +29,7 @@ class _Subject:
     """A model, how it is served, and what it is asked.
 
     Batch size and number of executors are what a user would find by trying: with one intra-op thread each,
-    as many executors as there are cores, and the batch size that is the fastest in a single loop. Twice as
+    as many executors as there are cores, and the batch size that as many loops are the fastest with. Twice as
     many clients as rows fit into the executors, so that a full batch waits when an executor comes free.
     """
 
@@ -63,8 +63,8 @@ def _minilm_rows() -> Sequence[np.ndarray[Any, Any]]:
     return [tensor.numpy() for tensor in real_models.minilm_inputs_of(1)]
 
 
-LITE0 = _Subject("lite0t", real_models.lite0_file, real_models.LITE0, _lite0_rows, 1)
-MINILM = _Subject("minilm", real_models.minilm_file, real_models.MINILM, _minilm_rows, 8)
+LITE0 = _Subject("lite0t", real_models.lite0_file, real_models.LITE0, _lite0_rows, 2)
+MINILM = _Subject("minilm", real_models.minilm_file, real_models.MINILM, _minilm_rows, 16)
 
 
 def binary_request(
@@ -120,7 +120,7 @@ def _row(key: str, title: str, what: str, subject: _Subject) -> Row:
         title,
         f"{what} as raw tensors of the Open Inference Protocol over REST, wrk with {subject.clients} "
         f"clients. The built-in handler tensor in {cores()} executor threads with one intra-op thread each, "
-        f"batches of {subject.batch}: what is the fastest in a single loop. The bare loop runs the same "
+        f"batches of {subject.batch}: what as many loops are the fastest with. The bare loop runs the same "
         f"TorchScript file on the same tensors with {cores()} threads in all, as one loop or as one for each "
         "thread, whichever is faster, with the best batch size of 1, 2, 4, 8 and 16, and with the server's "
         "settings of the allocator.",

@@ -27,16 +27,13 @@ from torchere.serving.execution.launch import Launcher
 from torchere.serving.execution.loss import Loss, LossKind
 from torchere.serving.execution.oom import OomWatch
 from torchere.serving.execution.restart import restart_delay_s
+from torchere.serving.execution.send_ahead import QUICK_S, depth
 from torchere.serving.execution.silence import Silence
 from torchere.serving.execution.wire import Done, Partial, Pong, report_from_done
 from torchere.serving.execution.worker_process import WorkerProcess
 
 logger = logging.getLogger(__name__)
 
-# A worker that answers within this long gets batches sent ahead, so that it need not wait for the server in
-# between; a slower one does not, because a batch sent ahead can't go to a neighbour that comes free earlier.
-QUICK_S = 0.002
-AHEAD = 4  # batches inside a quick worker, the running one included
 _MEMORY = 0.8  # of the running mean of the handler's time, per batch
 
 
@@ -66,6 +63,7 @@ class Slot:
         self._run_ids = itertools.count()
         self._one_by_one = settings.spec.pinned or settings.spec.batch_size > 1
         self._mean_run_s = QUICK_S
+        self._depth = 1  # batches inside at most
         self._losses = 0
         self._first_loss_s = 0.0
         self._supervisor: asyncio.Task[None] | None = None
@@ -110,8 +108,7 @@ class Slot:
         """How many more batches it takes now."""
         if self._retiring or not self.in_service or self._worker.lost.done():
             return 0
-        depth = 1 if self._one_by_one or self._mean_run_s >= QUICK_S else AHEAD
-        room = depth - len(self._inside)
+        room = self._depth - len(self._inside)
         return room if room > 0 else 0
 
     async def start(self) -> None:
@@ -156,6 +153,7 @@ class Slot:
         del self._inside[message.run_id]
         self._losses = 0
         self._mean_run_s = _MEMORY * self._mean_run_s + (1 - _MEMORY) * message.handler_s
+        self._depth = 1 if self._one_by_one else depth(self._mean_run_s)
         if self._inside:
             self._silence.broken()
         else:
