@@ -19,7 +19,7 @@ from quantised.compiled import Both
 from quantised.zoo import Sample
 from torchere.archiver.models.verify_timing import one_thread
 
-_ROUNDS, _ROUND_S = 5, 1.0
+_ROUNDS, _ROUND_S = 9, 1.0
 _START_S = 12.0  # a process needs that to import torch, on a busy machine
 _LEAD_S = 0.2  # a task needs that to reach its thread or process
 _LOADED: dict[str, Any] = {}  # in a process of the pool: its model and its arguments
@@ -35,7 +35,7 @@ class Scaling:
 
 
 def measured(forms: Both, sample: Sample) -> Scaling:
-    """Run each kind alone and in pairs; some half a minute."""
+    """Run each kind alone and in pairs; some three quarters of a minute."""
     arguments = (str(forms.torchscript_file), sample)
     with (
         ThreadPoolExecutor(2) as threads,
