@@ -15,6 +15,10 @@ Reply: TypeAlias = Callable[[InferResponse | StreamedResponse | ServingError], N
 UNTOLD = (0.0, 0.0, 0.0, 0.0)
 
 
+def told(outcome: InferResponse | StreamedResponse | ServingError) -> None:
+    """Stands where a `Reply` was that has its answer."""
+
+
 def alone(request: InferRequest) -> str:
     """The group of a request that shares its batch with no other, and so waits for none."""
     return f"alone {request.request_id}"
@@ -55,8 +59,7 @@ class Pending:
             if self.answered:
                 return
             self.stream = asyncio.Queue()
-            self.answered = True
-            self._reply(StreamedResponse(part, self._chunks(self.stream)))
+            self._answer(StreamedResponse(part, self._chunks(self.stream)))
         self.stream.put_nowait(part.body)
 
     def finish(self, outcome: InferResponse | ServingError) -> None:
@@ -66,8 +69,12 @@ class Pending:
         if self.stream is not None:
             self._finish_stream(self.stream, outcome)
         elif not self.answered:
-            self.answered = True
-            self._reply(outcome)
+            self._answer(outcome)
+
+    def _answer(self, outcome: InferResponse | StreamedResponse | ServingError) -> None:
+        self.answered = True
+        reply, self._reply = self._reply, told  # or they would hold each other, and the request with them
+        reply(outcome)
 
     def _finish_stream(
         self, stream: asyncio.Queue[bytes | ServingError | None], outcome: InferResponse | ServingError

@@ -22,7 +22,8 @@ _KEPT_BYTES = 512 * 2**20  # free memory at the end of the heap; what is above g
 # Further heaps are made of pieces of 64 MiB, which go back when they are empty, whatever is set, so one is
 # best; but threads that allocate wait for one another at its lock, so no more than these share it.
 _CORES_OF_A_HEAP = 8
-_OWN_CHOICE = ("MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
+_OWN_CHOICE = ("MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
+_OWN_TUNABLE = "glibc.malloc."  # in GLIBC_TUNABLES, which is for other things, too
 
 
 def heaps(cores: int) -> int:
@@ -39,7 +40,8 @@ def keep_freed_memory(environment: Mapping[str, str]) -> bool:
     Returns:
         Whether it was set.
     """
-    if platform.libc_ver()[0] != "glibc" or any(name in environment for name in _OWN_CHOICE):
+    chosen = any(name in environment for name in _OWN_CHOICE)
+    if platform.libc_ver()[0] != "glibc" or chosen or _OWN_TUNABLE in environment.get("GLIBC_TUNABLES", ""):
         return False
     mallopt = ctypes.CDLL(None).mallopt
     mapping = mallopt(M_MMAP_THRESHOLD, _OWN_MAPPING_BYTES) or mallopt(

@@ -6,7 +6,7 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from torchere.serving.batching.pending import AwaitedReply, Pending, Reply
+from torchere.serving.batching.pending import AwaitedReply, Pending, Reply, told
 from torchere.serving.batching.stateful import begin_sequence
 from torchere.serving.errors import NotFound, QueueFull, ServingError, Unavailable
 from torchere.serving.execution.executor import ExecutorState
@@ -45,7 +45,8 @@ class Prediction:
     def answered(self, outcome: InferResponse | StreamedResponse | ServingError) -> None:
         """`Reply` of its pending."""
         self._plane.settle(self, outcome)
-        self._reply(outcome)
+        reply, self._reply = self._reply, told  # as in `Pending`: who asks holds this
+        reply(outcome)
 
     def hurry(self) -> None:
         """Nothing else is to be done before it is run: see `Admission.hurry`."""

@@ -9,34 +9,14 @@ from torchere.serving.frontend.grpc.errors import UNAUTHORIZED
 from torchere.serving.frontend.grpc.open_inference_descriptors import operator_paths
 from torchere.serving.frontend.grpc.service import Openers
 from torchere.serving.frontend.http2.header_blocks import Metadata
-from torchere.serving.frontend.http2.messages import Received
 from torchere.serving.frontend.http2.status import StatusCode
-from torchere.serving.frontend.http2.stream import Receiver, Stream
+from torchere.serving.frontend.http2.stream import OVER, Receiver, Stream
 from torchere.serving.frontend.keys import KeyKind, Keys
 
 _OPERATOR_PATHS = operator_paths()
 FREE_PREFIX = "/grpc.health.v1.Health/"  # probes bring no token, as with /livez and /readyz
 _NOT_POST, _NOT_GRPC = 405, 415
 _GRPC = "application/grpc"
-
-
-class _Refused:
-    """Receives what still comes of a call that was answered by its head alone."""
-
-    def message(self, message: Received) -> None:
-        """Too late."""
-
-    def half_closed(self) -> None:
-        """Over."""
-
-    def flawed(self, code: StatusCode, message: str) -> None:
-        """Answered already."""
-
-    def gone(self) -> None:
-        """Over."""
-
-
-_REFUSED = _Refused()
 
 
 def dispatcher(openers: Openers, keys: Keys | None, kind: KeyKind) -> Callable[[Stream], Receiver]:
@@ -66,7 +46,7 @@ def dispatcher(openers: Openers, keys: Keys | None, kind: KeyKind) -> Callable[[
             return opener(stream)
         else:
             stream.end(StatusCode.UNIMPLEMENTED, "Method not found!")
-        return _REFUSED
+        return OVER
 
     return open_call
 

@@ -18,6 +18,7 @@ from torchere.serving.frontend.http2.stream import Receiver, Stream
 from torchere.serving.types import NO_DEADLINE
 
 Unary = Callable[[Any, Call], Awaitable[Any]]
+Answerer = Callable[["RunningCall", Any], Awaitable[None]]
 Streaming = Callable[[Any, Call], AsyncIterator[Any]]  # async generators, closed when a call ends early
 
 MESSAGES_AHEAD = 16  # of one call that wait to be taken; then its client has to wait
@@ -31,9 +32,7 @@ class RunningCall(Call):
 
     __slots__ = ("_answer", "_expiry", "_tasks", "task")
 
-    def __init__(
-        self, method: Method, stream: Stream, answer: Callable[[Any], Awaitable[None]], tasks: set[Any]
-    ) -> None:
+    def __init__(self, method: Method, stream: Stream, answer: Answerer, tasks: set[Any]) -> None:
         super().__init__(method, stream)
         self._answer = answer
         self._tasks = tasks
@@ -60,15 +59,17 @@ class RunningCall(Call):
             self.task.cancel()
 
     async def _run(self, request: Any, *, many: bool) -> None:
-        CallScope("grpc", self.started_s, lambda: self.metadata, self.method.code_of, many=many)
+        metadata = self.metadata
+        CallScope("grpc", self.started_s, lambda: metadata, self.method.code_of, many=many)
         try:
-            await self._answer(request)
+            await self._answer(self, request)
         except Exception as error:  # the top of every call
             self.badly(error)
 
     def _done(self, task: asyncio.Task[None]) -> None:
         # Not in `_run`, which a task that is given up at once never begins.
         self._tasks.discard(task)
+        self.task = None  # or both, and the request, would stay until a collector comes
         if self._expiry is not None:
             self._expiry.cancel()
 
@@ -92,9 +93,7 @@ class ManyRequestsCall(RunningCall):
 
     __slots__ = ("_coming", "_is_over", "_wanted")
 
-    def __init__(
-        self, method: Method, stream: Stream, answer: Callable[[Any], Awaitable[None]], tasks: set[Any]
-    ) -> None:
+    def __init__(self, method: Method, stream: Stream, answer: Answerer, tasks: set[Any]) -> None:
         super().__init__(method, stream, answer, tasks)
         self._coming: deque[Received] = deque()
         self._wanted: asyncio.Future[None] | None = None
@@ -131,12 +130,11 @@ class ManyRequestsCall(RunningCall):
 def one_to_one(method: Method, implementation: Unary, tasks: set[Any]) -> Callable[[Stream], Receiver]:
     """What opens calls of a method with one message each way."""
 
-    def opened(stream: Stream) -> Receiver:
-        async def answer(request: Any) -> None:
-            call.well_with(await implementation(request, call))
+    async def answer(call: RunningCall, request: Any) -> None:
+        call.well_with(await implementation(request, call))
 
-        call = OneRequestCall(method, stream, answer, tasks)
-        return call
+    def opened(stream: Stream) -> Receiver:
+        return OneRequestCall(method, stream, answer, tasks)
 
     return opened
 
@@ -147,18 +145,15 @@ def to_many(
     """What opens calls of a method that answers in any number of messages."""
     kind = ManyRequestsCall if from_many else OneRequestCall
 
+    async def answer(call: RunningCall, request: Any) -> None:
+        made = cast("AsyncGenerator[Message, None]", implementation(request, call))
+        async with aclosing(made) as messages:
+            async for message in messages:
+                call.stream.send(method.encode(message))
+                await call.stream.drained()
+        call.well()
+
     def opened(stream: Stream) -> Receiver:
-        call: OneRequestCall | ManyRequestsCall
-
-        async def answer(request: Any) -> None:
-            made = cast("AsyncGenerator[Message, None]", implementation(request, call))
-            async with aclosing(made) as messages:
-                async for message in messages:
-                    stream.send(method.encode(message))
-                    await stream.drained()
-            call.well()
-
-        call = kind(method, stream, answer, tasks)
-        return call
+        return kind(method, stream, answer, tasks)
 
     return opened

@@ -19,7 +19,7 @@ from torchere.serving.frontend.http2.header_blocks import HeadReader
 from torchere.serving.frontend.http2.inflow import Inflow
 from torchere.serving.frontend.http2.listening import Listening
 from torchere.serving.frontend.http2.outflow import Outflow
-from torchere.serving.frontend.http2.stream import Stream
+from torchere.serving.frontend.http2.stream import OVER, Stream
 from torchere.serving.frontend.http2.turn_writes import TurnWrites
 
 logger = logging.getLogger(__name__)
@@ -77,8 +77,7 @@ class Connection(asyncio.BufferedProtocol):
             timer.cancel()
         while self._streams:
             _, stream = self._streams.popitem()
-            stream.lost()
-            stream.receiver.gone()
+            self._lose(stream)
 
     def pause_writing(self) -> None:
         """The socket's buffer is full."""
@@ -113,6 +112,7 @@ class Connection(asyncio.BufferedProtocol):
         if stream.remote_open:  # the client may stop sending
             self.write(f.reset_stream(stream.id, ErrorCode.NO_ERROR))
         self._forget(stream)
+        stream.receiver = OVER  # or the two would hold each other, and the request, until a collector comes
 
     def drain(self) -> None:
         """Tell the client to take its next calls elsewhere, and close once those here are answered.
@@ -244,8 +244,12 @@ class Connection(asyncio.BufferedProtocol):
 
     def _give_up(self, stream: Stream) -> None:
         self._forget(stream)
+        self._lose(stream)
+
+    def _lose(self, stream: Stream) -> None:
         stream.lost()
         stream.receiver.gone()
+        stream.receiver = OVER
 
     def _break_stream(self, broken: StreamBroken) -> None:
         logger.debug("gRPC stream %d from %s: %s", broken.stream_id, self.client, broken)

@@ -45,6 +45,25 @@ class Receiver(Protocol):
         """The client gave the call up, or its connection is lost."""
 
 
+class _Over:
+    """Receives what still comes of a call that is over."""
+
+    def message(self, message: Received) -> None:
+        """Too late."""
+
+    def half_closed(self) -> None:
+        """As it should be."""
+
+    def flawed(self, code: StatusCode, message: str) -> None:
+        """Answered already."""
+
+    def gone(self) -> None:
+        """Over for both."""
+
+
+OVER: Receiver = _Over()
+
+
 class Stream:
     """Answer it once: with `answer`, or with any number of `send` and one `end`. Lives on the event loop."""
 

@@ -21,7 +21,8 @@ from torchere.serving.telemetry.metrics import Metrics
 
 RawHeaders = list[tuple[bytes, bytes]]
 
-CYCLE = "torchere.cycle"  # where our HTTP protocol puts what knows whether the connection stays open
+# Where our HTTP protocol puts a weak reference to what knows whether the connection stays open.
+CYCLE = "torchere.cycle"
 
 _NO_CACHE = [
     (b"pragma", b"no-cache"),
@@ -83,7 +84,8 @@ class Call:
         self.status = status
         self.telemetry.sending()
         headers.append((b"x-request-id", self.request_id.encode()))
-        cycle = self.scope.get(CYCLE)
+        cycle_of = self.scope.get(CYCLE)
+        cycle = cycle_of() if cycle_of is not None else None
         headers += KEEP if status < 400 and (cycle is None or cycle.keep_alive) else CLOSE
         if self._cors:
             headers += self._cors

@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 from torchere.serving import errors as e
+from torchere.serving.frontend.description import pretty
+
+_NO_HTTP = {"code": 400, "type": "BadRequestException", "message": "Invalid HTTP message."}
+_BODY = pretty(_NO_HTTP).encode() + b"\n"
+# The whole answer to bytes that are no request: TorchServe's words.
+INVALID_HTTP = (
+    b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+    b"connection: close\r\n\r\n%s" % (len(_BODY), _BODY)
+)
 
 # What came from a handler or an executor carries this type whatever its status is.
 INTERNAL = "InternalServerException"

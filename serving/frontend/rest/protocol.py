@@ -7,18 +7,19 @@ up by it, so this protocol keeps a second list of them in the scope.
 from __future__ import annotations
 
 import asyncio
+import weakref
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.rest.body import READ_WHOLE, ClientGone, WholeBody
 from torchere.serving.frontend.rest.body_receiver import BodyReceiver
 from torchere.serving.frontend.rest.call import CYCLE
 from torchere.serving.frontend.rest.codec import SPELLED_HEADERS, read_head, text_headers
 from torchere.serving.frontend.rest.direct import DirectCall, DirectPredictions
+from torchere.serving.frontend.rest.errors import INVALID_HTTP
 from torchere.serving.frontend.rest.joined_writes import JoinedWrites
 from torchere.serving.frontend.rest.known_heads import DirectHead
 from torchere.serving.telemetry.trace_context import trace_of_headers
@@ -27,13 +28,6 @@ MAX_REQUEST_LINE_BYTES = 4096  # TorchServe's limits; the parser itself has none
 MAX_HEADER_BYTES = 8192
 LINGER_S = 0.25  # of idle connections after the end of the listener; many round trips in one data centre
 HEAD_TIMEOUT_S = 60.0  # a connection that has begun a head and not ended it by then is closed
-
-_ERROR = {"code": 400, "type": "BadRequestException", "message": "Invalid HTTP message."}
-_BODY = pretty(_ERROR).encode() + b"\n"
-_INVALID = (
-    b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-    b"connection: close\r\n\r\n%s" % (len(_BODY), _BODY)
-)
 
 
 class HeadTooLarge(Exception):
@@ -153,15 +147,16 @@ class Protocol(HttpToolsProtocol):
         else:
             direct.run_late()
 
-    async def read_whole(self, cycle: RequestResponseCycle, length: int) -> memoryview | None:
+    async def read_whole(self, of: weakref.ref[RequestResponseCycle], length: int) -> memoryview | None:
         """The body of a request, of that announced length, in one buffer that is nobody else's.
 
-        None when there is nothing to gain, because all of it is there: then it is `cycle`'s to give.
+        None when there is nothing to gain, because all of it is there: then it is the cycle's to give.
 
         Raises:
             ClientGone: the connection ended first.
         """
-        if self.cycle is not cycle or not cycle.more_body:
+        cycle = of()
+        if cycle is None or self.cycle is not cycle or not cycle.more_body:
             return None
         whole = WholeBody(length)
         whole.add(cycle.body)
@@ -241,7 +236,7 @@ class Protocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP, or too much of it, and close."""
         if not self.transport.is_closing():
-            self.transport.write(_INVALID)
+            self.transport.write(INVALID_HTTP)
             self.transport.close()
 
     def _direct_call(self) -> DirectCall | None:
@@ -284,13 +279,14 @@ class Protocol(HttpToolsProtocol):
     def _tell_uvicorn(self) -> None:
         url = self.url
         super().on_message_begin()
-        cast("dict[str, Any]", self.scope)[SPELLED_HEADERS] = self.spelled_headers
+        scope: Any = self.scope
+        scope[SPELLED_HEADERS] = self.spelled_headers
         super().on_url(url)
         for name, value in self.spelled_headers:
             super().on_header(name, value)
         super().on_headers_complete()
-        cast("dict[str, Any]", self.scope)[CYCLE] = self.cycle
-        cast("dict[str, Any]", self.scope)[READ_WHOLE] = partial(self.read_whole, self.cycle)
+        scope[CYCLE] = cycle = weakref.ref(self.cycle)  # which holds the scope
+        scope[READ_WHOLE] = partial(self.read_whole, cycle)
 
     def _mind_the_head(self) -> None:
         if not self._in_head and self._head_timer is not None:

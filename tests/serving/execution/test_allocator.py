@@ -61,9 +61,23 @@ def test_the_second_batch_in_a_thread_finds_the_memory_of_the_first() -> None:
     assert faults < PAGES_OF_A_BATCH / 10
 
 
-@pytest.mark.parametrize("name", ["MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_"])
-def test_who_sets_the_allocator_in_the_environment_has_the_say(name: str) -> None:
-    said, faults = churned({name: "131072"})
+def test_a_tunable_that_is_not_the_allocators_changes_nothing() -> None:
+    said, faults = churned({"GLIBC_TUNABLES": "glibc.cpu.x86_rep_movsb_threshold=1000000"})
+
+    assert said == "True"
+    assert faults < PAGES_OF_A_BATCH / 10
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("MALLOC_ARENA_MAX", "131072"),
+        ("MALLOC_TRIM_THRESHOLD_", "131072"),
+        ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=131072"),
+    ],
+)
+def test_who_sets_the_allocator_in_the_environment_has_the_say(name: str, value: str) -> None:
+    said, faults = churned({name: value})
 
     assert said == "False"
     assert faults > PAGES_OF_A_BATCH
