@@ -62,7 +62,7 @@ class DisconnectWatch:
         """Stop watching; call it whatever became of the request."""
         key = id(watched)
         if self._young.pop(key, None) is None and self._old.pop(key, None) is None:
-            listener = watched.listener
+            listener, watched.listener = watched.listener, None
             if listener is not None:
                 listener.cancel()
 

@@ -54,9 +54,10 @@ def test_a_request_that_is_answered_late_stops_its_listener():
         watched = watch.enter(receive)
         while watched.listener is None:
             await asyncio.sleep(SWEEP_S)
+        listener = watched.listener
         watch.leave(watched)
         with pytest.raises(asyncio.CancelledError):
-            await watched.listener
+            await listener
         return watched.gone
 
     assert asyncio.run(main()) is False
