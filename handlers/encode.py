@@ -46,7 +46,8 @@ def decode_input(value: bytes, content_type: str, decode: bool = True, lent: Len
         value: the bytes as they came.
         content_type: without parameters; "" when the client named none; a frontend gives tensors theirs.
         decode: False hands every value on as it came, save tensors.
-        lent: of tensors. What has to be moved for its alignment, or can't be changed, is a copy, or can't be.
+        lent: of tensors. One that lies askew is a copy in any case; one in `bytes` can never be changed
+            where it is.
 
     Returns:
         Parsed JSON for exactly `application/json`, a `str` for types that begin with `text`, an array for a

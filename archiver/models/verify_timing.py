@@ -34,17 +34,7 @@ def medians_ms(models: Sequence[Model], arguments: Sequence[torch.Tensor], budge
     They run in turns, so that a busy moment of the machine hits all alike. Stops after 200 rounds or once the
     budget is spent; each runs at least once after its warm-up.
     """
-    times: list[list[float]] = [[] for _ in models]
-    with torch.inference_mode():
-        for model in models:
-            for _ in range(_WARM_UPS):
-                model(*arguments)
-        end = time.perf_counter() + budget_s
-        while not times[0] or (len(times[0]) < _ENOUGH and time.perf_counter() < end):
-            for model, found in zip(models, times, strict=True):
-                started = time.perf_counter()
-                model(*arguments)
-                found.append(time.perf_counter() - started)
+    times = _in_turns(models, arguments, time.perf_counter, range(1, _ENOUGH), budget_s)
     return [1e3 * statistics.median(found) for found in times]
 
 
@@ -54,18 +44,31 @@ def quick_ms(models: Sequence[Model], arguments: Sequence[torch.Tensor], budget_
     Processor time, which is the time on the clock when nothing else runs, leaves out the moments in which
     others had the core; the quick end leaves out the runs that found the cache full of what others put there.
     """
+    with one_thread():
+        times = _in_turns(models, arguments, time.thread_time, range(_LEAST, _MANY), budget_s)
+    return [1e3 * sorted(found)[int(_QUICK * len(found))] for found in times]
+
+
+def _in_turns(
+    models: Sequence[Model],
+    arguments: Sequence[torch.Tensor],
+    clock: Callable[[], float],
+    rounds: range,
+    budget_s: float,
+) -> list[list[float]]:
+    """Seconds by `clock` of each model's runs: `rounds`, the least and the most within the budget."""
     times: list[list[float]] = [[] for _ in models]
-    with torch.inference_mode(), one_thread():
+    with torch.inference_mode():
         for model in models:
             for _ in range(_WARM_UPS):
                 model(*arguments)
         end = time.perf_counter() + budget_s
-        while len(times[0]) < _LEAST or (len(times[0]) < _MANY and time.perf_counter() < end):
+        while len(times[0]) < rounds.start or (len(times[0]) < rounds.stop and time.perf_counter() < end):
             for model, found in zip(models, times, strict=True):
-                started = time.thread_time()
+                started = clock()
                 model(*arguments)
-                found.append(time.thread_time() - started)
-    return [1e3 * sorted(found)[int(_QUICK * len(found))] for found in times]
+                found.append(clock() - started)
+    return times
 
 
 def batch_of(samples: Sequence[tuple[torch.Tensor, ...]], size: int) -> tuple[torch.Tensor, ...]:

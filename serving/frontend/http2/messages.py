@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import zlib
 
+from torchere.serving.frontend.alignment import room_before
 from torchere.serving.frontend.http2.status import StatusCode
 
 PREFIX_BYTES = 5
 # Window bits of zlib: 15 is a zlib stream, 16 more a gzip one.
 _WINDOW_BITS = {"gzip": 31, "deflate": 15}
-
-ALIGNMENT = 16  # bytes; an element of a tensor has 8 at most, and memory begins on such an address, too
 
 Received = bytes | memoryview
 
@@ -27,7 +26,7 @@ class MessageReader:
     """Puts the messages of one stream together again, and never holds more than `limit_bytes` of one.
 
     A long message comes in pieces; it grows by them, so a client has as much memory held as it fills. It
-    ends on a multiple of `ALIGNMENT`, for tensors are what long messages end with.
+    ends on a multiple of `TENSOR_ALIGNMENT`.
     """
 
     __slots__ = ("_before", "_compressed", "_encoding", "_limit_bytes", "_message", "_prefix", "_want")
@@ -85,7 +84,7 @@ class MessageReader:
         length = int.from_bytes(self._prefix[1:], "big")
         self._check(length)
         self._compressed = bool(self._prefix[0])
-        self._before = -length % ALIGNMENT
+        self._before = room_before(length)
         self._prefix, self._want = b"", self._before + length
         self._message = bytearray(self._before)
 

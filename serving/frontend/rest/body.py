@@ -9,10 +9,11 @@ from typing import TypeAlias
 import numpy as np
 from starlette.types import Receive
 
+from torchere.serving.frontend.alignment import room_before
+
 READ_WHOLE = "torchere.read_whole"
 """Where our HTTP protocol puts a `WholeReader` in the scope of a request."""
 WHOLE_BYTES = 65_536  # bodies that announce more are read by it
-TENSOR_ALIGNMENT = 16  # bytes; an element has 8 at most, and memory begins on such an address, too
 LINGER_S = 2.0  # how long a refused body is still read, so that the client gets to see the refusal
 
 
@@ -31,14 +32,13 @@ class WholeBody:
     """A body of known length on its way in.
 
     `view` is its memory, not set to zero before, so that what a client announces and does not send costs
-    nothing. It ends on a multiple of `TENSOR_ALIGNMENT`, for tensors are what bodies end with. Not
-    thread-safe.
+    nothing. It ends on a multiple of `TENSOR_ALIGNMENT`. Not thread-safe.
     """
 
     __slots__ = ("room", "view")
 
     def __init__(self, length: int) -> None:
-        before = -length % TENSOR_ALIGNMENT
+        before = room_before(length)
         self.view = np.empty(before + length, np.uint8).data[before:]
         self.room = self.view  # what is not filled yet
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchere.serving.frontend.http2.messages import ALIGNMENT, MessageFailed, MessageReader
+from torchere.serving.frontend.alignment import TENSOR_ALIGNMENT
+from torchere.serving.frontend.http2.messages import MessageFailed, MessageReader
 
 LIMIT = 20_000
 PACKED = {"gzip": gzip.compress, "deflate": zlib.compress}
@@ -54,7 +55,7 @@ def test_a_message_in_pieces_ends_where_a_tensor_may_end(length):
     sent = framed(bytes(length))
     (message,) = read(MessageReader(LIMIT, "identity"), sent[:3], sent[3:])
     assert message == bytes(length)
-    assert (np.frombuffer(message, np.uint8).ctypes.data + length) % ALIGNMENT == 0
+    assert (np.frombuffer(message, np.uint8).ctypes.data + length) % TENSOR_ALIGNMENT == 0
 
 
 def failure(encoding, sent):

@@ -4,8 +4,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from torchere.serving.frontend.alignment import TENSOR_ALIGNMENT
 from torchere.serving.frontend.rest.body import (
-    TENSOR_ALIGNMENT,
     WHOLE_BYTES,
     BodyTooLarge,
     ClientGone,
