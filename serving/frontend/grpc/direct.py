@@ -3,50 +3,68 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
-from google.protobuf.message import Message
-
-from torchere.serving.batching.pending import Reply
 from torchere.serving.errors import ServingError
 from torchere.serving.frontend.call_scope import CANCELLED
-from torchere.serving.frontend.dataplane import Prediction
-from torchere.serving.frontend.grpc.call import Call, Method, OneRequest
+from torchere.serving.frontend.dataplane import DataPlane, Prediction
+from torchere.serving.frontend.grpc.call import Method, OneRequest
 from torchere.serving.frontend.http2.stream import Stream
-from torchere.serving.types import InferResponse, StreamedResponse
+from torchere.serving.telemetry.metrics import Metrics
+from torchere.serving.telemetry.trace_context import trace_of_headers
+from torchere.serving.types import InferRequest, InferResponse, StreamedResponse
 
 
-class Direct(Protocol):
-    """A method whose every call is one prediction."""
+class Shared(NamedTuple):
+    """What the direct calls of a port share."""
 
-    def admit(self, request: Any, call: Call, reply: Reply) -> Prediction:
-        """Have the data plane answer a message; sets the call's timeline.
-
-        Raises:
-            ServingError: it was not admitted.
-        """
-
-    def message(self, body: bytes) -> Message:
-        """The message that answers with this body."""
+    dataplane: DataPlane
+    metrics: Metrics
 
 
-class DirectCall(OneRequest):
-    """One such call; a `Receiver`."""
+class Asked(NamedTuple):
+    """What a call asks of the data plane."""
 
-    __slots__ = ("_direct", "_joining", "_prediction", "_tasks")
+    model: str
+    version: str | None
+    request: InferRequest
 
-    def __init__(self, method: Method, stream: Stream, direct: Direct, tasks: set[Any]) -> None:
+
+class DirectCall(OneRequest, ABC):
+    """One call that is one prediction; a `Receiver`."""
+
+    __slots__ = ("_joining", "_prediction", "_shared", "_tasks")
+
+    def __init__(self, shared: Shared, method: Method, stream: Stream, tasks: set[Any]) -> None:
         super().__init__(method, stream)
-        self._direct = direct
+        self._shared = shared
         self._tasks = tasks
         self._prediction: Prediction | None = None
         self._joining: asyncio.Task[None] | None = None
 
+    @abstractmethod
+    def _asked(self, request: Any) -> Asked:
+        """What the client's message asks.
+
+        Raises:
+            ServingError: nothing that can be asked.
+        """
+
+    @abstractmethod
+    def _message_of(self, response: InferResponse) -> Any:
+        """The message that answers with it; may raise what the call ends with instead."""
+
     def begin(self, request: Any) -> None:
         """Have it answered."""
+        shared = self._shared
         try:
-            self._prediction = self._direct.admit(request, self, self.reply)
+            model, version, asked = self._asked(request)
+            trace = trace_of_headers(self.metadata)
+            timeline = shared.metrics.timeline("grpc", asked.request_id, self.started_s, trace)
+            self.timeline = timeline
+            self._prediction = shared.dataplane.admit(model, version, asked, self.reply, timeline=timeline)
         except Exception as error:  # the top of a call
             self.badly(error)
 
@@ -54,11 +72,9 @@ class DirectCall(OneRequest):
         """Answer the client; `Reply` of the prediction."""
         try:
             if isinstance(outcome, InferResponse):
-                self.well_with(self._direct.message(outcome.body))
+                self.well_with(self._message_of(outcome))
             elif isinstance(outcome, StreamedResponse):
-                self._joining = asyncio.get_running_loop().create_task(self._join(outcome))
-                self._tasks.add(self._joining)
-                self._joining.add_done_callback(self._tasks.discard)
+                self._take_parts(outcome)
             else:
                 self.badly(outcome)
         except Exception as error:  # others are answered after this one
@@ -73,18 +89,21 @@ class DirectCall(OneRequest):
         if self._joining is not None:
             self._joining.cancel()
 
+    def _take_parts(self, response: StreamedResponse) -> None:
+        """Answer with all parts in one message."""
+        self._joining = asyncio.get_running_loop().create_task(self._join(response))
+        self._tasks.add(self._joining)
+        self._joining.add_done_callback(self._tasks.discard)
+
     async def _join(self, response: StreamedResponse) -> None:
-        """The parts of a streamed answer, as one message."""
         try:
-            self.well_with(self._direct.message(b"".join([chunk async for chunk in response.chunks])))
+            body = b"".join([chunk async for chunk in response.chunks])
+            self.well_with(self._message_of(InferResponse(body)))
         except Exception as error:  # as above
             self.badly(error)
 
 
-def direct_calls(method: Method, direct: Direct, tasks: set[Any]) -> Callable[[Stream], DirectCall]:
-    """What opens calls of such a method."""
+class Direct(NamedTuple):
+    """A method whose every call is one prediction; `call` opens one, and keeps its tasks in the set."""
 
-    def opened(stream: Stream) -> DirectCall:
-        return DirectCall(method, stream, direct, tasks)
-
-    return opened
+    call: Callable[[Method, Stream, set[Any]], DirectCall]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
+from functools import partial
 
 from google.protobuf import any_pb2, empty_pb2
 from google.rpc import error_details_pb2, status_pb2
 
-from torchere.serving.batching.pending import Reply
 from torchere.serving.errors import InvalidRequest, ServingError
 from torchere.serving.frontend import wording
-from torchere.serving.frontend.dataplane import DataPlane, Prediction
+from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.grpc.call import Call
+from torchere.serving.frontend.grpc.direct import Asked, Direct, DirectCall, Shared
 from torchere.serving.frontend.grpc.errors import INFERENCE, failure
 from torchere.serving.frontend.grpc.protos.inference_pb2 import (
     PredictionResponse,
@@ -23,7 +24,7 @@ from torchere.serving.frontend.grpc.service import Implementation
 from torchere.serving.frontend.priority import prioritised
 from torchere.serving.frontend.request_id import new_request_id
 from torchere.serving.telemetry.metrics import Metrics
-from torchere.serving.telemetry.trace_context import trace_headers, trace_of_headers
+from torchere.serving.telemetry.trace_context import trace_headers
 from torchere.serving.types import InferRequest, InferResponse, Parameter, StreamedResponse
 
 SEQUENCE_ID_HEADER = "ts_request_sequence_id"
@@ -34,13 +35,13 @@ class InferenceService:
 
     def __init__(self, dataplane: DataPlane, metrics: Metrics) -> None:
         self._dataplane = dataplane
-        self._metrics = metrics
+        self._shared = Shared(dataplane, metrics)
 
     def methods(self) -> Mapping[str, Implementation]:
         """The methods by the names of the .proto file."""
         return {
             "Ping": self.ping,
-            "Predictions": _Predictions(self._dataplane, self._metrics),
+            "Predictions": Direct(partial(_Predictions, self._shared)),
             "StreamPredictions": self.predict_stream,
             "StreamPredictions2": self.predict_sequences,
         }
@@ -87,24 +88,16 @@ class InferenceService:
         return await self._dataplane.infer(message.model_name, message.model_version or None, request)
 
 
-class _Predictions:
+class _Predictions(DirectCall):
     """One request, one answer; the parts of a streamed one are joined."""
 
-    def __init__(self, dataplane: DataPlane, metrics: Metrics) -> None:
-        self._dataplane = dataplane
-        self._metrics = metrics
+    __slots__ = ()
 
-    def admit(self, request: PredictionsRequest, call: Call, reply: Reply) -> Prediction:
-        wanted = _request(request, call)
-        trace = trace_of_headers(call.metadata)
-        timeline = self._metrics.timeline("grpc", wanted.request_id, call.started_s, trace)
-        call.timeline = timeline
-        return self._dataplane.admit(
-            request.model_name, request.model_version or None, wanted, reply, timeline=timeline
-        )
+    def _asked(self, request: PredictionsRequest) -> Asked:
+        return Asked(request.model_name, request.model_version or None, _request(request, self))
 
-    def message(self, body: bytes) -> PredictionResponse:
-        return PredictionResponse(prediction=body)
+    def _message_of(self, response: InferResponse) -> PredictionResponse:
+        return PredictionResponse(prediction=response.body)
 
 
 def _request(

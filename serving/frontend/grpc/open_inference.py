@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 from torchere.serving.errors import InvalidRequest, ServingError
-from torchere.serving.frontend.dataplane import DataPlane
-from torchere.serving.frontend.grpc.call import Call
+from torchere.serving.frontend.grpc.call import Call, Method
+from torchere.serving.frontend.grpc.direct import Asked, Direct, DirectCall, Shared
 from torchere.serving.frontend.grpc.errors import OPEN_INFERENCE, failure
 from torchere.serving.frontend.grpc.open_inference_messages import infer_response, tensor_request
 from torchere.serving.frontend.grpc.open_inference_stream import in_order
@@ -22,9 +24,12 @@ from torchere.serving.frontend.grpc.protos.open_inference_pb2 import (
     ModelStreamInferResponse,
 )
 from torchere.serving.frontend.grpc.service import Coded, Implementation
+from torchere.serving.frontend.http2.stream import Stream
+from torchere.serving.frontend.model_facts import ModelFacts
+from torchere.serving.frontend.open_inference.errors import as_client_knows
 from torchere.serving.frontend.open_inference.json_form import BytesAs
-from torchere.serving.frontend.open_inference.service import TensorService, framed_parts
-from torchere.serving.frontend.open_inference.tensor_answer import TensorAnswer, read_json
+from torchere.serving.frontend.open_inference.service import Outcome, TensorService, framed_parts, whole
+from torchere.serving.frontend.open_inference.tensor_answer import TensorAnswer, read_framed, read_json
 from torchere.serving.frontend.priority import HEADER as PRIORITY_HEADER
 from torchere.serving.frontend.request_id import new_request_id
 from torchere.serving.telemetry.trace_context import trace_headers
@@ -36,41 +41,79 @@ WANTS_FINAL = (
 )
 
 
-class TensorCalls:
-    """Translates between messages and the tensor service; used on its event loop only.
+class Tensors(NamedTuple):
+    """What the calls of a service need.
 
-    Args:
-        dataplane: what `tensors` asks.
-        tensors: who answers.
-        bytes_as: how elements of BYTES go into the JSON of an envelope: TorchServe's service writes base64.
+    `bytes_as` says how elements of BYTES go into the JSON of an envelope: TorchServe's service writes base64.
     """
 
-    def __init__(self, dataplane: DataPlane, tensors: TensorService, bytes_as: BytesAs) -> None:
-        self._dataplane = dataplane
-        self._tensors = tensors
-        self._bytes_as: BytesAs = bytes_as
+    shared: Shared
+    service: TensorService
+    bytes_as: BytesAs
 
-    def methods(self) -> Mapping[str, Implementation]:
-        """The methods by the names of the .proto file."""
-        return {
-            "ModelInfer": Coded(self.infer, decode_request, encode_response),
-            "ModelStreamInfer": Coded(self.infer_stream, decode_request),
-        }
+    def asked(self, request: TensorMessage, call: Call) -> tuple[Asked, ModelFacts]:
+        """What a message asks, and of which version.
 
-    async def infer(self, request: TensorMessage, call: Call) -> TensorReply:
-        """One request, one answer, in the form of the request: raw bytes or typed fields."""
+        Raises:
+            ServingError: nothing that can be asked.
+        """
         message = request.fields
-        _check_named(message)
-        answer = await self._tensors.answer(
-            message.model_name,
-            message.model_version or None,
+        if not message.model_name:
+            raise InvalidRequest("Parameter model_name is required.")
+        model, version = message.model_name, message.model_version or None
+        facts = self.shared.dataplane.facts(model, version)
+        asked = self.service.prepared(
+            facts,
             tensor_request(request),
             request_id=new_request_id(),
             headers=_headers(call),
             deadline_s=call.deadline_s,
-            bytes_as=self._bytes_as,
+            bytes_as=self.bytes_as,
         )
-        return infer_response(answer, raw=_is_raw(request))
+        return Asked(model, version, asked), facts
+
+
+class _ModelInfer(DirectCall):
+    """One request, one answer, in the form of the request: raw bytes or typed fields."""
+
+    __slots__ = ("_facts", "_raw", "_tensors")
+
+    def __init__(self, tensors: Tensors, method: Method, stream: Stream, tasks: set[Any]) -> None:
+        super().__init__(tensors.shared, method, stream, tasks)
+        self._tensors = tensors
+        self._raw = True
+        self._facts: ModelFacts | None = None
+
+    def _asked(self, request: TensorMessage) -> Asked:
+        self._raw = _is_raw(request)
+        asked, self._facts = self._tensors.asked(request, self)
+        return asked
+
+    def _message_of(self, response: InferResponse) -> TensorReply:
+        enveloped = self._facts is not None and self._tensors.service.enveloped(self._facts)
+        return infer_response(read_json(response) if enveloped else read_framed(response), raw=self._raw)
+
+    def _take_parts(self, response: StreamedResponse) -> None:
+        whole(response)
+
+    def badly(self, error: Exception) -> None:
+        """It ends with an error, in words and numbers that this protocol's clients know."""
+        super().badly(as_client_knows(error) if isinstance(error, ServingError) else error)
+
+
+class TensorCalls:
+    """The methods that infer; used on their event loop only."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+
+    def methods(self) -> Mapping[str, Implementation]:
+        """The methods by the names of the .proto file."""
+        infer = Direct(partial(_ModelInfer, self._tensors))
+        return {
+            "ModelInfer": Coded(infer, decode_request, encode_response),
+            "ModelStreamInfer": Coded(self.infer_stream, decode_request),
+        }
 
     async def infer_stream(
         self, requests: AsyncIterator[TensorMessage], call: Call
@@ -92,37 +135,22 @@ class TensorCalls:
             yield response
 
     async def _parts(self, asked: TensorMessage, call: Call) -> AsyncIterator[ModelInferResponse]:
-        message = asked.fields
-        _check_named(message)
-        request = tensor_request(asked)
-        model, version = message.model_name, message.model_version or None
-        response = await self._tensors.ask(
-            model,
-            version,
-            request,
-            request_id=new_request_id(),
-            headers=_headers(call),
-            deadline_s=call.deadline_s,
-            bytes_as=self._bytes_as,
-        )
-        is_stream = isinstance(response, StreamedResponse)
+        (model, version, request), facts = self._tensors.asked(asked, call)
+        outcome = await self._tensors.service.ask(model, version, request)
+        is_stream = isinstance(outcome, StreamedResponse)
         last: TensorAnswer | None = None
-        async for last in self._answers(model, version, response):
+        async for last in self._answers(facts, outcome):
             part = infer_response(last, raw=_is_raw(asked)).whole()
             part.parameters[FINAL].bool_param = not is_stream
             yield part
-        if is_stream and request.parameters.get(WANTS_FINAL) is True:
-            yield _empty_end(message, last)
+        if is_stream and asked.fields.parameters[WANTS_FINAL].bool_param:
+            yield _empty_end(asked.fields, last)
 
-    async def _answers(
-        self, model: str, version: str | None, response: InferResponse | StreamedResponse
-    ) -> AsyncIterator[TensorAnswer]:
-        if isinstance(response, InferResponse) and self._tensors.enveloped(
-            self._dataplane.facts(model, version)
-        ):
-            yield read_json(response)
+    async def _answers(self, facts: ModelFacts, outcome: Outcome) -> AsyncIterator[TensorAnswer]:
+        if isinstance(outcome, InferResponse) and self._tensors.service.enveloped(facts):
+            yield read_json(outcome)
             return
-        async for answer in framed_parts(response):
+        async for answer in framed_parts(outcome):
             yield answer
 
 
@@ -140,11 +168,6 @@ def _headers(call: Call) -> tuple[tuple[str, str], ...]:
     """What of the metadata counts for each request: its trace, which handlers pass on, and its priority."""
     priority = [(name, str(value)) for name, value in call.metadata if name == PRIORITY_HEADER]
     return (*trace_headers(call.metadata), *priority)
-
-
-def _check_named(message: ModelInferRequest) -> None:
-    if not message.model_name:
-        raise InvalidRequest("Parameter model_name is required.")
 
 
 def _is_raw(request: TensorMessage) -> bool:

@@ -8,8 +8,9 @@ from typing import Any
 from torchere.serving.errors import ModelNotFound, VersionNotFound
 from torchere.serving.frontend.controlplane import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
+from torchere.serving.frontend.grpc.direct import Shared
 from torchere.serving.frontend.grpc.errors import INFERENCE, MANAGEMENT, OPEN_INFERENCE, Table
-from torchere.serving.frontend.grpc.open_inference import TensorCalls
+from torchere.serving.frontend.grpc.open_inference import TensorCalls, Tensors
 from torchere.serving.frontend.grpc.open_inference_control import ModelCalls
 from torchere.serving.frontend.grpc.open_inference_descriptors import PUBLIC_NAME, SERVICE, TORCHSERVE_NAME
 from torchere.serving.frontend.grpc.service import Openers, service
@@ -30,11 +31,14 @@ def open_inference_services(
 ) -> list[Callable[[set[Any]], Openers]]:
     """Both services. They differ in codes of errors, and in how BYTES reach an envelope."""
     tensors = TensorService(dataplane, services.settings.service_envelope)
+    shared = Shared(dataplane, services.metrics)
+    as_text = TensorCalls(Tensors(shared, tensors, "text")).methods()
+    as_base64 = TensorCalls(Tensors(shared, tensors, "base64")).methods()
     public = ModelCalls(dataplane, controlplane, unknown_is_unready=True).methods()
     torchserves = ModelCalls(dataplane, controlplane, unknown_is_unready=False).methods()
     return [
         service(SERVICE, public, OPEN_INFERENCE, PUBLIC_NAME),
-        service(SERVICE, TensorCalls(dataplane, tensors, "text").methods(), OPEN_INFERENCE, PUBLIC_NAME),
+        service(SERVICE, as_text, OPEN_INFERENCE, PUBLIC_NAME),
         service(SERVICE, torchserves, _TORCHSERVE_MODELS, TORCHSERVE_NAME),
-        service(SERVICE, TensorCalls(dataplane, tensors, "base64").methods(), INFERENCE, TORCHSERVE_NAME),
+        service(SERVICE, as_base64, INFERENCE, TORCHSERVE_NAME),
     ]

@@ -9,7 +9,7 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from torchere.serving.frontend.grpc.call import Method
-from torchere.serving.frontend.grpc.direct import Direct, direct_calls
+from torchere.serving.frontend.grpc.direct import Direct
 from torchere.serving.frontend.grpc.errors import Table
 from torchere.serving.frontend.grpc.running import Streaming, Unary, one_to_one, to_many
 from torchere.serving.frontend.http2.messages import Received
@@ -71,6 +71,6 @@ def _opener(
     )
     if described.server_streaming:
         return to_many(method, implementation, tasks, from_many=described.client_streaming)
-    if hasattr(implementation, "admit"):
-        return direct_calls(method, implementation, tasks)
+    if isinstance(implementation, Direct):
+        return lambda stream: implementation.call(method, stream, tasks)
     return one_to_one(method, implementation, tasks)

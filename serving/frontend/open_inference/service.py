@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import TypeAlias
 
 from torchere.serving.errors import InvalidRequest, ServingError
 from torchere.serving.frontend.dataplane import DataPlane
@@ -14,7 +15,6 @@ from torchere.serving.frontend.open_inference.tensor_answer import (
     TensorAnswer,
     read_framed,
     read_framed_body,
-    read_json,
 )
 from torchere.serving.frontend.open_inference.tensor_request import (
     Pairs,
@@ -25,6 +25,7 @@ from torchere.serving.frontend.open_inference.tensor_request import (
 from torchere.serving.frontend.priority import prioritised
 from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, Parameter, StreamedResponse
 
+Outcome: TypeAlias = InferResponse | StreamedResponse
 STREAMS = (
     "The model answers in parts: ask for a stream (over REST with the header Accept: text/event-stream, "
     "over gRPC with ModelStreamInfer)."
@@ -48,71 +49,55 @@ class TensorService:
         """Whether an envelope stands before the handler of a version, so that it is asked with JSON."""
         return self._envelope is not None and not facts.reads_tensors
 
-    async def ask(
+    def prepared(
         self,
-        model: str,
-        version: str | None,
+        facts: ModelFacts,
         request: TensorRequest,
         *,
         request_id: str,
         headers: Pairs = (),
         deadline_s: float = NO_DEADLINE,
         bytes_as: BytesAs = "text",
-    ) -> InferResponse | StreamedResponse:
-        """Have a request answered; the body is what the executor, or behind an envelope the handler, wrote.
+    ) -> InferRequest:
+        """A request as the data plane takes it, for the version that `facts` are of.
+
+        Raises:
+            ServingError: it is none, or none that the version can be asked.
+        """
+        request.check()
+        if self.enveloped(facts):
+            body = Parameter("body", request_json(facts.key.name, request, bytes_as), "application/json")
+            with_sequence = (*headers, *sequence_headers(request.parameters))
+            return prioritised(InferRequest(request_id, (body,), with_sequence, deadline_s))
+        if facts.signature is not None:
+            check_signature(request, facts.signature)
+        return prioritised(infer_request(request, request_id, headers, deadline_s))
+
+    async def ask(self, model: str, version: str | None, asked: InferRequest) -> Outcome:
+        """Have what `prepared` gave answered: by the executor, or behind an envelope by the handler.
 
         Raises:
             ServingError: with the status that clients of this protocol know.
         """
-        facts = self._dataplane.facts(model, version)
-        request.check()
-        if self.enveloped(facts):
-            body = Parameter("body", request_json(model, request, bytes_as), "application/json")
-            with_sequence = (*headers, *sequence_headers(request.parameters))
-            asked = InferRequest(request_id, (body,), with_sequence, deadline_s)
-        else:
-            if facts.signature is not None:
-                check_signature(request, facts.signature)
-            asked = infer_request(request, request_id, headers, deadline_s)
         try:
-            return await self._dataplane.infer(model, version, prioritised(asked))
+            return await self._dataplane.infer(model, version, asked)
         except ServingError as error:
             raise as_client_knows(error) from error
 
-    async def answer(
-        self,
-        model: str,
-        version: str | None,
-        request: TensorRequest,
-        *,
-        request_id: str,
-        headers: Pairs = (),
-        deadline_s: float = NO_DEADLINE,
-        bytes_as: BytesAs = "text",
-    ) -> TensorAnswer:
-        """Have a request answered, as records. The request must ask for a framed answer.
 
-        Raises:
-            InvalidRequest: the model answers in parts.
-            ServingError: with the status that clients of this protocol know.
-        """
-        response = await self.ask(
-            model,
-            version,
-            request,
-            request_id=request_id,
-            headers=headers,
-            deadline_s=deadline_s,
-            bytes_as=bytes_as,
-        )
-        if isinstance(response, StreamedResponse):
-            raise InvalidRequest(STREAMS)
-        is_json = self.enveloped(self._dataplane.facts(model, version))
-        return read_json(response) if is_json else read_framed(response)
+def whole(outcome: Outcome) -> InferResponse:
+    """An answer that is in one piece.
+
+    Raises:
+        InvalidRequest: the model answers in parts.
+    """
+    if isinstance(outcome, StreamedResponse):
+        raise InvalidRequest(STREAMS)
+    return outcome
 
 
-async def framed_parts(response: InferResponse | StreamedResponse) -> AsyncIterator[TensorAnswer]:
-    """The parts of what `TensorService.ask` gave for a framed request, one after the other.
+async def framed_parts(response: Outcome) -> AsyncIterator[TensorAnswer]:
+    """The parts of an answer to a framed request, one after the other.
 
     Raises:
         ServingError: the handler failed, be it midway.

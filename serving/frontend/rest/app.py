@@ -8,10 +8,11 @@ from torchere.serving.frontend.controlplane import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.rest.authorisation import Surfaces
 from torchere.serving.frontend.rest.deferred import DeferredApp
-from torchere.serving.frontend.rest.direct import DirectPredictions
+from torchere.serving.frontend.rest.direct_predictions import DirectPredictions
 from torchere.serving.frontend.rest.listener import Listener
 from torchere.serving.frontend.rest.open_inference_predict import TensorPredictor
 from torchere.serving.frontend.rest.predict import Predictor
+from torchere.serving.frontend.rest.tensor_exchange import TensorExchange
 from torchere.serving.frontend.services import Services
 from torchere.serving.settings import Address, ServerSettings
 
@@ -49,11 +50,13 @@ def listener_app(
     settings = services.settings
     predictor = direct = None
     if "inference" in surfaces:
-        tensors = None
+        exchange = tensors = None
+        limit_bytes = settings.limits.max_request_bytes
         if settings.open_inference_protocol:
-            tensors = TensorPredictor(dataplane, settings.service_envelope, settings.limits.max_request_bytes)
-        predictor = Predictor(dataplane, settings.limits.max_request_bytes, tensors)
-        direct = DirectPredictions(surfaces, services, dataplane)
+            exchange = TensorExchange(dataplane, settings.service_envelope)
+            tensors = TensorPredictor(exchange, limit_bytes)
+        predictor = Predictor(dataplane, limit_bytes, tensors)
+        direct = DirectPredictions(surfaces, services, dataplane, exchange)
     return Listener(surfaces, services, DeferredApp(build), predictor, direct)
 
 

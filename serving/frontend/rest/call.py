@@ -18,6 +18,7 @@ from torchere.serving.frontend.rest.authorisation import is_probe
 from torchere.serving.frontend.rest.errors import error_body, status_and_type
 from torchere.serving.frontend.services import CorsHeaders
 from torchere.serving.telemetry.metrics import Metrics
+from torchere.serving.types import InferResponse
 
 RawHeaders = list[tuple[bytes, bytes]]
 
@@ -159,6 +160,18 @@ def cors_headers(cors: CorsHeaders) -> RawHeaders:
         b"access-control-allow-headers": cors.headers,
     }
     return [(name, value.encode("latin-1")) for name, value in named.items() if value]
+
+
+def checked_status(response: InferResponse) -> int:
+    """The status a handler chose.
+
+    Raises:
+        HandlerFailed: HTTP has no such final status.
+    """
+    if 200 <= response.status <= 599:
+        return response.status
+    detail = f"the handler set the status {response.status}; a final HTTP status is from 200 to 599"
+    raise HandlerFailed("Prediction failed", 500, detail)
 
 
 def handler_headers(headers: Sequence[tuple[str, str]]) -> RawHeaders:

@@ -2,8 +2,8 @@
 
 What uvicorn does around an ASGI app costs several times what parsing a request does: 94 us of processor
 time against 21, for bare echoes on one machine. A prediction with a small body and no wishes of its own needs
-none of it. What is not as plain goes the ASGI way (`predict.py`), with the same answers; `protocol.py`
-chooses.
+none of it. What is not as plain goes the ASGI way (`predict.py`), with the same answers;
+`direct_predictions.py` chooses.
 """
 
 from __future__ import annotations
@@ -11,11 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from functools import lru_cache
 from typing import Any
-from urllib.parse import unquote
 
-import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from torchere.serving.errors import ServingError, Unauthorized
@@ -23,59 +20,36 @@ from torchere.serving.frontend.access_log import access_log
 from torchere.serving.frontend.call_scope import CANCELLED
 from torchere.serving.frontend.dataplane import DataPlane, Prediction
 from torchere.serving.frontend.request_id import new_request_id
-from torchere.serving.frontend.rest.authorisation import Surfaces, required_key
 from torchere.serving.frontend.rest.call import (
     CLOSE,
     KEEP,
     RawHeaders,
+    checked_status,
     cors_headers,
     error_answer,
     handler_headers,
     measured,
 )
 from torchere.serving.frontend.rest.codec import body_parameters, infer_request
-from torchere.serving.frontend.rest.known_heads import DirectHead, DirectTarget, KnownHeads
-from torchere.serving.frontend.rest.predict import checked_status, send_stream
-from torchere.serving.frontend.rest.targets import prediction_target
+from torchere.serving.frontend.rest.known_heads import DirectHead
+from torchere.serving.frontend.rest.predict import send_stream
 from torchere.serving.frontend.services import Services
 from torchere.serving.telemetry.timeline import Timeline, fields_of
-from torchere.serving.types import InferResponse, StreamedResponse
+from torchere.serving.types import InferRequest, InferResponse, StreamedResponse
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 65_536  # a longer one is taken in pieces, with the connection paused between them
-_METHODS = frozenset({b"POST", b"PUT", b"GET"})
-_ROUTES = frozenset({"predictions", "explanations"})
 
-
-class DirectPredictions:
+class Shared:
     """What the direct calls of one listener share. Used on its event loop only."""
 
-    def __init__(self, surfaces: Surfaces, services: Services, dataplane: DataPlane) -> None:
+    def __init__(self, services: Services, dataplane: DataPlane) -> None:
         self.dataplane = dataplane
         self.metrics = services.metrics
         self.keys = services.keys
-        self.max_body_bytes = min(MAX_BODY_BYTES, services.settings.limits.max_request_bytes)
-        self._surfaces = surfaces
         cors = _lines(cors_headers(services.cors))
         self.keep_lines = _lines(KEEP) + cors
         self.close_lines = _lines(CLOSE) + cors
-        # The same few request lines come again and again.
-        self.target_of = lru_cache(maxsize=1024)(self._target_of)
-        self.heads = KnownHeads()
-
-    def _target_of(self, method: bytes, url: bytes) -> DirectTarget | None:
-        """What a request line asks for; None when it is not for this place."""
-        if method not in _METHODS:
-            return None
-        try:
-            path = unquote(httptools.parse_url(url).path.decode("ascii")).rstrip("/")
-        except (httptools.HttpParserInvalidURLError, UnicodeDecodeError, AttributeError):
-            return None  # uvicorn refuses it in its own words
-        target = prediction_target(path)
-        if target is None or target.model is None or path.split("/")[1] not in _ROUTES:
-            return None
-        return DirectTarget(target, target.model, required_key(self._surfaces, method.decode(), path))
 
 
 class _NeverSet:
@@ -98,7 +72,7 @@ class DirectCall:
     )
     message_event = _NeverSet()
 
-    def __init__(self, shared: DirectPredictions, connection: Any, head: DirectHead) -> None:
+    def __init__(self, shared: Shared, connection: Any, head: DirectHead) -> None:
         self._shared = shared
         self._connection = connection
         self._head = head
@@ -127,41 +101,54 @@ class DirectCall:
             prediction.hurry()
         except Unauthorized as error:
             self._shared.metrics.refused(error)
-            self._fail(error)
+            self._answer(*error_answer(error, show_detail=False))
         except ServingError as error:
             self._fail(error)
         except Exception as error:  # the top of a request: a bug is logged, and the client gets a 500
             self._break_down(error)
 
     def _admit(self) -> Prediction:
-        shared, head, started_s = self._shared, self._head, self._started_s
-        place = head.place
-        timeline = shared.metrics.timeline("rest", self.request_id, started_s, head.trace)
+        shared, head = self._shared, self._head
+        timeline = shared.metrics.timeline("rest", self.request_id, self._started_s, head.trace)
         timeline.read_s = self._read_s
         self._timeline = timeline
-        if shared.keys is not None and place.key is not None:
-            shared.keys.authorize(place.key, head.head.authorization)
-        parameters = body_parameters(head.head.content_type, self.body)
-        request = infer_request(self.request_id, head.head, parameters, head.headers, started_s)
-        target = place.target
+        if shared.keys is not None and head.place.key is not None:
+            shared.keys.authorize(head.place.key, head.head.authorization)
+        place = head.place
         return shared.dataplane.admit(
-            place.model, target.version, request, self.reply, target.group, timeline=timeline
+            place.model,
+            place.target.version,
+            self._asked(),
+            self.reply,
+            place.target.group,
+            timeline=timeline,
         )
+
+    def _asked(self) -> InferRequest:
+        """What the data plane is asked."""
+        head = self._head
+        parameters = body_parameters(head.head.content_type, self.body)
+        return infer_request(self.request_id, head.head, parameters, head.headers, self._started_s)
 
     def reply(self, outcome: InferResponse | StreamedResponse | ServingError) -> None:
         """Answer the client; `Reply` of the prediction."""
         try:
-            if isinstance(outcome, InferResponse):
-                self._answer(checked_status(outcome), handler_headers(outcome.headers), outcome.body)
-            elif isinstance(outcome, StreamedResponse):
-                self._streaming = asyncio.get_running_loop().create_task(self._stream(outcome))
-                self._connection.keep(self._streaming)
-            else:
+            if isinstance(outcome, ServingError):
                 self._fail(outcome)
+            else:
+                self._succeed(outcome)
         except ServingError as error:
             self._fail(error)
         except Exception as error:  # others are answered after this one
             self._break_down(error)
+
+    def _succeed(self, outcome: InferResponse | StreamedResponse) -> None:
+        """Send what the handler gave."""
+        if isinstance(outcome, InferResponse):
+            self._answer(checked_status(outcome), handler_headers(outcome.headers), outcome.body)
+        else:
+            self._streaming = asyncio.get_running_loop().create_task(self._stream(outcome))
+            self._connection.keep(self._streaming)
 
     def client_gone(self) -> None:
         """The connection ended before the answer did."""
@@ -177,6 +164,7 @@ class DirectCall:
                 self._streaming.cancel()
 
     def _fail(self, error: ServingError) -> None:
+        """Send an error in the form that the path's clients read."""
         self._answer(*error_answer(error, show_detail=False))
 
     def _break_down(self, error: Exception) -> None:

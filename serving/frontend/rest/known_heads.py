@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from torchere.serving.frontend.keys import KeyKind
 from torchere.serving.frontend.rest.codec import Head
+from torchere.serving.frontend.rest.open_inference_wire import Wire
 from torchere.serving.frontend.rest.targets import Target
 from torchere.serving.telemetry.trace_context import TraceContext
 
@@ -32,6 +33,7 @@ class DirectHead(NamedTuple):
 
     place: DirectTarget
     head: Head
+    wire: Wire  # at the paths of the Open Inference Protocol
     headers: tuple[tuple[str, str], ...]  # as the handler gets them
     trace: TraceContext | None
     request_line: bytes

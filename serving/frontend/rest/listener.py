@@ -12,7 +12,7 @@ from torchere.serving.frontend.rest.authorisation import Surfaces, required_key
 from torchere.serving.frontend.rest.body import BodyTooLarge, ClientGone, discard_rest
 from torchere.serving.frontend.rest.call import Call, cors_headers
 from torchere.serving.frontend.rest.deferred import DeferredApp
-from torchere.serving.frontend.rest.direct import DirectPredictions
+from torchere.serving.frontend.rest.direct_predictions import DirectPredictions
 from torchere.serving.frontend.rest.predict import Predictor
 from torchere.serving.frontend.rest.targets import prediction_target
 from torchere.serving.frontend.services import Services

@@ -8,11 +8,11 @@ from typing import Protocol
 
 from starlette.types import Receive
 
-from torchere.serving.errors import HandlerFailed, InvalidRequest, NotFound, ServingError
+from torchere.serving.errors import InvalidRequest, NotFound, ServingError
 from torchere.serving.frontend import wording
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.rest.body import READ_WHOLE, read_large_body
-from torchere.serving.frontend.rest.call import Call, RawHeaders, handler_headers
+from torchere.serving.frontend.rest.call import Call, RawHeaders, checked_status, handler_headers
 from torchere.serving.frontend.rest.codec import (
     Head,
     body_parameters,
@@ -24,7 +24,7 @@ from torchere.serving.frontend.rest.codec import (
 from torchere.serving.frontend.rest.disconnect import DisconnectWatch
 from torchere.serving.frontend.rest.open_inference_predict import TensorPredictor
 from torchere.serving.frontend.rest.targets import Target
-from torchere.serving.types import InferResponse, Parameter, StreamedResponse
+from torchere.serving.types import Parameter, StreamedResponse
 
 logger = logging.getLogger(__name__)
 
@@ -89,18 +89,6 @@ class Predictor:
         if sole is None:
             raise InvalidRequest("Parameter model_name is required.")
         return sole
-
-
-def checked_status(response: InferResponse) -> int:
-    """The status a handler chose.
-
-    Raises:
-        HandlerFailed: HTTP has no such final status.
-    """
-    if 200 <= response.status <= 599:
-        return response.status
-    detail = f"the handler set the status {response.status}; a final HTTP status is from 200 to 599"
-    raise HandlerFailed("Prediction failed", 500, detail)
 
 
 class Answering(Protocol):

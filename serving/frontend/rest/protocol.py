@@ -17,12 +17,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from torchere.serving.frontend.rest.body import READ_WHOLE, ClientGone, WholeBody
 from torchere.serving.frontend.rest.body_receiver import BodyReceiver
 from torchere.serving.frontend.rest.call import CYCLE
-from torchere.serving.frontend.rest.codec import SPELLED_HEADERS, read_head, text_headers
-from torchere.serving.frontend.rest.direct import DirectCall, DirectPredictions
+from torchere.serving.frontend.rest.codec import SPELLED_HEADERS
+from torchere.serving.frontend.rest.direct import DirectCall
+from torchere.serving.frontend.rest.direct_predictions import DirectPredictions
 from torchere.serving.frontend.rest.errors import INVALID_HTTP
 from torchere.serving.frontend.rest.joined_writes import JoinedWrites
-from torchere.serving.frontend.rest.known_heads import DirectHead
-from torchere.serving.telemetry.trace_context import trace_of_headers
 
 MAX_REQUEST_LINE_BYTES = 4096  # TorchServe's limits; the parser itself has none
 MAX_HEADER_BYTES = 8192
@@ -80,7 +79,7 @@ class Protocol(HttpToolsProtocol):
         self._in_head = False
         if self._head_timer is not None:
             self._mind_the_head()
-        self._direct = direct = DirectCall(shared, self, found[0])
+        self._direct = direct = shared.call(self, found[0])
         self.cycle = direct  # type: ignore[assignment]
         self._end_if_draining()
         direct.body = found[1]
@@ -242,26 +241,15 @@ class Protocol(HttpToolsProtocol):
     def _direct_call(self) -> DirectCall | None:
         """The present request as a prediction to be answered here; None when it is something else."""
         shared = self._shared
-        if shared is None or not self._may_be_direct():
+        if shared is None or not self._may_be_direct() or self.parser.get_http_version() != "1.1":
             return None
-        method = self.parser.get_method()
-        place = shared.target_of(method, self.url)
-        if place is None or self.parser.get_http_version() != "1.1":
+        parser = self.parser
+        read = shared.read(parser.get_method(), self.url, self.spelled_headers, parser.should_keep_alive())
+        if read is None:
             return None
-        head = read_head(self.spelled_headers)
-        if not head.plain or head.length > shared.max_body_bytes:
-            return None
-        read = DirectHead(
-            place,
-            head,
-            text_headers(self.spelled_headers) + place.target.headers,
-            trace_of_headers(self.spelled_headers),
-            b"%b %b HTTP/1.1" % (method, self.url),
-            self.parser.should_keep_alive(),
-        )
         if self._first:
             shared.heads.keep(self._first, read)
-        return DirectCall(shared, self, read)
+        return shared.call(self, read)
 
     def _may_be_direct(self) -> bool:
         """Whether nothing is before the present request."""

@@ -109,8 +109,9 @@ def typed(datatype, field, values, shape=None):
 RAW = struct.pack("<2f", 1.5, -2.0)
 
 
-def test_raw_tensors_come_back_raw_with_the_id(oip):
+def test_raw_tensors_come_back_raw_with_the_id(oip, planes):
     answer = oip.ask("ModelInfer", request(raw=RAW, id="mine"))
+    assert planes.data.direct == 1  # no task of its own
     assert (answer.id, answer.model_name, answer.model_version) == ("mine", "echo", "1.0")
     (output,) = answer.outputs
     assert (output.name, output.datatype, list(output.shape)) == ("x", "FP32", [2])

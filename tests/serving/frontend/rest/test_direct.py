@@ -6,9 +6,9 @@ import contextlib
 import pytest
 
 from torchere.serving.errors import HandlerFailed, QueueFull, Unavailable
-from torchere.serving.frontend.rest import protocol
+from torchere.serving.frontend.rest import direct_predictions
 from torchere.serving.frontend.rest.app import inference_app
-from torchere.serving.frontend.rest.direct import MAX_BODY_BYTES
+from torchere.serving.frontend.rest.direct_predictions import MAX_BODY_BYTES
 from torchere.serving.frontend.rest.server import RestServer
 from torchere.serving.settings import Address
 from torchere.serving.types import InferResponse, StreamedResponse
@@ -26,26 +26,6 @@ def plain(
 def chunked(body: bytes, headers: bytes = b"") -> bytes:
     head = HEAD % (b"POST", b"/predictions/echo") + headers + b"Transfer-Encoding: chunked\r\n\r\n"
     return head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
-
-
-def talk(planes, *messages: bytes) -> bytes:
-    """What a server says to these bytes, sent at once, until it closes the connection."""
-
-    async def main() -> bytes:
-        server = RestServer(
-            inference_app(planes.data, planes.control, planes.services()), Address(port=0), drain_timeout_s=2
-        )
-        address = await server.start()
-        reader, writer = await asyncio.open_connection(address.host, address.port)
-        writer.write(b"".join(messages))
-        answer = await asyncio.wait_for(reader.read(), 20)
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
-        await server.stop()
-        return answer
-
-    return asyncio.run(main())
 
 
 def lines(answer: bytes) -> tuple[bytes, set[bytes], bytes]:
@@ -100,11 +80,11 @@ BEHAVIOURS = {
 
 
 @pytest.mark.parametrize("behave", BEHAVIOURS.values(), ids=BEHAVIOURS.keys())
-def test_the_answer_is_that_of_the_long_way(planes, behave, caplog):
+def test_the_answer_is_that_of_the_long_way(planes, talk, behave, caplog):
     planes.data.behave = behave
-    direct = lines(talk(planes, plain(b"x", headers=CLOSE)))
+    direct = lines(talk(plain(b"x", headers=CLOSE)))
     assert planes.data.direct == 1
-    long_way = lines(talk(planes, chunked(b"x", headers=CLOSE)))
+    long_way = lines(talk(chunked(b"x", headers=CLOSE)))
     assert planes.data.direct == 1
     assert (direct[0], direct[2]) == (long_way[0], long_way[2])
     connection = {b"connection: keep-alive", b"connection: close"}
@@ -112,21 +92,21 @@ def test_the_answer_is_that_of_the_long_way(planes, behave, caplog):
     assert b"connection: close" in direct[1]
 
 
-def test_a_bug_is_a_500_and_a_line_in_the_log(planes, caplog):
+def test_a_bug_is_a_500_and_a_line_in_the_log(planes, talk, caplog):
     def admit(*args, **kwargs):
         raise ZeroDivisionError("bug")
 
     planes.data.admit = admit
-    status, _, body = lines(talk(planes, plain(b"x")))
+    status, _, body = lines(talk(plain(b"x")))
     assert status.startswith(b"HTTP/1.1 500")
     assert b"Internal server error" in body
     assert "failed unexpectedly" in caplog.text
 
 
-def test_the_handler_gets_the_same_from_both(planes):
+def test_the_handler_gets_the_same_from_both(planes, talk):
     headers = CLOSE + b"X-Mixed-Case: v\r\nContent-Type: application/json; charset=utf-8\r\n"
-    talk(planes, plain(b"[1]", headers=headers))
-    talk(planes, chunked(b"[1]", headers=headers))
+    talk(plain(b"[1]", headers=headers))
+    talk(chunked(b"[1]", headers=headers))
     (model, version, direct), (*named, long_way) = planes.data.asked
     assert [model, version] == named
     assert direct.parameters == long_way.parameters
@@ -136,8 +116,8 @@ def test_the_handler_gets_the_same_from_both(planes):
     ]
 
 
-def test_requests_sent_at_once_are_answered_in_their_order(planes):
-    answer = talk(planes, plain(b"one"), chunked(b"two"), plain(b"three"), plain(b"four", headers=CLOSE))
+def test_requests_sent_at_once_are_answered_in_their_order(planes, talk):
+    answer = talk(plain(b"one"), chunked(b"two"), plain(b"three"), plain(b"four", headers=CLOSE))
     bodies = [part.partition(b"\r\n\r\n")[2] for part in answer.split(b"HTTP/1.1 200 OK")[1:]]
     assert bodies == [b"one", b"two", b"three", b"four"]
 
@@ -173,9 +153,9 @@ def test_a_body_in_pieces_is_put_together(planes):
     ],
     ids=["HEAD", "OPTIONS", "long", "expecting", "invocations", "ping", "HTTP/1.0"],
 )
-def test_what_is_not_plain_goes_the_long_way(planes, message):
+def test_what_is_not_plain_goes_the_long_way(planes, talk, message):
     planes.data.sole = "echo"
-    assert talk(planes, message).startswith(b"HTTP/1.")
+    assert talk(message).startswith(b"HTTP/1.")
     assert planes.data.direct == 0
 
 
@@ -241,8 +221,8 @@ def exchange(planes, *messages: bytes, before=None, keep_alive_s: float = 75):
 def parsed(monkeypatch):
     """The heads that went through the parser."""
     seen = []
-    read = protocol.read_head
-    monkeypatch.setattr(protocol, "read_head", lambda headers: seen.append(1) or read(headers))
+    read = direct_predictions.read_head
+    monkeypatch.setattr(direct_predictions, "read_head", lambda headers: seen.append(1) or read(headers))
     return seen
 
 
@@ -276,9 +256,9 @@ def test_a_known_head_does_not_hide_what_else_a_message_is(planes, parsed):
     ]
 
 
-def test_requests_with_a_known_head_that_are_sent_at_once_keep_their_order(planes):
+def test_requests_with_a_known_head_that_are_sent_at_once_keep_their_order(planes, talk):
     known = plain(b"one")
-    answer = talk(planes, known, known, plain(b"two"), known, plain(b"x", headers=CLOSE))
+    answer = talk(known, known, plain(b"two"), known, plain(b"x", headers=CLOSE))
     bodies = [part.partition(b"\r\n\r\n")[2] for part in answer.split(b"HTTP/1.1 200 OK")[1:]]
     assert bodies == [b"one", b"one", b"two", b"one", b"x"]
 

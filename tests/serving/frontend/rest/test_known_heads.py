@@ -5,12 +5,13 @@ import pytest
 from torchere.serving.frontend.rest import known_heads
 from torchere.serving.frontend.rest.codec import Head
 from torchere.serving.frontend.rest.known_heads import DirectHead, DirectTarget, KnownHeads
+from torchere.serving.frontend.rest.open_inference_wire import Wire
 from torchere.serving.frontend.rest.targets import Target
 from torchere.serving.telemetry.trace_context import TraceContext
 
 LINE = b"POST /predictions/echo HTTP/1.1"
 BYTES = LINE + b"\r\nHost: x\r\nContent-Length: 3\r\n\r\n"
-READ = DirectHead(DirectTarget(Target("echo"), "echo", None), Head(length=3), (), None, LINE, True)
+READ = DirectHead(DirectTarget(Target("echo"), "echo", None), Head(length=3), Wire(), (), None, LINE, True)
 
 
 @pytest.fixture
