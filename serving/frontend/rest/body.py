@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TypeAlias
 
 import numpy as np
 from starlette.types import Receive
 
 from torchere.serving.frontend.alignment import room_before
 
-READ_WHOLE = "torchere.read_whole"
-"""Where our HTTP protocol puts a `WholeReader` in the scope of a request."""
-WHOLE_BYTES = 65_536  # bodies that announce more are read by it
 LINGER_S = 2.0  # how long a refused body is still read, so that the client gets to see the refusal
 
 
@@ -23,9 +18,6 @@ class BodyTooLarge(Exception):
 
 class ClientGone(Exception):
     """The client closed the connection before its request was complete: there is nobody to answer."""
-
-
-WholeReader: TypeAlias = Callable[[int], Awaitable[memoryview | None]]
 
 
 class WholeBody:
@@ -50,17 +42,6 @@ class WholeBody:
     def filled(self, size: int) -> None:
         """The first `size` bytes of the room are filled."""
         self.room = self.room[size:]
-
-
-async def read_large_body(
-    receive: Receive, whole: WholeReader | None, announced_bytes: int, max_bytes: int
-) -> bytes | memoryview:
-    """As `read_body`; by `whole`, where there is one, when the body announces to be large."""
-    if whole is not None and WHOLE_BYTES < announced_bytes <= max_bytes:
-        body = await whole(announced_bytes)
-        if body is not None:
-            return body
-    return await read_body(receive, announced_bytes, max_bytes)
 
 
 async def read_body(receive: Receive, announced_bytes: int, max_bytes: int) -> bytes:

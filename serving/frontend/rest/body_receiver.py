@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 from torchere.serving.frontend.rest.body import WholeBody
 
+_NONE = WholeBody(0)
+
 
 class BodyReceiver(asyncio.BufferedProtocol):
     """Stands in for the HTTP protocol of a connection until a body is whole. Used by the event loop only.
@@ -35,6 +37,7 @@ class BodyReceiver(asyncio.BufferedProtocol):
         """Bytes came in."""
         self._body.filled(nbytes)
         if not self._body.room:
+            self._body = _NONE  # uvloop keeps hold of this
             self._take_over(self._http)
             self._then()
 

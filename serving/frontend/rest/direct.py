@@ -1,4 +1,4 @@
-"""Small predictions, answered on the connection itself: no ASGI message, no task, no coroutine.
+"""Plain predictions, answered on the connection itself: no ASGI message, no task, no coroutine.
 
 What uvicorn does around an ASGI app costs several times what parsing a request does: 94 us of processor
 time against 21, for bare echoes on one machine. A prediction with a small body and no wishes of its own needs
@@ -20,6 +20,7 @@ from torchere.serving.frontend.access_log import access_log
 from torchere.serving.frontend.call_scope import CANCELLED
 from torchere.serving.frontend.dataplane import DataPlane, Prediction
 from torchere.serving.frontend.request_id import new_request_id
+from torchere.serving.frontend.rest.body import WholeBody
 from torchere.serving.frontend.rest.call import (
     CLOSE,
     KEEP,
@@ -51,6 +52,15 @@ class Shared:
         self.keep_lines = _lines(KEEP) + cors
         self.close_lines = _lines(CLOSE) + cors
 
+    def authorize(self, head: DirectHead) -> None:
+        """Let a request with the right key pass.
+
+        Raises:
+            Unauthorized: it has none.
+        """
+        if self.keys is not None and head.place.key is not None:
+            self.keys.authorize(head.place.key, head.head.authorization)
+
 
 class _NeverSet:
     """Stands for the event that uvicorn sets for an ASGI app that waits; here nothing waits."""
@@ -68,7 +78,7 @@ class DirectCall:
     __slots__ = (
         *("_connection", "_head", "_prediction", "_read_s", "_shared", "_started_s", "_streaming"),
         *("_timeline", "body", "disconnected", "keep_alive"),
-        *("more_body", "request_id", "response_complete", "status"),
+        *("more_body", "request_id", "response_complete", "status", "whole"),
     )
     message_event = _NeverSet()
 
@@ -83,15 +93,31 @@ class DirectCall:
         self._streaming: asyncio.Task[None] | None = None
         self.request_id = new_request_id()
         self.keep_alive = head.keep_alive
-        self.body = b""
+        self.body: Any = b""  # bytes, or a view of them
+        self.whole: WholeBody | None = None  # where a large body goes
         self.more_body = True
         self.status = 0
         self.response_complete = False
         self.disconnected = False
 
+    @property
+    def missing(self) -> WholeBody | None:
+        """The body, while it is a large one that is not whole."""
+        return self.whole if self.whole is not None and self.whole.room else None
+
+    def take(self, piece: bytes) -> None:
+        """The next bytes of the body; no more than were announced."""
+        if self.whole is None:
+            self.body += piece
+        else:
+            self.whole.add(piece)
+
     def run_late(self) -> None:
         """As `run`, when the body was longer on its way than the head."""
         self._read_s = time.monotonic()
+        if self.whole is not None:
+            self.body = self.whole.view
+            self.whole = None
         self.run()
 
     def run(self) -> None:
@@ -112,8 +138,7 @@ class DirectCall:
         timeline = shared.metrics.timeline("rest", self.request_id, self._started_s, head.trace)
         timeline.read_s = self._read_s
         self._timeline = timeline
-        if shared.keys is not None and head.place.key is not None:
-            shared.keys.authorize(head.place.key, head.head.authorization)
+        shared.authorize(head)
         place = head.place
         return shared.dataplane.admit(
             place.model,
@@ -127,7 +152,7 @@ class DirectCall:
     def _asked(self) -> InferRequest:
         """What the data plane is asked."""
         head = self._head
-        parameters = body_parameters(head.head.content_type, self.body)
+        parameters = body_parameters(head.head.content_type, bytes(self.body))
         return infer_request(self.request_id, head.head, parameters, head.headers, self._started_s)
 
     def reply(self, outcome: InferResponse | StreamedResponse | ServingError) -> None:
@@ -162,6 +187,13 @@ class DirectCall:
                 self._prediction.withdraw()
             if self._streaming is not None:
                 self._streaming.cancel()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Forget the request: the connection keeps this until the next one, which may be long."""
+        self.body = b""
+        self.whole = None
+        self._prediction = None
 
     def _fail(self, error: ServingError) -> None:
         """Send an error in the form that the path's clients read."""
@@ -176,7 +208,7 @@ class DirectCall:
         if self.response_complete:
             return
         body = measured(status, headers, body)
-        self._connection.write_whole(self._head_lines(status, headers) + body)
+        self._connection.write_whole(self._head_lines(status, headers), body)
         self._complete()
 
     def _head_lines(self, status: int, headers: RawHeaders) -> bytes:
@@ -192,6 +224,7 @@ class DirectCall:
     def _complete(self) -> None:
         self.response_complete = True
         self.finished()
+        self._let_go()
         if not self.keep_alive:
             self._connection.transport.close()
         self._connection.on_direct_complete()

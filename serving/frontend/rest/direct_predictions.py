@@ -8,20 +8,22 @@ from urllib.parse import unquote
 
 import httptools
 
-from torchere.serving.errors import InvalidRequest
+from torchere.serving.errors import InvalidRequest, Unauthorized
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.rest.authorisation import Surfaces, required_key
-from torchere.serving.frontend.rest.codec import read_head, text_headers
+from torchere.serving.frontend.rest.body import WholeBody
+from torchere.serving.frontend.rest.codec import Head, read_head, text_headers
 from torchere.serving.frontend.rest.direct import DirectCall, Shared
 from torchere.serving.frontend.rest.direct_tensors import DirectTensorCall
 from torchere.serving.frontend.rest.known_heads import DirectHead, DirectTarget, KnownHeads
 from torchere.serving.frontend.rest.open_inference_wire import Wire, read_wire
 from torchere.serving.frontend.rest.targets import prediction_target
-from torchere.serving.frontend.rest.tensor_exchange import TensorExchange
+from torchere.serving.frontend.rest.tensor_exchange import INLINE_JSON_BYTES, TensorExchange
 from torchere.serving.frontend.services import Services
 from torchere.serving.telemetry.trace_context import trace_of_headers
 
-MAX_BODY_BYTES = 65_536  # a longer one is taken in pieces, with the connection paused between them
+# A longer body is taken in once its key was looked at, to where it can be read without another copy.
+SMALL_BODY_BYTES = 65_536
 _METHODS = frozenset({b"POST", b"PUT", b"GET"})
 
 
@@ -41,7 +43,7 @@ class DirectPredictions:
         self.heads = KnownHeads()
         self._shared = Shared(services, dataplane)
         self._exchange = exchange
-        self._max_body_bytes = min(MAX_BODY_BYTES, services.settings.limits.max_request_bytes)
+        self._max_body_bytes = services.settings.limits.max_request_bytes
         self._surfaces = surfaces
         # The same few request lines come again and again.
         self._target_of = lru_cache(maxsize=1024)(self._find_target)
@@ -61,28 +63,31 @@ class DirectPredictions:
         if place is None:
             return None
         head = read_head(headers)
-        wire = self._wire_of(place, headers)
-        if wire is None or not head.plain or head.length > self._max_body_bytes:
+        if not head.plain or head.length > self._max_body_bytes:
+            return None
+        wire = _wire_of(place, head, headers)
+        if wire is None:
             return None
         texts = text_headers(headers) + place.target.headers
         line = b"%b %b HTTP/1.1" % (method, url)
         return DirectHead(place, head, wire, texts, trace_of_headers(headers), line, keep_alive)
+
+    def begin(self, connection: Any, head: DirectHead) -> DirectCall | None:
+        """As `call`, when the body is still to come; None when it may not be that long without a key."""
+        call = self.call(connection, head)
+        if head.head.length > SMALL_BODY_BYTES:
+            try:
+                self._shared.authorize(head)
+            except Unauthorized:  # refused the long way, which does not keep what it reads
+                return None
+            call.whole = WholeBody(head.head.length)
+        return call
 
     def call(self, connection: Any, head: DirectHead) -> DirectCall:
         """The call that a request of this head is."""
         if head.place.target.verb and self._exchange is not None:
             return DirectTensorCall(self._shared, connection, head, self._exchange)
         return DirectCall(self._shared, connection, head)
-
-    def _wire_of(self, place: DirectTarget, headers: list[tuple[bytes, bytes]]) -> Wire | None:
-        """What the Open Inference Protocol's headers say; None where they say more than a length."""
-        if not place.target.verb:
-            return Wire()
-        try:
-            wire = read_wire(headers)
-        except InvalidRequest:
-            return None
-        return wire if wire.plain else None
 
     def _find_target(self, method: bytes, url: bytes) -> DirectTarget | None:
         if method not in _METHODS:
@@ -97,3 +102,15 @@ class DirectPredictions:
         if target.verb and (target.verb != "infer" or self._exchange is None):
             return None
         return DirectTarget(target, target.model, required_key(self._surfaces, method.decode(), path))
+
+
+def _wire_of(place: DirectTarget, head: Head, headers: list[tuple[bytes, bytes]]) -> Wire | None:
+    """What the Open Inference Protocol's headers say; None where it takes more than a moment to do it."""
+    if not place.target.verb:
+        return Wire()
+    try:
+        wire = read_wire(headers)
+    except InvalidRequest:
+        return None
+    json_bytes = head.length if wire.json_bytes is None else wire.json_bytes
+    return wire if wire.plain and json_bytes <= INLINE_JSON_BYTES else None

@@ -54,3 +54,7 @@ class DirectTensorCall(DirectCall):
             super()._fail(error)
         else:
             self._answer(*protocol_error(as_client_knows(error)))
+
+    def _let_go(self) -> None:
+        super()._let_go()
+        self._request = None

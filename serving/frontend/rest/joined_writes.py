@@ -29,19 +29,22 @@ class JoinedWrites:
         """Send `data` after what was held; hold it when nothing was."""
         held, self._held = self._held, None
         if held is not None:
-            if len(data) > LARGE_BYTES:
-                self._transport.writelines((held, data))  # together, too, and not copied
-            else:
-                self._transport.write(held + data)
+            self._write_both(held, data)
             return
         self._held = data
         self._loop.call_soon(self.flush)
 
-    def write_whole(self, data: bytes) -> None:
-        """Send `data` now, after what was held."""
+    def write_whole(self, head: bytes, body: bytes = b"") -> None:
+        """Send both now, after what was held."""
         if self._held is not None:
             self.flush()
-        self._transport.write(data)
+        self._write_both(head, body)
+
+    def _write_both(self, first: bytes, second: bytes) -> None:
+        if len(second) > LARGE_BYTES:
+            self._transport.writelines((first, second))  # together, too, and not copied
+        else:
+            self._transport.write(first + second)
 
     def flush(self) -> None:
         """Send what is held."""

@@ -20,11 +20,13 @@ from torchere.serving.frontend.rest.codec import SPELLED_HEADERS, Head, deadline
 from torchere.serving.frontend.rest.content_coding import Coding, deflated, inflated
 from torchere.serving.frontend.rest.open_inference_wire import EVENTS, Wire, protocol_error, read_wire
 from torchere.serving.frontend.rest.targets import Target
-from torchere.serving.frontend.rest.tensor_exchange import JSON, TensorExchange, check_accepted
+from torchere.serving.frontend.rest.tensor_exchange import (
+    INLINE_JSON_BYTES,
+    JSON,
+    TensorExchange,
+    check_accepted,
+)
 from torchere.serving.types import InferResponse
-
-# Parsing more JSON than this holds the loop up for longer than handing it to a thread does.
-INLINE_JSON_BYTES = 65_536
 
 
 class TensorPredictor:

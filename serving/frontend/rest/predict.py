@@ -11,7 +11,7 @@ from starlette.types import Receive
 from torchere.serving.errors import InvalidRequest, NotFound, ServingError
 from torchere.serving.frontend import wording
 from torchere.serving.frontend.dataplane import DataPlane
-from torchere.serving.frontend.rest.body import READ_WHOLE, read_large_body
+from torchere.serving.frontend.rest.body import read_body
 from torchere.serving.frontend.rest.call import Call, RawHeaders, checked_status, handler_headers
 from torchere.serving.frontend.rest.codec import (
     Head,
@@ -48,8 +48,7 @@ class Predictor:
             BodyTooLarge, ClientGone: from reading the body, or the client went away while it waited.
         """
         head = read_head(call.scope["headers"])
-        whole = call.scope.get(READ_WHOLE) if target.verb and head.plain else None
-        body = await read_large_body(receive, whole, head.length, self._max_request_bytes)
+        body: bytes | memoryview = await read_body(receive, head.length, self._max_request_bytes)
         call.telemetry.read_s = time.monotonic()
         if target.verb:
             rest = await self._as_tensors(call, target, head, body, receive)

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from functools import partial
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from torchere.serving.frontend.rest.body import READ_WHOLE, ClientGone, WholeBody
 from torchere.serving.frontend.rest.body_receiver import BodyReceiver
 from torchere.serving.frontend.rest.call import CYCLE
 from torchere.serving.frontend.rest.codec import SPELLED_HEADERS
@@ -36,7 +34,7 @@ class HeadTooLarge(Exception):
 class Protocol(HttpToolsProtocol):
     """One connection. Used by the event loop only.
 
-    A request is read to the end of its head before uvicorn hears of it: small predictions are answered here
+    A request is read to the end of its head before uvicorn hears of it: plain predictions are answered here
     (`direct.py`), all others are told to uvicorn from their beginning.
     """
 
@@ -67,6 +65,9 @@ class Protocol(HttpToolsProtocol):
                 return
             self._first = data
         super().data_received(data)
+        direct = self._present_direct()
+        if direct is not None and direct.missing and not self.transport.is_closing():
+            BodyReceiver(self.transport, direct.missing, self._body_is_whole)
         if self._in_head or self._head_timer is not None:
             self._mind_the_head()
 
@@ -133,7 +134,7 @@ class Protocol(HttpToolsProtocol):
         """A piece of the body."""
         direct = self._present_direct()
         if direct is not None:
-            direct.body += body  # no longer than was announced, which is not long
+            direct.take(body)
         else:
             super().on_body(body)
 
@@ -146,38 +147,15 @@ class Protocol(HttpToolsProtocol):
         else:
             direct.run_late()
 
-    async def read_whole(self, of: weakref.ref[RequestResponseCycle], length: int) -> memoryview | None:
-        """The body of a request, of that announced length, in one buffer that is nobody else's.
-
-        None when there is nothing to gain, because all of it is there: then it is the cycle's to give.
-
-        Raises:
-            ClientGone: the connection ended first.
-        """
-        cycle = of()
-        if cycle is None or self.cycle is not cycle or not cycle.more_body:
-            return None
-        whole = WholeBody(length)
-        whole.add(cycle.body)
-        cycle.body = bytearray()
-        self.flow.resume_reading()
-        BodyReceiver(self.transport, whole, self._body_is_whole)
-        while cycle.more_body and not cycle.disconnected:
-            cycle.message_event.clear()
-            await cycle.message_event.wait()
-        if cycle.more_body:
-            raise ClientGone
-        return whole.view
-
     def _body_is_whole(self) -> None:
-        """The parser saw the beginning of the body only: the next request gets one like it."""
+        # The parser saw the beginning of the body only: the next request gets one like it.
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self.on_message_complete()
 
-    def write_whole(self, data: bytes) -> None:
+    def write_whole(self, head: bytes, body: bytes = b"") -> None:
         """Send what is complete: nothing comes that would be worth waiting for."""
-        self._writes.write_whole(data)
+        self._writes.write_whole(head, body)
 
     def on_direct_complete(self) -> None:
         """As `on_response_complete`, after a direct call: a timer for each answer would cost too much.
@@ -249,7 +227,7 @@ class Protocol(HttpToolsProtocol):
             return None
         if self._first:
             shared.heads.keep(self._first, read)
-        return shared.call(self, read)
+        return shared.begin(self, read)
 
     def _may_be_direct(self) -> bool:
         """Whether nothing is before the present request."""
@@ -273,8 +251,7 @@ class Protocol(HttpToolsProtocol):
         for name, value in self.spelled_headers:
             super().on_header(name, value)
         super().on_headers_complete()
-        scope[CYCLE] = cycle = weakref.ref(self.cycle)  # which holds the scope
-        scope[READ_WHOLE] = partial(self.read_whole, cycle)
+        scope[CYCLE] = weakref.ref(self.cycle)  # which holds the scope
 
     def _mind_the_head(self) -> None:
         if not self._in_head and self._head_timer is not None:

@@ -15,6 +15,8 @@ from torchere.serving.frontend.rest.open_inference_wire import LENGTH, Wire
 from torchere.serving.frontend.rest.targets import Target
 from torchere.serving.types import InferResponse
 
+# Parsing more JSON than this holds the loop up for longer than handing it to a thread does.
+INLINE_JSON_BYTES = 65_536
 JSON = (b"content-type", b"application/json")
 _OCTETS = (b"content-type", b"application/octet-stream")
 

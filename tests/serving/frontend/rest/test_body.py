@@ -6,13 +6,11 @@ import pytest
 
 from torchere.serving.frontend.alignment import TENSOR_ALIGNMENT
 from torchere.serving.frontend.rest.body import (
-    WHOLE_BYTES,
     BodyTooLarge,
     ClientGone,
     WholeBody,
     discard_rest,
     read_body,
-    read_large_body,
 )
 
 
@@ -91,22 +89,3 @@ def test_a_whole_body_takes_in_piece_after_piece():
     whole.add(bytearray(b"f"))
     assert whole.view == b"abcdef"
     assert not whole.room
-
-
-def test_a_body_that_announces_to_be_large_is_read_whole():
-    async def main(announced, limit, whole):
-        return await read_large_body(Incoming(b"pieces").receive, whole, announced, limit)
-
-    async def whole(length):
-        return memoryview(b"%d" % length)
-
-    async def nothing_to_gain(length):
-        return None
-
-    large = WHOLE_BYTES + 1
-    assert asyncio.run(main(large, large, whole)) == b"%d" % large
-    assert asyncio.run(main(WHOLE_BYTES, large, whole)) == b"pieces"
-    assert asyncio.run(main(large, large, nothing_to_gain)) == b"pieces"
-    assert asyncio.run(main(large, large, None)) == b"pieces"
-    with pytest.raises(BodyTooLarge):
-        asyncio.run(main(large, large - 1, whole))

@@ -8,7 +8,7 @@ import pytest
 from torchere.serving.errors import HandlerFailed, QueueFull, Unavailable
 from torchere.serving.frontend.rest import direct_predictions
 from torchere.serving.frontend.rest.app import inference_app
-from torchere.serving.frontend.rest.direct_predictions import MAX_BODY_BYTES
+from torchere.serving.frontend.rest.direct_predictions import SMALL_BODY_BYTES
 from torchere.serving.frontend.rest.server import RestServer
 from torchere.serving.settings import Address
 from torchere.serving.types import InferResponse, StreamedResponse
@@ -145,18 +145,34 @@ def test_a_body_in_pieces_is_put_together(planes):
     [
         plain(b"", method=b"HEAD", headers=CLOSE),
         plain(b"", method=b"OPTIONS", headers=CLOSE),
-        plain(b"x" * (MAX_BODY_BYTES + 1), headers=CLOSE),
         plain(b"x", headers=CLOSE + b"Expect: 100-continue\r\n"),
         plain(b"x", path=b"/invocations", headers=CLOSE),
         plain(b"x", path=b"/ping", headers=CLOSE),
         b"POST /predictions/echo HTTP/1.0\r\nContent-Length: 1\r\n\r\nx",
     ],
-    ids=["HEAD", "OPTIONS", "long", "expecting", "invocations", "ping", "HTTP/1.0"],
+    ids=["HEAD", "OPTIONS", "expecting", "invocations", "ping", "HTTP/1.0"],
 )
 def test_what_is_not_plain_goes_the_long_way(planes, talk, message):
     planes.data.sole = "echo"
     assert talk(message).startswith(b"HTTP/1.")
     assert planes.data.direct == 0
+
+
+LONG = bytes(range(256)) * (SMALL_BODY_BYTES // 256 + 1)
+
+
+def test_a_long_body_is_taken_in_as_well(planes):
+    answers = exchange(planes, plain(LONG), plain(LONG), plain(b"x", headers=CLOSE))
+    assert [lines(answer)[2] for answer in answers] == [LONG, LONG, b"x", b""]
+    assert planes.data.direct == 3
+
+
+def test_a_long_body_without_a_key_is_refused_before_it_is_kept(planes, talk):
+    status, _, body = lines(talk(plain(LONG, headers=CLOSE), keys=planes.keys, max_request_bytes=len(LONG)))
+    assert status.startswith(b"HTTP/1.1 400")
+    assert b"InvalidKeyException" in body
+    assert planes.data.direct == 0
+    assert not planes.data.asked
 
 
 def test_a_stream_whose_client_left_is_given_up(planes):
@@ -194,7 +210,9 @@ def exchange(planes, *messages: bytes, before=None, keep_alive_s: float = 75):
 
     async def main() -> list[bytes]:
         server = RestServer(
-            inference_app(planes.data, planes.control, planes.services()), Address(port=0), drain_timeout_s=2
+            inference_app(planes.data, planes.control, planes.services(max_request_bytes=100_000)),
+            Address(port=0),
+            drain_timeout_s=2,
         )
         server._server.config.timeout_keep_alive = keep_alive_s
         address = await server.start()

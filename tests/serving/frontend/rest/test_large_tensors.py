@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -79,6 +80,22 @@ def test_a_large_tensor_comes_through_in_pieces_of_any_size(run, planes, piece):
             return [await answer(reader), await answer(reader)]
 
     assert run(main()) == [(b"HTTP/1.1 200 OK", RAW)] * 2
+    assert planes.data.direct  # the second, too, unless it came before the first was answered
+
+
+def test_a_body_is_freed_with_its_answer_while_the_connection_stays(run, planes):
+    async def main():
+        async with served(planes) as (reader, writer, _):
+            writer.write(message())
+            await answer(reader)
+            memory = weakref.ref(planes.data.asked.pop()[2].parameters[0].value.obj)
+            for _ in range(100):  # the fake's task ends a turn later
+                if memory() is None:
+                    break
+                await asyncio.sleep(0.01)
+            return memory()
+
+    assert run(main()) is None
 
 
 @pytest.mark.parametrize("extra", [b"Expect: 100-continue\r\n", b"Connection: close\r\n"])
