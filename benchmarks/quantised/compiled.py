@@ -40,7 +40,7 @@ class Both:
 
     torchscript: CompiledModel
     aoti: CompiledModel
-    torchscript_file: Path
+    aoti_file: Path
     compiled: str  # see Pair
 
 
@@ -49,14 +49,13 @@ def both(ready: Ready, folder: Path) -> Both:
     example = ready.held_out[0]
     with plain_attention():
         script = traced(ready.module, example)
-    file = folder / "model.pt"
-    script.save(str(file))
+    file = folder / "model.pt2"
     rows = batch_of([example], 2)
     program = to_program(ready.module, rows, [free_batch(rows, (1, _LARGEST_BATCH))])
     said: list[str] = []
-    made = compile_aoti(program, folder / "model.pt2", None, said.append)
+    made = compile_aoti(program, file, None, said.append)
     print("; ".join([*said, ""]), end="", flush=True)
-    compiled = load_package(str(folder / "model.pt2"), str(folder), "cpu")
+    compiled = load_package(str(file), str(folder), "cpu")
     templates = made.timed is not None and made.timed.templates_win
     return Both(script, compiled, file, "oneDNN" if made.frozen else "templates" if templates else "MKL")
 

@@ -85,8 +85,8 @@ def executors(scaling: Scaling) -> str:
     reached = "reached" if scaling.aoti_threads >= TWICE else "missed"
     return (
         f"Two executor threads on one copy of the MLP's weights, batch 8, do {scaling.aoti_threads:.2f} × "
-        f"the runs of one by AOTInductor (goal {TWICE:g} ×: {reached}) and "
-        f"{scaling.torchscript_threads:.2f} × by TorchScript. Two processes that share nothing do "
-        f"{scaling.processes:.2f} × those of one: that is what the machine allows, for its cores share "
-        "caches and memory."
+        f"the runs of one by AOTInductor (goal {TWICE:g} ×: {reached}). Two processes that run the same "
+        f"package and share nothing do {scaling.aoti_processes:.2f} × those of one: that is what the machine "
+        "allows, for its cores share caches and memory. The threads do "
+        f"{scaling.torchscript_threads:.2f} × by TorchScript."
     )

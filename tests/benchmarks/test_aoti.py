@@ -29,10 +29,11 @@ def test_a_model_counts_by_the_slower_of_its_batches() -> None:
 
 
 def test_what_two_executors_do_stands_beside_what_the_machine_allows() -> None:
-    text = executors(Scaling(aoti_threads=1.8, torchscript_threads=1.7, processes=1.75))
+    text = executors(Scaling(aoti_threads=1.8, aoti_processes=1.75, torchscript_threads=1.7))
 
     assert "do 1.80 × the runs of one by AOTInductor (goal 1.9 ×: missed)" in text
-    assert "Two processes that share nothing do 1.75 ×" in text
+    assert "share nothing do 1.75 ×" in text
+    assert "1.70 × by TorchScript" in text
 
 
 def test_a_round_that_is_over_before_it_begins_counts_no_runs() -> None:
