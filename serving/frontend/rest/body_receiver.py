@@ -55,6 +55,7 @@ class BodyReceiver(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone."""
+        self._body = _NONE
         self._http.connection_lost(exc)
 
     def _take_over(self, protocol: asyncio.BaseProtocol) -> None:

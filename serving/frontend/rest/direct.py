@@ -1,9 +1,8 @@
 """Plain predictions, answered on the connection itself: no ASGI message, no task, no coroutine.
 
 What uvicorn does around an ASGI app costs several times what parsing a request does: 94 us of processor
-time against 21, for bare echoes on one machine. A prediction with a small body and no wishes of its own needs
-none of it. What is not as plain goes the ASGI way (`predict.py`), with the same answers;
-`direct_predictions.py` chooses.
+time against 21, for bare echoes on one machine. A prediction with no wishes of its own needs none of it. What
+is not as plain goes the ASGI way (`predict.py`), with the same answers; `direct_predictions.py` chooses.
 """
 
 from __future__ import annotations
