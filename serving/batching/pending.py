@@ -55,12 +55,13 @@ class Pending:
 
     def add_part(self, part: InferResponse) -> None:
         """Hand on one part of a streamed answer; the first one answers the client's wait."""
-        if self.stream is None:
+        stream = self.stream
+        if stream is None:
             if self.answered:
                 return
-            self.stream = asyncio.Queue()
-            self._answer(StreamedResponse(part, self._chunks(self.stream)))
-        self.stream.put_nowait(part.body)
+            stream = self.stream = asyncio.Queue()
+            self._answer(StreamedResponse(part, self._chunks(stream)))  # who may give it up at once
+        stream.put_nowait(part.body)
 
     def finish(self, outcome: InferResponse | ServingError) -> None:
         """Complete the answer; a no-op when it was complete already."""

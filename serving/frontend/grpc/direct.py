@@ -1,4 +1,4 @@
-"""Predictions over gRPC without a task or a coroutine of their own, as small ones over REST."""
+"""Predictions over gRPC without a task or a coroutine of their own, as plain ones over REST."""
 
 from __future__ import annotations
 

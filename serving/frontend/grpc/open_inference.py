@@ -61,10 +61,11 @@ class Tensors(NamedTuple):
         if not message.model_name:
             raise InvalidRequest("Parameter model_name is required.")
         model, version = message.model_name, message.model_version or None
+        tensors = tensor_request(request)
         facts = self.shared.dataplane.facts(model, version)
         asked = self.service.prepared(
             facts,
-            tensor_request(request),
+            tensors,
             request_id=new_request_id(),
             headers=_headers(call),
             deadline_s=call.deadline_s,
@@ -93,12 +94,14 @@ class _ModelInfer(DirectCall):
         enveloped = self._facts is not None and self._tensors.service.enveloped(self._facts)
         return infer_response(read_json(response) if enveloped else read_framed(response), raw=self._raw)
 
-    def _take_parts(self, response: StreamedResponse) -> None:
-        whole(response)
+    def reply(self, outcome: Outcome | ServingError) -> None:
+        """Answer the client; `Reply` of the prediction."""
+        super().reply(as_client_knows(outcome) if isinstance(outcome, ServingError) else outcome)
 
-    def badly(self, error: Exception) -> None:
-        """It ends with an error, in words and numbers that this protocol's clients know."""
-        super().badly(as_client_knows(error) if isinstance(error, ServingError) else error)
+    def _take_parts(self, response: StreamedResponse) -> None:
+        if self._prediction is not None:
+            self._prediction.withdraw()  # nobody will read them
+        whole(response)
 
 
 class TensorCalls:
@@ -143,7 +146,8 @@ class TensorCalls:
             part = infer_response(last, raw=_is_raw(asked)).whole()
             part.parameters[FINAL].bool_param = not is_stream
             yield part
-        if is_stream and asked.fields.parameters[WANTS_FINAL].bool_param:
+        parameters = asked.fields.parameters
+        if is_stream and WANTS_FINAL in parameters and parameters[WANTS_FINAL].bool_param:
             yield _empty_end(asked.fields, last)
 
     async def _answers(self, facts: ModelFacts, outcome: Outcome) -> AsyncIterator[TensorAnswer]:

@@ -33,7 +33,7 @@ STREAMS = (
 
 
 class TensorService:
-    """Answers requests of the Open Inference Protocol; used on the event loop of its data plane only.
+    """Prepares requests of the Open Inference Protocol, and asks; for the event loop of its data plane only.
 
     Args:
         dataplane: whom it asks.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torchere.serving.frontend.rest.body import WholeBody
 
-_NONE = WholeBody(0)
+_NOTHING_MISSING = WholeBody(0)
 
 
 class BodyReceiver(asyncio.BufferedProtocol):
@@ -37,7 +37,7 @@ class BodyReceiver(asyncio.BufferedProtocol):
         """Bytes came in."""
         self._body.filled(nbytes)
         if not self._body.room:
-            self._body = _NONE  # uvloop keeps hold of this
+            self._body = _NOTHING_MISSING  # uvloop keeps hold of this
             self._take_over(self._http)
             self._then()
 
@@ -55,7 +55,7 @@ class BodyReceiver(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone."""
-        self._body = _NONE
+        self._body = _NOTHING_MISSING
         self._http.connection_lost(exc)
 
     def _take_over(self, protocol: asyncio.BaseProtocol) -> None:

@@ -76,8 +76,8 @@ class DirectCall:
 
     __slots__ = (
         *("_connection", "_head", "_prediction", "_read_s", "_shared", "_started_s", "_streaming"),
-        *("_timeline", "body", "disconnected", "keep_alive"),
-        *("more_body", "request_id", "response_complete", "status", "whole"),
+        *("_timeline", "body", "disconnected", "incoming", "keep_alive"),
+        *("more_body", "request_id", "response_complete", "status"),
     )
     message_event = _NeverSet()
 
@@ -93,7 +93,7 @@ class DirectCall:
         self.request_id = new_request_id()
         self.keep_alive = head.keep_alive
         self.body: Any = b""  # bytes, or a view of them
-        self.whole: WholeBody | None = None  # where a large body goes
+        self.incoming: WholeBody | None = None  # where a large body goes
         self.more_body = True
         self.status = 0
         self.response_complete = False
@@ -102,21 +102,21 @@ class DirectCall:
     @property
     def missing(self) -> WholeBody | None:
         """The body, while it is a large one that is not whole."""
-        return self.whole if self.whole is not None and self.whole.room else None
+        return self.incoming if self.incoming is not None and self.incoming.room else None
 
     def take(self, piece: bytes) -> None:
         """The next bytes of the body; no more than were announced."""
-        if self.whole is None:
+        if self.incoming is None:
             self.body += piece
         else:
-            self.whole.add(piece)
+            self.incoming.add(piece)
 
     def run_late(self) -> None:
         """As `run`, when the body was longer on its way than the head."""
         self._read_s = time.monotonic()
-        if self.whole is not None:
-            self.body = self.whole.view
-            self.whole = None
+        if self.incoming is not None:
+            self.body = self.incoming.view
+            self.incoming = None
         self.run()
 
     def run(self) -> None:
@@ -152,6 +152,7 @@ class DirectCall:
         """What the data plane is asked."""
         head = self._head
         parameters = body_parameters(head.head.content_type, bytes(self.body))
+        self.body = b""  # or a large one would be held twice
         return infer_request(self.request_id, head.head, parameters, head.headers, self._started_s)
 
     def reply(self, outcome: InferResponse | StreamedResponse | ServingError) -> None:
@@ -191,8 +192,9 @@ class DirectCall:
     def _let_go(self) -> None:
         """Forget the request: the connection keeps this until the next one, which may be long."""
         self.body = b""
-        self.whole = None
+        self.incoming = None
         self._prediction = None
+        self._timeline = None  # it knows the request
 
     def _fail(self, error: ServingError) -> None:
         """Send an error in the form that the path's clients read."""
@@ -201,7 +203,8 @@ class DirectCall:
     def _break_down(self, error: Exception) -> None:
         fields = fields_of(self.request_id, self._timeline)
         logger.error("request %s failed unexpectedly", self.request_id, exc_info=error, extra=fields)
-        self._fail(ServingError("Internal server error", repr(error)))
+        known = ServingError("Internal server error", repr(error))
+        self._answer(*error_answer(known, show_detail=False))
 
     def _answer(self, status: int, headers: RawHeaders, body: bytes) -> None:
         if self.response_complete:

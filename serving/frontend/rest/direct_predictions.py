@@ -22,7 +22,7 @@ from torchere.serving.frontend.rest.tensor_exchange import INLINE_JSON_BYTES, Te
 from torchere.serving.frontend.services import Services
 from torchere.serving.telemetry.trace_context import trace_of_headers
 
-# A longer body is taken in once its key was looked at, to where it can be read without another copy.
+# Of a longer body the key is looked at before it is taken in, to where it can be read without another copy.
 SMALL_BODY_BYTES = 65_536
 _METHODS = frozenset({b"POST", b"PUT", b"GET"})
 
@@ -34,7 +34,7 @@ class DirectPredictions:
         surfaces: what the listener answers.
         services: its own.
         dataplane: who answers.
-        exchange: None: requests of the Open Inference Protocol go the long way.
+        exchange: None: the Open Inference Protocol is switched off.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class DirectPredictions:
                 self._shared.authorize(head)
             except Unauthorized:  # refused the long way, which does not keep what it reads
                 return None
-            call.whole = WholeBody(head.head.length)
+            call.incoming = WholeBody(head.head.length)
         return call
 
     def call(self, connection: Any, head: DirectHead) -> DirectCall:

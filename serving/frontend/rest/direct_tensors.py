@@ -1,4 +1,4 @@
-"""Small requests of the Open Inference Protocol, answered on the connection as other predictions are."""
+"""Plain requests of the Open Inference Protocol, answered on the connection as other predictions are."""
 
 from __future__ import annotations
 
@@ -37,24 +37,33 @@ class DirectTensorCall(DirectCall):
             self._for_handler = True
             return super()._asked()
         request = parse_request(self.body, wire.json_bytes)
+        self.body = b""
         self._facts, self._request = facts, request
         deadline_s = deadline_of(head.head, self._started_s)
         return self._exchange.service.prepared(
             facts, request, request_id=self.request_id, headers=head.headers, deadline_s=deadline_s
         )
 
+    def reply(self, outcome: InferResponse | StreamedResponse | ServingError) -> None:
+        """Answer the client; `Reply` of the prediction."""
+        if isinstance(outcome, ServingError) and not self._for_handler:
+            outcome = as_client_knows(outcome)
+        super().reply(outcome)
+
     def _succeed(self, outcome: InferResponse | StreamedResponse) -> None:
         if self._facts is None or self._request is None:
             super()._succeed(outcome)
-        else:
-            self._answer(*self._exchange.answer(self._facts, self._request, whole(outcome)))
+            return
+        if isinstance(outcome, StreamedResponse) and self._prediction is not None:
+            self._prediction.withdraw()  # nobody will read its parts
+        self._answer(*self._exchange.answer(self._facts, self._request, whole(outcome)))
 
     def _fail(self, error: ServingError) -> None:
         if self._for_handler:
             super()._fail(error)
         else:
-            self._answer(*protocol_error(as_client_knows(error)))
+            self._answer(*protocol_error(error))
 
     def _let_go(self) -> None:
         super()._let_go()
-        self._request = None
+        self._facts = self._request = None

@@ -12,7 +12,7 @@ from torchere.serving.frontend.rest.call import RawHeaders, error_answer
 from torchere.serving.frontend.rest.content_coding import KNOWN, Coding, answer_coding, request_coding
 from torchere.serving.frontend.rest.errors import UnknownCoding
 
-LENGTH = "inference-header-content-length"
+LENGTH = b"inference-header-content-length"
 EVENTS = b"text/event-stream"
 
 
@@ -39,7 +39,7 @@ def read_wire(headers: Iterable[tuple[bytes, bytes]]) -> Wire:
     wire = Wire()
     for spelled, value in headers:
         name = spelled.lower()
-        if name == b"inference-header-content-length":
+        if name == LENGTH:
             digits = value.strip()
             if not digits.isdigit() or len(digits) > 18:
                 shown = ascii(value[:80].decode("latin-1"))

@@ -66,8 +66,9 @@ class Protocol(HttpToolsProtocol):
             self._first = data
         super().data_received(data)
         direct = self._present_direct()
-        if direct is not None and direct.missing and not self.transport.is_closing():
-            BodyReceiver(self.transport, direct.missing, self._body_is_whole)
+        missing = direct.missing if direct is not None else None
+        if missing is not None and not self.transport.is_closing():
+            BodyReceiver(self.transport, missing, self._body_is_whole)
         if self._in_head or self._head_timer is not None:
             self._mind_the_head()
 
@@ -230,9 +231,10 @@ class Protocol(HttpToolsProtocol):
         return shared.begin(self, read)
 
     def _may_be_direct(self) -> bool:
-        """Whether nothing is before the present request."""
+        """Whether nothing is before the present request, and it can be answered."""
         before = self.cycle
-        return (before is None or before.response_complete) and not self.flow.write_paused
+        is_first = before is None or before.response_complete
+        return is_first and not self.flow.write_paused and not self.transport.is_closing()
 
     def _end_if_draining(self) -> None:
         if getattr(self.server_state, "draining", False):

@@ -75,7 +75,7 @@ class TensorExchange:
         encoded = encode_answer(read_json(response), request)
         if encoded.json_bytes is None:
             return 200, [JSON], encoded.body
-        return 200, [_OCTETS, (LENGTH.encode(), b"%d" % encoded.json_bytes)], encoded.body
+        return 200, [_OCTETS, (LENGTH, b"%d" % encoded.json_bytes)], encoded.body
 
 
 def check_accepted(response: InferResponse) -> None:

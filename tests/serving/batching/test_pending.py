@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from torchere.serving.batching.pending import Pending
+from torchere.serving.errors import Cancelled
 from torchere.serving.frontend.dataplane import Prediction
 from torchere.serving.types import InferRequest, InferResponse
 
@@ -51,3 +52,10 @@ def test_an_answered_request_and_who_asked_are_freed_without_a_collector(make, s
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_a_stream_that_nobody_wants_keeps_no_parts():
+    made = Pending(InferRequest("id", ()), "", 0.0, lambda outcome: made.finish(Cancelled("no streams here")))
+    made.add_part(InferResponse(b"first"))
+    made.add_part(InferResponse(b"second"))
+    assert made.stream is None

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -77,14 +78,19 @@ class FakeDataPlane:
     ) -> Any:
         self.check_exists(model, version)
         self.direct += 1
-        task = asyncio.get_running_loop().create_task(self._reply(model, version, request, reply))
+        task = asyncio.get_running_loop().create_task(self._reply(model, version, request, reply, timeline))
         return SimpleNamespace(withdraw=task.cancel, hurry=lambda: None)
 
-    async def _reply(self, model: str, version: str | None, request: InferRequest, reply: Reply) -> None:
+    async def _reply(
+        self, model: str, version: str | None, request: InferRequest, reply: Reply, timeline: Any
+    ) -> None:
         try:
-            reply(await self.infer(model, version, request))
+            outcome = await self.infer(model, version, request)
         except ServingError as error:
-            reply(error)
+            outcome = error
+        if timeline is not None:
+            timeline.answered(SimpleNamespace(request=request), time.monotonic())
+        reply(outcome)
 
     def check_exists(self, model: str, version: str | None) -> None:
         if model != "echo":

@@ -224,6 +224,18 @@ def test_what_becomes_of_a_request_has_its_code(oip, planes, error, code):
     assert oip.refused("ModelInfer", request(raw=RAW)) == (code, error.message)
 
 
+def test_a_503_of_the_handlers_is_its_own(oip, planes):
+    async def refuse(asked):
+        return InferResponse(b"Prediction failed", (), 503)
+
+    planes.data.behave = refuse
+    assert oip.refused("ModelInfer", request(raw=RAW)) == ("UNAVAILABLE", "Prediction failed")
+
+
+def test_what_is_wrong_with_tensors_is_told_before_the_model_is_looked_for(oip):
+    assert oip.refused("ModelInfer", request(raw=b"", model="nobody"))[0] == "INVALID_ARGUMENT"
+
+
 def test_the_deadline_of_the_call_is_the_requests(oip, planes):
     oip.ask("ModelInfer", request(raw=RAW))
     (_, _, asked) = planes.data.asked[0]

@@ -1,4 +1,4 @@
-"""Small predictions are answered on the connection, and nobody can tell that they are."""
+"""Plain predictions are answered on the connection, and nobody can tell that they are."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Small requests of the Open Inference Protocol are answered on the connection, and nobody can tell."""
+"""Plain requests of the Open Inference Protocol are answered on the connection, and nobody can tell."""
 
 import json
 from dataclasses import replace
@@ -60,6 +60,10 @@ def raising(error: Exception):
     return behave
 
 
+def raising_now(*args, **kwargs):
+    raise ZeroDivisionError("bug")
+
+
 async def streaming(request):
     async def chunks():
         yield b"part"
@@ -70,6 +74,7 @@ async def streaming(request):
 BEHAVIOURS = {
     "an answer": answering(b"{}", (("content-type", "application/json"), ("X-Own", "1"))),
     "a refusal of the handler's": answering(b'{"error": "not so"}', (), 422),
+    "a 503 of the handler's": answering(b"Prediction failed", (), 503),
     "a status that is none": answering(b"", (), 99),
     "a failure": raising(HandlerFailed("Prediction failed", 503)),
     "no room": raising(QueueFull("full", 7.2)),
@@ -112,6 +117,20 @@ def test_a_refusal_is_that_of_the_long_way(planes, talk, sent):
     assert direct[0].split()[1][:1] == b"4"
     assert direct == long_way
     assert not planes.data.asked
+
+
+def test_what_comes_behind_a_refusal_is_not_run(planes, talk):
+    refused = message(b"{").replace(b"Connection: close\r\n", b"")
+    assert talk(refused, message(TENSORS)).count(b"HTTP/1.1") == 1
+    assert not planes.data.asked
+
+
+def test_a_bug_is_told_as_the_long_way_tells_it(planes, talk, caplog):
+    planes.data.facts = raising_now
+    direct, long_way = shown(talk(message(TENSORS))), shown(talk(chunked(TENSORS)))
+    assert direct == long_way
+    assert direct[0].split()[1] == b"500"
+    assert "failed unexpectedly" in caplog.text
 
 
 @pytest.mark.parametrize(
