@@ -21,16 +21,16 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness import real_models, servers
+from harness import servers
 from harness.environments import need_tool
 from harness.errors import Failed
 from harness.load import http_load
 from harness.machine import facts
-from harness.models import Workshop, instances_body, plain_body
+from harness.models import ENVELOPE, Workshop, instances_body, plain_body
 from harness.paths import ROOT
 from harness.processes import Endpoint, Probe, until_answered
 from harness.report import aligned, markdown_table
-from harness.rows_models import MINILM, binary_request, cores
+from harness.rows_models import MINILM, cores, packed
 
 DOCUMENT = ROOT / "docs" / "profile.md"
 LOOP = "waiting, receiving, waking (uvloop)"
@@ -94,14 +94,10 @@ def shares(lines: Iterable[str]) -> dict[str, float]:
 
 def subjects(shop: Workshop) -> list[Subject]:
     """The rows to look at."""
-    real_models.tensor_archive(shop, MINILM.name, MINILM.file(shop), MINILM.signature, MINILM.config)
-    body, headers = binary_request(MINILM.signature, MINILM.rows())
-    path = f"/v2/models/{MINILM.name}/infer"
-    answer = f'"name":"{MINILM.signature.outputs[0].name}"'.encode()
     return [
         Subject(
             "tiny MLP, 32 clients",
-            servers.torchere(shop, "tiny", 2, "service_envelope=json\n"),
+            servers.torchere(shop, "tiny", 2, ENVELOPE),
             Probe("/predictions/tiny", instances_body(), b'"predictions"'),
             32,
         ),
@@ -114,7 +110,7 @@ def subjects(shop: Workshop) -> list[Subject]:
         Subject(
             f"MiniLM tensors, {MINILM.clients} clients",
             servers.torchere(shop, MINILM.name, cores()),
-            Probe(path, body, answer, "application/octet-stream", headers),
+            packed(MINILM, shop),
             MINILM.clients,
         ),
     ]

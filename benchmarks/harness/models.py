@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 FEATURES = 64  # of the tiny MLP: 4 layers of 64 x 64
+ENVELOPE = "service_envelope=json\n"  # of config.properties, for what `instances_body` makes
 WIDE, WIDE_LAYERS = 1024, 8  # of the MLP whose forward takes milliseconds: 8 layers of 1024 x 1024
 COMPILED_ROWS = 32  # what forward_only.py makes for each request
 LARGE = 2048  # of the 400 MB model: one square float32 layer has 16 MiB

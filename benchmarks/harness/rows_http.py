@@ -8,14 +8,13 @@ from contextlib import AbstractContextManager
 from harness import servers
 from harness.figures import Goal
 from harness.load import http_load
-from harness.models import FEATURES, instances_body, plain_body, v2_body
+from harness.models import ENVELOPE, FEATURES, instances_body, plain_body, v2_body
 from harness.processes import Endpoint, Probe, until_answered
 from harness.rows import Conditions, Figures, Measure, Row
 
 WARM_UP_S = 2.0  # the JVM compiles what is hot, TorchScript specialises
 _WARM_UP_CLIENTS = 16
 CLIENTS = (1, 32, 128)
-_ENVELOPE = "service_envelope=json\n"
 _TINY = (FEATURES, 4)
 WORKERS = 2
 
@@ -95,7 +94,7 @@ def _with_archive(start: Start) -> Measure:
     probe = Probe("/predictions/tiny", instances_body(), b'"predictions"')
 
     def measure(conditions: Conditions) -> Figures:
-        return closed_loop(start(conditions.shop, "tiny", WORKERS, _ENVELOPE), probe, conditions, CLIENTS)
+        return closed_loop(start(conditions.shop, "tiny", WORKERS, ENVELOPE), probe, conditions, CLIENTS)
 
     return measure
 

@@ -16,13 +16,12 @@ from contextlib import AbstractContextManager
 from harness import servers
 from harness.errors import Failed
 from harness.figures import Goal
-from harness.models import LARGE, LARGE_LAYERS, Workshop, instances_body, plain_body
+from harness.models import ENVELOPE, LARGE, LARGE_LAYERS, Workshop, instances_body, plain_body
 from harness.paths import SCRIPTS
 from harness.processes import Endpoint, Probe, until_answered
 from harness.rows import Conditions, Figures, Measure, Row
 from torchere.serving.bench_client import Client, ConnectionLost, Target, request_bytes
 
-_ENVELOPE = "service_envelope=json\n"
 _KILL_CLIENTS = 8
 _KILL_WORKERS = 2
 _KILL_AFTER_S = 1.0
@@ -38,7 +37,7 @@ def _cold() -> Row:
     def served(start: Start) -> Measure:
         def measure(conditions: Conditions) -> Figures:
             conditions.shop.archive("large")  # packing is not part of the start
-            with start(conditions.shop, "large", 1, _ENVELOPE) as endpoint:
+            with start(conditions.shop, "large", 1, ENVELOPE) as endpoint:
                 return {"first_answer_s": until_answered(endpoint, probe)}
 
         return measure

@@ -88,16 +88,20 @@ def binary_request(
     return b"".join([head, *raws]), {"Inference-Header-Content-Length": str(len(head))}
 
 
+def packed(subject: _Subject, shop: Workshop) -> Probe:
+    """Pack its archive, and say what it is asked."""
+    file = subject.file(shop)
+    real_models.tensor_archive(shop, subject.name, file, subject.signature, subject.config)
+    body, headers = binary_request(subject.signature, subject.rows())
+    path = f"/v2/models/{subject.name}/infer"
+    wanted = f'"name":"{subject.signature.outputs[0].name}"'.encode()
+    return Probe(path, body, wanted, "application/octet-stream", headers)
+
+
 def _served(subject: _Subject) -> Callable[[Conditions], Figures]:
     def measure(conditions: Conditions) -> Figures:
-        shop = conditions.shop
-        file = subject.file(shop)
-        real_models.tensor_archive(shop, subject.name, file, subject.signature, subject.config)
-        body, headers = binary_request(subject.signature, subject.rows())
-        path = f"/v2/models/{subject.name}/infer"
-        wanted = f'"name":"{subject.signature.outputs[0].name}"'.encode()
-        probe = Probe(path, body, wanted, "application/octet-stream", headers)
-        server = servers.torchere(shop, subject.name, cores())
+        probe = packed(subject, conditions.shop)
+        server = servers.torchere(conditions.shop, subject.name, cores())
         clients = subject.clients
         figures = closed_loop(server, probe, _longer(conditions), (clients,), warm_up_clients=clients)
         return {"per_second": figures[f"rps_{clients}"], "p50_ms": figures[f"p50_{clients}_ms"]}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from torchere.serving.errors import InvalidRequest, ServingError
 from torchere.serving.frontend.grpc.call import Call, Method
@@ -25,11 +25,15 @@ from torchere.serving.frontend.grpc.protos.open_inference_pb2 import (
 )
 from torchere.serving.frontend.grpc.service import Coded, Implementation
 from torchere.serving.frontend.http2.stream import Stream
-from torchere.serving.frontend.model_facts import ModelFacts
 from torchere.serving.frontend.open_inference.errors import as_client_knows
 from torchere.serving.frontend.open_inference.json_form import BytesAs
-from torchere.serving.frontend.open_inference.service import Outcome, TensorService, framed_parts, whole
-from torchere.serving.frontend.open_inference.tensor_answer import TensorAnswer, read_framed, read_json
+from torchere.serving.frontend.open_inference.service import Outcome, TensorService, whole
+from torchere.serving.frontend.open_inference.tensor_answer import (
+    TensorAnswer,
+    read_framed,
+    read_framed_body,
+    read_json,
+)
 from torchere.serving.frontend.priority import HEADER as PRIORITY_HEADER
 from torchere.serving.frontend.request_id import new_request_id
 from torchere.serving.telemetry.trace_context import trace_headers
@@ -39,6 +43,9 @@ FINAL = "triton_final_response"  # parameter of a part of an answer: whether it 
 WANTS_FINAL = (
     "triton_enable_empty_final_response"  # of a request: the last part of a streamed answer is empty
 )
+
+
+Reader: TypeAlias = Callable[[InferResponse], TensorAnswer]
 
 
 class Tensors(NamedTuple):
@@ -51,8 +58,8 @@ class Tensors(NamedTuple):
     service: TensorService
     bytes_as: BytesAs
 
-    def asked(self, request: TensorMessage, call: Call) -> tuple[Asked, ModelFacts]:
-        """What a message asks, and of which version.
+    def asked(self, request: TensorMessage, call: Call) -> tuple[Asked, Reader]:
+        """What a message asks, and what reads the answer.
 
         Raises:
             ServingError: nothing that can be asked.
@@ -71,28 +78,27 @@ class Tensors(NamedTuple):
             deadline_s=call.deadline_s,
             bytes_as=self.bytes_as,
         )
-        return Asked(model, version, asked), facts
+        return Asked(model, version, asked), read_json if self.service.enveloped(facts) else read_framed
 
 
 class _ModelInfer(DirectCall):
     """One request, one answer, in the form of the request: raw bytes or typed fields."""
 
-    __slots__ = ("_facts", "_raw", "_tensors")
+    __slots__ = ("_raw", "_read", "_tensors")
 
     def __init__(self, tensors: Tensors, method: Method, stream: Stream, tasks: set[Any]) -> None:
         super().__init__(tensors.shared, method, stream, tasks)
         self._tensors = tensors
         self._raw = True
-        self._facts: ModelFacts | None = None
+        self._read: Reader = read_framed
 
     def _asked(self, request: TensorMessage) -> Asked:
         self._raw = _is_raw(request)
-        asked, self._facts = self._tensors.asked(request, self)
+        asked, self._read = self._tensors.asked(request, self)
         return asked
 
     def _message_of(self, response: InferResponse) -> TensorReply:
-        enveloped = self._facts is not None and self._tensors.service.enveloped(self._facts)
-        return infer_response(read_json(response) if enveloped else read_framed(response), raw=self._raw)
+        return infer_response(self._read(response), raw=self._raw)
 
     def reply(self, outcome: Outcome | ServingError) -> None:
         """Answer the client; `Reply` of the prediction."""
@@ -138,11 +144,11 @@ class TensorCalls:
             yield response
 
     async def _parts(self, asked: TensorMessage, call: Call) -> AsyncIterator[ModelInferResponse]:
-        (model, version, request), facts = self._tensors.asked(asked, call)
+        (model, version, request), read = self._tensors.asked(asked, call)
         outcome = await self._tensors.service.ask(model, version, request)
         is_stream = isinstance(outcome, StreamedResponse)
         last: TensorAnswer | None = None
-        async for last in self._answers(facts, outcome):
+        async for last in _answers(outcome, read):
             part = infer_response(last, raw=_is_raw(asked)).whole()
             part.parameters[FINAL].bool_param = not is_stream
             yield part
@@ -150,12 +156,13 @@ class TensorCalls:
         if is_stream and WANTS_FINAL in parameters and parameters[WANTS_FINAL].bool_param:
             yield _empty_end(asked.fields, last)
 
-    async def _answers(self, facts: ModelFacts, outcome: Outcome) -> AsyncIterator[TensorAnswer]:
-        if isinstance(outcome, InferResponse) and self._tensors.service.enveloped(facts):
-            yield read_json(outcome)
-            return
-        async for answer in framed_parts(outcome):
-            yield answer
+
+async def _answers(outcome: Outcome, read: Reader) -> AsyncIterator[TensorAnswer]:
+    if isinstance(outcome, InferResponse):
+        yield read(outcome)
+        return
+    async for chunk in outcome.chunks:
+        yield read_framed_body(chunk)
 
 
 def _empty_end(message: ModelInferRequest, last: TensorAnswer | None) -> ModelInferResponse:

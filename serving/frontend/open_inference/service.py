@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import TypeAlias
 
 from torchere.serving.errors import InvalidRequest, ServingError
@@ -11,11 +10,6 @@ from torchere.serving.frontend.model_facts import ModelFacts
 from torchere.serving.frontend.open_inference.errors import as_client_knows
 from torchere.serving.frontend.open_inference.json_form import BytesAs, request_json
 from torchere.serving.frontend.open_inference.signature_check import check_signature
-from torchere.serving.frontend.open_inference.tensor_answer import (
-    TensorAnswer,
-    read_framed,
-    read_framed_body,
-)
 from torchere.serving.frontend.open_inference.tensor_request import (
     Pairs,
     TensorRequest,
@@ -94,16 +88,3 @@ def whole(outcome: Outcome) -> InferResponse:
     if isinstance(outcome, StreamedResponse):
         raise InvalidRequest(STREAMS)
     return outcome
-
-
-async def framed_parts(response: Outcome) -> AsyncIterator[TensorAnswer]:
-    """The parts of an answer to a framed request, one after the other.
-
-    Raises:
-        ServingError: the handler failed, be it midway.
-    """
-    if isinstance(response, InferResponse):
-        yield read_framed(response)
-        return
-    async for chunk in response.chunks:
-        yield read_framed_body(chunk)

@@ -126,7 +126,7 @@ class DirectCall:
             prediction.hurry()
         except Unauthorized as error:
             self._shared.metrics.refused(error)
-            self._answer(*error_answer(error, show_detail=False))
+            self._refuse(error)
         except ServingError as error:
             self._fail(error)
         except Exception as error:  # the top of a request: a bug is logged, and the client gets a 500
@@ -197,14 +197,16 @@ class DirectCall:
         self._timeline = None  # it knows the request
 
     def _fail(self, error: ServingError) -> None:
-        """Send an error in the form that the path's clients read."""
+        """Send what went wrong with a prediction, in the form that the path's clients read."""
+        self._refuse(error)
+
+    def _refuse(self, error: ServingError) -> None:
         self._answer(*error_answer(error, show_detail=False))
 
     def _break_down(self, error: Exception) -> None:
         fields = fields_of(self.request_id, self._timeline)
         logger.error("request %s failed unexpectedly", self.request_id, exc_info=error, extra=fields)
-        known = ServingError("Internal server error", repr(error))
-        self._answer(*error_answer(known, show_detail=False))
+        self._refuse(ServingError("Internal server error", repr(error)))
 
     def _answer(self, status: int, headers: RawHeaders, body: bytes) -> None:
         if self.response_complete:

@@ -75,10 +75,7 @@ class TensorPredictor:
             headers=request_headers(call.scope) + target.headers,
             deadline_s=deadline_of(head, call.started_s),
         )
-        outcome = await service.ask(str(target.model), target.version, asked)
-        if isinstance(outcome, InferResponse):
-            check_accepted(outcome)
-        return outcome
+        return await service.ask(str(target.model), target.version, asked)
 
 
 async def _request(target: Target, wire: Wire, body: bytes | memoryview, facts: ModelFacts) -> TensorRequest:
@@ -117,6 +114,7 @@ async def _send(call: Call, status: int, headers: RawHeaders, body: bytes, codin
 
 async def _parts(response: Outcome) -> AsyncIterator[bytes]:
     if isinstance(response, InferResponse):
+        check_accepted(response)
         yield response.body
         return
     async for chunk in response.chunks:
