@@ -32,7 +32,7 @@ _FLOATS = frozenset({float})
 _LISTS = frozenset({list})
 # From this many floats on, printing them all at once pays for its checks (measured on CPython 3.11).
 _MANY_FLOATS = 8
-_encode_floats = msgspec.json.Encoder().encode
+_print_fast = msgspec.json.Encoder().encode
 
 
 Lent = Literal["own", "write", "read"]
@@ -126,12 +126,40 @@ def _encode_json(value: object) -> bytes:
     return text.encode("ascii")
 
 
-def json_text(value: object) -> str:
-    """The text of `json.dumps(value)`, to the letter; faster where there are many floats.
+def json_texts(values: Sequence[object]) -> list[str]:
+    """The text of `json.dumps(value)` for each, to the letter; faster where there are many floats.
 
     Raises:
         TypeError, ValueError: as `json.dumps`.
     """
+    texts = _texts_of_rows(values)
+    return texts if texts is not None else list(map(_json_text, values))
+
+
+def _texts_of_rows(values: Sequence[Any]) -> list[str] | None:
+    """Of lists of rows of numbers, which are printed all at once; None where a value is something else.
+
+    That a row holds numbers only is read from what was printed: a look at each of them takes longer.
+    """
+    if not all(type(value) is list and value for value in values):
+        return None
+    rows = list(chain.from_iterable(values))
+    if set(map(type, rows)) != _LISTS:
+        return None
+    try:
+        printed = _print_fast(values)
+    except (TypeError, ValueError, OverflowError, RecursionError):  # the standard encoder says it better
+        return None
+    if b'"' in printed or b"{" in printed or printed.count(b"[") != 1 + len(values) + len(rows):
+        return None
+    texts = printed[3:-3].replace(b",", b", ").decode("ascii").split("]], [[")
+    return [
+        _json_text(value) if _notation_differs(text) else f"[[{text}]]"
+        for text, value in zip(texts, values, strict=True)
+    ]
+
+
+def _json_text(value: object) -> str:
     try:
         return _compact(value)
     except RecursionError:
@@ -212,7 +240,7 @@ def _join_floats(items: Sequence[Any], gap: str) -> str:
     if len(items) < _MANY_FLOATS:
         text = separator.join(map(float.__repr__, items))
         return text if "n" not in text else separator.join(map(json.dumps, items))  # nan and inf
-    text = _encode_floats(items)[1:-1].decode("ascii")
+    text = _print_fast(items)[1:-1].decode("ascii")
     if not _notation_differs(text):
         return text.replace(",", separator)
     tokens = text.split(",")
@@ -226,7 +254,7 @@ def _join_rows(rows: Sequence[Any], gap: str) -> str | None:
     """Lists of floats side by side, printed all at once; None where that would not give the same bytes."""
     if not all(rows) or set(map(type, chain.from_iterable(rows))) != _FLOATS:
         return None
-    text = _encode_floats(rows)[2:-2].decode("ascii")
+    text = _print_fast(rows)[2:-2].decode("ascii")
     if _notation_differs(text):
         return None
     inner = gap + _INDENT

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from torchere.handlers.encode import json_text
+from torchere.handlers.encode import json_texts
 from torchere.handlers.errors import PredictionException
 
 
@@ -76,9 +76,9 @@ class JSONEnvelope(BaseEnvelope):
         answers = []
         start = 0
         for length in self._lengths:
-            answers.append(json_text({"predictions": data[start : start + length]}))
+            answers.append(data[start : start + length])
             start += length
-        return answers
+        return [f'{{"predictions": {text}}}' for text in json_texts(answers)]
 
 
 class KServeEnvelope(BaseEnvelope):

@@ -13,12 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchere.handlers.encode import Lent, decode_input, encode_answer, json_text
+from torchere.handlers.encode import Lent, decode_input, encode_answer, json_texts
 from torchere.handlers.errors import UnsupportedOutput
 from torchere.handlers.tensors import DATATYPES, tensor_type
 
 _numbers = st.one_of(st.integers(), st.floats())
-_scalars = st.one_of(st.none(), st.booleans(), _numbers, st.text())
+_plain = st.integers() | st.booleans() | st.none() | st.text(max_size=3)
+_scalars = st.floats(0.01, 100) | st.floats() | _plain
 _keys = st.one_of(st.text(), st.integers(), st.floats(), st.booleans(), st.none())
 _values = st.recursive(
     st.one_of(_scalars, st.lists(st.floats(), min_size=6, max_size=20)),
@@ -48,14 +49,14 @@ def test_json_answers_are_byte_for_byte_those_of_the_standard_library(value: Any
 @given(_values)
 @settings(max_examples=400)
 def test_json_in_one_line_is_too(value: Any) -> None:
-    assert json_text(value) == json.dumps(value)
+    assert json_texts([value, [value]]) == [json.dumps(value), json.dumps([value])]
 
 
 def test_json_in_one_line_refuses_what_contains_itself() -> None:
     endless: list[Any] = []
     endless.append(endless)
     with pytest.raises(ValueError, match="Circular"):
-        json_text(endless)
+        json_texts([endless])
 
 
 @given(st.lists(st.floats(), min_size=8, max_size=64))
@@ -68,6 +69,22 @@ def test_long_lists_of_floats_are_too(values: list[float]) -> None:
 @settings(max_examples=400)
 def test_rows_of_floats_are_too(rows: list[list[float]]) -> None:
     assert encode_answer({"rows": rows, "deeper": [rows]}) == _expected({"rows": rows, "deeper": [rows]})
+
+
+_plain = st.integers() | st.booleans() | st.none() | st.text(max_size=3)
+_scalars = st.floats(0.01, 100) | st.floats() | _plain
+
+
+@given(st.lists(st.lists(st.lists(_scalars, max_size=4), max_size=3), max_size=6))
+@settings(max_examples=600)
+def test_many_lists_of_rows_in_one_line_are_too(values: list[list[list[object]]]) -> None:
+    assert json_texts(values) == list(map(json.dumps, values))
+
+
+def test_rows_refuse_what_the_standard_library_does() -> None:
+    for odd in ({1.0}, b"bytes", object()):
+        with pytest.raises(TypeError, match="not JSON serializable"):
+            json_texts([[[odd]]])
 
 
 def test_floats_at_every_change_of_notation_are_too() -> None:
