@@ -133,10 +133,11 @@ class Slot:
     def submit(self, batch: InFlight) -> None:
         """Send one batch to the worker, which has room for it."""
         run_id = next(self._run_ids)
-        if not self._inside:
+        is_idle = not self._inside
+        if is_idle:
             self._silence.watch()
         self._inside[run_id] = batch
-        self._worker.run(run_id, batch.requests)
+        self._worker.run(run_id, batch.requests, at_once=is_idle)
 
     def _on_message(self, message: Partial | Done | Pong) -> None:
         if isinstance(message, Pong):

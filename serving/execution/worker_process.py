@@ -31,6 +31,7 @@ from torchere.serving.execution.wire import (
     from_worker_decoder,
 )
 from torchere.serving.telemetry.worker_lines import relay
+from torchere.serving.turn_writes import TurnWrites
 from torchere.serving.types import InferRequest
 
 logger = logging.getLogger("torchere.worker")
@@ -62,7 +63,8 @@ class WorkerProcess:
         self._gpu_id = gpu_id
         self._loop = asyncio.get_running_loop()
         self._launched: Launched | None = None
-        self._transport: asyncio.WriteTransport | None = None
+        self._transport: asyncio.Transport | None = None
+        self._writes = TurnWrites()
         self._reply: asyncio.Future[None] | None = None  # of the step (load, warm-up) under way
         self._on_message = on_message
         self._oom = oom
@@ -88,6 +90,7 @@ class WorkerProcess:
             self._transport, _ = await self._loop.create_unix_connection(
                 lambda: self._frames, sock=self._launched.connection
             )
+            self._writes.begin(self._transport)
         except OSError as err:
             if self._launched is not None:
                 self._launched.kill()
@@ -128,9 +131,12 @@ class WorkerProcess:
         finally:
             self._reply = None
 
-    def run(self, run_id: int, requests: Sequence[InferRequest]) -> None:
-        """Send one batch; the worker runs it after those that were sent before."""
-        self._send(Run(run_id, tuple(requests)))
+    def run(self, run_id: int, requests: Sequence[InferRequest], at_once: bool) -> None:
+        """Send one batch; the worker runs it after those that were sent before.
+
+        `at_once` False lets it wait for the end of this turn of the loop, for others to go with it.
+        """
+        self._send(Run(run_id, tuple(requests)), at_once)
 
     def ping(self) -> None:
         """Ask for a sign of life; the worker gives it when it is through with what was sent before."""
@@ -156,10 +162,14 @@ class WorkerProcess:
         except asyncio.TimeoutError:
             await self._kill_and_reap(Loss(LossKind.STOPPED, "did not stop when asked"))
 
-    def _send(self, message: ToWorker) -> None:
-        """Put a message on its way; uvloop sends those of one turn with one system call."""
+    def _send(self, message: ToWorker, at_once: bool = True) -> None:
+        """Put a message on its way, unless the worker is gone."""
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(encode_frame(message))
+            if at_once:
+                self._writes.expect_flush()
+            self._writes.write(encode_frame(message))
+            if at_once:
+                self._writes.flush()
 
     def _on_frame(self, payload: memoryview) -> None:
         try:

@@ -20,7 +20,7 @@ from torchere.serving.frontend.http2.inflow import Inflow
 from torchere.serving.frontend.http2.listening import Listening
 from torchere.serving.frontend.http2.outflow import Outflow
 from torchere.serving.frontend.http2.stream import OVER, Stream
-from torchere.serving.frontend.http2.turn_writes import TurnWrites
+from torchere.serving.turn_writes import TurnWrites
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from torchere.serving.frontend.http2.frames import (
     head,
     read_settings,
 )
-from torchere.serving.frontend.http2.turn_writes import Buffers
+from torchere.serving.turn_writes import Buffers
 
 if TYPE_CHECKING:
     from torchere.serving.frontend.http2.stream import Stream

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from torchere.serving.frontend.http2.turn_writes import AT_ONCE_BYTES, TurnWrites
+from torchere.serving.turn_writes import AT_ONCE_BYTES, TurnWrites
 
 
 class FakeTransport:
