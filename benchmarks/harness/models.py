@@ -101,6 +101,7 @@ class _Packing:
 
 _ARCHIVES = {
     "tiny": _Packing("base_handler", FEATURES, 4, _BATCHED),
+    "single": _Packing("base_handler", FEATURES, 4, _SINGLE),
     "custom": _Packing(str(_RECORDED), FEATURES, 4, _SINGLE + "isolation: process\n"),
     "rows": _Packing(str(_RECORDED), FEATURES, 4, _BATCHED + "isolation: thread\n"),
     "pid": _Packing(str(_HANDLERS / "pid_tensor.py"), FEATURES, 4, _SINGLE + "isolation: process\n"),
