@@ -25,7 +25,7 @@ def test_the_list_shows_every_row_and_its_contenders(capsys):
     assert run("--list") == 0
     shown = capsys.readouterr().out
     assert "tiny_mlp" in shown
-    assert "torchere, torchserve, echo, mosec, litserve, triton" in shown
+    assert "torchere, torchserve, torchserve, batch size 1, echo, mosec, litserve, triton" in shown
     assert len(shown.splitlines()) >= 8
 
 
