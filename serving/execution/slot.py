@@ -28,9 +28,9 @@ from torchere.serving.execution.loss import Loss, LossKind
 from torchere.serving.execution.oom import OomWatch
 from torchere.serving.execution.restart import restart_delay_s
 from torchere.serving.execution.send_ahead import QUICK_S, depth
-from torchere.serving.execution.silence import Silence
 from torchere.serving.execution.wire import Done, Partial, Pong, report_from_done
 from torchere.serving.execution.worker_process import WorkerProcess
+from torchere.serving.silence import Silence
 
 logger = logging.getLogger(__name__)
 

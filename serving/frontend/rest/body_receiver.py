@@ -19,12 +19,20 @@ class BodyReceiver(asyncio.BufferedProtocol):
     Args:
         transport: of the connection.
         body: what is to be filled; something is missing.
+        heard: called when bytes came, and something is missing still.
         then: called once the HTTP protocol has the connection back and the body is whole.
     """
 
-    def __init__(self, transport: asyncio.Transport, body: WholeBody, then: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        body: WholeBody,
+        heard: Callable[[], None],
+        then: Callable[[], None],
+    ) -> None:
         self._transport = transport
         self._body = body
+        self._heard = heard
         self._then = then
         self._http = transport.get_protocol()
         self._take_over(self)
@@ -36,7 +44,9 @@ class BodyReceiver(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         """Bytes came in."""
         self._body.filled(nbytes)
-        if not self._body.room:
+        if self._body.room:
+            self._heard()
+        else:
             self._body = _NOTHING_MISSING  # uvloop keeps hold of this
             self._take_over(self._http)
             self._then()

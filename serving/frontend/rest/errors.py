@@ -5,12 +5,17 @@ from __future__ import annotations
 from torchere.serving import errors as e
 from torchere.serving.frontend.description import pretty
 
-_NO_HTTP = {"code": 400, "type": "BadRequestException", "message": "Invalid HTTP message."}
-_BODY = pretty(_NO_HTTP).encode() + b"\n"
+
+def _last_words(status: int, phrase: str, kind: str, message: str) -> bytes:
+    body = pretty({"code": status, "type": kind, "message": message}) + "\n"
+    head = f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+    return f"{head}connection: close\r\n\r\n{body}".encode("ascii")
+
+
 # The whole answer to bytes that are no request: TorchServe's words.
-INVALID_HTTP = (
-    b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-    b"connection: close\r\n\r\n%s" % (len(_BODY), _BODY)
+INVALID_HTTP = _last_words(400, "Bad Request", "BadRequestException", "Invalid HTTP message.")
+STALLED_BODY = _last_words(
+    408, "Request Timeout", "RequestTimeoutException", "The rest of the request's body did not come in time."
 )
 
 # What came from a handler or an executor carries this type whatever its status is.

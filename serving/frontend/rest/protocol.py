@@ -18,13 +18,15 @@ from torchere.serving.frontend.rest.call import CYCLE
 from torchere.serving.frontend.rest.codec import SPELLED_HEADERS
 from torchere.serving.frontend.rest.direct import DirectCall
 from torchere.serving.frontend.rest.direct_predictions import DirectPredictions
-from torchere.serving.frontend.rest.errors import INVALID_HTTP
+from torchere.serving.frontend.rest.errors import INVALID_HTTP, STALLED_BODY
 from torchere.serving.frontend.rest.joined_writes import JoinedWrites
+from torchere.serving.silence import Silence
 
 MAX_REQUEST_LINE_BYTES = 4096  # TorchServe's limits; the parser itself has none
 MAX_HEADER_BYTES = 8192
 LINGER_S = 0.25  # of idle connections after the end of the listener; many round trips in one data centre
 HEAD_TIMEOUT_S = 60.0  # a connection that has begun a head and not ended it by then is closed
+BODY_TIMEOUT_S = 60.0  # likewise one that has begun a body, if nothing more of it comes for so long
 
 
 class HeadTooLarge(Exception):
@@ -47,8 +49,8 @@ class Protocol(HttpToolsProtocol):
     _shared: DirectPredictions | None = None  # of a listener that answers predictions
     _between: bool = True  # the parser has had whole requests only
     _first: bytes = b""  # what came when it had, until the first head in it is read
-    _idle_since_s = 0.0  # the loop's time of the last direct answer
-    _idle_timer: asyncio.TimerHandle | None = None
+    _idle: Silence | None = None  # since the last direct answer
+    _upload: Silence | None = None  # of a client that has not sent its body at once
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client connected, and has `HEAD_TIMEOUT_S` for its first head."""
@@ -67,8 +69,10 @@ class Protocol(HttpToolsProtocol):
         super().data_received(data)
         direct = self._present_direct()
         missing = direct.missing if direct is not None else None
+        if not (self._between or self._in_head):
+            self._mind_the_body()
         if missing is not None and not self.transport.is_closing():
-            BodyReceiver(self.transport, missing, self._body_is_whole)
+            BodyReceiver(self.transport, missing, self._mind_the_body, self._body_is_whole)
         if self._in_head or self._head_timer is not None:
             self._mind_the_head()
 
@@ -92,8 +96,9 @@ class Protocol(HttpToolsProtocol):
         """The connection is gone, from either side."""
         self._in_head = False
         self._mind_the_head()
-        if self._idle_timer is not None:
-            self._idle_timer.cancel()
+        for silence in (self._idle, self._upload):
+            if silence is not None:
+                silence.stop()
         if self._direct is not None:
             self._direct.client_gone()
         super().connection_lost(exc)
@@ -142,6 +147,8 @@ class Protocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """The request is there as a whole."""
         self._between = True
+        if self._upload is not None:
+            self._upload.over()
         direct = self._present_direct()
         if direct is None:
             super().on_message_complete()
@@ -159,10 +166,7 @@ class Protocol(HttpToolsProtocol):
         self._writes.write_whole(head, body)
 
     def on_direct_complete(self) -> None:
-        """As `on_response_complete`, after a direct call: a timer for each answer would cost too much.
-
-        One timer looks from time to time how long the connection has been idle.
-        """
+        """As `on_response_complete`, after a direct call: a timer for each answer would cost too much."""
         if self.pipeline:
             super().on_response_complete()
             return
@@ -170,19 +174,13 @@ class Protocol(HttpToolsProtocol):
         if self._writes.is_closing():
             return
         self.flow.resume_reading()
-        self._idle_since_s = self.loop.time()
-        if self._idle_timer is None:
-            self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._look_if_idle)
+        if self._idle is None:
+            self._idle = Silence(self.timeout_keep_alive, self._idle_too_long)
+        self._idle.watch()
 
-    def _look_if_idle(self) -> None:
-        self._idle_timer = None
+    def _idle_too_long(self) -> None:
         # uvicorn has a timer of its own after an answer of its own.
-        if self._is_busy() or self.timeout_keep_alive_task is not None:
-            return
-        left_s = self._idle_since_s + self.timeout_keep_alive - self.loop.time()
-        if left_s > 0:
-            self._idle_timer = self.loop.call_later(left_s, self._look_if_idle)
-        else:
+        if not self._is_busy() and self.timeout_keep_alive_task is None:
             self.timeout_keep_alive_handler()
 
     def drain(self) -> None:
@@ -213,8 +211,11 @@ class Protocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP, or too much of it, and close."""
+        self._end(INVALID_HTTP)
+
+    def _end(self, last_words: bytes) -> None:
         if not self.transport.is_closing():
-            self.transport.write(INVALID_HTTP)
+            self.transport.write(last_words)
             self.transport.close()
 
     def _direct_call(self) -> DirectCall | None:
@@ -261,3 +262,17 @@ class Protocol(HttpToolsProtocol):
             self._head_timer = None
         elif self._in_head and self._head_timer is None:
             self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
+
+    def _mind_the_body(self) -> None:
+        """Bytes of a body came, and there are more to come."""
+        if self._upload is None:
+            self._upload = Silence(BODY_TIMEOUT_S, self._body_stalled)
+        self._upload.watch()
+
+    def _body_stalled(self) -> None:
+        if self.flow.read_paused:  # it is us who take nothing
+            self._mind_the_body()
+        elif (self._present_direct() is None and self.cycle.response_started) or self.cycle.response_complete:
+            self.transport.close()
+        else:
+            self._end(STALLED_BODY)

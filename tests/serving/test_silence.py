@@ -2,7 +2,7 @@
 
 import asyncio
 
-from torchere.serving.execution.silence import Silence
+from torchere.serving.silence import Silence
 
 TIMEOUT_S = 0.04
 TICK_S = 0.002  # a loop's clock may be that coarse

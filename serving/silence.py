@@ -1,4 +1,4 @@
-"""How long a worker with something to do may say nothing, without a timer for each thing it does."""
+"""How long the other end of a connection may say nothing, without a timer for each thing it says."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 
 class Silence:
-    """Watches a worker while it has a batch. Lives on the event loop, which it must be made on.
+    """Watches a worker while it has a batch, a client while it sends a body, or a connection that is idle.
+
+    Lives on the event loop, which it must be made on.
 
     Calls `on_timeout()` when nothing was heard for `timeout_s`. The one timer is not moved when something is
     heard, which is often: when it fires, it looks how much of the time is left.

@@ -1,0 +1,90 @@
+"""A client that begins a body and sends no more of it is told so, and its connection ends."""
+
+import asyncio
+import json
+import time
+
+import pytest
+
+from torchere.serving.frontend.rest import protocol
+from torchere.serving.frontend.rest.app import inference_app
+from torchere.serving.frontend.rest.direct_predictions import SMALL_BODY_BYTES
+from torchere.serving.frontend.rest.server import RestServer
+from torchere.serving.settings import Address
+from torchere.serving.types import InferResponse
+
+TIMEOUT_S = 0.3
+LARGE = SMALL_BODY_BYTES + 50_000
+HEAD = b"POST %b HTTP/1.1\r\nHost: x\r\n%b\r\n"
+
+
+def head(length: int, path: bytes = b"/predictions/echo") -> bytes:
+    return HEAD % (path, b"Content-Length: %d\r\n" % length)
+
+
+BEGINNINGS = {
+    "small": head(100) + b"x",
+    "large": head(LARGE) + b"x" * 1000,
+    "nothing of it": head(100),
+    "in chunks": HEAD % (b"/predictions/echo", b"Transfer-Encoding: chunked\r\n") + b"4\r\nabcd\r\n8\r\nx",
+    "of a route of ASGI": head(100, b"/v2/models/echo/infer") + b"{",
+}
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(protocol, "BODY_TIMEOUT_S", TIMEOUT_S)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("beginning", BEGINNINGS.values(), ids=BEGINNINGS)
+def test_a_body_that_stops_coming_is_answered_with_408_and_the_end(planes, talk, beginning):
+    began_s = time.monotonic()
+    said = talk(beginning, max_request_bytes=2 * LARGE)
+    assert time.monotonic() - began_s >= TIMEOUT_S * 0.9
+    status, _, rest = said.partition(b"\r\n")
+    assert status == b"HTTP/1.1 408 Request Timeout"
+    assert b"connection: close" in rest
+    assert json.loads(rest.partition(b"\r\n\r\n")[2])["type"] == "RequestTimeoutException"
+    assert not planes.data.asked
+
+
+def trickled(planes, *pieces: bytes, every_s: float) -> bytes:
+    """What the server says to pieces sent one after the other, until it closes or has answered all."""
+
+    async def echo(request):
+        return InferResponse(bytes(request.parameters[0].value))
+
+    async def main() -> bytes:
+        planes.data.behave = echo
+        services = planes.services(max_request_bytes=2 * LARGE)
+        server = RestServer(
+            inference_app(planes.data, planes.control, services), Address(port=0), drain_timeout_s=2
+        )
+        address = await server.start()
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        for piece in pieces:
+            writer.write(piece)
+            await asyncio.sleep(every_s)
+        said = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
+        writer.close()
+        await server.stop()
+        return said
+
+    return asyncio.run(main())
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("size", [6, LARGE], ids=["small", "large"])
+def test_a_slow_body_that_keeps_coming_is_waited_for(planes, size):
+    piece = b"x" * (size // 6 + 1)
+    said = trickled(planes, head(6 * len(piece)), *[piece] * 6, every_s=TIMEOUT_S / 3)
+    assert said.startswith(b"HTTP/1.1 200 OK")
+    assert len(planes.data.asked) == 1
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_connection_is_not_ended_for_a_body_that_is_whole(planes):
+    said = trickled(planes, head(4) + b"ab", b"cd", *[b""] * 5, head(2) + b"ef", every_s=TIMEOUT_S / 3)
+    assert said.startswith(b"HTTP/1.1 200 OK")
+    assert len(planes.data.asked) == 2
