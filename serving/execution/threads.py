@@ -38,7 +38,7 @@ from torchere.serving.types import InferRequest, InferResponse
 logger = logging.getLogger(__name__)
 
 MAX_LEFT_BEHIND = 3  # threads that hang, for each there is to be; after that the rest stay as they are
-LET_GO_S = 1.0  # after the end: by then the last thread is over, unless it hangs
+LET_GO_S = 1.0  # after the last thread told its end: by then it is over
 HostMaker = Callable[[LoadSpec, int | None, SharedModels], HandlerHost]
 
 
@@ -77,6 +77,7 @@ class ThreadPool:
         self._restarts: set[asyncio.Task[None]] = set()
         self._inside: dict[InFlight, ExecutorThread | None] = {}  # None: whichever thread takes it
         self._hosts: weakref.WeakSet[HandlerHost] = weakref.WeakSet()  # those that are still in memory
+        self._traces: list[weakref.ref[object]] = []  # of what a closed pool is to let go of
 
     @property
     def size(self) -> int:
@@ -241,11 +242,11 @@ class ThreadPool:
         """Answer what is inside, end the threads, let go of the weights."""
         for batch in tuple(self._inside):
             batch.fail(ExecutorDied("the version was unloaded"))
-        traces = [trace for host in self._hosts for trace in host.traces()]
+        self._traces = [trace for host in self._hosts for trace in host.traces()]
         await self.resize(0)
         self._inline_host = None
         self._shared = SharedModels()
-        self._loop.call_later(LET_GO_S, _collect, traces)
+        self._let_go()
 
     def _new_thread(self, executor_id: int | None = None) -> ExecutorThread:
         gpu_ids = self._spec.gpu_ids
@@ -268,6 +269,13 @@ class ThreadPool:
             self._threads[self._threads.index(thread)] = self._retiring.pop()
         elif thread in self._retiring:
             self._retiring.remove(thread)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """See to it that a closed pool's handlers are freed, once none is in a call any more."""
+        if self._traces and not self._retiring:
+            self._loop.call_later(LET_GO_S, _collect, self._traces)
+            self._traces = []
 
 
 def _collect(traces: list[weakref.ref[object]]) -> None:

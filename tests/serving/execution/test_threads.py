@@ -270,6 +270,38 @@ def test_a_closed_pool_lets_go_of_its_handlers(
         gc.enable()
 
 
+def test_a_closed_pool_lets_go_of_a_handler_that_was_in_a_call_for_longer(
+    make_spec: Any, make_sink: Any, make_request: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = """
+        import pathlib, time, weakref
+        class Handler:
+            def initialize(self, context):
+                self.me = self
+                self.folder = pathlib.Path(context.system_properties["model_dir"])
+                weakref.finalize(self, (self.folder / "freed").touch)
+            def handle(self, data, context):
+                (self.folder / "entered").touch()
+                while not (self.folder / "go").exists():
+                    time.sleep(0.01)
+                return ["ok"] * len(data)
+    """
+    spec = make_spec(source)
+    folder = Path(spec.archive_dir)
+
+    async def main() -> None:
+        async with pool_of(spec) as pool:
+            pool.submit([make_request("x")], make_sink())
+            await asyncio.wait_for(until((folder / "entered").exists), 30)
+        await asyncio.sleep(0.1)  # ten times as long as the pool waits for a thread that has ended
+        assert not (folder / "freed").exists()
+        (folder / "go").touch()
+        await asyncio.wait_for(until((folder / "freed").exists), 30)
+
+    monkeypatch.setattr(threads, "LET_GO_S", 0.01)
+    asyncio.run(main())
+
+
 async def until(is_so: Callable[[], bool]) -> None:
     while not is_so():
         await asyncio.sleep(0.01)
