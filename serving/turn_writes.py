@@ -15,8 +15,7 @@ class TurnWrites:
     """Holds frames until the end of the turn. Lives on the event loop.
 
     A batch answers many calls of one gRPC connection in one turn; a system call for each was a fifth of what
-    a call cost. A busy worker is sent several batches in a turn: one system call for five, 3 to 6 % more
-    requests a second.
+    a call cost. A busy worker is sent several batches in a turn: two system calls for five.
     """
 
     __slots__ = ("_held", "_held_bytes", "_is_due", "_loop", "_transport")
@@ -35,6 +34,13 @@ class TurnWrites:
         """Send one or more whole frames."""
         self._held.append(data)
         self._count(len(data))
+
+    def write_promptly(self, data: Buffer) -> None:
+        """Send whole frames: the first of a turn now, for who has nothing else to do, the others together."""
+        is_first = not self._is_due
+        self.write(data)
+        if is_first and self._held:
+            self._send()
 
     def write_all(self, buffers: Buffers) -> None:
         """Send what is whole frames together."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
 
-from torchere.serving.errors import DeadlineExceeded, ExecutorDied, LoadFailed, ServingError
+from torchere.serving.errors import DeadlineExceeded, ExecutorDied, LoadFailed, OutOfResources, ServingError
 from torchere.serving.execution.executor import (
     ExecutorState,
     ExecutorStatus,
@@ -91,12 +91,14 @@ class Slot:
             self.status.gpu_id,
             self._settings.launcher,
             on_message=self._on_message,
+            on_gone=self._change,
             oom=self._settings.oom,
         )
 
     def _change(self, **changes: Any) -> None:
         self.status = replace(self.status, **changes)
-        self.in_service = self.status.state is ExecutorState.READY
+        # A worker that is gone may keep us waiting for seconds until it is known how it ended.
+        self.in_service = self.status.state is ExecutorState.READY and self._worker.reachable
 
     @property
     def load(self) -> int:
@@ -106,7 +108,7 @@ class Slot:
     @property
     def room(self) -> int:
         """How many more batches it takes now."""
-        if self._retiring or not self.in_service or self._worker.lost.done():
+        if self._retiring or not self.in_service:
             return 0
         room = self._depth - len(self._inside)
         return room if room > 0 else 0
@@ -133,11 +135,14 @@ class Slot:
     def submit(self, batch: InFlight) -> None:
         """Send one batch to the worker, which has room for it."""
         run_id = next(self._run_ids)
-        is_idle = not self._inside
-        if is_idle:
+        try:
+            self._worker.run(run_id, batch.requests)
+        except (ValueError, MemoryError) as err:
+            batch.fail(OutOfResources("Out of resources", f"the batch can't be sent to its worker: {err}"))
+            return
+        if not self._inside:
             self._silence.watch()
         self._inside[run_id] = batch
-        self._worker.run(run_id, batch.requests, at_once=is_idle)
 
     def _on_message(self, message: Partial | Done | Pong) -> None:
         if isinstance(message, Pong):

@@ -43,8 +43,9 @@ KILL_GRACE_S = 2.0
 class WorkerProcess:
     """One process that hosts one handler. Methods run on the event loop.
 
-    `lost` completes when the process is gone for whatever reason. `on_message` gets what it says about
-    batches, and its signs of life.
+    `on_message` gets what it says about batches, and its signs of life. `on_gone` is called when its
+    connection ends: nothing reaches it from then on. `lost` completes when the process has ended, too, which
+    may be seconds later, and tells why.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class WorkerProcess:
         launcher: Launcher,
         *,
         on_message: Callable[[Partial | Done | Pong], None],
+        on_gone: Callable[[], None],
         oom: OomWatch,
     ) -> None:
         self._spec = spec
@@ -67,6 +69,7 @@ class WorkerProcess:
         self._writes = TurnWrites()
         self._reply: asyncio.Future[None] | None = None  # of the step (load, warm-up) under way
         self._on_message = on_message
+        self._on_gone = on_gone
         self._oom = oom
         self._killed: Loss | None = None  # by us, and why
         self._frames = FrameProtocol(self._on_frame, self._on_lost)
@@ -78,6 +81,11 @@ class WorkerProcess:
     def pid(self) -> int:
         """The process id; 0 before the start."""
         return self._launched.pid if self._launched else 0
+
+    @property
+    def reachable(self) -> bool:
+        """Whether what is sent may arrive."""
+        return self._transport is not None and not self._transport.is_closing()
 
     async def start(self) -> None:
         """Start the process and connect to it; the handler is not loaded yet.
@@ -94,7 +102,9 @@ class WorkerProcess:
         except OSError as err:
             if self._launched is not None:
                 self._launched.kill()
+                self._launched.connection.close()
                 self._launched.close()
+                self._launched = None  # there is nothing that could be lost
             raise self._load_failed(f"the worker process could not be started: {err}") from err
         self._output = asyncio.ensure_future(self._log_output(self._launched.output))
 
@@ -131,12 +141,13 @@ class WorkerProcess:
         finally:
             self._reply = None
 
-    def run(self, run_id: int, requests: Sequence[InferRequest], at_once: bool) -> None:
+    def run(self, run_id: int, requests: Sequence[InferRequest]) -> None:
         """Send one batch; the worker runs it after those that were sent before.
 
-        `at_once` False lets it wait for the end of this turn of the loop, for others to go with it.
+        Raises:
+            ValueError, MemoryError: the batch is too large to be sent.
         """
-        self._send(Run(run_id, tuple(requests)), at_once)
+        self._send(Run(run_id, tuple(requests)))
 
     def ping(self) -> None:
         """Ask for a sign of life; the worker gives it when it is through with what was sent before."""
@@ -162,14 +173,10 @@ class WorkerProcess:
         except asyncio.TimeoutError:
             await self._kill_and_reap(Loss(LossKind.STOPPED, "did not stop when asked"))
 
-    def _send(self, message: ToWorker, at_once: bool = True) -> None:
+    def _send(self, message: ToWorker) -> None:
         """Put a message on its way, unless the worker is gone."""
-        if self._transport is not None and not self._transport.is_closing():
-            if at_once:
-                self._writes.expect_flush()
-            self._writes.write(encode_frame(message))
-            if at_once:
-                self._writes.flush()
+        if self.reachable:
+            self._writes.write_promptly(encode_frame(message))
 
     def _on_frame(self, payload: memoryview) -> None:
         try:
@@ -190,6 +197,7 @@ class WorkerProcess:
                 self._reply.set_exception(self._load_failed(message.detail, message.out_of_memory))
 
     def _on_lost(self) -> None:
+        self._on_gone()
         if self._frames.fault:
             self.kill(Loss(LossKind.PROTOCOL, self._frames.fault))
         self._reaper = asyncio.ensure_future(self._reap())

@@ -5,8 +5,11 @@ import io
 import json
 import math
 from collections import OrderedDict, namedtuple
+from decimal import Decimal
+from enum import Enum
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -82,7 +85,8 @@ def test_many_lists_of_rows_in_one_line_are_too(values: list[list[list[object]]]
 
 
 def test_rows_refuse_what_the_standard_library_does() -> None:
-    for odd in ({1.0}, b"bytes", object()):
+    label = Enum("label", ["cat"]).cat
+    for odd in ({1.0}, b"bytes", object(), label, Decimal("1.5"), msgspec.Raw(b"1")):
         with pytest.raises(TypeError, match="not JSON serializable"):
             json_texts([[[odd]]])
 

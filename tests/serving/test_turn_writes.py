@@ -76,6 +76,29 @@ def test_much_goes_out_as_it_comes_behind_what_is_held(many):
     assert after_a_turn(act) == ([b"a" + part * many], [b"a" + part * many])
 
 
+def test_promptly_is_now_for_the_first_of_a_turn_and_together_for_the_others():
+    def act(writes):
+        for data in (b"a", b"b", b"c"):
+            writes.write_promptly(data)
+
+    assert after_a_turn(act) == ([b"a"], [b"a", b"bc"])
+
+
+def test_promptly_keeps_the_order_behind_what_is_held():
+    def act(writes):
+        writes.write(b"a")
+        writes.write_promptly(b"b")
+        writes.write_promptly(bytes(AT_ONCE_BYTES))
+
+    everything = b"ab" + bytes(AT_ONCE_BYTES)
+    assert after_a_turn(act) == ([everything], [everything])
+
+
+def test_promptly_sends_much_once():
+    much = bytes(AT_ONCE_BYTES + 1)
+    assert after_a_turn(lambda writes: writes.write_promptly(much)) == ([much], [much])
+
+
 def test_a_close_sends_what_is_held_and_nothing_later():
     def act(writes):
         writes.write(b"a")

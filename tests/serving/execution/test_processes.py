@@ -12,7 +12,14 @@ from typing import Any
 
 import pytest
 
-from torchere.serving.errors import DeadlineExceeded, ExecutorDied, HandlerFailed, LoadFailed
+from torchere.serving.errors import (
+    DeadlineExceeded,
+    ExecutorDied,
+    HandlerFailed,
+    LoadFailed,
+    OutOfResources,
+)
+from torchere.serving.execution import worker_process
 from torchere.serving.execution.executor import ExecutorState, LoadSpec
 from torchere.serving.execution.heartbeat import HeartbeatSettings
 from torchere.serving.execution.launch import ForkLauncher, worker_environment
@@ -176,6 +183,72 @@ def test_batches_sent_ahead_to_a_lost_worker_are_given_back(
             assert isinstance(await lost.outcome(), ExecutorDied)
             assert await asyncio.wait_for(ahead.given_back, 30)
             assert not ahead.report.done()
+
+    asyncio.run(main())
+
+
+LEAVES_A_CHILD = """
+    import subprocess
+    class Handler:
+        def initialize(self, context):
+            subprocess.Popen(["sleep", "6"])  # it keeps the pipe of the worker's output open
+        def handle(self, data, context):
+            return ["ok"] * len(data)
+"""
+
+
+def test_a_dead_worker_is_out_of_service_before_it_is_known_how_it_ended(
+    make_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec(LEAVES_A_CHILD)) as pool:
+            os.kill(pool.statuses()[0].pid, signal.SIGKILL)
+            while pool.in_service:
+                await asyncio.sleep(0.01)
+            assert pool.statuses()[0].losses == 0  # its child is waited for
+            assert (pool.free, pool.idle_ids()) == (0, ())
+            await until_free(pool)
+            sink = make_sink()
+            pool.submit([make_request("x")], sink)
+            assert (await sink.outcome()).body == b"ok"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("error", [ValueError("over 2 GiB"), MemoryError()])
+def test_a_batch_that_cannot_be_sent_is_refused_and_nothing_else_changes(
+    make_spec: Any, make_sink: Any, make_request: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse(message: object) -> bytes:
+        raise error
+
+    async def main() -> None:
+        async with pool_of(make_spec()) as pool:
+            before = pool.free
+            large, sink = make_sink(), make_sink()
+            with monkeypatch.context() as patch:
+                patch.setattr(worker_process, "encode_frame", refuse)
+                pool.submit([make_request("large")], large)
+            assert isinstance(await large.outcome(), OutOfResources)
+            assert pool.free == before
+            pool.submit([make_request("hi")], sink)
+            assert (await sink.outcome()).body == b"hi!"
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_cannot_be_talked_to_is_a_failed_load(
+    make_spec: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    async def main() -> None:
+        monkeypatch.setattr(asyncio.get_running_loop(), "create_unix_connection", refuse)
+        with pytest.raises(LoadFailed) as failure:
+            async with pool_of(make_spec()):
+                pass
+        assert "could not be started" in failure.value.detail
 
     asyncio.run(main())
 
