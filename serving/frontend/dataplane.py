@@ -164,11 +164,9 @@ class DataPlane:
         self.answered += 1
         meter, pending, timeline = prediction.target.observer.meter, prediction.pending, prediction.timeline
         meter.in_flight -= 1
-        if pending is None:
-            return
         if isinstance(outcome, ServingError):
             meter.failed(outcome, pending)
-        elif timeline is not None:
+        elif timeline is not None and pending is not None:
             timeline.answered(pending, time.monotonic())
 
     def _refuse_without_executors(self, target: Version, version: str | None) -> None:

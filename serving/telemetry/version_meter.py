@@ -133,9 +133,9 @@ class VersionMeter:
         """A prediction was turned away at the door."""
         self.rejected[refusal_reason(error)] += 1
 
-    def failed(self, error: ServingError, waited: Waited) -> None:
-        """A prediction that was admitted got an error for an answer."""
-        stage = STAGES[bool(waited.dequeued_s)]
+    def failed(self, error: ServingError, waited: Waited | None) -> None:
+        """A prediction that was admitted got an error for an answer; `waited` None: before it could wait."""
+        stage = STAGES[waited is not None and bool(waited.dequeued_s)]
         if isinstance(error, Cancelled):
             self.cancelled[stage] += 1
         elif isinstance(error, DeadlineExceeded):

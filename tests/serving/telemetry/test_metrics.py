@@ -133,6 +133,7 @@ def test_what_does_not_end_well_is_counted_by_reason_or_stage(metrics, shown):
     meter.failed(Cancelled("gone"), Request())
     meter.failed(Cancelled("gone"), Request(dequeued_s=11.0))
     meter.failed(DeadlineExceeded("late"), Request(dequeued_s=11.0))
+    meter.failed(DeadlineExceeded("too late to begin"), None)
     meter.failed(HandlerFailed(), Request(dequeued_s=11.0))
     meter.restarts["signal"] += 1
     metrics.refused(Unauthorized("who"))
@@ -146,6 +147,7 @@ def test_what_does_not_end_well_is_counted_by_reason_or_stage(metrics, shown):
     for stage in ("queue", "executor"):
         assert f'requests_cancelled_total{{model="m",version="1.0",stage="{stage}",}} 1.0' in text
     assert 'requests_expired_total{model="m",version="1.0",stage="executor",} 1.0' in text
+    assert 'requests_expired_total{model="m",version="1.0",stage="queue",} 1.0' in text
     assert 'executor_restarts_total{model="m",version="1.0",reason="signal",} 1.0' in text
     assert "made-up" not in text
 
