@@ -34,10 +34,11 @@ def add_archive(parser: argparse.ArgumentParser) -> None:
 def add_convert(parser: argparse.ArgumentParser) -> None:
     """`torchere convert`."""
     from torchere.archiver.cli import run_convert
-    from torchere.archiver.convert import add_convert_arguments
+    from torchere.archiver.convert import EXAMPLES, add_convert_arguments
 
     text = "Bring the model of an archive into another format; all else in it stays."
-    described(parser, text, "torchere convert old.mar --to export --dynamic-batch 1:64 -o new.mar")
+    described(parser, text, "")
+    parser.epilog = EXAMPLES
     add_convert_arguments(parser)
     parser.set_defaults(run=run_convert)
 

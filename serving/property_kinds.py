@@ -20,6 +20,8 @@ MAX_EXPIRATION_MIN = 100 * 365 * 24 * 60
 _WHOLE = re.compile(r"[+-]?[0-9]{1,18}")  # int() alone would take underscores and other scripts' digits
 _TCP = re.compile(r"(https?)://(\[[0-9a-f:.%]+\]|[^\s:/\[\]]+)(?::([0-9]{1,5}))?", re.IGNORECASE)
 _UNIX = re.compile(r"unix:(/.*)", re.IGNORECASE)
+# Of a model's entry in the property `models`.
+_COUNTS = ("minWorkers", "maxWorkers", "batchSize", "maxBatchDelay", "responseTimeout", "startupTimeout")
 _SNAPSHOT_FIELDS = ("defaultVersion", "marName", "minWorkers", "maxWorkers", "batchSize", "maxBatchDelay")
 
 
@@ -188,6 +190,24 @@ def _versions(models: dict[str, Any]) -> dict[str, dict[str, dict[str, object]]]
     }
 
 
+def _read_defaults(text: str) -> dict[str, dict[str, dict[str, object]]]:
+    models = _versions(_json_object(text))
+    for name, versions in models.items():
+        for version, settings in versions.items():
+            for key in _COUNTS:
+                if key in settings:
+                    settings[key] = _count(settings[key], f"{key} of {name} {version}")
+    return models
+
+
+def _count(value: object, what: str) -> int:
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 10:
+        return int(value)  # TorchServe takes numbers in quotes
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{what} is {value!r}, expected a whole number")
+    return value
+
+
 def _read_snapshot(text: str) -> tuple[SnapshotModel, ...]:
     models = _versions(_object(_json_object(text).get("models", {}), "models"))
     return tuple(
@@ -222,7 +242,7 @@ def _remark_versions(models: dict[str, Any]) -> str:
 
 MODEL_DEFAULTS = Kind(
     '{"model": {"version": {...}}}',
-    lambda text: _versions(_json_object(text)),
+    _read_defaults,
     lambda text: _remark_versions(_json_object(text)),
 )
 SNAPSHOT = Kind(

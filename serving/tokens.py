@@ -108,7 +108,10 @@ class KeyRing:
 
     def _new_key(self, kind: TokenKind) -> _Key:
         expires_at_s = self._clock() + self._lifetime_s if kind in _RENEWABLE else None
-        return _Key(secrets.token_urlsafe(_KEY_BYTES), expires_at_s)
+        value = "-"
+        while value.startswith("-"):  # on a command line that would be an option
+            value = secrets.token_urlsafe(_KEY_BYTES)
+        return _Key(value, expires_at_s)
 
     def _accepts(self, kind: TokenKind, authorization: str | None) -> bool:
         key = self._keys[kind]

@@ -209,8 +209,10 @@ class DataPlane:
         )
 
     def readiness(self) -> Readiness:
-        """The rule of `/readyz`: started, not draining, and every version that should be ready is."""
-        reasons = []
+        """The rule of `/readyz`: started, not draining, and all that should be ready is there, and is."""
+        reasons = [
+            f"model {name} could not be registered; the log says why" for name in self._registry.missing()
+        ]
         if not self._started:
             reasons.append("the server is starting")
         if self._draining:

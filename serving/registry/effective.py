@@ -88,10 +88,17 @@ def _usable(value: object) -> bool:
 def _executors(asked: Asked, config: ModelConfig, defaults: dict[str, object]) -> tuple[int, int]:
     if config.min_workers and config.max_workers and config.max_workers >= config.min_workers:
         return config.min_workers, config.max_workers
-    low, high = defaults.get("minWorkers"), defaults.get("maxWorkers")
-    if type(low) is int and type(high) is int and high >= low > 0:
-        return low, high
-    return asked.executors, asked.executors
+    low, high = _workers(defaults, "minWorkers"), _workers(defaults, "maxWorkers")
+    if low > high > 0:
+        return asked.executors, asked.executors
+    # Either may stand alone: the other is what it would be without it, as far as that goes.
+    return low or min(asked.executors, high or asked.executors), high or max(asked.executors, low)
+
+
+def _workers(defaults: dict[str, object], key: str) -> int:
+    """0 for "not said"."""
+    value = defaults.get(key)
+    return value if type(value) is int and value > 0 else 0
 
 
 def _timeout(candidates: tuple[object, ...], fallback_s: float) -> float:

@@ -68,6 +68,7 @@ class Registry:
         self._serving: routing.ServingMap = routing.EMPTY
         self._snapshots = SnapshotKeeper(server.snapshots, self.served, journal)
         self._closing = False
+        self._missing: dict[str, str] = {}  # names, by archive: those of the start that are not there
         self._sweeping: asyncio.Future[None] | None = None
 
     def find(self, model: str, version: str | None) -> Version:
@@ -81,6 +82,10 @@ class Registry:
     def versions(self) -> Iterator[Version]:
         """Every version of every model."""
         return (version for served in self._serving.values() for version in served.versions.values())
+
+    def missing(self) -> tuple[str, ...]:
+        """The models that the server was told to serve from its start and does not."""
+        return tuple(self._missing.values())
 
     async def register(self, wanted: Wanted) -> Version:
         """Take an archive into the desired state; loading it has only begun when this returns.
@@ -96,6 +101,7 @@ class Registry:
             _delete(downloaded)
             raise
         self._serving = routing.with_version(self._serving, version)
+        self._missing.pop(wanted.url, None)
         self._observer.registered(version, lambda: self._weight_of(version))
         self._reconciler.wake(version)
         self._snapshots.changed(version)
@@ -196,6 +202,8 @@ class Registry:
     async def load_at_startup(self) -> None:
         """Register what the settings say; one that is no good is logged and skipped, as TorchServe does.
 
+        It is `missing` from then on, until somebody registers it.
+
         Raises:
             InvalidSnapshot: the settings restore a snapshot, and an archive of it is not in the store.
         """
@@ -209,6 +217,9 @@ class Registry:
             try:
                 await self.register(wanted)
             except ServingError as err:
+                if not isinstance(err, Conflict):  # else its model is registered already
+                    path = wanted.url.partition("?")[0]  # the rest of a URL may be a secret
+                    self._missing[wanted.url] = wanted.name or default_model_name(path)
                 logger.error("Failed to load model: %s: %s", wanted.url, err.detail or err.message)
         for model in self._server.snapshot_models:
             if model.default_version and model.name in self._serving:

@@ -130,6 +130,20 @@ def test_tokens_are_asked_for_by_default(pack: Any, start_server: Any) -> None:
     assert server.call("GET", "/readyz").json()["status"] == "ready"
 
 
+def test_a_server_that_lacks_an_archive_of_its_start_is_unready_until_it_is_registered(
+    pack: Any, start_server: Any
+) -> None:
+    there = pack("there", {"h.py": PID}, handler="h.py")
+    server = start_server("--models", there, "late.mar", "--disable-token-auth", "--enable-model-api")
+    assert server.call("GET", "/predictions/there").status == 200
+    unready = server.call("GET", "/readyz")
+    assert unready.status == 503
+    assert "model late could not be registered" in unready.body.decode()
+    assert server.call("GET", "/startupz").status == 200  # its neighbours are not to be killed for it
+    server.register(pack("late", {"h.py": PID}, handler="h.py"), initial_workers=1)
+    assert server.call("GET", "/readyz").status == 200
+
+
 def test_versions_live_side_by_side_and_the_default_moves(
     pack: Any, open_server: Any, tmp_path: Path
 ) -> None:

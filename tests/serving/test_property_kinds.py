@@ -102,6 +102,8 @@ def test_grpc_hosts_and_ports_come_together_in_one_address() -> None:
         ("models={", "line 1: models: not JSON"),
         ("models=[]", "the value is list, expected a JSON object"),
         ('models={"a":{"1.0":3}}', "version 1.0 of model a is int, expected a JSON object"),
+        ('models={"a":{"1.0":{"batchSize":"x"}}}', "batchSize of a 1.0 is 'x', expected a whole number"),
+        ('models={"a":{"1.0":{"minWorkers":-1}}}', "minWorkers of a 1.0 is -1, expected a whole number"),
         (
             'model_snapshot={"models":{"a":{"1.0":{"marName":"a.mar"}}}}',
             "version 1.0 of model a lacks defaultVersion",

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from torchere.serving import tokens
 from torchere.serving.errors import Unauthorized
 from torchere.serving.tokens import KeyFileUnwritable, KeyRing, TokenKind
 
@@ -47,6 +49,15 @@ def refused(ring: KeyRing, kind: TokenKind, authorization: str | None) -> bool:
     except Unauthorized as err:
         return str(err) == REFUSED
     return False
+
+
+def test_no_key_looks_like_an_option_of_a_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = itertools.chain(["-dash", "--both"], (f"k{number}-" for number in range(9)))
+    monkeypatch.setattr(tokens.secrets, "token_urlsafe", lambda size: next(drawn))
+    document = json.loads(KeyRing(tmp_path / "key_file.json", 60.0, FakeClock()).path.read_text())
+    assert {entry["key"] for entry in document.values()} == {"k0-", "k1-", "k2-"}
 
 
 def test_the_key_file_is_torchserves_and_private(ring: KeyRing) -> None:
