@@ -21,6 +21,7 @@ from torchere.archiver.convert import convert_archive
 from torchere.archiver.errors import ArchiveError, ModelRefused, PackingError
 from torchere.archiver.inspection import inspect_archive
 from torchere.archiver.manifest import DEFAULT_VERSION, EPOCH_S, RUNTIMES
+from torchere.archiver.missing import check_inputs
 from torchere.archiver.model_flags import (
     add_build_arguments,
     add_source_arguments,
@@ -29,7 +30,7 @@ from torchere.archiver.model_flags import (
 )
 from torchere.archiver.model_packing import pack_model
 from torchere.archiver.progress import Progress
-from torchere.archiver.request import FORMATS, ArchiveRequest
+from torchere.archiver.request import BUILT_IN_HANDLERS, FORMATS, ArchiveRequest
 from torchere.archiver.writer import write_archive
 
 _LATEST_EPOCH_S = 253402300799  # the last second of the year 9999, the last one that has a date
@@ -61,12 +62,13 @@ def add_archive_arguments(parser: argparse.ArgumentParser, *, models: bool = Fal
     add = parser.add_argument
     add("--model-name", required=True, metavar="NAME", help="name of the model and of the archive's file")
     default = {"default": DEFAULT_VERSION} if models else {"required": True}
-    add("-v", "--version", metavar="V", help="version of the model, any text", **default)
+    told = f" (default: {DEFAULT_VERSION})" if models else ""
+    add("-v", "--version", metavar="V", help=f"version of the model, any text{told}", **default)
     add(
         "--handler",
         required=not models,
         metavar="H",
-        help="built-in handler, or a Python file with optional :function"
+        help=f"built-in handler ({', '.join(BUILT_IN_HANDLERS)}), or a Python file with optional :function"
         + (f" (default: {DEFAULT_HANDLER}, which needs no code)" if models else ""),
     )
     add("--serialized-file", metavar="FILE", help="weights: .pt, .pth, .pt2, .onnx, .so, .safetensors ...")
@@ -91,29 +93,33 @@ def add_archive_arguments(parser: argparse.ArgumentParser, *, models: bool = Fal
 
 
 def run_archive(namespace: argparse.Namespace) -> int:
-    """Write the archive; prints one error and returns 1 when that fails."""
+    """Run `torch-model-archiver`: write the archive; prints one error and returns 1 when that fails."""
     logging.basicConfig(format="%(levelname)s - %(message)s")
     try:
         write_archive(_request(namespace), Progress(sys.stderr))
     except (PackingError, OSError) as error:
-        print(f"torch-model-archiver: {_text_of(error)}", file=sys.stderr)
+        # As TorchServe's archiver says it.
+        kind = "FileNotFoundError: " if isinstance(error, FileNotFoundError) else ""
+        print(f"torch-model-archiver: {kind}{error}", file=sys.stderr)
         return 1
     return 0
 
 
 def run_model_archive(namespace: argparse.Namespace) -> int:
-    """Run `torchere archive`: as `run_archive`, after making something of the model if a flag asks for it.
+    """Run `torchere archive`: write the archive, after making something of the model if a flag asks for it.
 
-    Returns 2 for a model, an example or an option that is refused.
+    Returns 0, 1, or 2 for a model, an example or an option that is refused.
     """
-    if not wants_model(namespace):
-        return run_archive(namespace)
     logging.basicConfig(format="%(levelname)s - %(message)s")
 
     def pack() -> object:
-        options = build_options(namespace)
+        options = build_options(namespace) if wants_model(namespace) else None
         namespace.handler = namespace.handler or DEFAULT_HANDLER
-        return pack_model(_request(namespace), options, Progress(sys.stderr), _say)
+        request = _request(namespace)
+        if options is not None:
+            return pack_model(request, options, Progress(sys.stderr), _say)
+        check_inputs(request)
+        return write_archive(request, Progress(sys.stderr))
 
     return _status_of("torchere archive", pack)
 
@@ -138,7 +144,7 @@ def _status_of(command: str, action: Callable[[], object]) -> int:
         print(f"{command}: {error}", file=sys.stderr)
         return 2
     except (PackingError, OSError) as error:
-        print(f"{command}: {_text_of(error)}", file=sys.stderr)
+        print(f"{command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -192,10 +198,6 @@ def _epoch_s(text: str) -> int:
     if not (text.isascii() and text.isdigit()) or int(text[:20]) > _LATEST_EPOCH_S:
         raise PackingError(f"SOURCE_DATE_EPOCH is {text!r}; set it to whole seconds since 1970, or unset it")
     return int(text)
-
-
-def _text_of(error: Exception) -> str:
-    return f"FileNotFoundError: {error}" if isinstance(error, FileNotFoundError) else str(error)
 
 
 @contextmanager

@@ -16,8 +16,16 @@ from torchere.archiver.model_packing import Say, pack_model
 from torchere.archiver.names import MANIFEST_NAME
 from torchere.archiver.progress import Progress
 from torchere.archiver.reader import open_archive
-from torchere.archiver.request import ArchiveRequest
+from torchere.archiver.request import BUILT_IN_HANDLERS, ArchiveRequest
 from torchere.archiver.signature import SIGNATURE_NAME
+
+EXAMPLES = """\
+examples:
+  an archive of TorchServe, which has no signature.json to tell what the model takes:
+    torchere convert old.mar --to export --example input.json --dynamic-batch 1:64 -o new.mar
+  an archive that has one:
+    torchere convert old.mar --to export --dynamic-batch 1:64 -o new.mar
+"""
 
 
 def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +38,8 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--handler",
         metavar="H",
-        help=f"built-in handler for it (default: the old one's, or {DEFAULT_HANDLER})",
+        help=f"handler for it: {', '.join(BUILT_IN_HANDLERS)}, or a Python file (default: the old one's, or "
+        f"{DEFAULT_HANDLER})",
     )
     add("--allow-code", action="store_true", help="run the Python of an archive whose model is a class")
     add_build_arguments(parser, "--to")

@@ -55,7 +55,8 @@ def add_build_arguments(parser: argparse.ArgumentParser, format_flag: str) -> No
         choices=formats,
         required=is_convert,
         help=f"{TORCHSCRIPT}: traced, frozen; {EXPORT}: torch.export; {AOTI}: machine code for a CPU, with "
-        "the exported program beside it" + ("" if is_convert else f"; {KEEP} (default): the form it came in"),
+        "the exported program beside it"
+        + ("" if is_convert else f"; {KEEP}: as it came (default: {KEEP}; {TORCHSCRIPT} with --quantize)"),
     )
     how = group.add_mutually_exclusive_group()
     how.add_argument("--trace", action="store_true", help="TorchScript by tracing a run (default)")
@@ -67,7 +68,10 @@ def add_build_arguments(parser: argparse.ArgumentParser, format_flag: str) -> No
         type=Path,
         metavar="FILE",
         help="inputs to run the model on: .json (a request, an object of lists, or a list), .pt, .npy, .npz, "
-        "or a picture (FP32 of [1, 3, height, width], 0 to 1)",
+        "or a picture (FP32 of [1, 3, height, width], 0 to 1)"
+        + (
+            "; needed when the archive has no signature.json, as TorchServe's have none" if is_convert else ""
+        ),
     )
     add("--dynamic-batch", metavar="MIN:MAX", help="let the first dimension of every input vary, as 1:64")
     add(
@@ -83,15 +87,29 @@ def add_build_arguments(parser: argparse.ArgumentParser, format_flag: str) -> No
         action="store_true",
         help="trust the input: unpickle more than tensors, run machine code to derive a signature",
     )
-    add("--quantize", metavar="METHOD", help="int8, int8-static, int8-dynamic, int8-trained or bf16")
+    add("--quantize", metavar="METHOD", help=_quantize_help(format_flag))
     add(
         "--samples",
         type=Path,
         metavar="PATH",
         help="file or folder of examples to calibrate on and verify with",
     )
-    add("--max-drift", type=float, metavar="X", help="how far off the packed model's answers may be")
+    add(
+        "--max-drift",
+        type=float,
+        metavar="X",
+        help="how far off the packed model's answers may be (default: 0.4 with --quantize int8..., 0.05 with "
+        "bf16, 0.001 without --quantize)",
+    )
     add("--no-verify", action="store_true", help="do not compare the packed model with the original")
+
+
+def _quantize_help(format_flag: str) -> str:
+    return (
+        "int8-static (needs --samples); int8-dynamic; int8: the faster of these two that agrees, without "
+        f"--samples int8-dynamic (with {format_flag} {EXPORT} or {AOTI} int8-static, which needs them); "
+        "int8-trained; bf16"
+    )
 
 
 def wants_model(namespace: argparse.Namespace) -> bool:

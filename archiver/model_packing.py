@@ -10,9 +10,10 @@ from pathlib import Path
 
 from torchere.archiver.building import BuildOptions
 from torchere.archiver.errors import ModelRefused
+from torchere.archiver.missing import check_inputs
 from torchere.archiver.progress import Progress
 from torchere.archiver.request import ArchiveRequest
-from torchere.archiver.writer import write_archive
+from torchere.archiver.writer import check_target, write_archive
 
 Say = Callable[[str], None]
 
@@ -24,12 +25,14 @@ def pack_model(request: ArchiveRequest, options: BuildOptions, progress: Progres
 
     Raises:
         ModelRefused: the model, an example or an option can't be used, or PyTorch is not installed.
-        PackingError: see `write_archive`.
+        PackingError: see `write_archive`; what can be known before the model is built is found before.
         OSError: a file can't be read or written.
     """
     if importlib.util.find_spec("torch") is None:
         raise ModelRefused("this needs PyTorch, and it is not installed; pip install torch")
     request.check()
+    check_target(request)
+    check_inputs(request)
     from torchere.archiver.models.pipeline import build  # noqa: PLC0415  # torch
 
     with tempfile.TemporaryDirectory(prefix="torchere-") as folder:

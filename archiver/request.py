@@ -15,22 +15,20 @@ from torchere.archiver.manifest import EPOCH_S, FORMAT_VERSION, RUNTIMES, Manife
 ArchiveFormat = Literal["default", "zip-store", "tgz", "no-archive"]
 FORMATS: tuple[str, ...] = get_args(ArchiveFormat)
 
-# Handlers that need no file, because the server has them. TorchServe 0.12's archiver knows the same ones.
-_BUILT_IN_PYTHON = frozenset(
-    {
-        "base_handler",
-        "text_classifier",
-        "image_classifier",
-        "object_detector",
-        "image_segmenter",
-        "dali_image_classifier",
-        "vllm_handler",
-        "trt_llm_handler",
-        "tensor",  # ours: any model with a signature.json
-        "text_embedding",
-        "voice_activity",
-    }
+BUILT_IN_HANDLERS = (
+    "base_handler",
+    "image_classifier",
+    "image_segmenter",
+    "object_detector",
+    "tensor",  # any model with a signature.json
+    "text_classifier",
+    "text_embedding",
+    "voice_activity",
 )
+"""Handlers that need no file, because our server has them."""
+
+# TorchServe 0.12's server has these, so its archiver asks for no file. Ours packs them for it, as it does.
+_BUILT_IN_PYTHON = frozenset({*BUILT_IN_HANDLERS, "dali_image_classifier", "vllm_handler", "trt_llm_handler"})
 _BUILT_IN_CPP = frozenset({"BaseHandler", "TorchScriptHandler"})
 _SUFFIXES = {"default": ".mar", "zip-store": ".mar", "tgz": ".tar.gz", "no-archive": ""}
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-.]*")

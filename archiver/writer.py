@@ -53,7 +53,14 @@ def write_archive(request: ArchiveRequest, progress: Progress | None = None) -> 
     return target
 
 
-def _prepare(request: ArchiveRequest) -> None:
+def check_target(request: ArchiveRequest) -> None:
+    """See whether the archive may be written where it belongs; changes nothing.
+
+    `write_archive` does this, too. For those who have long to do before they come to that.
+
+    Raises:
+        PackingError: something is there already, or the place is no directory.
+    """
     folder = Path(request.export_path)
     if folder.exists() and not folder.is_dir():
         raise PackingError(
@@ -62,11 +69,15 @@ def _prepare(request: ArchiveRequest) -> None:
         )
     _refuse_existing(request)
     target = request.target
-    if target.exists():
-        if target.is_dir() != (request.archive_format == "no-archive"):
-            raise PackingError(f"{target} is {'a directory' if target.is_dir() else 'a file'}; move it away")
-        _log.warning("Overwriting %s ...", target)
-    folder.mkdir(parents=True, exist_ok=True)
+    if target.exists() and target.is_dir() != (request.archive_format == "no-archive"):
+        raise PackingError(f"{target} is {'a directory' if target.is_dir() else 'a file'}; move it away")
+
+
+def _prepare(request: ArchiveRequest) -> None:
+    check_target(request)
+    if request.target.exists():
+        _log.warning("Overwriting %s ...", request.target)
+    Path(request.export_path).mkdir(parents=True, exist_ok=True)
 
 
 def _refuse_existing(request: ArchiveRequest) -> None:

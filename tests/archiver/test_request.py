@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from torchere.archiver.errors import PackingError
-from torchere.archiver.request import ArchiveRequest
+from torchere.archiver.request import BUILT_IN_HANDLERS, ArchiveRequest
+from torchere.handlers import resolve
 
 
 def request_of(handler: str = "base_handler", **fields: Any) -> ArchiveRequest:
@@ -52,6 +53,15 @@ def test_an_unknown_choice_is_refused(fields: dict[str, Any]) -> None:
 )
 def test_a_handler_names_its_file(handler: str, file: str | None) -> None:
     assert request_of(handler).handler_file() == (Path(file) if file else None)
+
+
+def test_the_handlers_that_need_no_file_are_those_of_the_server() -> None:
+    assert sorted(resolve.BUILT_IN_HANDLERS) == list(BUILT_IN_HANDLERS)
+
+
+@pytest.mark.parametrize("handler", [*BUILT_IN_HANDLERS, "dali_image_classifier", "vllm_handler"])
+def test_a_handler_of_the_server_or_of_torchserve_needs_no_file(handler: str) -> None:
+    assert request_of(handler).handler_file() is None
 
 
 def test_a_cpp_handler_is_a_shared_library() -> None:

@@ -17,10 +17,11 @@ import pytest
 
 from torchere.archiver import writer
 from torchere.archiver.errors import PackingError
+from torchere.archiver.gather import gather
 from torchere.archiver.names import MANIFEST_NAME
 from torchere.archiver.progress import Progress
 from torchere.archiver.request import FORMATS
-from torchere.archiver.writer import write_archive
+from torchere.archiver.writer import check_target, write_archive
 
 
 def test_a_mar_stores_weights_and_deflates_the_rest_with_the_manifest_last(request_for: Any) -> None:
@@ -121,6 +122,35 @@ def test_an_existing_output_is_refused_with_the_known_text(request_for: Any) -> 
         "See -h/--help for more details."
     )
     assert path.read_bytes() == before
+
+
+def test_whether_an_output_may_be_written_is_told_without_changing_anything(
+    request_for: Any, tmp_path: Path
+) -> None:
+    check_target(request_for())
+    assert not (tmp_path / "out").exists()
+    path = write_archive(request_for())
+    with pytest.raises(PackingError, match="already exists"):
+        check_target(request_for())
+    check_target(request_for(force=True))
+    with pytest.raises(PackingError, match="is not a directory"):
+        check_target(request_for(export_path=path))
+
+
+def test_an_output_that_appears_while_packing_is_not_replaced(
+    request_for: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = request_for()
+
+    def gather_slowly(given: Any) -> Any:
+        request.target.write_text("of another run")
+        return gather(given)
+
+    monkeypatch.setattr(writer, "gather", gather_slowly)
+    with pytest.raises(PackingError, match="already exists"):
+        write_archive(request)
+    assert request.target.read_text() == "of another run"
+    assert os.listdir(request.target.parent) == [request.target.name]
 
 
 @pytest.mark.parametrize("archive_format", FORMATS)

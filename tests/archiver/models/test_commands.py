@@ -11,6 +11,9 @@ import pytest
 import torch
 
 from torchere.archiver import open_archive
+from torchere.archiver.models.quantise import METHODS
+from torchere.archiver.models.verify import MAX_DRIFT
+from torchere.archiver.request import BUILT_IN_HANDLERS
 from torchere.archiver.signature import parse
 from torchere.serving.cli import main
 
@@ -84,11 +87,46 @@ def test_a_missing_file_and_an_existing_archive_exit_with_1(
     forms: Any, archive_of: Command, tmp_path: Path, capsys: Any
 ) -> None:
     assert archive_of("--serialized-file=gone.pt", "--format=export") == 1
-    assert "FileNotFoundError" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith("torchere archive: --serialized-file gone.pt: no such file in ")
     (tmp_path / "net.mar").write_text("")
     script = f"--serialized-file={forms.file('script.model')}"
     assert archive_of(script, f"--example={forms.file('example.npy')}") == 1
-    assert "already exists" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith(f"torchere archive: {tmp_path}/net.mar already exists")  # before any step
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("--handler=nonexist", "--handler nonexist: there is no file nonexist.py in "),
+        ("--extra-files=gone", "--extra-files gone: no such file or folder in "),
+        ("--config-file=gone.yaml", "--config-file gone.yaml: no such file in "),
+    ],
+)
+@pytest.mark.parametrize("build", [(), ("--format=torchscript",)], ids=["packed", "built"])
+def test_what_is_not_there_is_one_line_before_any_step(
+    forms: Any, archive_of: Command, capsys: Any, *, build: tuple[str, ...], wrong: str, said: str
+) -> None:
+    script = f"--serialized-file={forms.file('script.model')}"
+    assert archive_of(script, "--handler=base_handler", *build, wrong) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith(f"torchere archive: {said}")
+
+
+def test_convert_finds_an_existing_output_and_a_missing_handler_before_any_step(
+    forms: Any, archive_of: Command, tmp_path: Path, capsys: Any
+) -> None:
+    script = f"--serialized-file={forms.file('script.model')}"
+    assert not archive_of(script, "--handler=base_handler")
+    old, new = tmp_path / "net.mar", tmp_path / "new.mar"
+    new.write_text("")
+    arguments = ["convert", str(old), "--to=export", "-o", str(new), "--no-verify"]
+    capsys.readouterr()
+    assert main([*arguments, f"--example={forms.file('example.npy')}"]) == 1
+    assert capsys.readouterr().err.startswith(f"torchere convert: {new} already exists")
+    assert main([*arguments, "--force", "--handler=nonexist"]) == 1
+    assert capsys.readouterr().err.startswith("torchere convert: --handler nonexist: there is no file ")
 
 
 def test_convert_brings_an_archive_to_another_format_and_keeps_the_rest(
@@ -119,6 +157,18 @@ def test_convert_brings_an_archive_to_another_format_and_keeps_the_rest(
     )
     assert json.loads(opened.read_text("MAR-INF/build.json"))["format"] == "export"
     assert parse(opened.read_text("signature.json")).batched
+
+
+def test_convert_takes_an_archive_without_a_signature_with_an_example_only(
+    forms: Any, archive_of: Command, tmp_path: Path, capsys: Any
+) -> None:
+    assert not archive_of(f"--serialized-file={forms.file('script.model')}", "--handler=base_handler")
+    new = tmp_path / "new.mar"
+    arguments = ["convert", f"{tmp_path}/net.mar", "--to=export", "--dynamic-batch=1:64", "-o", str(new)]
+    assert main([*arguments, "--no-verify"]) == 2
+    assert "give --example with inputs" in capsys.readouterr().err
+    assert main([*arguments, "--no-verify", f"--example={forms.file('example.npy')}"]) == 0
+    assert open_archive(new).manifest.serialized_file == "model.pt2"
 
 
 def test_convert_runs_the_code_of_an_archive_only_when_told(
@@ -162,6 +212,41 @@ def test_inspect_says_what_a_pickle_imports(
     capsys.readouterr()
     assert main(["inspect", f"{tmp_path}/net.mar"]) == 0
     assert "it imports net_module.Net" in capsys.readouterr().out
+
+
+def help_of(command: str, capsys: Any) -> str:
+    """What `--help` prints, on one line."""
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    return " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("command", ["archive", "convert"])
+def test_help_tells_handlers_methods_and_the_drift_that_is_allowed(command: str, capsys: Any) -> None:
+    said = help_of(command, capsys)
+    assert ", ".join(BUILT_IN_HANDLERS) in said
+    methods = said.partition("--quantize METHOD int8-static (needs --samples); ")[2].partition(
+        " --samples PATH"
+    )
+    assert all(method in f"int8-static; {methods[0]}" for method in METHODS)
+    assert (
+        f"(default: {MAX_DRIFT['int8']} with --quantize int8..., {MAX_DRIFT['bf16']} with bf16, "
+        f"{MAX_DRIFT['none']} without --quantize)" in said
+    )
+
+
+def test_help_of_archive_tells_the_defaults(capsys: Any) -> None:
+    said = help_of("archive", capsys)
+    assert "version of the model, any text (default: 1.0)" in said
+    assert "keep: as it came (default: keep; torchscript with --quantize)" in said
+    assert "with --format export or aoti int8-static" in said
+
+
+def test_help_of_convert_tells_when_an_example_is_needed(capsys: Any) -> None:
+    said = help_of("convert", capsys)
+    assert "needed when the archive has no signature.json" in said
+    assert "--to export --example input.json --dynamic-batch 1:64 -o new.mar" in said
+    assert "with --to export or aoti int8-static" in said
 
 
 @pytest.mark.parametrize("command", ["archive", "convert"])
