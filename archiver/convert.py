@@ -62,7 +62,9 @@ def convert_archive(namespace: argparse.Namespace, say: Say) -> Path:
         )
     with tempfile.TemporaryDirectory(prefix="torchere-") as work:
         folder = old.extract(Path(work) / "old")
-        files = (manifest.serialized_file, manifest.model_file, manifest.config_file)
+        # Compiled code can't be compiled anew; its archive has the program that it was made of.
+        weights = FALLBACK_NAME if (folder / FALLBACK_NAME).is_file() else manifest.serialized_file
+        files = (weights, manifest.model_file, manifest.config_file)
         options = convert_options(namespace, *(_in(folder, name) for name in files))
         if (folder / SIGNATURE_NAME).is_file():
             options = replace(options, example_signature=folder / SIGNATURE_NAME)

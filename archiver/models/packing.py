@@ -70,6 +70,8 @@ def write_model(
         save_program(exported, target)
         write_build(beside, {"format": EXPORT, "torch": version()})
         return Packed(target, exported.module(), beside)
+    if exported.example_inputs is None:  # a program of an archive of ours; the compiler wants them
+        exported.example_inputs = (tuple(example), {})
     with step(say, "compiling with AOTInductor"):
         freezing = True if options.quantize else None
         isa = compile_aoti(exported, target, options.isa, say, freezing=freezing).isa

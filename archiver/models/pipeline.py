@@ -31,7 +31,7 @@ from torchere.archiver.models.loaded import LoadedModel
 from torchere.archiver.models.packing import Packed, config_with_engine, write_model
 from torchere.archiver.models.quantise import Quantised, quantise
 from torchere.archiver.models.report import REPORT_NAME
-from torchere.archiver.models.samples import example_of, read_samples
+from torchere.archiver.models.samples import example_of, names_of, read_samples
 from torchere.archiver.models.sources import Source, read_source
 from torchere.archiver.models.steps import Say, step
 from torchere.archiver.models.to_program import free_sizes
@@ -60,6 +60,8 @@ def build(options: BuildOptions, work: Path, say: Say) -> Built:
             options.serialized_file, options.model_file, options.factory, options.allow_pickle
         )
     say(f"the model: {source.kind} ({source.path})")
+    if options.example_signature is not None:  # clients know the inputs by these, a program by its own
+        source = dataclasses.replace(source, names=names_of(options.example_signature))
     example = _example(source, options)
     if options.model_format == KEEP:
         kept = keep(source, example, options, work)

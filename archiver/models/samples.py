@@ -48,12 +48,21 @@ def example_of(path: Path) -> Example:
     Raises:
         ModelRefused: the file is no signature, or has a datatype that no tensor has.
     """
-    try:
-        specs = parse(path.read_text(encoding="utf-8")).inputs
-    except (SignatureError, UnicodeDecodeError) as error:
-        raise ModelRefused(f"{path}: {error}") from error
+    specs = _inputs_of(path)
     random = torch.Generator().manual_seed(0)
     return Example(tuple(_made_up(spec, random) for spec in specs), tuple(spec.name for spec in specs))
+
+
+def names_of(path: Path) -> tuple[str, ...]:
+    """The names of the inputs that a `signature.json` tells; raises ModelRefused when it is none."""
+    return tuple(spec.name for spec in _inputs_of(path))
+
+
+def _inputs_of(path: Path) -> tuple[TensorSpec, ...]:
+    try:
+        return parse(path.read_text(encoding="utf-8")).inputs
+    except (SignatureError, UnicodeDecodeError) as error:
+        raise ModelRefused(f"{path}: {error}") from error
 
 
 def _made_up(spec: TensorSpec, random: torch.Generator) -> torch.Tensor:

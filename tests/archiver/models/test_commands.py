@@ -159,6 +159,21 @@ def test_convert_brings_an_archive_to_another_format_and_keeps_the_rest(
     assert parse(opened.read_text("signature.json")).batched
 
 
+@pytest.mark.parametrize("formats", [("export", "torchscript"), ("export", "export"), ("aoti", "aoti")])
+def test_convert_takes_its_own_archives_and_keeps_the_names_of_their_inputs(
+    forms: Any, archive_of: Command, tmp_path: Path, capsys: Any, formats: tuple[str, str]
+) -> None:
+    before, after = formats
+    example = f"--example={forms.file('example.npy')}"
+    script = f"--serialized-file={forms.file('script.model')}"
+    assert not archive_of(script, example, f"--format={before}", "--dynamic-batch=1:8", "--no-verify")
+    old, new = tmp_path / "net.mar", tmp_path / "new.mar"
+    assert main(["convert", str(old), f"--to={after}", "-o", str(new)]) == 0, capsys.readouterr().err
+    was, now = (parse(open_archive(path).read_text("signature.json")) for path in (old, new))
+    assert (now.inputs, now.outputs) == (was.inputs, was.outputs)
+    assert json.loads(open_archive(new).read_text("MAR-INF/build.json"))["format"] == after
+
+
 def test_convert_takes_an_archive_without_a_signature_with_an_example_only(
     forms: Any, archive_of: Command, tmp_path: Path, capsys: Any
 ) -> None:
