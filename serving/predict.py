@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = (
     "Send one request to a running server, over REST or gRPC, and print the answer.\n"
-    "Status 1: the server answered with an error, or not at all."
+    "Status 1: the server answered with an error, or not at all; 2: there is nothing to send."
 )
 REST_ADDRESS = "http://127.0.0.1:8080"
 GRPC_ADDRESS = "127.0.0.1:7070"

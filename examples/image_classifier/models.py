@@ -2,7 +2,8 @@
 
     python -m examples.image_classifier.models
 
-They lie in .demo/store, and are built again when they are not there, or when this example or PyTorch changed.
+They lie in .demo/store, and are built again when they are not there, or when this example, the archiver or
+PyTorch changed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 import torch
 import yaml
 
+import torchere.archiver
 from examples.harness.errors import ExampleFailed
 from examples.image_classifier.network import pretrained
 from examples.image_classifier.photographs import CALIBRATION, HELD_OUT, MEAN, STD, centre, crops
@@ -155,7 +157,8 @@ def _write_labels(path: Path) -> None:
 def _key() -> str:
     """What the archives depend on, as a digest."""
     digest = hashlib.sha256()
-    for path in sorted(HERE.glob("*.py")):
+    archiver = Path(torchere.archiver.__file__).parent  # its quantisation is used
+    for path in [*sorted(HERE.glob("*.py")), *sorted(archiver.rglob("*.py"))]:
         digest.update(path.read_bytes())
     for package in ("torch", "torchere", "scikit-image"):
         digest.update(f"{package}=={installed(package)}\n".encode())
