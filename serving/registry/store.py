@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shutil
 import tempfile
@@ -201,13 +202,17 @@ class Store:
             logger.warning("deleted what a server that was killed had left: %s", names)
 
     def names(self) -> list[str]:
-        """Every archive and folder in the store, sorted: what `load_models=all` means."""
+        """Every archive in the store, packed or a folder, sorted: what `load_models=all` means.
+
+        Folders without a manifest are none, `lost+found` of a volume for one.
+        """
         if self._root is None:
             return []
         return sorted(
             path.name
             for path in self._root.iterdir()
-            if not path.name.startswith(".") and (path.is_dir() or path.name.endswith(ARCHIVE_SUFFIXES))
+            if not path.name.startswith(".")
+            and (path.name.endswith(ARCHIVE_SUFFIXES) or os.path.isfile(path / MANIFEST_NAME))
         )
 
     def _resolve(self, url: str, trusted: bool) -> Path:

@@ -113,9 +113,11 @@ def test_a_bad_model_config_leaves_nothing_behind(store: Store, root: Path, tmp_
     assert left == [".claim"]  # the store's own
 
 
-def test_the_store_lists_archives_and_folders_only(store: Store, root: Path) -> None:
+def test_the_store_lists_archives_and_folders_of_models_only(store: Store, root: Path) -> None:
     pack(root / "b.mar")
-    (root / "a").mkdir()
+    (root / "a" / "MAR-INF").mkdir(parents=True)
+    (root / "a" / "MAR-INF" / "MANIFEST.json").touch()
+    (root / "lost+found").mkdir()
     (root / "notes.txt").touch()
     (root / ".hidden.mar").touch()
     assert store.names() == ["a", "b.mar"]
