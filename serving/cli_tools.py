@@ -13,7 +13,7 @@ import platform
 from pathlib import Path
 
 from torchere.serving import __version__
-from torchere.serving.cli_texts import described
+from torchere.serving.cli_texts import described, explained
 from torchere.serving.serve_options import DEFAULT_FILE
 
 TORCHSERVE_VERSION = "0.12.0"  # the release whose behaviour is answered
@@ -25,8 +25,7 @@ def add_archive(parser: argparse.ArgumentParser) -> None:
     from torchere.archiver.model_flags import EXAMPLES
 
     text = "Pack a model, with or without a handler, into a .mar archive; compile or quantise it first."
-    described(parser, text, "")
-    parser.epilog = EXAMPLES
+    explained(parser, text, EXAMPLES)
     add_archive_arguments(parser, models=True)
     parser.set_defaults(run=run_model_archive)
 
@@ -37,8 +36,7 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
     from torchere.archiver.convert import EXAMPLES, add_convert_arguments
 
     text = "Bring the model of an archive into another format; all else in it stays."
-    described(parser, text, "")
-    parser.epilog = EXAMPLES
+    explained(parser, text, EXAMPLES)
     add_convert_arguments(parser)
     parser.set_defaults(run=run_convert)
 

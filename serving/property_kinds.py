@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from torchere.serving.registry.model_config import UNSUPPORTED_KEYS, unsupported_keys
 from torchere.serving.settings import Address, SnapshotModel
@@ -165,6 +165,9 @@ def _read_metrics_mode(text: str) -> str:
 METRICS_MODE = Kind("log, prometheus or legacy", _read_metrics_mode)
 
 
+_Models: TypeAlias = dict[str, dict[str, dict[str, object]]]
+
+
 def _object(value: object, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{what} is {type(value).__name__}, expected a JSON object")
@@ -179,7 +182,7 @@ def _json_object(text: str) -> dict[str, Any]:
     return _object(value, "the value")
 
 
-def _versions(models: dict[str, Any]) -> dict[str, dict[str, dict[str, object]]]:
+def _versions(models: dict[str, Any]) -> _Models:
     """By model and version the settings, each level checked to be an object."""
     return {
         name: {
@@ -190,13 +193,19 @@ def _versions(models: dict[str, Any]) -> dict[str, dict[str, dict[str, object]]]
     }
 
 
-def _read_defaults(text: str) -> dict[str, dict[str, dict[str, object]]]:
-    models = _versions(_json_object(text))
+def _each(models: _Models) -> Iterator[tuple[str, str, dict[str, object]]]:
+    """Model, version and settings, one after the other."""
     for name, versions in models.items():
         for version, settings in versions.items():
-            for key in _COUNTS:
-                if key in settings:
-                    settings[key] = _count(settings[key], f"{key} of {name} {version}")
+            yield name, version, settings
+
+
+def _read_defaults(text: str) -> _Models:
+    models = _versions(_json_object(text))
+    for name, version, settings in _each(models):
+        for key in _COUNTS:
+            if key in settings:
+                settings[key] = _count(settings[key], f"{key} of {name} {version}")
     return models
 
 
@@ -210,11 +219,7 @@ def _count(value: object, what: str) -> int:
 
 def _read_snapshot(text: str) -> tuple[SnapshotModel, ...]:
     models = _versions(_object(_json_object(text).get("models", {}), "models"))
-    return tuple(
-        _snapshot_model(name, version, settings)
-        for name, versions in models.items()
-        for version, settings in versions.items()
-    )
+    return tuple(_snapshot_model(*one) for one in _each(models))
 
 
 def _snapshot_model(name: str, version: str, settings: dict[str, object]) -> SnapshotModel:
@@ -233,10 +238,9 @@ def _snapshot_model(name: str, version: str, settings: dict[str, object]) -> Sna
 def _remark_versions(models: dict[str, Any]) -> str:
     """A sentence for each key that asks for what the server can't do, and names the first model with it."""
     found: dict[str, str] = {}
-    for name, versions in _versions(models).items():
-        for version, settings in versions.items():
-            for key in unsupported_keys(settings):
-                found.setdefault(key, f"{key} of {name} {version} has no effect: {UNSUPPORTED_KEYS[key]}")
+    for name, version, settings in _each(_versions(models)):
+        for key in unsupported_keys(settings):
+            found.setdefault(key, f"{key} of {name} {version} has no effect: {UNSUPPORTED_KEYS[key]}")
     return "; ".join(found.values())
 
 

@@ -31,16 +31,12 @@ def effective_settings(
     asked: Asked, config: ModelConfig, defaults: dict[str, object], server: ServerSettings
 ) -> ModelSettings:
     """The settings of one version. `defaults` is its entry of the `models={...}` property, {} without one."""
-
-    def first(*candidates: object, fallback: int) -> int:
-        return next((value for value in candidates if _usable(value)), fallback)  # type: ignore[return-value]
-
     batch = BatchSettings(
-        max_batch_size=first(asked.batch_size, config.batch_size, defaults.get("batchSize"), fallback=1),
-        max_queue_delay_ms=first(
+        max_batch_size=_first(asked.batch_size, config.batch_size, defaults.get("batchSize"), fallback=1),
+        max_queue_delay_ms=_first(
             asked.max_batch_delay_ms, config.max_batch_delay_ms, defaults.get("maxBatchDelay"), fallback=100
         ),
-        max_queue_size=first(config.job_queue_size, fallback=server.max_queue_size),
+        max_queue_size=_first(config.job_queue_size, fallback=server.max_queue_size),
         dispatch=config.dispatch,
         use_tickets=config.use_job_ticket,
     )
@@ -81,24 +77,19 @@ def _sequences(config: ModelConfig) -> SequenceSettings | None:
     )
 
 
-def _usable(value: object) -> bool:
-    return type(value) is int and value > 0
+def _first(*candidates: object, fallback: int) -> int:
+    """The first that is a whole number above 0; the others say nothing."""
+    return next((value for value in candidates if type(value) is int and value > 0), fallback)
 
 
 def _executors(asked: Asked, config: ModelConfig, defaults: dict[str, object]) -> tuple[int, int]:
     if config.min_workers and config.max_workers and config.max_workers >= config.min_workers:
         return config.min_workers, config.max_workers
-    low, high = _workers(defaults, "minWorkers"), _workers(defaults, "maxWorkers")
+    low, high = (_first(defaults.get(key), fallback=0) for key in ("minWorkers", "maxWorkers"))
     if low > high > 0:
         return asked.executors, asked.executors
     # Either may stand alone: the other is what it would be without it, as far as that goes.
     return low or min(asked.executors, high or asked.executors), high or max(asked.executors, low)
-
-
-def _workers(defaults: dict[str, object], key: str) -> int:
-    """0 for "not said"."""
-    value = defaults.get(key)
-    return value if type(value) is int and value > 0 else 0
 
 
 def _timeout(candidates: tuple[object, ...], fallback_s: float) -> float:

@@ -1,6 +1,9 @@
 """The bound on a worker's silence: counted from the last thing it said, with one timer."""
 
 import asyncio
+from collections.abc import Callable
+
+import pytest
 
 from torchere.serving.silence import Silence
 
@@ -42,10 +45,11 @@ def test_what_is_heard_begins_the_time_anew() -> None:
     assert asyncio.run(main()) >= 1.5 * TIMEOUT_S - TICK_S
 
 
-def test_who_is_not_to_say_anything_may_be_silent() -> None:
+@pytest.mark.parametrize("end", [Silence.over, Silence.stop])
+def test_who_is_not_to_say_anything_may_be_silent(end: Callable[[Silence], None]) -> None:
     async def main() -> None:
         watched = Watched()
-        watched.silence.over()
+        end(watched.silence)
         await watched.until(2 * TIMEOUT_S)
         assert not watched.fired.done()
 
@@ -60,15 +64,5 @@ def test_a_watch_that_begins_while_the_old_timer_runs_gets_its_whole_time() -> N
         watched.began_s = watched.loop.time()
         watched.silence.watch()
         assert await asyncio.wait_for(watched.fired, 10) >= TIMEOUT_S - TICK_S
-
-    asyncio.run(main())
-
-
-def test_nothing_is_told_after_the_end() -> None:
-    async def main() -> None:
-        watched = Watched()
-        watched.silence.stop()
-        await watched.until(2 * TIMEOUT_S)
-        assert not watched.fired.done()
 
     asyncio.run(main())

@@ -99,6 +99,7 @@ class Protocol(HttpToolsProtocol):
         for silence in (self._idle, self._upload):
             if silence is not None:
                 silence.stop()
+        self._idle = self._upload = None  # they hold this
         if self._direct is not None:
             self._direct.client_gone()
         super().connection_lost(exc)
