@@ -20,6 +20,7 @@ from torchere.serving.frontend.http2.inflow import Inflow
 from torchere.serving.frontend.http2.listening import Listening
 from torchere.serving.frontend.http2.outflow import Outflow
 from torchere.serving.frontend.http2.stream import OVER, Stream
+from torchere.serving.frontend.unread import Unread
 from torchere.serving.turn_writes import TurnWrites
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,8 @@ class Connection(asyncio.BufferedProtocol):
         self._writes = TurnWrites()
         self.write = self._writes.write  # whole frames
         self.client: Any = None  # host and port; None over a Unix socket
-        self.outflow = Outflow(self._writes.write_all, self.finished)
+        self._unread = Unread(lambda: self.outflow.held_back(self._streams, self._transport), self.abort)
+        self.outflow = Outflow(self._writes.write_all, self.finished, self._unread.watch)
         self.inflow = Inflow(self._writes.write)
         self._reader = FrameReader(self)
         self._streams: dict[int, Stream] = {}
@@ -73,6 +75,7 @@ class Connection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone, from either side."""
         self.listening.lost(self)
+        self._unread.stop()
         for timer in self._timers:
             timer.cancel()
         while self._streams:
@@ -82,6 +85,7 @@ class Connection(asyncio.BufferedProtocol):
     def pause_writing(self) -> None:
         """The socket's buffer is full."""
         self.outflow.stopped = True
+        self._unread.watch()
 
     def resume_writing(self) -> None:
         """It has room again."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torchere.serving.frontend.http2.frames import (
@@ -20,6 +21,7 @@ from torchere.serving.frontend.http2.frames import (
     head,
     read_settings,
 )
+from torchere.serving.frontend.unread import untaken_bytes
 from torchere.serving.turn_writes import Buffers
 
 if TYPE_CHECKING:
@@ -36,18 +38,25 @@ class Outflow:
     """The windows of one connection, and the streams that wait for room in them. Lives on the event loop."""
 
     __slots__ = (
-        *("_finished", "_table_note", "_waiting", "_window", "_write"),
-        *("frame_bytes", "initial_window", "stopped"),
+        *("_finished", "_hold", "_table_note", "_waiting", "_window", "_write"),
+        *("frame_bytes", "initial_window", "sent_bytes", "stopped"),
     )
 
-    def __init__(self, write: Callable[[Buffers], None], finished: Callable[[Stream], None]) -> None:
+    def __init__(
+        self,
+        write: Callable[[Buffers], None],
+        finished: Callable[[Stream], None],
+        hold: Callable[[], None],
+    ) -> None:
         self._write = write
         self._finished = finished
+        self._hold = hold  # called when something has to wait for the client
         self._window = DEFAULT_WINDOW
         self._waiting: dict[int, Stream] = {}  # in the order in which they began to wait
         self.initial_window = DEFAULT_WINDOW  # of streams, as the client said
         self.frame_bytes = DEFAULT_FRAME_BYTES
         self.stopped = False  # the socket takes no more for now
+        self.sent_bytes = 0  # that had to wait, or were long
         self._table_note = b""  # what the next header block has to begin with
 
     def take_room(self, stream: Stream, size: int) -> bool:
@@ -91,16 +100,24 @@ class Outflow:
         if stream.trailers is not None and is_last:
             block = self.noted(stream.trailers)
             buffers += (head(len(block), HEADERS, END_STREAM | END_HEADERS, stream.id), block)
-        if outbox and (stream.window > 0 or self.stopped):
-            self._waiting[stream.id] = stream
-        else:  # what waits for its own window alone is pumped when that grows
+        if outbox:
+            self._wait(stream)
+        else:
             self._waiting.pop(stream.id, None)
         if buffers:
             self._write(buffers)
         if sent:
+            self.sent_bytes += sent
             stream.sent(sent)
         if is_last:
             self._finished(stream)
+
+    def _wait(self, stream: Stream) -> None:
+        if stream.window > 0 or self.stopped:
+            self._waiting[stream.id] = stream
+        else:  # what waits for its own window alone is pumped when that grows
+            self._waiting.pop(stream.id, None)
+        self._hold()
 
     def _cut(
         self, part: bytes | memoryview, size: int, stream_id: int, buffers: list[bytes | memoryview]
@@ -130,6 +147,15 @@ class Outflow:
                 break  # a client that gives leave for a byte must not have all streams looked at
             # To the end of the line, or the first stream would have all of each new window.
             self.pump(self._waiting.pop(next(iter(self._waiting))))
+
+    def held_back(
+        self, streams: Mapping[int, Stream], transport: asyncio.WriteTransport
+    ) -> tuple[int, int, int] | None:
+        """What changes as soon as the client takes a byte or gives a call up; None when nothing waits."""
+        waiting = next((stream.id for stream in streams.values() if stream.outbox), 0)
+        if not waiting and not self.stopped:
+            return None
+        return waiting, self.sent_bytes, untaken_bytes(transport)
 
     def widen(self, increment: int) -> None:
         """The client takes in so much more on the whole connection.

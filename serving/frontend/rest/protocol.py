@@ -20,6 +20,7 @@ from torchere.serving.frontend.rest.direct import DirectCall
 from torchere.serving.frontend.rest.direct_predictions import DirectPredictions
 from torchere.serving.frontend.rest.errors import INVALID_HTTP, STALLED_BODY
 from torchere.serving.frontend.rest.joined_writes import JoinedWrites
+from torchere.serving.frontend.unread import Unread, untaken_bytes
 from torchere.serving.silence import Silence
 
 MAX_REQUEST_LINE_BYTES = 4096  # TorchServe's limits; the parser itself has none
@@ -51,6 +52,8 @@ class Protocol(HttpToolsProtocol):
     _first: bytes = b""  # what came when it had, until the first head in it is read
     _idle: Silence | None = None  # since the last direct answer
     _upload: Silence | None = None  # of a client that has not sent its body at once
+    _unread: Unread | None = None  # by a client that has not taken an answer at once
+    _times_full: int = 0  # that the socket's buffer was
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client connected, and has `HEAD_TIMEOUT_S` for its first head."""
@@ -99,10 +102,23 @@ class Protocol(HttpToolsProtocol):
         for silence in (self._idle, self._upload):
             if silence is not None:
                 silence.stop()
-        self._idle = self._upload = None  # they hold this
+        if self._unread is not None:
+            self._unread.stop()
+        self._idle = self._upload = self._unread = None  # they hold this
         if self._direct is not None:
             self._direct.client_gone()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The socket's buffer is full."""
+        super().pause_writing()
+        self._times_full += 1
+        if self._unread is None:
+            self._unread = Unread(self._held_back, self.transport.abort)
+        self._unread.watch()
+
+    def _held_back(self) -> tuple[int, int] | None:
+        return (self._times_full, untaken_bytes(self.transport)) if self.flow.write_paused else None
 
     def on_message_begin(self) -> None:
         """A request begins."""

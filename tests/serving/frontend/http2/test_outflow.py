@@ -193,7 +193,7 @@ class FakeStream:
 
 def outflow():
     written = []
-    made = Outflow(lambda buffers: written.append(b"".join(buffers)), lambda stream: None)
+    made = Outflow(lambda buffers: written.append(b"".join(buffers)), lambda stream: None, lambda: None)
     return SimpleNamespace(outflow=made, written=written)
 
 

@@ -1,0 +1,75 @@
+"""A client that gives no leave for its answers, or reads none, loses the connection; a slow one does not."""
+
+import asyncio
+
+import pytest
+from h2.settings import SettingCodes
+from hyperframe.frame import SettingsFrame, WindowUpdateFrame
+
+from torchere.serving.frontend import unread
+
+TIMEOUT_S = 0.2
+WINDOW = SettingCodes.INITIAL_WINDOW_SIZE
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(unread, "UNREAD_TIMEOUT_S", TIMEOUT_S)
+
+
+def test_a_client_whose_window_stays_shut_loses_the_connection(run, http2):
+    async def main():
+        async with http2.listener() as served, http2.peer(served, settings={WINDOW: 0}) as peer:
+            peer.begin("/echo", b"message")
+            await peer.until_closed()
+
+    run(main())
+
+
+def test_a_client_that_reads_nothing_loses_the_connection(run, http2):
+    async def main():
+        async with http2.listener() as served, http2.wire(served) as wire:
+            wire.writer.transport.pause_reading()
+            wide = 2**31 - 2**16
+            wire.greet(
+                SettingsFrame(0, settings={WINDOW: 2**31 - 1}),
+                WindowUpdateFrame(0, window_increment=wide),
+                wire.calls("/flow", 40, flags=5),
+            )
+            while not served.calls:
+                await asyncio.sleep(0.01)
+            await asyncio.wait_for(served.calls[-1].over.wait(), 10)
+            await asyncio.wait_for(lost(served), 10)
+
+    run(main())
+
+
+async def lost(served):
+    while served.listening.connections:
+        await asyncio.sleep(0.01)
+
+
+def test_a_client_that_gives_leave_bit_by_bit_gets_all(run, http2):
+    async def main():
+        async with http2.listener() as served, http2.peer(served, settings={WINDOW: 0}, eats=False) as peer:
+            stream_id = peer.begin("/twice", bytes(90))
+            for _ in range(20):
+                await asyncio.sleep(TIMEOUT_S / 4)
+                peer.h2.increment_flow_control_window(10, stream_id)
+                peer.flush()
+            return await peer.answered(stream_id)
+
+    assert run(main()).messages == [bytes(90)] * 2
+
+
+def test_an_idle_connection_stays(run, http2):
+    async def main():
+        async with http2.listener() as served, http2.peer(served, settings={WINDOW: 0}) as peer:
+            stream_id = peer.begin("/echo", b"message")
+            peer.h2.update_settings({WINDOW: 100})
+            peer.flush()
+            await peer.answered(stream_id)
+            await asyncio.sleep(3 * TIMEOUT_S)
+            return await peer.call("/echo", b"again")
+
+    assert run(main()).messages == [b"again"]

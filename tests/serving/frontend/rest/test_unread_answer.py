@@ -1,0 +1,86 @@
+"""A client that stops reading its answer loses the connection; one that reads slowly gets it whole."""
+
+import asyncio
+import contextlib
+import socket
+import time
+
+import pytest
+
+from torchere.serving.frontend import unread
+from torchere.serving.frontend.rest.app import inference_app
+from torchere.serving.frontend.rest.server import RestServer
+from torchere.serving.settings import Address
+from torchere.serving.types import InferResponse
+
+TIMEOUT_S = 0.3
+ANSWER = bytes(8 * 2**20)
+REQUESTS = {
+    "short way": b"POST /predictions/echo HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n",
+    "ASGI": b"GET /predictions/echo HTTP/1.1\r\nHost: x\r\nAccept-Encoding: gzip;q=0\r\n\r\n",
+}
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(unread, "UNREAD_TIMEOUT_S", TIMEOUT_S)
+
+
+@contextlib.asynccontextmanager
+async def asked(planes, request):
+    """A connection with little room, on which the request for a long answer is out."""
+
+    async def long_answer(_):
+        return InferResponse(ANSWER)
+
+    planes.data.behave = long_answer
+    server = RestServer(
+        inference_app(planes.data, planes.control, planes.services()), Address(port=0), drain_timeout_s=2
+    )
+    address = await server.start()
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 32_768)
+    client.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(client, (address.host, address.port))
+    await loop.sock_sendall(client, request)
+    try:
+        yield client
+    finally:
+        client.close()
+        await server.stop()
+
+
+async def read_all(client, *, every_s=0.0):
+    """What comes until the answer is whole or the connection ends."""
+    loop, taken = asyncio.get_running_loop(), 0
+    while taken < len(ANSWER):
+        data = await asyncio.wait_for(loop.sock_recv(client, 2**20), 20)
+        if not data:
+            break
+        taken += len(data)
+        await asyncio.sleep(every_s)
+    return taken
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("request_text", REQUESTS.values(), ids=REQUESTS)
+def test_a_client_that_takes_nothing_loses_the_connection(planes, request_text):
+    async def main():
+        async with asked(planes, request_text) as client:
+            await asyncio.sleep(4 * TIMEOUT_S)
+            assert await read_all(client) < len(ANSWER)  # what the kernel had taken
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("request_text", REQUESTS.values(), ids=REQUESTS)
+def test_a_client_that_reads_slowly_gets_all(planes, request_text):
+    async def main():
+        async with asked(planes, request_text) as client:
+            began_s = time.monotonic()
+            assert await read_all(client, every_s=TIMEOUT_S / 30) >= len(ANSWER)
+            return time.monotonic() - began_s
+
+    assert asyncio.run(main()) > 3 * TIMEOUT_S
