@@ -45,11 +45,13 @@ def closed_loop(
 
 _OTHERS = ("mosec", "triton", "litserve")
 _UNBATCHED = "torchserve, batch size 1"
+_OURS_UNBATCHED = "torchere, batch size 1"
 _TINY_GOALS = (
     Goal("req/s at 32 clients, to TorchServe", "rps_32", 12, against=("torchserve",)),
     Goal("req/s at 128 clients, to TorchServe", "rps_128", 12, against=("torchserve",)),
     Goal("req/s at 32 clients, to TorchServe as it comes", "rps_32", None, against=(_UNBATCHED,)),
     Goal("req/s at 128 clients, to TorchServe as it comes", "rps_128", None, against=(_UNBATCHED,)),
+    Goal("req/s at 32 clients, neither batches", "rps_32", None, against=(_UNBATCHED,), ours=_OURS_UNBATCHED),
     Goal("req/s at 32 clients, to the best of mosec, Triton, LitServe", "rps_32", 1.1, against=_OTHERS),
     Goal("req/s at 128 clients, to the best of mosec, Triton, LitServe", "rps_128", 1.0, against=_OTHERS),
     Goal("p50 of 1 client, to the best peer", "p50_1_ms", 0.75, False, ("torchserve", *_OTHERS)),
@@ -64,13 +66,14 @@ def _tiny() -> Row:
         "Tiny MLP, thread executors",
         "TorchScript MLP of 4 layers 64 x 64; 64 floats in and out as JSON over REST, wrk. torchere and "
         "TorchServe serve the same archive (base_handler, json envelope, batches of up to 32, 2 workers), "
-        "TorchServe also without batches, which is what it does unless it is told otherwise; "
+        "both also without batches, which is what they do unless they are told otherwise; "
         "mosec, LitServe and Triton run the same file with batches of up to 32 in one worker, as their "
         "documents say. The echo is uvloop and httptools with nothing behind them: what one process of "
         "Python could reach if it did nothing.",
         {
             "torchere": _with_archive(servers.torchere, "tiny"),
             "torchserve": _with_archive(servers.torchserve, "tiny"),
+            _OURS_UNBATCHED: _with_archive(servers.torchere, "single"),
             _UNBATCHED: _with_archive(servers.torchserve, "single"),
             "echo": _echo,
             "mosec": _with_file(servers.mosec, Probe("/inference", plain_body(), b'"y"')),

@@ -126,7 +126,7 @@ class Batcher(Admission):
             rounds = rounds_until(len(self._batches), self._pool.in_service)
             batch = RunningBatch(self, live, now_s, rounds=rounds)
             self._batches.add(batch)
-            self._pool.submit([pending.request for pending in live], batch)
+            self._pool.submit([pending.request for pending in live], batch, behind=len(self._queue))
         self._settle()
 
     def batch_done(self, batch: RunningBatch, report: BatchReport) -> None:

@@ -159,9 +159,17 @@ class ExecutorPool(Protocol):
         """The executors that are in service and have nothing to do."""
 
     def submit(
-        self, requests: Sequence[InferRequest], sink: BatchSink, executor_id: int | None = None
+        self,
+        requests: Sequence[InferRequest],
+        sink: BatchSink,
+        executor_id: int | None = None,
+        *,
+        behind: int = 0,
     ) -> None:
-        """Run one batch: on the idle executor named, or on any when the caller has seen `free > 0`."""
+        """Run one batch: on the idle executor named, or on any when the caller has seen `free > 0`.
+
+        `behind`: how many requests wait behind it.
+        """
 
     def statuses(self) -> tuple[ExecutorStatus, ...]:
         """A snapshot of every executor, oldest first."""

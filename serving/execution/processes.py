@@ -23,7 +23,8 @@ from torchere.serving.execution.heartbeat import HeartbeatSettings
 from torchere.serving.execution.inflight import InFlight
 from torchere.serving.execution.launch import Launcher
 from torchere.serving.execution.oom import OomWatch
-from torchere.serving.execution.slot import Slot, SlotSettings
+from torchere.serving.execution.slot import Slot
+from torchere.serving.execution.slot_settings import SlotSettings
 from torchere.serving.types import InferRequest
 
 
@@ -45,6 +46,7 @@ class ProcessPool:
         oom: OomWatch | None = None,
         heartbeat: HeartbeatSettings | None = None,
         on_lost: LostCallback = lambda reason: None,
+        depth: int | None = None,
     ) -> None:
         self._spec = spec
         self._next_id = next_id
@@ -62,6 +64,7 @@ class ProcessPool:
             oom=oom or OomWatch(),
             heartbeat=heartbeat or HeartbeatSettings(),
             on_lost=on_lost,
+            depth=depth or (1 if spec.pinned or spec.batch_size > 1 else None),
         )
 
     @property
@@ -76,6 +79,11 @@ class ProcessPool:
         for slot in self._slots:  # asked for with every request: a generator costs more than what it counts
             count += slot.in_service
         return count
+
+    @property
+    def load(self) -> int:
+        """How many batches are inside."""
+        return sum(slot.load for slot in self._slots)
 
     @property
     def free(self) -> int:
@@ -130,7 +138,12 @@ class ProcessPool:
             await slot.close()
 
     def submit(
-        self, requests: Sequence[InferRequest], sink: BatchSink, executor_id: int | None = None
+        self,
+        requests: Sequence[InferRequest],
+        sink: BatchSink,
+        executor_id: int | None = None,
+        *,
+        behind: int = 0,
     ) -> None:
         """Run one batch on the executor named, or on the one with the least to do."""
         chosen: Slot | None = None

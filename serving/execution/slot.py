@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
@@ -15,19 +14,14 @@ from torchere.serving.errors import DeadlineExceeded, ExecutorDied, LoadFailed, 
 from torchere.serving.execution.executor import (
     ExecutorState,
     ExecutorStatus,
-    FreeCallback,
-    LoadedCallback,
-    LoadSpec,
-    LostCallback,
     age_s,
 )
-from torchere.serving.execution.heartbeat import Heartbeat, HeartbeatSettings
+from torchere.serving.execution.heartbeat import Heartbeat
 from torchere.serving.execution.inflight import InFlight
-from torchere.serving.execution.launch import Launcher
 from torchere.serving.execution.loss import Loss, LossKind
-from torchere.serving.execution.oom import OomWatch
 from torchere.serving.execution.restart import restart_delay_s
 from torchere.serving.execution.send_ahead import QUICK_S, depth
+from torchere.serving.execution.slot_settings import SlotSettings
 from torchere.serving.execution.wire import Done, Partial, Pong, report_from_done
 from torchere.serving.execution.worker_process import WorkerProcess
 from torchere.serving.silence import Silence
@@ -37,23 +31,6 @@ logger = logging.getLogger(__name__)
 _MEMORY = 0.8  # of the running mean of the handler's time, per batch
 
 
-@dataclass(frozen=True, slots=True)
-class SlotSettings:
-    """What all slots of a pool have in common."""
-
-    spec: LoadSpec
-    response_timeout_s: float
-    startup_timeout_s: float
-    max_retry_timeout_s: float
-    launcher: Launcher
-    on_free: FreeCallback
-    on_loaded: LoadedCallback
-    now: Callable[[], float]
-    oom: OomWatch
-    heartbeat: HeartbeatSettings = field(default_factory=HeartbeatSettings)
-    on_lost: LostCallback = lambda reason: None
-
-
 class Slot:
     """Keeps its executor id through restarts of its worker. Lives on the event loop."""
 
@@ -61,9 +38,8 @@ class Slot:
         self._settings = settings
         self._inside: dict[int, InFlight] = {}  # by run id, in the order the worker runs them
         self._run_ids = itertools.count()
-        self._one_by_one = settings.spec.pinned or settings.spec.batch_size > 1
         self._mean_run_s = QUICK_S
-        self._depth = 1  # batches inside at most
+        self._depth = settings.depth or 1  # batches inside at most
         self._losses = 0
         self._first_loss_s = 0.0
         self._supervisor: asyncio.Task[None] | None = None
@@ -159,7 +135,7 @@ class Slot:
         del self._inside[message.run_id]
         self._losses = 0
         self._mean_run_s = _MEMORY * self._mean_run_s + (1 - _MEMORY) * message.handler_s
-        self._depth = 1 if self._one_by_one else depth(self._mean_run_s)
+        self._depth = self._settings.depth or depth(self._mean_run_s)
         if self._inside:
             self._silence.broken()
         else:

@@ -10,7 +10,6 @@ import asyncio
 import gc
 import logging
 import queue
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -33,6 +32,8 @@ from torchere.serving.execution.executor_thread import ExecutorThread, Inbox
 from torchere.serving.execution.host import HandlerHost
 from torchere.serving.execution.inflight import InFlight
 from torchere.serving.execution.inline import InlineChoice
+from torchere.serving.execution.offload import Offload
+from torchere.serving.execution.on_loop import OnLoop
 from torchere.serving.types import InferRequest, InferResponse
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class ThreadPool:
         on_free: FreeCallback,
         on_loaded: LoadedCallback,
         make_host: HostMaker = HandlerHost,
+        offload: Offload | None = None,
     ) -> None:
         self._spec = spec
         self._make_host = make_host
@@ -70,8 +72,7 @@ class ThreadPool:
         self._retiring: list[ExecutorThread] = []  # they finish what they are at, and end
         even = spec.handler in BUILT_IN_HANDLERS and spec.handler not in UNEVEN_HANDLERS
         self._inline = InlineChoice(allowed=even and not spec.pinned)
-        self._inline_host: HandlerHost | None = None  # loaded with the first executors
-        self._resting = False  # a batch has run on the loop in this turn; others come first now
+        self._here = OnLoop(self._inline, on_free, offload)  # loaded with the first executors
         self._overdue = 0  # batches inside that were answered for the executor, which has not come back
         self._left: set[InFlight] = set()  # batches that threads hang in which were left behind
         self._restarts: set[asyncio.Task[None]] = set()
@@ -97,7 +98,7 @@ class ThreadPool:
     def free(self) -> int:
         """How many batches may be submitted now."""
         if self.on_loop:
-            return 0 if self._resting or self._inside or not self.in_service else 1
+            return 0 if self._inside or not self.in_service else self._here.free
         loaded = self._loaded  # those that hang have a batch inside still
         executors = min(1 + self._overdue, loaded) if self._inline.one_at_a_time else loaded
         return max(0, executors - len(self._inside))
@@ -105,7 +106,7 @@ class ThreadPool:
     @property
     def on_loop(self) -> bool:
         """Whether batches run on the event loop now: see `inline.py`."""
-        return self._inline_host is not None and self._inline.active
+        return self._here.active
 
     def idle_ids(self) -> tuple[int, ...]:
         """The executors that are in service and have nothing to do; meant for pinned pools."""
@@ -144,38 +145,31 @@ class ThreadPool:
             if thread.status.state is ExecutorState.STARTING:
                 await thread.warm_up(self._startup_timeout_s)
                 self._on_loaded(thread.status.executor_id, age_s(thread.status))
-        if self._inline.allowed and self._threads and self._inline_host is None:
+        if self._here.wants_host and self._threads:
             host = self._make_host(self._spec, _first(self._spec.gpu_ids), self._shared)
             await asyncio.to_thread(host.load)  # quick: the weights are there
             self._hosts.add(host)
-            self._inline_host = host
+            self._here.take(host)
         gc.freeze()  # what is loaded stays: a walk over it would hold up the loop for a tenth of a second
         self._on_free()
 
     def submit(
-        self, requests: Sequence[InferRequest], sink: BatchSink, executor_id: int | None = None
+        self,
+        requests: Sequence[InferRequest],
+        sink: BatchSink,
+        executor_id: int | None = None,
+        *,
+        behind: int = 0,
     ) -> None:
         """Run one batch on the executor named, or on whichever takes it first."""
         batch = InFlight(requests, sink)
-        if executor_id is None and self._inline_host is not None and self.on_loop:
-            self._run_on_loop(self._inline_host, batch)
+        if executor_id is None and self.on_loop:
+            self._here.submit(batch, behind if self.size > 1 else 0)  # else two would run at a time
             return
         named = [thread for thread in self._threads if thread.status.executor_id == executor_id]
         self._inside[batch] = named[0] if named else None
         batch.watch(self._response_timeout_s, self._timed_out)
         (named[0].inbox if named else self._shared_inbox).put(batch)
-
-    def _run_on_loop(self, host: HandlerHost, batch: InFlight) -> None:
-        self._resting = True
-        self._loop.call_soon(self._rested)
-        started_s = time.perf_counter()
-        report = host.run(batch.requests, batch.partial)
-        self._inline.ran_inline(report.cpu_s, time.perf_counter() - started_s)
-        batch.answer(report)
-
-    def _rested(self) -> None:
-        self._resting = False
-        self._on_free()
 
     def partial(self, batch: InFlight, index: int, part: InferResponse) -> None:
         """Hand on a part of a streamed answer; its thread tells."""
@@ -244,7 +238,7 @@ class ThreadPool:
             batch.fail(ExecutorDied("the version was unloaded"))
         self._traces = [trace for host in self._hosts for trace in host.traces()]
         await self.resize(0)
-        self._inline_host = None
+        await self._here.close()
         self._shared = SharedModels()
         self._let_go()
 

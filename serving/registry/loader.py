@@ -21,6 +21,7 @@ from torchere.serving.batching.quarantine_files import QuarantineFiles
 from torchere.serving.batching.stateful import StatefulBatcher
 from torchere.serving.crash_journal import Journal
 from torchere.serving.errors import InvalidRequest
+from torchere.serving.execution import offload
 from torchere.serving.execution.devices import available_cores, intra_op_threads
 from torchere.serving.execution.executor import ExecutorPool, FreeCallback, LoadSpec
 from torchere.serving.execution.fork_client import Spawned
@@ -125,27 +126,36 @@ class Loader:
         on_free: FreeCallback,
         observer: VersionObserver,
     ) -> ExecutorPool:
-        if origin.isolation == "thread":
-            return ThreadPool(
+        def workers(depth: int | None = None) -> ProcessPool:
+            return ProcessPool(
                 spec,
                 response_timeout_s=settings.response_timeout_s,
                 startup_timeout_s=settings.startup_timeout_s,
+                max_retry_timeout_s=settings.max_retry_timeout_s,
                 next_id=self._next_id,
                 on_free=on_free,
                 on_loaded=observer.executor_loaded,
-                make_host=HandlerHost if self._journal is None else partial(RecordedHost, self._journal),
+                on_lost=observer.executor_lost,
+                launcher=self._launcher_of(origin.archive.environment),
+                oom=self._oom,
+                depth=depth,
             )
-        return ProcessPool(
+
+        if origin.isolation == "process":
+            return workers()
+        beside = None
+        if available_cores() > 1 and not spec.gpu_ids:
+            name = f"model {spec.model_name} version {spec.model_version}"
+            beside = offload.Offload(name, lambda: workers(offload.depth(spec.batch_size)))
+        return ThreadPool(
             spec,
             response_timeout_s=settings.response_timeout_s,
             startup_timeout_s=settings.startup_timeout_s,
-            max_retry_timeout_s=settings.max_retry_timeout_s,
             next_id=self._next_id,
             on_free=on_free,
             on_loaded=observer.executor_loaded,
-            on_lost=observer.executor_lost,
-            launcher=self._launcher_of(origin.archive.environment),
-            oom=self._oom,
+            make_host=HandlerHost if self._journal is None else partial(RecordedHost, self._journal),
+            offload=beside,
         )
 
     def _launcher_of(self, environment: Environment | None) -> Launcher:

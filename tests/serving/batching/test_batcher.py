@@ -35,7 +35,7 @@ class PuppetPool:
     def in_service(self) -> int:
         return self.executors or self.free + len(self.batches)
 
-    def submit(self, requests: Sequence[InferRequest], sink: BatchSink) -> None:
+    def submit(self, requests: Sequence[InferRequest], sink: BatchSink, *, behind: int) -> None:
         self.free -= 1
         self.batches.append(([request.request_id for request in requests], sink))
 

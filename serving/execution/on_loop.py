@@ -1,0 +1,76 @@
+"""Batches of a tiny model that run on the event loop itself, and those that pile up there."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from torchere.serving.execution.executor import FreeCallback
+from torchere.serving.execution.host import HandlerHost
+from torchere.serving.execution.inflight import InFlight
+from torchere.serving.execution.inline import InlineChoice
+from torchere.serving.execution.offload import Offload
+
+
+class OnLoop:
+    """One loaded handler for the loop. Used on it only.
+
+    `offload` None: what piles up waits.
+    """
+
+    def __init__(self, choice: InlineChoice, on_free: FreeCallback, offload: Offload | None) -> None:
+        self._choice = choice
+        self._on_free = on_free
+        self._offload = offload
+        self._loop = asyncio.get_running_loop()
+        self._host: HandlerHost | None = None
+        self._resting = False  # a batch has run on the loop in this turn; others come first now
+
+    @property
+    def wants_host(self) -> bool:
+        """Whether it may get batches, and has no handler yet."""
+        return self._choice.allowed and self._host is None
+
+    @property
+    def active(self) -> bool:
+        """Whether the next batch is to run here: see `inline.py`."""
+        return self._host is not None and self._choice.active
+
+    def take(self, host: HandlerHost) -> None:
+        """From now on there is a loaded handler."""
+        self._host = host
+
+    @property
+    def free(self) -> int:
+        """How many batches it takes now."""
+        offload = self._offload
+        if offload is None:
+            return 0 if self._resting else 1
+        if self._resting:
+            return offload.room if offload.busy else 0
+        return 1 + offload.room
+
+    def submit(self, batch: InFlight, behind: int) -> None:
+        """Run one batch, behind which so many requests wait, before this returns or in the worker process."""
+        if self._offload is not None and self._offload.wants(len(batch.requests), behind):
+            self._offload.submit(batch)
+        elif self._host is not None:
+            self._run(self._host, batch)
+
+    def _run(self, host: HandlerHost, batch: InFlight) -> None:
+        self._resting = True
+        self._loop.call_soon(self._rested)
+        started_s = time.perf_counter()
+        report = host.run(batch.requests, batch.partial)
+        self._choice.ran_inline(report.cpu_s, time.perf_counter() - started_s)
+        batch.answer(report)
+
+    def _rested(self) -> None:
+        self._resting = False
+        self._on_free()
+
+    async def close(self) -> None:
+        """Let go of the handler, and end the worker process."""
+        self._host = None
+        if self._offload is not None:
+            await self._offload.close()
