@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 
 from torchere.serving.errors import LoadFailed
+from torchere.serving.execution.demand import Demand
+from torchere.serving.execution.executor import ExecutorState
 from torchere.serving.execution.inflight import InFlight
 from torchere.serving.execution.processes import ProcessPool
 
 logger = logging.getLogger(__name__)
 
-ROOM = 4  # batches of many requests inside the worker at most; with 2 it waits for the loop, 8 gain nothing
-CROWDED_S = 0.3  # how long batches pile up before a worker is started: they do for a moment with any burst
-PAUSE_S = 0.1  # without a pile, and it counts from the beginning
-UNUSED_S = 60.0  # after this long without a pile the worker ends
+ROOM = 4  # batches of many requests inside the worker at most: with 2 it waits for the loop, 8 gain nothing
+UNUSED_S = 60.0  # after this long with little to do the worker ends; likewise between two attempts
 
 
 def depth(batch_size: int) -> int | None:
@@ -41,11 +41,11 @@ class Offload:
         self._make_pool = make_pool
         self._pool: ProcessPool | None = None
         self._loop = asyncio.get_running_loop()
-        self._piling_since_s = 0.0
-        self._piled_s = 0.0  # when batches piled up last
+        self._demand = Demand()
         self._not_before_s = 0.0  # a worker is started
         self._wanted = False
-        self._change: asyncio.Task[None] | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._stopping: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -58,18 +58,15 @@ class Offload:
         """Whether it has a batch."""
         return self._pool is not None and self._pool.load > 0
 
-    def wants(self, size: int, behind: int) -> bool:
-        """Whether a batch of `size` requests, behind which so many wait, is better off there."""
-        if behind < size and not self.busy:
-            return False
-        now_s = self._loop.time()
-        if now_s - self._piled_s > PAUSE_S:
-            self._piling_since_s = now_s
-        self._piled_s = now_s
-        begins_s = max(self._piling_since_s + CROWDED_S, self._not_before_s)
-        if not self._wanted and self._change is None and now_s >= begins_s:
-            self._begin(self._start())
-        return self.room > 0
+    def wants(self, size: int, behind: int, work_s: float) -> bool:
+        """Whether a batch of `size` requests, behind which so many wait, is better off there.
+
+        `work_s` is what it would take on the loop.
+        """
+        now_s, is_piled = self._loop.time(), behind >= size
+        if self._demand.add(now_s, work_s, is_piled=is_piled) and now_s >= self._not_before_s:
+            self._start()
+        return (is_piled or self.busy) and self.room > 0
 
     def submit(self, batch: InFlight) -> None:
         """Run one batch there; it has to have room."""
@@ -82,43 +79,53 @@ class Offload:
         self._wanted = False
         if self._timer is not None:
             self._timer.cancel()
-        if self._change is not None:
-            self._change.cancel()
-            await asyncio.gather(self._change, return_exceptions=True)
+        if self._starting is not None:
+            self._starting.cancel()
+        await asyncio.gather(*filter(None, (self._starting, self._stopping)), return_exceptions=True)
         if self._pool is not None:
             await self._pool.close()
 
-    def _begin(self, change: Coroutine[None, None, None]) -> None:
-        self._change = asyncio.ensure_future(change)
-        self._change.add_done_callback(self._changed)
+    def _start(self) -> None:
+        if self._wanted or self._is_running(self._starting) or self._is_running(self._stopping):
+            return
+        self._not_before_s = self._loop.time() + UNUSED_S  # if it fails
+        self._starting = asyncio.ensure_future(self._bring_up())
 
-    def _changed(self, change: asyncio.Task[None]) -> None:
-        self._change = None
-
-    async def _start(self) -> None:
-        if self._pool is None:
-            self._pool = self._make_pool()
+    async def _bring_up(self) -> None:
         try:
+            if self._pool is None:
+                self._pool = self._make_pool()
             await self._pool.resize(1)
             await self._pool.warm_up()
         except LoadFailed as err:
             logger.warning("%s: no worker process helps the event loop: %s", self._name, err.detail)
-            self._not_before_s = self._loop.time() + UNUSED_S
-            return
-        logger.info("%s is asked for more than the event loop can run: a worker process helps", self._name)
-        self._wanted = True
-        self._look_later()
-
-    async def _stop(self, pool: ProcessPool) -> None:
-        logger.info("%s: its worker process is not needed any more", self._name)
-        await pool.resize(0)
+        except Exception:  # nobody awaits this task; all goes on without the worker
+            logger.exception("%s: no worker process helps the event loop", self._name)
+        else:
+            logger.info(
+                "%s is asked for more than the event loop can run: a worker process helps", self._name
+            )
+            self._wanted = True
+            self._look_later()
 
     def _look_later(self) -> None:
         self._timer = self._loop.call_later(UNUSED_S, self._look)
 
     def _look(self) -> None:
-        if self._loop.time() - self._piled_s < UNUSED_S or self._pool is None:
+        """End a worker that is not needed any more, or that is dead for good."""
+        pool = self._pool
+        if pool is None:
+            return
+        has_failed = any(status.state is ExecutorState.FAILED for status in pool.statuses())
+        is_idle = self._demand.low_for_s(self._loop.time()) >= UNUSED_S and not self.busy
+        if not (has_failed or is_idle):
             self._look_later()
-        else:
-            self._wanted = False
-            self._begin(self._stop(self._pool))
+            return
+        self._wanted = False
+        self._not_before_s = self._loop.time() + (UNUSED_S if has_failed else 0.0)
+        logger.info("%s: its worker process is not needed any more", self._name)
+        self._stopping = asyncio.ensure_future(pool.close())
+
+    @staticmethod
+    def _is_running(task: asyncio.Task[None] | None) -> bool:
+        return task is not None and not task.done()

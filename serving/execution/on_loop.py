@@ -11,6 +11,8 @@ from torchere.serving.execution.inflight import InFlight
 from torchere.serving.execution.inline import InlineChoice
 from torchere.serving.execution.offload import Offload
 
+_MEMORY = 0.9  # of the running mean, per batch
+
 
 class OnLoop:
     """One loaded handler for the loop. Used on it only.
@@ -21,10 +23,12 @@ class OnLoop:
     def __init__(self, choice: InlineChoice, on_free: FreeCallback, offload: Offload | None) -> None:
         self._choice = choice
         self._on_free = on_free
-        self._offload = offload
+        self._worker = offload
+        self.may_offload = False  # a second batch may run at the same time as one here
         self._loop = asyncio.get_running_loop()
         self._host: HandlerHost | None = None
         self._resting = False  # a batch has run on the loop in this turn; others come first now
+        self._request_s = 0.0  # processor time of a request in its batch, the running mean
 
     @property
     def wants_host(self) -> bool:
@@ -41,6 +45,10 @@ class OnLoop:
         self._host = host
 
     @property
+    def _offload(self) -> Offload | None:
+        return self._worker if self.may_offload else None
+
+    @property
     def free(self) -> int:
         """How many batches it takes now."""
         offload = self._offload
@@ -52,8 +60,9 @@ class OnLoop:
 
     def submit(self, batch: InFlight, behind: int) -> None:
         """Run one batch, behind which so many requests wait, before this returns or in the worker process."""
-        if self._offload is not None and self._offload.wants(len(batch.requests), behind):
-            self._offload.submit(batch)
+        offload, size = self._offload, len(batch.requests)
+        if offload is not None and offload.wants(size, behind, size * self._request_s):
+            offload.submit(batch)
         elif self._host is not None:
             self._run(self._host, batch)
 
@@ -63,6 +72,7 @@ class OnLoop:
         started_s = time.perf_counter()
         report = host.run(batch.requests, batch.partial)
         self._choice.ran_inline(report.cpu_s, time.perf_counter() - started_s)
+        self._request_s = _MEMORY * self._request_s + (1 - _MEMORY) * report.cpu_s / len(batch.requests)
         batch.answer(report)
 
     def _rested(self) -> None:
@@ -72,5 +82,5 @@ class OnLoop:
     async def close(self) -> None:
         """Let go of the handler, and end the worker process."""
         self._host = None
-        if self._offload is not None:
-            await self._offload.close()
+        if self._worker is not None:
+            await self._worker.close()

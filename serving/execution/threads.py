@@ -125,6 +125,7 @@ class ThreadPool:
         """Start or stop threads; see `ExecutorPool`. A surplus thread ends after the batches before it."""
         self._threads = [one for one in self._threads if one.status.state is not ExecutorState.FAILED]
         surplus, self._threads = self._threads[count:], self._threads[:count]
+        self._here.may_offload = count > 1
         self._retiring += surplus
         for thread in surplus:
             thread.retire()
@@ -164,7 +165,7 @@ class ThreadPool:
         """Run one batch on the executor named, or on whichever takes it first."""
         batch = InFlight(requests, sink)
         if executor_id is None and self.on_loop:
-            self._here.submit(batch, behind if self.size > 1 else 0)  # else two would run at a time
+            self._here.submit(batch, behind)
             return
         named = [thread for thread in self._threads if thread.status.executor_id == executor_id]
         self._inside[batch] = named[0] if named else None
@@ -238,8 +239,8 @@ class ThreadPool:
             batch.fail(ExecutorDied("the version was unloaded"))
         self._traces = [trace for host in self._hosts for trace in host.traces()]
         await self.resize(0)
-        await self._here.close()
         self._shared = SharedModels()
+        await self._here.close()
         self._let_go()
 
     def _new_thread(self, executor_id: int | None = None) -> ExecutorThread:

@@ -8,42 +8,49 @@ import logging
 import struct
 import termios
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
-UNREAD_TIMEOUT_S = 60.0  # between two looks: a client that took nothing from one to the next is given up
+UNREAD_TIMEOUT_S = 150.0  # between two looks: what was not taken at all from one to the next is given up
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
-def untaken_bytes(transport: asyncio.WriteTransport) -> int:
+def untaken_bytes(transport: asyncio.WriteTransport) -> int | None:
     """What was written and the client has not got, here and in the kernel, which may hold megabytes of it.
 
     The kernel takes more only when a good part of that is gone, so what is here says little of a slow client.
+
+    Returns:
+        None where it can't be told: TLS keeps what it has encrypted to itself.
     """
-    here = transport.get_write_buffer_size()
     connection = transport.get_extra_info("socket")
+    if connection is None or transport.get_extra_info("sslcontext") is not None:
+        return None
     try:
         (in_kernel,) = struct.unpack("i", fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4)))
-    except OSError:  # closed a moment ago
-        in_kernel = 0
-    return here + int(in_kernel)
+    except (OSError, ValueError):  # closed a moment ago
+        return None
+    return transport.get_write_buffer_size() + int(in_kernel)
 
 
-class Unread:
-    """Ends a connection whose client stopped reading, and would hold its answers for ever. Loop only.
+class Unread(Generic[T]):
+    """Gives up what a client stopped reading, and would hold for ever. Used on the event loop only.
 
     Looks now and then while something is held back, rather than counting what goes out; so a client has
     between one and two `UNREAD_TIMEOUT_S`.
 
     Args:
         held_back: None when nothing waits for the client, else what changes as soon as it takes a byte.
-        give_up: ends the connection at once.
+        give_up: ends the connection, or the call; gets what was held back.
     """
 
-    def __init__(self, held_back: Callable[[], object], give_up: Callable[[], None]) -> None:
+    def __init__(self, held_back: Callable[[], T | None], give_up: Callable[[T], None]) -> None:
         self._held_back = held_back
         self._give_up = give_up
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
+        self._is_over = False
 
     def watch(self) -> None:
         """Something may be held back from now on; said again, it means nothing more."""
@@ -52,19 +59,20 @@ class Unread:
 
     def stop(self) -> None:
         """The connection is gone."""
+        self._is_over = True
         if self._timer is not None:
             self._timer.cancel()
 
     def _look_later(self) -> None:
-        self._timer = self._loop.call_later(UNREAD_TIMEOUT_S, self._look, self._held_back())
+        if not self._is_over:
+            self._timer = self._loop.call_later(UNREAD_TIMEOUT_S, self._look, self._held_back())
 
-    def _look(self, before: object) -> None:
+    def _look(self, before: T | None) -> None:
         self._timer = None
         now = self._held_back()
         if now is None:
             return
         if now == before:
-            logger.info("a client took nothing of its answer for %g s: connection closed", UNREAD_TIMEOUT_S)
-            self._give_up()
-        else:
-            self._look_later()
+            logger.info("a client took nothing of its answer for %g s: given up", UNREAD_TIMEOUT_S)
+            self._give_up(now)
+        self._look_later()

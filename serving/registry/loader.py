@@ -144,7 +144,7 @@ class Loader:
         if origin.isolation == "process":
             return workers()
         beside = None
-        if available_cores() > 1 and not spec.gpu_ids:
+        if settings.isolation == "auto" and available_cores() > 1 and not spec.gpu_ids:
             name = f"model {spec.model_name} version {spec.model_version}"
             beside = offload.Offload(name, lambda: workers(offload.depth(spec.batch_size)))
         return ThreadPool(

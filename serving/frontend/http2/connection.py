@@ -1,7 +1,7 @@
 """One HTTP/2 connection of a gRPC client, from its preface to its last frame (RFC 9113).
 
-Only what gRPC needs of HTTP/2: no push, no priorities. Each thing that a client can make the server hold or
-do has a limit: header lists, frames, streams at a time, windows, and frames that move nothing.
+Only what gRPC needs of HTTP/2: no push, no priorities. All that a client can make the server hold or do has a
+limit: header lists, frames, streams at a time, windows, frames that move nothing, answers that are not read.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Connection(asyncio.BufferedProtocol):
         self._writes = TurnWrites()
         self.write = self._writes.write  # whole frames
         self.client: Any = None  # host and port; None over a Unix socket
-        self._unread = Unread(lambda: self.outflow.held_back(self._streams, self._transport), self.abort)
+        self._unread = Unread(lambda: self.outflow.held_back(self._streams, self._transport), self._stalled)
         self.outflow = Outflow(self._writes.write_all, self.finished, self._unread.watch)
         self.inflow = Inflow(self._writes.write)
         self._reader = FrameReader(self)
@@ -206,9 +206,7 @@ class Connection(asyncio.BufferedProtocol):
         f.read_u32(payload)
         if not stream_id or stream_id > self._last_id:
             raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, f"RST_STREAM on stream {stream_id}")
-        stream = self._streams.get(stream_id)
-        if stream is not None:
-            self._give_up(stream)
+        self._give_up(stream_id)
 
     def _settings(self, flags: int, stream_id: int, payload: bytes) -> None:
         if stream_id or (flags & f.ACK and payload):
@@ -246,9 +244,17 @@ class Connection(asyncio.BufferedProtocol):
     def _later(self, delay_s: float, act: Callable[[], None]) -> None:
         self._timers.append(asyncio.get_running_loop().call_later(delay_s, act))
 
-    def _give_up(self, stream: Stream) -> None:
-        self._forget(stream)
-        self._lose(stream)
+    def _stalled(self, held: tuple[int, int, int]) -> None:
+        if held[0]:
+            self._break_stream(StreamBroken(held[0], ErrorCode.CANCEL, "its answer is not read"))
+        else:
+            self.abort()
+
+    def _give_up(self, stream_id: int) -> None:
+        stream = self._streams.get(stream_id)
+        if stream is not None:
+            self._forget(stream)
+            self._lose(stream)
 
     def _lose(self, stream: Stream) -> None:
         stream.lost()
@@ -258,9 +264,7 @@ class Connection(asyncio.BufferedProtocol):
     def _break_stream(self, broken: StreamBroken) -> None:
         logger.debug("gRPC stream %d from %s: %s", broken.stream_id, self.client, broken)
         self.write(f.reset_stream(broken.stream_id, broken.code))
-        stream = self._streams.get(broken.stream_id)
-        if stream is not None:
-            self._give_up(stream)
+        self._give_up(broken.stream_id)
 
     def _break_down(self, code: ErrorCode, message: str) -> None:
         logger.debug("gRPC connection from %s: %s", self.client, message)
@@ -271,8 +275,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _forget(self, stream: Stream) -> None:
         self._streams.pop(stream.id, None)
-        if stream.outbox:
-            self.outflow.forget(stream)
+        self.outflow.forget(stream)
         if self._last_taken is not None:
             self._close_if_done()
 

@@ -151,11 +151,15 @@ class Outflow:
     def held_back(
         self, streams: Mapping[int, Stream], transport: asyncio.WriteTransport
     ) -> tuple[int, int, int] | None:
-        """What changes as soon as the client takes a byte or gives a call up; None when nothing waits."""
+        """What changes as soon as the client takes a byte of what waits for it; None when nothing does.
+
+        First the stream whose own window it waits for; 0: the whole connection does.
+        """
+        if self.stopped:
+            untaken = untaken_bytes(transport)
+            return None if untaken is None else (0, self.sent_bytes, untaken)
         waiting = next((stream.id for stream in streams.values() if stream.outbox), 0)
-        if not waiting and not self.stopped:
-            return None
-        return waiting, self.sent_bytes, untaken_bytes(transport)
+        return (waiting if self._window > 0 else 0, self.sent_bytes, 0) if waiting else None
 
     def widen(self, increment: int) -> None:
         """The client takes in so much more on the whole connection.

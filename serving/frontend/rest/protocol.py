@@ -52,7 +52,7 @@ class Protocol(HttpToolsProtocol):
     _first: bytes = b""  # what came when it had, until the first head in it is read
     _idle: Silence | None = None  # since the last direct answer
     _upload: Silence | None = None  # of a client that has not sent its body at once
-    _unread: Unread | None = None  # by a client that has not taken an answer at once
+    _unread: Unread[tuple[int, int]] | None = None  # by a client that has not taken an answer at once
     _times_full: int = 0  # that the socket's buffer was
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -114,11 +114,12 @@ class Protocol(HttpToolsProtocol):
         super().pause_writing()
         self._times_full += 1
         if self._unread is None:
-            self._unread = Unread(self._held_back, self.transport.abort)
+            self._unread = Unread(self._held_back, lambda _: self.transport.abort())
         self._unread.watch()
 
     def _held_back(self) -> tuple[int, int] | None:
-        return (self._times_full, untaken_bytes(self.transport)) if self.flow.write_paused else None
+        untaken = untaken_bytes(self.transport) if self.flow.write_paused else None
+        return None if untaken is None else (self._times_full, untaken)
 
     def on_message_begin(self) -> None:
         """A request begins."""

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from torchere.serving.errors import ExecutorDied
-from torchere.serving.execution import offload
+from torchere.serving.execution import demand, offload
 from torchere.serving.execution.executor import LoadSpec
 from torchere.serving.execution.inline import FIRST_TRIAL
 from torchere.serving.execution.launch import ForkLauncher, worker_environment
@@ -56,7 +56,8 @@ async def pool_on_loop(spec: LoadSpec, count: int = 2) -> AsyncIterator[ThreadPo
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "CROWDED_S", 0.0)
+    monkeypatch.setattr(demand, "WINDOW_S", 1e-9)
+    monkeypatch.setattr(demand, "HIGH_SHARE", 0.0)
 
 
 @pytest.fixture
@@ -147,26 +148,6 @@ def test_no_worker_is_started_without_need(make_spec: Any, asks: Any, count: int
     asyncio.run(main())
 
 
-def test_bursts_with_pauses_between_them_start_none(
-    make_spec: Any, asks: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(offload, "PAUSE_S", 0.01)
-    monkeypatch.setattr(offload, "CROWDED_S", 0.05)
-
-    async def main() -> None:
-        async with pool_on_loop(make_spec()) as pool:
-            ask, until = asks(pool)
-            await on_loop(ask, pool)
-            for _ in range(10):
-                assert await ask(behind=PILE) == HERE
-                await asyncio.sleep(0.02)
-            assert pool.free == 1
-            monkeypatch.setattr(offload, "PAUSE_S", 10.0)
-            await until(elsewhere, PILE)
-
-    asyncio.run(main())
-
-
 @pytest.mark.usefixtures("at_once")
 def test_a_killed_worker_takes_its_batch_along_and_the_loop_goes_on(
     make_spec: Any, make_sink: Any, make_request: Any, asks: Any
@@ -192,7 +173,7 @@ def test_a_killed_worker_takes_its_batch_along_and_the_loop_goes_on(
 def test_a_worker_that_is_not_needed_ends_and_comes_again(
     make_spec: Any, asks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offload, "UNUSED_S", 0.1)
+    monkeypatch.setattr(offload, "UNUSED_S", 0.2)
 
     async def main() -> None:
         async with pool_on_loop(make_spec()) as pool:
@@ -226,6 +207,46 @@ def test_where_no_worker_can_be_loaded_all_stays_on_the_loop(
             await until(lambda where: "no worker process helps" in caplog.text, PILE)
             for _ in range(20):
                 assert await ask(behind=PILE) == HERE
+            assert caplog.text.count("no worker process helps") == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_worker_gets_no_batch_of_a_pool_that_is_left_with_one_executor(
+    make_spec: Any, make_sink: Any, make_request: Any, asks: Any, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with pool_on_loop(make_spec()) as pool:
+            ask, until = asks(pool)
+            await on_loop(ask, pool)
+            await until(elsewhere, PILE)
+            held = make_sink()
+            pool.submit([make_request("wait")], held, behind=PILE)
+            await pool.resize(1)
+            assert pool.free == 1
+            assert await ask(behind=PILE) == HERE
+            (tmp_path / "go").touch()
+            assert (await held.outcome()).body == b"wait!"
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_bug_at_the_start_of_a_worker_is_logged_once(
+    make_spec: Any, asks: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(pool: ProcessPool, count: int) -> None:
+        raise ValueError("a bug")
+
+    async def main() -> None:
+        async with pool_on_loop(make_spec()) as pool:
+            ask, _ = asks(pool)
+            await on_loop(ask, pool)
+            monkeypatch.setattr(ProcessPool, "resize", broken)
+            for _ in range(20):
+                assert await ask(behind=PILE) == HERE
+                await asyncio.sleep(0)
             assert caplog.text.count("no worker process helps") == 1
 
     asyncio.run(main())

@@ -7,6 +7,7 @@ from h2.settings import SettingCodes
 from hyperframe.frame import SettingsFrame, WindowUpdateFrame
 
 from torchere.serving.frontend import unread
+from torchere.serving.frontend.http2.frames import ErrorCode
 
 TIMEOUT_S = 0.2
 WINDOW = SettingCodes.INITIAL_WINDOW_SIZE
@@ -17,10 +18,26 @@ def impatient(monkeypatch):
     monkeypatch.setattr(unread, "UNREAD_TIMEOUT_S", TIMEOUT_S)
 
 
-def test_a_client_whose_window_stays_shut_loses_the_connection(run, http2):
+def test_a_call_whose_window_stays_shut_is_given_up_and_the_others_go_on(run, http2):
     async def main():
-        async with http2.listener() as served, http2.peer(served, settings={WINDOW: 0}) as peer:
-            peer.begin("/echo", b"message")
+        async with http2.listener() as served, http2.peer(served, settings={WINDOW: 100}, eats=False) as peer:
+            stalled = peer.answers[peer.begin("/twice", bytes(90))]
+            while not stalled.over:
+                assert (await peer.call("/echo", b"small")).messages == [b"small"]
+            return stalled, await peer.call("/echo", b"again")
+
+    stalled, after = run(main())
+    assert stalled.reset == ErrorCode.CANCEL
+    assert after.messages == [b"again"]
+
+
+def test_a_client_that_gives_no_leave_at_all_loses_the_connection(run, http2):
+    async def main():
+        async with (
+            http2.listener() as served,
+            http2.peer(served, settings={WINDOW: 2**20}, eats=False) as peer,
+        ):
+            peer.begin("/flow")
             await peer.until_closed()
 
     run(main())
