@@ -41,6 +41,8 @@ class JoinedWrites:
         self._write_both(head, body)
 
     def _write_both(self, first: bytes, second: bytes) -> None:
+        if self._transport.is_closing():
+            return  # the client left a moment ago, and the protocol has not heard of it
         if len(second) > LARGE_BYTES:
             self._transport.writelines((first, second))  # together, too, and not copied
         else:

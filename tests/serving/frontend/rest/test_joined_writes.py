@@ -86,3 +86,18 @@ def test_everything_else_is_the_transports() -> None:
         assert writes.get_extra_info("peername") == "extra peername"
 
     asyncio.run(main())
+
+
+def test_nothing_is_written_where_the_client_has_just_left() -> None:
+    """uvloop raises on it; uvicorn hears of the end a turn later."""
+
+    async def main() -> None:
+        transport, writes = joined()
+        writes.write(b"head")
+        transport.closed = True
+        writes.write(b"body")
+        writes.write_whole(b"head", b"body")
+        await asyncio.sleep(0)
+        assert transport.written == []
+
+    asyncio.run(main())
