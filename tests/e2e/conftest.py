@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.error
 import urllib.request
 import zipfile
@@ -79,6 +80,14 @@ class RunningServer:
 
     def log(self) -> str:
         return (self.folder / "server.log").read_text()
+
+    def logs(self, text: str) -> bool:
+        """Whether the log holds a text, by now or soon: a worker's lines come behind its answers."""
+        for _ in range(200):
+            if text in self.log():
+                return True
+            time.sleep(0.05)
+        return False
 
     def stop(self) -> int:
         """SIGTERM, and wait for the end."""

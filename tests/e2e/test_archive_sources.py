@@ -101,7 +101,7 @@ def test_a_model_gets_what_it_requires_and_its_neighbours_do_not(
     assert server.call("GET", f"/predictions/{name}").body == b"from the wheel"
     assert f"Installed custom pip packages for model {name}" in server.log()
     assert server.register("bare.mar", initial_workers=1).status == 500
-    assert "No module named 'tiny_dependency'" in server.log()
+    assert server.logs("No module named 'tiny_dependency'")
 
 
 def test_a_model_whose_requirements_fail_is_not_registered(server: Any, store: Path) -> None:

@@ -55,7 +55,7 @@ def test_a_model_that_does_not_load_names_its_cause_to_client_and_log(
     assert reply.status == 500
     assert reply.json()["message"] == "Failed to start workers for model broken version: 1.0"
     assert cause in reply.json()["detail"]
-    assert cause in server.log()
+    assert server.logs(cause)
     assert (
         server.call("GET", "/models/broken", api="management").status == 404
     )  # it was not left half registered
@@ -97,7 +97,7 @@ def test_what_a_handler_raises_is_for_the_log_and_not_for_the_client(pack: Any, 
     reply = server.call("POST", "/predictions/bug", b"x")
     assert (reply.status, reply.json()["message"]) == (503, "Prediction failed")
     assert b"secret" not in reply.body
-    assert "NameError: name 'secret' is not defined" in server.log()
+    assert server.logs("NameError: name 'secret' is not defined")
 
 
 class FlatMean(torch.nn.Module):
