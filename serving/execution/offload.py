@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 
 from torchere.serving.errors import LoadFailed
 from torchere.serving.execution.demand import Demand
@@ -23,26 +22,20 @@ ROOM = 4  # batches of many requests inside the worker at most; 2, 3 and 8 were 
 UNUSED_S = 60.0  # after this long with little to do the worker ends; likewise between two attempts
 
 
-def depth(batch_size: int) -> int | None:
-    """How many batches may be inside a worker; None: as many as `send_ahead.py` says."""
-    return ROOM if batch_size > 1 else None
-
-
 class Offload:
     """The worker of one version, there while it is needed. Lives on the event loop.
 
     Args:
         name: of the version, for the log.
-        make_pool: a pool whose workers take `depth(batch_size)` batches; called once, when it is needed.
+        pool: without a worker, for one that takes `ROOM` batches.
     """
 
-    def __init__(self, name: str, make_pool: Callable[[], ProcessPool]) -> None:
+    def __init__(self, name: str, pool: ProcessPool) -> None:
         self._name = name
-        self._make_pool = make_pool
-        self._pool: ProcessPool | None = None
+        self._pool = pool
         self._loop = asyncio.get_running_loop()
         self._demand = Demand()
-        self._not_before_s = 0.0  # a worker is started
+        self._not_before_s = 0.0  # the next attempt to start it
         self._wanted = False
         self._starting: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
@@ -51,12 +44,12 @@ class Offload:
     @property
     def room(self) -> int:
         """How many batches it takes now."""
-        return self._pool.free if self._wanted and self._pool is not None else 0
+        return self._pool.free if self._wanted else 0
 
     @property
     def busy(self) -> bool:
         """Whether it has a batch."""
-        return self._pool is not None and self._pool.load > 0
+        return self._pool.load > 0
 
     def wants(self, size: int, behind: int, work_s: float) -> bool:
         """Whether a batch of `size` requests, behind which so many wait, is better off there.
@@ -70,8 +63,6 @@ class Offload:
 
     def submit(self, batch: InFlight) -> None:
         """Run one batch there; it has to have room."""
-        if self._pool is None:
-            raise RuntimeError("submit() without a worker: the caller must look at `wants` first")
         self._pool.submit(batch.requests, batch.sink)
 
     async def close(self) -> None:
@@ -82,8 +73,7 @@ class Offload:
         if self._starting is not None:
             self._starting.cancel()
         await asyncio.gather(*filter(None, (self._starting, self._stopping)), return_exceptions=True)
-        if self._pool is not None:
-            await self._pool.close()
+        await self._pool.close()
 
     def _start(self) -> None:
         if self._wanted or self._is_running(self._starting) or self._is_running(self._stopping):
@@ -93,8 +83,6 @@ class Offload:
 
     async def _bring_up(self) -> None:
         try:
-            if self._pool is None:
-                self._pool = self._make_pool()
             await self._pool.resize(1)
             await self._pool.warm_up()
         except LoadFailed as err:
@@ -113,10 +101,7 @@ class Offload:
 
     def _look(self) -> None:
         """End a worker that is not needed any more, or that is dead for good."""
-        pool = self._pool
-        if pool is None:
-            return
-        has_failed = any(status.state is ExecutorState.FAILED for status in pool.statuses())
+        has_failed = any(status.state is ExecutorState.FAILED for status in self._pool.statuses())
         is_idle = self._demand.low_for_s(self._loop.time()) >= UNUSED_S and not self.busy
         if not (has_failed or is_idle):
             self._look_later()
@@ -124,7 +109,7 @@ class Offload:
         self._wanted = False
         self._not_before_s = self._loop.time() + (UNUSED_S if has_failed else 0.0)
         logger.info("%s: its worker process is not needed any more", self._name)
-        self._stopping = asyncio.ensure_future(pool.close())
+        self._stopping = asyncio.ensure_future(self._pool.close())
 
     @staticmethod
     def _is_running(task: asyncio.Task[None] | None) -> bool:

@@ -29,7 +29,10 @@ from torchere.serving.types import InferRequest
 
 
 class ProcessPool:
-    """`ExecutorPool` of worker processes. Methods run on the event loop."""
+    """`ExecutorPool` of worker processes. Methods run on the event loop.
+
+    `depth`: batches of many requests inside a worker at most; `send_ahead.py` has the rule for single ones.
+    """
 
     def __init__(
         self,
@@ -46,7 +49,7 @@ class ProcessPool:
         oom: OomWatch | None = None,
         heartbeat: HeartbeatSettings | None = None,
         on_lost: LostCallback = lambda reason: None,
-        depth: int | None = None,
+        depth: int = 1,
     ) -> None:
         self._spec = spec
         self._next_id = next_id
@@ -64,7 +67,7 @@ class ProcessPool:
             oom=oom or OomWatch(),
             heartbeat=heartbeat or HeartbeatSettings(),
             on_lost=on_lost,
-            depth=depth or (1 if spec.pinned or spec.batch_size > 1 else None),
+            depth=depth if spec.pinned or spec.batch_size > 1 else None,
         )
 
     @property

@@ -11,11 +11,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from torchere.serving.errors import DeadlineExceeded, ExecutorDied, LoadFailed, OutOfResources, ServingError
-from torchere.serving.execution.executor import (
-    ExecutorState,
-    ExecutorStatus,
-    age_s,
-)
+from torchere.serving.execution.executor import ExecutorState, ExecutorStatus, age_s
 from torchere.serving.execution.heartbeat import Heartbeat
 from torchere.serving.execution.inflight import InFlight
 from torchere.serving.execution.loss import Loss, LossKind

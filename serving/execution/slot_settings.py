@@ -26,4 +26,4 @@ class SlotSettings:
     oom: OomWatch
     heartbeat: HeartbeatSettings = field(default_factory=HeartbeatSettings)
     on_lost: LostCallback = lambda reason: None
-    depth: int | None = None  # batches inside a worker at most; None: by how quick it is
+    depth: int | None = None  # batches inside a worker at most; None: as `send_ahead.py` says

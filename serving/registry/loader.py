@@ -21,13 +21,13 @@ from torchere.serving.batching.quarantine_files import QuarantineFiles
 from torchere.serving.batching.stateful import StatefulBatcher
 from torchere.serving.crash_journal import Journal
 from torchere.serving.errors import InvalidRequest
-from torchere.serving.execution import offload
 from torchere.serving.execution.devices import available_cores, intra_op_threads
 from torchere.serving.execution.executor import ExecutorPool, FreeCallback, LoadSpec
 from torchere.serving.execution.fork_client import Spawned
 from torchere.serving.execution.host import HandlerHost
 from torchere.serving.execution.isolation import choose_isolation
 from torchere.serving.execution.launch import ExecLauncher, ForkLauncher, Launcher, worker_environment
+from torchere.serving.execution.offload import ROOM, Offload
 from torchere.serving.execution.oom import OomWatch
 from torchere.serving.execution.processes import ProcessPool
 from torchere.serving.execution.recorded_host import RecordedHost
@@ -126,7 +126,7 @@ class Loader:
         on_free: FreeCallback,
         observer: VersionObserver,
     ) -> ExecutorPool:
-        def workers(depth: int | None = None) -> ProcessPool:
+        def workers(depth: int = 1) -> ProcessPool:
             return ProcessPool(
                 spec,
                 response_timeout_s=settings.response_timeout_s,
@@ -146,7 +146,7 @@ class Loader:
         beside = None
         if settings.isolation == "auto" and available_cores() > 1 and not spec.gpu_ids:
             name = f"model {spec.model_name} version {spec.model_version}"
-            beside = offload.Offload(name, lambda: workers(offload.depth(spec.batch_size)))
+            beside = Offload(name, workers(ROOM))
         return ThreadPool(
             spec,
             response_timeout_s=settings.response_timeout_s,

@@ -26,8 +26,8 @@ PILE = 2  # requests behind a batch of one
 
 
 @asynccontextmanager
-async def pool_on_loop(spec: LoadSpec, count: int = 2) -> AsyncIterator[ThreadPool]:
-    """A pool of threads whose batches run on the loop already."""
+async def pool_of(spec: LoadSpec, count: int) -> AsyncIterator[ThreadPool]:
+    """A pool of threads in service, with a worker process at hand."""
     folder = Path(spec.archive_dir)
     (folder / "handler.py").rename(folder / "base_handler.py")
     spec = replace(spec, handler="base_handler", batch_size=4)
@@ -41,9 +41,7 @@ async def pool_on_loop(spec: LoadSpec, count: int = 2) -> AsyncIterator[ThreadPo
         "on_loaded": lambda executor_id, load_s: None,
     }
 
-    def workers() -> ProcessPool:
-        return ProcessPool(spec, **common, max_retry_timeout_s=60.0, launcher=launcher, depth=ROOM)
-
+    workers = ProcessPool(spec, **common, max_retry_timeout_s=60.0, launcher=launcher, depth=ROOM)
     pool = ThreadPool(spec, **common, offload=Offload("the model", workers))
     try:
         await pool.resize(count)
@@ -61,32 +59,35 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def asks(make_sink: Any, make_request: Any) -> Callable[..., Any]:
-    """`asks(pool)`: functions `ask(word, behind)` and `until(where)`, which asks until a process answers."""
+def asked(make_sink: Any, make_request: Any) -> Callable[..., Any]:
+    """`async with asked(spec, count) as (pool, ask, until)`: its batches of one run on the loop already.
 
-    def asking(pool: ThreadPool) -> Any:
-        async def ask(word: str = "pid", behind: int = 0) -> Any:
-            sink = make_sink()
-            pool.submit([make_request(word)], sink, behind=behind)
-            outcome = await sink.outcome()
-            return getattr(outcome, "body", outcome)
+    `ask(word, behind)` is an answer, or its error; `until(is_there, behind)` the first process that is there.
+    """
 
-        async def until(is_there: Callable[[bytes], bool], behind: int) -> bytes:
-            for _ in range(6000):
-                if is_there(where := await ask(behind=behind)):
-                    return where
-                await asyncio.sleep(0.01)
-            raise TimeoutError
+    @asynccontextmanager
+    async def asking(spec: LoadSpec, count: int = 2) -> AsyncIterator[tuple[ThreadPool, Any, Any]]:
+        async with pool_of(spec, count) as pool:
 
-        return ask, until
+            async def ask(word: str = "pid", behind: int = 0) -> Any:
+                sink = make_sink()
+                pool.submit([make_request(word)], sink, behind=behind)
+                outcome = await sink.outcome()
+                return getattr(outcome, "body", outcome)
+
+            async def until(is_there: Callable[[bytes], bool], behind: int) -> bytes:
+                for _ in range(6000):
+                    if is_there(where := await ask(behind=behind)):
+                        return where
+                    await asyncio.sleep(0.01)
+                raise TimeoutError
+
+            for _ in range(FIRST_TRIAL):
+                await ask()
+            assert pool.on_loop
+            yield pool, ask, until
 
     return asking
-
-
-async def on_loop(ask: Any, pool: ThreadPool) -> None:
-    for _ in range(FIRST_TRIAL):
-        await ask()
-    assert pool.on_loop
 
 
 def elsewhere(where: bytes) -> bool:
@@ -94,11 +95,9 @@ def elsewhere(where: bytes) -> bool:
 
 
 @pytest.mark.usefixtures("at_once")
-def test_what_piles_up_runs_in_a_worker_and_the_rest_on_the_loop(make_spec: Any, asks: Any) -> None:
+def test_what_piles_up_runs_in_a_worker_and_the_rest_on_the_loop(make_spec: Any, asked: Any) -> None:
     async def main() -> None:
-        async with pool_on_loop(make_spec()) as pool:
-            ask, until = asks(pool)
-            await on_loop(ask, pool)
+        async with asked(make_spec()) as (pool, ask, until):
             worker = await until(elsewhere, PILE)
             assert [await ask(behind=PILE) for _ in range(3)] == [worker] * 3
             assert await ask(behind=0) == HERE
@@ -109,13 +108,11 @@ def test_what_piles_up_runs_in_a_worker_and_the_rest_on_the_loop(make_spec: Any,
 
 @pytest.mark.usefixtures("at_once")
 def test_while_the_worker_is_busy_it_gets_all_there_is_room_for(
-    make_spec: Any, make_sink: Any, make_request: Any, asks: Any, tmp_path: Path
+    make_spec: Any, make_sink: Any, make_request: Any, asked: Any, tmp_path: Path
 ) -> None:
     async def main() -> None:
-        async with pool_on_loop(make_spec()) as pool:
-            ask, until = asks(pool)
-            await on_loop(ask, pool)
-            await until(elsewhere, PILE)
+        async with asked(make_spec()) as (pool, ask, until):
+            worker = await until(elsewhere, PILE)
             held = make_sink()
             pool.submit([make_request("wait")], held, behind=PILE)
             followers = [make_sink() for _ in range(ROOM - 1)]
@@ -126,7 +123,7 @@ def test_while_the_worker_is_busy_it_gets_all_there_is_room_for(
             assert await ask() == HERE
             (tmp_path / "go").touch()
             assert (await held.outcome()).body == b"wait!"
-            assert {(await sink.outcome()).body for sink in followers} != {HERE}
+            assert {(await sink.outcome()).body for sink in followers} == {worker}
 
     asyncio.run(main())
 
@@ -135,11 +132,9 @@ def test_while_the_worker_is_busy_it_gets_all_there_is_room_for(
     ("count", "behind"), [pytest.param(2, 0, id="no pile"), pytest.param(1, PILE, id="one executor")]
 )
 @pytest.mark.usefixtures("at_once")
-def test_no_worker_is_started_without_need(make_spec: Any, asks: Any, count: int, behind: int) -> None:
+def test_no_worker_is_started_without_need(make_spec: Any, asked: Any, count: int, behind: int) -> None:
     async def main() -> None:
-        async with pool_on_loop(make_spec(), count) as pool:
-            ask, _ = asks(pool)
-            await on_loop(ask, pool)
+        async with asked(make_spec(), count) as (pool, ask, _):
             for _ in range(20):
                 assert await ask(behind=behind) == HERE
                 await asyncio.sleep(0)
@@ -150,12 +145,10 @@ def test_no_worker_is_started_without_need(make_spec: Any, asks: Any, count: int
 
 @pytest.mark.usefixtures("at_once")
 def test_a_killed_worker_takes_its_batch_along_and_the_loop_goes_on(
-    make_spec: Any, make_sink: Any, make_request: Any, asks: Any
+    make_spec: Any, make_sink: Any, make_request: Any, asked: Any
 ) -> None:
     async def main() -> None:
-        async with pool_on_loop(make_spec()) as pool:
-            ask, until = asks(pool)
-            await on_loop(ask, pool)
+        async with asked(make_spec()) as (pool, ask, until):
             worker = await until(elsewhere, PILE)
             begun, behind_it = make_sink(), make_sink()
             pool.submit([make_request("wait")], begun, behind=PILE)
@@ -171,14 +164,12 @@ def test_a_killed_worker_takes_its_batch_along_and_the_loop_goes_on(
 
 @pytest.mark.usefixtures("at_once")
 def test_a_worker_that_is_not_needed_ends_and_comes_again(
-    make_spec: Any, asks: Any, monkeypatch: pytest.MonkeyPatch
+    make_spec: Any, asked: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(offload, "UNUSED_S", 0.2)
 
     async def main() -> None:
-        async with pool_on_loop(make_spec()) as pool:
-            ask, until = asks(pool)
-            await on_loop(ask, pool)
+        async with asked(make_spec()) as (_, _, until):
             worker = await until(elsewhere, PILE)
             while Path(f"/proc/{int(worker)}").exists():
                 await asyncio.sleep(0.01)
@@ -189,7 +180,7 @@ def test_a_worker_that_is_not_needed_ends_and_comes_again(
 
 @pytest.mark.usefixtures("at_once")
 def test_where_no_worker_can_be_loaded_all_stays_on_the_loop(
-    make_spec: Any, asks: Any, caplog: pytest.LogCaptureFixture
+    make_spec: Any, asked: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     fails_elsewhere = f"""
         import os
@@ -201,9 +192,7 @@ def test_where_no_worker_can_be_loaded_all_stays_on_the_loop(
     """
 
     async def main() -> None:
-        async with pool_on_loop(make_spec(fails_elsewhere)) as pool:
-            ask, until = asks(pool)
-            await on_loop(ask, pool)
+        async with asked(make_spec(fails_elsewhere)) as (_, ask, until):
             await until(lambda where: "no worker process helps" in caplog.text, PILE)
             for _ in range(20):
                 assert await ask(behind=PILE) == HERE
@@ -214,12 +203,10 @@ def test_where_no_worker_can_be_loaded_all_stays_on_the_loop(
 
 @pytest.mark.usefixtures("at_once")
 def test_a_worker_gets_no_batch_of_a_pool_that_is_left_with_one_executor(
-    make_spec: Any, make_sink: Any, make_request: Any, asks: Any, tmp_path: Path
+    make_spec: Any, make_sink: Any, make_request: Any, asked: Any, tmp_path: Path
 ) -> None:
     async def main() -> None:
-        async with pool_on_loop(make_spec()) as pool:
-            ask, until = asks(pool)
-            await on_loop(ask, pool)
+        async with asked(make_spec()) as (pool, ask, until):
             await until(elsewhere, PILE)
             held = make_sink()
             pool.submit([make_request("wait")], held, behind=PILE)
@@ -234,15 +221,13 @@ def test_a_worker_gets_no_batch_of_a_pool_that_is_left_with_one_executor(
 
 @pytest.mark.usefixtures("at_once")
 def test_a_bug_at_the_start_of_a_worker_is_logged_once(
-    make_spec: Any, asks: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    make_spec: Any, asked: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def broken(pool: ProcessPool, count: int) -> None:
         raise ValueError("a bug")
 
     async def main() -> None:
-        async with pool_on_loop(make_spec()) as pool:
-            ask, _ = asks(pool)
-            await on_loop(ask, pool)
+        async with asked(make_spec()) as (_, ask, _):
             monkeypatch.setattr(ProcessPool, "resize", broken)
             for _ in range(20):
                 assert await ask(behind=PILE) == HERE
@@ -253,11 +238,9 @@ def test_a_bug_at_the_start_of_a_worker_is_logged_once(
 
 
 @pytest.mark.usefixtures("at_once")
-def test_a_pool_closed_while_its_worker_starts_leaves_none(make_spec: Any, asks: Any) -> None:
+def test_a_pool_closed_while_its_worker_starts_leaves_none(make_spec: Any, asked: Any) -> None:
     async def main() -> None:
-        async with pool_on_loop(make_spec()) as pool:
-            ask, _ = asks(pool)
-            await on_loop(ask, pool)
+        async with asked(make_spec()) as (_, ask, _):
             await ask(behind=PILE)
             await asyncio.sleep(0.05)
         assert asyncio.all_tasks() == {asyncio.current_task()}
