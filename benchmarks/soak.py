@@ -3,12 +3,12 @@
     python benchmarks/soak.py [--minutes 30] [--clients 6] [--svg FILE] [--json FILE]
     nohup python benchmarks/soak.py > soak.log 2>&1 &       # by itself: the last line is the verdict
 
-Clients predict with thread and process executors, stream, make the handler fail and go away in the middle; an
-operator registers, scales and unregisters a model; workers are killed with signal 9. Memory, descriptors,
-threads and temporary files are sampled; after a warm-up their level in the last third must be that in the
-first. Exit status 1 when one has risen, when an answer was none that was expected, when the server ended by
-itself, or when its own count of accepted and answered predictions differ. SIGTERM ends it and the server.
-Linux only.
+Clients predict with thread and process executors, stream, make the handler fail and go away in the middle; a
+crowd asks a tiny model for more than the event loop can run, and goes again; an operator registers, scales
+and unregisters a model; workers are killed with signal 9. Memory, descriptors, threads and temporary files
+are sampled; after a warm-up their level in the last third must be that in the first. Exit status 1 when one
+has risen, when an answer was none that was expected, when the server ended by itself, or when its own count
+of accepted and answered predictions differ. SIGTERM ends it and the server. Linux only.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pathlib import Path
 
 import psutil
 from soaking.actors import Actor, Client, Killer, Operator
+from soaking.crowd import Crowd
 from soaking.plant import Plant, served
 from soaking.samples import Level, Sample, levels, sparkline, svg, take
 
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="torchere-soak-") as folder:
         with served(Path(folder)) as plant:
             samples, actors = soak(plant, options.minutes * 60, options.clients)
-        ledger, status = plant.ledger(), plant.process.returncode
+        ledger, status, helped = plant.ledger(), plant.process.returncode, plant.helped()
         left = [path.name for path in plant.temp.iterdir()]
     if options.svg:
         options.svg.write_text(svg(samples))
@@ -58,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if status or left:
         problems.append(f"the server ended with status {status} and left {left} in its temporary folder")
     print(f"accepted and answered    {ledger[0]} {ledger[1]}")
+    print(f"a worker came to help    {helped} times")
     print("\n".join(problems) or "level, and every answer as expected")
     return 1 if problems else 0
 
@@ -66,7 +68,7 @@ def soak(plant: Plant, seconds: float, clients: int) -> tuple[list[Sample], list
     """Let everybody work for that long, or until the server ends; returns samples and workers."""
     over = threading.Event()
     actors: list[Actor] = [Client(plant, over, seed) for seed in range(clients)]
-    actors += [Operator(plant, over, 1001), Killer(plant, over, 1002)]
+    actors += [Operator(plant, over, 1001), Killer(plant, over, 1002), Crowd(plant, over, 1003)]
     for actor in actors:
         actor.start()
     process, started_s = psutil.Process(plant.process.pid), time.monotonic()

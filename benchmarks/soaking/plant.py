@@ -1,4 +1,4 @@
-"""The server under a soak: three models, a temporary folder of its own, and what is wrong with its end."""
+"""The server under a soak: its models, a temporary folder of its own, and what is wrong with its end."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ import requests
 import torch
 from harness.processes import free_ports
 
+from torchere.archiver.signature import ANY, SIGNATURE_NAME, Signature, TensorSpec
+
 START_S = 120.0
 STOP_S = 90.0
 WORKERS = 2
+FEATURES = 64
 # Answers, streams, fails and works on some memory, as the body says.
 HANDLER = """
 import torch
@@ -61,6 +64,10 @@ class Plant:
         answer = requests.get(f"{self.management}/models/processes", timeout=60)
         return [worker["pid"] for worker in answer.json()[0]["workers"]]
 
+    def helped(self) -> int:
+        """How often a worker process came to help the event loop."""
+        return self.log.read_text(errors="replace").count("a worker process helps")
+
     def ledger(self) -> tuple[int, int]:
         """After the end: how many predictions it accepted, and how many it answered."""
         found = re.findall(r"(\d+) predictions accepted, (\d+) answered", self.log.read_text())
@@ -81,7 +88,7 @@ def served(folder: Path) -> Iterator[Plant]:
     )
     command = [sys.executable, "-m", "torchere.serving", "serve", "--ncs", "--disable-token-auth"]
     command += ["--enable-model-api", "--ts-config", "config.properties", "--model-store", "store"]
-    command += ["--models", "processes.mar", "threads.mar"]
+    command += ["--models", "processes.mar", "threads.mar", "tiny.mar"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TS_")}
     environment["TMPDIR"] = str(folder / "temp")
     log = folder / "server.log"
@@ -118,17 +125,22 @@ def _wait_until_ready(plant: Plant) -> None:
 def _pack_all(store: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit is deprecated; archives in the field hold it
-        model = torch.jit.trace(torch.nn.Linear(64, 64).eval(), torch.zeros(1, 64))  # type: ignore[no-untyped-call]
+        linear, example = torch.nn.Linear(FEATURES, FEATURES).eval(), torch.zeros(1, FEATURES)
+        model = torch.jit.trace(linear, example)  # type: ignore[no-untyped-call]
         model.save(str(store / "linear.pt"))
     weights = (store / "linear.pt").read_bytes()
     (store / "linear.pt").unlink()
     files = {"handler.py": HANDLER.encode(), "linear.pt": weights}
     for name, isolation in (("processes", "process"), ("threads", "thread"), ("comes_and_goes", "process")):
-        _pack(store, name, {**files, "config.yaml": f"isolation: {isolation}\n".encode()})
+        _pack(store, name, "handler.py", {**files, "config.yaml": f"isolation: {isolation}\n".encode()})
+    rows = (ANY, FEATURES)
+    signature = Signature((TensorSpec("x", "FP32", rows),), (TensorSpec("y", "FP32", rows),))
+    files = {"linear.pt": weights, SIGNATURE_NAME: signature.to_json().encode(), "config.yaml": b"{}\n"}
+    _pack(store, "tiny", "tensor", files)
 
 
-def _pack(store: Path, name: str, files: dict[str, bytes]) -> None:
-    described = {"modelName": name, "modelVersion": "1.0", "handler": "handler.py"}
+def _pack(store: Path, name: str, handler: str, files: dict[str, bytes]) -> None:
+    described = {"modelName": name, "modelVersion": "1.0", "handler": handler}
     described |= {"serializedFile": "linear.pt", "configFile": "config.yaml"}
     with zipfile.ZipFile(store / f"{name}.mar", "w") as archive:
         for file, content in files.items():

@@ -52,6 +52,7 @@ def test_a_short_soak_finds_everything_level_and_every_answer_right(tmp_path: Pa
     assert done.returncode == 0, done.stdout + done.stderr
     assert "level, and every answer as expected" in done.stdout
     assert " kill" in done.stdout
+    assert " tiny" in done.stdout
     assert picture.stat().st_size > 1000
 
 

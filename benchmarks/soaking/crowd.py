@@ -1,0 +1,40 @@
+"""A crowd that comes and goes: more for a tiny model than the event loop can run, so that a worker helps."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from soaking.actors import Actor
+from soaking.plant import FEATURES, Plant
+
+CLIENTS = 32
+STAYS_S = 15
+STAYS_AWAY_S = 90.0  # longer than a worker that helps is kept unused
+
+
+class Crowd(Actor):
+    """`torchere bench`, which has a process of its own, for seconds, again and again."""
+
+    def __init__(self, plant: Plant, over: threading.Event, seed: int) -> None:
+        super().__init__(plant, over, seed)
+        body = Path(plant.temp.parent, "crowd.json")
+        body.write_text(json.dumps({"x": [0.5] * FEATURES}))
+        self._command = [sys.executable, "-m", "torchere.serving", "bench", "tiny", "--url", plant.inference]
+        self._command += ["--clients", str(CLIENTS), "--seconds", str(STAYS_S)]
+        self._command += ["--body", str(body), "--header", "content-type: application/json"]
+
+    def act(self) -> None:
+        """Come, ask, and go."""
+        done = subprocess.run(self._command, capture_output=True, text=True, check=False)
+        answered = re.search(r"(\d+) answers", done.stdout)
+        if done.returncode or answered is None or re.search(r"^\d+ x ", done.stdout, re.MULTILINE):
+            self.found(f"crowd: {done.stdout} {done.stderr}")
+        else:
+            self.tally["tiny"] += int(answered[1])
+            self.tally["crowd"] += 1
+        self.over.wait(STAYS_AWAY_S)
