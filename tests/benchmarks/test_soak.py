@@ -70,7 +70,7 @@ def test_a_soak_that_is_cut_short_says_so_and_leaves_no_server(
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as soak:
         assert soak.stdout is not None
         assert "0 s of 600" in soak.stdout.readline()
-        (server,) = psutil.Process(soak.pid).children()
+        (server,) = [one for one in psutil.Process(soak.pid).children() if "serve" in one.cmdline()]
         (server if whom == "server" else soak).send_signal(number)
         rest = soak.stdout.read()
 
