@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch.profiler import record_function
 
+from torchere.archiver.torchscript_options import TorchScriptOptions
 from torchere.handlers import aot, onnx, profiling
 from torchere.handlers.archive_import import archive_of
 from torchere.handlers.compile_options import compile_options, wants_aot_compile
@@ -97,12 +98,10 @@ class BaseHandler:
 
     def _load_torchscript_model(self, model_pt_path: str) -> Any:
         """Load TorchScript; one copy per process and device. Subclasses may override it."""
-        block = self.model_yaml_config.get("torchscript")
-        engine = block.get("quantized_engine") if isinstance(block, dict) else None
-        device = self.device
+        options, device = TorchScriptOptions.read(self.model_yaml_config), self.device
         return self._shared(
-            ("torchscript", model_pt_path, str(device), engine),
-            lambda: load_torchscript(model_pt_path, device, engine),
+            ("torchscript", model_pt_path, str(device), options),
+            lambda: load_torchscript(model_pt_path, device, options),
         )
 
     def _load_pickled_model(self, model_dir: str, model_file: str, model_pt_path: str | None) -> Any:

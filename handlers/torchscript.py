@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Iterator
 
 import torch
 
+from torchere.archiver.torchscript_options import TorchScriptOptions
 from torchere.handlers.torchscript_mapped import load_mapped
+
+logger = logging.getLogger(__name__)
 
 # Guards `torch.backends.quantized.engine`, which is process-wide and decides how packed int8 weights are
 # rebuilt while a module loads. Every load takes it: one without a wish must not see another's.
 _LOAD_LOCK = threading.Lock()
+_AS_IT_IS = TorchScriptOptions()
 
 
 def load_torchscript(
-    path: str, device: torch.device | str, quantized_engine: str | None = None
+    path: str, device: torch.device | str, options: TorchScriptOptions = _AS_IT_IS
 ) -> torch.jit.ScriptModule:
     """Load a module saved with `torch.jit.save`, in eval mode, its parameters without gradients.
 
@@ -26,21 +31,27 @@ def load_torchscript(
     Args:
         path: the file.
         device: where its parameters go.
-        quantized_engine: name of the engine that its int8 weights are packed for ("onednn", "x86", ...); None
-            keeps the process's.
+        options: what its archive says about it. It is optimised on a CPU only, and served as it is where that
+            fails.
 
     Raises:
-        ValueError: this build of torch has no such engine.
+        ValueError: this build of torch has no engine of that name for int8.
         RuntimeError: the file is not TorchScript, or does not load.
     """
-    with _LOAD_LOCK, _engine(quantized_engine):
-        try:
-            module = _load(path, device)
-        except RuntimeError as err:
-            raise RuntimeError(
-                f"{path} can't be loaded as TorchScript ({err}); expected a file written by torch.jit.save. "
-                "If it holds a state_dict, name the file with the model's class with --model-file"
-            ) from err
+    with _LOAD_LOCK, _engine(options.quantized_engine):
+        module = _in_eval_mode(_load(path, device))
+        if options.optimize_for_inference and torch.device(device).type == "cpu":
+            from torchere.archiver.models.optimize import optimized  # noqa: PLC0415 - few archives say so
+
+            try:
+                return optimized(module)
+            except RuntimeError as err:
+                logger.warning("%s is served as it is, for it can't be optimised: %s", path, err)
+                module = _in_eval_mode(_load(path, device))  # again: what failed may have changed it
+    return module
+
+
+def _in_eval_mode(module: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
     for parameter in module.parameters():
         # Else TorchScript plans for gradients when a handler calls it outside inference mode, and the next
         # call inside fails: "Inference tensors cannot be saved for backward".
@@ -51,9 +62,17 @@ def load_torchscript(
 
 
 def _load(path: str, device: torch.device | str) -> torch.jit.ScriptModule:
-    if torch.device(device).type == "cpu" and (mapped := load_mapped(path)) is not None:
-        return mapped
-    module: torch.jit.ScriptModule = torch.jit.load(path, map_location=device)  # type: ignore[no-untyped-call]
+    try:
+        if torch.device(device).type == "cpu" and (mapped := load_mapped(path)) is not None:
+            return mapped
+        module: torch.jit.ScriptModule = torch.jit.load(  # type: ignore[no-untyped-call]
+            path, map_location=device
+        )
+    except RuntimeError as err:
+        raise RuntimeError(
+            f"{path} can't be loaded as TorchScript ({err}); expected a file written by torch.jit.save. "
+            "If it holds a state_dict, name the file with the model's class with --model-file"
+        ) from err
     return module
 
 

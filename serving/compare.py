@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from torchere.archiver.errors import ArchiveError, ModelRefused
 from torchere.archiver.reader import Archive, open_archive
 from torchere.archiver.signature import SIGNATURE_NAME, SignatureError, parse
+from torchere.archiver.torchscript_options import TorchScriptOptions
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +37,7 @@ class Contender:
     name: str
     run: Callable[..., Any]
     file: Path | None  # of the weights, in the unpacked archive
-    engine: str | None  # `torchscript.quantized_engine`
+    load: TorchScriptOptions
     config: dict[str, Any]  # model-config.yaml
     inputs: tuple[str, ...] | None  # names by signature.json
     batched: bool
@@ -90,8 +91,7 @@ def _compared(options: argparse.Namespace) -> Report:
             batched=one.batched and other.batched,
             names=(one.name, other.name),
             files=(one.file, other.file),
-            engine=other.engine,
-            original_engine=one.engine,
+            loads=(one.load, other.load),
         )
 
 
@@ -108,12 +108,11 @@ def contender(path: Path) -> Iterator[Contender]:
         root = archive.extract(Path(folder, "model"))
         config, signature = _config(archive), _signature(archive)
         serialized = archive.manifest.serialized_file
-        block = config.get("torchscript")
         yield Contender(
             name=path.name,
             run=_loaded(archive, root, config),
             file=root / serialized if serialized else None,
-            engine=block.get("quantized_engine") if isinstance(block, dict) else None,
+            load=TorchScriptOptions.read(config),
             config=config,
             inputs=tuple(spec.name for spec in signature.inputs) if signature else None,
             batched=signature.batched if signature else True,

@@ -13,13 +13,16 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.folding_calls import lift_functional_convolutions
 from torchere.archiver.models.folding_graph import calls_of, module_at, only_user_of, replace_module
 from torchere.archiver.models.folding_padding import fold_paddings
+from torchere.archiver.models.verify_outputs import answers, difference
 
+_SAME = 1e-4  # drift of a folded model: only the order of sums is another
 _NORMALISATIONS: dict[type[nn.Module], type[nn.Module]] = {
     nn.Conv1d: nn.BatchNorm1d,
     nn.Conv2d: nn.BatchNorm2d,
@@ -70,6 +73,26 @@ def fold(module: nn.Module) -> Folded:
     graph.delete_all_unused_submodules()
     graph.recompile()
     return Folded(graph, functional, paddings, normalisations)
+
+
+def folded_paddings(module: nn.Module, example: tuple[torch.Tensor, ...]) -> Folded | None:
+    """`fold` for a model that stays in fp32; None where nothing is padded, or where it doesn't work.
+
+    The folded model is run on the example: tracing can take another branch than the model would, such as that
+    for an optional argument.
+    """
+    if not any(isinstance(layer, _ConvNd) for layer in module.modules()):
+        return None  # before a copy is made of it
+    try:
+        folded = fold(module)
+        if not folded.paddings:
+            return None
+        with torch.inference_mode():
+            found = difference([(answers(module, example), answers(folded.module, example))])
+    # Broad, because it runs a model's own code in a way that its author did not mean; it is fine unfolded.
+    except Exception:
+        return None
+    return folded if found.drift <= _SAME else None
 
 
 def _traced(module: nn.Module) -> fx.GraphModule:

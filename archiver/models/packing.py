@@ -18,6 +18,7 @@ from torchere.archiver.models.steps import Say, step
 from torchere.archiver.models.to_aoti import compile_aoti, load_aoti
 from torchere.archiver.models.to_program import save_program, to_program
 from torchere.archiver.models.to_torchscript import to_torchscript
+from torchere.archiver.torchscript_options import TorchScriptOptions
 
 _FILES = {TORCHSCRIPT: "model.pt", EXPORT: "model.pt2", AOTI: "model.pt2"}
 
@@ -93,24 +94,30 @@ def version() -> str:
     return torch.__version__.partition("+")[0]
 
 
-def config_with_engine(config: Path | None, engine: str | None, work: Path) -> Path | None:
-    """The configuration, saying which int8 engine the weights are packed for; `config` when it needn't.
+def config_with(config: Path | None, options: TorchScriptOptions, work: Path) -> Path | None:
+    """The configuration, saying how the file is to be loaded; `config` when there is nothing to say.
 
     Raises:
-        ModelRefused: it has a `torchscript` section of its own that doesn't say so.
+        ModelRefused: it has a `torchscript` section of its own that lacks some of it.
     """
-    if engine is None:
-        return config
+    wanted = options.lines()
     text = config.read_text(encoding="utf-8") if config else ""
-    lines = [line.strip() for line in text.splitlines() if line.startswith(("torchscript:", " "))]
-    if f"quantized_engine: {engine}" in lines:
+    said = [line.strip() for line in text.splitlines() if line.startswith(("torchscript:", " "))]
+    missing = [line for line in wanted if line not in said]
+    if not missing:
         return config
-    if any(line.startswith("torchscript:") for line in text.splitlines()):
+    if has_section(config):
         raise ModelRefused(
-            f"{config}: its torchscript section lacks the engine that measured best; add to it: "
-            f"quantized_engine: {engine}"
+            f"{config}: its torchscript section lacks what measured best; add to it: {', '.join(missing)}"
         )
     made = work / (config.name if config else "model-config.yaml")
     separator = "" if not text or text.endswith("\n") else "\n"
-    made.write_text(f"{text}{separator}torchscript:\n  quantized_engine: {engine}\n", encoding="utf-8")
+    section = "".join(f"  {line}\n" for line in wanted)
+    made.write_text(f"{text}{separator}torchscript:\n{section}", encoding="utf-8")
     return made
+
+
+def has_section(config: Path | None) -> bool:
+    """Whether a configuration has a section `torchscript`."""
+    text = config.read_text(encoding="utf-8") if config else ""
+    return any(line.startswith("torchscript:") for line in text.splitlines())

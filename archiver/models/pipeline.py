@@ -23,12 +23,14 @@ from torchere.archiver.building import (
     Built,
 )
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.derive import signature_of
+from torchere.archiver.models.derive import Run, signature_of
 from torchere.archiver.models.dynamic import Tensors, sizes_of
 from torchere.archiver.models.examples import read_example
+from torchere.archiver.models.folding import folded_paddings
 from torchere.archiver.models.keeping import keep
 from torchere.archiver.models.loaded import LoadedModel
-from torchere.archiver.models.packing import Packed, config_with_engine, write_model
+from torchere.archiver.models.optimize import has_convolutions, loaded, measured_gain
+from torchere.archiver.models.packing import Packed, config_with, has_section, write_model
 from torchere.archiver.models.quantise import Quantised, quantise
 from torchere.archiver.models.report import REPORT_NAME
 from torchere.archiver.models.samples import example_of, names_of, read_samples
@@ -38,6 +40,7 @@ from torchere.archiver.models.to_program import free_sizes
 from torchere.archiver.models.to_torchscript import to_torchscript
 from torchere.archiver.models.verify import MAX_DRIFT, refuse_drift, verify
 from torchere.archiver.signature import SIGNATURE_NAME, Signature
+from torchere.archiver.torchscript_options import TorchScriptOptions
 
 
 def build(options: BuildOptions, work: Path, say: Say) -> Built:
@@ -122,7 +125,7 @@ class _Compilation:
         samples = read_samples(given, names, example) if given else []
         quantised = self._quantised(model, samples)
         packed = write_model(
-            quantised.module if quantised else module,
+            quantised.module if quantised else self._folded(module, example),
             program if quantised is None else None,
             example,
             sizes,
@@ -134,9 +137,13 @@ class _Compilation:
         # Of the packed model, not of the source: compiling fixes what is not asked to vary.
         final = signature_of(packed.run, example, names, sizes, probe_batch=probe)
         self._tell_batch(final)
-        self._verify(dataclasses.replace(model, signature=final), packed, samples or [example], quantised)
-        engine = quantised.engine if quantised else None
-        config = config_with_engine(self.options.config_file, engine, self.work)
+        model = dataclasses.replace(model, signature=final)
+        load = TorchScriptOptions(quantized_engine=quantised.engine if quantised else None)
+        if quantised is None and self._may_optimize(packed.run):
+            load = self._fastest(packed, samples or [example], final)
+            packed = dataclasses.replace(packed, run=loaded(packed.file, load))
+        self._verify(model, packed, load, samples or [example], quantised)
+        config = config_with(self.options.config_file, load, self.work)
         return _finished(Built(packed.file, None, config, packed.beside), final, self.say)
 
     def _startable(self, example: Tensors | None) -> tuple[torch.nn.Module, Tensors]:
@@ -170,8 +177,40 @@ class _Compilation:
             self.say(note)
         return made
 
+    def _folded(self, module: torch.nn.Module, example: Tensors) -> torch.nn.Module:
+        """The module, without paddings of their own before convolutions, where it is the model's own code."""
+        if self.options.script or self.source.program is not None:
+            return module
+        folded = folded_paddings(module, example)
+        if folded is None:
+            return module
+        self.say(f"folded into convolutions: {folded.note}")
+        return folded.module
+
+    def _may_optimize(self, run: Run) -> bool:
+        """Whether it is ours to decide how the server loads the file, and something may be gained."""
+        return (
+            isinstance(run, torch.jit.ScriptModule)
+            and has_convolutions(run)
+            and self.options.verify
+            and not has_section(self.options.config_file)
+        )
+
+    def _fastest(
+        self, packed: Packed, samples: Sequence[Tensors], signature: Signature
+    ) -> TorchScriptOptions:
+        with step(self.say, "optimising for inference, to compare"):
+            gain = measured_gain(packed.file, samples, batched=signature.batched)
+        self.say(gain.note if gain else "optimize_for_inference: torch can't, for this model; not taken")
+        return TorchScriptOptions(optimize_for_inference=gain is not None and gain.is_worthwhile)
+
     def _verify(
-        self, model: LoadedModel, packed: Packed, samples: Sequence[Tensors], quantised: Quantised | None
+        self,
+        model: LoadedModel,
+        packed: Packed,
+        load: TorchScriptOptions,
+        samples: Sequence[Tensors],
+        quantised: Quantised | None,
     ) -> None:
         """Compare the packed model with the original, and put the report beside it."""
         if not self.options.verify:
@@ -186,7 +225,7 @@ class _Compilation:
                 max_drift=MAX_DRIFT[kind] if limit is None else limit,
                 batched=model.signature.batched,
                 files=(model.source if model.source.is_file() else None, packed.file),
-                engine=quantised.engine if quantised else None,
+                loads=(TorchScriptOptions(), load),
                 notes=quantised.notes if quantised else (),
             )
         self.say(report.table())

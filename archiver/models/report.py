@@ -50,6 +50,7 @@ class Report:
     samples: int
     machine: Machine
     engine: str | None = None  # `torchscript.quantized_engine`
+    optimized: bool = False  # `torchscript.optimize_for_inference`
     notes: tuple[str, ...] = field(default=())  # how the packed model came about; JSON only
 
     @property

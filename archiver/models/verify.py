@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,14 @@ import torch
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.report import Report, Side, this_machine
 from torchere.archiver.models.verify_memory import resident_bytes
-from torchere.archiver.models.verify_outputs import difference, flattened
-from torchere.archiver.models.verify_timing import batch_of, medians_ms, one_thread
+from torchere.archiver.models.verify_outputs import answers, difference
+from torchere.archiver.models.verify_timing import Samples, batches_of, medians_ms, one_thread
+from torchere.archiver.torchscript_options import TorchScriptOptions
 
 # Largest drift (verify_outputs.Difference) by what was done to the model; docs/quantization.md has the drifts
 # of real models. Compiling only changes the order of sums, bfloat16 keeps 8 bits of each number.
 MAX_DRIFT = {"none": 1e-3, "bf16": 0.05, "int8": 0.4}
-BATCH_SIZES = (1, 8)
 _BUDGET_S = 1.5  # of timing, for each batch size and both models
-
-Samples = Sequence[tuple[torch.Tensor, ...]]
 
 
 class DriftRefused(ModelRefused):
@@ -37,8 +34,7 @@ def verify(
     batched: bool = True,
     names: tuple[str, str] = ("original", "packed"),
     files: tuple[Path | None, Path | None] = (None, None),
-    engine: str | None = None,
-    original_engine: str | None = None,
+    loads: tuple[TorchScriptOptions, TorchScriptOptions] = (TorchScriptOptions(), TorchScriptOptions()),
     notes: Sequence[str] = (),
 ) -> Report:
     """Run both models on the samples, and time them in turns.
@@ -51,12 +47,11 @@ def verify(
         samples: at least one.
         max_drift: goes into the report, which is accepted up to it. See `MAX_DRIFT`.
         batched: whether the first dimension of every input is a batch of any size, so that batches of
-            `BATCH_SIZES` can be timed; else the first sample is, as it is.
+            `verify_timing.BATCH_SIZES` can be timed; else the first sample is, as it is.
         names: of the two, for the table.
         files: of the two models, for size and memory; TorchScript and `.pt2` are loaded in a process of their
             own to see how it grows.
-        engine: int8 engine of the packed model.
-        original_engine: int8 engine of the original.
+        loads: how the files of the two are loaded.
         notes: how the packed model came about, for the JSON.
 
     Raises:
@@ -65,21 +60,28 @@ def verify(
     if not samples:
         raise ModelRefused("there are no samples to verify the packed model on; give at least one")
     with torch.inference_mode():
-        pairs = ((_run(original, sample), _run(packed, sample)) for sample in samples)
+        pairs = ((answers(original, sample), answers(packed, sample)) for sample in samples)
         found = difference(pairs)
     latencies = _latencies(original, packed, samples, batched)
-    engines = (original_engine, engine)
     sides = [
         Side(
             names[index],
             file.stat().st_size if file else None,
-            resident_bytes(file, engines[index], samples[0]) if file else None,
+            resident_bytes(file, loads[index], samples[0]) if file else None,
             {size: times[index] for size, times in latencies.items()},
         )
         for index, file in enumerate(files)
     ]
     return Report(
-        sides[0], sides[1], found, max_drift, len(samples), this_machine(), engine=engine, notes=tuple(notes)
+        original=sides[0],
+        packed=sides[1],
+        difference=found,
+        max_drift=max_drift,
+        samples=len(samples),
+        machine=this_machine(),
+        engine=loads[1].quantized_engine,
+        optimized=loads[1].optimize_for_inference,
+        notes=tuple(notes),
     )
 
 
@@ -95,17 +97,11 @@ def refuse_drift(report: Report) -> None:
         )
 
 
-def _run(model: Callable[..., Any], sample: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    # A copy, for a model may change what it is given.
-    return tuple(tensor.clone() for tensor in flattened(model(*copy.deepcopy(sample))))
-
-
 def _latencies(
     original: Callable[..., Any], packed: Callable[..., Any], samples: Samples, batched: bool
 ) -> dict[int, list[float]]:
     with one_thread():
-        if not batched:
-            return {1: medians_ms([original, packed], samples[0], _BUDGET_S)}
         return {
-            size: medians_ms([original, packed], batch_of(samples, size), _BUDGET_S) for size in BATCH_SIZES
+            size: medians_ms([original, packed], batch, _BUDGET_S)
+            for size, batch in batches_of(samples, batched).items()
         }

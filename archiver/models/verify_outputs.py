@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,11 @@ def flattened(result: Any) -> Outputs:
     raise ModelRefused(
         f"the model's result holds a {type(result).__name__}; expected tensors, alone or in a tuple or a dict"
     )
+
+
+def answers(model: Callable[..., Any], sample: Outputs) -> Outputs:
+    """What the model makes of a sample, copied on the way in and out, for it may change what it is given."""
+    return tuple(tensor.clone() for tensor in flattened(model(*copy.deepcopy(sample))))
 
 
 def difference(pairs: Iterable[tuple[Outputs, Outputs]]) -> Difference:

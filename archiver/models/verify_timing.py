@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 Model = Callable[..., Any]
+Samples = Sequence[tuple[torch.Tensor, ...]]
+BATCH_SIZES = (1, 8)
 _WARM_UPS = 3  # the first runs of TorchScript profile and compile
 _ENOUGH = 200  # runs; the median moves no more
 _LEAST, _MANY = 10, 400  # runs that the quick end is told of
@@ -71,7 +73,12 @@ def _in_turns(
     return times
 
 
-def batch_of(samples: Sequence[tuple[torch.Tensor, ...]], size: int) -> tuple[torch.Tensor, ...]:
+def batches_of(samples: Samples, batched: bool) -> dict[int, tuple[torch.Tensor, ...]]:
+    """What models are timed with, by batch size: `BATCH_SIZES`; just the first sample unless they batch."""
+    return {size: batch_of(samples, size) for size in BATCH_SIZES} if batched else {1: samples[0]}
+
+
+def batch_of(samples: Samples, size: int) -> tuple[torch.Tensor, ...]:
     """One call's arguments of `size` rows, taken from the samples and repeated when they have fewer.
 
     Rows lie along the first dimension. Samples whose other dimensions differ from the first one's are left

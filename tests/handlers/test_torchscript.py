@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from torchere.archiver.torchscript_options import TorchScriptOptions
 from torchere.handlers.torchscript import load_torchscript
 
 
@@ -38,7 +39,7 @@ def test_a_state_dict_is_told_from_torchscript(tmp_path: Path) -> None:
 
 def test_an_engine_this_build_lacks_is_named_with_those_it_has(scripted_doubler: Path) -> None:
     with pytest.raises(ValueError, match=r"'abacus'.*expected one of .*\w"):
-        load_torchscript(str(scripted_doubler / "doubler.pt"), "cpu", "abacus")
+        load_torchscript(str(scripted_doubler / "doubler.pt"), "cpu", TorchScriptOptions("abacus"))
 
 
 def test_the_engine_holds_for_the_load_only(scripted_doubler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +55,7 @@ def test_the_engine_holds_for_the_load_only(scripted_doubler: Path, monkeypatch:
 
     monkeypatch.setattr(torch.jit, "load", spy)
     path = str(scripted_doubler / "doubler.pt")
-    load_torchscript(path, "cpu", other)
+    load_torchscript(path, "cpu", TorchScriptOptions(other))
     load_torchscript(path, "cpu")
     assert seen == [other, before]
     assert torch.backends.quantized.engine == before
@@ -65,7 +66,7 @@ def test_the_engine_is_put_back_after_a_failed_load(tmp_path: Path) -> None:
     other = next(e for e in torch.backends.quantized.supported_engines if e not in ("none", before))
     (tmp_path / "bad.pt").write_bytes(b"not a model")
     with pytest.raises(RuntimeError, match="can't be loaded"):
-        load_torchscript(str(tmp_path / "bad.pt"), "cpu", other)
+        load_torchscript(str(tmp_path / "bad.pt"), "cpu", TorchScriptOptions(other))
     assert torch.backends.quantized.engine == before
 
 
@@ -85,7 +86,7 @@ def test_loads_never_see_another_loads_engine(
 
     def load(engine: str | None) -> None:
         wish.engine = engine or before
-        load_torchscript(str(scripted_doubler / "doubler.pt"), "cpu", engine)
+        load_torchscript(str(scripted_doubler / "doubler.pt"), "cpu", TorchScriptOptions(engine))
 
     monkeypatch.setattr(torch.jit, "load", spy)
     with ThreadPoolExecutor(4) as pool:
@@ -117,7 +118,7 @@ def test_an_int8_model_answers_the_same_with_every_engine(tmp_path: Path) -> Non
     row = torch.tensor([[0.5, -0.25, 1.0, 0.0]])
     for name in (engine, "onednn"):
         if name in engines:
-            answer = load_torchscript(path, "cpu", name)(row)
+            answer = load_torchscript(path, "cpu", TorchScriptOptions(name))(row)
             assert torch.allclose(answer, row, atol=0.02)
 
 
@@ -140,3 +141,51 @@ def test_calls_inside_and_outside_of_inference_mode_may_be_mixed(tmp_path: Path)
         with torch.inference_mode():
             assert module(row).tolist() == expected
         assert module(row).tolist() == expected
+
+
+class Clipped(torch.nn.Module):
+    """What `optimize_for_inference` of torch 2.13 fails at: bounds that are whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = torch.nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.clamp(self.convolution(x), 0, 6)
+
+
+def saved(module: torch.nn.Module, path: Path) -> str:
+    torch.jit.save(torch.jit.script(module.eval()), str(path))
+    return str(path)
+
+
+OPTIMIZED = TorchScriptOptions(optimize_for_inference=True)
+
+
+def test_an_optimised_module_has_onednns_layouts_and_answers_the_same_in_several_threads(
+    tmp_path: Path,
+) -> None:
+    torch.manual_seed(0)
+    layers = torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU6(), torch.nn.Conv2d(8, 4, 3)
+    path = saved(torch.nn.Sequential(*layers), tmp_path / "net.pt")
+    module, plain = load_torchscript(path, "cpu", OPTIMIZED), load_torchscript(path, "cpu")
+    assert "mkldnn_convolution" in str(module.graph)
+    batches = [torch.rand(1 + index % 3, 3, 12 + index, 12) for index in range(24)]
+
+    def agrees(rows: torch.Tensor) -> bool:
+        with torch.inference_mode():
+            inside = module(rows)
+        return torch.allclose(inside, plain(rows), atol=1e-5) and torch.allclose(module(rows), inside)
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(agrees, batches))
+
+
+def test_a_module_that_torch_cannot_optimise_is_served_as_it_is_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = saved(Clipped(), tmp_path / "net.pt")
+    module = load_torchscript(path, "cpu", OPTIMIZED)
+    rows = torch.rand(2, 3, 12, 12)
+    assert torch.equal(module(rows), load_torchscript(path, "cpu")(rows))
+    assert "net.pt is served as it is, for it can't be optimised" in caplog.text

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from torchere.archiver.models.folding import NotTraceable, fold
+from torchere.archiver.models.folding import NotTraceable, fold, folded_paddings
 from torchere.archiver.models.folding_clipping import clipped_by_format
 from torchere.archiver.models.folding_padding import Axis, folded_axis
 
@@ -195,3 +195,37 @@ def test_a_clip_at_another_limit_stays() -> None:
     graph = fold(nn.Sequential(nn.Conv2d(1, 1, 1), nn.Hardtanh(-1.0, 1.0))).module
 
     assert clipped_by_format(graph) == ()
+
+
+class Masked(nn.Module):
+    """Branches on an optional argument, which tracing takes for given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.padded = Padded((1, 1, 1, 1))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        answer: torch.Tensor = self.padded(x)
+        return answer if mask is None else answer * mask
+
+
+def test_paddings_of_a_model_that_stays_in_fp32_are_folded() -> None:
+    module, example = Padded((0, 1, 0, 1), stride=2).eval(), (torch.rand(2, 3, 9, 9),)
+    folded = folded_paddings(module, example)
+    assert folded is not None
+    assert folded.paddings == 1
+    torch.testing.assert_close(folded.module(*example), module(*example))
+
+
+@pytest.mark.parametrize(
+    ("module", "example"),
+    [
+        (nn.Linear(3, 4), torch.rand(2, 3)),
+        (nn.Conv2d(3, 4, 3, padding=1), torch.rand(2, 3, 9, 9)),
+        (Masked(), torch.rand(2, 3, 9, 9)),
+    ],
+)
+def test_a_model_without_paddings_or_that_tracing_misunderstands_is_left_alone(
+    module: nn.Module, example: torch.Tensor
+) -> None:
+    assert folded_paddings(module.eval(), (example,)) is None

@@ -1,0 +1,98 @@
+"""TorchScript in oneDNN's own layouts: what `torch.jit.optimize_for_inference` makes of convolutions.
+
+By itself each convolution brings its input into the layout that oneDNN likes, and its output back. Optimised,
+the layers between them work in that layout, too, and the weights are brought into it once. That is for the
+processor it is done on and can't be saved, so that it is done at each load; what it gains is measured when
+the archive is packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchere.archiver.models.engines import rebuilt_file
+from torchere.archiver.models.verify_outputs import answers, difference
+from torchere.archiver.models.verify_timing import Samples, batches_of, quick_ms
+from torchere.archiver.torchscript_options import TorchScriptOptions
+
+MAX_DRIFT = 1e-3  # from the model as it is; only the order of sums is another
+LEAST_GAIN = 1.05  # at every batch size: less is noise, and the second copy of the weights costs memory
+_BUDGET_S = 1.5  # of timing, for each batch size and both ways
+_CONVOLUTIONS = ("aten::_convolution", "aten::conv1d", "aten::conv2d", "aten::conv3d")
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """What optimising brought. Latencies in milliseconds, by batch size."""
+
+    plain_ms: Mapping[int, float]
+    optimized_ms: Mapping[int, float]
+    drift: float  # of the optimised model's answers
+
+    @property
+    def is_worthwhile(self) -> bool:
+        """Whether it is faster throughout, and answers the same."""
+        factors = [self.plain_ms[size] / self.optimized_ms[size] for size in self.plain_ms]
+        return self.drift <= MAX_DRIFT and min(factors) >= LEAST_GAIN
+
+    @property
+    def note(self) -> str:
+        """For people."""
+        times = ", ".join(
+            f"{self.plain_ms[size]:.3g} -> {self.optimized_ms[size]:.3g} ms for a batch of {size}"
+            for size in self.plain_ms
+        )
+        return f"optimize_for_inference: {times}; {'taken' if self.is_worthwhile else 'not taken'}"
+
+
+def optimized(module: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
+    """The module, in eval mode on the CPU, for this processor. It has no method but `forward`.
+
+    The module given may be changed by it, also when it fails.
+
+    Raises:
+        RuntimeError: it can't be frozen or optimised.
+    """
+    frozen = torch.jit.freeze(module) if hasattr(module, "training") else module
+    made: torch.jit.ScriptModule = torch.jit.optimize_for_inference(frozen)
+    return made
+
+
+def loaded(file: Path, options: TorchScriptOptions) -> torch.jit.ScriptModule:
+    """Load a file onto the CPU as a server does. Raises as `engines.rebuilt` and `optimized` do."""
+    module = rebuilt_file(file, options.quantized_engine)
+    return optimized(module) if options.optimize_for_inference else module
+
+
+def has_convolutions(module: torch.jit.ScriptModule) -> bool:
+    """Whether there is anything to gain."""
+    graph: Any = module.inlined_graph
+    return any(graph.findAllNodes(kind, True) for kind in _CONVOLUTIONS)
+
+
+def measured_gain(file: Path, samples: Samples, *, batched: bool) -> Gain | None:
+    """Load the file both ways, compare and time them; None when it can't be optimised.
+
+    Args:
+        file: TorchScript.
+        samples: arguments of the model, at least one.
+        batched: see `verify`.
+    """
+    plain = loaded(file, TorchScriptOptions())
+    try:
+        other = loaded(file, TorchScriptOptions(optimize_for_inference=True))
+        with torch.inference_mode():
+            found = difference((answers(plain, one), answers(other, one)) for one in samples)
+        times = {
+            size: quick_ms([plain, other], batch, _BUDGET_S)
+            for size, batch in batches_of(samples, batched).items()
+        }
+    except RuntimeError:  # of which all of TorchScript's are: the model is fine as it is
+        return None
+    plain_ms = {size: pair[0] for size, pair in times.items()}
+    return Gain(plain_ms, {size: pair[1] for size, pair in times.items()}, found.drift)

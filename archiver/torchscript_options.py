@@ -1,0 +1,38 @@
+"""How a TorchScript file is to be loaded: the section `torchscript` of model-config.yaml."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class TorchScriptOptions:
+    """What the packer found best for the model, and the server does while it loads it."""
+
+    quantized_engine: str | None = None  # that int8 weights are packed for; None: the process's own
+    optimize_for_inference: bool = False  # on a CPU; see archiver/models/optimize.py
+
+    @staticmethod
+    def read(config: Mapping[str, Any]) -> TorchScriptOptions:
+        """The options in a whole model-config.yaml; members of the section that are not known do nothing.
+
+        Raises:
+            ValueError: `optimize_for_inference` is neither true nor false.
+        """
+        section = config.get("torchscript")
+        if not isinstance(section, Mapping):
+            return TorchScriptOptions()
+        optimize = section.get("optimize_for_inference", False)
+        if not isinstance(optimize, bool):
+            raise ValueError(
+                f"torchscript.optimize_for_inference in model-config.yaml is {optimize!r}; expected true or "
+                "false"
+            )
+        return TorchScriptOptions(section.get("quantized_engine"), optimize)
+
+    def lines(self) -> list[str]:
+        """The members of the section as YAML, a line each; none when there is nothing to say."""
+        said = [f"quantized_engine: {self.quantized_engine}"] if self.quantized_engine else []
+        return said + (["optimize_for_inference: true"] if self.optimize_for_inference else [])

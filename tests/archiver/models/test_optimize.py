@@ -1,0 +1,157 @@
+"""`torchscript.optimize_for_inference`: measured when packing, and said where it gains."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from torchere.archiver import open_archive
+from torchere.archiver.models import optimize, pipeline, verify
+from torchere.archiver.models.optimize import Gain, has_convolutions, loaded, measured_gain
+from torchere.archiver.models.packing import config_with
+from torchere.archiver.torchscript_options import TorchScriptOptions
+from torchere.serving.cli import main
+
+MODEL = """
+import torch
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.pad = torch.nn.ZeroPad2d((0, 1, 0, 1))
+        self.first = torch.nn.Conv2d(3, 8, 3, stride=2)
+        self.second = torch.nn.Conv2d(8, 4, 3)
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(self.pad(x))))
+"""
+GAINS = Gain({1: 3.0, 8: 20.0}, {1: 2.0, 8: 10.0}, 1e-7)
+
+
+class Clipped(nn.Module):
+    """What `optimize_for_inference` of torch 2.13 fails at: bounds that are whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.clamp(self.convolution(x), 0, 6)
+
+
+def saved(module: nn.Module, path: Path) -> Path:
+    torch.jit.save(torch.jit.freeze(torch.jit.script(module.eval())), str(path))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("plain", "other", "drift", "taken"),
+    [
+        ((3.0, 20.0), (2.0, 10.0), 1e-7, True),
+        ((3.0, 20.0), (2.9, 10.0), 1e-7, False),  # not at a batch of one
+        ((3.0, 20.0), (2.0, 20.0), 1e-7, False),  # not at one of eight
+        ((3.0, 20.0), (2.0, 10.0), 0.01, False),  # answers something else
+        ((3.0, 20.0), (2.0, 10.0), float("nan"), False),
+    ],
+)
+def test_it_is_taken_where_it_gains_throughout_and_answers_the_same(
+    plain: tuple[float, float], other: tuple[float, float], drift: float, taken: bool
+) -> None:
+    gain = Gain(dict(zip((1, 8), plain, strict=True)), dict(zip((1, 8), other, strict=True)), drift)
+    assert gain.is_worthwhile is taken
+    assert gain.note.endswith("; taken") is taken
+
+
+def test_convolutions_are_seen_and_their_absence_too(tmp_path: Path) -> None:
+    as_it_is = TorchScriptOptions()
+    assert has_convolutions(loaded(saved(nn.Conv1d(3, 4, 3), tmp_path / "a.pt"), as_it_is))
+    assert not has_convolutions(loaded(saved(nn.Linear(3, 4), tmp_path / "b.pt"), as_it_is))
+
+
+def test_both_ways_are_compared_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimize, "_BUDGET_S", 0.01)
+    file = saved(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)), tmp_path / "net.pt")
+    gain = measured_gain(file, [(torch.rand(1, 3, 12, 12),)], batched=True)
+    assert gain is not None
+    assert gain.plain_ms.keys() == gain.optimized_ms.keys() == {1, 8}
+    assert min(*gain.plain_ms.values(), *gain.optimized_ms.values()) > 0
+    assert gain.drift < 1e-5
+
+
+def test_a_model_that_cannot_be_optimised_gains_nothing(tmp_path: Path) -> None:
+    file = saved(Clipped(), tmp_path / "net.pt")
+    assert measured_gain(file, [(torch.rand(1, 3, 12, 12),)], batched=True) is None
+
+
+@pytest.fixture
+def pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Pack the model with more arguments; returns the archive. What is measured always gains."""
+    monkeypatch.setattr(verify, "_BUDGET_S", 0.01)
+    monkeypatch.setattr(pipeline, "measured_gain", lambda file, samples, batched: GAINS)
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text(MODEL)
+    torch.manual_seed(0)
+    torch.save(torch.rand(2, 3, 13, 12), "example.pt")
+
+    def packed(*arguments: str) -> Any:
+        command = ["archive", "--model-name", "net", "--model-file", "net.py", "--example", "example.pt"]
+        assert main([*command, "--force", *arguments]) == 0
+        return open_archive(tmp_path / "net.mar")
+
+    return packed
+
+
+def test_an_archive_says_that_it_gains_and_the_report_is_of_it_so_loaded(
+    pack: Callable[..., Any],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    archive = pack("--format", "torchscript")
+    config = yaml.safe_load(archive.read_text("model-config.yaml"))
+    assert config == {"torchscript": {"optimize_for_inference": True}}
+    report = json.loads(archive.read_text("MAR-INF/report.json"))
+    assert report["optimized"] is True
+    assert report["accepted"] is True
+    said = capsys.readouterr()
+    assert GAINS.note in said.out + said.err
+    assert "folded into convolutions: 1 paddings" in said.out + said.err
+    (tmp_path / "data").mkdir()
+    torch.save(torch.rand(2, 3, 13, 12), tmp_path / "data" / "one.pt")
+    with caplog.at_level(logging.WARNING, "torchere.handlers"):  # which the command changes for good
+        assert main(["compare", "net.mar", "net.mar", "--data", "data"]) == 0
+
+
+@pytest.mark.parametrize("arguments", [("--format", "export"), ("--format", "torchscript", "--no-verify")])
+def test_nothing_is_said_where_nothing_is_measured(
+    pack: Callable[..., Any], arguments: tuple[str, ...]
+) -> None:
+    assert pack(*arguments).manifest.config_file is None
+
+
+def test_a_section_of_the_users_own_stands(pack: Callable[..., Any]) -> None:
+    Path("config.yaml").write_text("torchscript:\n  optimize_for_inference: false\n")
+    archive = pack("--format", "torchscript", "--config-file", "config.yaml")
+    assert yaml.safe_load(archive.read_text("config.yaml")) == {
+        "torchscript": {"optimize_for_inference": False}
+    }
+
+
+def test_a_configuration_is_added_to(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("minWorkers: 2")
+    (tmp_path / "work").mkdir()
+    made = config_with(own, TorchScriptOptions("onednn", optimize_for_inference=True), tmp_path / "work")
+    assert made is not None
+    found = yaml.safe_load(made.read_text())
+    assert found["minWorkers"] == 2
+    assert TorchScriptOptions.read(found) == TorchScriptOptions("onednn", optimize_for_inference=True)
