@@ -103,7 +103,7 @@ def _served(subject: _Subject) -> Callable[[Conditions], Figures]:
         probe = packed(subject, conditions.shop)
         server = servers.torchere(conditions.shop, subject.name, cores())
         clients = subject.clients
-        figures = closed_loop(server, probe, _longer(conditions), (clients,), warm_up_clients=clients)
+        figures = closed_loop(server, probe, _longer(conditions), (clients,))
         return {"per_second": figures[f"rps_{clients}"], "p50_ms": figures[f"p50_{clients}_ms"]}
 
     return measure

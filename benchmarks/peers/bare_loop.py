@@ -1,13 +1,14 @@
 """The floor under a model server: bare loops over the same file, nothing served.
 
-    python bare_loop.py FILE INPUT... --seconds 2 --threads 2 [--batches 1,2,4,8,16] [--each]
+    python bare_loop.py FILE INPUT... --seconds 2 --threads 2 [--batches 1,2,4,8,16] [--each] [--optimize]
 
 FILE is TorchScript, or a `.pt2`, which is loaded as the server does, for torch's own binding keeps the GIL.
 An INPUT is one row: a `.npy` file with the batch as its first dimension, repeated for larger batches; or a
 picture, which is decoded, cut and normalised anew for every row, as the handler `image_classifier` would.
 
 Loops side by side, each with one intra-op thread, and one loop with all of them are tried with every batch
-size; `--each` tries the former only. The fastest is then measured for so many seconds. Prints JSON: its
+size; `--each` tries the former only. `--optimize` optimises TorchScript first, as the server does where an
+archive says `optimize_for_inference`. The fastest is then measured for so many seconds. Prints JSON: its
 batch, its loops and its rows a second, and what the tries gave.
 """
 
@@ -36,8 +37,8 @@ RESIZE, CROP = 256, 224  # of pictures, in pixels
 class Work:
     """A model and what it is run on. `run` may be called from several threads at once."""
 
-    def __init__(self, file: Path, inputs: list[Path]) -> None:
-        self.model = _loaded(file)
+    def __init__(self, file: Path, inputs: list[Path], *, optimize: bool = False) -> None:
+        self.model = _loaded(file, optimize=optimize)
         pictures = [path.read_bytes() for path in inputs if path.suffix != ".npy"]
         self._picture = pictures[0] if pictures else None
         self._rows = [torch.from_numpy(np.load(path)) for path in inputs if path.suffix == ".npy"]
@@ -60,9 +61,10 @@ class Work:
         return rows
 
 
-def _loaded(file: Path) -> Any:
+def _loaded(file: Path, *, optimize: bool) -> Any:
     if file.suffix != ".pt2":
-        return torch.jit.load(str(file))  # type: ignore[no-untyped-call]
+        plain = torch.jit.load(str(file))  # type: ignore[no-untyped-call]
+        return torch.jit.optimize_for_inference(plain.eval()) if optimize else plain
     from torchere.handlers.aot import load_package  # noqa: PLC0415  # TorchScript needs torch only
 
     return load_package(str(file), tempfile.mkdtemp(prefix="torchere-bench-"), "cpu")
@@ -107,7 +109,7 @@ def rate(work: Work, batch: int, seconds: float, loops: int, intra_op: int) -> f
 def main() -> None:
     """Try everything, measure the best, print."""
     options = _arguments().parse_args()
-    work = Work(options.file, options.inputs)
+    work = Work(options.file, options.inputs, optimize=options.optimize)
     ways = [(options.threads, 1)]
     if not options.each and options.threads > 1:
         ways.append((1, options.threads))
@@ -131,6 +133,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=2, help="in all; default: %(default)s")
     parser.add_argument("--batches", default="1,2,4,8,16", help="sizes to try; default: %(default)s")
     parser.add_argument("--each", action="store_true", help="one thread for each loop, and no other way")
+    parser.add_argument("--optimize", action="store_true", help="TorchScript for this processor, at load")
     return parser
 
 

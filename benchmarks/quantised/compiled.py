@@ -7,11 +7,14 @@ from pathlib import Path
 
 from quantised.zoo import Ready, Sample
 from torchere.archiver.models.dynamic import batch_of as free_batch
+from torchere.archiver.models.folding import folded_paddings
+from torchere.archiver.models.optimize import has_convolutions, loaded
 from torchere.archiver.models.quantise_traced import plain_attention, traced
 from torchere.archiver.models.to_aoti import compile_aoti
 from torchere.archiver.models.to_program import to_program
 from torchere.archiver.models.verify_outputs import difference, flattened
 from torchere.archiver.models.verify_timing import batch_of, quick_ms
+from torchere.archiver.torchscript_options import TorchScriptOptions
 from torchere.handlers.aot import CompiledModel, load_package
 
 BATCHES = (1, 8)
@@ -28,6 +31,7 @@ class Pair:
     torchscript_ms: dict[int, float]
     aoti_ms: dict[int, float]
     drift: float  # of AOTInductor's answers from TorchScript's
+    optimized_ms: dict[int, float] | None = None  # TorchScript, optimised for inference while it is loaded
 
     def speedup(self, batch: int) -> float:
         """How many times as fast AOTInductor is."""
@@ -42,28 +46,37 @@ class Both:
     aoti: CompiledModel
     aoti_file: Path
     compiled: str  # see Pair
+    optimized: CompiledModel | None  # where there are convolutions
 
 
 def both(ready: Ready, folder: Path) -> Both:
     """Make TorchScript and AOTInductor code of the model in the folder, as `torchere archive` does."""
     example = ready.held_out[0]
+    folded = folded_paddings(ready.module, example)
+    module = folded.module if folded else ready.module
     with plain_attention():
-        script = traced(ready.module, example)
+        script = traced(module, example)
+    saved = folder / "model.pt"
+    script.save(str(saved))
+    fast = (
+        loaded(saved, TorchScriptOptions(optimize_for_inference=True)) if has_convolutions(script) else None
+    )
     file = folder / "model.pt2"
     rows = batch_of([example], 2)
-    program = to_program(ready.module, rows, [free_batch(rows, (1, _LARGEST_BATCH))])
+    program = to_program(module, rows, [free_batch(rows, (1, _LARGEST_BATCH))])
     said: list[str] = []
     made = compile_aoti(program, file, None, said.append)
     print("; ".join([*said, ""]), end="", flush=True)
     compiled = load_package(str(file), str(folder), "cpu")
     templates = made.timed is not None and made.timed.templates_win
-    return Both(script, compiled, file, "oneDNN" if made.frozen else "templates" if templates else "MKL")
+    layers = "oneDNN" if made.frozen else "templates" if templates else "MKL"
+    return Both(script, compiled, file, layers, fast)
 
 
 def compared(title: str, forms: Both, sample: Sample) -> Pair:
     """Time both forms in turns."""
     found = difference([(flattened(forms.torchscript(*sample)), flattened(forms.aoti(*sample)))])
-    models = [forms.torchscript, forms.aoti]
+    models = [forms.torchscript, forms.aoti, *([forms.optimized] if forms.optimized else [])]
     times = {size: quick_ms(models, batch_of([sample], size), _BUDGET_S) for size in BATCHES}
     return Pair(
         title=title,
@@ -71,4 +84,5 @@ def compared(title: str, forms: Both, sample: Sample) -> Pair:
         torchscript_ms={size: one[0] for size, one in times.items()},
         aoti_ms={size: one[1] for size, one in times.items()},
         drift=found.drift,
+        optimized_ms={size: one[2] for size, one in times.items()} if forms.optimized else None,
     )

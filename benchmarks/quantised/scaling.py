@@ -5,6 +5,7 @@ The same package in two processes shares nothing but the machine, so what these 
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 import time
@@ -20,6 +21,7 @@ from quantised.compiled import Both
 from quantised.zoo import Sample
 from torchere.archiver.models.verify_timing import one_thread
 from torchere.handlers.aot import load_package
+from torchere.serving.execution.allocator import keep_freed_memory
 
 _ROUNDS, _ROUND_S = 25, 0.4  # many and short: what neighbours of the machine do changes by the second
 _START_S = 12.0  # a process needs that to import torch, on a busy machine
@@ -67,6 +69,7 @@ def _rate(
 
 
 def _load(file: str, sample: Sample) -> None:
+    keep_freed_memory(os.environ)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="torchere-aoti-") as folder:
         _LOADED.update(model=load_package(file, folder, "cpu"), sample=sample)

@@ -27,12 +27,15 @@ from examples.image_classifier.network import pretrained
 from examples.image_classifier.photographs import CALIBRATION, HELD_OUT, MEAN, STD, centre, crops
 from examples.image_classifier.quantise import agreement, int8
 from torchere.archiver.models.folding import fold
+from torchere.archiver.models.optimize import measured_gain
 from torchere.archiver.models.quantise import Quantised
 from torchere.archiver.models.quantise_traced import traced
+from torchere.archiver.torchscript_options import TorchScriptOptions
 
 HERE = Path(__file__).resolve().parent
 DEMO = HERE.parents[1] / ".demo"
 MODEL = "efficientnet_lite0"
+_COMPARED = 8  # crops
 _CROPS_PER_PHOTOGRAPH = 6  # from 4 to 16 it makes no difference
 
 
@@ -83,9 +86,15 @@ def _build(demo: Path) -> list[Built]:
     _say("network", f"folded into its convolutions: {folded.note}")
     fp32 = traced(folded.module, (held_out[0][:1],))
     quantised = _int8(network, held_out)
+    as_fp32 = _saved(demo, fp32, "fp32")
+    gain = measured_gain(as_fp32, [(crop[:1],) for crop in held_out[:_COMPARED]], batched=True)
+    if gain:
+        _say("", gain.note)
+    optimize = TorchScriptOptions(optimize_for_inference=gain is not None and gain.is_worthwhile)
+    as_int8 = _saved(demo, quantised.module, "int8")
     return [
-        _pack(demo, fp32, "1.0", "fp32", _model_config(None)),
-        _pack(demo, quantised.module, "2.0", "int8", _model_config(quantised.engine)),
+        _pack(demo, as_fp32, "1.0", optimize),
+        _pack(demo, as_int8, "2.0", TorchScriptOptions(quantised.engine)),
     ]
 
 
@@ -108,20 +117,22 @@ def _int8(network: torch.nn.Module, held_out: list[torch.Tensor]) -> Quantised:
     return quantised
 
 
-def _pack(demo: Path, module: torch.nn.Module, version: str, precision: str, config: str) -> Built:
-    work, store = demo / "build" / precision, demo / "store"
-    for folder in (work, store):
-        folder.mkdir(parents=True, exist_ok=True)
-    torch.jit.save(module, str(work / f"{MODEL}.pt"))
-    (work / "model-config.yaml").write_text(config)
+def _saved(demo: Path, module: torch.jit.ScriptModule, precision: str) -> Path:
+    folder = demo / "build" / precision
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.jit.save(module, str(folder / f"{MODEL}.pt"))
+    return folder / f"{MODEL}.pt"
+
+
+def _pack(demo: Path, file: Path, version: str, options: TorchScriptOptions) -> Built:
+    """The archive of a file from `_saved`."""
+    work, store, precision = file.parent, demo / "store", file.parent.name
+    store.mkdir(parents=True, exist_ok=True)
+    config = work / "model-config.yaml"
+    config.write_text(_model_config(options))
     command = [str(Path(sys.executable).with_name("torch-model-archiver"))]
     command += ["--model-name", MODEL, "--version", version, "--handler", "image_classifier"]
-    command += [
-        "--serialized-file",
-        str(work / f"{MODEL}.pt"),
-        "--config-file",
-        str(work / "model-config.yaml"),
-    ]
+    command += ["--serialized-file", str(file), "--config-file", str(config)]
     command += ["--extra-files", str(demo / "build" / "index_to_name.json")]
     subprocess.run([*command, "--export-path", str(work), "--force"], check=True)
     archive = (work / f"{MODEL}.mar").replace(store / f"{MODEL}-{version}.mar")
@@ -130,7 +141,7 @@ def _pack(demo: Path, module: torch.nn.Module, version: str, precision: str, con
     return Built(version, precision, archive.name, size)
 
 
-def _model_config(quantized_engine: str | None) -> str:
+def _model_config(options: TorchScriptOptions) -> str:
     config: dict[str, object] = {
         # The server shares its cores out among the workers. For so small a network two workers of one core
         # each do more than one worker of two cores, and do not suffer when another process takes a core.
@@ -139,8 +150,8 @@ def _model_config(quantized_engine: str | None) -> str:
         "deviceType": "cpu",
         "handler": {"image": {"resize": 256, "crop": 224, "mean": [*MEAN], "std": [*STD], "top_k": 5}},
     }
-    if quantized_engine is not None:
-        config["torchscript"] = {"quantized_engine": quantized_engine}
+    if options.lines():
+        config["torchscript"] = yaml.safe_load("\n".join(options.lines()))
     return yaml.safe_dump(config, sort_keys=False)
 
 
