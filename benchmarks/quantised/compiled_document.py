@@ -66,7 +66,7 @@ def table(pairs: Sequence[Pair]) -> list[list[str]]:
 
 
 def optimized_table(pairs: Sequence[Pair]) -> list[list[str]]:
-    """Models with convolutions: TorchScript as it is, optimised for inference, and AOTInductor beside that."""
+    """Models with convolutions: TorchScript as it is, optimised, and AOTInductor beside that."""
     heads = [f"TorchScript → optimised, batch {batch}" for batch in BATCHES]
     lines = [["model", *heads, "faster", "AOTI to optimised TorchScript"]]
     for pair in pairs:
