@@ -24,13 +24,13 @@ class TorchScriptOptions:
         section = config.get("torchscript")
         if not isinstance(section, Mapping):
             return TorchScriptOptions()
-        optimize = section.get("optimize_for_inference", False)
-        if not isinstance(optimize, bool):
+        optimize = section.get("optimize_for_inference")
+        if not isinstance(optimize, (bool, type(None))):
             raise ValueError(
                 f"torchscript.optimize_for_inference in model-config.yaml is {optimize!r}; expected true or "
                 "false"
             )
-        return TorchScriptOptions(section.get("quantized_engine"), optimize)
+        return TorchScriptOptions(section.get("quantized_engine"), bool(optimize))
 
     def lines(self) -> list[str]:
         """The members of the section as YAML, a line each; none when there is nothing to say."""

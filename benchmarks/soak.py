@@ -33,6 +33,7 @@ from soaking.samples import Level, Sample, levels, sparkline, svg, take
 
 SAMPLES = 240  # of a whole soak
 TOLD_EVERY = 24  # samples
+_HELPED_FROM_MINUTES = 10.0  # in a shorter soak a busy machine may give the crowd too little
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         problems.append(f"the server accepted {ledger[0]} predictions and answered {ledger[1]}")
     if status or left:
         problems.append(f"the server ended with status {status} and left {left} in its temporary folder")
+    if not helped and options.minutes >= _HELPED_FROM_MINUTES:
+        problems.append("no worker came to help the event loop: the crowd was too small for this machine")
     print(f"accepted and answered    {ledger[0]} {ledger[1]}")
     print(f"a worker came to help    {helped} times")
     print("\n".join(problems) or "level, and every answer as expected")

@@ -41,10 +41,9 @@ def load_torchscript(
     with _LOAD_LOCK, _engine(options.quantized_engine):
         module = _in_eval_mode(_load(path, device))
         if options.optimize_for_inference and torch.device(device).type == "cpu":
-            from torchere.archiver.models.optimize import optimized  # noqa: PLC0415 - few archives say so
-
             try:
-                return optimized(module)
+                optimized: torch.jit.ScriptModule = torch.jit.optimize_for_inference(module)
+                return optimized
             except RuntimeError as err:
                 logger.warning("%s is served as it is, for it can't be optimised: %s", path, err)
                 module = _in_eval_mode(_load(path, device))  # again: what failed may have changed it

@@ -10,6 +10,7 @@ import argparse
 import importlib.metadata
 import os
 import platform
+from collections.abc import Callable
 from pathlib import Path
 
 from torchere.serving import __version__
@@ -27,7 +28,7 @@ def add_archive(parser: argparse.ArgumentParser) -> None:
     text = "Pack a model, with or without a handler, into a .mar archive; compile or quantise it first."
     explained(parser, text, EXAMPLES)
     add_archive_arguments(parser, models=True)
-    parser.set_defaults(run=run_model_archive)
+    parser.set_defaults(run=_as_served(run_model_archive))
 
 
 def add_convert(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +39,7 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
     text = "Bring the model of an archive into another format; all else in it stays."
     explained(parser, text, EXAMPLES)
     add_convert_arguments(parser)
-    parser.set_defaults(run=run_convert)
+    parser.set_defaults(run=_as_served(run_convert))
 
 
 def add_compare(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +49,19 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
     text = "Run the models of two archives on the same inputs: answers, times, sizes, memory."
     described(parser, text, "torchere compare fp32.mar int8.mar --data photographs --picture int8.svg")
     add_compare_arguments(parser)
-    parser.set_defaults(run=run_compare)
+    parser.set_defaults(run=_as_served(run_compare))
+
+
+def _as_served(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """A command that times models: with the server's settings of the allocator, as they will run there."""
+
+    def settled(options: argparse.Namespace) -> int:
+        from torchere.serving.execution.allocator import keep_freed_memory
+
+        keep_freed_memory(os.environ)
+        return run(options)
+
+    return settled
 
 
 def add_inspect(parser: argparse.ArgumentParser) -> None:

@@ -112,7 +112,7 @@ def contender(path: Path) -> Iterator[Contender]:
             name=path.name,
             run=_loaded(archive, root, config),
             file=root / serialized if serialized else None,
-            load=TorchScriptOptions.read(config),
+            load=_options(archive, config),
             config=config,
             inputs=tuple(spec.name for spec in signature.inputs) if signature else None,
             batched=signature.batched if signature else True,
@@ -192,6 +192,13 @@ def _config(archive: Archive) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise ModelRefused(f"{archive.path}: {name} is not YAML: {error}") from error
     return found if isinstance(found, dict) else {}
+
+
+def _options(archive: Archive, config: dict[str, Any]) -> TorchScriptOptions:
+    try:
+        return TorchScriptOptions.read(config)
+    except ValueError as error:
+        raise ModelRefused(f"{archive.path}: {error}") from error
 
 
 def _signature(archive: Archive) -> Any:

@@ -1,4 +1,4 @@
-"""Padding and batch normalisation move into the convolutions before a model is quantised.
+"""Padding and batch normalisation move into the convolutions before a model is quantised or compiled.
 
 A padding of its own before a convolution makes the int8 convolution many times slower, a batch normalisation
 behind it costs a pass over memory, and both hide the convolution from the quantiser. The folded model

@@ -3,7 +3,8 @@
 By itself each convolution brings its input into the layout that oneDNN likes, and its output back. Optimised,
 the layers between them work in that layout, too, and the weights are brought into it once. That is for the
 processor it is done on and can't be saved, so that it is done at each load; what it gains is measured when
-the archive is packed.
+the archive is packed. Layers between convolutions may take fewer sizes then: `AdaptiveAvgPool2d` of oneDNN
+wants a multiple of its output. So it is for models of which nothing but the batch varies.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import torch
 
 from torchere.archiver.models.engines import rebuilt_file
 from torchere.archiver.models.verify_outputs import answers, difference
-from torchere.archiver.models.verify_timing import Samples, batches_of, quick_ms
+from torchere.archiver.models.verify_timing import Samples, batches_of, medians_ms, one_thread
+from torchere.archiver.signature import ANY, Signature
 from torchere.archiver.torchscript_options import TorchScriptOptions
 
 MAX_DRIFT = 1e-3  # from the model as it is; only the order of sums is another
 LEAST_GAIN = 1.05  # at every batch size: less is noise, and the second copy of the weights costs memory
 _BUDGET_S = 1.5  # of timing, for each batch size and both ways
-_CONVOLUTIONS = ("aten::_convolution", "aten::conv1d", "aten::conv2d", "aten::conv3d")
+_CONVOLUTIONS = ("aten::_convolution", "aten::conv2d", "aten::conv3d")  # as traced, as scripted
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +52,18 @@ class Gain:
         return f"optimize_for_inference: {times}; {'taken' if self.is_worthwhile else 'not taken'}"
 
 
-def optimized(module: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
-    """The module, in eval mode on the CPU, for this processor. It has no method but `forward`.
-
-    The module given may be changed by it, also when it fails.
-
-    Raises:
-        RuntimeError: it can't be frozen or optimised.
-    """
-    frozen = torch.jit.freeze(module) if hasattr(module, "training") else module
-    made: torch.jit.ScriptModule = torch.jit.optimize_for_inference(frozen)
-    return made
-
-
 def loaded(file: Path, options: TorchScriptOptions) -> torch.jit.ScriptModule:
-    """Load a file onto the CPU as a server does. Raises as `engines.rebuilt` and `optimized` do."""
+    """Load a file onto the CPU as a server does; RuntimeError when an engine or the optimiser can't."""
     module = rebuilt_file(file, options.quantized_engine)
-    return optimized(module) if options.optimize_for_inference else module
+    if not options.optimize_for_inference:
+        return module
+    optimized: torch.jit.ScriptModule = torch.jit.optimize_for_inference(module.eval())
+    return optimized
+
+
+def only_batch_varies(signature: Signature) -> bool:
+    """Whether the sizes that the samples have are all there are."""
+    return all(ANY not in spec.shape[1:] for spec in signature.inputs)
 
 
 def has_convolutions(module: torch.jit.ScriptModule) -> bool:
@@ -76,7 +73,7 @@ def has_convolutions(module: torch.jit.ScriptModule) -> bool:
 
 
 def measured_gain(file: Path, samples: Samples, *, batched: bool) -> Gain | None:
-    """Load the file both ways, compare and time them; None when it can't be optimised.
+    """Load the file both ways, compare and time them; None when it can't be optimised or does not run so.
 
     Args:
         file: TorchScript.
@@ -88,10 +85,11 @@ def measured_gain(file: Path, samples: Samples, *, batched: bool) -> Gain | None
         other = loaded(file, TorchScriptOptions(optimize_for_inference=True))
         with torch.inference_mode():
             found = difference((answers(plain, one), answers(other, one)) for one in samples)
-        times = {
-            size: quick_ms([plain, other], batch, _BUDGET_S)
-            for size, batch in batches_of(samples, batched).items()
-        }
+        with one_thread():
+            times = {
+                size: medians_ms([plain, other], batch, _BUDGET_S)
+                for size, batch in batches_of(samples, batched).items()
+            }
     except RuntimeError:  # of which all of TorchScript's are: the model is fine as it is
         return None
     plain_ms = {size: pair[0] for size, pair in times.items()}

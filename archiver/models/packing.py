@@ -95,29 +95,57 @@ def version() -> str:
 
 
 def config_with(config: Path | None, options: TorchScriptOptions, work: Path) -> Path | None:
-    """The configuration, saying how the file is to be loaded; `config` when there is nothing to say.
+    """The configuration, saying how the file is to be loaded; `config` when there is nothing to add.
 
     Raises:
-        ModelRefused: it has a `torchscript` section of its own that lacks some of it.
+        ModelRefused: it has a `torchscript` section of its own that lacks some of it, or is written in a way
+            that nothing can be added to.
     """
-    wanted = options.lines()
-    text = config.read_text(encoding="utf-8") if config else ""
-    said = [line.strip() for line in text.splitlines() if line.startswith(("torchscript:", " "))]
-    missing = [line for line in wanted if line not in said]
+    text, section = _text(config), section_of(config)
+    missing = [line for line in options.lines() if line not in (section or "")]
     if not missing:
         return config
-    if has_section(config):
+    if section is not None or not _takes_sections(text):
+        where = "has a torchscript section that lacks" if section is not None else "lacks"
         raise ModelRefused(
-            f"{config}: its torchscript section lacks what measured best; add to it: {', '.join(missing)}"
+            f"{config} {where} what measured best; add to its section torchscript: {', '.join(missing)}"
         )
     made = work / (config.name if config else "model-config.yaml")
     separator = "" if not text or text.endswith("\n") else "\n"
-    section = "".join(f"  {line}\n" for line in wanted)
-    made.write_text(f"{text}{separator}torchscript:\n{section}", encoding="utf-8")
+    members = "".join(f"  {line}\n" for line in missing)
+    made.write_text(f"{text}{separator}torchscript:\n{members}", encoding="utf-8")
     return made
 
 
-def has_section(config: Path | None) -> bool:
-    """Whether a configuration has a section `torchscript`."""
-    text = config.read_text(encoding="utf-8") if config else ""
-    return any(line.startswith("torchscript:") for line in text.splitlines())
+def section_of(config: Path | None) -> str | None:
+    """The text of a configuration's section `torchscript`; None when it has none.
+
+    The archiver knows no YAML: it finds the section where it begins a line, as it mostly does.
+    """
+    found: list[str] | None = None
+    inside = False
+    for line in _text(config).splitlines():
+        if line[:1] not in (" ", "#", ""):
+            inside = line.startswith(("torchscript:", '"torchscript":', "'torchscript':"))
+            found = [] if inside else found
+        if inside and found is not None:
+            found.append(line)
+    return None if found is None else "\n".join(found)
+
+
+def may_say(config: Path | None) -> bool:
+    """Whether how the file is to be loaded is ours to say, and can be said."""
+    return section_of(config) is None and _takes_sections(_text(config))
+
+
+def _takes_sections(text: str) -> bool:
+    """Whether a section may follow: not on a mapping in braces, a list, or more than one document."""
+    starts = [line[:1] for line in text.splitlines() if line.strip()]
+    return not {"{", "[", "-", "."} & set(starts)
+
+
+def _text(config: Path | None) -> str:
+    try:
+        return config.read_text(encoding="utf-8") if config else ""
+    except UnicodeDecodeError as error:
+        raise ModelRefused(f"{config} is not UTF-8: {error}") from error

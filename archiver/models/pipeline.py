@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,14 +24,14 @@ from torchere.archiver.building import (
     Built,
 )
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.derive import Run, signature_of
+from torchere.archiver.models.derive import signature_of
 from torchere.archiver.models.dynamic import Tensors, sizes_of
 from torchere.archiver.models.examples import read_example
 from torchere.archiver.models.folding import folded_paddings
 from torchere.archiver.models.keeping import keep
 from torchere.archiver.models.loaded import LoadedModel
-from torchere.archiver.models.optimize import has_convolutions, loaded, measured_gain
-from torchere.archiver.models.packing import Packed, config_with, has_section, write_model
+from torchere.archiver.models.optimize import has_convolutions, loaded, measured_gain, only_batch_varies
+from torchere.archiver.models.packing import Packed, config_with, may_say, section_of, write_model
 from torchere.archiver.models.quantise import Quantised, quantise
 from torchere.archiver.models.report import REPORT_NAME
 from torchere.archiver.models.samples import example_of, names_of, read_samples
@@ -138,10 +139,10 @@ class _Compilation:
         final = signature_of(packed.run, example, names, sizes, probe_batch=probe)
         self._tell_batch(final)
         model = dataclasses.replace(model, signature=final)
-        load = TorchScriptOptions(quantized_engine=quantised.engine if quantised else None)
-        if quantised is None and self._may_optimize(packed.run):
-            load = self._fastest(packed, samples or [example], final)
-            packed = dataclasses.replace(packed, run=loaded(packed.file, load))
+        load = self._load(packed, samples or [example], final, quantised)
+        if load.optimize_for_inference:
+            with step(self.say, "optimising for inference"):
+                packed = dataclasses.replace(packed, run=loaded(packed.file, load))
         self._verify(model, packed, load, samples or [example], quantised)
         config = config_with(self.options.config_file, load, self.work)
         return _finished(Built(packed.file, None, config, packed.beside), final, self.say)
@@ -187,22 +188,27 @@ class _Compilation:
         self.say(f"folded into convolutions: {folded.note}")
         return folded.module
 
-    def _may_optimize(self, run: Run) -> bool:
-        """Whether it is ours to decide how the server loads the file, and something may be gained."""
-        return (
-            isinstance(run, torch.jit.ScriptModule)
-            and has_convolutions(run)
-            and self.options.verify
-            and not has_section(self.options.config_file)
-        )
-
-    def _fastest(
-        self, packed: Packed, samples: Sequence[Tensors], signature: Signature
+    def _load(
+        self, packed: Packed, samples: Sequence[Tensors], signature: Signature, quantised: Quantised | None
     ) -> TorchScriptOptions:
+        """How the server is to load the file: as the user's configuration says, or as measures fastest."""
+        if self.options.model_format != TORCHSCRIPT:
+            return TorchScriptOptions()
+        said = section_of(self.options.config_file) or ""
+        load = TorchScriptOptions(
+            quantised.engine if quantised else None, "optimize_for_inference: true" in said
+        )
+        is_open = quantised is None and self.options.verify and may_say(self.options.config_file)
+        run: Any = packed.run
+        if not is_open or not has_convolutions(run) or not only_batch_varies(signature):
+            return load
         with step(self.say, "optimising for inference, to compare"):
             gain = measured_gain(packed.file, samples, batched=signature.batched)
-        self.say(gain.note if gain else "optimize_for_inference: torch can't, for this model; not taken")
-        return TorchScriptOptions(optimize_for_inference=gain is not None and gain.is_worthwhile)
+        if gain is None:
+            self.say("optimize_for_inference: the model does not run so; not taken")
+            return load
+        self.say(gain.note)
+        return dataclasses.replace(load, optimize_for_inference=gain.is_worthwhile)
 
     def _verify(
         self,

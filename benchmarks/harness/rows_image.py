@@ -11,13 +11,14 @@ import numpy as np
 
 from harness import servers
 from harness.bare import bare_loop
-from harness.errors import Unavailable
+from harness.errors import Failed, Unavailable
 from harness.figures import Goal
 from harness.processes import Probe
 from harness.real_models import SIDE, lite0_archive, lite0_file
 from harness.rows import Conditions, Figures, Measure, Row
 from harness.rows_http import closed_loop
 from harness.rows_models import cores
+from torchere.archiver import open_archive
 
 _BATCH = 2  # of the server: what two loops with one thread each are the fastest with
 _CLIENTS = 8
@@ -41,6 +42,9 @@ def _picture() -> bytes:
 
 def _torchere(conditions: Conditions) -> Figures:
     archive = lite0_archive(conditions.shop)
+    config = open_archive(conditions.shop.store / f"{archive}.mar").read_text("model-config.yaml")
+    if "optimize_for_inference: true" not in config:
+        raise Failed("the demo's archive was packed without optimize_for_inference; build it again")
     probe = Probe(f"/predictions/{archive}", _picture(), b"tabby", "image/jpeg")
     settings = {"marName": f"{archive}.mar", "batchSize": _BATCH, "maxBatchDelay": 5}
     models = json.dumps({archive: {"1.0": settings}})

@@ -63,7 +63,7 @@ nothing to do with it. Above `--max-drift` (0.001 for a format alone, 0.05 for b
 is packed, with exit status 2; `--force` packs it anyway. The report is `MAR-INF/report.json` in the
 archive: differences, agreement of the first class, cosine, latencies at batch 1 and 8 (one thread, in
 turns, median), sizes, memory, the engine and how it was chosen. It holds times, so two archives packed
-from the same files differ by it.
+from the same files differ by it, and by what was chosen for its times.
 
 `torchere compare A.mar B.mar --data DIR --picture out.svg` compares the models of two archives in the
 same way.
@@ -90,8 +90,9 @@ def markdown(
         f"Measured {machine.date} on {machine.cpu} {words}, {machine.cores} cores, PyTorch {machine.torch}, "
         f"torchere {machine.torchere} (commit {machine.commit}); load average before the run "
         f"{machine.load_before:g}{quiet}. "
-        "One thread; fp32 and int8 are both frozen TorchScript, run in turns; the tenth "
-        "percentile of processor time.\n"
+        "One thread; fp32 and int8 are both frozen TorchScript, as it is in the file, run in turns; the "
+        "tenth percentile of processor time. Networks of convolutions in fp32 are faster than here when "
+        "they are [optimised at load](formats.md#convolutions-in-torchscript), and int8 gains less on them.\n"
     )
     parts = [
         _HEAD,

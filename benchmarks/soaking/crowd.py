@@ -14,6 +14,7 @@ from soaking.plant import FEATURES, Plant
 
 CLIENTS = 32
 STAYS_S = 15
+_AT_LEAST_S = 120.0  # for its own start, and answers that are late
 STAYS_AWAY_S = 90.0  # longer than a worker that helps is kept unused
 
 
@@ -30,7 +31,9 @@ class Crowd(Actor):
 
     def act(self) -> None:
         """Come, ask, and go."""
-        done = subprocess.run(self._command, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            self._command, capture_output=True, text=True, check=False, timeout=STAYS_S + _AT_LEAST_S
+        )
         answered = re.search(r"(\d+) answers", done.stdout)
         if done.returncode or answered is None or re.search(r"^\d+ x ", done.stdout, re.MULTILINE):
             self.found(f"crowd: {done.stdout} {done.stderr}")

@@ -89,7 +89,7 @@ def _build(demo: Path) -> list[Built]:
     as_fp32 = _saved(demo, fp32, "fp32")
     gain = measured_gain(as_fp32, [(crop[:1],) for crop in held_out[:_COMPARED]], batched=True)
     if gain:
-        _say("", gain.note)
+        _say("fp32", gain.note)
     optimize = TorchScriptOptions(optimize_for_inference=gain is not None and gain.is_worthwhile)
     as_int8 = _saved(demo, quantised.module, "int8")
     return [

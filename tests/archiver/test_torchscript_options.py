@@ -10,7 +10,10 @@ import yaml
 from torchere.archiver.torchscript_options import TorchScriptOptions
 
 
-@pytest.mark.parametrize("config", [{}, {"torchscript": None}, {"torchscript": "fast"}, {"torchscript": {}}])
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"torchscript": None}, {"torchscript": "fast"}, {"torchscript": {"optimize_for_inference": None}}],
+)
 def test_without_a_section_nothing_is_asked_for(config: dict[str, Any]) -> None:
     assert TorchScriptOptions.read(config) == TorchScriptOptions()
     assert TorchScriptOptions().lines() == []
@@ -28,7 +31,7 @@ def test_what_is_written_is_read(options: TorchScriptOptions) -> None:
     assert TorchScriptOptions.read({"torchscript": yaml.safe_load("\n".join(options.lines()))}) == options
 
 
-@pytest.mark.parametrize("value", ["yes", 1, None])
+@pytest.mark.parametrize("value", ["yes", 1, []])
 def test_a_value_that_is_no_boolean_is_refused(value: object) -> None:
     with pytest.raises(ValueError, match=r"optimize_for_inference in model-config.yaml is .*true or false"):
         TorchScriptOptions.read({"torchscript": {"optimize_for_inference": value}})

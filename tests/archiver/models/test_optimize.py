@@ -14,6 +14,7 @@ import yaml
 from torch import nn
 
 from torchere.archiver import open_archive
+from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models import optimize, pipeline, verify
 from torchere.archiver.models.optimize import Gain, has_convolutions, loaded, measured_gain
 from torchere.archiver.models.packing import config_with
@@ -35,17 +36,6 @@ class Net(torch.nn.Module):
         return self.second(torch.relu(self.first(self.pad(x))))
 """
 GAINS = Gain({1: 3.0, 8: 20.0}, {1: 2.0, 8: 10.0}, 1e-7)
-
-
-class Clipped(nn.Module):
-    """What `optimize_for_inference` of torch 2.13 fails at: bounds that are whole numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution = nn.Conv2d(3, 4, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.clamp(self.convolution(x), 0, 6)
 
 
 def saved(module: nn.Module, path: Path) -> Path:
@@ -73,7 +63,7 @@ def test_it_is_taken_where_it_gains_throughout_and_answers_the_same(
 
 def test_convolutions_are_seen_and_their_absence_too(tmp_path: Path) -> None:
     as_it_is = TorchScriptOptions()
-    assert has_convolutions(loaded(saved(nn.Conv1d(3, 4, 3), tmp_path / "a.pt"), as_it_is))
+    assert has_convolutions(loaded(saved(nn.Conv2d(3, 4, 3), tmp_path / "a.pt"), as_it_is))
     assert not has_convolutions(loaded(saved(nn.Linear(3, 4), tmp_path / "b.pt"), as_it_is))
 
 
@@ -87,8 +77,14 @@ def test_both_ways_are_compared_and_timed(tmp_path: Path, monkeypatch: pytest.Mo
     assert gain.drift < 1e-5
 
 
-def test_a_model_that_cannot_be_optimised_gains_nothing(tmp_path: Path) -> None:
-    file = saved(Clipped(), tmp_path / "net.pt")
+def test_a_model_that_cannot_be_optimised_gains_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(module: object) -> None:
+        raise RuntimeError("INTERNAL ASSERT FAILED")  # torch 2.13 does so for torch.clamp(x, 0, 6)
+
+    monkeypatch.setattr(torch.jit, "optimize_for_inference", fail)
+    file = saved(nn.Conv2d(3, 4, 3), tmp_path / "net.pt")
     assert measured_gain(file, [(torch.rand(1, 3, 12, 12),)], batched=True) is None
 
 
@@ -131,19 +127,44 @@ def test_an_archive_says_that_it_gains_and_the_report_is_of_it_so_loaded(
         assert main(["compare", "net.mar", "net.mar", "--data", "data"]) == 0
 
 
-@pytest.mark.parametrize("arguments", [("--format", "export"), ("--format", "torchscript", "--no-verify")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--format", "export"),
+        ("--format", "torchscript", "--no-verify"),
+        ("--format", "torchscript", "--dynamic-size", "x:2=9:20"),  # poolings of oneDNN take fewer sizes
+    ],
+)
 def test_nothing_is_said_where_nothing_is_measured(
     pack: Callable[..., Any], arguments: tuple[str, ...]
 ) -> None:
     assert pack(*arguments).manifest.config_file is None
 
 
-def test_a_section_of_the_users_own_stands(pack: Callable[..., Any]) -> None:
-    Path("config.yaml").write_text("torchscript:\n  optimize_for_inference: false\n")
+@pytest.mark.parametrize(
+    ("text", "optimized"),
+    [
+        ("torchscript:\n  optimize_for_inference: false\n", False),
+        ("torchscript:\n  optimize_for_inference: true\n", True),
+        ("{}\n", False),  # to which no section can be added
+    ],
+)
+def test_a_configuration_that_says_so_or_takes_no_more_stands_and_is_what_the_report_is_of(
+    pack: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, text: str, optimized: bool
+) -> None:
+    optimizations = []
+    real = torch.jit.optimize_for_inference
+
+    def counted(module: torch.jit.ScriptModule) -> Any:
+        optimizations.append(module)
+        return real(module)
+
+    monkeypatch.setattr(torch.jit, "optimize_for_inference", counted)
+    Path("config.yaml").write_text(text)
     archive = pack("--format", "torchscript", "--config-file", "config.yaml")
-    assert yaml.safe_load(archive.read_text("config.yaml")) == {
-        "torchscript": {"optimize_for_inference": False}
-    }
+    assert archive.read_text("config.yaml") == text
+    assert json.loads(archive.read_text("MAR-INF/report.json"))["optimized"] is optimized
+    assert len(optimizations) == optimized
 
 
 def test_a_configuration_is_added_to(tmp_path: Path) -> None:
@@ -155,3 +176,29 @@ def test_a_configuration_is_added_to(tmp_path: Path) -> None:
     found = yaml.safe_load(made.read_text())
     assert found["minWorkers"] == 2
     assert TorchScriptOptions.read(found) == TorchScriptOptions("onednn", optimize_for_inference=True)
+
+
+@pytest.mark.parametrize("text", ["{minWorkers: 2}\n", "torchscript:\n  other: 1\n"])
+def test_a_configuration_that_lacks_the_engine_and_cannot_be_added_to_is_refused(
+    tmp_path: Path, text: str
+) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text(text)
+    with pytest.raises(
+        ModelRefused, match=r"own\.yaml .*lacks what measured best; add .*quantized_engine: x86"
+    ):
+        config_with(own, TorchScriptOptions("x86"), tmp_path)
+    own.write_text("torchscript: {quantized_engine: x86}\n")
+    assert config_with(own, TorchScriptOptions("x86"), tmp_path) == own
+
+
+def test_compare_refuses_an_archive_whose_section_says_nonsense(
+    pack: Callable[..., Any], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    Path("config.yaml").write_text("torchscript:\n  optimize_for_inference: perhaps\n")
+    pack("--format", "export", "--config-file", "config.yaml")
+    Path("data").mkdir()
+    torch.save(torch.rand(2, 3, 13, 12), "data/one.pt")
+    with caplog.at_level(logging.WARNING, "torchere.handlers"):
+        assert main(["compare", "net.mar", "net.mar", "--data", "data"]) == 2
+    assert "optimize_for_inference in model-config.yaml is 'perhaps'" in capsys.readouterr().err
