@@ -20,8 +20,8 @@ from harness.rows_http import closed_loop
 from harness.rows_models import cores
 from torchere.archiver import open_archive
 
-_BATCH = 2  # of the server: what two loops with one thread each are the fastest with
-_CLIENTS = 8
+_BATCH = 8  # of the server: what two loops with one thread each are the fastest with
+_CLIENTS = 32  # twice as many as fit into the executors, so that a full batch waits when one comes free
 _SHARE = 0.95  # of a bare loop
 _SENT = 256  # pixels of a side of the picture that is sent
 _DECODING, _FORWARD = "bare loop, JPEG", "bare loop, tensors"
