@@ -11,14 +11,12 @@ from typing import Any
 import torch
 
 from torchere.archiver.building import AOTI, BUILD_NAME, EXPORT, FALLBACK_NAME, TORCHSCRIPT, BuildOptions
-from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.derive import Run
 from torchere.archiver.models.dynamic import FreeSize, Tensors
 from torchere.archiver.models.steps import Say, step
 from torchere.archiver.models.to_aoti import compile_aoti, load_aoti
 from torchere.archiver.models.to_program import save_program, to_program
 from torchere.archiver.models.to_torchscript import to_torchscript
-from torchere.archiver.torchscript_options import TorchScriptOptions
 
 _FILES = {TORCHSCRIPT: "model.pt", EXPORT: "model.pt2", AOTI: "model.pt2"}
 
@@ -92,60 +90,3 @@ def write_build(beside: Path, record: dict[str, Any]) -> None:
 def version() -> str:
     """The version of torch without the part that tells its build, which does not matter to a model."""
     return torch.__version__.partition("+")[0]
-
-
-def config_with(config: Path | None, options: TorchScriptOptions, work: Path) -> Path | None:
-    """The configuration, saying how the file is to be loaded; `config` when there is nothing to add.
-
-    Raises:
-        ModelRefused: it has a `torchscript` section of its own that lacks some of it, or is written in a way
-            that nothing can be added to.
-    """
-    text, section = _text(config), section_of(config)
-    missing = [line for line in options.lines() if line not in (section or "")]
-    if not missing:
-        return config
-    if section is not None or not _takes_sections(text):
-        where = "has a torchscript section that lacks" if section is not None else "lacks"
-        raise ModelRefused(
-            f"{config} {where} what measured best; add to its section torchscript: {', '.join(missing)}"
-        )
-    made = work / (config.name if config else "model-config.yaml")
-    separator = "" if not text or text.endswith("\n") else "\n"
-    members = "".join(f"  {line}\n" for line in missing)
-    made.write_text(f"{text}{separator}torchscript:\n{members}", encoding="utf-8")
-    return made
-
-
-def section_of(config: Path | None) -> str | None:
-    """The text of a configuration's section `torchscript`; None when it has none.
-
-    The archiver knows no YAML: it finds the section where it begins a line, as it mostly does.
-    """
-    found: list[str] | None = None
-    inside = False
-    for line in _text(config).splitlines():
-        if line[:1] not in (" ", "#", ""):
-            inside = line.startswith(("torchscript:", '"torchscript":', "'torchscript':"))
-            found = [] if inside else found
-        if inside and found is not None:
-            found.append(line)
-    return None if found is None else "\n".join(found)
-
-
-def may_say(config: Path | None) -> bool:
-    """Whether how the file is to be loaded is ours to say, and can be said."""
-    return section_of(config) is None and _takes_sections(_text(config))
-
-
-def _takes_sections(text: str) -> bool:
-    """Whether a section may follow: not on a mapping in braces, a list, or more than one document."""
-    starts = [line[:1] for line in text.splitlines() if line.strip()]
-    return not {"{", "[", "-", "."} & set(starts)
-
-
-def _text(config: Path | None) -> str:
-    try:
-        return config.read_text(encoding="utf-8") if config else ""
-    except UnicodeDecodeError as error:
-        raise ModelRefused(f"{config} is not UTF-8: {error}") from error

@@ -24,6 +24,7 @@ from torchere.archiver.building import (
     Built,
 )
 from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.config_section import config_with, may_say, members_of
 from torchere.archiver.models.derive import signature_of
 from torchere.archiver.models.dynamic import Tensors, sizes_of
 from torchere.archiver.models.examples import read_example
@@ -31,7 +32,7 @@ from torchere.archiver.models.folding import folded_paddings
 from torchere.archiver.models.keeping import keep
 from torchere.archiver.models.loaded import LoadedModel
 from torchere.archiver.models.optimize import has_convolutions, loaded, measured_gain, only_batch_varies
-from torchere.archiver.models.packing import Packed, config_with, may_say, section_of, write_model
+from torchere.archiver.models.packing import Packed, write_model
 from torchere.archiver.models.quantise import Quantised, quantise
 from torchere.archiver.models.report import REPORT_NAME
 from torchere.archiver.models.samples import example_of, names_of, read_samples
@@ -194,7 +195,7 @@ class _Compilation:
         """How the server is to load the file: as the user's configuration says, or as measures fastest."""
         if self.options.model_format != TORCHSCRIPT:
             return TorchScriptOptions()
-        said = section_of(self.options.config_file) or ""
+        said = members_of(self.options.config_file) or ()
         load = TorchScriptOptions(
             quantised.engine if quantised else None, "optimize_for_inference: true" in said
         )

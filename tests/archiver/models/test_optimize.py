@@ -16,8 +16,8 @@ from torch import nn
 from torchere.archiver import open_archive
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models import optimize, pipeline, verify
+from torchere.archiver.models.config_section import config_with
 from torchere.archiver.models.optimize import Gain, has_convolutions, loaded, measured_gain
-from torchere.archiver.models.packing import config_with
 from torchere.archiver.torchscript_options import TorchScriptOptions
 from torchere.serving.cli import main
 
@@ -178,7 +178,16 @@ def test_a_configuration_is_added_to(tmp_path: Path) -> None:
     assert TorchScriptOptions.read(found) == TorchScriptOptions("onednn", optimize_for_inference=True)
 
 
-@pytest.mark.parametrize("text", ["{minWorkers: 2}\n", "torchscript:\n  other: 1\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{minWorkers: 2}\n",
+        "torchscript:\n  other: 1\n",
+        "torchscript:\n  # quantized_engine: x86\n",
+        "torchscript:\n  quantized_engine: x86_64\n",
+        "other:\n  quantized_engine: x86\ntorchscript:\n",
+    ],
+)
 def test_a_configuration_that_lacks_the_engine_and_cannot_be_added_to_is_refused(
     tmp_path: Path, text: str
 ) -> None:
@@ -188,8 +197,12 @@ def test_a_configuration_that_lacks_the_engine_and_cannot_be_added_to_is_refused
         ModelRefused, match=r"own\.yaml .*lacks what measured best; add .*quantized_engine: x86"
     ):
         config_with(own, TorchScriptOptions("x86"), tmp_path)
-    own.write_text("torchscript: {quantized_engine: x86}\n")
-    assert config_with(own, TorchScriptOptions("x86"), tmp_path) == own
+    for said in (
+        "torchscript: {other: 1, quantized_engine: x86}",
+        "torchscript:\n  quantized_engine: x86  # so",
+    ):
+        own.write_text(said)
+        assert config_with(own, TorchScriptOptions("x86"), tmp_path) == own
 
 
 def test_compare_refuses_an_archive_whose_section_says_nonsense(
