@@ -50,6 +50,17 @@ class Sink(Protocol):
         ...
 
 
+class _Zip(zipfile.ZipFile):
+    """A zip that is complete when `close` is called, and only then.
+
+    One that is given up is to be removed: writing its end would be in vain, and fails where a signal came in
+    the middle of an entry, with an error that hides why it was given up.
+    """
+
+    def __del__(self) -> None:
+        """Nothing, where ZipFile's own would call `close`."""
+
+
 class ZipSink:
     """A `.mar`: a zip whose stored entries begin at a multiple of `ALIGNMENT` bytes."""
 
@@ -116,8 +127,10 @@ def open_sink(archive_format: str, work: Path, model_name: str) -> Iterator[Sink
         ):
             yield TarSink(tar, model_name)
     else:
-        with open(work, "x+b") as file, zipfile.ZipFile(file, "w") as archive:
+        with open(work, "x+b") as file:
+            archive = _Zip(file, "w")
             yield ZipSink(archive, file)
+            archive.close()
 
 
 def _padding(header_offset: int, name: str, wide: bool) -> bytes:

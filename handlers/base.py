@@ -44,6 +44,8 @@ class BaseHandler:
         ...         return [{"y": y} for y in output.tolist()]
     """
 
+    names_classes = True  # what it answers has names from index_to_name.json; without the file it warns
+
     def __init__(self) -> None:
         self.model: Any = None
         self.mapping: dict[str, str] | None = None
@@ -75,7 +77,9 @@ class BaseHandler:
         self.model_pt_path = str(Path(model_dir, serialized)) if serialized else None
         self.model = self._load(weights_kind(model, model_dir, self.model_yaml_config), model_dir, model)
         self.model = self._compile(self.model)
-        self.mapping = load_label_mapping(str(Path(model_dir, "index_to_name.json")))
+        names = Path(model_dir, "index_to_name.json")
+        if self.names_classes or names.is_file():
+            self.mapping = load_label_mapping(str(names))
         self.initialized = True
 
     def _load(self, kind: WeightsKind, model_dir: str, model: dict[str, Any]) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 
 from torchere.handlers.encode import json_texts
 from torchere.handlers.errors import PredictionException
+from torchere.handlers.row_value import fields_of
 
 
 class BaseEnvelope(ABC):
@@ -126,7 +127,7 @@ def instances_of(row: Any) -> list[Any]:
     body = json_body(row)
     instances = body.get("instances")
     if not isinstance(instances, list):
-        found = ", ".join(map(repr, body)) or "an empty object"
+        found = fields_of(body) if body else "an empty object"
         raise PredictionException(
             f'The request has no list of instances: found {found}; expected {{"instances": [...]}}', 400
         )

@@ -1,13 +1,20 @@
-"""The one value of a request that the handlers of pictures and of texts read, however it came."""
+"""The value of a row that the handlers of pictures and of texts read, and its fields for error texts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from torchere.handlers.errors import PredictionException
+from torchere.handlers.tensors import shown
+
+_MAX_FIELDS_SHOWN = 20
+_JSON_AS_FORM = (
+    " of a form: JSON that came as application/x-www-form-urlencoded, which is what curl -d says of it; "
+    "send it with -H 'Content-Type: application/json'"
+)
 
 
 def value_of(row: Any) -> Any:
@@ -25,6 +32,16 @@ def value_of(row: Any) -> Any:
         (sole,) = row.values()
         return sole if _is_tensor(sole) else None
     return body
+
+
+def fields_of(row: Mapping[str, Any]) -> str:
+    """The names of a row's fields for an error text, short however many and however long they are.
+
+    JSON that was sent as a form is a name up to the first `=`; then the text says what to send instead.
+    """
+    names = list(row)[:_MAX_FIELDS_SHOWN]
+    found = f"the fields {', '.join(map(shown, names)) or 'none'}"
+    return found + _JSON_AS_FORM if names and names[0].lstrip().startswith(("{", "[")) else found
 
 
 def sole_element(array: Any, what: str) -> bytes:

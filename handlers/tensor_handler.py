@@ -41,6 +41,7 @@ class TensorHandler(BaseHandler):
 
     reads_envelopes = True  # KServe's formats among others, so none is taken off before
     borrows_tensors = True  # copies what it may not change: its tensors may lie in the request's memory
+    names_classes = False
 
     def __init__(self) -> None:
         super().__init__()

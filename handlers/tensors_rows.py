@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from torchere.archiver.signature import ANY, Signature, TensorSpec
+from torchere.handlers.row_value import fields_of
 from torchere.handlers.tensors import (
     DATATYPES,
     Datatype,
@@ -85,8 +86,7 @@ def example_of(row: Mapping[str, Any], layout: Layout, content_type: str) -> Exa
     if body is None:
         body = row.get("body")
     if body is None:
-        given = ", ".join(map(shown, list(row)[:20])) or "nothing"
-        raise TensorError("the request", f"the fields {given}", f"{_names(layout)}, or a body")
+        raise TensorError("the request", fields_of(row), f"{_names(layout)}, or a body")
     return _of_body(_value(body, layout.specs[0], content_type), layout)
 
 

@@ -14,6 +14,7 @@ from torchere.handlers.base import BaseHandler
 from torchere.handlers.context import Context
 from torchere.handlers.errors import PredictionException
 from torchere.handlers.per_request import came_as_tensors, read_each, refusal, settings_of
+from torchere.handlers.row_value import fields_of
 from torchere.handlers.signature import archive_signature
 from torchere.handlers.tensors import DATATYPES, torch_dtype
 from torchere.handlers.tensors_batch import flattened
@@ -68,6 +69,8 @@ class TextEmbedding(BaseHandler):
     `handler.text_embedding` in model-config.yaml: `pooling` (mean, first), `normalize`, `max_tokens` of a
     text (the rest is cut off), `max_texts` of a request, `max_characters` of a text, `texts_per_run`.
     """
+
+    names_classes = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,8 +187,7 @@ def _text_field(row: Any) -> Any:
         if isinstance(row, dict) and name in row:
             return _text_field(row[name]) if isinstance(row[name], dict) else row[name]
     if isinstance(row, dict):
-        fields = ", ".join(map(repr, row)) or "none"
-        raise _refused(f"the fields {fields}", '\'text\' (JSON: {"text": "..."}), or a text as the body')
+        raise _refused(fields_of(row), '\'text\' (JSON: {"text": "..."}), or a text as the body')
     return row
 
 

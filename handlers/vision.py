@@ -16,7 +16,8 @@ from torchere.handlers.image import DEFAULT_MAX_BYTES, DEFAULT_MAX_PIXELS, Image
 from torchere.handlers.image_arrays import picture_of_tensor
 from torchere.handlers.image_transform import ImageTransform
 from torchere.handlers.insights import integrated_gradients
-from torchere.handlers.row_value import value_of
+from torchere.handlers.row_value import fields_of, value_of
+from torchere.handlers.tensors import shown
 from torchere.handlers.timer import timed
 
 
@@ -95,9 +96,9 @@ class VisionHandler(BaseHandler):
             tensor: torch.Tensor = self.image_processing(value)
             return tensor
         if value is None:
-            fields = ", ".join(map(repr, row)) if isinstance(row, dict) else repr(row)
+            found = fields_of(row) if isinstance(row, dict) else shown(row)
             raise PredictionException(
-                f"The request has no image: found the fields {fields}; expected 'data' or 'body' with the "
+                f"The request has no image: found {found}; expected 'data' or 'body' with the "
                 "bytes of an image file (curl -T cat.jpg URL, or curl -F data=@cat.jpg URL)",
                 400,
             )

@@ -15,6 +15,7 @@ from torchere.handlers.base import BaseHandler
 from torchere.handlers.context import Context
 from torchere.handlers.errors import PredictionException
 from torchere.handlers.per_request import came_as_tensors, read_each, refusal, settings_of
+from torchere.handlers.row_value import fields_of
 from torchere.handlers.speech_segments import Segment, Segmenter, SegmentRules
 from torchere.handlers.timer import timed
 from torchere.handlers.torchscript import load_torchscript
@@ -52,6 +53,8 @@ class VoiceActivity(BaseHandler):
     `handler.voice_activity` in model-config.yaml: `max_seconds` of one file, and the members of
     `SegmentRules`.
     """
+
+    names_classes = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,9 +94,8 @@ class VoiceActivity(BaseHandler):
         if isinstance(value, np.ndarray) and value.dtype == object and value.size == 1:
             value = value.item()
         if not isinstance(value, (bytes, bytearray)):
-            names = ", ".join(map(repr, fields)) or "none"
             raise PredictionException(
-                f"The request has no sound: found the fields {names}; expected 'audio', 'data' or 'body': "
+                f"The request has no sound: found {fields_of(fields)}; expected 'audio', 'data' or 'body': "
                 "the bytes of a WAV file (curl -T speech.wav URL)",
                 400,
             )

@@ -52,7 +52,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_bench(options: argparse.Namespace) -> int:
-    """Measure and print; status 1 when not one request was answered with a 2xx, or nothing could be sent."""
+    """Measure and print; status 1 when a request was not answered with a 2xx, or nothing could be sent."""
     try:
         run = plan(options)
     except (ValueError, OSError) as err:
@@ -61,7 +61,7 @@ def run_bench(options: argparse.Namespace) -> int:
     tally = Tally()
     elapsed_s = asyncio.run(measure(run, tally, show=sys.stderr.isatty()))
     print(report(tally, elapsed_s, run.clients))
-    return 0 if tally.latencies_s else 1
+    return 0 if tally.latencies_s and not tally.errors else 1
 
 
 def plan(options: argparse.Namespace) -> Run:
@@ -97,11 +97,11 @@ async def _client(run: Run, tally: Tally, stop_s: float) -> None:
     client = Client(run.target)
     while (sent_s := time.perf_counter()) < stop_s:
         try:
-            status = (await client.send(run.request)).status
-        except ConnectionLost:
-            status = LOST
+            status, body = await client.send(run.request)
+        except ConnectionLost as err:
+            status, body = LOST, str(err).encode()
             await asyncio.sleep(_PAUSE_S)
-        tally.add(status, time.perf_counter() - sent_s)
+        tally.add(status, time.perf_counter() - sent_s, body)
     client.close()
 
 

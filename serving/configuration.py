@@ -6,7 +6,6 @@ only where the file lets it (`enable_envvars_config=true`). Everything here is a
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, Literal
 
 from torchere.serving.properties import ConfigurationError, Entry, substitute
 from torchere.serving.property_keys import KEYS, METRICS_API, Key
-from torchere.serving.property_kinds import PATH
+from torchere.serving.property_kinds import PATH, near
 from torchere.serving.settings import ServerSettings
 
 Level = Literal["effect", "warning", "error"]
@@ -152,8 +151,8 @@ def _known(entries: Iterable[Entry], environ: Mapping[str, str], findings: list[
 
 
 def _unknown_key(name: str) -> str:
-    near = difflib.get_close_matches(name, KEYS, n=1)
-    return f"unknown key, not used; did you mean {near[0]}?" if near else "unknown key, not used"
+    question = near(name, KEYS)
+    return f"unknown key, not used; {question}" if question else "unknown key, not used"
 
 
 def _from_environment(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -23,6 +24,9 @@ _UNIX = re.compile(r"unix:(/.*)", re.IGNORECASE)
 # Of a model's entry in the property `models`.
 _COUNTS = ("minWorkers", "maxWorkers", "batchSize", "maxBatchDelay", "responseTimeout", "startupTimeout")
 _SNAPSHOT_FIELDS = ("defaultVersion", "marName", "minWorkers", "maxWorkers", "batchSize", "maxBatchDelay")
+# The last two are ours, in snapshots.
+_MEMBERS = frozenset((*_COUNTS, *_SNAPSHOT_FIELDS, *UNSUPPORTED_KEYS, "runtimeType", "handler", "path"))
+_MOST_NAMED = 5  # unknown members in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,12 @@ class Kind:
     expected: str
     read: Callable[[str], object]
     remark: Callable[[str], str] | None = None
+
+
+def near(name: str, known: Collection[str]) -> str:
+    """The question whether a known name was meant; "" when none is like it."""
+    found = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {found[0]}?" if found else ""
 
 
 def _read_boolean(text: str) -> bool:
@@ -236,12 +246,29 @@ def _snapshot_model(name: str, version: str, settings: dict[str, object]) -> Sna
 
 
 def _remark_versions(models: dict[str, Any]) -> str:
-    """A sentence for each key that asks for what the server can't do, and names the first model with it."""
+    """A sentence for each key that asks for what the server can't do, and one for those that are unknown.
+
+    Each names the first model with the key.
+    """
     found: dict[str, str] = {}
+    unknown: dict[str, str] = {}
     for name, version, settings in _each(_versions(models)):
         for key in unsupported_keys(settings):
             found.setdefault(key, f"{key} of {name} {version} has no effect: {UNSUPPORTED_KEYS[key]}")
-    return "; ".join(found.values())
+        for key in settings.keys() - _MEMBERS:
+            unknown.setdefault(key, f"{key} of {name} {version}")
+    return "; ".join([*found.values(), *_remark_unknown(unknown)])
+
+
+def _remark_unknown(places: dict[str, str]) -> Iterator[str]:
+    if not places:
+        return
+    named = []
+    for key in sorted(places)[:_MOST_NAMED]:
+        question = near(key, _MEMBERS)
+        named.append(f"{places[key]} ({question})" if question else places[key])
+    more = f" and {len(places) - _MOST_NAMED} more" if len(places) > _MOST_NAMED else ""
+    yield f"unknown keys, not used: {', '.join(named)}{more}"
 
 
 MODEL_DEFAULTS = Kind(

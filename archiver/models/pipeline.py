@@ -35,13 +35,13 @@ from torchere.archiver.models.optimize import has_convolutions, loaded, measured
 from torchere.archiver.models.packing import Packed, write_model
 from torchere.archiver.models.quantise import Quantised, quantise
 from torchere.archiver.models.report import REPORT_NAME
-from torchere.archiver.models.samples import example_of, names_of, read_samples
+from torchere.archiver.models.samples import example_of, inputs_of, read_samples
 from torchere.archiver.models.sources import Source, read_source
 from torchere.archiver.models.steps import Say, step
 from torchere.archiver.models.to_program import free_sizes
 from torchere.archiver.models.to_torchscript import to_torchscript
 from torchere.archiver.models.verify import MAX_DRIFT, refuse_drift, verify
-from torchere.archiver.signature import SIGNATURE_NAME, Signature
+from torchere.archiver.signature import SIGNATURE_NAME, Signature, TensorSpec
 from torchere.archiver.torchscript_options import TorchScriptOptions
 
 
@@ -65,9 +65,10 @@ def build(options: BuildOptions, work: Path, say: Say) -> Built:
             options.serialized_file, options.model_file, options.factory, options.allow_pickle
         )
     say(f"the model: {source.kind} ({source.path})")
-    if options.example_signature is not None:  # clients know the inputs by these, a program by its own
-        source = dataclasses.replace(source, names=names_of(options.example_signature))
-    example = _example(source, options)
+    signed = inputs_of(options.example_signature) if options.example_signature else ()
+    if signed:  # clients know the inputs by these names, a program by its own
+        source = dataclasses.replace(source, names=tuple(spec.name for spec in signed))
+    example = _example(source, options, signed)
     if options.model_format == KEEP:
         kept = keep(source, example, options, work)
         return _finished(kept.built, kept.signature, say)
@@ -90,11 +91,11 @@ def _checked(options: BuildOptions) -> BuildOptions:
     return dataclasses.replace(options, model_format=wanted)
 
 
-def _example(source: Source, options: BuildOptions) -> Tensors | None:
+def _example(source: Source, options: BuildOptions, signed: Sequence[TensorSpec]) -> Tensors | None:
     if options.example is not None:
         example = read_example(options.example)
-    elif source.example is None and options.example_signature is not None:
-        example = example_of(options.example_signature)
+    elif source.example is None and signed:
+        example = example_of(signed)
     else:
         return source.example
     names = source.signature.inputs if source.signature else None

@@ -42,23 +42,18 @@ def read_samples(path: Path, names: Sequence[str], like: Tensors) -> list[Tensor
     return samples
 
 
-def example_of(path: Path) -> Example:
-    """An example made up from a `signature.json`: 0 to 1, whole numbers 0, free sizes 2.
+def example_of(specs: Sequence[TensorSpec]) -> Example:
+    """An example made up for the inputs of a signature: 0 to 1, whole numbers 0, free sizes 2.
 
     Raises:
-        ModelRefused: the file is no signature, or has a datatype that no tensor has.
+        ModelRefused: one has a datatype that no tensor has.
     """
-    specs = _inputs_of(path)
     random = torch.Generator().manual_seed(0)
     return Example(tuple(_made_up(spec, random) for spec in specs), tuple(spec.name for spec in specs))
 
 
-def names_of(path: Path) -> tuple[str, ...]:
-    """The names of the inputs that a `signature.json` tells; raises ModelRefused when it is none."""
-    return tuple(spec.name for spec in _inputs_of(path))
-
-
-def _inputs_of(path: Path) -> tuple[TensorSpec, ...]:
+def inputs_of(path: Path) -> tuple[TensorSpec, ...]:
+    """The inputs that a `signature.json` tells; raises ModelRefused when it is none."""
     try:
         return parse(path.read_text(encoding="utf-8")).inputs
     except (SignatureError, UnicodeDecodeError) as error:

@@ -49,6 +49,31 @@ def test_the_padding_is_one_well_formed_extra_field(tmp_path: Path) -> None:
     assert (kind, length, alignment) == (0xD935, extra_length - 4, ALIGNMENT)
 
 
+class Interrupted:
+    """Raises what a signal's handler raises, at the moment that is asked for."""
+
+    def read(self, size: int = -1, /) -> bytes:
+        raise SystemExit(143)
+
+
+def test_a_zip_that_is_given_up_says_why_and_no_more(tmp_path: Path, monkeypatch: Any) -> None:
+    with pytest.raises(SystemExit), open_sink("default", tmp_path / "reading.mar", "x") as sink:
+        sink.add("a", 1, Interrupted(), True)
+    entries = []
+
+    class LateZip(sinks._Zip):
+        """Is interrupted between an entry's beginning and whoever is to end it."""
+
+        def open(self, *given: Any, **named: Any) -> Any:
+            entries.append(super().open(*given, **named))
+            raise SystemExit(143)
+
+    monkeypatch.setattr(sinks, "_Zip", LateZip)
+    with pytest.raises(SystemExit), open_sink("default", tmp_path / "beginning.mar", "x") as sink:
+        sink.add("a", 1, io.BytesIO(b"a"), True)
+    assert len(entries) == 1
+
+
 def test_entries_carry_no_time_user_or_machine(tmp_path: Path) -> None:
     path = tmp_path / "x.mar"
     with open_sink("default", path, "x") as sink:

@@ -13,7 +13,10 @@ from torchere.serving.cli import main
 
 
 class Model(BaseHTTPRequestHandler):
-    """Answers `/predictions/echo` and notes what it got; all else is a 404 that closes the connection."""
+    """Answers `/predictions/echo` and notes what it got; all else is a 404 that closes the connection.
+
+    Every third request with the note `moody` fails.
+    """
 
     protocol_version = "HTTP/1.1"
     seen: list[tuple[str, bytes, str | None]]
@@ -22,6 +25,8 @@ class Model(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.seen.append((self.path, body, self.headers["X-Note"]))
         known = self.path == "/predictions/echo"
+        if self.headers["X-Note"] == "moody" and len(self.seen) % 3 == 0:
+            known, body = False, b'{"code": 404, "message": "in no mood"}'
         self.send_response(200 if known else 404)
         self.send_header("Content-Length", str(len(body)))
         if not known:
@@ -79,10 +84,18 @@ def test_error_statuses_are_counted_and_the_exit_status_tells(capsys):
     assert seen[0][0] == "/predictions/nobody/2.0"
 
 
+def test_a_request_that_fails_among_others_is_shown_and_the_exit_status_tells(capsys):
+    with running(Model) as (url, _seen):
+        assert bench(url, "echo", "--header", "X-Note: moody") == 1
+    _rate, latencies, failures = capsys.readouterr().out.splitlines()
+    assert latencies.startswith("p50 ")
+    assert failures.endswith(" x status 404: in no mood")
+
+
 def test_answers_that_are_not_http_are_lost_connections(capsys):
     with running(Garbage) as (url, _seen):
         assert bench(url, "echo") == 1
-    assert "no answer (connection lost)" in capsys.readouterr().out
+    assert "no answer (connection lost): the answer is not HTTP: " in capsys.readouterr().out
 
 
 def test_a_server_that_is_not_there_is_lost_connections(capsys):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchere.serving.bench_figures import LOST, Tally, percentile, progress, report
+from torchere.serving.bench_figures import LOST, Tally, percentile, progress, refusal_text, report
 
 HUNDRED = [float(number) for number in range(1, 101)]
 
@@ -42,6 +42,47 @@ def test_the_report_counts_answers_with_a_2xx_only():
         "1 x no answer (connection lost)",
         "2 x status 429",
     ]
+
+
+def test_the_report_groups_failures_by_what_was_said():
+    tally = Tally()
+    for body in (b'{"code": 429, "message": "The queue is full."}', b"", b'{"error": "The queue is full."}'):
+        tally.add(429, 0.0001, body)
+    tally.add(503, 0.1, b'{"message": "Prediction failed", "detail": "KeyError: \'x\'"}')
+    assert report(tally, 1.0, 1).splitlines()[1:] == [
+        "2 x status 429: The queue is full.",
+        "1 x status 429",
+        "1 x status 503: Prediction failed: KeyError: 'x'",
+    ]
+
+
+def test_the_report_shows_the_foremost_texts_of_a_status_only():
+    tally = Tally()
+    tally.add(LOST, 0.1, b"refused")
+    for number in range(1000):  # more than are kept
+        tally.add(500, 0.1, b"request %d failed" % number)
+    for _ in range(2):
+        tally.add(500, 0.1, b"request 5 failed")
+    lost, first, *_, last = report(tally, 1.0, 1).splitlines()[1:]
+    assert lost == "1 x no answer (connection lost): refused"
+    assert first == "3 x status 500: request 5 failed"
+    assert last == "997 x status 500: other texts"
+    assert len(tally.errors) <= 102
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (b"", ""),
+        (b"<h1>Bad</h1>\n gateway", "<h1>Bad</h1> gateway"),
+        (b'{"x": 1}', '{"x": 1}'),
+        (b"[1]", "[1]"),
+        (b"[" * 100_000, "[" * 300 + "..."),
+        (b"\xff", "\\xff"),
+    ],
+)
+def test_a_body_that_is_no_error_of_the_server_is_shown_in_one_short_line(body: bytes, text: str):
+    assert refusal_text(body) == text
 
 
 def test_a_report_of_nothing_but_errors_has_no_latencies():

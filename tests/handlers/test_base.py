@@ -58,6 +58,14 @@ def test_torchscript_is_loaded_and_answers(doubler: tuple[BaseHandler, Any], beg
     assert sample.request_ids == ("request-0", "request-1")
 
 
+def test_names_of_classes_are_missed_by_handlers_that_answer_with_them(
+    doubler: tuple[BaseHandler, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    handler, context = doubler
+    handler.initialize(context)
+    assert "index_to_name.json is missing" in caplog.text
+
+
 def test_answers_record_no_gradients(doubler: tuple[BaseHandler, Any]) -> None:
     assert doubler[0].inference(torch.ones(1)).is_inference()
 

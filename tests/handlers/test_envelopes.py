@@ -62,7 +62,7 @@ def test_base64_is_decoded_whole_and_in_fields(context: Any) -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"instance": [1]}, "found 'instance'; expected"),
+        ({"instance": [1]}, "found the fields 'instance'; expected"),
         ({"instances": 1}, "no list of instances"),
         (b"{broken", "not valid JSON"),
         (b"[" * 100_000, "not valid JSON"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torchere.handlers.errors import PredictionException
-from torchere.handlers.row_value import sole_element, value_of
+from torchere.handlers.row_value import fields_of, sole_element, value_of
 
 NUMBERS = np.zeros(3)
 
@@ -34,6 +34,28 @@ def test_a_tensor_of_torch_counts_as_one() -> None:
     tensor = torch.zeros(2, dtype=torch.bfloat16)
     assert value_of({"x": tensor}) is tensor
     assert value_of({"data": tensor, "body": b""}) is tensor
+
+
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        ({}, "the fields none"),
+        ({"a": 1, "b": b"x"}, "the fields 'a', 'b'"),
+        ({"\xff" * 1000: b""}, "the fields '" + "\\xff" * 80 + "'"),
+        (dict.fromkeys(map(str, range(1000))), "the fields " + ", ".join(f"'{n}'" for n in range(20))),
+    ],
+)
+def test_fields_are_named_in_short(row: dict[str, Any], found: str) -> None:
+    assert fields_of(row) == found
+
+
+@pytest.mark.parametrize("text", ['{"data": [1, 2]}', " [[1, 2]]", '{"text": "a'])
+def test_json_that_was_sent_as_a_form_is_told_what_to_say_of_itself(text: str) -> None:
+    found = fields_of({text: b""})
+    assert found.startswith(
+        f"the fields {text!r} of a form: JSON that came as application/x-www-form-urlencoded"
+    )
+    assert found.endswith("send it with -H 'Content-Type: application/json'")
 
 
 def test_a_sole_element_comes_as_bytes() -> None:

@@ -237,6 +237,25 @@ def test_a_row_without_any_input_is_refused(make_handler: Callable[..., Asked]) 
     assert "an object with the inputs 'a', 'b'" in asked.refused([1, 2])
 
 
+def test_json_that_came_as_a_form_is_refused_with_what_to_send(make_handler: Callable[..., Asked]) -> None:
+    text, *_ = make_handler(Doubled(), ONE).rows({'{"data": [[1, 2, 3]]}': bytearray()})
+    assert text["code"] == 400
+    assert text["message"] == (
+        "the request: found the fields '{\"data\": [[1, 2, 3]]}' of a form: JSON that came as "
+        "application/x-www-form-urlencoded, which is what curl -d says of it; send it with "
+        "-H 'Content-Type: application/json', expected 'input', or a body"
+    )
+
+
+def test_a_model_of_tensors_does_not_miss_the_names_of_classes(
+    make_handler: Callable[..., Asked], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_handler(Doubled(), ONE)
+    assert caplog.messages == []
+    (tmp_path / "index_to_name.json").write_text('{"0": "cat"}')
+    assert make_handler(Doubled(), ONE).handler.mapping == {"0": "cat"}
+
+
 def test_a_model_that_does_not_keep_to_its_signature_is_not_believed(
     make_handler: Callable[..., Asked],
 ) -> None:

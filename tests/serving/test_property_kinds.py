@@ -148,6 +148,20 @@ def test_the_models_property_becomes_the_defaults_of_versions() -> None:
     assert settings(text).model_defaults == {"net": {"1.0": {"batchSize": 4, "marName": "net.mar"}}}
 
 
+def test_unknown_members_of_models_are_named_in_one_warning_with_their_nearest_neighbours() -> None:
+    entry = '{"marName":"a.mar","runtimeType":"python","batchsize":4,"shape":1,"max_batch_delay":5}'
+    assert warnings(f'models={{"a":{{"1.0":{entry},"2.0":{entry}}}}}') == [
+        "line 1: models: unknown keys, not used: batchsize of a 1.0 (did you mean batchSize?), "
+        "max_batch_delay of a 1.0 (did you mean maxBatchDelay?), shape of a 1.0"
+    ]
+
+
+def test_of_many_unknown_members_a_few_are_named() -> None:
+    members = ",".join(f'"q{number}":1' for number in range(9))
+    (said,) = warnings(f'models={{"a":{{"1.0":{{{members}}}}}}}')
+    assert said.endswith(": q0 of a 1.0, q1 of a 1.0, q2 of a 1.0, q3 of a 1.0, q4 of a 1.0 and 4 more")
+
+
 SNAPSHOT = (
     'model_snapshot={"name":"20250101000000000-startup.cfg","modelCount":1,"models":{"noop":{"1.11":'
     '{"defaultVersion":true,"marName":"noop.mar","minWorkers":1,"maxWorkers":2,"batchSize":1,'
@@ -165,6 +179,7 @@ def test_a_snapshot_says_what_to_load_and_with_what_settings() -> None:
     }
     made = settings(SNAPSHOT)
     assert made.snapshot_models == (SnapshotModel("noop", "1.11", "noop.mar", True, rest),)
+    assert warnings(SNAPSHOT) == []
 
 
 @pytest.mark.parametrize(

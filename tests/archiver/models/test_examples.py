@@ -13,7 +13,7 @@ from PIL import Image
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.examples import read_example
-from torchere.archiver.models.samples import check_against, example_of, read_samples
+from torchere.archiver.models.samples import check_against, example_of, inputs_of, read_samples
 from torchere.archiver.signature import Signature, TensorSpec
 
 
@@ -118,7 +118,7 @@ def test_an_example_is_made_up_from_a_signature(tmp_path: Path) -> None:
     signature = Signature(specs, specs)
     path = tmp_path / "signature.json"
     path.write_text(signature.to_json())
-    example = example_of(path)
+    example = example_of(inputs_of(path))
     assert [(tensor.dtype, tuple(tensor.shape)) for tensor in example.ordered(["x", "ids"])] == [
         (torch.float16, (2, 3)),
         (torch.int64, (1, 2)),
@@ -128,4 +128,4 @@ def test_an_example_is_made_up_from_a_signature(tmp_path: Path) -> None:
         check_against((torch.zeros(2, 2), torch.zeros(1, 1)), signature)
     path.write_text("{}")
     with pytest.raises(ModelRefused, match="version is None"):
-        example_of(path)
+        inputs_of(path)
