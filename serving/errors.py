@@ -130,6 +130,18 @@ class Cancelled(ServingError):
     code = "cancelled"
 
 
+class LeftUnread(ServingError):
+    """The client took a streamed answer much too slowly; see `batching/unread_parts.py`."""
+
+    code = "left_unread"
+
+    def __init__(self, unread_bytes: int) -> None:
+        super().__init__(
+            "The answer was given up: it was read too slowly.",
+            f"{unread_bytes} bytes of it lay unread in the server",
+        )
+
+
 class HandlerFailed(ServingError):
     """The handler raised, or answered something that can't be sent.
 

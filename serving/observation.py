@@ -15,7 +15,7 @@ from torchere.serving.telemetry.exposure import States
 from torchere.serving.telemetry.load_metrics import ExecutorLoad, VersionLoad
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.telemetry.statistics import VersionStatistics
-from torchere.serving.telemetry.version_meter import VersionMeter
+from torchere.serving.telemetry.version_meter import UNREAD, VersionMeter
 from torchere.serving.types import ModelKey
 
 
@@ -49,6 +49,10 @@ class VersionMetrics:
         if metrics.tracing is not None:
             meter = self.meter
             metrics.tracing.batch(meter.model, meter.version, ids(), self.queue_length(), executor_s)
+
+    def left_unread(self) -> None:
+        """Count it."""
+        self.meter.cancelled[UNREAD] += 1
 
     def executor_loaded(self, executor_id: int, load_s: float) -> None:
         """Keep the load time."""

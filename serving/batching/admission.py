@@ -6,19 +6,31 @@ Everything here runs on the event loop, so there is no lock; nothing blocks.
 from __future__ import annotations
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from torchere.serving.batching.pending import Pending, Reply, alone
 from torchere.serving.batching.prediction import ServiceTime
 from torchere.serving.batching.quarantine import Quarantine, Verdict
 from torchere.serving.batching.running import RunningBatch
-from torchere.serving.errors import Cancelled, DeadlineExceeded, Quarantined, ServingError, Unavailable
+from torchere.serving.batching.unread_parts import LEAST_LIMIT_BYTES, UnreadParts
+from torchere.serving.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    LeftUnread,
+    Quarantined,
+    ServingError,
+    Unavailable,
+)
 from torchere.serving.execution.executor import BatchReport, ExecutorPool
 from torchere.serving.types import NO_DEADLINE, InferRequest
 
 LATE = "The deadline of the request passed before there was an answer."
+
+logger = logging.getLogger(__name__)
 
 
 class BatchObserver(Protocol):
@@ -26,6 +38,9 @@ class BatchObserver(Protocol):
 
     def batch_finished(self, pendings: Sequence[Pending], report: BatchReport, executor_s: float) -> None:
         """`executor_s` is from dispatch to report."""
+
+    def left_unread(self) -> None:
+        """A streamed answer was given up, because its client read it too slowly."""
 
 
 class Admission(ABC):
@@ -36,6 +51,7 @@ class Admission(ABC):
     """
 
     isolates_suspects = True  # whether a request may be made to run alone
+    unread_limit_bytes = LEAST_LIMIT_BYTES  # of one streamed answer; see `unread_parts.py`
 
     def __init__(
         self, pool: ExecutorPool, *, observer: BatchObserver, now: Callable[[], float], refusal: str
@@ -143,6 +159,18 @@ class Admission(ABC):
         self._remove(pending)
         pending.finish(reason or Cancelled("the client went away"))
         self._settle()
+
+    def unread_parts(self, pending: Pending) -> UnreadParts:
+        """Where the parts of a streamed answer wait for its client."""
+        return UnreadParts(self.unread_limit_bytes, partial(self._given_up, pending))
+
+    def _given_up(self, pending: Pending, reason: ServingError) -> None:
+        """Nobody takes the rest of a streamed answer."""
+        if isinstance(reason, LeftUnread):
+            self._observer.left_unread()
+            request_id = pending.request.request_id
+            logger.warning("request %s: %s %s", request_id, reason, reason.detail)
+        self.withdraw(pending, reason)
 
     def _screen(self, pending: Pending) -> None:
         """Raise `Quarantined` for a request that is convicted; see that one that is suspect runs alone."""

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import TypeAlias
 
+from torchere.serving.batching.unread_parts import UnreadParts
 from torchere.serving.errors import ServingError
 from torchere.serving.types import InferRequest, InferResponse, StreamedResponse
 
@@ -44,7 +45,7 @@ class Pending:
         self.company_s = 0.0  # how long it waited while an executor was free, for a fuller batch
         self.stages_s = UNTOLD  # of the last batch it was in
         self.answered = False
-        self.stream: asyncio.Queue[bytes | ServingError | None] | None = None
+        self.stream: UnreadParts | None = None
         self.deadline_timer: asyncio.TimerHandle | None = None
         self._reply = reply
 
@@ -53,22 +54,36 @@ class Pending:
         """Whether somebody still waits for (the rest of) the answer."""
         return self.stream is not None or not self.answered
 
-    def add_part(self, part: InferResponse) -> None:
-        """Hand on one part of a streamed answer; the first one answers the client's wait."""
+    def add_part(self, part: InferResponse, place: Callable[[Pending], UnreadParts]) -> UnreadParts | None:
+        """Hand on one part of a streamed answer; the first one answers the client's wait.
+
+        Args:
+            part: what the handler sent.
+            place: makes where the parts wait for the client.
+
+        Returns:
+            That place, when the executor is to wait for the client before it makes more.
+        """
         stream = self.stream
         if stream is None:
             if self.answered:
-                return
-            stream = self.stream = asyncio.Queue()
-            self._answer(StreamedResponse(part, self._chunks(stream)))  # who may give it up at once
-        stream.put_nowait(part.body)
+                return None
+            stream = self.stream = place(self)
+            self._answer(StreamedResponse(part, _Chunks(stream)))  # who may give it up at once
+        stream.add(part.body)
+        return stream if stream.held else None
 
     def finish(self, outcome: InferResponse | ServingError) -> None:
         """Complete the answer; a no-op when it was complete already."""
         if self.deadline_timer is not None:
             self.deadline_timer.cancel()
         if self.stream is not None:
-            self._finish_stream(self.stream, outcome)
+            stream, self.stream = self.stream, None
+            if isinstance(outcome, ServingError):
+                stream.end(outcome)
+            else:
+                stream.add(outcome.body)
+                stream.end()
         elif not self.answered:
             self._answer(outcome)
 
@@ -77,22 +92,26 @@ class Pending:
         reply, self._reply = self._reply, told  # or they would hold each other, and the request with them
         reply(outcome)
 
-    def _finish_stream(
-        self, stream: asyncio.Queue[bytes | ServingError | None], outcome: InferResponse | ServingError
-    ) -> None:
-        if isinstance(outcome, ServingError):
-            stream.put_nowait(outcome)
-        else:
-            stream.put_nowait(outcome.body)
-            stream.put_nowait(None)
-        self.stream = None
 
-    @staticmethod
-    async def _chunks(stream: asyncio.Queue[bytes | ServingError | None]) -> AsyncIterator[bytes]:
-        while (part := await stream.get()) is not None:
-            if isinstance(part, ServingError):
-                raise part
-            yield part
+class _Chunks:
+    """The parts for whoever reads them, who may be cancelled, or never begin: then they are dropped."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, parts: UnreadParts) -> None:
+        self._parts = parts
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        part = await self._parts.take()
+        if part is None:
+            raise StopAsyncIteration
+        return part
+
+    def __del__(self) -> None:
+        self._parts.abandon()
 
 
 class AwaitedReply:

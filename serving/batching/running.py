@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from torchere.serving.batching.pending import Pending
+from torchere.serving.batching.unread_parts import UnreadParts
 from torchere.serving.execution.executor import BatchReport
 from torchere.serving.types import InferResponse
 
@@ -17,6 +18,9 @@ class BatchOwner(Protocol):
 
     def batch_returned(self, batch: RunningBatch) -> None:
         """The executor was lost before it began with it."""
+
+    def unread_parts(self, pending: Pending) -> UnreadParts:
+        """Where the parts of a streamed answer wait for its client."""
 
 
 class RunningBatch:
@@ -38,9 +42,9 @@ class RunningBatch:
         self.executor_id = executor_id
         self.rounds = rounds  # how many batches, this one the last, its executor has before it is done
 
-    def partial(self, index: int, part: InferResponse) -> None:
+    def partial(self, index: int, part: InferResponse) -> UnreadParts | None:
         """Hand on a part of a streamed answer."""
-        self.pendings[index].add_part(part)
+        return self.pendings[index].add_part(part, self._owner.unread_parts)
 
     def done(self, report: BatchReport) -> None:
         """Tell the owner."""

@@ -181,7 +181,7 @@ class StatefulBatcher(Admission):
 
     def _take_outcome(self, batch: RunningBatch, pending: Pending, outcome: Outcome) -> None:
         if isinstance(outcome, Unfinished):
-            pending.add_part(outcome.part)
+            pending.add_part(outcome.part, self.unread_parts)
             if pending.open and batch.executor_id is not None:
                 pending.request = _again(pending.request)
                 self._going_on.setdefault(batch.executor_id, []).append(pending)

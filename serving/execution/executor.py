@@ -80,11 +80,18 @@ class BatchReport:
         return preprocess, inference, postprocess, rest if rest > 0 else 0.0
 
 
+class Hold(Protocol):
+    """Has an executor wait with the next part, because a client has many to take; never for long."""
+
+    def when_over(self, go_on: Callable[[], None]) -> None:
+        """Call `go_on` when it may make more."""
+
+
 class BatchSink(Protocol):
     """Where an executor puts what a batch gives. Called on the event loop only."""
 
-    def partial(self, index: int, part: InferResponse) -> None:
-        """One more part of the streamed answer of request `index`.
+    def partial(self, index: int, part: InferResponse) -> Hold | None:
+        """One more part of the streamed answer of request `index`; a hold when the executor is to wait now.
 
         Its body is the part; status and headers are what the handler has set so far, and count in the first
         part only.

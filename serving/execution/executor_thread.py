@@ -17,6 +17,8 @@ from torchere.serving.execution.inflight import InFlight
 from torchere.serving.types import InferResponse
 
 Inbox = queue.SimpleQueue[InFlight | None]
+AHEAD_BYTES = 2**18  # of parts that are on their way to the loop, which would have them all in one turn
+LOOK_S = 1.0  # how soon a thread that waits for the loop sees that there is none any more
 
 
 class ThreadOwner(Protocol):
@@ -111,7 +113,24 @@ class ExecutorThread:
         self._tell(owner.stopped, self)
 
     def _partial_sink(self, batch: InFlight) -> PartialSink:
-        return lambda index, part: self._tell(self._owner.partial, batch, index, part)
+        ahead_bytes = 0
+
+        def send(index: int, part: InferResponse) -> None:
+            nonlocal ahead_bytes
+            self._tell(self._owner.partial, batch, index, part)
+            ahead_bytes += len(part.body)
+            if ahead_bytes >= AHEAD_BYTES:
+                ahead_bytes = 0
+                self._wait_for_the_loop(batch)
+
+        return send
+
+    def _wait_for_the_loop(self, batch: InFlight) -> None:
+        """Wait until the loop has taken what was told, and the batch is not held."""
+        taken = threading.Event()
+        self._tell(batch.when_free, taken.set)
+        while not taken.wait(LOOK_S) and not self._loop.is_closed():
+            pass
 
     def _tell(self, callback: Callable[..., None], *args: object) -> None:
         if not self._loop.is_closed():

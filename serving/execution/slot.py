@@ -127,6 +127,9 @@ class Slot:
         if isinstance(message, Partial):
             self._silence.broken()
             batch.partial(message.index, message.part)
+            if batch.held and self._worker.pause():
+                self._silence.over()  # it is we who do not listen
+                batch.when_free(self._listen_again)
             return
         del self._inside[message.run_id]
         self._losses = 0
@@ -138,6 +141,12 @@ class Slot:
             self._silence.over()
             self._emptied.set()
         batch.answer(report_from_done(message, len(batch.requests)))
+
+    def _listen_again(self) -> None:
+        """The client of a streamed answer has taken in much of it, or was given up."""
+        self._worker.resume()
+        if self._inside:
+            self._silence.watch()
 
     def _timed_out(self) -> None:
         """The worker said nothing for too long: answer who waits, and replace it."""

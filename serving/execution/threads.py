@@ -174,8 +174,8 @@ class ThreadPool:
 
     def partial(self, batch: InFlight, index: int, part: InferResponse) -> None:
         """Hand on a part of a streamed answer; its thread tells."""
-        batch.watch(self._response_timeout_s, self._timed_out)  # it bounds the silence only
         batch.partial(index, part)
+        batch.watch(self._response_timeout_s, self._timed_out)  # it bounds the silence only
 
     def finished(self, batch: InFlight, report: BatchReport) -> None:
         """Answer a batch; its thread tells."""

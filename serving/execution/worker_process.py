@@ -66,6 +66,7 @@ class WorkerProcess:
         self._loop = asyncio.get_running_loop()
         self._launched: Launched | None = None
         self._transport: asyncio.Transport | None = None
+        self._is_paused = False
         self._writes = TurnWrites()
         self._reply: asyncio.Future[None] | None = None  # of the step (load, warm-up) under way
         self._on_message = on_message
@@ -152,6 +153,20 @@ class WorkerProcess:
     def ping(self) -> None:
         """Ask for a sign of life; the worker gives it when it is through with what was sent before."""
         self._send(Ping())
+
+    def pause(self) -> bool:
+        """Take no more of what it sends, so that it has to wait; False when it is paused already, or gone."""
+        if self._is_paused or self._transport is None or self._transport.is_closing():
+            return False
+        self._transport.pause_reading()
+        self._is_paused = True
+        return True
+
+    def resume(self) -> None:
+        """Take what it sends again."""
+        if self._is_paused and self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+        self._is_paused = False
 
     def kill(self, loss: Loss) -> None:
         """End the process at once; `lost` tells when it is gone."""

@@ -19,6 +19,7 @@ from torchere.serving.batching.batcher import Batcher
 from torchere.serving.batching.quarantine import Quarantine
 from torchere.serving.batching.quarantine_files import QuarantineFiles
 from torchere.serving.batching.stateful import StatefulBatcher
+from torchere.serving.batching.unread_parts import limit_bytes
 from torchere.serving.crash_journal import Journal
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.execution.devices import available_cores, intra_op_threads
@@ -115,6 +116,7 @@ class Loader:
         pool = self._pool(self._spec(key, origin, settings), origin, settings, pump, observer)
         batcher = _batcher(key, settings, pool, observer)
         pump.batcher = batcher
+        batcher.unread_limit_bytes = limit_bytes(self._server.limits.max_response_bytes)
         batcher.quarantine = Quarantine(QuarantineFiles(key, _quarantine_settings(self._server)))
         return Version(key, origin, settings, pool, batcher, observer=observer)
 

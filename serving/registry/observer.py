@@ -25,6 +25,9 @@ class VersionObserver(Protocol):
     def batch_finished(self, pendings: Sequence[Pending], report: BatchReport, executor_s: float) -> None:
         """A batch was answered; `executor_s` is from its dispatch to its report."""
 
+    def left_unread(self) -> None:
+        """A streamed answer was given up, because its client read it too slowly."""
+
     def executor_loaded(self, executor_id: int, load_s: float) -> None:
         """An executor is ready, `load_s` after it was started."""
 

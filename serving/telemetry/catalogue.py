@@ -58,7 +58,7 @@ FAMILIES: dict[str, tuple[Kind, str]] = {
     STAGE_DURATION: ("histogram", "The parts of a prediction; together they are the request's duration."),
     IN_FLIGHT: ("gauge", "Predictions that were admitted and have no answer yet."),
     REJECTED: ("counter", "Predictions that were turned away before they waited, by reason."),
-    CANCELLED: ("counter", "Predictions whose client went away, by where they were then."),
+    CANCELLED: ("counter", "Predictions whose client went away or read too slowly, by where they were then."),
     EXPIRED: ("counter", "Predictions whose deadline passed, by where they were then."),
     BATCH_SIZE: ("histogram", "Requests of each batch."),
     BUSY_SECONDS: ("counter", "Time that executors had a batch, over all of a version's executors."),

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torchere.serving.telemetry.timeline import Timeline, Waited
 
 STAGES = ("queue", "executor")  # where a prediction was when it ended ill
+UNREAD = "unread"  # it was a streamed answer, and given up because it was read too slowly
 SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # HTTP codes with a label of their own. A handler may choose any number; others are counted by their class.
 _OWN_LABEL = frozenset({200, 201, 202, 204, 206, 304, *range(400, 430), 431, 451, 499, *range(500, 512)})
@@ -87,7 +88,7 @@ class VersionMeter:
         self.load_s = 0.0
         # From 0 on, so that the first one is an increase.
         self.rejected: Counter[str] = Counter(dict.fromkeys(USUAL, 0))
-        self.cancelled: Counter[str] = Counter(dict.fromkeys(STAGES, 0))
+        self.cancelled: Counter[str] = Counter(dict.fromkeys((*STAGES, UNREAD), 0))
         self.expired: Counter[str] = Counter(dict.fromkeys(STAGES, 0))
         self.restarts: Counter[str] = Counter()
         # For metrics that a configuration wants to see updated one by one; None: it wants none.

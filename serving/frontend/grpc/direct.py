@@ -97,8 +97,12 @@ class DirectCall(OneRequest, ABC):
 
     async def _join(self, response: StreamedResponse) -> None:
         try:
-            body = b"".join([chunk async for chunk in response.chunks])
-            self.well_with(self._message_of(InferResponse(body)))
+            chunks, size = [], 0
+            async for chunk in response.chunks:
+                chunks.append(chunk)
+                size += len(chunk)
+                self.stream.check(size)  # or all of what can't be sent would be held first
+            self.well_with(self._message_of(InferResponse(b"".join(chunks))))
         except Exception as error:  # as above
             self.badly(error)
 

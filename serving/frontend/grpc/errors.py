@@ -52,6 +52,7 @@ MANAGEMENT: Table = {
     e.Unavailable: (StatusCode.UNAVAILABLE, f"{_HTTP}ServiceUnavailableException"),
     e.DeadlineExceeded: (StatusCode.DEADLINE_EXCEEDED, INTERNAL_SERVER),
     e.Cancelled: (StatusCode.CANCELLED, INTERNAL_SERVER),
+    e.LeftUnread: (StatusCode.RESOURCE_EXHAUSTED, INTERNAL_SERVER),
     e.UnregisterTimeout: (StatusCode.FAILED_PRECONDITION, f"{_HTTP}RequestTimeoutException"),
     e.ServingError: (StatusCode.INTERNAL, INTERNAL_SERVER),
 }

@@ -176,6 +176,19 @@ class Stream:
             self.trailers = refusal_block(http_status, code, message)
             self.connection.outflow.pump(self)
 
+    def check(self, size: int) -> None:
+        """Let a message of so many bytes pass.
+
+        Raises:
+            MessageFailed: it is longer than may be.
+        """
+        limit_bytes = self.connection.listening.send_limit_bytes
+        if size > limit_bytes:
+            raise MessageFailed(
+                StatusCode.RESOURCE_EXHAUSTED,
+                f"SERVER: Sent message larger than max ({size} vs. {limit_bytes})",
+            )
+
     async def drained(self) -> None:
         """Wait until the client has taken in enough for more to be made; at once, if it has."""
         if self._waiting_bytes > HIGH_WATER_BYTES:
@@ -209,7 +222,7 @@ class Stream:
         """Have a message wait to go out, unless the answer has ended."""
         parts = (message,) if isinstance(message, bytes) else message
         size = sum(map(len, parts))
-        self._check(size)
+        self.check(size)
         if self._ended:
             return False
         self._begin()
@@ -224,17 +237,9 @@ class Stream:
 
     def _goes_at_once(self, message: bytes) -> bool:
         """Whether a message can go out whole, with all that is around it; takes the room for it."""
-        self._check(len(message))
+        self.check(len(message))
         is_small = len(message) < JOINED_BYTES and not (self._ended or self._head_sent)
         return is_small and self.connection.outflow.take_room(self, PREFIX_BYTES + len(message))
-
-    def _check(self, size: int) -> None:
-        limit_bytes = self.connection.listening.send_limit_bytes
-        if size > limit_bytes:
-            raise MessageFailed(
-                StatusCode.RESOURCE_EXHAUSTED,
-                f"SERVER: Sent message larger than max ({size} vs. {limit_bytes})",
-            )
 
     def _begin(self) -> None:
         if not self._head_sent:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from starlette.types import Receive
 
-from torchere.serving.errors import InvalidRequest, NotFound, ServingError
+from torchere.serving.errors import InvalidRequest, LeftUnread, NotFound, ServingError
 from torchere.serving.frontend import wording
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.rest.body import read_body
@@ -122,7 +122,8 @@ async def send_stream(call: Answering, response: StreamedResponse) -> None:
             await call.body_part(chunk)
     except ServingError as error:
         # The status is out already. Leaving the body without its end is what tells the client.
-        logger.warning("request %s: the stream broke off: %s %s", call.request_id, error, error.detail)
+        if not isinstance(error, LeftUnread):  # of which there is a line already
+            logger.warning("request %s: the stream broke off: %s %s", call.request_id, error, error.detail)
         call.finished()
         return
     await call.body_part(b"", last=True)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from functools import wraps
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,6 +13,7 @@ from torchere.serving.errors import (
     DeadlineExceeded,
     ExecutorDied,
     HandlerFailed,
+    LeftUnread,
     Quarantined,
     QueueFull,
     Unavailable,
@@ -61,6 +63,7 @@ class Stage:
         self.now_s = 100.0
         self.pool = PuppetPool(free)
         self.reports: list[int] = []
+        self.unread = 0
         self.batcher = Batcher(
             settings,
             self.pool,
@@ -72,6 +75,9 @@ class Stage:
     def batch_finished(self, pendings: Sequence[Pending], report: BatchReport, executor_s: float) -> None:
         self.reports.append(len(pendings))
 
+    def left_unread(self) -> None:
+        self.unread += 1
+
     def submit(self, name: str, group: str = "", deadline_s: float = NO_DEADLINE) -> Submitted:
         reply = AwaitedReply()
         request = InferRequest(name, (), (), deadline_s)
@@ -82,11 +88,11 @@ class Stage:
         return [ids for ids, _ in self.pool.batches]
 
 
-def run(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    def wrapper() -> None:
-        asyncio.run(test())
+def run(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    @wraps(test)
+    def wrapper(**fixtures: Any) -> None:
+        asyncio.run(test(**fixtures))
 
-    wrapper.__name__ = test.__name__
     return wrapper
 
 
@@ -313,6 +319,29 @@ async def test_a_stream_that_breaks_raises_where_it_is_read() -> None:
         async for chunk in response.chunks:
             seen.append(chunk)
     assert seen == [b"one"]
+
+
+@run
+async def test_a_stream_that_is_not_read_holds_its_executor_and_then_is_given_up(caplog: Any) -> None:
+    stage = Stage(BatchSettings())
+    stage.batcher.unread_limit_bytes = 10
+    pending = stage.submit("a")
+    sink = stage.pool.batches[0][1]
+    assert sink.partial(0, InferResponse(bytes(10))) is None
+    response = await pending.answer
+    assert isinstance(response, StreamedResponse)
+    assert sink.partial(0, InferResponse(bytes(11))) is not None
+    assert sink.partial(0, InferResponse(b"no room")) is None
+    with pytest.raises(LeftUnread):
+        await anext(response.chunks)
+    await asyncio.sleep(0)
+    assert sink.partial(0, InferResponse(b"too late")) is None
+    assert not pending.pending.open
+    assert stage.unread == 1
+    (line,) = caplog.messages
+    assert line.startswith("request a: The answer was given up: it was read too slowly. 21 bytes")
+    stage.pool.finish([InferResponse(b"end")])
+    assert await stage.batcher.drain(0)
 
 
 @run

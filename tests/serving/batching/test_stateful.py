@@ -68,6 +68,9 @@ class Stage:
     def batch_finished(self, pendings: Sequence[Pending], report: BatchReport, executor_s: float) -> None:
         pass
 
+    def left_unread(self) -> None:
+        pass
+
     def submit(self, name: str, sequence: str = "") -> Submitted:
         headers = ((SEQUENCE_ID, sequence),) if sequence else ()
         reply = AwaitedReply()
@@ -136,6 +139,22 @@ async def test_an_unfinished_request_is_in_the_next_batch_again_without_paramete
     stage.pool.finish(1, [InferResponse(b"end"), InferResponse(b"b")])
     assert [chunk async for chunk in response.chunks] == [b"one ", b"two ", b"end"]
     assert (await newcomer.answer).body == b"b"  # a first message that is the last one is an ordinary answer
+    assert await stage.batcher.drain(0.0)
+
+
+@run
+async def test_an_unfinished_request_whose_parts_are_not_read_is_in_no_further_batch() -> None:
+    stage = Stage(1)
+    stage.batcher.unread_limit_bytes = 1
+    pending = stage.submit("a")
+    for _ in range(3):
+        stage.pool.finish(1, [Unfinished(InferResponse(b"xx"))])
+    response = await pending.answer
+    assert isinstance(response, StreamedResponse)
+    await asyncio.sleep(0)
+    assert not pending.pending.open
+    stage.pool.finish(1, [Unfinished(InferResponse(b"xx"))])
+    assert stage.batcher.queue_length == 0
     assert await stage.batcher.drain(0.0)
 
 

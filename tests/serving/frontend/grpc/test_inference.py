@@ -139,6 +139,24 @@ def test_a_streamed_answer_to_a_plain_call_is_joined(ask_grpc, planes):
     assert ask_grpc("inference", "Predictions", request()).prediction == b"abend"
 
 
+def test_what_is_joined_is_held_no_further_than_it_can_be_sent(refusal, planes):
+    taken = []
+
+    async def endless():
+        while True:
+            taken.append(2**20)
+            yield bytes(taken[-1])
+
+    async def behave(asked):
+        return StreamedResponse(InferResponse(b""), endless())
+
+    planes.data.behave = behave
+    code, details = refusal("inference", "Predictions", request())
+    assert code == "RESOURCE_EXHAUSTED"
+    assert details.startswith(f"SERVER: Sent message larger than max ({sum(taken)} vs. ")
+    assert len(taken) == 7  # of 6,553,500 bytes
+
+
 def test_a_stream_that_fails_ends_with_the_error(serving, planes):
     planes.data.behave = streaming(b"a", then=HandlerFailed())
 

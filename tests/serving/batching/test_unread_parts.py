@@ -1,0 +1,179 @@
+"""How much of a streamed answer may lie unread, and what becomes of one that is read too slowly."""
+
+import asyncio
+import gc
+import weakref
+
+import pytest
+
+from torchere.serving.batching import unread_parts
+from torchere.serving.batching.unread_parts import (
+    LEAST_LIMIT_BYTES,
+    STEP_BYTES,
+    UnreadParts,
+    is_hopeless,
+    limit_bytes,
+    may_go_on,
+    must_wait,
+)
+from torchere.serving.errors import Cancelled, HandlerFailed, LeftUnread
+
+STEP = 10
+LIMIT = 40
+PART = bytes(STEP)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(unread_parts, "STEP_BYTES", STEP)
+
+
+class Given:
+    """Parts, and why they were given up."""
+
+    def __init__(self, count=0):
+        self.reasons = []
+        self.parts = UnreadParts(LIMIT, self.reasons.append)
+        for _ in range(count):
+            self.parts.add(PART)
+
+
+def run(test):
+    def wrapper(**fixtures):
+        asyncio.run(asyncio.wait_for(test(**fixtures), 20))
+
+    wrapper.__name__ = test.__name__
+    return wrapper
+
+
+@pytest.mark.parametrize(
+    ("max_response_bytes", "limit"),
+    [(1, LEAST_LIMIT_BYTES), (6_553_500, LEAST_LIMIT_BYTES), (10**9, 10**9)],
+)
+def test_as_much_may_lie_unread_as_of_a_whole_answer_and_never_very_little(max_response_bytes, limit):
+    assert limit_bytes(max_response_bytes) == limit
+
+
+@pytest.mark.parametrize(
+    ("unread", "waits", "goes_on", "hopeless"),
+    [
+        (0, False, True, False),
+        (LIMIT - STEP, False, True, False),
+        (LIMIT - STEP + 1, False, False, False),
+        (LIMIT, False, False, False),
+        (LIMIT + 1, True, False, False),
+        (2 * LIMIT, True, False, False),
+        (2 * LIMIT + 1, True, False, True),
+    ],
+)
+def test_what_is_done_at_so_many_unread_bytes(unread, waits, goes_on, hopeless):
+    found = must_wait(unread, LIMIT), may_go_on(unread, LIMIT), is_hopeless(unread, LIMIT)
+    assert found == (waits, goes_on, hopeless)
+
+
+def test_an_executor_that_waits_goes_on_at_the_latest_when_all_is_read():
+    assert may_go_on(0, STEP_BYTES // 2)
+
+
+@run
+async def test_up_to_the_limit_nobody_waits():
+    given = Given(4)
+    assert not given.parts.held
+    given.parts.end()
+    assert [await given.parts.take() for _ in range(5)] == [PART] * 4 + [None]
+    assert given.reasons == []
+
+
+@run
+async def test_a_held_executor_goes_on_once_the_client_has_taken_a_step():
+    given, went_on = Given(5), []
+    assert given.parts.held
+    given.parts.when_over(lambda: went_on.append(given.parts.unread_bytes))
+    await given.parts.take()
+    assert went_on == []
+    await given.parts.take()
+    assert went_on == [LIMIT - STEP]
+    assert not given.parts.held
+
+
+@run
+async def test_a_part_of_any_length_passes_to_a_client_that_reads():
+    given = Given()
+    given.parts.add(bytes(10 * LIMIT))
+    assert given.parts.held
+    assert await given.parts.take() == bytes(10 * LIMIT)
+    assert not given.parts.held
+
+
+def impatient(monkeypatch):
+    monkeypatch.setattr(unread_parts, "HELD_S", 0.01)
+
+
+def test_a_client_that_does_not_take_a_step_in_time_is_given_up(monkeypatch):
+    impatient(monkeypatch)
+
+    async def main():
+        given, gone_on = Given(5), asyncio.Event()
+        given.parts.when_over(gone_on.set)
+        await given.parts.take()  # less than a step below the limit
+        await gone_on.wait()
+        given.parts.add(PART)
+        assert given.parts.unread_bytes == 0
+        with pytest.raises(LeftUnread) as told:
+            await given.parts.take()
+        assert told.value.detail == "40 bytes of it lay unread in the server"
+        await asyncio.sleep(0)
+        assert [type(reason) for reason in given.reasons] == [LeftUnread]
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+@run
+async def test_who_makes_parts_and_can_not_wait_is_given_up_at_twice_the_limit():
+    given = Given(9)
+    assert given.parts.unread_bytes == 90
+    given.parts.add(PART)
+    assert given.parts.unread_bytes == 0
+    with pytest.raises(LeftUnread):
+        await given.parts.take()
+    given.parts.end(HandlerFailed())
+    await asyncio.sleep(0)
+    assert len(given.reasons) == 1
+
+
+@run
+async def test_an_answer_that_ends_while_its_executor_is_held_is_there_as_a_whole():
+    given, went_on = Given(6), []
+    given.parts.when_over(lambda: went_on.append(True))
+    given.parts.end(HandlerFailed())
+    assert went_on == [True]
+    assert [await given.parts.take() for _ in range(6)] == [PART] * 6
+    with pytest.raises(HandlerFailed):
+        await given.parts.take()
+    assert given.reasons == []
+
+
+@run
+async def test_parts_that_nobody_reads_any_more_are_dropped_and_whoever_makes_them_goes_on():
+    given, went_on = Given(6), []
+    given.parts.when_over(lambda: went_on.append(True))
+    given.parts.abandon()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert (given.parts.unread_bytes, went_on) == (0, [True])
+    assert [type(reason) for reason in given.reasons] == [Cancelled]
+
+
+@run
+async def test_parts_that_were_given_up_are_freed_without_a_collector():
+    given = Given(10)
+    gone = weakref.ref(given)
+    gc.disable()
+    try:
+        with pytest.raises(LeftUnread):
+            await given.parts.take()
+        await asyncio.sleep(0)
+        del given
+        assert gone() is None
+    finally:
+        gc.enable()
