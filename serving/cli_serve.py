@@ -68,15 +68,16 @@ def _planned_and_served(options: argparse.Namespace) -> int:
     if plan.settings.supervise and journal is None:
         command = vitals.supervised_command([sys.executable, *sys.orig_argv[1:]], as_json)
         os.execv(command[0], command)
+    from torchere.serving.execution.allocator import keep_freed_memory  # noqa: PLC0415 - not needed for --help
+
+    keep_freed_memory(os.environ)  # before the first thread, which the log has
     _log_as_asked(plan, options, wanted == "torchserve", as_json)
     return _prepared_and_served(plan, journal)
 
 
 def _prepared_and_served(plan: Plan, journal: Journal | None) -> int:
-    from torchere.serving.execution.allocator import keep_freed_memory  # noqa: PLC0415 - not needed for --help
-    from torchere.serving.torch_mapping import map_torch_aside  # noqa: PLC0415 - as above
+    from torchere.serving.torch_mapping import map_torch_aside  # noqa: PLC0415 - not needed for --help
 
-    keep_freed_memory(os.environ)  # before the first thread
     map_torch_aside()  # before what is imported here, or it would have nothing to go beside
     from torchere.serving.preparation import preparation  # noqa: PLC0415 - imports NumPy
 

@@ -55,7 +55,7 @@ class VersionNotFound(NotFound):
 
 
 class Conflict(ServingError):
-    """The same name and version is already registered."""
+    """The same name and version is already registered, or was unregistered before it was there."""
 
     code = "conflict"
 

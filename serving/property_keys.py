@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torchere.serving import property_kinds as kinds
 from torchere.serving.property_kinds import Kind
+from torchere.serving.settings import MAX_EXECUTORS
 
 ENV_GATE = "enable_envvars_config"
 URLS_ENV_GATE = "use_env_allowed_urls"
@@ -100,7 +101,7 @@ _MODELS = (
     _key("load_models", kinds.MODELS, "load_models"),
     Key("models", kinds.MODEL_DEFAULTS, "model_defaults"),
     Key("model_snapshot", kinds.SNAPSHOT, "snapshot_models"),
-    _key("default_workers_per_model", kinds.whole(0), "default_executors"),
+    _key("default_workers_per_model", kinds.whole(0, MAX_EXECUTORS), "default_executors"),
     _key("default_response_timeout", kinds.seconds(1), "default_response_timeout_s"),
     _key("default_startup_timeout", kinds.seconds(0), "default_startup_timeout_s"),
     _key("unregister_model_timeout", kinds.seconds(0), "unregister_timeout_s"),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from torchere.serving.registry.model_config import UNSUPPORTED_KEYS, unsupported_keys
-from torchere.serving.settings import Address, SnapshotModel
+from torchere.serving.settings import MAX_NUMBER, Address, SnapshotModel, largest
 
 MAX_PORT = 65_535
 # Beyond a century a key may as well never expire; it also keeps the date of expiry printable.
@@ -84,7 +84,8 @@ def whole(minimum: int, maximum: int | None = None) -> Kind:
 
 def seconds(minimum: float) -> Kind:
     """Seconds, fractions allowed, at least `minimum`."""
-    return Kind(f"seconds, at least {minimum:g}", lambda text: _finite(text, minimum, math.inf))
+    expected = f"seconds, at least {minimum:g} and at most {MAX_NUMBER}"
+    return Kind(expected, lambda text: _finite(text, minimum, MAX_NUMBER))
 
 
 def _finite(text: str, minimum: float, maximum: float) -> float:
@@ -215,15 +216,21 @@ def _read_defaults(text: str) -> _Models:
     for name, version, settings in _each(models):
         for key in _COUNTS:
             if key in settings:
-                settings[key] = _count(settings[key], f"{key} of {name} {version}")
+                settings[key] = _count(settings[key], key, f"{name} {version}")
     return models
 
 
-def _count(value: object, what: str) -> int:
+def _count(value: object, key: str, model: str) -> int:
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 10:
-        return int(value)  # TorchServe takes numbers in quotes
+        value = int(value)  # TorchServe takes numbers in quotes
     if type(value) is not int or value < 0:
-        raise ValueError(f"{what} is {value!r}, expected a whole number")
+        raise ValueError(f"{key} of {model} is {value!r}, expected a whole number")
+    return _bounded(value, key, model)
+
+
+def _bounded(value: int, key: str, model: str) -> int:
+    if value > largest(key):
+        raise ValueError(f"{key} of {model} is too large, expected at most {largest(key)}")
     return value
 
 
@@ -242,6 +249,9 @@ def _snapshot_model(name: str, version: str, settings: dict[str, object]) -> Sna
     if not isinstance(default, bool):
         raise ValueError(f"defaultVersion of {name} {version} is {default!r}, expected true or false")
     rest = {key: value for key, value in settings.items() if key not in ("marName", "defaultVersion")}
+    for key in _COUNTS:
+        if isinstance(number := rest.get(key), int):
+            _bounded(number, key, f"{name} {version}")
     return SnapshotModel(name, version, archive, default, rest)
 
 

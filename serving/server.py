@@ -37,6 +37,7 @@ from torchere.serving.registry.ahead import Prepared
 from torchere.serving.registry.registry import Registry
 from torchere.serving.reloading import Reloadable, watch
 from torchere.serving.settings import Address, ServerSettings
+from torchere.serving.telemetry.logging import lost_lines, say
 from torchere.serving.telemetry.metric_log import close_metric_files, open_metric_files
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.telemetry.metrics_config import MetricsConfig, built_in_config, read_metrics_config
@@ -126,7 +127,7 @@ class Server:
         self._metrics.watch_server(
             ready=lambda: dataplane.readiness().ready,
             inflight=lambda: dataplane.accepted - dataplane.answered,
-            dropped_lines=lambda: access_log.dropped,
+            dropped_lines=lambda: access_log.dropped + lost_lines(),
         )
         if settings.certificate_file is not None:
             self._metrics.process.watch_certificate(settings.certificate_file)
@@ -171,6 +172,7 @@ class Server:
         for rest in self._rest:
             rest.drain()
         await asyncio.sleep(self._settings.drain_delay_s)
+        self._registry.stopping()
         await asyncio.gather(
             *(rest.stop() for rest in self._rest),
             *(grpc.stop(self._settings.drain_timeout_s) for grpc in self._grpc),
@@ -250,7 +252,7 @@ def _announce(endpoints: Endpoints, settings: ServerSettings) -> None:
             "Token authorization is enforced. The keys are in %s; switch it off with --disable-token-auth",
             (settings.token_keys_file or settings.key_file).absolute(),
         )
-    print(STARTED_LINE, flush=True)
+    say(STARTED_LINE)
 
 
 def _metrics_config(settings: ServerSettings) -> MetricsConfig:

@@ -15,6 +15,16 @@ Isolation = Literal["auto", "thread", "process"]
 Dispatch = Literal["torchserve", "eager"]
 MetricsMode = Literal["log", "prometheus", "legacy"]
 
+MAX_EXECUTORS = 1024  # of one version; a typing error must not start a million processes
+MAX_BATCH_SIZE = 65_536
+MAX_NUMBER = 2**31 - 1  # of all else, as TorchServe's numbers are Java's; in seconds that is 68 years
+_BOUNDS = {"minWorkers": MAX_EXECUTORS, "maxWorkers": MAX_EXECUTORS, "batchSize": MAX_BATCH_SIZE}
+
+
+def largest(key: str) -> int:
+    """The largest number that a setting of a model may have; `key` is TorchServe's name of it."""
+    return _BOUNDS.get(key, MAX_NUMBER)
+
 
 @dataclass(frozen=True, slots=True)
 class Address:

@@ -25,6 +25,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
     spec: LoadSpec
     gpu_id: int | None
+    log_token: str = ""  # what the records of its log are known by: `telemetry/worker_lines.py`
 
 
 class WarmUp(msgspec.Struct, frozen=True, array_like=True, tag=2):

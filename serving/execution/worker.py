@@ -41,10 +41,11 @@ from torchere.serving.types import InferResponse
 
 
 class Worker:
-    """Answers the messages of one server. Single-threaded."""
+    """Answers the messages of one server. Single-threaded. `lines` gives its log records their form."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, lines: WorkerFormatter) -> None:
         self._connection = connection
+        self._lines = lines
         self._frames = FrameReader(connection)
         self._host: HandlerHost | None = None
 
@@ -75,6 +76,7 @@ class Worker:
         return True
 
     def _load(self, message: Load) -> None:
+        self._lines.token = message.log_token
         model_dir = message.spec.archive_dir
         os.chdir(model_dir)  # handlers open files of their archive by bare name
         search_path = [os.environ.get("PYTHONPATH"), model_dir]  # for Python processes the handler starts
@@ -108,12 +110,13 @@ def run(descriptor: int) -> None:
     die_with_parent()
     faulthandler.enable()  # a crash in native code leaves a trace in the log
     to_server = logging.StreamHandler()
-    to_server.setFormatter(WorkerFormatter())
+    lines = WorkerFormatter()
+    to_server.setFormatter(lines)
     logging.basicConfig(level=logging.INFO, handlers=[to_server])
     ts_alias.install()
     connection = socket.socket(fileno=descriptor)
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the server is gone; so are we
-        Worker(connection).serve()
+        Worker(connection, lines).serve()
 
 
 def main() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import msgspec
 
@@ -30,7 +31,7 @@ from torchere.serving.execution.wire import (
     encode_frame,
     from_worker_decoder,
 )
-from torchere.serving.telemetry.worker_lines import relay
+from torchere.serving.telemetry.worker_lines import new_token, relay
 from torchere.serving.turn_writes import TurnWrites
 from torchere.serving.types import InferRequest
 
@@ -74,6 +75,7 @@ class WorkerProcess:
         self._oom = oom
         self._killed: Loss | None = None  # by us, and why
         self._frames = FrameProtocol(self._on_frame, self._on_lost)
+        self._log_token = new_token()
         self._output: asyncio.Task[None] | None = None
         self._reaper: asyncio.Task[None] | None = None
         self.lost: asyncio.Future[Loss] = self._loop.create_future()
@@ -115,7 +117,7 @@ class WorkerProcess:
         Raises:
             LoadFailed: it would not load, in time or at all; the process is gone then.
         """
-        await self._step(Load(self._spec, self._gpu_id), timeout_s)
+        await self._step(Load(self._spec, self._gpu_id, self._log_token), timeout_s)
 
     async def warm_up(self, timeout_s: float) -> None:
         """Run the warm-up rows.
@@ -260,7 +262,13 @@ class WorkerProcess:
             while len(rest) > MAX_LOG_LINE_BYTES:
                 lines.append(rest[:MAX_LOG_LINE_BYTES])
                 rest = rest[MAX_LOG_LINE_BYTES:]
-            for line in lines:
-                relay(line.decode(errors="replace"), origin, logger)
-        if rest:
-            relay(rest.decode(errors="replace"), origin, logger)
+            self._relay(lines, origin)
+        self._relay([rest] if rest else [], origin)
+
+    def _relay(self, lines: Sequence[bytes], origin: Mapping[str, object]) -> None:
+        for line in lines:
+            try:
+                relay(line.decode(errors="replace"), self._log_token, origin, logger)
+            except Exception:  # whatever it is, somebody has to read on: a worker whose pipe is full hangs
+                with suppress(Exception):
+                    logger.exception("a line of worker %d could not be logged", self._executor_id)

@@ -10,6 +10,7 @@ import psutil
 
 from torchere.serving.batching.pending import alone
 from torchere.serving.errors import (
+    Conflict,
     HandlerFailed,
     InvalidRequest,
     NotAllowed,
@@ -22,7 +23,7 @@ from torchere.serving.registry.effective import Asked
 from torchere.serving.registry.registry import Registry
 from torchere.serving.registry.startup import Wanted
 from torchere.serving.registry.version import Version, VersionState
-from torchere.serving.settings import ModelSettings, ServerSettings
+from torchere.serving.settings import MAX_BATCH_SIZE, MAX_EXECUTORS, ModelSettings, ServerSettings
 from torchere.serving.types import InferRequest, InferResponse, ModelKey, StreamedResponse
 
 
@@ -36,7 +37,10 @@ class Progress(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A wish to register an archive; None means: not said, take the next source of the setting."""
+    """A wish to register an archive; None means: not said, take the next source of the setting.
+
+    No number is beyond `MAX_NUMBER`: the protocols see to that.
+    """
 
     url: str
     model_name: str | None = None
@@ -102,6 +106,7 @@ class ControlPlane:
             NotAllowed: the model API is off.
             InvalidRequest, ModelNotFound, InvalidArchive, DownloadFailed, Conflict: nothing was registered.
             LoadFailed: it would not load; it is unregistered again (only when synchronous).
+            Conflict: likewise when somebody unregistered it before it was there.
         """
         self._refuse_without_model_api()
         version = await self._registry.register(_wanted(wish, self._settings.default_executors))
@@ -110,7 +115,7 @@ class ControlPlane:
             return Registered(version.key, 0, Progress.DONE)
         if not wish.synchronous:
             return Registered(version.key, executors, Progress.STARTED)
-        await version.settled.wait()
+        await _settled(version)
         if version.failure is not None:
             self._registry.discard(version)
             await version.settled.wait()
@@ -152,6 +157,7 @@ class ControlPlane:
             InvalidRequest: max below min, or a number out of range (checked before the model is looked up).
             ModelNotFound, VersionNotFound.
             LoadFailed: synchronous, and an executor would not start.
+            Conflict: synchronous, and it was unregistered meanwhile.
         """
         if max_executors < min_executors:
             raise InvalidRequest("max_worker cannot be less than min_worker.")
@@ -163,7 +169,7 @@ class ControlPlane:
         self._registry.scale(target, min_executors, max_executors)
         if not synchronous:
             return Progress.STARTED
-        await target.settled.wait()
+        await _settled(target)
         if target.failure is not None:
             raise target.failure
         return _progress(target)
@@ -234,13 +240,12 @@ class ControlPlane:
         return self._registry.find(model, None).pool.size > 0
 
 
-MAX_EXECUTORS = 1024  # of one version; a typing error must not start a million processes
-
-
 def _wanted(wish: Registration, default_executors: int) -> Wanted:
     executors = default_executors if wish.initial_executors is None else wish.initial_executors
     if executors > MAX_EXECUTORS or executors < 0:
         raise InvalidRequest(f"initial_workers={executors}: expected 0 to {MAX_EXECUTORS}.")
+    if wish.batch_size is not None and wish.batch_size > MAX_BATCH_SIZE:
+        raise InvalidRequest(f"batch_size={wish.batch_size}: expected at most {MAX_BATCH_SIZE}.")
     asked = Asked(
         batch_size=wish.batch_size,
         max_batch_delay_ms=wish.max_batch_delay_ms,
@@ -249,6 +254,14 @@ def _wanted(wish: Registration, default_executors: int) -> Wanted:
         startup_timeout_s=wish.startup_timeout_s,
     )
     return Wanted(wish.url, asked, name=wish.model_name, handler=wish.handler, runtime=wish.runtime)
+
+
+async def _settled(version: Version) -> None:
+    """Wait until a version is what is wanted of it; raises Conflict when that is by now: to be gone."""
+    await version.settled.wait()
+    if not version.wanted:
+        name, number = version.key
+        raise Conflict(f"Model version {number} of model {name} was unregistered while it was loading")
 
 
 def _progress(version: Version) -> Progress:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.frontend.controlplane import Registration
+from torchere.serving.settings import MAX_NUMBER
 
 UNSET_BATCH_SIZE = -1  # TorchServe's own defaults; sending them says the same as sending nothing
 UNSET_BATCH_DELAY = -100
@@ -15,16 +16,21 @@ def integer(values: Mapping[str, object], name: str) -> int | None:
     """The whole number called `name`; None when it is absent or empty.
 
     Raises:
-        InvalidRequest: there is a value, and it is no whole number. (TorchServe took its default instead.)
+        InvalidRequest: there is a value, and it is no whole number, or one beyond `MAX_NUMBER`. (TorchServe
+            took its default instead.)
     """
     value = values.get(name)
     if value is None or value == "":
         return None
     if isinstance(value, (int, str)) and not isinstance(value, bool):
         try:
-            return int(value)
+            number = int(value)
         except ValueError:
             pass
+        else:
+            if -MAX_NUMBER <= number <= MAX_NUMBER:
+                return number
+            raise InvalidRequest(f"Parameter {name} must be a whole number of at most {MAX_NUMBER}")
     raise InvalidRequest(f"Parameter {name} must be a whole number, found: {str(value)[:100]!r}")
 
 

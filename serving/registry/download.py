@@ -27,6 +27,7 @@ from torchere.serving.registry.s3 import signed
 MAX_REDIRECTS = 5
 SILENCE_TIMEOUT_S = 30.0  # for one answer of the network; the whole download has a bound of its own
 CHUNK_BYTES = 1 << 18
+GIVEN_UP = "it was given up before its end"
 PART_PREFIX = ".download-"  # hidden files of the store are not archives
 
 Resolve = Callable[[str, int], Sequence[str]]
@@ -38,6 +39,26 @@ class Download:
 
     path: Path
     is_new: bool  # ours to delete; otherwise it was there
+
+
+class Interrupt:
+    """Ends one download under way; any thread may ask for that."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._connection: _PinnedConnection | None = None
+
+    def stop(self) -> None:
+        """End it now; whoever waits for it gets `DownloadFailed`."""
+        self.asked = True
+        if self._connection is not None:
+            self._connection.cut()
+
+    def watch(self, connection: _PinnedConnection) -> None:
+        """This is the connection to cut."""
+        self._connection = connection
+        if self.asked:
+            connection.cut()
 
 
 def resolve(host: str, port: int) -> list[str]:
@@ -64,13 +85,17 @@ class Downloader:
         self._timeout_s = timeout_s
         self._resolve = resolver
 
-    def download(self, url: str, folder: Path, reuse: bool = False) -> Download:
+    def download(
+        self, url: str, folder: Path, reuse: bool = False, interrupt: Interrupt | None = None
+    ) -> Download:
         """Copy what is at the URL into the folder, under its own name. Blocks.
 
         Args:
             url: Where it is.
             folder: The model store.
-            reuse: Take a file of that name that is there already for the copy of an earlier start.
+            reuse: Take a file of that name that is there already for the copy of an earlier start, unless
+                it is empty: that one a server left that was killed in `_give_name`.
+            interrupt: Ends it before its time.
 
         Raises:
             ModelNotFound: the URL is not allowed.
@@ -80,21 +105,24 @@ class Downloader:
         """
         source = allow(url, self._patterns)
         target = folder / source.file_name
-        if target.exists():
-            if reuse:
-                return Download(target, is_new=False)
-            raise _exists(target)
         try:
+            if target.exists():
+                if not reuse:
+                    raise _exists(target)
+                if target.stat().st_size:
+                    return Download(target, is_new=False)
+                target.unlink(missing_ok=True)
             descriptor, part = tempfile.mkstemp(prefix=PART_PREFIX, dir=folder)
         except OSError as err:
             raise ServingError(f"Failed to save model: {url}", f"{folder}: {err.strerror}") from err
         try:
-            with os.fdopen(descriptor, "wb") as file, closing(self._chunks(source)) as chunks:
+            chunks = self._chunks(source, interrupt or Interrupt())
+            with os.fdopen(descriptor, "wb") as file, closing(chunks):
                 lock(file)  # whoever sweeps up after killed servers sees that this one lives
                 file.writelines(chunks)
-            os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))  # the name is ours now
-            os.chmod(part, 0o644)
-            os.replace(part, target)
+                file.flush()
+                os.fsync(file.fileno())  # or a machine that fails leaves the name of half a file
+            _give_name(part, target)
         except FileExistsError as err:
             raise _exists(target) from err
         except OSError as err:
@@ -103,27 +131,32 @@ class Downloader:
             Path(part).unlink(missing_ok=True)
         return Download(target, is_new=True)
 
-    def _chunks(self, source: Source) -> Generator[bytes, None, None]:
+    def _chunks(self, source: Source, interrupt: Interrupt) -> Generator[bytes, None, None]:
         """The bytes behind a URL; whatever goes wrong is a `DownloadFailed`."""
         received = 0
         if source.scheme == "s3":
             source = signed(source)
-        fetched = _file_chunks(source) if source.scheme == "file" else self._http_chunks(source)
+        fetched = _file_chunks(source) if source.scheme == "file" else self._http_chunks(source, interrupt)
         try:
             with closing(fetched):  # at once, with its connection, whatever happens
                 for chunk in fetched:
+                    if interrupt.asked:
+                        break
                     received += len(chunk)
                     if received > self._max_bytes:
                         raise _failed(source, f"it is larger than max_download_bytes={self._max_bytes}")
                     yield chunk
         except (OSError, http.client.HTTPException) as err:
-            raise _failed(source, f"{type(err).__name__}: {err}") from err
+            reason = GIVEN_UP if interrupt.asked else f"{type(err).__name__}: {err}"
+            raise _failed(source, reason) from err
+        if interrupt.asked:  # a body without a length ends where its connection does
+            raise _failed(source, GIVEN_UP)
 
-    def _http_chunks(self, source: Source) -> Generator[bytes, None, None]:
+    def _http_chunks(self, source: Source, interrupt: Interrupt) -> Generator[bytes, None, None]:
         deadline_s = time.monotonic() + self._timeout_s
         asked = source
         for _ in range(MAX_REDIRECTS + 1):
-            with self._answer(source, deadline_s) as response:
+            with self._answer(source, deadline_s, interrupt) as response:
                 if 300 <= response.status < 400 and (location := response.getheader("Location")):
                     source = self._redirected(asked, source, location)
                     continue
@@ -145,13 +178,16 @@ class Downloader:
         return target
 
     @contextmanager
-    def _answer(self, source: Source, deadline_s: float) -> Iterator[http.client.HTTPResponse]:
+    def _answer(
+        self, source: Source, deadline_s: float, interrupt: Interrupt
+    ) -> Iterator[http.client.HTTPResponse]:
         connection = _PinnedConnection(source, self._address(source))
         # A server that sends one byte now and then never lets a socket time out: cut the line instead.
         cutter = threading.Timer(max(0.0, deadline_s - time.monotonic()), connection.cut)
         cutter.daemon = True
         cutter.start()
         try:
+            interrupt.watch(connection)
             connection.request("GET", source.target, headers={"User-Agent": "torchere", "Accept": "*/*"})
             with connection.getresponse() as response:
                 yield response
@@ -179,24 +215,26 @@ class _PinnedConnection(http.client.HTTPConnection):
         self._address = address
         self._tls = source.scheme == "https"
         self._is_cut = False
+        self._line: socket.socket | None = None  # stays when `sock` is left to a body that ends with it
 
     def connect(self) -> None:
         """Connect, and shake hands under the name of the host."""
-        sock = socket.create_connection((self._address, self.port), SILENCE_TIMEOUT_S)
-        self.sock = sock
+        self._take(socket.create_connection((self._address, self.port), SILENCE_TIMEOUT_S))
+        if self._tls:
+            self._take(ssl.create_default_context().wrap_socket(self.sock, server_hostname=self.host))
+
+    def _take(self, sock: socket.socket) -> None:
+        self.sock = self._line = sock
         if self._is_cut:
             raise TimeoutError("it took longer than download_timeout_s")
-        if self._tls:
-            self.sock = ssl.create_default_context().wrap_socket(sock, server_hostname=self.host)
 
     def cut(self) -> None:
         """End the connection under whoever reads from it."""
         self._is_cut = True
-        sock: socket.socket | None = self.sock
-        if sock is not None:
+        if self._line is not None:
             with suppress(OSError):  # it ended by itself
                 # Not SSLSocket's method: that one pulls the TLS object from under the reading thread.
-                socket.socket.shutdown(sock, socket.SHUT_RDWR)
+                socket.socket.shutdown(self._line, socket.SHUT_RDWR)
 
 
 def _body(asked: Source, response: http.client.HTTPResponse, deadline_s: float) -> Iterator[bytes]:
@@ -218,6 +256,18 @@ def _file_chunks(source: Source) -> Generator[bytes, None, None]:
             raise _failed(source, f"{source.target} is not a regular file")
         while chunk := file.read(CHUNK_BYTES):
             yield chunk
+
+
+def _give_name(part: str, target: Path) -> None:
+    """Let a finished copy have its name, in one step; FileExistsError when something has it already."""
+    os.chmod(part, 0o644)
+    try:
+        os.link(part, target)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links: the name first, empty, and then what it is for
+        os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+        os.replace(part, target)
 
 
 def _failed(source: Source, reason: str) -> DownloadFailed:

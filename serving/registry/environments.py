@@ -22,9 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from torchere.serving.errors import DependenciesFailed
+from torchere.serving.registry.turns import Turns
 
 logger = logging.getLogger(__name__)
 
+AT_ONCE = 2  # each keeps a core busy
+MAX_WAITING = 60
 SHOWN_OUTPUT_CHARACTERS = 2000  # the end of pip's output says what went wrong
 _PIP_INSTALL = ("-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--upgrade")
 
@@ -76,15 +79,21 @@ class EnvironmentBuilder:
     def __init__(self, variables: Mapping[str, str], timeout_s: float) -> None:
         self._variables = {**variables, "PYTHONSAFEPATH": "1", "PIP_NO_INPUT": "1"}
         self._timeout_s = timeout_s
+        self._turns = Turns("installations of requirements", AT_ONCE, MAX_WAITING)
 
     async def build(self, model: str, directory: Path, plan: EnvironmentPlan) -> Environment | None:
         """Make what the plan says, in the parent of `directory`, the unpacked archive; None without a plan.
 
         Raises:
             DependenciesFailed: with TorchServe's texts; what was made is left for the caller to delete.
+            Unavailable: too many others wait already.
         """
         if not plan:
             return None
+        async with self._turns.take():
+            return await self._build(model, directory, plan)
+
+    async def _build(self, model: str, directory: Path, plan: EnvironmentPlan) -> Environment:
         environment = Environment()
         if plan.venv:
             environment = await self._make_venv(model, directory.parent / "venv")

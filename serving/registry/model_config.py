@@ -9,7 +9,7 @@ from typing import Any, Literal
 import yaml
 
 from torchere.serving.errors import InvalidArchive
-from torchere.serving.settings import Isolation
+from torchere.serving.settings import Isolation, largest
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,8 @@ def parse_model_config(text: str) -> ModelConfig:
     A key of a wrong type is ignored with a warning, as TorchServe does.
 
     Raises:
-        InvalidArchive: not YAML, not a mapping, or larger, deeper or more self-referring than is sane.
+        InvalidArchive: not YAML, not a mapping, or larger, deeper or more self-referring than is sane; or a
+            number beyond `largest`.
     """
     raw = _load_yaml(text)
     integer = _IntegerReader(raw)
@@ -148,6 +149,8 @@ class _IntegerReader:
         if isinstance(value, bool) or not isinstance(value, int):
             _warn(key, value, "an integer")
             return None
+        if value > largest(key):
+            raise InvalidArchive(f"{key} in the model config is too large, expected at most {largest(key)}")
         return value if value >= minimum else (1 if minimum == 1 and key in _CLAMPED else None)
 
 

@@ -27,19 +27,15 @@ from torchere.serving.registry import routing
 from torchere.serving.registry.ahead import Prepared
 from torchere.serving.registry.download import Download
 from torchere.serving.registry.environments import EnvironmentBuilder, plan_environment
+from torchere.serving.registry.fetching import Fetching, delete
 from torchere.serving.registry.loader import Loader
+from torchere.serving.registry.names import check_model_name, check_version_name, default_model_name
 from torchere.serving.registry.observer import RegistryObserver
 from torchere.serving.registry.policy import scaled_target
 from torchere.serving.registry.reconciler import Reconciler
 from torchere.serving.registry.snapshot_keeper import SnapshotKeeper
 from torchere.serving.registry.startup import Wanted, check_snapshot, startup_models
-from torchere.serving.registry.store import (
-    StoredArchive,
-    check_model_name,
-    check_version_name,
-    default_model_name,
-    store_of,
-)
+from torchere.serving.registry.store import StoredArchive, store_of
 from torchere.serving.registry.version import Version, VersionState
 from torchere.serving.settings import ServerSettings
 from torchere.serving.types import ModelKey
@@ -60,6 +56,7 @@ class Registry:
         self._server = server
         self._observer = observer
         self._store = prepared.store if prepared else store_of(server)
+        self._fetching = Fetching(self._store)
         self._ahead = prepared.ahead if prepared else None
         variables = worker_environment(server.hidden_env_vars)
         self._environments = EnvironmentBuilder(variables, server.install_timeout_s)
@@ -92,13 +89,14 @@ class Registry:
 
         Raises:
             ModelNotFound, DownloadFailed, InvalidArchive, InvalidRequest: the archive or the wish is no good.
+            Unavailable: too many downloads or installations wait already.
             Conflict: the same name and version is registered. Nothing has changed in all these cases.
         """
-        downloaded = await self._downloaded(wanted)
+        downloaded = await self._fetching.fetch(wanted.url, wanted.at_startup)
         try:
             version = await self._built(wanted, downloaded)
         except BaseException:  # cancelled, too
-            _delete(downloaded)
+            delete(downloaded)
             raise
         self._serving = routing.with_version(self._serving, version)
         self._missing.pop(wanted.url, None)
@@ -107,24 +105,13 @@ class Registry:
         self._snapshots.changed(version)
         return version
 
-    async def _downloaded(self, wanted: Wanted) -> Download | None:
-        """The copy in the store of what is at a URL; None when it is no URL."""
-        download = asyncio.ensure_future(
-            asyncio.to_thread(self._store.download, wanted.url, wanted.at_startup)
-        )
-        try:
-            return await asyncio.shield(download)
-        except asyncio.CancelledError:
-            download.add_done_callback(_delete_download)  # its thread can't be stopped, only be undone
-            raise
-
     async def _built(self, wanted: Wanted, downloaded: Download | None) -> Version:
         location = downloaded.path.name if downloaded else wanted.url
         archive = await asyncio.to_thread(self._store.open, location, wanted.at_startup)
         name = wanted.name or archive.manifest.model_name or default_model_name(location)
         key = ModelKey(check_model_name(name), check_version_name(wanted.url, archive.manifest))
         self._refuse_twin(key)
-        stored = await asyncio.to_thread(self._unpacked, wanted, archive)
+        stored = await self._unpacked(wanted, archive)
         try:
             plan = plan_environment(self._server.install_dependencies, stored.manifest, stored.config.raw)
             environment = await self._environments.build(key.name, stored.directory, plan)
@@ -145,11 +132,25 @@ class Registry:
             version.target = version.settings.min_executors
         return version
 
-    def _unpacked(self, wanted: Wanted, archive: Archive) -> StoredArchive:
+    async def _unpacked(self, wanted: Wanted, archive: Archive) -> StoredArchive:
+        unpacking = asyncio.ensure_future(asyncio.to_thread(self._unpack, wanted, archive))
+        try:
+            return await asyncio.shield(unpacking)
+        except asyncio.CancelledError:  # its thread can't be stopped, only be undone
+            await asyncio.wait({unpacking})
+            if unpacking.exception() is None:
+                await asyncio.to_thread(self._store.remove, unpacking.result())
+            raise
+
+    def _unpack(self, wanted: Wanted, archive: Archive) -> StoredArchive:
         ahead = self._ahead.take(wanted.url, archive) if self._ahead is not None else None
         stored = ahead or self._store.unpack(wanted.url, archive)
         handler = wanted.handler or archive.manifest.handler or self._server.default_handler
-        self._store.share_weights(archive, stored, handler)
+        try:
+            self._store.share_weights(archive, stored, handler)
+        except BaseException:
+            self._store.remove(stored)
+            raise
         return stored
 
     def _weight_of(self, version: Version) -> float:
@@ -177,7 +178,7 @@ class Registry:
         return found
 
     def discard(self, version: Version) -> None:
-        """Take a version out without asking whether it is the default."""
+        """Take this very version out without asking whether it is the default; twice is as good as once."""
         self._serving = routing.without_version(self._serving, version)
         version.wanted = False
         self._reconciler.wake(version)
@@ -232,10 +233,15 @@ class Registry:
         """The server answers now: snapshots are written from here on."""
         await self._snapshots.started()
 
+    def stopping(self) -> None:
+        """The server ends soon: nothing is fetched from URLs any more, and who waits for that is told."""
+        self._fetching.close()
+
     async def close(self) -> None:
         """Take every version out and wait until all are gone."""
         await self._snapshots.stopping()
         self._closing = True
+        self._fetching.close()
         leaving = list(self.versions())
         for version in leaving:
             self.discard(version)
@@ -255,13 +261,3 @@ class Registry:
 
 def _ours(downloaded: Download | None) -> Path | None:
     return downloaded.path if downloaded and downloaded.is_new else None
-
-
-def _delete(downloaded: Download | None) -> None:
-    if path := _ours(downloaded):
-        path.unlink(missing_ok=True)
-
-
-def _delete_download(download: asyncio.Future[Download | None]) -> None:
-    if not download.cancelled() and download.exception() is None:
-        _delete(download.result())

@@ -46,12 +46,19 @@ def with_version(serving: ServingMap, added: Version) -> ServingMap:
 
 
 def without_version(serving: ServingMap, removed: Version) -> ServingMap:
-    """The map without one version; a model that has none left goes with it."""
+    """The map without this very version; a model that has none left goes with it.
+
+    Another one that has its name and number by now stays. If it was the default, the oldest is.
+    """
     name, number = removed.key
-    versions = {key: value for key, value in serving[name].versions.items() if key != number}
+    served = serving.get(name)
+    if served is None or served.versions.get(number) is not removed:
+        return serving
+    versions = {key: value for key, value in served.versions.items() if key != number}
     rest = {key: value for key, value in serving.items() if key != name}
     if versions:
-        rest[name] = ServedModel(serving[name].default_version, MappingProxyType(versions))
+        default = next(iter(versions)) if number == served.default_version else served.default_version
+        rest[name] = ServedModel(default, MappingProxyType(versions))
     return MappingProxyType(rest)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from torchere.archiver.errors import ArchiveError
-from torchere.archiver.manifest import Manifest
 from torchere.archiver.names import MANIFEST_NAME
 from torchere.archiver.reader import Archive, ArchiveLimits, open_archive
 from torchere.archiver.signature import Signature
@@ -28,12 +26,11 @@ from torchere.handlers.signature import archive_signature
 from torchere.serving.errors import (
     DownloadFailed,
     InvalidArchive,
-    InvalidRequest,
     ModelNotFound,
     ServingError,
 )
 from torchere.serving.registry.allowed_urls import is_remote
-from torchere.serving.registry.download import PART_PREFIX, Download, Downloader
+from torchere.serving.registry.download import PART_PREFIX, Download, Downloader, Interrupt
 from torchere.serving.registry.environments import Environment
 from torchere.serving.registry.leftovers import ClaimedFolder, sweep_folders, sweep_parts
 from torchere.serving.registry.model_config import (
@@ -51,7 +48,6 @@ logger = logging.getLogger(__name__)
 SIGNATURE_NAME = "MAR-INF/signature.json"
 MAX_TEXT_BYTES = 16 << 20  # a manifest or signature larger than this is not one
 ARCHIVE_SUFFIXES = (".mar", ".model", ".tar.gz", ".tgz")
-NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-.]{0,254}")  # the archiver's rule, with a bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,20 +89,20 @@ class Store:
         self._folder = ClaimedFolder(temp_dir)
         self._sharing = WeightSharing()
 
-    def download(self, url: str, reuse: bool = False) -> Download | None:
-        """Fetch an archive into the store; None when `url` is no URL, but a name in the store.
+    def is_to_fetch(self, url: str) -> bool:
+        """Whether `url` is one, and no name in the store; touches no disk."""
+        return is_remote(url)
+
+    def download(self, url: str, reuse: bool = False, interrupt: Interrupt | None = None) -> Download:
+        """Fetch an archive into the store; see `Downloader.download`.
 
         With `reuse` a file that is there already counts as fetched: a server that starts again must come up.
 
         Raises:
             ModelNotFound: the URL is not allowed, or there is no store.
-            DownloadFailed, ServingError: see `Downloader.download`.
+            DownloadFailed, ServingError: see there.
         """
-        if not is_remote(url):
-            return None
-        if self._root is None:
-            raise ModelNotFound("Model store has not been configured.")
-        return self._downloader.download(url, self._root, reuse)
+        return self._downloader.download(url, self._configured(), reuse, interrupt)
 
     def has(self, name: str, trusted: bool = False) -> bool:
         """Whether `open` would find something of that name."""
@@ -151,6 +147,7 @@ class Store:
 
         Raises:
             InvalidArchive: an entry, a digest or the model config is wrong; nothing stays behind.
+            ServingError: the disk would not take it; likewise.
         """
         config = self.config_of(archive)
         for key in unsupported_keys(config.raw):
@@ -159,10 +156,11 @@ class Store:
         try:
             manifest = _manifest_as_written(archive)
             signature = _optional_text(archive, SIGNATURE_NAME)
-            directory = Path(tempfile.mkdtemp(dir=self._folder.path)) / "model"
-            archive.extract(directory)
+            directory = self._extracted(archive)
         except ArchiveError as err:
             raise _invalid(err) from err
+        except OSError as err:  # a full disk, for one
+            raise ServingError(f"Failed to save model: {url}", str(err)) from err
         return StoredArchive(
             url,
             directory,
@@ -173,6 +171,16 @@ class Store:
             outside_store=archive.path.parent.resolve() != self._root,
             tensors=archive_signature(directory),
         )
+
+    def _extracted(self, archive: Archive) -> Path:
+        """A folder with what is in an archive, in one of its own; neither is there when that fails."""
+        folder = Path(tempfile.mkdtemp(dir=self._folder.path))
+        try:
+            archive.extract(folder / "model")
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return folder / "model"
 
     def share_weights(self, archive: Archive, stored: StoredArchive, handler: str | None) -> None:
         """Let an unpacked archive share the memory of its weights with others; before it is loaded."""
@@ -215,6 +223,11 @@ class Store:
             and (path.name.endswith(ARCHIVE_SUFFIXES) or os.path.isfile(path / MANIFEST_NAME))
         )
 
+    def _configured(self) -> Path:
+        if self._root is None:
+            raise ModelNotFound("Model store has not been configured.")
+        return self._root
+
     def _resolve(self, url: str, trusted: bool) -> Path:
         if not url:
             raise ModelNotFound("empty url")
@@ -222,17 +235,24 @@ class Store:
             raise ModelNotFound(f"Relative path is not allowed in url: {url}")
         if is_remote(url):
             raise DownloadFailed(f"Failed to download archive from: {url}", "it was not downloaded before")
-        if trusted and "\0" not in url and Path(url).is_absolute() and Path(url).is_dir():
+        if trusted and Path(url).is_absolute() and _exists(Path(url)) and Path(url).is_dir():
             return Path(url)
-        if self._root is None:
-            raise ModelNotFound("Model store has not been configured.")
+        root = self._configured()
         name = url.rstrip("/").rpartition("/")[2]
-        path = self._root / name
-        if "\0" in url or not name or not path.exists():
-            raise ModelNotFound(f"Model not found at: {url}", f"there is no {name!r} in {self._root}")
-        if path.resolve().parent != self._root and not path.is_symlink():
+        path = root / name
+        if not name or not _exists(path):
+            raise ModelNotFound(f"Model not found at: {url}", f"there is no {name!r} in {root}")
+        if path.resolve().parent != root and not path.is_symlink():
             raise ModelNotFound(f"Model not found at: {url}")
         return path
+
+
+def _exists(path: Path) -> bool:
+    """Whether there is something; of what can't be the name of anything, there is nothing."""
+    try:
+        return path.exists()
+    except (ValueError, OSError):  # a NUL character; a name that is too long, a loop of links
+        return False
 
 
 def store_of(server: ServerSettings) -> Store:
@@ -244,42 +264,6 @@ def store_of(server: ServerSettings) -> Store:
         allowed_urls=server.allowed_urls,
         download_timeout_s=server.download_timeout_s,
     )
-
-
-def default_model_name(url: str) -> str:
-    """The name of a model that nobody named: from its file, as TorchServe derives it."""
-    name = url.rstrip("/").rpartition("/")[2]
-    stem = name.rpartition(".")[0] if name.endswith((".mar", ".model")) else name
-    return re.sub(r"\W", "_", stem)
-
-
-def check_model_name(name: str) -> str:
-    """The name, if it may be one.
-
-    Raises:
-        InvalidRequest: it could not be told apart from a path, or would not fit a label or a log line.
-    """
-    if not NAME_PATTERN.fullmatch(name):
-        raise InvalidRequest(
-            f"Model name {name[:80]!r} contains special characters. Expected a letter or digit, then "
-            "letters, digits, '_', '-' or '.', at most 255 in all."
-        )
-    return name
-
-
-def check_version_name(archive: str, manifest: Manifest) -> str:
-    """The version of a manifest, if it may be one.
-
-    Raises:
-        InvalidArchive: as `check_model_name`.
-    """
-    version = manifest.model_version
-    if not version.strip() or len(version) > 255 or "/" in version or not version.isprintable():
-        raise InvalidArchive(
-            f"Model version {version[:80]!r} of {archive} is not usable: expected 1 to 255 printable "
-            "characters without '/'."
-        )
-    return version
 
 
 def _manifest_as_written(archive: Archive) -> dict[str, Any]:

@@ -88,7 +88,7 @@ FAMILIES: dict[str, tuple[Kind, str]] = {
     CGROUP_THROTTLED: ("counter", "Time the container was kept from running by its CPU limit."),
     CGROUP_MEMORY_LIMIT: ("gauge", "Memory limit of the container; absent without one."),
     CGROUP_MEMORY: ("gauge", "Memory of the container, page cache included."),
-    LOG_DROPPED: ("counter", "Lines of the access log that were lost because its output did not keep up."),
+    LOG_DROPPED: ("counter", "Lines of the log that were lost because its output did not keep up."),
 }
 # Of the library's families about the process; it leaves the suffix away from the names of counters.
 LIBRARY_COUNTERS = {"process_cpu_seconds": "process_cpu_seconds_total"}

@@ -69,9 +69,19 @@ class LoadMetrics:
         """Ask no longer; without an error for an unknown version."""
         self._loads.pop((model, version), None)
 
+    def executors_of(self, model: str, version: str) -> frozenset[int] | None:
+        """The executors that there are to be of a version, by id; None when it is not watched."""
+        load = self._loads.get((model, version))
+        return None if load is None else executors_of(load())
+
     def ask(self) -> dict[tuple[str, str], VersionLoad]:
         """How loaded each model and version is now."""
         return {key: load() for key, load in self._loads.items()}
+
+
+def executors_of(load: VersionLoad) -> frozenset[int]:
+    """The ids of the executors that there are to be."""
+    return frozenset(executor.executor_id for executor in load.executors)
 
 
 def load_families(

@@ -18,6 +18,7 @@ from json.encoder import encode_basestring_ascii as _quoted  # text as json.dump
 from typing import TYPE_CHECKING, Any, TextIO
 
 from torchere.serving.telemetry.access_lines import AccessLine, LineFormatter
+from torchere.serving.telemetry.outlet import Outlet, may_stand_still
 
 if TYPE_CHECKING:
     _StreamHandler = logging.StreamHandler[TextIO]
@@ -25,6 +26,7 @@ else:
     _StreamHandler = logging.StreamHandler  # takes a parameter at run time from Python 3.11 on only
 
 ACCESS_LOGGER = "ACCESS_LOG"
+FLUSH_TIMEOUT_S = 2.0  # for the reader of standard output, at the end of the process
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 _OWN_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -32,12 +34,57 @@ _HIDDEN_PREFIX = "_"  # extras for other handlers
 
 
 class _Handler(_StreamHandler):
-    """Ours, so that configuring again replaces it and leaves the handlers of others alone."""
+    """Ours, so that configuring again replaces it and leaves the handlers of others alone.
+
+    Who logs does not wait for whoever reads the stream: see `outlet.py`.
+    """
 
     def __init__(self, stream: TextIO, lines: LineFormatter) -> None:
         super().__init__(stream)
         self.setFormatter(lines)
         self._lines = lines
+        self._outlet: Outlet | None = None
+        if (descriptor := may_stand_still(stream)) is not None:
+            encoding = stream.encoding or "utf-8"
+            self._outlet = Outlet(descriptor, encoding, say_lost=self._lost_text, failed=self._failed)
+
+    @property
+    def dropped(self) -> int:
+        """How many lines were lost because nobody read the stream."""
+        return 0 if self._outlet is None else self._outlet.dropped
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record, or have it written."""
+        if self._outlet is None:
+            super().emit(record)
+            return
+        try:
+            self._outlet.put(self.format(record) + self.terminator)
+        except Exception:  # as logging's own handlers do
+            self.handleError(record)
+
+    def flush(self) -> None:
+        """Wait until what was logged is written, but not for ever: a server has to end."""
+        if self._outlet is None:
+            super().flush()
+        else:
+            self._outlet.flush(FLUSH_TIMEOUT_S)
+
+    def close(self) -> None:
+        """Take no more."""
+        if self._outlet is not None:
+            self._outlet.close()
+        super().close()
+
+    def _lost_text(self, lines: int) -> str:
+        record = logging.makeLogRecord(
+            {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING"}
+            | {"msg": "%d lines of the log are lost: nobody took them in time", "args": (lines,)}
+        )
+        return self.format(record) + self.terminator
+
+    def _failed(self) -> None:
+        self.handleError(logging.makeLogRecord({"msg": "lines of the log"}))
 
     def access_text(self, line: AccessLine) -> str:
         """The text of a line of the access log."""
@@ -45,6 +92,9 @@ class _Handler(_StreamHandler):
 
     def write_access(self, text: str, lines: int) -> None:
         """Write the text of many lines of the access log at once."""
+        if self._outlet is not None:
+            self._outlet.put(text, lines)
+            return
         with self.lock or contextlib.nullcontext():
             try:
                 self.stream.write(text)
@@ -107,7 +157,8 @@ def configure(level: str, json_lines: bool, stream: TextIO, *, lines: LineFormat
     Args:
         level: One of `LEVELS`, in any case.
         json_lines: One JSON object a line; otherwise text for people.
-        stream: Usually standard output; flushed after each line.
+        stream: Usually standard output; nothing stays in its buffer. What may stand still, as a pipe, is
+            written to by a thread.
         lines: Another form of line than these two.
 
     Raises:
@@ -122,11 +173,26 @@ def configure(level: str, json_lines: bool, stream: TextIO, *, lines: LineFormat
     root = logging.getLogger()
     for old in [old for old in root.handlers if isinstance(old, _Handler)]:
         root.removeHandler(old)
+        old.flush()
         old.close()
     root.addHandler(handler)
     root.setLevel(name)
     # What no line of ours shows need not be found out for every record (the logging HOWTO, "Optimization").
     logging.logProcesses = logging.logMultiprocessing = False
+
+
+def say(line: str) -> None:
+    """Write a line that is no record to where records go, in its turn; before `configure` print it."""
+    ours = [handler for handler in logging.getLogger().handlers if isinstance(handler, _Handler)]
+    for handler in ours:
+        handler.write_access(f"{line}\n", 1)
+    if not ours:
+        print(line, flush=True)
+
+
+def lost_lines() -> int:
+    """How many lines of this process's log were lost because nobody read them."""
+    return sum(handler.dropped for handler in logging.getLogger().handlers if isinstance(handler, _Handler))
 
 
 def escape(text: str) -> str:

@@ -18,7 +18,7 @@ from torchere.serving.telemetry import catalogue
 from torchere.serving.telemetry.exposure import Exposure, Reserved, States
 from torchere.serving.telemetry.families import Families
 from torchere.serving.telemetry.handler_metrics import HandlerMetrics, HandlerSample
-from torchere.serving.telemetry.load_metrics import LoadMetrics, VersionLoad
+from torchere.serving.telemetry.load_metrics import LoadMetrics, VersionLoad, executors_of
 from torchere.serving.telemetry.meters import PLAIN, Meters
 from torchere.serving.telemetry.metrics_config import MetricsConfig, built_in_config
 from torchere.serving.telemetry.process_metrics import ProcessMetrics
@@ -77,7 +77,7 @@ class Metrics:
         self._server_values: dict[str, Callable[[], float]] = dict.fromkeys(
             (catalogue.READY, catalogue.SERVER_IN_FLIGHT, catalogue.LOG_DROPPED), float
         )
-        self._executors: dict[tuple[str, str], set[str]] = {}
+        self._executors: dict[tuple[str, str], dict[int, str]] = {}  # by version: id -> label
 
     def timeline(
         self, transport: Transport, request_id: str, started_s: float, trace: TraceContext | None = None
@@ -147,7 +147,10 @@ class Metrics:
     def executor_loaded(self, meter: VersionMeter, executor_id: int, load_s: float) -> None:
         """An executor of a version is up, `load_s` after it was started."""
         name = f"W-{executor_id}-{meter.model}_{meter.version}"
-        self._executors.setdefault((meter.model, meter.version), set()).add(name)
+        known = self._load.executors_of(meter.model, meter.version)
+        if known is not None:
+            self._forget_stopped((meter.model, meter.version), known)
+        self._executors.setdefault((meter.model, meter.version), {})[executor_id] = name
         self._server.bind("WorkerLoadTime", name, "Host")(int(load_s * 1000))
         meter.load_s = load_s
         if self.tracing is not None:
@@ -161,7 +164,7 @@ class Metrics:
         Args:
             ready: whether the server is.
             inflight: how many predictions are in it.
-            dropped_lines: how many lines the access log lost.
+            dropped_lines: how many lines the log lost.
         """
         self._server_values = {
             catalogue.READY: ready,
@@ -183,20 +186,29 @@ class Metrics:
             return
         self._load.forget(model, version)
         self.statistics.forget(model, version)
-        for name in self._executors.pop((model, version), set()):
-            self._server.drop("WorkerLoadTime", name, "Host")
+        self._forget_stopped((model, version), ())
+        self._executors.pop((model, version), None)
         if was_last:
             self._of_handlers.forget(model)
+
+    def _forget_stopped(self, version: tuple[str, str], running: Collection[int]) -> None:
+        """Drop the series of a version's executors but for those that are running."""
+        names = self._executors.get(version, {})
+        for executor_id in [known for known in names if known not in running]:
+            self._server.drop("WorkerLoadTime", names.pop(executor_id), "Host")
 
     def expose(self) -> Exposure:
         """All metrics as they are now; the result may be made into text in another thread."""
         self._meters.report_last_predictions()
+        loads = self._load.ask()
+        for version, load in loads.items():
+            self._forget_stopped(version, executors_of(load))
         numbers = self._meters.plain_numbers()
         return Exposure(
             self._families,
             plain=lambda: self._meters.plain_families(numbers),
             meters=self._meters.snapshots(),
-            loads=self._load.ask(),
+            loads=loads,
             states=self._states,
             refused=dict(self._refused),
             server={name: float(value()) for name, value in self._server_values.items()},

@@ -1,28 +1,37 @@
 """Log records of a worker process on their way to the server's log: whole, and with their level.
 
 A worker has nothing but its output. What its handler prints is lines of text; what it logs goes there as one
-line of JSON behind a mark, so that a traceback stays in one piece and an error stays an error. Whoever prints
-the mark himself can only forge records of his own model.
+line of JSON behind a mark, so that a traceback stays in one piece and an error stays an error. The mark holds
+a token that only the server and the worker's formatter know: handlers print what clients send them, and a
+client that sends what looks like a record must not speak in the name of the server.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import secrets
 from collections.abc import Mapping
 
-MARK = "\x1e"  # ASCII's record separator: nobody prints it by accident
+SEPARATOR = "\x1e"  # ASCII's record separator: nobody prints it by accident
 MAX_TEXT_CHARACTERS = 6000  # of a message or a traceback; the server cuts lines that are longer than 8 KB
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
+def new_token() -> str:
+    """What records of one worker are known by."""
+    return secrets.token_hex(8)
+
+
 class WorkerFormatter(logging.Formatter):
-    """One marked line a record."""
+    """One marked line a record; the server takes it for one as soon as `token` is that of the worker."""
+
+    token = ""
 
     def format(self, record: logging.LogRecord) -> str:
         """The line, without its end."""
         fields = {
-            "level": record.levelno,
+            "level": min(max(record.levelno, logging.NOTSET), logging.CRITICAL),
             "logger": record.name,
             "message": _shortened(record.getMessage()),
             "exception": _shortened(self.formatException(record.exc_info)) if record.exc_info else "",
@@ -32,18 +41,20 @@ class WorkerFormatter(logging.Formatter):
                 if name not in _STANDARD and not name.startswith("_")
             },
         }
-        return MARK + json.dumps(fields)
+        return f"{SEPARATOR}{self.token}{json.dumps(fields)}"
 
 
-def relay(line: str, origin: Mapping[str, object], plain: logging.Logger) -> None:
+def relay(line: str, token: str, origin: Mapping[str, object], plain: logging.Logger) -> None:
     """Log one line of a worker's output here: a record of it as what it was, anything else as text at INFO.
 
     Args:
         line: without its end.
+        token: that of the worker's formatter.
         origin: what every record says of where it came from; wins over what the worker says.
         plain: the logger for what is no record.
     """
-    record = _record(line, origin) if line.startswith(MARK) else None
+    mark = f"{SEPARATOR}{token}"
+    record = _record(line.removeprefix(mark), origin) if line.startswith(mark) else None
     if record is None:
         plain.info("%s", line, extra=dict(origin))
         return
@@ -52,13 +63,15 @@ def relay(line: str, origin: Mapping[str, object], plain: logging.Logger) -> Non
         logger.handle(record)
 
 
-def _record(line: str, origin: Mapping[str, object]) -> logging.LogRecord | None:
+def _record(text: str, origin: Mapping[str, object]) -> logging.LogRecord | None:
     try:
-        fields = json.loads(line.removeprefix(MARK))
-        level, name = int(fields["level"]), str(fields["logger"])
+        fields = json.loads(text)
+        level, name = fields["level"], str(fields["logger"])
         message, exception = str(fields["message"]), str(fields["exception"])
         extra = {str(key): value for key, value in dict(fields["extra"]).items() if key not in _STANDARD}
     except (ValueError, KeyError, TypeError, RecursionError):  # cut, or not ours after all
+        return None
+    if type(level) is not int or not logging.NOTSET <= level <= logging.CRITICAL:
         return None
     level_name = logging.getLevelName(level)
     return logging.makeLogRecord(

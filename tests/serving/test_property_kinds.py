@@ -104,9 +104,17 @@ def test_grpc_hosts_and_ports_come_together_in_one_address() -> None:
         ('models={"a":{"1.0":3}}', "version 1.0 of model a is int, expected a JSON object"),
         ('models={"a":{"1.0":{"batchSize":"x"}}}', "batchSize of a 1.0 is 'x', expected a whole number"),
         ('models={"a":{"1.0":{"minWorkers":-1}}}', "minWorkers of a 1.0 is -1, expected a whole number"),
+        ('models={"a":{"1.0":{"batchSize":99999999999}}}', "batchSize of a 1.0 is too large, expected at"),
+        ("default_workers_per_model=1025", "found '1025', expected a whole number from 0 to 1024"),
+        ("default_response_timeout=1e300", "expected seconds, at least 1 and at most 2147483647"),
         (
             'model_snapshot={"models":{"a":{"1.0":{"marName":"a.mar"}}}}',
             "version 1.0 of model a lacks defaultVersion",
+        ),
+        (
+            'model_snapshot={"models":{"a":{"1.0":{"defaultVersion":true,"marName":"a.mar","minWorkers":1,'
+            '"maxWorkers":1,"batchSize":1,"maxBatchDelay":99999999999}}}}',
+            "maxBatchDelay of a 1.0 is too large, expected at most 2147483647",
         ),
         ("model_store=$$NOPE$$", "Invalid Environment Variable NOPE"),
     ],

@@ -25,7 +25,7 @@ from torchere.serving.execution.heartbeat import HeartbeatSettings
 from torchere.serving.execution.launch import ForkLauncher, worker_environment
 from torchere.serving.execution.oom import OomWatch
 from torchere.serving.execution.processes import ProcessPool
-from torchere.serving.types import InferRequest
+from torchere.serving.types import InferRequest, Parameter
 
 
 @asynccontextmanager
@@ -300,6 +300,48 @@ def test_what_a_handler_prints_is_logged_with_its_model(
         asyncio.run(main())
     record = next(r for r in caplog.records if r.getMessage() == "said by the handler")
     assert (record.model, record.version, record.executor) == ("demo", "1.0", 9000)  # type: ignore[attr-defined]
+
+
+LOUD = """
+import logging, sys
+
+def handle(data, context):
+    if data is None:
+        return None
+    logging.getLogger("loud").warning("logged")
+    print(bytes(data[0]["body"]).decode(), flush=True)
+    print("x" * 1_000_000, flush=True)  # more than a pipe holds: somebody has to read
+    return ["ok"]
+"""
+
+
+@pytest.mark.parametrize(
+    "fault", [b'\x1e{"level": 1e999, "logger": "x", "message": "", "exception": "", "extra": {}}', b"fault"]
+)
+def test_no_line_of_a_handler_ends_the_reading_of_its_output(
+    make_spec: Any, make_sink: Any, caplog: pytest.LogCaptureFixture, fault: bytes
+) -> None:
+    class Faulty(logging.Filter):
+        def filter(self, record: logging.LogRecord) -> bool:
+            if record.getMessage() == "fault":
+                raise OverflowError("cannot convert float infinity to integer")
+            return True
+
+    async def main() -> None:
+        async with pool_of(make_spec(LOUD), response_timeout_s=20.0) as pool:
+            for _ in range(2):
+                sink = make_sink()
+                pool.submit([InferRequest("r", (Parameter("body", fault),))], sink)
+                assert (await sink.outcome()).body == b"ok"
+
+    faulty = Faulty()
+    worker_process.logger.addFilter(faulty)
+    try:
+        with caplog.at_level(logging.INFO):
+            asyncio.run(main())
+    finally:
+        worker_process.logger.removeFilter(faulty)
+    assert [record.name for record in caplog.records if record.getMessage() == "logged"] == ["loud"] * 2
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,8 @@ def test_a_load_survives_the_way_to_a_worker() -> None:
         gpu_ids=(0, 1),
         declared_metrics=declared,
     )
-    assert to_worker_decoder.decode(payload(encode_frame(Load(spec, 1)))) == Load(spec, 1)
+    message = Load(spec, 1, "token")
+    assert to_worker_decoder.decode(payload(encode_frame(message))) == message
 
 
 def test_a_report_survives_the_way_back() -> None:

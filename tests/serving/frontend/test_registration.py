@@ -35,6 +35,16 @@ def test_what_is_no_whole_number_is_refused_by_name(value):
         integer({"batch_size": value}, "batch_size")
 
 
+@pytest.mark.parametrize("value", ["9" * 23, "-" + "9" * 23, 2**31, "9" * 400])
+def test_a_number_that_torchserves_type_does_not_hold_is_refused_by_name(value):
+    with pytest.raises(InvalidRequest, match="max_batch_delay must be a whole number of at most 2147483647"):
+        integer({"max_batch_delay": value}, "max_batch_delay")
+
+
+def test_the_largest_number_of_torchserve_is_one():
+    assert integer({"response_timeout": "2147483647"}, "response_timeout") == 2**31 - 1
+
+
 def test_a_text_that_is_none_is_refused_by_name():
     with pytest.raises(InvalidRequest, match="handler must be a text"):
         text({"handler": {"a": 1}}, "handler")

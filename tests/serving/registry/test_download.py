@@ -1,5 +1,7 @@
 """Downloads from a real server on this machine that behaves as badly as it is told to."""
 
+import errno
+import os
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 
 from torchere.serving.errors import DownloadFailed, ModelNotFound, ServingError
-from torchere.serving.registry.download import Download, Downloader
+from torchere.serving.registry.download import Download, Downloader, Interrupt
 
 LOCAL = (r"http://127\.0\.0\.1:\d+/.*",)
 BODY = b"archive" * 50_000
@@ -21,6 +23,7 @@ class Misbehaving(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     hosts: list[str]
     released: threading.Event
+    asked: threading.Event
 
     def log_message(self, *_: object) -> None: ...
 
@@ -75,11 +78,17 @@ class Misbehaving(BaseHTTPRequestHandler):
     def answer_silence(self, _: str) -> None:
         self.released.wait(30)
 
+    def answer_endless(self, _: str) -> None:
+        self.head()  # no length: the body ends where the connection does
+        self.wfile.write(b"a")
+        self.asked.set()
+        self.released.wait(30)
+
 
 @pytest.fixture
 def server() -> Iterator[ThreadingHTTPServer]:
     Misbehaving.hosts = []
-    Misbehaving.released = threading.Event()
+    Misbehaving.released, Misbehaving.asked = threading.Event(), threading.Event()
     with ThreadingHTTPServer(("127.0.0.1", 0), Misbehaving) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
@@ -134,11 +143,30 @@ def test_a_failure_says_why_and_leaves_nothing(at: str, tmp_path: Path, path: st
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", ["drip", "silence"])
+@pytest.mark.parametrize("kind", ["drip", "silence", "endless"])
 def test_a_server_that_keeps_us_waiting_is_cut_off(at: str, tmp_path: Path, kind: str) -> None:
     with pytest.raises(DownloadFailed):
         downloader(timeout_s=0.2).download(f"{at}/{kind}/a.mar", tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_download_that_nobody_waits_for_is_ended_and_not_taken_for_whole(at: str, tmp_path: Path) -> None:
+    interrupt = Interrupt()
+    stopper = threading.Thread(target=lambda: Misbehaving.asked.wait(30) and interrupt.stop())
+    stopper.start()
+    with pytest.raises(DownloadFailed) as caught:
+        downloader().download(f"{at}/endless/a.mar", tmp_path, interrupt=interrupt)
+    stopper.join()
+    assert caught.value.detail == "it was given up before its end"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_download_that_is_given_up_before_it_began_does_not_begin(at: str, tmp_path: Path) -> None:
+    interrupt = Interrupt()
+    interrupt.stop()
+    with pytest.raises(DownloadFailed):
+        downloader().download(f"{at}/good/a.mar", tmp_path, interrupt=interrupt)
+    assert Misbehaving.hosts == []
 
 
 def test_a_redirect_never_leads_to_a_file(at: str, tmp_path: Path) -> None:
@@ -202,6 +230,45 @@ def test_at_a_start_a_file_that_is_there_is_the_copy_of_the_last_one(tmp_path: P
     assert found == Download(tmp_path / "a.mar", is_new=False)
     with pytest.raises(ModelNotFound):  # still only what is allowed
         downloader(()).download("http://models.internal/a.mar", tmp_path, reuse=True)
+
+
+def test_an_empty_file_is_no_copy_of_an_earlier_start(at: str, tmp_path: Path) -> None:
+    (tmp_path / "a.mar").touch()
+    found = downloader().download(f"{at}/good/a.mar", tmp_path, reuse=True)
+    assert found == Download(tmp_path / "a.mar", is_new=True)
+    assert found.path.read_bytes() == BODY
+
+
+def test_the_name_is_there_with_the_whole_file_or_not_at_all(
+    at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    real = os.open
+
+    def watched(path: Any, flags: int, *more: Any, **named: Any) -> int:
+        opened.append(str(path))
+        return real(path, flags, *more, **named)
+
+    monkeypatch.setattr(os, "open", watched)
+    downloader().download(f"{at}/good/a.mar", tmp_path)
+    assert str(tmp_path / "a.mar") not in opened  # it was never there with nothing in it
+    assert (tmp_path / "a.mar").read_bytes() == BODY
+
+
+def test_a_store_without_hard_links_gets_its_file_all_the_same(
+    at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    downloader().download(f"{at}/good/a.mar", tmp_path)
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a.mar", BODY)]
+
+
+def test_a_name_that_no_file_can_have_is_not_fetched(at: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound):
+        downloader().download(f"{at}/good/{'a' * 300}.mar", tmp_path)
 
 
 def test_a_store_that_cannot_be_written_is_said(at: str, tmp_path: Path) -> None:

@@ -37,6 +37,23 @@ def test_a_wrong_type_is_said_and_ignored(text: str, caplog: pytest.LogCaptureFi
     assert "ignored" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("text", "bound"),
+    [
+        ("batchSize: 65537", 65_536),
+        ("minWorkers: 1025", 1024),
+        ("maxBatchDelay: 2147483648", 2**31 - 1),
+        ("responseTimeout: " + "9" * 400, 2**31 - 1),
+        ("startupTimeout: " + "9" * 400, 2**31 - 1),
+        ("sequenceMaxIdleMSec: " + "9" * 400, 2**31 - 1),
+    ],
+)
+def test_a_number_beyond_all_bounds_is_refused(text: str, bound: int) -> None:
+    key = text.partition(":")[0]
+    with pytest.raises(InvalidArchive, match=f"{key} in the model config is too large, .* {bound}"):
+        parse_model_config(text)
+
+
 def test_a_delay_of_zero_behaves_as_unset() -> None:
     assert parse_model_config("maxBatchDelay: 0").max_batch_delay_ms is None
 

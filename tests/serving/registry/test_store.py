@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from torchere.archiver.reader import Archive
 from torchere.serving.errors import (
     DownloadFailed,
     InvalidArchive,
-    InvalidRequest,
     ModelNotFound,
     ServingError,
 )
 from torchere.serving.registry.download import Download
-from torchere.serving.registry.store import Store, check_model_name, default_model_name
+from torchere.serving.registry.store import Store
 from torchere.serving.settings import Limits
 
 
@@ -67,6 +67,8 @@ def test_an_archive_is_unpacked_with_what_it_says_of_itself(store: Store, root: 
         ("a/../../m.mar", ModelNotFound, "Relative path is not allowed"),
         ("\0", ModelNotFound, "Model not found at"),
         ("/", ModelNotFound, "Model not found at"),
+        ("a" * 300 + ".mar", ModelNotFound, "Model not found at: aaa"),
+        ("loop.mar", ModelNotFound, "Model not found at: loop.mar"),
         ("ftp://127.0.0.1/x.mar", ModelNotFound, "Model not found at: ftp://127.0.0.1/x.mar"),
         (
             "http://127.0.0.1:1/x.mar",
@@ -77,8 +79,9 @@ def test_an_archive_is_unpacked_with_what_it_says_of_itself(store: Store, root: 
     ],
 )
 def test_what_is_not_in_the_store_is_refused(
-    store: Store, url: str, error: type[ServingError], text: str
+    store: Store, root: Path, url: str, error: type[ServingError], text: str
 ) -> None:
+    (root / "loop.mar").symlink_to("loop.mar")
     with pytest.raises(error) as caught:
         store.open(url)
     assert text in caught.value.message
@@ -113,6 +116,40 @@ def test_a_bad_model_config_leaves_nothing_behind(store: Store, root: Path, tmp_
     assert left == [".claim"]  # the store's own
 
 
+def damaged(path: Path) -> None:
+    """An archive whose handler's bytes are not those of its checksum."""
+    pack(path)
+    path.write_bytes(path.read_bytes().replace(b"x = 1", b"x = 2"))
+
+
+def test_an_archive_that_cannot_be_unpacked_leaves_no_folder_behind(
+    store: Store, root: Path, tmp_path: Path
+) -> None:
+    damaged(root / "m.mar")
+    archive, before = store.open("m.mar"), sorted((tmp_path / "temp").rglob("*"))
+    with pytest.raises(InvalidArchive):
+        store.unpack("m.mar", archive)
+    assert sorted((tmp_path / "temp").rglob("*")) == before
+
+
+def test_a_disk_that_is_full_has_no_folder_more_afterwards(
+    store: Store, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def extract(self: Archive, directory: Path) -> None:
+        directory.mkdir()
+        (directory / "half").touch()
+        raise OSError(28, "No space left on device")
+
+    pack(root / "m.mar")
+    archive, before = store.open("m.mar"), sorted((tmp_path / "temp").rglob("*"))
+    monkeypatch.setattr(Archive, "extract", extract)
+    with pytest.raises(ServingError) as caught:
+        store.unpack("m.mar", archive)
+    assert caught.value.message == "Failed to save model: m.mar"
+    assert "No space left" in caught.value.detail
+    assert sorted((tmp_path / "temp").rglob("*")) == before
+
+
 def test_the_store_lists_archives_and_folders_of_models_only(store: Store, root: Path) -> None:
     pack(root / "b.mar")
     (root / "a" / "MAR-INF").mkdir(parents=True)
@@ -121,20 +158,6 @@ def test_the_store_lists_archives_and_folders_of_models_only(store: Store, root:
     (root / "notes.txt").touch()
     (root / ".hidden.mar").touch()
     assert store.names() == ["a", "b.mar"]
-
-
-@pytest.mark.parametrize(
-    ("url", "name"),
-    [("a.mar", "a"), ("x/my model.mar", "my_model"), ("r.1.mar", "r_1"), ("d.tar.gz", "d_tar_gz")],
-)
-def test_a_model_nobody_named_is_named_after_its_file(url: str, name: str) -> None:
-    assert default_model_name(url) == name
-
-
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a\\b", "a\0", "-a", "é", "a" * 256, "a\n"])
-def test_a_name_that_could_be_a_path_is_refused(name: str) -> None:
-    with pytest.raises(InvalidRequest, match="Model name"):
-        check_model_name(name)
 
 
 def test_a_url_is_copied_into_the_store_when_it_is_allowed(root: Path, tmp_path: Path) -> None:
@@ -153,7 +176,7 @@ def test_a_url_is_copied_into_the_store_when_it_is_allowed(root: Path, tmp_path:
 
 
 def test_a_name_is_not_downloaded(store: Store) -> None:
-    assert store.download("m.mar") is None
+    assert not store.is_to_fetch("m.mar")
 
 
 def test_s3_is_refused_unless_it_is_allowed(store: Store) -> None:

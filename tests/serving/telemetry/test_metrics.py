@@ -198,6 +198,24 @@ def test_an_executor_is_called_as_dashboards_know_it(metrics, shown):
     ]
 
 
+def test_the_series_of_an_executor_goes_with_it(metrics):
+    running = [9000]
+    meter = metrics.meter("m", "1.0")
+    metrics.show(
+        meter, lambda: VersionLoad(executors=tuple(ExecutorLoad(number, "ready") for number in running))
+    )
+    metrics.executor_loaded(meter, 9000, 1)
+    for number in range(9001, 9020):  # one up, one down, and nobody looks meanwhile
+        running.append(number)
+        metrics.executor_loaded(meter, number, 1)
+        running.pop()
+    assert len(metrics._executors["m", "1.0"]) <= 2
+    (line,) = lines(metrics, "WorkerLoadTime")
+    assert "W-9000-m_1.0" in line
+    running[:] = []
+    assert lines(metrics, "WorkerLoadTime") == []
+
+
 EXECUTORS = (ExecutorLoad(9000, "ready", os.getpid()), ExecutorLoad(9001, "starting", 2**22 + 1))
 
 

@@ -5,10 +5,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchere.serving.telemetry.logging import JsonFormatter
-from torchere.serving.telemetry.worker_lines import MARK, MAX_TEXT_CHARACTERS, WorkerFormatter, relay
+from torchere.serving.telemetry.worker_lines import (
+    MAX_TEXT_CHARACTERS,
+    SEPARATOR,
+    WorkerFormatter,
+    new_token,
+    relay,
+)
 
 ORIGIN = {"model": "net", "version": "1.0", "executor": 9000}
 PLAIN = logging.getLogger("torchere.worker")
+TOKEN = new_token()
+MARK = SEPARATOR + TOKEN
 
 
 def line_of(**changes):
@@ -16,12 +24,14 @@ def line_of(**changes):
         {"name": "my.handler", "levelno": logging.ERROR, "levelname": "ERROR", "msg": "%s", "args": ("bad",)}
         | changes
     )
-    return WorkerFormatter().format(record)
+    lines = WorkerFormatter()
+    lines.token = TOKEN
+    return lines.format(record)
 
 
 def relayed(caplog, line):
     with caplog.at_level(logging.DEBUG):
-        relay(line, ORIGIN, PLAIN)
+        relay(line, TOKEN, ORIGIN, PLAIN)
     (record,) = caplog.records
     return record
 
@@ -57,6 +67,25 @@ def test_a_line_that_is_only_marked_like_a_record_is_text(caplog, line):
     assert relayed(caplog, line).name == "torchere.worker"
 
 
+@pytest.mark.parametrize("level", ["1e999", "-1", "51", "40.0", "true", '"40"', "null", "9" * 30])
+def test_a_record_whose_level_is_none_of_logging_is_text(caplog, level):
+    line = line_of().replace('"level": 40', f'"level": {level}')
+    assert level in line
+    record = relayed(caplog, line)
+    assert (record.levelno, record.name) == (logging.INFO, "torchere.worker")
+
+
+def test_a_level_beyond_those_of_logging_counts_as_the_next_of_them(caplog):
+    assert relayed(caplog, line_of(levelno=99)).levelno == logging.CRITICAL
+
+
+@pytest.mark.parametrize("token", ["", "0" * len(TOKEN), TOKEN[:-1]])
+def test_what_a_client_makes_a_handler_print_speaks_in_nobodys_name(caplog, token):
+    fields = '{"level": 50, "logger": "torchere.serving.server", "message": "on fire", "exception": "", '
+    record = relayed(caplog, f'{SEPARATOR}{token}{fields}"extra": {{}}}}')
+    assert (record.levelno, record.name) == (logging.INFO, "torchere.worker")
+
+
 def test_a_long_traceback_keeps_its_end_and_fits_into_a_line(caplog):
     line = line_of(args=("x" * 20_000 + "the end",))
     assert len(line) < MAX_TEXT_CHARACTERS + 1000
@@ -65,7 +94,7 @@ def test_a_long_traceback_keeps_its_end_and_fits_into_a_line(caplog):
 
 def test_a_record_below_the_level_of_its_logger_here_is_left_out(caplog):
     with caplog.at_level(logging.CRITICAL, "my.handler"):
-        relay(line_of(), ORIGIN, PLAIN)
+        relay(line_of(), TOKEN, ORIGIN, PLAIN)
     assert caplog.records == []
 
 
@@ -81,7 +110,7 @@ def test_no_field_replaces_what_a_record_is_made_of(extra, message):
     keeper = Keeper()
     logging.getLogger("my.handler").addHandler(keeper)
     try:
-        relay(line, ORIGIN, PLAIN)
+        relay(line, TOKEN, ORIGIN, PLAIN)
     finally:
         logging.getLogger("my.handler").removeHandler(keeper)
     assert seen == [(logging.ERROR, message)]

@@ -1,0 +1,84 @@
+"""Downloads beside everything else the server has threads for: few at once, and ended when nobody waits.
+
+They may take minutes each. In the threads that all rooms share, a handful of slow ones would hold up metrics,
+registering from the store, and predictions whose bodies are unpacked there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+from torchere.serving.errors import DownloadFailed, Unavailable
+from torchere.serving.registry.download import Download, Interrupt
+from torchere.serving.registry.store import Store
+from torchere.serving.registry.turns import Turns
+
+AT_ONCE = 4
+MAX_WAITING = 60
+
+
+class Fetching:
+    """Fetches archives into the store of one server. Lives on the event loop."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._turns = Turns("downloads", AT_ONCE, MAX_WAITING)
+        self._threads = ThreadPoolExecutor(AT_ONCE, "download")
+        self._under_way: set[Interrupt] = set()
+        self._closed = False
+
+    async def fetch(self, url: str, reuse: bool) -> Download | None:
+        """The copy in the store of what is at a URL; None when it is no URL. See `Store.download`.
+
+        Cancelled, it ends the download, and what may be there all the same is deleted.
+
+        Raises:
+            Unavailable: too many downloads wait already.
+        """
+        if not self._store.is_to_fetch(url):
+            return None
+        async with self._turns.take():
+            return await self._in_a_thread(url, reuse)
+
+    async def _in_a_thread(self, url: str, reuse: bool) -> Download:
+        if self._closed:
+            raise _stopping()
+        interrupt = Interrupt()
+        self._under_way.add(interrupt)
+        loop = asyncio.get_running_loop()
+        download = loop.run_in_executor(self._threads, self._store.download, url, reuse, interrupt)
+        try:
+            return await asyncio.shield(download)
+        except DownloadFailed:
+            if self._closed:
+                raise _stopping() from None
+            raise
+        except asyncio.CancelledError:
+            interrupt.stop()
+            download.add_done_callback(_undo)
+            raise
+        finally:
+            self._under_way.discard(interrupt)
+
+    def close(self) -> None:
+        """End what is under way, and begin nothing more: whoever waits gets `Unavailable`."""
+        self._closed = True
+        for interrupt in self._under_way:
+            interrupt.stop()
+        self._threads.shutdown(wait=False)
+
+
+def delete(downloaded: Download | None) -> None:
+    """Take the copy out of the store again, if it is ours."""
+    if downloaded and downloaded.is_new:
+        downloaded.path.unlink(missing_ok=True)
+
+
+def _stopping() -> Unavailable:
+    return Unavailable("The server is stopping.")
+
+
+def _undo(download: asyncio.Future[Download]) -> None:
+    if not download.cancelled() and download.exception() is None:
+        delete(download.result())

@@ -1,0 +1,96 @@
+"""What operators are told of versions that change while they wait."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from torchere.serving.errors import Conflict, InvalidRequest, LoadFailed
+from torchere.serving.frontend.controlplane import ControlPlane, Registration
+from torchere.serving.settings import ModelSettings, ServerSettings
+from torchere.serving.types import ModelKey
+
+
+class LoadingRegistry:
+    """Knows one version, which loads until the test sets `version.settled`."""
+
+    def __init__(self) -> None:
+        self.version = SimpleNamespace(
+            key=ModelKey("slow", "1.0"),
+            target=1,
+            wanted=True,
+            failure=None,
+            settled=asyncio.Event(),
+            settings=ModelSettings(),
+            pool=SimpleNamespace(in_service=1),
+        )
+        self.discarded: list[Any] = []
+
+    async def register(self, wanted: Any) -> Any:
+        return self.version
+
+    def find(self, model: str, version: str | None) -> Any:
+        return self.version
+
+    def scale(self, version: Any, min_executors: int, max_executors: int) -> None:
+        """It is loading anyway."""
+
+    def discard(self, version: Any) -> None:
+        self.discarded.append(version)
+
+
+def outcome_of(change: Any, **became: Any) -> tuple[Any, LoadingRegistry]:
+    """What a call comes to when its version becomes so while it waits."""
+
+    async def main() -> tuple[Any, LoadingRegistry]:
+        registry = LoadingRegistry()
+        plane = ControlPlane(registry, None, ServerSettings(model_api_enabled=True))  # type: ignore[arg-type]
+        waiting = asyncio.ensure_future(change(plane))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        vars(registry.version).update(became)
+        registry.version.settled.set()
+        return (await asyncio.gather(waiting, return_exceptions=True))[0], registry
+
+    return asyncio.run(main())
+
+
+def register(plane: ControlPlane) -> Any:
+    return plane.register(Registration("slow.mar"))
+
+
+def scale(plane: ControlPlane) -> Any:
+    return plane.scale("slow", None, min_executors=1, max_executors=1, synchronous=True)
+
+
+@pytest.mark.parametrize("change", [register, scale])
+@pytest.mark.parametrize("failure", [None, LoadFailed("unregistered", "while it was loading")])
+def test_who_waits_for_a_version_that_is_unregistered_is_told_so(change: Any, failure: Any) -> None:
+    error, registry = outcome_of(change, wanted=False, failure=failure)
+    assert isinstance(error, Conflict)
+    assert error.message == "Model version 1.0 of model slow was unregistered while it was loading"
+    assert registry.discarded == []  # somebody else has done that, and its name may be another's by now
+
+
+def test_a_registration_that_does_not_load_is_taken_back() -> None:
+    failure = LoadFailed("Failed to start workers", "no weights")
+    error, registry = outcome_of(register, failure=failure)
+    assert (error, registry.discarded) == (failure, [registry.version])
+
+
+@pytest.mark.parametrize(
+    ("wish", "text"),
+    [
+        ({"batch_size": 65_537}, "batch_size=65537: expected at most 65536."),
+        ({"initial_executors": 1025}, "initial_workers=1025: expected 0 to 1024."),
+    ],
+)
+def test_a_wish_beyond_all_bounds_is_refused_before_anything_is_read(wish: Any, text: str) -> None:
+    async def main() -> None:
+        settings = ServerSettings(model_api_enabled=True)
+        await ControlPlane(LoadingRegistry(), None, settings).register(Registration("m.mar", **wish))  # type: ignore[arg-type]
+
+    with pytest.raises(InvalidRequest) as caught:
+        asyncio.run(main())
+    assert caught.value.message == text

@@ -1,0 +1,98 @@
+"""The desired state: real archives in a real store, and no executors."""
+
+import asyncio
+import json
+import threading
+import zipfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from torchere.archiver.reader import Archive
+from torchere.serving.observation import RegistryMetrics
+from torchere.serving.registry.effective import Asked
+from torchere.serving.registry.registry import Registry
+from torchere.serving.registry.startup import Wanted
+from torchere.serving.registry.store import Store, StoredArchive
+from torchere.serving.settings import ServerSettings
+from torchere.serving.telemetry.metrics import Metrics
+
+
+def pack(path: Path) -> None:
+    model = {"modelName": "m", "modelVersion": "1.0", "handler": "h.py"}
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("h.py", "def handle(data, context): return data\n")
+        archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}))
+
+
+@asynccontextmanager
+async def registry_of(folder: Path, **settings: object) -> AsyncIterator[Registry]:
+    (folder / "store").mkdir()
+    pack(folder / "store" / "m.mar")
+    server = ServerSettings(model_store=folder / "store", temp_dir=folder, **settings)  # type: ignore[arg-type]
+    registry = Registry(server, RegistryMetrics(Metrics("host")))
+    yield registry
+    await registry.close()
+
+
+def test_what_is_discarded_late_leaves_what_has_its_name_by_now(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with registry_of(tmp_path) as registry:
+            first = await registry.register(Wanted("m.mar", Asked()))
+            await registry.unregister("m", None)
+            second = await registry.register(Wanted("m.mar", Asked()))
+            registry.discard(first)
+            await first.settled.wait()
+            assert registry.find("m", "1.0") is second
+            assert second.wanted
+
+    asyncio.run(main())
+
+
+def folders(place: Path) -> list[str]:
+    """What there is below the temporary folder of archives that were unpacked."""
+    return [path.name for path in place.rglob("h.py")]
+
+
+def test_a_registration_that_is_given_up_while_it_is_unpacked_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    unpack = Store.unpack
+
+    def slowly(self: Store, url: str, archive: Archive) -> StoredArchive:
+        begun.set()
+        go_on.wait(30)
+        return unpack(self, url, archive)
+
+    async def main() -> None:
+        async with registry_of(tmp_path) as registry:
+            task = asyncio.create_task(registry.register(Wanted("m.mar", Asked())))
+            await asyncio.to_thread(begun.wait)
+            task.cancel()
+            await asyncio.sleep(0)
+            go_on.set()
+            await asyncio.wait({task})
+            assert task.cancelled()
+            assert folders(tmp_path) == []
+
+    monkeypatch.setattr(Store, "unpack", slowly)
+    asyncio.run(main())
+
+
+def test_a_registration_that_fails_after_it_was_unpacked_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    async def main() -> None:
+        async with registry_of(tmp_path) as registry:
+            with pytest.raises(OSError, match="Input/output error"):
+                await registry.register(Wanted("m.mar", Asked()))
+            assert folders(tmp_path) == []
+
+    monkeypatch.setattr(Store, "share_weights", fail)
+    asyncio.run(main())
