@@ -36,7 +36,7 @@ class BuildOptions:
     samples: Path | None = None
     verify: bool = True
     max_drift: float | None = None  # None: what the kind of change allows
-    force: bool = False  # pack what drifts further, too
+    accept_drift: bool = False  # pack what the verification refuses, too
     config_file: Path | None = None
 
 

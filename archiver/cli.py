@@ -83,8 +83,7 @@ def add_archive_arguments(parser: argparse.ArgumentParser, *, models: bool = Fal
         help="default: NAME.mar, weights stored, the rest deflated; zip-store: NAME.mar, all stored; "
         "tgz: NAME.tar.gz; no-archive: a plain directory NAME",
     )
-    also = "; pack in spite of drift" if models else ""
-    add("-f", "--force", action="store_true", help=f"overwrite what is there{also}")
+    add("-f", "--force", action="store_true", help="overwrite what is there")
     add("-r", "--requirements-file", metavar="FILE", help="requirements.txt of the handler")
     add("-c", "--config-file", metavar="FILE", help="model-config.yaml")
     if models:

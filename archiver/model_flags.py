@@ -94,12 +94,22 @@ def add_build_arguments(parser: argparse.ArgumentParser, format_flag: str) -> No
         metavar="PATH",
         help="file or folder of examples to calibrate on and verify with",
     )
+    _add_verification_arguments(group)
+
+
+def _add_verification_arguments(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add(
         "--max-drift",
         type=float,
         metavar="X",
         help="how far off the packed model's answers may be (default: 0.4 with --quantize int8..., 0.05 with "
         "bf16, 0.001 without --quantize)",
+    )
+    add(
+        "--accept-drift",
+        action="store_true",
+        help="pack the model in spite of what the comparison with the original says",
     )
     add("--no-verify", action="store_true", help="do not compare the packed model with the original")
 
@@ -149,7 +159,7 @@ def _options(namespace: argparse.Namespace) -> BuildOptions:
         samples=namespace.samples,
         verify=not namespace.no_verify,
         max_drift=namespace.max_drift,
-        force=namespace.force,
+        accept_drift=namespace.accept_drift,
     )
 
 

@@ -11,9 +11,13 @@ from __future__ import annotations
 import io
 import pickletools
 import re
+import tarfile
 import zipfile
 import zlib
 from typing import BinaryIO
+
+from torchere.archiver.errors import ArchiveError
+from torchere.archiver.zipcontainer import check_zip
 
 MAX_PICKLE_BYTES = 64 * 2**20  # the numbers lie beside the pickle, so even large models stay far below
 UNKNOWN = "a name that can't be told"
@@ -67,7 +71,15 @@ def foreign_names_in(file: BinaryIO, size: int, also: frozenset[str] = frozenset
     found: set[str] = set()
     try:
         _collect(file, found, _DEPTH, also)
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError, zlib.error):
+    except (
+        ArchiveError,
+        zipfile.BadZipFile,
+        NotImplementedError,
+        RuntimeError,
+        EOFError,
+        ValueError,
+        zlib.error,
+    ):
         found.add(UNKNOWN)
     return tuple(sorted(found))
 
@@ -135,16 +147,27 @@ def _collect(file: BinaryIO, found: set[str], depth: int, also: frozenset[str]) 
     with zipfile.ZipFile(file) as archive:
         for info in archive.infolist():
             base = info.filename.lower().rpartition("/")[2]
+            if depth < _DEPTH and base == "constants.pkl":
+                found.add("TorchScript")  # torch.load hands it on to torch.jit.load
             if not base.endswith((".pkl", ".pt")) and base not in also:
                 continue
             if info.file_size > MAX_PICKLE_BYTES:
                 found.add(UNKNOWN)
                 continue
-            data = archive.read(info)
-            if data.startswith(b"PK") and depth:
-                _collect(io.BytesIO(data), found, depth - 1, also)
-            else:
-                found.update(_foreign(imported_names(data)))
+            found.update(_inner(archive.read(info), depth, also))
+
+
+def _inner(data: bytes, depth: int, also: frozenset[str]) -> set[str]:
+    """What a pickle, or a zip with pickles, imports; which of them it is, torch.load decides so, too."""
+    found: set[str] = set()
+    if data.startswith(b"PK\3\4") and depth:
+        check_zip(io.BytesIO(data), len(data))  # so that torch finds the same pickles in it
+        _collect(io.BytesIO(data), found, depth - 1, also)
+    elif tarfile.is_tarfile(io.BytesIO(data)):
+        found.add(UNKNOWN)
+    else:
+        found.update(_foreign(imported_names(data)))
+    return found
 
 
 def is_plain(name: str) -> bool:

@@ -15,6 +15,7 @@ from typing import BinaryIO
 from torchere.archiver.entries import open_regular
 from torchere.archiver.exported import UnsafeProgram, check_program
 from torchere.archiver.pickles import foreign_names_in
+from torchere.archiver.torchscript_files import UnsafeScript, check_script
 from torchere.archiver.zipheaders import Malformed, read_central, read_directory
 
 HEAD_BYTES = 16
@@ -24,6 +25,7 @@ SUFFIXES = frozenset(
 TORCHSCRIPT, TORCH_SAVE, PICKLE = "TorchScript", "torch.save", "pickle"
 EXPORTED_PROGRAM, AOTINDUCTOR = "ExportedProgram", "AOTInductor"
 ONNX, SAFETENSORS = "ONNX", "safetensors"
+_COMPILED_FOLDER = "data/aotinductor/"  # of one model or several, each in a folder of its own
 _MAX_LISTED = 100_000
 _PICKLE_RISK = "its pickle can run any Python code unless read with weights_only"
 _MAX_HEADER_BYTES = 100_000_000  # of safetensors: its own limit
@@ -79,24 +81,40 @@ def _classify_names(name: str, names: frozenset[str], file: BinaryIO) -> Weights
     if records & {"archive_format", "serialized_exported_program.json"}:
         return _package(name, records, file)
     if "constants.pkl" in records:
-        risk = "runs in TorchScript's interpreter, and its pickle can't call Python"
-        return Weights(name, TORCHSCRIPT, True, risk)
+        return _torchscript(name, file)
     if "data.pkl" in records or any(record.endswith((".pkl", ".pt")) for record in records):
         return _pickle(name, TORCH_SAVE, file)
     return Weights(name, "zip" if names else "damaged zip", False, "is not of a kind known here")
 
 
+def _torchscript(name: str, file: BinaryIO) -> Weights:
+    try:
+        check_script(file, _size(file))
+    except UnsafeScript as error:
+        risk = f"READS OR WRITES FILES: {error}"
+        return Weights(name, TORCHSCRIPT, True, risk, (str(error),))
+    risk = "runs in TorchScript's interpreter, touches no files, and its pickle can't call Python"
+    return Weights(name, TORCHSCRIPT, True, risk)
+
+
 def _package(name: str, records: set[str], file: BinaryIO) -> Weights:
     pickled = any(record.endswith((".pkl", ".pt")) for record in records)
     suffix = f"; {_PICKLE_RISK}" if pickled else ""
-    if any(record.endswith(".so") for record in records):
+    if any(record.endswith(".so") or record.startswith(_COMPILED_FOLDER) for record in records):
         foreign = foreign_names_in(file, _size(file))
-        return Weights(name, AOTINDUCTOR, pickled, f"runs as native code in the server{suffix}", foreign)
+        return Weights(name, AOTINDUCTOR, pickled, f"{_native(records)}{suffix}", foreign)
     try:
         check_program(file, _size(file))
     except UnsafeProgram as error:
         return Weights(name, EXPORTED_PROGRAM, pickled, f"RUNS CODE OF ITS OWN: {error}", (str(error),))
     return Weights(name, EXPORTED_PROGRAM, pickled, f"runs its graph{suffix}")
+
+
+def _native(records: set[str]) -> str:
+    """How it runs: torch compiles the C++ of a package without a library, and loads what that gives."""
+    if any(record.endswith(".so") for record in records):
+        return "runs as native code in the server"
+    return "is compiled from C++ and runs as native code in the server"
 
 
 def _pickle(name: str, kind: str, file: BinaryIO | None) -> Weights:

@@ -41,6 +41,7 @@ from torchere.archiver.zipheaders import (
 )
 
 _REPACK = "pack the archive again"
+_MAX_RECORDS = 100_000  # of one file of weights
 _EMPTY_DEFLATED_BYTES = 2  # some tools "compress" directories
 
 
@@ -79,6 +80,17 @@ class ZipContainer:
         if crc != entry.crc:
             reason = f"the CRC is {crc:08x}, not the {entry.crc:08x} recorded"
             raise ArchiveError(self._path, reason, _REPACK, entry=entry.name)
+
+
+def check_zip(file: BinaryIO, size: int) -> None:
+    """Raise ArchiveError, whose reason says why, when two readers could disagree about a zip file.
+
+    Args:
+        file: the whole file, which need not have a name.
+        size: its bytes.
+    """
+    path = Path("model")
+    _Indexer(path, file, Intake(path, ArchiveLimits(max_entries=_MAX_RECORDS))).entries(size)
 
 
 class _Indexer:

@@ -22,6 +22,7 @@ import torch
 from torchere.archiver.exported import UnsafeProgram, check_program
 from torchere.handlers import aot_abi
 from torchere.handlers.aot_build import Misfit, misfit, read_build, read_cpu_flags
+from torchere.handlers.aot_keywords import by_position
 from torchere.handlers.aot_model import AotModel
 from torchere.handlers.aot_package import Package, extracted_library, read_package
 
@@ -111,7 +112,7 @@ def _load_program(path: str, map_location: str | None) -> CompiledModel:
     _refuse_code(path)
     importlib.import_module(_INT8_OPERATORS)
     program = torch.export.load(path)
-    module = program.module()
+    module = by_position(program)
     return module.to(map_location) if map_location not in (None, "cpu") else module
 
 

@@ -10,6 +10,7 @@ import os
 import pickle
 import zipfile
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torchere.handlers.shared_weights import WORTH_MAPPING_BYTES, file_to_map
 def load_eager(
     archive: ArchiveModules, model_file: str, model_pt_path: str | None, device: torch.device | str
 ) -> torch.nn.Module:
-    """Construct the one class of the model file and fill it with its weights.
+    """Construct the model's class, the one `torch.nn.Module` of the model file, and fill it with its weights.
 
     Args:
         archive: whose file it is.
@@ -35,24 +36,30 @@ def load_eager(
 
     Raises:
         RuntimeError: the model file is missing, or the weights are no plain state dict.
-        ValueError: the file does not define exactly one class.
+        ValueError: the file does not define exactly one such class.
     """
     file = Path(archive.model_dir, model_file)
     if not file.is_file():
         raise RuntimeError(
             f"Missing the model.py file: the manifest names {model_file}, and the archive holds no such file"
         )
-    classes = list_classes_from_module(archive.load(file.stem))
-    if len(classes) != 1:
-        raise ValueError(
-            f"Expected only one class as model definition. {classes}: {model_file} must define the model's "
-            "class and no other; import helpers from a file beside it"
-        )
-    model: torch.nn.Module = classes[0]()
+    model: torch.nn.Module = _model_class(archive.load(file.stem), model_file)()
     if model_pt_path:
         state = _load_state_dict(model_pt_path, device)
         model.load_state_dict(state, assign=_may_replace(model, state))
     return model
+
+
+def _model_class(module: ModuleType, model_file: str) -> Any:
+    """The class; TorchServe wants it to be the only one, and has no more to tell it by."""
+    classes = list(dict.fromkeys(list_classes_from_module(module)))  # once, whatever other names it has
+    modules = [item for item in classes if issubclass(item, torch.nn.Module)]
+    if len(modules or classes) != 1:
+        raise ValueError(
+            f"Expected only one class as model definition. {modules or classes}: {model_file} must define "
+            "the model's class and no other torch.nn.Module; import its parts from a file beside it"
+        )
+    return (modules or classes)[0]
 
 
 def _may_replace(model: torch.nn.Module, state: dict[str, Any]) -> bool:

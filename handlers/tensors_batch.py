@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,12 +52,16 @@ def whole_group(inputs: Sequence[Any]) -> Group:
 def flattened(result: Any) -> list[torch.Tensor]:
     """The tensors of what a model gave, in order: tuples, lists and the values of dicts taken apart.
 
+    None in them is no tensor and no error: models give it for what they did not compute.
+
     Raises:
         TypeError: something in it is no tensor.
     """
     if isinstance(result, torch.Tensor):
         return [result]
-    if isinstance(result, dict):
+    if result is None:
+        return []
+    if isinstance(result, Mapping):
         result = list(result.values())
     if isinstance(result, (tuple, list)):
         return [tensor for item in result for tensor in flattened(item)]

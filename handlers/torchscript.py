@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Iterator
 
 import torch
 
+from torchere.archiver.torchscript_files import UnsafeScript, check_script
 from torchere.archiver.torchscript_options import TorchScriptOptions
 from torchere.handlers.torchscript_mapped import load_mapped
 
@@ -36,8 +38,9 @@ def load_torchscript(
 
     Raises:
         ValueError: this build of torch has no engine of that name for int8.
-        RuntimeError: the file is not TorchScript, or does not load.
+        RuntimeError: the file is not TorchScript, or does not load, or its code would read or write files.
     """
+    _refuse_file_access(path)
     with _LOAD_LOCK, _engine(options.quantized_engine):
         module = _in_eval_mode(_load(path, device))
         if options.optimize_for_inference and torch.device(device).type == "cpu":
@@ -48,6 +51,18 @@ def load_torchscript(
                 logger.warning("%s is served as it is, for it can't be optimised: %s", path, err)
                 module = _in_eval_mode(_load(path, device))  # again: what failed may have changed it
     return module
+
+
+def _refuse_file_access(path: str) -> None:
+    """Its code runs already while it is loaded, and TorchScript has operators for any file."""
+    try:
+        with open(path, "rb") as file:
+            check_script(file, os.path.getsize(path))
+    except UnsafeScript as err:
+        raise RuntimeError(
+            f"{path} is not loaded, for its code could read or write any file: {err}; take that out of the "
+            "model, or load it in a handler of the archive's own with torch.jit.load"
+        ) from err
 
 
 def _in_eval_mode(module: torch.jit.ScriptModule) -> torch.jit.ScriptModule:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.dynamic import BATCH, FreeSize, Tensors, batch_of, resized
-from torchere.archiver.models.steps import refusing
+from torchere.archiver.models.dynamic import FreeSize, Tensors, batch_of, resized
+from torchere.archiver.models.precision import Precision, precision_of
+from torchere.archiver.models.rows import Named, refuse_mixing, refuse_unsteady
+from torchere.archiver.models.steps import Say, refusing, silent
 from torchere.archiver.signature import ANY, Signature, TensorSpec
 
 Run = Callable[..., Any]
-Named = list[tuple[str, torch.Tensor]]
 DATATYPES = {
     torch.bool: "BOOL",
     torch.uint8: "UINT8",
@@ -30,35 +31,28 @@ DATATYPES = {
     torch.float32: "FP32",
     torch.float64: "FP64",
 }
-_ROW_TOLERANCE = 0.05  # of an output's largest value; int8 rounds by scales that depend on the whole batch
-
-
-def input_names(module: Any, count: int) -> tuple[str, ...]:
-    """Names of the first `count` inputs: the parameters of `forward`, or `input_0`, ... without such.
-
-    `module` None is a model that keeps no names.
-    """
-    found: list[str] = []
-    if isinstance(module, torch.jit.ScriptModule):
-        schema: Any = module.forward
-        found = [argument.name for argument in schema.schema.arguments[1:]]
-    elif module is not None:
-        parameters = inspect.signature(module.forward).parameters.values()
-        plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        found = [parameter.name for parameter in parameters if parameter.kind in plain]
-    if len(found) < count:
-        return ("input",) if count == 1 else tuple(f"input_{index}" for index in range(count))
-    return tuple(found[:count])
+_ANY_BATCH = (1, 2**31)
 
 
 def run_on(run: Run, example: Tensors) -> Named:
     """Run the model without gradients; its results by name, tuples and dicts flattened.
 
+    It gets copies, and copies are what it gave: it may change its inputs, and later what it returned.
+
     Raises:
         ModelRefused: it raises, or returns something other than tensors.
     """
     with refusing(f"running the model on {_shapes(example)}"), torch.no_grad():
-        result = run(*example)
+        result = run(*(tensor.clone() for tensor in example))
+    return [(name, tensor.clone()) for name, tensor in named_results(result)]
+
+
+def named_results(result: Any) -> Named:
+    """The tensors of a model's result by name, tuples and dicts flattened.
+
+    Raises:
+        ModelRefused: there is none, or something other than tensors.
+    """
     found = list(_flat(result, ""))
     if not found:
         raise ModelRefused("the model returns no tensor; expected one, or a tuple or dict of them")
@@ -66,7 +60,13 @@ def run_on(run: Run, example: Tensors) -> Named:
 
 
 def signature_of(
-    run: Run, example: Tensors, names: Sequence[str], sizes: Sequence[FreeSize], *, probe_batch: bool
+    run: Run,
+    example: Tensors,
+    names: Sequence[str],
+    sizes: Sequence[FreeSize],
+    *,
+    probe_batch: bool,
+    say: Say = silent,
 ) -> Signature:
     """The signature of what is packed; every free size in it was tried.
 
@@ -76,14 +76,16 @@ def signature_of(
         names: of the inputs.
         sizes: what may vary; the model is refused when it does not follow.
         probe_batch: when `sizes` has no batch, try whether the model takes another one.
+        say: takes a line when that fails, and when the model answers by more than its inputs.
 
     Raises:
         ModelRefused: the model fails, or mixes rows that would come from different clients.
     """
     given = list(sizes)
     base = run_on(run, example)
-    if probe_batch and not any(free.name == BATCH for free in given):
-        given += _found_batch(run, example, base)
+    is_batched = any(free.is_batch(example) for free in given)
+    if _is_steady(run, example, base, None if is_batched else say) and probe_batch and not is_batched:
+        given += _found_batch(run, example, base, say)
     inputs = [list(tensor.shape) for tensor in example]
     outputs = [list(tensor.shape) for _, tensor in base]
     for free in given:
@@ -91,27 +93,64 @@ def signature_of(
             inputs[index][dimension] = ANY
         for index, dimension in _varying(run, example, base, free):
             outputs[index][dimension] = ANY
-    return Signature(
+    found = Signature(
         tuple(_spec(name, t, shape) for name, t, shape in zip(names, example, inputs, strict=True)),
         tuple(_spec(name, t, shape) for (name, t), shape in zip(base, outputs, strict=True)),
     )
+    if found.batched and not any(free.is_batch(example) for free in given):
+        _varying(run, example, base, batch_of(example, _common(given)))
+    return found
 
 
-def _found_batch(run: Run, example: Tensors, base: Named) -> list[FreeSize]:
-    """The batch, if all inputs have one and the model follows another size of it; else nothing."""
+def _is_steady(run: Run, example: Tensors, base: Named, say: Say | None) -> bool:
+    """Whether the model answers the same twice; `say` None is for a batch that was asked for."""
     try:
-        free = batch_of(example, (1, 2**31))
+        refuse_unsteady(partial(run_on, run), example, base)
+    except ModelRefused as reason:
+        if say is None:
+            raise
+        say(f"not batched: {reason}")
+        return False
+    return True
+
+
+def _common(sizes: Sequence[FreeSize]) -> tuple[int, int]:
+    """The bounds that sizes share which all are first dimensions: a server takes these for one batch."""
+    first = [free for free in sizes if any(dimension == 0 for _, dimension in free.places)]
+    return max(free.low for free in first), min(free.high for free in first)
+
+
+def _found_batch(run: Run, example: Tensors, base: Named, say: Say) -> list[FreeSize]:
+    """The batch, if all inputs have one and the model follows another size of it; else a line says why."""
+    try:
+        free = batch_of(example, _ANY_BATCH)
         _varying(run, example, base, free)
-    except ModelRefused:
+    except ModelRefused as reason:
+        say(f"not batched, requests go through the model one by one: {reason}")
         return []
     return [free]
 
 
-def _varying(run: Run, example: Tensors, base: Named, free: FreeSize) -> list[tuple[int, int]]:
-    """Which dimensions of the outputs go with `free`."""
+def batch_refusal(run: Run, example: Tensors, precision: Precision) -> ModelRefused | None:
+    """Why rows of different clients can't go through the model together; None if they can."""
+    try:
+        base = run_on(run, example)
+        refuse_unsteady(partial(run_on, run), example, base)
+        _varying(run, example, base, batch_of(example, _ANY_BATCH), precision)
+    except ModelRefused as reason:
+        return reason
+    return None
+
+
+def _varying(
+    run: Run, example: Tensors, base: Named, free: FreeSize, precision: Precision | None = None
+) -> list[tuple[int, int]]:
+    """Which dimensions of the outputs go with `free`; `precision` None is found out."""
     size = free.other_size(example)
     now = free.size_in(example)
     other = run_on(run, resized(example, free, size))
+    if len(base) != len(other):
+        raise ModelRefused(f"the model gives {len(other)} outputs instead of {len(base)} for other sizes")
     found = []
     for index, ((name, small), (_, large)) in enumerate(zip(base, other, strict=True)):
         if small.dim() != large.dim():
@@ -121,25 +160,19 @@ def _varying(run: Run, example: Tensors, base: Named, free: FreeSize) -> list[tu
         found += [
             (index, at) for at, (a, b) in enumerate(zip(small.shape, large.shape, strict=True)) if a != b
         ]
-        if free.name == BATCH and size != now:
-            _check_rows(name, small, large, now, size)
-    if size == now:  # a range of one size: the batch is what it is
-        found = [(index, 0) for index, (_, t) in enumerate(base) if free.name == BATCH and t.dim()]
+        if free.is_batch(example):
+            _check_row_count(name, small, large, now, size)
+    if free.is_batch(example):
+        refuse_mixing(partial(run_on, run), example, base, size, precision or precision_of(run, example))
+        if size == now:  # a range of one size: the batch is what it is
+            found = [(index, 0) for index, (_, tensor) in enumerate(base) if tensor.dim()]
     return found
 
 
-def _check_rows(name: str, small: torch.Tensor, large: torch.Tensor, now: int, size: int) -> None:
-    """The output must have a row per row of the input, and the first rows must not notice the others."""
+def _check_row_count(name: str, small: torch.Tensor, large: torch.Tensor, now: int, size: int) -> None:
     if small.dim() == 0 or (small.shape[0], large.shape[0]) != (now, size):
         raise ModelRefused(
             f"the output {name!r} has the shape {tuple(large.shape)} for {size} rows; expected as many rows"
-        )
-    rows = min(now, size)
-    one, other = small[:rows].double(), large[:rows].double()
-    limit = _ROW_TOLERANCE * max(float(one.abs().nan_to_num().max()), 1e-3) if one.numel() else 0.0
-    if not torch.allclose(one, other, rtol=0.0, atol=limit, equal_nan=True):
-        raise ModelRefused(
-            f"the output {name!r} of a row depends on the other rows of the batch, which are other clients'"
         )
 
 

@@ -31,6 +31,10 @@ class FreeSize:
         index, dimension = self.places[0]
         return example[index].shape[dimension]
 
+    def is_batch(self, example: Tensors) -> bool:
+        """Whether it is the first dimension of every input, whatever its name."""
+        return set(self.places) == {(index, 0) for index in range(len(example))}
+
     def other_size(self, example: Tensors) -> int:
         """A size within the range that the example does not have: the next larger one, or a smaller one.
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-import pickle
+import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torchere.archiver.entries import open_regular
 from torchere.archiver.errors import ArchiveError, ModelRefused
 from torchere.archiver.models.derive import DATATYPES
 from torchere.archiver.models.dynamic import Tensors
+from torchere.archiver.models.example_arrays import array_of, arrays_of, check_numbers, holds_arrays
 
 MAX_EXAMPLE_BYTES = 2**30
 _MAX_PIXELS = 100_000_000
@@ -26,10 +27,14 @@ TORCH_TYPES = {name: dtype for dtype, name in DATATYPES.items()}
 
 @dataclass(frozen=True)
 class Example:
-    """Tensors for the inputs of a model; `names` when the file says which is which."""
+    """Tensors for the inputs of a model; `names` when the file says which is which.
+
+    `typed`: the datatypes were chosen, and are not what JSON or numpy made of numbers.
+    """
 
     tensors: Tensors
     names: tuple[str, ...] | None = None
+    typed: bool = False
 
     def ordered(self, wanted: Sequence[str]) -> Tensors:
         """The tensors in the order of the model's inputs.
@@ -50,14 +55,18 @@ class Example:
         return tuple(given[name] for name in present)
 
 
-def read_example(path: Path) -> Example:
+def read_example(path: Path, *, doubles: bool = False) -> Example:
     """Read one file.
 
     - JSON: a request of the Open Inference Protocol, an object of names and nested lists, or one nested list
       (numbers with a point become FP32, others INT64).
     - `.pt`: a tensor, a tuple or list of them, or a dict; weights only.
-    - `.npy`, `.npz`.
+    - `.npy`, `.npz`; FP64, which numpy makes unasked, becomes FP32.
     - A picture: FP32 of the shape [1, 3, height, width] with values from 0 to 1.
+
+    Args:
+        path: the file.
+        doubles: the model computes in FP64: arrays of it stay as they are, and JSON becomes such.
 
     Raises:
         ModelRefused: it is none of these, or damaged, or holds no numbers.
@@ -72,27 +81,20 @@ def read_example(path: Path) -> Example:
         raise ModelRefused(f"{path}: more than {MAX_EXAMPLE_BYTES} bytes; one example is enough")
     try:
         example = _read(data)
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        EOFError,
-        RuntimeError,
-        OSError,
-        pickle.UnpicklingError,
-    ) as error:
+    # Broad, because the readers of five formats raise what they like when a file is damaged.
+    except Exception as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelRefused(f"{path}: no example that can be read: {first[:200]}") from error
     if not example.tensors:
         raise ModelRefused(f"{path}: it holds no tensor; expected one for each input of the model")
-    return example
+    return example if doubles or example.typed else replace(example, tensors=_as_floats(example.tensors))
 
 
 def _read(data: bytes) -> Example:
     if data.startswith(_PICTURES):
         return Example((_picture(data),))
     if data.startswith(b"\x93NUMPY"):
-        return Example((_from_numpy(np.load(io.BytesIO(data), allow_pickle=False)),))
+        return Example((_from_numpy(array_of(data)),))
     if data.startswith(b"PK"):
         return _zipped(data)
     if data.lstrip()[:1] in (b"{", b"["):
@@ -102,15 +104,18 @@ def _read(data: bytes) -> Example:
 
 def _zipped(data: bytes) -> Example:
     """A `.npz` or what torch.save wrote."""
-    if b".npy" in data[:4096]:
-        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-            return Example(tuple(_from_numpy(arrays[name]) for name in arrays.files), tuple(arrays.files))
+    with zipfile.ZipFile(io.BytesIO(data)) as package:
+        if sum(info.file_size for info in package.infolist()) > MAX_EXAMPLE_BYTES:
+            raise ValueError(f"it unpacks to more than {MAX_EXAMPLE_BYTES} bytes")
+        if holds_arrays(package):
+            arrays = arrays_of(package)
+            return Example(tuple(_from_numpy(array) for array in arrays.values()), tuple(arrays))
     found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     if isinstance(found, torch.Tensor):
-        return Example((found,))
+        return Example((_tensor(found),), typed=True)
     if isinstance(found, dict):
-        return Example(tuple(_tensor(value) for value in found.values()), tuple(map(str, found)))
-    return Example(tuple(_tensor(value) for value in found))
+        return Example(tuple(_tensor(value) for value in found.values()), tuple(map(str, found)), typed=True)
+    return Example(tuple(_tensor(value) for value in found), typed=True)
 
 
 def _picture(data: bytes) -> torch.Tensor:
@@ -129,7 +134,7 @@ def _from_json(found: Any) -> Example:
     if isinstance(found.get("inputs"), list) and found["inputs"] and isinstance(found["inputs"][0], dict):
         items = found["inputs"]
         names = tuple(str(item["name"]) for item in items)
-        return Example(tuple(_from_protocol(item) for item in items), names)
+        return Example(tuple(_from_protocol(item) for item in items), names, typed=True)
     return Example(tuple(_nested(value) for value in found.values()), tuple(found))
 
 
@@ -145,13 +150,18 @@ def _nested(value: Any) -> torch.Tensor:
 
 
 def _from_numpy(array: Any) -> torch.Tensor:
-    if array.dtype.kind not in "biuf":
-        raise ValueError(f"an array of {array.dtype}; expected numbers")
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor.float() if tensor.dtype is torch.float64 else tensor
+    check_numbers(array.dtype)
+    # Arrays of the other byte order, too, which torch has not.
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")))
+
+
+def _as_floats(tensors: Tensors) -> Tensors:
+    return tuple(tensor.float() if tensor.dtype is torch.float64 else tensor for tensor in tensors)
 
 
 def _tensor(value: Any) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"a {type(value).__name__} where a tensor was expected")
+    if value.numel() * value.element_size() > MAX_EXAMPLE_BYTES:  # one number can stand for any size
+        raise ValueError(f"a tensor of {tuple(value.shape)}; expected at most {MAX_EXAMPLE_BYTES} bytes")
     return value.detach()

@@ -32,7 +32,7 @@ def replace_module(graph: fx.GraphModule, node: fx.Node, layer: nn.Module) -> No
 
 def insert_module(graph: fx.GraphModule, node: fx.Node, layer: nn.Module, source: fx.Node) -> fx.Node:
     """Put a call of a new layer on `source` in the place of the node; returns the new node."""
-    name = _free_name(graph, f"{node.name}_layer")
+    name = free_name(graph, f"{node.name}_layer")
     graph.add_module(name, layer)
     with graph.graph.inserting_before(node):
         added = graph.graph.call_module(name, (source,))
@@ -51,7 +51,8 @@ def parameter_at(graph: fx.GraphModule, node: Any) -> Any:
     return value
 
 
-def _free_name(graph: fx.GraphModule, wish: str) -> str:
+def free_name(graph: fx.GraphModule, wish: str) -> str:
+    """The name that is wished for, or one like it that nothing in the graph has."""
     name, number = wish, 1
     while hasattr(graph, name):
         name, number = f"{wish}_{number}", number + 1

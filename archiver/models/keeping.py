@@ -12,10 +12,11 @@ from torchere.archiver.building import AOTI, BuildOptions, Built
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.derive import Run, signature_of
 from torchere.archiver.models.dynamic import Tensors, sizes_of
+from torchere.archiver.models.neighbours import take_along
 from torchere.archiver.models.packing import write_build
 from torchere.archiver.models.samples import check_against
 from torchere.archiver.models.sources import EAGER, Source, aoti_metadata
-from torchere.archiver.models.steps import refusing
+from torchere.archiver.models.steps import Say, refusing
 from torchere.archiver.models.to_aoti import load_aoti
 from torchere.archiver.models.to_program import free_sizes
 from torchere.archiver.signature import Signature
@@ -37,7 +38,7 @@ class Kept:
     signature: Signature | None
 
 
-def keep(source: Source, example: Tensors | None, options: BuildOptions, work: Path) -> Kept:
+def keep(source: Source, example: Tensors | None, options: BuildOptions, work: Path, say: Say) -> Kept:
     """Pack the source as it is, with a signature.
 
     Args:
@@ -45,6 +46,7 @@ def keep(source: Source, example: Tensors | None, options: BuildOptions, work: P
         example: to derive a signature from; needed unless ONNX says it itself.
         options: `needs_signature` refuses what has none.
         work: `work/beside` takes new files.
+        say: takes a line when the model takes no batches.
 
     Raises:
         ModelRefused: the server could not load it, or a signature is needed and there is no example.
@@ -61,12 +63,13 @@ def keep(source: Source, example: Tensors | None, options: BuildOptions, work: P
                 "inputs (.json, .pt, .npy or a picture), or name a handler"
             )
         return Kept(built, None)
-    return Kept(built, _signature(source, example, options))
+    return Kept(built, _signature(source, example, options, say))
 
 
 def _built(source: Source, options: BuildOptions, work: Path) -> Built:
     beside = work / "beside"
     if source.kind == EAGER and options.model_file is not None:
+        take_along(options.model_file, beside)
         return Built(_state_file(source, options, work), options.model_file, options.config_file, beside)
     if source.kind == AOTINDUCTOR:
         isa = aoti_metadata(source.path).get("AOTI_CPU_ISA", "").lower()
@@ -105,13 +108,13 @@ def _state_file(source: Source, options: BuildOptions, work: Path) -> Path | Non
     return made
 
 
-def _signature(source: Source, example: Tensors, options: BuildOptions) -> Signature:
+def _signature(source: Source, example: Tensors, options: BuildOptions, say: Say) -> Signature:
     run = _run(source, options)
     names = source.names_of_inputs(len(example))
     sizes = sizes_of(options, names, example)
     if not sizes and source.program is not None:
         sizes = free_sizes(source.program, example)
-    return signature_of(run, example, names, sizes, probe_batch=source.program is None)
+    return signature_of(run, example, names, sizes, probe_batch=source.program is None, say=say)
 
 
 def _run(source: Source, options: BuildOptions) -> Run:

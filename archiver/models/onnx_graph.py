@@ -6,7 +6,9 @@ inputs, outputs and initializers, and of these the names, types, shapes and wher
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from torchere.archiver.signature import ANY, Signature, TensorSpec
 _MAX_MODEL_BYTES = 2**31  # of one message of Protocol Buffers; larger models keep their weights beside it
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _GRAPH = 7  # ModelProto
-_INITIALIZER, _INPUT, _OUTPUT = 5, 11, 12  # GraphProto
+_NODE, _INITIALIZER, _INPUT, _OUTPUT = 1, 5, 11, 12  # GraphProto
 # TensorProto.DataType to the names of the Open Inference Protocol
 _DATATYPES = {
     1: "FP32",
@@ -41,17 +43,50 @@ class _Malformed(ValueError):
     """These bytes are not the message they should be."""
 
 
-def signature_of_onnx(path: Path) -> Signature:
-    """What the model takes and gives; a dimension with a name or without a size is free.
+@dataclass(frozen=True, slots=True)
+class OnnxForm:
+    """What a graph says of itself; a dimension with a name or without a size is free in `signature`."""
+
+    signature: Signature
+    names_batch: bool  # the first dimensions of all inputs and outputs have one name, which they share
+    is_quantised: bool
+
+    def with_rows(self, rows: int) -> Signature:
+        """The signature when the first dimension is no batch, but always of this size."""
+        inputs = (
+            dataclasses.replace(spec, shape=(rows, *spec.shape[1:])) if spec.batched else spec
+            for spec in self.signature.inputs
+        )
+        return dataclasses.replace(self.signature, inputs=tuple(inputs))
+
+
+def form_of_onnx(path: Path) -> OnnxForm:
+    """Read the inputs and outputs of the graph.
 
     Raises:
         ModelRefused: it is damaged, or takes or gives something other than tensors.
     """
     graph = _graph(path)
     constants = {_text(tensor, 8) for tensor in _messages(graph, _INITIALIZER)}
-    inputs = [_spec(path, item) for item in _messages(graph, _INPUT)]
-    outputs = [_spec(path, item) for item in _messages(graph, _OUTPUT)]
-    return Signature(tuple(spec for spec in inputs if spec.name not in constants), tuple(outputs))
+    inputs = [item for item in _messages(graph, _INPUT) if _text(item, 1) not in constants]
+    outputs = list(_messages(graph, _OUTPUT))
+    signature = Signature(
+        tuple(_spec(path, item) for item in inputs), tuple(_spec(path, item) for item in outputs)
+    )
+    first = {_first_name(item) for item in (*inputs, *outputs)}
+    operators = [_text(node, 4) for node in _messages(graph, _NODE)]
+    is_quantised = any("Quantize" in name or "Integer" in name for name in operators)
+    return OnnxForm(signature, len(first) == 1 and "" not in first, is_quantised)
+
+
+def signature_of_onnx(path: Path) -> Signature:
+    """What the model takes and gives, going by its names: see `OnnxForm.names_batch`.
+
+    Raises:
+        ModelRefused: it is damaged, or takes or gives something other than tensors.
+    """
+    form = form_of_onnx(path)
+    return form.signature if form.names_batch or not form.signature.batched else form.with_rows(1)
 
 
 def external_files_of_onnx(path: Path) -> tuple[Path, ...]:
@@ -95,8 +130,18 @@ def _spec(path: Path, item: dict[int, list[Any]]) -> TensorSpec:
         raise ModelRefused(
             f"{path}: {name!a} is no tensor of a type known here; it can't be served over the wire"
         )
-    shape = [_size(dimension) for part in _messages(kinds[0], 2) for dimension in _messages(part, 1)]
-    return TensorSpec(name, datatype, tuple(shape))
+    return TensorSpec(name, datatype, tuple(_size(dimension) for dimension in _dimensions(item)))
+
+
+def _dimensions(item: dict[int, list[Any]]) -> list[dict[int, list[Any]]]:
+    kinds = [tensor for kind in _messages(item, 2) for tensor in _messages(kind, 1)]
+    return [dimension for part in _messages(kinds[0], 2) for dimension in _messages(part, 1)] if kinds else []
+
+
+def _first_name(item: dict[int, list[Any]]) -> str:
+    """The name of the first dimension; empty when it has none."""
+    found = _dimensions(item)
+    return _text(found[0], 2) if found and 2 in found[0] else ""
 
 
 def _size(dimension: dict[int, list[Any]]) -> int:

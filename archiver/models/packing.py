@@ -59,14 +59,15 @@ def write_model(
     target.parent.mkdir()
     if options.model_format == TORCHSCRIPT:
         with step(say, "scripting and freezing" if options.script else "tracing and freezing"):
-            frozen = to_torchscript(module, example, script=options.script)
+            frozen = to_torchscript(module, example, script=options.script, say=say)
             frozen.save(str(target))
         write_build(beside, {"format": TORCHSCRIPT, "torch": version()})
         return Packed(target, frozen, beside)
     with step(say, "exporting"):
         exported = program or to_program(module, example, sizes)
+        if options.model_format == EXPORT:
+            save_program(exported, target)
     if options.model_format == EXPORT:
-        save_program(exported, target)
         write_build(beside, {"format": EXPORT, "torch": version()})
         return Packed(target, exported.module(), beside)
     if exported.example_inputs is None:  # a program of an archive of ours; the compiler wants them

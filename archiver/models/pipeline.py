@@ -6,6 +6,7 @@ Nothing is written outside of the work folder; packing it into an archive is the
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +30,10 @@ from torchere.archiver.models.derive import signature_of
 from torchere.archiver.models.dynamic import Tensors, sizes_of
 from torchere.archiver.models.examples import read_example
 from torchere.archiver.models.folding import folded_paddings
+from torchere.archiver.models.input_names import inputs_up_to
 from torchere.archiver.models.keeping import keep
 from torchere.archiver.models.loaded import LoadedModel
+from torchere.archiver.models.onnx_rows import tried_signature
 from torchere.archiver.models.optimize import has_convolutions, loaded, measured_gain, only_batch_varies
 from torchere.archiver.models.packing import Packed, write_model
 from torchere.archiver.models.quantise import Quantised, quantise
@@ -43,6 +46,7 @@ from torchere.archiver.models.to_torchscript import to_torchscript
 from torchere.archiver.models.verify import MAX_DRIFT, refuse_drift, verify
 from torchere.archiver.signature import SIGNATURE_NAME, Signature, TensorSpec
 from torchere.archiver.torchscript_options import TorchScriptOptions
+from torchere.archiver.weights import ONNX
 
 
 def build(options: BuildOptions, work: Path, say: Say) -> Built:
@@ -70,7 +74,9 @@ def build(options: BuildOptions, work: Path, say: Say) -> Built:
         source = dataclasses.replace(source, names=tuple(spec.name for spec in signed))
     example = _example(source, options, signed)
     if options.model_format == KEEP:
-        kept = keep(source, example, options, work)
+        if source.kind == ONNX:
+            source = dataclasses.replace(source, signature=tried_signature(source.path, example, say))
+        kept = keep(source, example, options, work, say)
         return _finished(kept.built, kept.signature, say)
     return _Compilation(source, options, work, say).built(example)
 
@@ -93,13 +99,14 @@ def _checked(options: BuildOptions) -> BuildOptions:
 
 def _example(source: Source, options: BuildOptions, signed: Sequence[TensorSpec]) -> Tensors | None:
     if options.example is not None:
-        example = read_example(options.example)
+        example = read_example(options.example, doubles=source.doubles)
     elif source.example is None and signed:
         example = example_of(signed)
     else:
         return source.example
     names = source.signature.inputs if source.signature else None
-    wanted = [spec.name for spec in names] if names else source.names_of_inputs(len(example.tensors))
+    count = inputs_up_to(source.module, example.names, len(example.tensors))
+    wanted = [spec.name for spec in names] if names else source.names_of_inputs(count)
     return example.ordered(wanted)
 
 
@@ -138,7 +145,7 @@ class _Compilation:
         )
         probe = self.options.model_format == TORCHSCRIPT
         # Of the packed model, not of the source: compiling fixes what is not asked to vary.
-        final = signature_of(packed.run, example, names, sizes, probe_batch=probe)
+        final = signature_of(packed.run, example, names, sizes, probe_batch=probe, say=self.say)
         self._tell_batch(final)
         model = dataclasses.replace(model, signature=final)
         load = self._load(packed, samples or [example], final, quantised)
@@ -168,13 +175,14 @@ class _Compilation:
         if method is None:
             return None
         script = self.options.script
+        told = functools.cache(self.say)  # many candidates are traced, which lose the same
         with step(self.say, f"quantising ({method})"):
             made = quantise(
                 model,
                 method,
                 samples,
                 target=str(self.options.model_format),
-                compiled=lambda module, example: to_torchscript(module, example, script=script),
+                compiled=lambda module, example: to_torchscript(module, example, script=script, say=told),
             )
         for note in made.notes:
             self.say(note)
@@ -237,7 +245,7 @@ class _Compilation:
                 notes=quantised.notes if quantised else (),
             )
         self.say(report.table())
-        if not self.options.force:
+        if not self.options.accept_drift:
             refuse_drift(report)
         path = packed.beside / REPORT_NAME
         path.write_text(report.to_json(), encoding="utf-8")

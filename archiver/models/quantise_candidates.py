@@ -24,7 +24,7 @@ from torchere.archiver.models.engines import (
 from torchere.archiver.models.folding import fold
 from torchere.archiver.models.folding_attention import Opened
 from torchere.archiver.models.loaded import LoadedModel
-from torchere.archiver.models.quantise_dynamic import dynamic, fuse_relu
+from torchere.archiver.models.quantise_dynamic import dynamic, fuse_relu, large_embeddings
 from torchere.archiver.models.quantise_mixed import MOST_KEPT, WANTED_DRIFT, Sensitive, search, sensitivities
 from torchere.archiver.models.quantise_static import calibrate
 from torchere.archiver.models.quantise_traced import Compile, plain_attention
@@ -105,13 +105,27 @@ class Maker:
 
     def _layers(self, method: str) -> tuple[list[Sensitive], float]:
         """Those that may go back, and how many weights in all."""
-        module = fold(self.opened.module).module if method == "int8-static" else self.opened.module
+        module = self.opened.module
+        if method == "int8-static":
+            module = fold(module, self.samples[0]).module
         few = _spread(self.judged, _RANKED)
         rows = [tuple(tensor[:1] for tensor in one) for one in few] if self.model.signature.batched else few
         weights = sum(parameter.numel() for parameter in self.model.module.parameters())
         return sensitivities(module, rows, _MIXABLE[method]), MOST_KEPT * weights
 
     def _packed(self, method: str, kept: Collection[str]) -> tuple[bytes, str]:
+        """The TorchScript of the model by this method, with these layers in fp32, and a note."""
+        embeddings = large_embeddings(self.opened.module) if method == "int8-dynamic" else frozenset()
+        try:
+            return self._compiled(method, kept)
+        # Broad, because it is the model's own code that finds no tensor as weight, and raises what it likes.
+        except Exception:
+            if embeddings <= set(kept):
+                raise
+        packed, note = self._compiled(method, embeddings | set(kept))
+        return packed, f"{note}; embeddings in fp32, for the model reads their weights itself"
+
+    def _compiled(self, method: str, kept: Collection[str]) -> tuple[bytes, str]:
         module, note = _converted(self.opened.module, method, self.samples, kept)
         with plain_attention():
             script = self.compiled(module, self.model.example)

@@ -76,6 +76,15 @@ def dynamic(module: nn.Module, kept: Collection[str] = ()) -> tuple[nn.Module, i
     return quantised, len(plan)
 
 
+def large_embeddings(module: nn.Module) -> frozenset[str]:
+    """The names of the embeddings that `dynamic` changes.
+
+    Their `weight` is a method then. A model that reads it itself, as a head does that shares its weights with
+    the embedding, takes them in fp32 only.
+    """
+    return frozenset(name for name, layer in module.named_modules() if _is_large_embedding(layer))
+
+
 def fuse_relu(script: torch.jit.ScriptModule) -> None:
     """Let int8 linear layers of traced, frozen TorchScript do the ReLU that follows them.
 
@@ -96,6 +105,8 @@ def _configuration(layer: nn.Module) -> Any:
         )
     if type(layer) in _RECURRENT:
         return default_dynamic_qconfig
-    if type(layer) is nn.Embedding and layer.weight.numel() >= _LARGE:
-        return float_qparams_weight_only_qconfig
-    return None
+    return float_qparams_weight_only_qconfig if _is_large_embedding(layer) else None
+
+
+def _is_large_embedding(layer: nn.Module) -> bool:
+    return type(layer) is nn.Embedding and layer.weight.numel() >= _LARGE

@@ -42,7 +42,7 @@ def quantised_program(
         raise ModelRefused("int8 needs samples to see how large activations are, and there are none")
     with _quiet():
         pt2e, quantizers = _torchao()
-        graph = _exported(_folded(module), samples[0], batched)
+        graph = _exported(_folded(module, samples[0]), samples[0], batched)
         quantizer = quantizers.X86InductorQuantizer()
         # Activations of 7 bits: without VNNI, sums of two products of 8 bits overflow.
         quantizer.set_global(
@@ -57,10 +57,10 @@ def quantised_program(
     return converted
 
 
-def _folded(module: nn.Module) -> nn.Module:
+def _folded(module: nn.Module, example: tuple[torch.Tensor, ...]) -> nn.Module:
     """PT2E folds batch normalisation itself, but not padding; what can't be folded goes as it is."""
     try:
-        return fold(module).module
+        return fold(module, example).module
     except NotTraceable:
         return module
 

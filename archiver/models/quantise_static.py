@@ -27,6 +27,7 @@ from torch.ao.quantization import (
     QConfig,
     QConfigMapping,
 )
+from torch.ao.quantization.fx.custom_config import PrepareCustomConfig
 from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
 from torch.nn import functional
 
@@ -34,6 +35,7 @@ from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.folding import fold
 from torchere.archiver.models.folding_clipping import clipped_by_format
 from torchere.archiver.models.folding_graph import module_at, replace_module
+from torchere.archiver.models.quantise_joins import joined_apart
 
 WEIGHT_LIMIT = 64  # 7 bits: -64 ... 63
 DEPTHWISE_LIMIT = 128  # 8 bits: -128 ... 127
@@ -114,12 +116,16 @@ def calibrate(
             "int8-static needs samples to see how large activations are, and there are none; "
             "give some that are like real requests"
         )
-    folded = fold(module)
+    folded = fold(module, samples[0])
     clipped = clipped_by_format(folded.module, kept)
     mapping = _configuration(folded.module, clipped)
     for name in (*kept, *_clips_behind(folded.module, kept)):
         mapping.set_module_name(name, None)
-    prepared = prepare_fx(folded.module, mapping, samples[0])
+    custom = PrepareCustomConfig()
+    if joined := joined_apart(folded.module):
+        mapping.set_module_name(joined, None)
+        custom.set_non_traceable_module_names([joined])
+    prepared = prepare_fx(folded.module, mapping, samples[0], prepare_custom_config=custom)
     _observe_what_is_not_clipped(prepared, clipped)
     with torch.no_grad():
         for sample in samples:

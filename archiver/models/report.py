@@ -52,11 +52,13 @@ class Report:
     engine: str | None = None  # `torchscript.quantized_engine`
     optimized: bool = False  # `torchscript.optimize_for_inference`
     notes: tuple[str, ...] = field(default=())  # how the packed model came about; JSON only
+    doubts: tuple[str, ...] = ()  # what about the original makes the comparison say little
 
     @property
     def accepted(self) -> bool:
-        """Whether the drift is within its limit."""
-        return self.difference.drift <= self.max_drift
+        """Whether the drift is within its limit, no channel went silent, and something was compared."""
+        found = self.difference
+        return found.drift <= self.max_drift and not found.silenced and not found.undefined
 
     def to_json(self) -> str:
         """The text of `MAR-INF/report.json`; not-a-number and infinity as null."""
@@ -78,6 +80,10 @@ class Report:
         lines += [
             f"largest difference {found.largest_abs:.3g}, mean {found.mean_abs:.3g}, over {found.rows} rows",
             _likeness(found),
+            found.channel.note if found.channel else "",
+            *(one.note for one in found.silenced),
+            *self.doubts,
+            "the original answers with nothing but not-a-number" if found.undefined else "",
             f"drift {found.drift:.3g}, at most {self.max_drift:.3g} wanted: "
             f"{'accepted' if self.accepted else 'REFUSED'}",
         ]

@@ -50,10 +50,11 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
             _refuse(path, f"its header is said to have {length} bytes, and the file has {size}")
         header = _header(path, file.read(length))
         room = size - 8 - length
+        _check_ranges(path, header, room)
         numbers = torch.empty(room, dtype=torch.uint8)
         if room and file.readinto(numbers.numpy().data) != room:  # type: ignore[attr-defined]
             _refuse(path, "it became shorter while it was read")
-    return {name: _tensor(path, name, entry, numbers) for name, entry in header.items()}
+    return {name: _tensor(entry, numbers) for name, entry in header.items()}
 
 
 def _header(path: Path, text: bytes) -> dict[str, Any]:
@@ -67,22 +68,43 @@ def _header(path: Path, text: bytes) -> dict[str, Any]:
     return header
 
 
-def _tensor(path: Path, name: str, entry: Any, numbers: torch.Tensor) -> torch.Tensor:
+def _check_ranges(path: Path, header: dict[str, Any], room: int) -> None:
+    """Refuse ranges that are not as long as their tensors, or do not cover all numbers once.
+
+    The format asks for that; bytes that many tensors share would be as many copies in memory.
+    """
+    ranges = sorted((*_range(path, name, entry, room), name) for name, entry in header.items())
+    cursor = 0
+    for begin, end, name in ranges:
+        if begin != cursor:
+            found = (
+                "overlaps another tensor" if begin < cursor else "has bytes before it that are no tensor's"
+            )
+            _refuse(path, f"{ascii(name)[:60]} {found}")
+        cursor = end
+    if cursor != room:
+        _refuse(path, f"{room - cursor} bytes at its end are no tensor's")
+
+
+def _range(path: Path, name: str, entry: Any, room: int) -> tuple[int, int]:
+    """Where the bytes of a tensor are said to lie."""
     fields = entry if isinstance(entry, dict) else {}
     dtype, shape, offsets = (fields.get(field) for field in ("dtype", "shape", "data_offsets"))
-    if dtype not in _DTYPES:
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
         _refuse(path, f"{ascii(name)[:60]} has the dtype {ascii(dtype)[:40]}")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         _refuse(path, f"{ascii(name)[:60]} has no shape, or no two data_offsets")
     begin, end = offsets
     wanted = math.prod(shape) * _DTYPES[dtype].itemsize
-    if not begin <= end <= len(numbers) or end - begin != wanted:
-        _refuse(
-            path,
-            f"{ascii(name)[:60]} has {wanted} bytes, said to lie at {begin} to {end} of {len(numbers)}",
-        )
+    if not begin <= end <= room or end - begin != wanted:
+        _refuse(path, f"{ascii(name)[:60]} has {wanted} bytes, said to lie at {begin} to {end} of {room}")
+    return begin, end
+
+
+def _tensor(entry: dict[str, Any], numbers: torch.Tensor) -> torch.Tensor:
+    begin, end = entry["data_offsets"]
     # A copy: an offset need not suit the dtype, and the whole file should not live as long as one tensor.
-    return numbers[begin:end].clone().view(_DTYPES[dtype]).reshape(shape)
+    return numbers[begin:end].clone().view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
 
 
 def _are_sizes(value: Any) -> TypeGuard[list[int]]:

@@ -30,9 +30,10 @@ def read_samples(path: Path, names: Sequence[str], like: Tensors) -> list[Tensor
     files = sorted(item for item in path.iterdir() if item.is_file()) if path.is_dir() else [path]
     if not files:
         raise ModelRefused(f"{path}: no samples in it; expected files with one example each")
+    doubles = any(tensor.dtype is torch.float64 for tensor in like)
     samples = []
     for file in files:
-        sample = read_example(file).ordered(names)
+        sample = read_example(file, doubles=doubles).ordered(names)
         if _form(sample) != _form(like):
             raise ModelRefused(
                 f"{file}: the sample has {_form(sample)}; expected the example's {_form(like)} "

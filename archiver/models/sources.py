@@ -17,13 +17,16 @@ from torchere.archiver.entries import ArchiveLimits, open_regular
 from torchere.archiver.errors import ArchiveError, ModelRefused
 from torchere.archiver.exported import UnsafeProgram, check_program
 from torchere.archiver.models import huggingface
-from torchere.archiver.models.derive import input_names
+from torchere.archiver.models.derive import DATATYPES
 from torchere.archiver.models.dynamic import Tensors
 from torchere.archiver.models.eager import load_into, module_from_factory, module_from_file
+from torchere.archiver.models.input_names import input_names
+from torchere.archiver.models.keyword_inputs import take_by_position
 from torchere.archiver.models.onnx_graph import external_files_of_onnx, signature_of_onnx
 from torchere.archiver.models.state_dicts import Weights, read_weights
 from torchere.archiver.models.steps import refusing
 from torchere.archiver.signature import Signature
+from torchere.archiver.torchscript_files import UnsafeScript, check_script
 from torchere.archiver.weights import AOTINDUCTOR, EXPORTED_PROGRAM, ONNX, TORCHSCRIPT, classify_file
 from torchere.archiver.zipcontainer import ZipContainer
 
@@ -55,6 +58,14 @@ class Source:
         if self.names is not None and len(self.names) >= count:
             return self.names[:count]
         return input_names(self.module, count)  # of None, too: AOTInductor keeps no names
+
+    @property
+    def doubles(self) -> bool:
+        """Whether it computes in FP64: by its inputs, where these are known, or else by its weights."""
+        if self.signature is not None:
+            return any(spec.datatype == DATATYPES[torch.float64] for spec in self.signature.inputs)
+        weights = self.module.parameters() if self.module is not None else ()
+        return any(tensor.dtype is torch.float64 for tensor in (*(self.example or ()), *weights))
 
 
 def read_source(
@@ -99,11 +110,12 @@ def _whole(path: Path, allow_pickle: bool) -> Source:
         kind = classify_file(path).kind
     except ArchiveError as error:
         raise ModelRefused(f"{path}: {error.reason}; expected a model's file or folder") from error
-    readers = {TORCHSCRIPT: _torchscript, ONNX: _onnx, AOTINDUCTOR: _aotinductor}
+    readers = {ONNX: _onnx, AOTINDUCTOR: _aotinductor}
+    trusting = {TORCHSCRIPT: _torchscript, EXPORTED_PROGRAM: _program}
     if kind in readers:
         return readers[kind](path)
-    if kind == EXPORTED_PROGRAM:
-        return _program(path, allow_pickle)
+    if kind in trusting:
+        return trusting[kind](path, allow_pickle)
     if kind in ("unknown", "zip", "damaged zip", "shared library"):
         found = "not a model of a kind known here" if kind == "unknown" else kind
         raise ModelRefused(
@@ -129,7 +141,16 @@ def _without_class(path: Path, weights: Weights) -> Source:
     )
 
 
-def _torchscript(path: Path) -> Source:
+def _torchscript(path: Path, allow_pickle: bool) -> Source:
+    try:
+        with open_regular(path) as file:
+            if not allow_pickle:
+                check_script(file, path.stat().st_size)
+    except UnsafeScript as error:
+        raise ModelRefused(
+            f"{path}: not loaded, because its code could read or write any file: {error}; take that out of "
+            "the model, or trust the file with --allow-pickle"
+        ) from error
     # The one that loads for serving is in handlers, which packing must not need.
     with refusing(f"{path}: loading TorchScript"):
         module: Any = torch.jit.load(path, map_location="cpu")  # type: ignore[no-untyped-call]
@@ -154,10 +175,10 @@ def _program(path: Path, allow_pickle: bool) -> Source:
     with refusing(f"{path}: loading the exported program"):
         importlib.import_module(_INT8_OPERATORS)
         program = torch.export.load(path)
+        take_by_position(program)
         # Sizes are checked by the program's own operators; its guards can't be traced.
         module = program.module(check_guards=False)
-    args, kwargs = program.example_inputs or ((), {})
-    tensors = [*args, *kwargs.values()]
+    tensors, _ = program.example_inputs or ((), {})
     plain = bool(tensors) and all(isinstance(item, torch.Tensor) for item in tensors)
     names = tuple(str(name) for name in program.graph_signature.user_inputs)
     return Source(EXPORTED_PROGRAM, path, module, program, tuple(tensors) if plain else None, names)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -18,9 +17,9 @@ import torch
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.distributed import is_distributed_checkpoint, read_distributed
 from torchere.archiver.models.safetensors import read_safetensors
+from torchere.archiver.models.state_fitting import StateDict
 from torchere.archiver.weights import PICKLE, SAFETENSORS, TORCH_SAVE, classify_file
 
-StateDict = dict[str, torch.Tensor]
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "module")  # where training scripts put it
 _LIGHTNING_KEY = "pytorch-lightning_version"
 
@@ -59,32 +58,6 @@ def _read(path: Path, allow_pickle: bool) -> Weights:
     return _weights_of(path, _unpickled(path, allow_pickle))
 
 
-def fitted(state: StateDict, wanted: Iterable[str], source: Path) -> StateDict:
-    """The part of `state` that a model with the keys `wanted` takes, a common prefix taken off.
-
-    Lightning, DistributedDataParallel, torch.compile and training scripts put names in front: `model.`,
-    `module.`, `_orig_mod.`. What has another prefix (a loss with weights, an averaged copy) is left out.
-
-    Raises:
-        ModelRefused: no prefix makes the keys fit; the text names some.
-    """
-    keys = set(wanted)
-    if keys == state.keys() or not keys:
-        return {key: state[key] for key in keys}
-    probe = max(keys, key=lambda key: (key.count("."), key))
-    prefixes = sorted(
-        (key[: -len(probe)] for key in state if key.endswith(f".{probe}") or key == probe), key=len
-    )
-    for prefix in prefixes:
-        cut = {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
-        if keys == cut.keys() or (prefix and keys <= cut.keys()):
-            return {key: cut[key] for key in keys}
-    missing, extra = sorted(keys - state.keys()), sorted(state.keys() - keys)
-    raise ModelRefused(
-        f"{source}: not the weights of this model: missing {_some(missing)}; unexpected {_some(extra)}"
-    )
-
-
 def _unpickled(path: Path, allow_pickle: bool) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=not allow_pickle)
@@ -106,9 +79,9 @@ def _weights_of(path: Path, found: Any) -> Weights:
     if isinstance(found, dict):
         kind = "Lightning checkpoint" if _LIGHTNING_KEY in found else "state dict"
         inner = [found.get(key) for key in _WRAPPERS]
-        for candidate in (found, *inner):
-            if _is_state_dict(candidate):
-                return Weights(kind, dict(candidate))
+        candidates = [one for one in (found, *inner) if _is_state_dict(one)]
+        if candidates:  # an empty one is that of a model without parameters
+            return Weights(kind, dict(next(filter(None, candidates), candidates[0])))
     raise ModelRefused(
         f"{path}: it holds a {type(found).__name__} without a state dict; expected names and tensors: "
         "torch.save(model.state_dict(), ...)"
@@ -116,13 +89,6 @@ def _weights_of(path: Path, found: Any) -> Weights:
 
 
 def _is_state_dict(value: Any) -> TypeGuard[StateDict]:
-    return (
-        isinstance(value, dict)
-        and bool(value)
-        and all(isinstance(key, str) and isinstance(item, torch.Tensor) for key, item in value.items())
+    return isinstance(value, dict) and all(
+        isinstance(key, str) and isinstance(item, torch.Tensor) for key, item in value.items()
     )
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:3]) or "none"
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -12,11 +12,16 @@ from torchere.archiver.errors import ModelRefused, PackingError
 Say = Callable[[str], None]  # takes one line for the user
 
 
+def silent(_line: str) -> None:
+    """A `Say` for those who have nobody to tell."""
+
+
 @contextmanager
 def step(say: Say, name: str) -> Iterator[None]:
     """Run the block as the step `name`; whatever it raises becomes one ModelRefused that says so.
 
-    Warnings of torch are kept back: they speak of its own insides (torch.jit is deprecated, ...).
+    Warnings of torch are kept back: they speak of its own insides (torch.jit is deprecated, ...). Those about
+    the model are told by who runs the tracer (`tracing.py`).
     """
     started_s = time.perf_counter()
     say(f"{name} ...")

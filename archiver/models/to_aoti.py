@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.aoti_candidates import TEMPLATES, Timed, multiplies, samples, timed
 from torchere.archiver.models.dynamic import Tensors
+from torchere.archiver.models.inductor_cache import private_cache
 from torchere.archiver.models.sources import aoti_metadata
 from torchere.archiver.models.steps import Say
 
@@ -57,9 +58,10 @@ def compile_aoti(
     """
     frozen = gains_by_freezing(program) if freezing is None else freezing
     settings = _settings(isa, frozen)
-    _compile(program, path, settings)
-    given = [] if frozen or not multiplies(program) else samples(program)
-    found = _with_templates(program, path, settings, given, say) if given else None
+    with private_cache(path.parent):
+        _compile(program, path, settings)
+        given = [] if frozen or not multiplies(program) else samples(program)
+        found = _with_templates(program, path, settings, given, say) if given else None
     return Compiled(aoti_metadata(path).get("AOTI_CPU_ISA", "").lower(), frozen, found)
 
 

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 
 from torchere.archiver.models.dynamic import Tensors
+from torchere.archiver.models.steps import Say, silent
+from torchere.archiver.models.tracing import tell_unused, trace
 
 
 def to_torchscript(
-    module: torch.nn.Module, example: Tensors, *, script: bool = False
+    module: torch.nn.Module, example: Tensors, *, script: bool = False, say: Say = silent
 ) -> torch.jit.ScriptModule:
     """The module as frozen TorchScript; batch normalisation is folded into what is before it.
 
@@ -19,8 +21,10 @@ def to_torchscript(
         module: in eval mode; TorchScript is frozen, unless it is frozen already.
         example: what it is traced on. Tracing keeps the branches that this example takes.
         script: compile the source of the module, branches and loops with it, instead of tracing.
+        say: takes a line when tracing may have lost something.
 
     Raises:
+        ModelRefused: tracing has lost something: see `trace`.
         Exception: whatever torch's compiler has to say.
     """
     if isinstance(module, torch.jit.ScriptModule):
@@ -30,13 +34,12 @@ def to_torchscript(
     else:
         if isinstance(module, torch.fx.GraphModule):
             _make_traceable(module)
-        with torch.no_grad():
-            compiled = torch.jit.trace(  # type: ignore[no-untyped-call]
-                module, example, strict=False, check_trace=False
-            )
+        compiled = trace(module, example, say)
     frozen: torch.jit.ScriptModule = (
         torch.jit.freeze(compiled.eval()) if hasattr(compiled, "training") else compiled
     )
+    if not script and not isinstance(module, torch.jit.ScriptModule):
+        tell_unused(module, frozen, example, say)
     return frozen
 
 

@@ -11,7 +11,8 @@ import torch
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.report import Report, Side, this_machine
 from torchere.archiver.models.verify_memory import resident_bytes
-from torchere.archiver.models.verify_outputs import answers, difference
+from torchere.archiver.models.verify_original import Original
+from torchere.archiver.models.verify_outputs import difference
 from torchere.archiver.models.verify_timing import Samples, batches_of, medians_ms, one_thread
 from torchere.archiver.torchscript_options import TorchScriptOptions
 
@@ -22,7 +23,7 @@ _BUDGET_S = 1.5  # of timing, for each batch size and both models
 
 
 class DriftRefused(ModelRefused):
-    """The packed model answers too differently from the original."""
+    """The packed model answers too differently from the original, or they can't be told apart."""
 
 
 def verify(
@@ -59,9 +60,10 @@ def verify(
     """
     if not samples:
         raise ModelRefused("there are no samples to verify the packed model on; give at least one")
+    watched = Original(original, samples)
     with torch.inference_mode():
-        pairs = ((answers(original, sample), answers(packed, sample)) for sample in samples)
-        found = difference(pairs)
+        found = difference(watched.beside(packed))
+        doubts = watched.doubts()
     latencies = _latencies(original, packed, samples, batched)
     sides = [
         Side(
@@ -82,19 +84,37 @@ def verify(
         engine=loads[1].quantized_engine,
         optimized=loads[1].optimize_for_inference,
         notes=tuple(notes),
+        doubts=doubts,
     )
 
 
 def refuse_drift(report: Report) -> None:
-    """Raise DriftRefused unless the report is accepted; the text says how far off the model is."""
+    """Raise DriftRefused unless the report is accepted; the text says how far off the model is, and why."""
     if not report.accepted:
-        found = report.difference
-        raise DriftRefused(
-            f"the {report.packed.name} model answers too differently from the {report.original.name} one: "
-            f"drift {found.drift:.3g}, expected at most {report.max_drift:.3g} (largest difference "
-            f"{found.largest_abs:.3g}); calibrate with more samples that are like real requests, take "
-            "another --quantize, allow more by --max-drift, or pack it anyway by --force"
+        raise DriftRefused(f"{_refusal(report)}; --accept-drift packs it all the same")
+
+
+def _refusal(report: Report) -> str:
+    found = report.difference
+    names = f"the {report.packed.name} model", f"the {report.original.name} one"
+    if found.undefined:
+        return (
+            f"the {report.original.name} model answers with nothing but not-a-number, so that nothing can be "
+            "compared with it; look for NaN in the weights and in the samples"
         )
+    off = f"drift {found.drift:.3g}, expected at most {report.max_drift:.3g}"
+    if report.doubts:
+        return f"{names[0]} answers too differently from {names[1]}: {off}; {'; '.join(report.doubts)}"
+    if found.drift <= report.max_drift:
+        return (
+            f"{names[0]} has lost outputs of {names[1]}: {'; '.join(one.note for one in found.silenced)}; "
+            "give outputs of such different sizes apart instead of joined, or take another --quantize"
+        )
+    return (
+        f"{names[0]} answers too differently from {names[1]}: {off} (largest difference "
+        f"{found.largest_abs:.3g}); calibrate with more samples that are like real requests, take another "
+        "--quantize, or allow more by --max-drift"
+    )
 
 
 def _latencies(

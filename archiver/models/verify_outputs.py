@@ -11,6 +11,13 @@ from typing import Any
 import torch
 
 from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.verify_channels import (
+    ChannelDrift,
+    ChannelTally,
+    Silenced,
+    channels_of,
+    worst_of,
+)
 
 Outputs = tuple[torch.Tensor, ...]
 
@@ -32,16 +39,21 @@ class Difference:
     top1: (
         float | None
     )  # share of rows with the largest value at the same place; None unless one is [rows, 2+]
+    channel: ChannelDrift | None = None  # None where no channel varies, or values are few
+    silenced: tuple[Silenced, ...] = ()
+    undefined: bool = False  # an output of the original is not-a-number throughout, so nothing is compared
 
 
 def flattened(result: Any) -> Outputs:
-    """The tensors of a model's result in order: of a tuple or list, or the values of a dict.
+    """The tensors of a model's result in order: of a tuple or list, or the values of a dict; None is none.
 
     Raises:
         ModelRefused: there is something else than tensors in it.
     """
     if isinstance(result, torch.Tensor):
         return (result,)
+    if result is None:
+        return ()
     if isinstance(result, Mapping):
         result = tuple(result.values())
     if isinstance(result, (tuple, list)):
@@ -65,13 +77,14 @@ def difference(pairs: Iterable[tuple[Outputs, Outputs]]) -> Difference:
     tallies: list[_Tally] = []
     for wanted, found in pairs:
         _refuse_other_shapes(wanted, found)
-        tallies = tallies or [_Tally() for _ in wanted]
+        tallies = tallies or [_Tally(index, one.dim()) for index, one in enumerate(wanted)]
         for tally, one, other in zip(tallies, wanted, found, strict=True):
             tally.add(one, other)
     if not tallies:
         raise ModelRefused("there is nothing to compare: no samples, or models without outputs")
     ranked = next((tally for tally in tallies if tally.ranked_rows), None)
     cosines = [tally.cosine_sum / tally.cosine_rows for tally in tallies if tally.cosine_rows]
+    channels = [one for tally in tallies for one in tally.channels]
     return Difference(
         rows=tallies[0].rows,
         largest_abs=max(tally.largest for tally in tallies),
@@ -79,14 +92,18 @@ def difference(pairs: Iterable[tuple[Outputs, Outputs]]) -> Difference:
         drift=max(tally.drift for tally in tallies),
         cosine=min(cosines) if cosines else None,
         top1=ranked.same / ranked.ranked_rows if ranked else None,
+        channel=worst_of(channels),
+        silenced=tuple(one.silenced for one in channels if one.silenced),
+        undefined=any(tally.values and not tally.numbers for tally in tallies),
     )
 
 
 class _Tally:
     """Sums over the samples for one output."""
 
-    def __init__(self) -> None:
-        self.rows = self.values = self._unequal = 0
+    def __init__(self, output: int, dimensions: int) -> None:
+        self.channels = [ChannelTally(output, dimension) for dimension in channels_of(dimensions)]
+        self.rows = self.values = self.numbers = self._unequal = 0
         self.largest = self.absolute = 0.0
         self._squares = self._scale = 0.0
         self.cosine_sum, self.cosine_rows = 0.0, 0
@@ -106,16 +123,22 @@ class _Tally:
         apart = torch.where(equal, 0.0, (one - other).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
         self.rows += wanted.shape[0] if wanted.dim() else 1
         self.values += apart.numel()
+        self.numbers += apart.numel() - int(one.isnan().sum())
         self.largest = max(self.largest, float(apart.max()) if apart.numel() else 0.0)
         self.absolute += float(apart.sum())
         if not wanted.is_floating_point():
             self._unequal += int((~equal).sum())
             return
         self._squares += float(apart.square().sum())
-        self._scale += float(one.nan_to_num(posinf=0.0, neginf=0.0).square().sum())
+        finite = one.nan_to_num(posinf=0.0, neginf=0.0)
+        self._scale += float(finite.square().sum())
+        for channels in self.channels:
+            channels.add(finite, other, apart)
         self._add_directions(one, other)
 
     def _add_directions(self, one: torch.Tensor, other: torch.Tensor) -> None:
+        if not one.numel():
+            return
         rows, others = (
             tensor.reshape(tensor.shape[0] if tensor.dim() > 1 else 1, -1) for tensor in (one, other)
         )

@@ -36,7 +36,8 @@ With `--format torchscript` (the default) int8 is by PyTorch's FX graph mode. Pa
 `F.pad`, layers that pad by themselves) and batch normalisation are folded into the convolutions first,
 and a ReLU6 becomes the range of the number format. Torch's `nn.MultiheadAttention` becomes linear layers
 and the attention between them, and torch's encoders plain layers, so that all their linear layers are
-int8. With dynamic int8 a linear layer does the ReLU that follows it.
+int8. With dynamic int8 a linear layer does the ReLU that follows it. What joins outputs (`torch.cat`,
+`torch.stack` behind the last layers) stays in fp32, for in int8 all that is joined has one scale.
 
 PyTorch has several int8 engines, and its default can be many times slower than fp32: each one is timed on
 the samples with the very bytes that go into the archive, and the fastest that agrees is written to
@@ -60,7 +61,13 @@ Whatever becomes of a model, the packed one is compared with the original before
 (`--no-verify` leaves that out), on `--samples`, or on the example without any. *Drift* is the root of the
 mean squared difference over the root of the mean square of the original's values: 0 is equal, 1 has
 nothing to do with it. Above `--max-drift` (0.001 for a format alone, 0.05 for bf16, 0.4 for int8) nothing
-is packed, with exit status 2; `--force` packs it anyway. The report is `MAR-INF/report.json` in the
+is packed, with exit status 2. Neither is it when channels of an output that vary in the original have
+one and the same value in the packed model, which one figure over a whole output does not show: scores beside
+boxes that are 640 times as large may all be zero. The worst channel is told with its own drift, measured by
+what varies in this channel; channels are the last dimension of an output, and dimension 1 of those with
+three or more. Nor when the original answers with nothing but not-a-number. An original that answers one input
+in two ways (dropout left on), or all samples alike, is told. `--accept-drift` packs it all the same;
+`-f` only overwrites. The report is `MAR-INF/report.json` in the
 archive: differences, agreement of the first class, cosine, latencies at batch 1 and 8 (one thread, in
 turns, median), sizes, memory, the engine and how it was chosen. It holds times, so two archives packed
 from the same files differ by it, and by what was chosen for its times.

@@ -82,7 +82,7 @@ def _build(demo: Path) -> list[Built]:
     _write_labels(work / "index_to_name.json")
     held_out = [*crops(HELD_OUT, 8, seed=2), *(centre(name) for name in HELD_OUT)]
     network = pretrained()
-    folded = fold(network)
+    folded = fold(network, (held_out[0][:1],))
     _say("network", f"folded into its convolutions: {folded.note}")
     fp32 = traced(folded.module, (held_out[0][:1],))
     quantised = _int8(network, held_out)

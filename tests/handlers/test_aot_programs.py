@@ -41,3 +41,12 @@ def test_an_operator_that_is_none_of_torchs_is_refused_before_anything_is_loaded
     rewritten(program, hostile, b"torch.ops.aten.mul.Tensor", b"torch.serialization.os.getcwd")
     with pytest.raises(RuntimeError, match=r"hostile\.pt2 is not loaded, for it could run code of its own"):
         aot.load_package(str(hostile), str(tmp_path), "cpu")
+
+
+def test_native_code_beside_a_program_is_not_loaded_with_it(program: Path, tmp_path: Path) -> None:
+    hostile = tmp_path / "hostile.pt2"
+    rewritten(program, hostile, b"", b"")
+    with zipfile.ZipFile(hostile, "a") as package:
+        package.writestr("double/data/aotinductor/other/a.wrapper.cpp", b"")
+    with pytest.raises(RuntimeError, match=r"it holds double/data/aotinductor/other/a\.wrapper\.cpp, which"):
+        aot.load_package(str(hostile), str(tmp_path), "cpu")

@@ -21,11 +21,23 @@ class Net(torch.nn.Linear):
         super().__init__(FEATURES, 1)
 """
 
+MORE = """
+class Config:
+    width = 4
+
+Model = Net
+"""
+
 
 @pytest.fixture
 def archive(write_archive: Callable[..., Path]) -> Iterator[ArchiveModules]:
     directory = write_archive(
-        {"model.py": MODEL, "shapes.py": "FEATURES = 3", "two.py": MODEL + "class B: pass"}
+        {
+            "model.py": MODEL,
+            "shapes.py": "FEATURES = 3",
+            "two.py": MODEL + "class B(Net): pass",
+            "more.py": MODEL + MORE,
+        }
     )
     yield open_archive("eager", "1.0", str(directory))
     forget_archive("eager", "1.0")
@@ -47,9 +59,13 @@ def test_a_missing_model_file_is_reported(archive: ArchiveModules) -> None:
         load_eager(archive, "net.py", None, "cpu")
 
 
-def test_two_classes_in_the_model_file_are_refused(archive: ArchiveModules) -> None:
+def test_two_models_in_the_model_file_are_refused(archive: ArchiveModules) -> None:
     with pytest.raises(ValueError, match="Expected only one class as model definition"):
         load_eager(archive, "two.py", None, "cpu")
+
+
+def test_other_classes_and_a_second_name_beside_the_model_do_not_matter(archive: ArchiveModules) -> None:
+    assert load_eager(archive, "more.py", None, "cpu")(torch.ones(1, 3)).shape == (1, 1)
 
 
 def test_a_pickle_with_code_is_not_run(archive: ArchiveModules, tmp_path: Path) -> None:

@@ -184,3 +184,16 @@ def test_a_module_that_torch_cannot_optimise_is_served_as_it_is_and_says_so(
     rows = torch.rand(2, 3, 12, 12)
     assert torch.equal(module(rows), load_torchscript(path, "cpu")(rows))
     assert "net.pt is served as it is, for it can't be optimised" in caplog.text
+
+
+class Writer(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.save(x, "never-written")
+        return x
+
+
+def test_a_module_that_writes_files_is_not_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "writer.pt"
+    torch.jit.script(Writer()).save(str(path))
+    with pytest.raises(RuntimeError, match=r"could read or write any file: torch\.save in code/"):
+        load_torchscript(str(path), "cpu")

@@ -250,6 +250,15 @@ def test_help_tells_handlers_methods_and_the_drift_that_is_allowed(command: str,
     )
 
 
+@pytest.mark.parametrize("command", ["archive", "convert"])
+def test_force_only_overwrites_and_a_drift_is_accepted_by_a_flag_of_its_own(
+    command: str, capsys: Any
+) -> None:
+    said = help_of(command, capsys)
+    assert "--force overwrite what is there -" in said
+    assert "--accept-drift pack the model in spite of what the comparison with the original says" in said
+
+
 def test_help_of_archive_tells_the_defaults(capsys: Any) -> None:
     said = help_of("archive", capsys)
     assert "version of the model, any text (default: 1.0)" in said

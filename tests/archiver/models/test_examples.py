@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import pickle
+import random
+import struct
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +49,76 @@ def test_arrays_and_tensors_keep_their_type_and_doubles_become_floats(tmp_path: 
     assert read_example(path).tensors[0].dtype is torch.bfloat16
     torch.save([torch.zeros(1), torch.ones(2)], path)
     assert len(read_example(path).tensors) == 2
+
+
+def test_doubles_stay_for_models_of_doubles_and_where_they_were_chosen(tmp_path: Path) -> None:
+    path = tmp_path / "x.data"
+    with open(path, "wb") as file:
+        np.save(file, np.asfortranarray(np.arange(6.0).reshape(2, 3)).astype(">f8"))
+    (only,) = read_example(path, doubles=True).tensors
+    assert (only.dtype, only.tolist()) == (torch.float64, [[0, 1, 2], [3, 4, 5]])
+    assert [one.dtype for one in read_samples(path, ["x"], (only,))[0]] == [torch.float64]
+    path.write_text("[1.5]")
+    assert read_example(path, doubles=True).tensors[0].dtype is torch.float64
+    torch.save(only, path)
+    assert read_example(path).tensors[0].dtype is torch.float64
+
+
+def npz(tmp_path: Path, **arrays: np.ndarray) -> bytes:
+    np.savez_compressed(tmp_path / "made.npz", **arrays)
+    return (tmp_path / "made.npz").read_bytes()
+
+
+def npy_header(shape: str) -> bytes:
+    header = f"{{'descr': '<f8', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header.encode() + bytes(16)
+
+
+def test_arrays_of_other_sizes_than_they_say_are_refused_before_memory_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "x.data"
+    for shape in ("(1000000000000,)", "(1,)", "(-2,)", "(3,"):
+        path.write_bytes(npy_header(shape))
+        with pytest.raises(ModelRefused, match="no example that can be read"):
+            read_example(path)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as package:
+        package.writestr("a.npy", npy_header("(1000000000000,)"))
+    with pytest.raises(ModelRefused, match=r"a \.npy file of 8000000000000 bytes by its header, and of 16"):
+        read_example(path)
+    torch.save(torch.zeros(1).expand(10**12), path)
+    with pytest.raises(ModelRefused, match="a tensor of"):
+        read_example(path)
+
+
+def test_a_zip_that_unpacks_to_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.data"
+    path.write_bytes(npz(tmp_path, a=np.zeros(10**5)))
+    monkeypatch.setattr("torchere.archiver.models.examples.MAX_EXAMPLE_BYTES", 10**5)
+    with pytest.raises(ModelRefused, match="it unpacks to more than 100000 bytes"):
+        read_example(path)
+
+
+@pytest.mark.parametrize("kind", ["npz", "npy", "pt", "png", "bmp", "gif", "webp"])
+def test_damaged_examples_are_refused_in_one_line(tmp_path: Path, kind: str) -> None:
+    path, chance = tmp_path / "x.data", random.Random(1)
+    whole = damaged_forms(tmp_path)[kind]
+    for _ in range(150):
+        data = bytearray(whole)
+        for _ in range(chance.choice((1, 3))):
+            data[chance.randrange(4, len(data))] = chance.randrange(256)
+        path.write_bytes(bytes(data[: chance.choice((len(data), chance.randrange(1, len(data))))]))
+        try:
+            read_example(path)  # some are as good as before
+        except ModelRefused as error:
+            assert "\n" not in str(error)
+
+
+def damaged_forms(tmp_path: Path) -> dict[str, bytes]:
+    made = {"npz": npz(tmp_path, a=np.ones((3, 4)))}
+    np.save(tmp_path / "made.npy", np.ones((3, 4)))
+    torch.save(torch.zeros(3, 4), tmp_path / "made.pt")
+    for suffix in ("png", "bmp", "gif", "webp"):
+        Image.new("RGB", (16, 16)).save(tmp_path / f"made.{suffix}")
+    return made | {path.suffix[1:]: path.read_bytes() for path in tmp_path.glob("made.*")}
 
 
 def test_a_picture_is_a_batch_of_one_from_0_to_1(tmp_path: Path) -> None:

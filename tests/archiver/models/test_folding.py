@@ -8,12 +8,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional
 
+from torchere.archiver.models import folding
 from torchere.archiver.models.folding import NotTraceable, fold, folded_paddings
 from torchere.archiver.models.folding_clipping import clipped_by_format
 from torchere.archiver.models.folding_padding import Axis, folded_axis
+
+PICTURE = (torch.rand(1, 3, 9, 9),)
+ONE_CHANNEL = (torch.rand(1, 1, 4, 4),)
 
 
 class OwnConvolution(nn.Conv2d):
@@ -69,13 +73,13 @@ def test_a_folded_padding_gives_the_same_result_whatever_its_sides(
     network = Padded(sides, stride, dilation).eval()
     picture = torch.randn(2, 3, size, size + 1)
 
-    folded = fold(network)
+    folded = fold(network, (picture,))
 
     torch.testing.assert_close(folded.module(picture), network(picture), rtol=1e-4, atol=1e-4)
 
 
 def test_an_uneven_padding_and_the_normalisation_end_up_in_one_plain_convolution() -> None:
-    folded = fold(Padded((0, 1, 0, 1), stride=2))
+    folded = fold(Padded((0, 1, 0, 1), stride=2), PICTURE)
 
     assert folded.paddings == folded.normalisations == 1
     assert names_of(folded.module) & {"BatchNorm2d", "ZeroPad2d"} == set()
@@ -89,7 +93,7 @@ def test_a_layer_that_pads_by_itself_becomes_a_plain_convolution() -> None:
     network = nn.Sequential(OwnConvolution(3, 6, 3, stride=2, groups=3), nn.BatchNorm2d(6), nn.ReLU6()).eval()
     picture = torch.randn(1, 3, 9, 9)
 
-    folded = fold(network)
+    folded = fold(network, (picture,))
 
     assert (folded.functional, folded.paddings, folded.normalisations) == (1, 1, 1)
     assert folded.note == "1 functional convolutions, 1 paddings, 1 batch normalisations"
@@ -100,7 +104,7 @@ def test_the_original_is_left_as_it_was() -> None:
     network = Padded((1, 1, 1, 1)).eval()
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
 
-    fold(network)
+    fold(network, PICTURE)
 
     assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
 
@@ -118,7 +122,7 @@ def test_a_convolution_that_two_callers_share_keeps_its_padding_outside() -> Non
 
     network, picture = Shared().eval(), torch.randn(1, 3, 6, 6)
 
-    folded = fold(network)
+    folded = fold(network, (picture,))
 
     assert folded.paddings == 0
     torch.testing.assert_close(folded.module(picture), network(picture))
@@ -131,7 +135,7 @@ def test_a_padding_that_is_not_zero_stays(mode: str) -> None:
             convolved: torch.Tensor = self.convolution(functional.pad(x, self.sides, mode=mode))
             return convolved
 
-    assert fold(Mirrored((1, 1, 1, 1))).paddings == 0
+    assert fold(Mirrored((1, 1, 1, 1)), PICTURE).paddings == 0
 
 
 def test_a_model_that_branches_on_values_is_refused_with_what_to_do() -> None:
@@ -140,14 +144,14 @@ def test_a_model_that_branches_on_values_is_refused_with_what_to_do() -> None:
             return x if x.sum() > 0 else -x
 
     with pytest.raises(NotTraceable, match=r"Branching can't be traced.*use int8-dynamic"):
-        fold(Branching())
+        fold(Branching(), PICTURE)
 
 
 def test_torchscript_is_refused_with_what_to_do() -> None:
     script = torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2))  # type: ignore[no-untyped-call]
 
     with pytest.raises(NotTraceable, match="the model is TorchScript"):
-        fold(script)
+        fold(script, (torch.zeros(1, 2),))
 
 
 @pytest.mark.parametrize(
@@ -182,7 +186,7 @@ def test_relu6_behind_a_convolution_becomes_relu_however_it_is_written(clip: Any
             clipped: torch.Tensor = self.clip(self.convolution(x))
             return clipped
 
-    graph = fold(Clipped()).module
+    graph = fold(Clipped(), ONE_CHANNEL).module
 
     names = clipped_by_format(graph)
 
@@ -192,7 +196,7 @@ def test_relu6_behind_a_convolution_becomes_relu_however_it_is_written(clip: Any
 
 
 def test_a_clip_at_another_limit_stays() -> None:
-    graph = fold(nn.Sequential(nn.Conv2d(1, 1, 1), nn.Hardtanh(-1.0, 1.0))).module
+    graph = fold(nn.Sequential(nn.Conv2d(1, 1, 1), nn.Hardtanh(-1.0, 1.0)), ONE_CHANNEL).module
 
     assert clipped_by_format(graph) == ()
 
@@ -229,3 +233,55 @@ def test_a_model_without_paddings_or_that_tracing_misunderstands_is_left_alone(
     module: nn.Module, example: torch.Tensor
 ) -> None:
     assert folded_paddings(module.eval(), (example,)) is None
+
+
+class Normalised(nn.Module):
+    """A normalisation behind a linear layer, with statistics that do something."""
+
+    def __init__(self, wide: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.normalisation = nn.Linear(8, wide), nn.BatchNorm1d(wide)
+        self.normalisation.running_mean = torch.randn(wide)
+        self.normalisation.running_var = torch.rand(wide) * 4 + 0.1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normalised: torch.Tensor = self.normalisation(self.linear(x))
+        return normalised
+
+
+def test_a_normalisation_behind_a_linear_layer_of_rows_is_folded() -> None:
+    module, rows = Normalised(16).eval(), torch.randn(4, 8)
+
+    folded = fold(module, (rows,))
+
+    assert folded.normalisations == 1
+    torch.testing.assert_close(folded.module(rows), module(rows), rtol=1e-4, atol=1e-4)
+
+
+def test_a_normalisation_over_steps_is_not_folded_into_a_linear_layer_that_is_as_wide() -> None:
+    module, steps = Normalised(16).eval(), torch.randn(4, 16, 8)
+
+    folded = fold(module, (steps,))
+
+    assert folded.normalisations == 0
+    torch.testing.assert_close(folded.module(steps), module(steps))
+
+
+def test_where_the_folded_model_answers_otherwise_nothing_is_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(graph: fx.GraphModule, example: object) -> int:
+        graph.get_submodule("convolution").weight.data *= 2  # type: ignore[union-attr, operator]
+        return 1
+
+    monkeypatch.setattr(folding, "fold_normalisations", wrong)
+    module = Padded((0, 1, 0, 1), stride=2).eval()
+
+    folded = fold(module, PICTURE)
+
+    assert folded.note == ""
+    torch.testing.assert_close(folded.module(*PICTURE), module(*PICTURE))
+
+
+def test_a_model_that_tracing_misunderstands_is_refused_with_what_to_do() -> None:
+    with pytest.raises(NotTraceable, match=r"Masked answers the example otherwise.*use int8-dynamic"):
+        fold(Masked().eval(), PICTURE)

@@ -18,7 +18,7 @@ import torch
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.safetensors import read_safetensors
 from torchere.archiver.models.sources import read_source
-from torchere.archiver.models.state_dicts import fitted, read_weights
+from torchere.archiver.models.state_dicts import read_weights
 
 Rewrite = Callable[[str, bytes], bytes]
 
@@ -226,6 +226,10 @@ W = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         (safetensors({"w": {**W, "data_offsets": [8, 0]}}, bytes(8)), "said to lie at 8 to 0"),
         (safetensors({"w": {**W, "dtype": "PICKLE"}}, bytes(8)), "has the dtype 'PICKLE'"),
         (safetensors({"w": 1}), "has the dtype None"),
+        (safetensors({"w": {**W, "dtype": ["F32"]}}, bytes(8)), "has the dtype \\['F32'\\]"),
+        (safetensors({"v": W, "w": W}, bytes(8)), "'w' overlaps another tensor"),
+        (safetensors({"w": {**W, "data_offsets": [4, 12]}}, bytes(12)), "'w' has bytes before it"),
+        (safetensors({"w": W}, bytes(9)), "1 bytes at its end are no tensor's"),
         (safetensors(b"[]"), "its header is not an object"),
         (safetensors(b"{nonsense"), "the header is not JSON"),
         (safetensors({}, length=2**60), "its header is said to have"),
@@ -237,16 +241,6 @@ def test_safetensors_that_lie_are_refused(tmp_path: Path, data: bytes, said: str
     path.write_bytes(data)
     with pytest.raises(ModelRefused, match=said):
         read_safetensors(path)
-
-
-def test_weights_of_another_model_are_refused_with_their_names() -> None:
-    with pytest.raises(ModelRefused, match="missing b; unexpected c"):
-        fitted({"a": torch.zeros(1), "c": torch.zeros(1)}, ["a", "b"], Path("w.pt"))
-
-
-def test_a_prefix_and_what_is_beside_it_are_taken_off() -> None:
-    state = {key: torch.zeros(1) for key in ("model._orig_mod.a.w", "model._orig_mod.b", "loss.w")}
-    assert sorted(fitted(state, ["a.w", "b"], Path("w.pt"))) == ["a.w", "b"]
 
 
 def test_weights_of_another_shape_are_refused(forms: Any, tmp_path: Path) -> None:

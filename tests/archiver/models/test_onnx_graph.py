@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,11 @@ import torch
 from torchere.archiver import open_archive
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.onnx_graph import external_files_of_onnx, signature_of_onnx
-from torchere.archiver.signature import parse
+from torchere.archiver.models.onnx_rows import tried_signature
+from torchere.archiver.signature import Signature, parse
 from torchere.archiver.weights import ONNX, classify_file
+
+NEEDS_RUNTIME = "has no release for Python 3.10"
 
 
 def varint(value: int) -> bytes:
@@ -71,7 +75,7 @@ def test_names_types_and_shapes_are_read(onnx_file: Path) -> None:
 def test_packed_as_it_is_it_answers_through_onnxruntime(
     onnx_file: Path, pack: Callable[..., Path], serve: Callable[..., list[Any]]
 ) -> None:
-    pytest.importorskip("onnxruntime", reason="has no release for Python 3.10")
+    pytest.importorskip("onnxruntime", reason=NEEDS_RUNTIME)
     archive = pack(serialized_file=onnx_file)
     opened = open_archive(archive)
     assert opened.manifest.serialized_file == "relu.onnx"
@@ -126,3 +130,79 @@ def test_damaged_ones_are_refused(tmp_path: Path, data: bytes) -> None:
 def test_it_can_not_become_another_format(onnx_file: Path, pack: Callable[..., Path]) -> None:
     with pytest.raises(ModelRefused, match="ONNX is packed as it is and can't become torchscript"):
         pack(serialized_file=onnx_file, model_format="torchscript")
+
+
+def softmax(first: str, other: str, *, axis: int) -> bytes:
+    """Softmax along an axis of [first, 3] to [other, 3]."""
+    attribute = part(5, part(1, "axis") + number(3, axis) + number(20, 2))
+    node = part(1, "x") + part(2, "y") + part(4, "Softmax") + attribute
+    infos = part(11, tensor_info("x", 1, first, 3)) + part(12, tensor_info("y", 1, other, 3))
+    return model(part(1, node) + part(2, "softmax") + infos)
+
+
+def tried(path: Path, example: torch.Tensor | None = None) -> tuple[Signature, list[str]]:
+    said: list[str] = []
+    return tried_signature(path, None if example is None else (example,), said.append), said
+
+
+@pytest.mark.parametrize(("other", "size"), [("n", -1), ("m", 1), ("", 1)], ids=["shared", "two", "none"])
+def test_by_its_names_a_first_dimension_is_the_batch_if_all_share_one(
+    tmp_path: Path, other: str, size: int
+) -> None:
+    path = tmp_path / "m.onnx"
+    path.write_bytes(softmax("n" if other else "", other, axis=1))
+    signature = signature_of_onnx(path)
+    assert (signature.inputs[0].shape, signature.batched) == ((size, 3), size == -1)
+
+
+def test_a_model_that_mixes_rows_is_not_batched_whatever_its_names(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime", reason=NEEDS_RUNTIME)
+    path = tmp_path / "m.onnx"
+    path.write_bytes(softmax("time", "time", axis=0))
+    signature, said = tried(path)
+    assert (signature.inputs[0].shape, signature.batched) == ((1, 3), False)
+    assert len(said) == 1 and "depends on the other rows of the batch" in said[0]
+    signature, _ = tried(path, torch.rand(5, 3))
+    assert (signature.inputs[0].shape, signature.batched) == ((5, 3), False)
+
+
+def test_a_model_whose_rows_are_apart_is_batched_whatever_its_names(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime", reason=NEEDS_RUNTIME)
+    path = tmp_path / "m.onnx"
+    path.write_bytes(softmax("unk__1", "unk__2", axis=1))
+    signature, said = tried(path)
+    assert (signature.inputs[0].shape, signature.batched, said) == ((-1, 3), True, [])
+
+
+@pytest.mark.parametrize(("other", "size"), [("n", -1), ("m", 1)], ids=["shared", "two"])
+def test_without_onnxruntime_names_decide_and_a_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str, size: int
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    path = tmp_path / "m.onnx"
+    path.write_bytes(softmax("n", other, axis=0))
+    signature, said = tried(path)
+    assert signature.inputs[0].shape == (size, 3)
+    assert len(said) == 1 and "onnxruntime is not installed" in said[0]
+
+
+def test_whole_numbers_are_not_made_up(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime", reason=NEEDS_RUNTIME)
+    path = tmp_path / "m.onnx"
+    node = part(1, "x") + part(2, "y") + part(4, "Neg")
+    infos = part(11, tensor_info("x", 7, "a", 3)) + part(12, tensor_info("y", 7, "b", 3))
+    path.write_bytes(model(part(1, node) + part(2, "neg") + infos))
+    assert not tried(path)[0].batched
+    assert tried(path, torch.tensor([[1, 2, 3]]))[0].batched
+
+
+def test_an_example_of_other_sizes_is_refused(onnx_file: Path) -> None:
+    with pytest.raises(ModelRefused, match=r"the example of 'x' is \(2, 7\); the model takes \(-1, 8\)"):
+        tried(onnx_file, torch.rand(2, 7))
+
+
+def test_packing_tries_the_rows(pack: Callable[..., Path], tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime", reason=NEEDS_RUNTIME)
+    path = tmp_path / "m.onnx"
+    path.write_bytes(softmax("time", "time", axis=0))
+    assert not parse(open_archive(pack(serialized_file=path)).read_text("signature.json")).batched

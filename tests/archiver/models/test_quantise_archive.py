@@ -96,10 +96,18 @@ def test_a_model_that_drifts_is_not_packed_and_the_status_is_2(
     assert not (tmp_path / "net.mar").exists()
 
 
-def test_with_force_it_is_packed_and_the_report_says_that_it_was_not_accepted(
+def test_force_overwrites_and_does_not_accept_a_drift(command: list[str], tmp_path: Path) -> None:
+    (tmp_path / "net.mar").write_text("the old one")
+
+    assert main([*command, "--max-drift", "1e-9", "--force"]) == 2
+
+    assert (tmp_path / "net.mar").read_text() == "the old one"
+
+
+def test_a_drift_that_is_accepted_is_packed_and_the_report_says_that_it_was_too_far(
     command: list[str], tmp_path: Path
 ) -> None:
-    assert main([*command, "--max-drift", "1e-9", "--force"]) == 0
+    assert main([*command, "--max-drift", "1e-9", "--accept-drift"]) == 0
 
     report = json.loads(open_archive(tmp_path / "net.mar").read_text("MAR-INF/report.json"))
     assert (report["accepted"], report["max_drift"]) == (False, 1e-9)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
+from torchere.archiver.models import quantise_candidates, quantise_dynamic
 from torchere.archiver.models.engines import rebuilt, saved, supported, using
+from torchere.archiver.models.loaded import LoadedModel
+from torchere.archiver.models.quantise import quantise
 from torchere.archiver.models.quantise_dynamic import dynamic, fuse_relu
 from torchere.archiver.models.quantise_traced import quiet, traced
+from torchere.archiver.signature import Signature, TensorSpec
 
 FUSED = "quantized::linear_relu_dynamic("
 
@@ -56,3 +63,51 @@ def test_a_relu_stays_where_its_input_is_needed_elsewhere() -> None:
 
     assert FUSED not in str(script.inlined_graph)
     torch.testing.assert_close(script(x), before, rtol=0, atol=0)
+
+
+class Tied(nn.Module):
+    """Its head is the embedding's weights, read by the model's own code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(50, 8), nn.Linear(8, 8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return functional.linear(self.layer(self.embedding(ids)), self.embedding.weight)
+
+
+@pytest.mark.skipif(not supported(), reason="this build of torch has no int8 engine")
+def test_an_embedding_whose_weights_the_model_reads_itself_stays_in_fp32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(quantise_dynamic, "_LARGE", 100)
+    monkeypatch.setattr(quantise_candidates, "_BUDGET_S", 0.01)
+    torch.manual_seed(0)
+    module, ids = Tied().eval(), torch.randint(0, 50, (2, 5))
+    signature = Signature((TensorSpec("ids", "INT64", (-1, 5)),), ())
+
+    made = quantise(LoadedModel(module, (ids,), signature, "eager", Path("model.py")), "int8-dynamic", [])
+
+    torch.testing.assert_close(made.module(ids), module(ids), rtol=0.1, atol=0.1)
+    assert made.notes[0] == (
+        "int8-dynamic: 1 layers; embeddings in fp32, for the model reads their weights itself"
+    )
+
+
+@pytest.mark.skipif(not supported(), reason="this build of torch has no int8 engine")
+def test_what_fails_without_embeddings_fails_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantise_candidates, "_BUDGET_S", 0.01)
+
+    class Reading(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return functional.linear(x, self.layer.weight)
+
+    x = torch.rand(2, 4)
+    signature = Signature((TensorSpec("x", "FP32", (-1, 4)),), ())
+    model = LoadedModel(Reading().eval(), (x,), signature, "eager", Path("model.py"))
+    with pytest.raises(TypeError, match="not method"):
+        quantise(model, "int8-dynamic", [])

@@ -65,7 +65,7 @@ def test_a_model_that_drifts_is_refused_in_one_line_that_says_by_how_much(networ
     assert not report.accepted
     assert "REFUSED" in report.table()
     with pytest.raises(
-        DriftRefused, match=r"drift 0\.5, expected at most 0\.3.*--max-drift.*--force"
+        DriftRefused, match=r"drift 0\.5, expected at most 0\.3.*--max-drift.*--accept-drift"
     ) as refusal:
         refuse_drift(report)
     assert "\n" not in str(refusal.value)

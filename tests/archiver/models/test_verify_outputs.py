@@ -68,6 +68,13 @@ def test_not_a_number_in_both_is_equal() -> None:
     assert difference([((rows,), (rows.clone(),))]).drift == 0.0
 
 
+def test_an_original_that_answers_with_nothing_but_nan_is_nothing_to_compare_with() -> None:
+    nothing, some = torch.full((2, 3), math.nan), torch.tensor([[1.0, math.nan]])
+
+    assert difference([((nothing,), (nothing,))]).undefined
+    assert not difference([((some,), (some,))]).undefined
+
+
 def test_answers_of_other_shapes_cannot_be_compared() -> None:
     with pytest.raises(ModelRefused, match=r"\[\(1, 2\)\], the other's \[\(1, 3\)\]"):
         difference([((torch.zeros(1, 2),), (torch.zeros(1, 3),))])
@@ -78,10 +85,10 @@ def test_nothing_to_compare_is_refused() -> None:
         difference([])
 
 
-def test_results_are_flattened_in_order() -> None:
+def test_results_are_flattened_in_order_and_none_is_left_out() -> None:
     one, two, three = torch.zeros(1), torch.ones(1), torch.full((1,), 2.0)
 
-    assert flattened({"a": one, "b": (two, [three])}) == (one, two, three)
+    assert flattened({"a": one, "n": None, "b": (two, [three], None)}) == (one, two, three)
 
 
 def test_a_result_that_is_no_tensor_is_refused() -> None:

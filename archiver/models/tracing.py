@@ -1,0 +1,155 @@
+"""Traces a module into TorchScript, and tells or refuses what a trace does not keep: branches and loops."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.derive import named_results, run_on
+from torchere.archiver.models.dynamic import Tensors
+from torchere.archiver.models.input_names import input_names
+from torchere.archiver.models.precision import EXACT
+from torchere.archiver.models.rows import Named
+from torchere.archiver.models.steps import Say
+from torchere.archiver.models.variations import VARIATIONS
+
+_BAKED = "We can't record the data flow of Python values"  # torch, of a number taken out of a tensor
+_TORCH = Path(torch.__file__).parent  # what torch's own layers do was meant for tracing; or it is found below
+_WAYS_OUT = "--script keeps branches and loops, and --format export refuses those it can't keep"
+
+
+def trace(module: torch.nn.Module, example: Tensors, say: Say) -> torch.jit.ScriptModule:
+    """The module traced on the example. It gives what the module gives, also for other values.
+
+    Results that TorchScript has no type for (dicts within others, None) come as one flat dict, under the
+    names that a signature has for them.
+
+    Raises:
+        ModelRefused: for other values of the inputs the trace answers otherwise.
+        Exception: whatever torch's tracer has to say.
+    """
+    with torch.no_grad():
+        is_plain = _is_plain(module(*_copies(example)))
+        with _baked() as places:
+            made: Any = torch.jit.trace(  # type: ignore[no-untyped-call]
+                module if is_plain else _Flat(module), _copies(example), strict=False, check_trace=False
+            )
+    _refuse_other_answers(module, made, example)
+    if places:
+        say(
+            f"tracing fixed values that the model's code takes out of tensors, in {_places(len(places))} "
+            f"(first: {places[0]}); a few others were tried and answered right; {_WAYS_OUT}"
+        )
+    traced: torch.jit.ScriptModule = made
+    return traced
+
+
+def tell_unused(module: torch.nn.Module, frozen: torch.jit.ScriptModule, example: Tensors, say: Say) -> None:
+    """Say which inputs the graph does not use.
+
+    Raises:
+        ModelRefused: the module does use one, for what the trace took for a constant.
+    """
+    graph: Any = frozen.graph
+    values = list(graph.inputs())[1:]  # the first is the module itself
+    for index, (name, value) in enumerate(zip(input_names(module, len(values)), values, strict=True)):
+        if value.uses():
+            continue
+        if _matters(module, example, index):
+            raise ModelRefused(
+                f"tracing took the input {name!r} for a constant that no request could change; {_WAYS_OUT}"
+            )
+        say(f"the answer does not depend on the input {name!r}, which clients must send all the same")
+
+
+class _Flat(torch.nn.Module):
+    """A module with its results in one dict, by their names."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What `run_on` gives."""
+        return dict(named_results(self.module(*inputs)))
+
+
+def _is_plain(result: Any) -> bool:
+    """Whether TorchScript has a type for it."""
+    if isinstance(result, dict):
+        return all(isinstance(item, torch.Tensor) for item in result.values())
+    if isinstance(result, (tuple, list)):
+        return all(_is_plain(item) for item in result)
+    return isinstance(result, torch.Tensor)
+
+
+@contextmanager
+def _baked() -> Iterator[list[str]]:
+    """The list fills, when the block is left, with what was taken out of tensors within it, and where."""
+    places: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", torch.jit.TracerWarning)  # type: ignore[attr-defined]
+        yield places
+    for warning in caught:
+        if _BAKED in str(warning.message) and not Path(warning.filename).is_relative_to(_TORCH):
+            what = str(warning.message).partition(" might cause")[0]
+            places.append(f"{what[:1].lower()}{what[1:]}, {warning.filename}:{warning.lineno}")
+
+
+def _refuse_other_answers(module: torch.nn.Module, made: torch.jit.ScriptModule, example: Tensors) -> None:
+    for variation in VARIATIONS:
+        inputs = tuple(variation(tensor) for tensor in example)
+        try:
+            wanted = _seeded(module, inputs)
+        except ModelRefused:
+            continue  # values that the model does not take
+        if _differ(wanted, _answers_or_none(module, inputs)):
+            return  # it keeps state; `signature_of` tells that
+        if _differ(wanted, _answers_or_none(made, inputs)):
+            raise ModelRefused(
+                "tracing kept the branches and loops that the example takes, and for other values of the "
+                f"inputs the model takes others; {_WAYS_OUT}"
+            )
+
+
+def _matters(module: torch.nn.Module, example: Tensors, index: int) -> bool:
+    wanted = _seeded(module, example)
+    for variation in VARIATIONS:
+        inputs = (*example[:index], variation(example[index]), *example[index + 1 :])
+        if _differ(wanted, _answers_or_none(module, inputs)):
+            return True
+    return False
+
+
+def _answers_or_none(module: torch.nn.Module, inputs: Tensors) -> Named | None:
+    try:
+        return _seeded(module, inputs)
+    except ModelRefused:
+        return None
+
+
+def _seeded(module: torch.nn.Module, inputs: Tensors) -> Named:
+    """What the module answers when its random numbers are always the same."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        return run_on(module, inputs)
+
+
+def _differ(wanted: Named, found: Named | None) -> bool:
+    if found is None or len(found) != len(wanted):
+        return True
+    return any(EXACT.differs(one, other) for (_, one), (_, other) in zip(wanted, found, strict=True))
+
+
+def _copies(example: Tensors) -> Tensors:
+    return tuple(tensor.clone() for tensor in example)  # the model may change what it is given
+
+
+def _places(count: int) -> str:
+    return "one place" if count == 1 else f"{count} places"
