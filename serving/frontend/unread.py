@@ -8,7 +8,9 @@ import logging
 import struct
 import termios
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import TypeVar
+
+from torchere.serving.frontend.stalls import Stalls
 
 UNREAD_TIMEOUT_S = 150.0  # between two looks: what was not taken at all from one to the next is given up
 
@@ -34,45 +36,25 @@ def untaken_bytes(transport: asyncio.WriteTransport) -> int | None:
     return transport.get_write_buffer_size() + int(in_kernel)
 
 
-class Unread(Generic[T]):
+class Unread(Stalls[None, T]):
     """Gives up what a client stopped reading, and would hold for ever. Used on the event loop only.
 
-    Looks now and then while something is held back, rather than counting what goes out; so a client has
-    between one and two `UNREAD_TIMEOUT_S`.
+    A client has between one and two `UNREAD_TIMEOUT_S`.
 
     Args:
         held_back: None when nothing waits for the client, else what changes as soon as it takes a byte.
-        give_up: ends the connection, or the call; gets what was held back.
+        give_up: ends the connection; gets what was held back.
     """
 
+    __slots__ = ()
+
     def __init__(self, held_back: Callable[[], T | None], give_up: Callable[[T], None]) -> None:
-        self._held_back = held_back
-        self._give_up = give_up
-        self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
-        self._is_over = False
+        def waiting() -> dict[None, T]:
+            held = held_back()
+            return {} if held is None else {None: held}
 
-    def watch(self) -> None:
-        """Something may be held back from now on; said again, it means nothing more."""
-        if self._timer is None:
-            self._look_later()
-
-    def stop(self) -> None:
-        """The connection is gone."""
-        self._is_over = True
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _look_later(self) -> None:
-        if not self._is_over:
-            self._timer = self._loop.call_later(UNREAD_TIMEOUT_S, self._look, self._held_back())
-
-    def _look(self, before: T | None) -> None:
-        self._timer = None
-        now = self._held_back()
-        if now is None:
-            return
-        if now == before:
+        def stalled(held: dict[None, T]) -> None:
             logger.info("a client took nothing of its answer for %g s: given up", UNREAD_TIMEOUT_S)
-            self._give_up(now)
-        self._look_later()
+            give_up(held[None])
+
+        super().__init__(UNREAD_TIMEOUT_S, waiting, stalled)

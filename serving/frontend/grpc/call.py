@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from google.protobuf.message import DecodeError
 
@@ -15,7 +16,7 @@ from torchere.serving.frontend.access_log import access_log
 from torchere.serving.frontend.call_scope import current_call
 from torchere.serving.frontend.grpc.errors import Table, failure
 from torchere.serving.frontend.http2.header_blocks import Metadata
-from torchere.serving.frontend.http2.messages import MessageFailed, Received
+from torchere.serving.frontend.http2.messages import INFLATED_IN_THREAD_BYTES, MessageFailed, Packed, Received
 from torchere.serving.frontend.http2.status import StatusCode
 from torchere.serving.frontend.http2.stream import Encoded, Stream
 from torchere.serving.telemetry.timeline import Timeline
@@ -57,7 +58,7 @@ class Call:
         self.deadline_s = NO_DEADLINE if timeout_s is None else self.started_s + timeout_s
         self.metadata: Metadata = stream.head.metadata
         self.timeline: Timeline | None = None
-        self._message: Received | None = None  # the client's, where a call has one
+        self._message: Received | Packed | None = None  # the client's, where a call has one
 
     def decoded(self, message: Received) -> Any:
         """A message of the client.
@@ -123,12 +124,13 @@ class OneRequest(Call, ABC):
     """The receiving half of a call with one message of the client's."""
 
     __slots__ = ()
+    takes_one: ClassVar[bool] = True
 
     @abstractmethod
     def begin(self, request: Any) -> None:
         """There is all that the client sends."""
 
-    def message(self, message: Received) -> None:
+    def message(self, message: Received | Packed) -> None:
         """The client's message."""
         if self._message is None:
             self._message = message
@@ -137,13 +139,45 @@ class OneRequest(Call, ABC):
 
     def half_closed(self) -> None:
         """There is no more; begin."""
-        if self._message is None:
+        message = self._message
+        if message is None:
             self.flawed(StatusCode.INTERNAL, "found no message, expected one")
-            return
+        elif isinstance(message, Packed):
+            self._inflate(message)
+        else:
+            self._begin(message)
+
+    def _begin(self, message: Received) -> None:
         try:
-            request = self.decoded(self._message)
+            request = self.decoded(message)
         except MessageFailed as err:
             self.badly(err)
             return
-        self._message = b""
+        finally:
+            self._message = b""
+            self.stream.taken_all()
         self.begin(request)
+
+    def _inflate(self, message: Packed) -> None:
+        """Begin once it is inflated: on the way there it counts as what it is, not as what it becomes."""
+        try:
+            if len(message) > INFLATED_IN_THREAD_BYTES:
+                self.stream.holds(len(message))
+                inflating = asyncio.get_running_loop().run_in_executor(None, message.inflated)
+                inflating.add_done_callback(self._inflated)
+                return
+            inflated = message.inflated()
+        except MessageFailed as err:
+            self.badly(err)
+        else:
+            self._begin(inflated)
+
+    def _inflated(self, inflating: asyncio.Future[bytes]) -> None:
+        if inflating.cancelled() or self.stream.ended:
+            return  # its client is gone
+        try:
+            inflated = inflating.result()
+        except Exception as err:  # the top of a call: `badly` logs a bug
+            self.badly(err)
+        else:
+            self._begin(inflated)

@@ -6,13 +6,13 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from google.protobuf.message import Message
 
 from torchere.serving.frontend.call_scope import CallScope
 from torchere.serving.frontend.grpc.call import Call, Method, OneRequest
-from torchere.serving.frontend.http2.messages import Received
+from torchere.serving.frontend.http2.messages import Packed, Received
 from torchere.serving.frontend.http2.status import StatusCode
 from torchere.serving.frontend.http2.stream import Receiver, Stream
 from torchere.serving.types import NO_DEADLINE
@@ -21,7 +21,9 @@ Unary = Callable[[Any, Call], Awaitable[Any]]
 Answerer = Callable[["RunningCall", Any], Awaitable[None]]
 Streaming = Callable[[Any, Call], AsyncIterator[Any]]  # async generators, closed when a call ends early
 
-MESSAGES_AHEAD = 16  # of one call that wait to be taken; then its client has to wait
+# Of one call that wait to be taken; with either, its client has to wait.
+MESSAGES_AHEAD = 16
+BYTES_AHEAD = 2**20
 # How long after its deadline a call is ended from here. The data plane ends predictions on time, and counts
 # them; this is for calls that wait for something else.
 LATE_S = 0.1
@@ -91,19 +93,22 @@ class OneRequestCall(OneRequest, RunningCall):
 class ManyRequestsCall(RunningCall):
     """A call with any number of the client's messages, answered while they come."""
 
-    __slots__ = ("_coming", "_is_over", "_wanted")
+    __slots__ = ("_coming", "_coming_bytes", "_is_over", "_wanted")
+    takes_one: ClassVar[bool] = False
 
     def __init__(self, method: Method, stream: Stream, answer: Answerer, tasks: set[Any]) -> None:
         super().__init__(method, stream, answer, tasks)
-        self._coming: deque[Received] = deque()
+        self._coming: deque[Received | Packed] = deque()
+        self._coming_bytes = 0
         self._wanted: asyncio.Future[None] | None = None
         self._is_over = False
         self.run(self._requests(), many=True)
 
-    def message(self, message: Received) -> None:
+    def message(self, message: Received | Packed) -> None:
         """One of the client's messages."""
         self._coming.append(message)
-        if len(self._coming) >= MESSAGES_AHEAD:
+        self._coming_bytes += len(message)
+        if len(self._coming) >= MESSAGES_AHEAD or self._coming_bytes >= BYTES_AHEAD:
             self.stream.pause()
         self._wake()
 
@@ -115,12 +120,19 @@ class ManyRequestsCall(RunningCall):
     async def _requests(self) -> AsyncIterator[Message]:
         while True:
             while self._coming:
-                yield self.decoded(self._coming.popleft())
+                yield self.decoded(await self._next())
             if self._is_over:
                 return
             self.stream.resume()
             self._wanted = asyncio.get_running_loop().create_future()
             await self._wanted
+
+    async def _next(self) -> Received:
+        message = self._coming.popleft()
+        self._coming_bytes -= len(message)
+        plain = await message.unpacked() if isinstance(message, Packed) else message
+        self.stream.taken(len(message))
+        return plain
 
     def _wake(self) -> None:
         if self._wanted is not None and not self._wanted.done():

@@ -90,7 +90,7 @@ class GrpcServer:
         self._server.close()
         self._listening.leaving = True  # for connections that are in the middle of a TLS handshake
         for connection in list(self._listening.connections):
-            connection.drain()
+            connection.farewell.begin()
         await self._listening.emptied(grace_s)
         for connection in list(self._listening.connections):
             connection.abort()

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
+from torchere.serving.frontend import unread
 from torchere.serving.frontend.http2 import frames as f
+from torchere.serving.frontend.http2.chatter import Chatter
+from torchere.serving.frontend.http2.farewell import PING, Farewell
 from torchere.serving.frontend.http2.frame_reader import FrameReader, Piece
 from torchere.serving.frontend.http2.frames import ConnectionBroken, ErrorCode, StreamBroken
 from torchere.serving.frontend.http2.greeting import GREETING, MAX_STREAMS
@@ -20,15 +23,15 @@ from torchere.serving.frontend.http2.inflow import Inflow
 from torchere.serving.frontend.http2.listening import Listening
 from torchere.serving.frontend.http2.outflow import Outflow
 from torchere.serving.frontend.http2.stream import OVER, Stream
-from torchere.serving.frontend.unread import Unread
+from torchere.serving.frontend.http2.unfinished import Unfinished
+from torchere.serving.frontend.stalls import Stalls
 from torchere.serving.turn_writes import TurnWrites
 
 logger = logging.getLogger(__name__)
 
 PREFACE_TIMEOUT_S = 20.0
 MAX_UNREAD_BYTES = 32 * 2**20  # that wait in the socket's buffer while the client goes on asking
-FAREWELL_S = 1.0  # how long a client may take to hear that the connection ends, at each step of it
-_FAREWELL = b"farewell"
+SMALL_BYTES = 128  # less DATA for a call that is over moves nothing
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -40,16 +43,17 @@ class Connection(asyncio.BufferedProtocol):
         self._writes = TurnWrites()
         self.write = self._writes.write  # whole frames
         self.client: Any = None  # host and port; None over a Unix socket
-        self._unread = Unread(lambda: self.outflow.held_back(self._streams, self._transport), self._stalled)
+        self.close = self._writes.close  # once what was written is out
+        self._streams: dict[int, Stream] = {}
+        self._unread = Stalls(unread.UNREAD_TIMEOUT_S, self._waiting, self._unread_too_long)
         self.outflow = Outflow(self._writes.write_all, self.finished, self._unread.watch)
         self.inflow = Inflow(self._writes.write)
+        self.unfinished = Unfinished(self._streams, listening.receive_limit_bytes)
+        self.chatter = Chatter(self.outflow)
+        self.farewell = Farewell(self, self._streams)
         self._reader = FrameReader(self)
-        self._streams: dict[int, Stream] = {}
         self._heads = HeadReader()
-        self._last_id = 0
-        self._last_taken: int | None = None  # of the streams; None: more are taken
-        self._leaving = False
-        self._linger_s = FAREWELL_S  # it stays open behind its last call, unless the client heard
+        self.last_id = 0  # of the streams that were begun
         self._timers: list[asyncio.TimerHandle] = []
         self._on = {
             f.RST_STREAM: self._reset,
@@ -65,22 +69,22 @@ class Connection(asyncio.BufferedProtocol):
         self._writes.begin(self._transport)
         self.client = transport.get_extra_info("peername") or None
         self.listening.connections.add(self)
-        self._later(PREFACE_TIMEOUT_S, self._ungreeted)
+        self.later(PREFACE_TIMEOUT_S, self._ungreeted)
         if (age_s := self.listening.age_s()) is not None:
-            self._later(age_s, self._grow_old)
+            self.later(age_s, self._grow_old)
         self.write(GREETING)
         if self.listening.leaving:
-            self.drain()
+            self.farewell.begin()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone, from either side."""
         self.listening.lost(self)
         self._unread.stop()
+        self.unfinished.stop()
         for timer in self._timers:
             timer.cancel()
         while self._streams:
-            _, stream = self._streams.popitem()
-            self._lose(stream)
+            self._lose(self._streams.popitem()[1])
 
     def pause_writing(self) -> None:
         """The socket's buffer is full."""
@@ -103,32 +107,30 @@ class Connection(asyncio.BufferedProtocol):
         try:
             self._reader.feed(self.listening.landing[:nbytes])
         except ConnectionBroken as broken:
-            self._break_down(broken.code, str(broken))
+            self.farewell.at_once(broken.code, str(broken))
         except Exception:  # the top of everything a client sends: a bug is logged, and costs one connection
             logger.exception("a gRPC connection failed unexpectedly")
-            self._break_down(ErrorCode.INTERNAL_ERROR, "internal error")
+            self.farewell.at_once(ErrorCode.INTERNAL_ERROR, "internal error")
         self._writes.flush()
 
     # The streams' side
 
     def finished(self, stream: Stream) -> None:
         """The answer to a call has gone out whole."""
+        self.chatter.answers += 1
         if stream.remote_open:  # the client may stop sending
             self.write(f.reset_stream(stream.id, ErrorCode.NO_ERROR))
         self._forget(stream)
         stream.receiver = OVER  # or the two would hold each other, and the request, until a collector comes
 
-    def drain(self) -> None:
-        """Tell the client to take its next calls elsewhere, and close once those here are answered.
+    @property
+    def is_closing(self) -> bool:
+        """Whether nothing goes out any more."""
+        return self._transport.is_closing()
 
-        Calls that cross with the news are still taken: only when the client has answered a ping behind it, or
-        did not for `FAREWELL_S`, is it told which call was the last one (RFC 9113, 6.8).
-        """
-        if self._leaving or self._transport.is_closing():
-            return
-        self._leaving = True
-        self.write(f.goaway(f.MAX_STREAM_ID, ErrorCode.NO_ERROR) + f.frame(f.PING, 0, 0, _FAREWELL))
-        self._later(FAREWELL_S, self._take_no_more)
+    def later(self, delay_s: float, act: Callable[[], None]) -> None:
+        """Have something done, unless the connection is gone by then."""
+        self._timers.append(asyncio.get_running_loop().call_later(delay_s, act))
 
     def abort(self) -> None:
         """Close now; calls that run are given up."""
@@ -138,23 +140,24 @@ class Connection(asyncio.BufferedProtocol):
 
     def counted(self, stream_id: int, size: int, empty: int) -> None:
         """DATA begins."""
-        for _ in range(empty):
-            self.inflow.count_chatter()
-        if not stream_id or stream_id > self._last_id:
+        if empty:
+            self.chatter.count(empty)
+        if not stream_id or stream_id > self.last_id:
             raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, f"DATA on stream {stream_id}, which is idle")
         self.inflow.take(self._streams.get(stream_id), size)
 
     def data(self, stream_id: int, pieces: Sequence[Piece], *, is_last: bool) -> None:
         """Pieces of a call's messages."""
         stream = self._streams.get(stream_id)
-        if stream is None:
-            return  # it was answered, or given up, while this was on its way
-        if not stream.remote_open:
+        if stream is None:  # it was answered, or given up, while this was on its way
+            if sum(map(len, pieces)) < SMALL_BYTES:
+                self.chatter.count()
+        elif not stream.remote_open:
             self._break_stream(StreamBroken(stream_id, ErrorCode.STREAM_CLOSED, "DATA after the end"))
-        elif stream.receive_window < 0:
+        elif stream.came_bytes > stream.allowed_bytes:
             self._break_stream(StreamBroken(stream_id, ErrorCode.FLOW_CONTROL_ERROR, "DATA without leave"))
         else:
-            stream.take(pieces)
+            stream.take(pieces, is_last=is_last)
             if is_last:
                 stream.half_close()
             else:
@@ -170,26 +173,29 @@ class Connection(asyncio.BufferedProtocol):
         if stream is not None:
             self._trailers(stream, is_last=is_last)
             return
-        if stream_id <= self._last_id:
+        if stream_id <= self.last_id:
             if request.method:
                 raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, f"stream {stream_id} begins too late")
-            return  # trailers of a call that was answered early
-        self._last_id = stream_id
-        if self._last_taken is not None or len(self._streams) >= MAX_STREAMS:
+            self.chatter.count()  # trailers of a call that was answered early
+            return
+        self.last_id = stream_id
+        if self.farewell.last_taken is not None or len(self._streams) >= MAX_STREAMS:
             self.write(f.reset_stream(stream_id, ErrorCode.REFUSED_STREAM))  # clients may send it again
             return
         stream = Stream(self, stream_id, request, self.outflow.initial_window)
         stream.remote_open = not is_last
         self._streams[stream_id] = stream
         stream.receiver = self.listening.open_call(stream)
-        if is_last and not stream.ended:
+        if not is_last:
+            self.unfinished.watch()
+        elif not stream.ended:
             stream.receiver.half_closed()
 
     def control(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
         """A frame that is neither data nor headers; kinds that are not known mean nothing (RFC 9113, 4.1)."""
         take = self._on.get(kind)
         if take is None:
-            self.inflow.count_chatter()
+            self.chatter.count()
             return
         try:
             take(flags, stream_id, payload)
@@ -204,51 +210,56 @@ class Connection(asyncio.BufferedProtocol):
 
     def _reset(self, flags: int, stream_id: int, payload: bytes) -> None:
         f.read_u32(payload)
-        if not stream_id or stream_id > self._last_id:
+        if not stream_id or stream_id > self.last_id:
             raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, f"RST_STREAM on stream {stream_id}")
+        stream = self._streams.get(stream_id)
+        if stream is None or not stream.brought:
+            self.chatter.count()
         self._give_up(stream_id)
 
     def _settings(self, flags: int, stream_id: int, payload: bytes) -> None:
         if stream_id or (flags & f.ACK and payload):
             raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "SETTINGS where none can be")
-        self.inflow.count_chatter()
+        self.chatter.count()
         if not flags & f.ACK:
             self.write(f.frame(f.SETTINGS, f.ACK, 0))  # before what goes out by the new settings
             self.outflow.configure(payload, list(self._streams.values()))
 
     def _ping(self, flags: int, stream_id: int, payload: bytes) -> None:
-        if stream_id or len(payload) != len(_FAREWELL):
+        if stream_id or len(payload) != len(PING):
             raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, "a PING must be 8 bytes on stream 0")
-        self.inflow.count_chatter()
+        self.chatter.count()
         if not flags & f.ACK:
             self.write(f.frame(f.PING, f.ACK, 0, payload))
-        elif self._leaving and payload == _FAREWELL:
-            self._linger_s = 0.0
-            self._take_no_more()
+        else:
+            self.farewell.heard(payload)
 
     def _goaway(self, flags: int, stream_id: int, payload: bytes) -> None:
-        self._leaving = True  # the client begins no more calls
-        self._linger_s = 0.0
-        self._last_taken = self._last_id
-        self._close_if_done()
+        self.chatter.count()
+        self.farewell.returned()
 
     def _window_update(self, flags: int, stream_id: int, payload: bytes) -> None:
         increment = f.read_u32(payload)
+        sends = self.outflow.sends
         if not stream_id:
             self.outflow.widen(increment)
-        elif stream_id > self._last_id:
+        elif stream_id > self.last_id:
             raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE on a stream that is idle")
         elif (stream := self._streams.get(stream_id)) is not None:
             self.outflow.widen_stream(stream, increment)
+        if self.outflow.sends == sends:
+            self.chatter.count()
 
-    def _later(self, delay_s: float, act: Callable[[], None]) -> None:
-        self._timers.append(asyncio.get_running_loop().call_later(delay_s, act))
+    def _waiting(self) -> dict[int, tuple[int, int]]:
+        return self.outflow.waiting(self._streams, self._transport)
 
-    def _stalled(self, held: tuple[int, int, int]) -> None:
-        if held[0]:
-            self._break_stream(StreamBroken(held[0], ErrorCode.CANCEL, "its answer is not read"))
-        else:
+    def _unread_too_long(self, waiting: Collection[int]) -> None:
+        logger.info("a client took nothing of what waits for it (%d times): given up", len(waiting))
+        if 0 in waiting:
             self.abort()
+            return
+        for stream_id in waiting:
+            self._end_stream(StreamBroken(stream_id, ErrorCode.CANCEL, "its answer is not read"))
 
     def _give_up(self, stream_id: int) -> None:
         stream = self._streams.get(stream_id)
@@ -262,38 +273,27 @@ class Connection(asyncio.BufferedProtocol):
         stream.receiver = OVER
 
     def _break_stream(self, broken: StreamBroken) -> None:
+        """A client may not have any number of calls ended by breaking their rules."""
+        self.chatter.count()
+        self._end_stream(broken)
+
+    def _end_stream(self, broken: StreamBroken) -> None:
         logger.debug("gRPC stream %d from %s: %s", broken.stream_id, self.client, broken)
         self.write(f.reset_stream(broken.stream_id, broken.code))
         self._give_up(broken.stream_id)
 
-    def _break_down(self, code: ErrorCode, message: str) -> None:
-        logger.debug("gRPC connection from %s: %s", self.client, message)
-        last_id = self._last_id if self._last_taken is None else self._last_taken
-        self.write(f.goaway(last_id, code, message))
-        self._writes.close()
-        self._later(FAREWELL_S, self.abort)  # it may not even read that
-
     def _forget(self, stream: Stream) -> None:
         self._streams.pop(stream.id, None)
         self.outflow.forget(stream)
-        if self._last_taken is not None:
-            self._close_if_done()
-
-    def _take_no_more(self) -> None:
-        if self._last_taken is None and not self._transport.is_closing():
-            self._last_taken = self._last_id
-            self.write(f.goaway(self._last_id, ErrorCode.NO_ERROR))
-            self._close_if_done()
-
-    def _close_if_done(self) -> None:
-        if self._last_taken is not None and not self._streams:
-            # Calls of a client that did not hear are refused, for it to send again, and not lost.
-            self._later(self._linger_s, self._writes.close)
+        if stream.held_bytes:
+            self.unfinished.let_go(stream, stream.held_bytes)
+        if self.farewell.last_taken is not None:
+            self.farewell.close_if_done()
 
     def _grow_old(self) -> None:
-        self.drain()
+        self.farewell.begin()
         if self.listening.age_grace_s is not None:
-            self._later(self.listening.age_grace_s, self.abort)
+            self.later(self.listening.age_grace_s, self.abort)
 
     def _ungreeted(self) -> None:
         if not self._reader.greeted:

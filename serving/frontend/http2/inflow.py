@@ -1,8 +1,7 @@
-"""What a client may send on a connection, and how often it may ask for nothing (RFC 9113, 5.2 and 10.5)."""
+"""What a client may send on a connection before it has to wait for leave (RFC 9113, 5.2)."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -13,21 +12,17 @@ if TYPE_CHECKING:
 
 STREAM_WINDOW_BYTES = 4 * 2**20  # of a message that may come before the client has to wait for leave
 CONNECTION_WINDOW_BYTES = 16 * 2**20  # of all streams together; four whole windows
-CHATTER = 1000  # frames that move nothing, within `CHATTER_S`; keepalives are one in seconds
-CHATTER_S = 10.0
 
 
 class Inflow:
     """The windows that one connection's client sends into. Lives on the event loop."""
 
-    __slots__ = ("_chatter", "_chatter_since_s", "_unread_bytes", "_window", "_write")
+    __slots__ = ("_unread_bytes", "_window", "_write")
 
     def __init__(self, write: Callable[[bytes], None]) -> None:
         self._write = write
         self._window = CONNECTION_WINDOW_BYTES
         self._unread_bytes = 0
-        self._chatter = 0
-        self._chatter_since_s = 0.0
 
     def take(self, stream: Stream | None, size: int) -> None:
         """A DATA frame came. The connection as a whole gets new leave at once; a stream may have to wait.
@@ -44,27 +39,12 @@ class Inflow:
             self._write(window_update(0, self._unread_bytes))
             self._unread_bytes = 0
         if stream is not None:
-            stream.receive_window -= size
-            stream.unread_bytes += size
+            stream.came_bytes += size
 
     def give_leave(self, stream: Stream) -> None:
         """Let a client send on, once it has used up half of a stream's window."""
-        unread = stream.unread_bytes
-        if unread >= STREAM_WINDOW_BYTES // 2 and stream.remote_open and not stream.paused:
-            stream.unread_bytes = 0
-            stream.receive_window += unread
-            self._write(window_update(stream.id, unread))
-
-    def count_chatter(self) -> None:
-        """A frame came that moves nothing.
-
-        Raises:
-            ConnectionBroken: it is one too many.
-        """
-        self._chatter += 1
-        if self._chatter < CHATTER:
-            return
-        now_s = time.monotonic()
-        if now_s - self._chatter_since_s < CHATTER_S:
-            raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, "too many frames that move nothing")
-        self._chatter, self._chatter_since_s = 0, now_s
+        left_bytes = stream.allowed_bytes - stream.came_bytes
+        if left_bytes <= STREAM_WINDOW_BYTES // 2 and stream.remote_open and not stream.paused:
+            increment = STREAM_WINDOW_BYTES - left_bytes
+            stream.allowed_bytes += increment
+            self._write(window_update(stream.id, increment))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import zlib
+from collections.abc import Sequence
 
 from torchere.serving.frontend.alignment import room_before
 from torchere.serving.frontend.http2.status import StatusCode
@@ -10,6 +12,8 @@ from torchere.serving.frontend.http2.status import StatusCode
 PREFIX_BYTES = 5
 # Window bits of zlib: 15 is a zlib stream, 16 more a gzip one.
 _WINDOW_BITS = {"gzip": 31, "deflate": 15}
+# zlib lets go of the GIL; above this the loop would wait longer than a thread costs: it may inflate to 1 MiB.
+INFLATED_IN_THREAD_BYTES = 1024
 
 Received = bytes | memoryview
 
@@ -20,6 +24,49 @@ class MessageFailed(Exception):
     def __init__(self, code: StatusCode, message: str) -> None:
         super().__init__(message)
         self.code = code
+
+
+class Packed:
+    """A message as it came, compressed: as long as it waits, it takes no more memory than its client sent."""
+
+    __slots__ = ("_encoding", "_limit_bytes", "_message")
+
+    def __init__(self, message: Received, encoding: str, limit_bytes: int) -> None:
+        self._message = message
+        self._encoding = encoding
+        self._limit_bytes = limit_bytes
+
+    def __len__(self) -> int:
+        return len(self._message)
+
+    async def unpacked(self) -> bytes:
+        """As `inflated`, in a thread if it takes its time."""
+        if len(self) <= INFLATED_IN_THREAD_BYTES:
+            return self.inflated()
+        return await asyncio.to_thread(self.inflated)
+
+    def inflated(self) -> bytes:
+        """The message itself. From any thread.
+
+        Raises:
+            MessageFailed: it is longer than the limit, or is compressed in a way that is not known.
+        """
+        bits = _WINDOW_BITS.get(self._encoding)
+        if bits is None:
+            raise MessageFailed(
+                StatusCode.INTERNAL if self._encoding == "identity" else StatusCode.UNIMPLEMENTED,
+                f"a message is compressed, and grpc-encoding is {self._encoding[:100]!r}; "
+                "expected gzip or deflate",
+            )
+        inflating = zlib.decompressobj(bits)
+        try:
+            inflated = inflating.decompress(self._message, self._limit_bytes + 1)
+        except zlib.error as err:
+            raise MessageFailed(StatusCode.INTERNAL, f"a message is no {self._encoding}: {err}") from err
+        _check(len(inflated), self._limit_bytes)
+        if not inflating.eof:
+            raise MessageFailed(StatusCode.INTERNAL, f"a message is no whole {self._encoding}")
+        return inflated
 
 
 class MessageReader:
@@ -45,11 +92,11 @@ class MessageReader:
         """Whether nothing of a further message has come."""
         return self._want < 0 and not self._prefix
 
-    def feed(self, piece: bytes | memoryview) -> list[Received]:
+    def feed(self, piece: bytes | memoryview) -> Sequence[Received | Packed]:
         """Take in what came; returns the messages that are whole now. The piece is not kept.
 
         Raises:
-            MessageFailed: a message is longer than the limit, or is compressed in a way that is not known.
+            MessageFailed: a message is longer than the limit.
         """
         size = len(piece)
         if len(self._message) + size < self._want:
@@ -58,13 +105,13 @@ class MessageReader:
         if self._want < 0 and not self._prefix and size >= PREFIX_BYTES:
             length = int.from_bytes(piece[1:PREFIX_BYTES], "big")
             if size == PREFIX_BYTES + length and not piece[0]:
-                self._check(length)
+                _check(length, self._limit_bytes)
                 return [bytes(piece[PREFIX_BYTES:])]  # as nearly all come
         return self._split(piece)
 
-    def _split(self, piece: bytes | memoryview) -> list[Received]:
+    def _split(self, piece: bytes | memoryview) -> list[Received | Packed]:
         """What came holds the end of a message, or the beginning of one."""
-        messages: list[Received] = []
+        messages: list[Received | Packed] = []
         while piece:
             if self._want < 0:
                 missing = PREFIX_BYTES - len(self._prefix)
@@ -82,38 +129,21 @@ class MessageReader:
 
     def _begin(self) -> None:
         length = int.from_bytes(self._prefix[1:], "big")
-        self._check(length)
+        _check(length, self._limit_bytes)
         self._compressed = bool(self._prefix[0])
         self._before = room_before(length)
         self._prefix, self._want = b"", self._before + length
         self._message = bytearray(self._before)
 
-    def _finished(self) -> Received:
+    def _finished(self) -> Received | Packed:
         message = memoryview(self._message)[self._before :]
         self._message, self._want = bytearray(), -1
-        return self._inflated(message) if self._compressed else message
+        return Packed(message, self._encoding, self._limit_bytes) if self._compressed else message
 
-    def _check(self, length: int) -> None:
-        if length > self._limit_bytes:
-            raise MessageFailed(
-                StatusCode.RESOURCE_EXHAUSTED,
-                f"SERVER: Received message larger than max ({length} vs. {self._limit_bytes})",
-            )
 
-    def _inflated(self, message: memoryview) -> bytes:
-        bits = _WINDOW_BITS.get(self._encoding)
-        if bits is None:
-            raise MessageFailed(
-                StatusCode.INTERNAL if self._encoding == "identity" else StatusCode.UNIMPLEMENTED,
-                f"a message is compressed, and grpc-encoding is {self._encoding[:100]!r}; "
-                "expected gzip or deflate",
-            )
-        inflating = zlib.decompressobj(bits)
-        try:
-            inflated = inflating.decompress(message, self._limit_bytes + 1)
-        except zlib.error as err:
-            raise MessageFailed(StatusCode.INTERNAL, f"a message is no {self._encoding}: {err}") from err
-        self._check(len(inflated))
-        if not inflating.eof:
-            raise MessageFailed(StatusCode.INTERNAL, f"a message is no whole {self._encoding}")
-        return inflated
+def _check(length: int, limit_bytes: int) -> None:
+    if length > limit_bytes:
+        raise MessageFailed(
+            StatusCode.RESOURCE_EXHAUSTED,
+            f"SERVER: Received message larger than max ({length} vs. {limit_bytes})",
+        )

@@ -39,7 +39,7 @@ class Outflow:
 
     __slots__ = (
         *("_finished", "_hold", "_table_note", "_waiting", "_window", "_write"),
-        *("frame_bytes", "initial_window", "sent_bytes", "stopped"),
+        *("frame_bytes", "initial_window", "sends", "sent_bytes", "stopped"),
     )
 
     def __init__(
@@ -56,7 +56,7 @@ class Outflow:
         self.initial_window = DEFAULT_WINDOW  # of streams, as the client said
         self.frame_bytes = DEFAULT_FRAME_BYTES
         self.stopped = False  # the socket takes no more for now
-        self.sent_bytes = 0  # that had to wait, or were long
+        self.sends = self.sent_bytes = 0  # of what had to wait, or was long, or one of several
         self._table_note = b""  # what the next header block has to begin with
 
     def take_room(self, stream: Stream, size: int) -> bool:
@@ -107,6 +107,7 @@ class Outflow:
         if buffers:
             self._write(buffers)
         if sent:
+            self.sends += 1
             self.sent_bytes += sent
             stream.sent(sent)
         if is_last:
@@ -148,18 +149,25 @@ class Outflow:
             # To the end of the line, or the first stream would have all of each new window.
             self.pump(self._waiting.pop(next(iter(self._waiting))))
 
-    def held_back(
+    def waiting(
         self, streams: Mapping[int, Stream], transport: asyncio.WriteTransport
-    ) -> tuple[int, int, int] | None:
-        """What changes as soon as the client takes a byte of what waits for it; None when nothing does.
+    ) -> dict[int, tuple[int, int]]:
+        """What changes as soon as the client takes a byte, for each stream that waits for it to give leave.
 
-        First the stream whose own window it waits for; 0: the whole connection does.
+        Under 0 the same for the connection, while all of it waits: for leave, or for the socket.
         """
+        waiting = {
+            stream.id: (stream.sent_bytes, 0)
+            for stream in streams.values()
+            if stream.outbox and (stream.window <= 0 or not self.stopped)
+        }
         if self.stopped:
             untaken = untaken_bytes(transport)
-            return None if untaken is None else (0, self.sent_bytes, untaken)
-        waiting = next((stream.id for stream in streams.values() if stream.outbox), 0)
-        return (waiting if self._window > 0 else 0, self.sent_bytes, 0) if waiting else None
+            if untaken is not None:
+                waiting[0] = (self.sent_bytes, untaken)
+        elif waiting and self._window <= 0:
+            waiting[0] = (self.sent_bytes, 0)
+        return waiting
 
     def widen(self, increment: int) -> None:
         """The client takes in so much more on the whole connection.

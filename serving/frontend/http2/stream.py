@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from torchere.serving.frontend.http2.frame_reader import Piece
 from torchere.serving.frontend.http2.frames import DATA, END_HEADERS, END_STREAM, HEADERS, frame, head
@@ -17,7 +17,13 @@ from torchere.serving.frontend.http2.header_blocks import (
     status_block,
 )
 from torchere.serving.frontend.http2.inflow import STREAM_WINDOW_BYTES
-from torchere.serving.frontend.http2.messages import PREFIX_BYTES, MessageFailed, MessageReader, Received
+from torchere.serving.frontend.http2.messages import (
+    PREFIX_BYTES,
+    MessageFailed,
+    MessageReader,
+    Packed,
+    Received,
+)
 from torchere.serving.frontend.http2.status import StatusCode
 
 if TYPE_CHECKING:
@@ -30,9 +36,15 @@ _LAST = END_STREAM | END_HEADERS
 
 
 class Receiver(Protocol):
-    """Who answers one call. Its methods are called on the event loop, and must not raise."""
+    """Who answers one call. Its methods are called on the event loop, and must not raise.
 
-    def message(self, message: Received) -> None:
+    Attributes:
+        takes_one: nothing is answered before the client has sent all; else it may be silent between messages.
+    """
+
+    takes_one: ClassVar[bool]
+
+    def message(self, message: Received | Packed) -> None:
         """A message of the client is there."""
 
     def half_closed(self) -> None:
@@ -48,7 +60,9 @@ class Receiver(Protocol):
 class _Over:
     """Receives what still comes of a call that is over."""
 
-    def message(self, message: Received) -> None:
+    takes_one: ClassVar[bool] = False
+
+    def message(self, message: Received | Packed) -> None:
         """Too late."""
 
     def half_closed(self) -> None:
@@ -68,17 +82,9 @@ class Stream:
     """Answer it once: with `answer`, or with any number of `send` and one `end`. Lives on the event loop."""
 
     __slots__ = (
-        *("_drained", "_ended", "_head_sent", "_waiting_bytes", "connection", "head", "id", "outbox"),
-        *(
-            "paused",
-            "reader",
-            "receive_window",
-            "receiver",
-            "remote_open",
-            "trailers",
-            "unread_bytes",
-            "window",
-        ),
+        *("_drained", "_ended", "_head_sent", "_waiting_bytes", "allowed_bytes", "arrived_bytes", "brought"),
+        *("came_bytes", "connection", "head", "held_bytes", "id", "outbox", "paused", "reader", "receiver"),
+        *("remote_open", "sent_bytes", "trailers", "window"),
     )
 
     receiver: Receiver
@@ -89,10 +95,14 @@ class Stream:
         self.head = request
         self.reader = MessageReader(connection.listening.receive_limit_bytes, request.encoding)
         self.remote_open = True
-        self.receive_window = STREAM_WINDOW_BYTES  # what the client may send
-        self.unread_bytes = 0  # that came, and for which it got no new leave yet
+        self.allowed_bytes = STREAM_WINDOW_BYTES  # what the client may send in all, as it was told
+        self.came_bytes = 0  # of frames of DATA, in all; a frame counts when it begins
+        self.brought = False  # a whole message came
+        self.arrived_bytes = 0  # of messages, in all, before the call was whole; see `Unfinished`
+        self.held_bytes = 0  # of these, until the call is whole or the message taken
         self.paused = False  # nobody takes its messages: it gets no new leave
         self.window = window  # what the client takes in
+        self.sent_bytes = 0  # of answers that had to wait
         self.outbox: deque[bytes | memoryview] = deque()
         self.trailers: bytes | None = None  # the last header block, once it is known
         self._waiting_bytes = 0
@@ -105,14 +115,45 @@ class Stream:
         """Whether its answer is complete, as far as whoever answers is concerned."""
         return self._ended
 
-    def take(self, pieces: Sequence[Piece]) -> None:
+    @property
+    def owes(self) -> bool:
+        """Whether the call stands still until its client sends the rest of it."""
+        return (
+            self.remote_open
+            and not (self._ended or self.paused)
+            and (self.receiver.takes_one or not self.reader.at_message_end)
+        )
+
+    def take(self, pieces: Sequence[Piece], *, is_last: bool) -> None:
         """Bytes of the client's messages came."""
         try:
+            if not (is_last or self._ended):
+                self.connection.unfinished.hold(self, sum(map(len, pieces)))
             for piece in pieces:
                 for message in () if self._ended else self.reader.feed(piece):
+                    self.brought = True
                     self.receiver.message(message)
         except MessageFailed as err:
             self.receiver.flawed(err.code, str(err))
+
+    def taken(self, size: int) -> None:
+        """A message of so many bytes is not held for its client any more."""
+        if self.held_bytes:
+            self.connection.unfinished.let_go(self, PREFIX_BYTES + size)
+
+    def taken_all(self) -> None:
+        """The same for all that came of it."""
+        if self.held_bytes:
+            self.connection.unfinished.let_go(self, self.held_bytes)
+
+    def holds(self, size: int) -> None:
+        """So much is held for it, though it came whole.
+
+        Raises:
+            MessageFailed: there is no room for it.
+        """
+        if size > self.held_bytes:
+            self.connection.unfinished.hold(self, size - self.held_bytes)
 
     def half_close(self) -> None:
         """The client sends no more."""
@@ -197,6 +238,7 @@ class Stream:
 
     def sent(self, size: int) -> None:
         """So much of what waited went out."""
+        self.sent_bytes += size
         self._waiting_bytes -= size
         if self._waiting_bytes <= HIGH_WATER_BYTES:
             self._wake()

@@ -2,13 +2,16 @@
 
 import asyncio
 import contextlib
+import gzip
+import threading
+import tracemalloc
 from types import SimpleNamespace
 
 import grpc
 import pytest
 from google.protobuf.wrappers_pb2 import BytesValue
 from hpack import Encoder
-from hyperframe.frame import DataFrame, HeadersFrame, SettingsFrame
+from hyperframe.frame import DataFrame, HeadersFrame, RstStreamFrame, SettingsFrame
 
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.frontend.grpc import running
@@ -18,7 +21,7 @@ from torchere.serving.frontend.grpc.errors import MANAGEMENT
 from torchere.serving.frontend.grpc.running import one_to_one, to_many
 from torchere.serving.frontend.http2.connection import Connection
 from torchere.serving.frontend.http2.listening import Listening
-from torchere.serving.frontend.http2.messages import MessageFailed
+from torchere.serving.frontend.http2.messages import MessageFailed, Packed
 from torchere.serving.frontend.http2.status import StatusCode
 
 LIMIT = 8 * 2**20
@@ -290,7 +293,7 @@ def test_keepalives_of_a_client_are_answered():
         async with serving() as served, grpc.aio.insecure_channel(served.target, options) as channel:
             code, _ = await status_of(unary(SimpleNamespace(channel=channel), "hang", timeout=0.3))
             (connection,) = served.listening.connections
-            return code, connection.inflow._chatter
+            return code, connection.chatter._count
 
     code, pings = run(main())
     assert code is CODE.DEADLINE_EXCEEDED
@@ -398,9 +401,157 @@ def test_no_call_is_lost_when_a_connection_takes_no_more_without_a_word_before()
                     # By one of them only: grpcio sends a call that was not taken again, but only once.
                     if number == 0 and n % 20 == 10:
                         for connection in list(served.listening.connections):
-                            connection._take_no_more()
+                            connection.farewell.take_no_more()
                 return found
 
             return await asyncio.gather(*map(client, range(4)))
 
     assert run(main()) == [[b"%d" % n for n in range(100)]] * 4
+
+
+class Wire:
+    """A connection by the bytes: calls begun and not ended, as no client of grpcio's leaves them."""
+
+    def __init__(self, served):
+        self.served = served
+
+    async def __aenter__(self):
+        self.reader, self.writer = await asyncio.open_connection(*self.served.target.split(":"))
+        self.writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + SettingsFrame(0).serialize())
+        self.encoder = Encoder()
+        return self
+
+    async def __aexit__(self, *_):
+        self.writer.transport.abort()
+
+    def begin(self, stream_id, name, message):
+        head = [(":method", "POST"), (":path", f"/test.Service/{name}"), ("content-type", "application/grpc")]
+        block = self.encoder.encode([*head, ("grpc-encoding", "gzip")])
+        prefix = b"\1" + len(message).to_bytes(4, "big")
+        self.writer.write(HeadersFrame(stream_id, block, flags=["END_HEADERS"]).serialize())
+        self.writer.write(DataFrame(stream_id, prefix + message).serialize())
+
+    def end(self, stream_id):
+        self.writer.write(DataFrame(stream_id, flags=["END_STREAM"]).serialize())
+
+    async def connection(self, calls):
+        """The server's end, once so many calls have come."""
+        while not any(len(one._streams) == calls for one in self.served.listening.connections):
+            await asyncio.sleep(0)
+        return next(one for one in self.served.listening.connections if len(one._streams) == calls)
+
+
+BOMB = gzip.compress(BytesValue(value=bytes(6 * 2**20)).SerializeToString())
+
+
+@pytest.mark.parametrize("name", ["echo", "stuck"])
+def test_compressed_messages_of_calls_on_their_way_take_what_was_sent(name):
+    async def main():
+        async with serving() as served, Wire(served) as wire:
+            tracemalloc.start()
+            try:
+                for stream_id in range(1, 40, 2):
+                    wire.begin(stream_id, name, BOMB)
+                connection = await wire.connection(20)
+                while connection.unfinished.held_bytes < 20 * (len(BOMB) + 5):
+                    await asyncio.sleep(0)
+                return tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
+
+    assert run(main()) < 4 * 2**20
+
+
+def test_the_loop_goes_on_while_a_long_message_is_inflated(monkeypatch):
+    go_on, threads = threading.Event(), []
+    inflated = Packed.inflated
+
+    def slow(packed):
+        threads.append(threading.current_thread())
+        assert go_on.wait(10)
+        return inflated(packed)
+
+    monkeypatch.setattr(Packed, "inflated", slow)
+
+    async def main():
+        async with serving() as served, Wire(served) as wire:
+            wire.begin(1, "echo", BOMB)
+            wire.end(1)
+            connection = await wire.connection(1)
+            while not threads:
+                await asyncio.sleep(0)
+            other = (await unary(served, "echo")).value
+            held = connection.unfinished.held_bytes
+            go_on.set()
+            while connection.unfinished.held_bytes:
+                await asyncio.sleep(0)
+            return other, held
+
+    other, held = run(main())
+    assert other == b"m"
+    assert held >= len(BOMB)
+
+
+def test_a_call_given_up_while_its_message_is_inflated_is_not_begun(monkeypatch):
+    go_on, came = threading.Event(), threading.Event()
+    inflated = Packed.inflated
+
+    def slow(packed):
+        came.set()
+        assert go_on.wait(10)
+        return inflated(packed)
+
+    monkeypatch.setattr(Packed, "inflated", slow)
+
+    async def main():
+        async with serving() as served, Wire(served) as wire:
+            wire.begin(1, "hang", BOMB)
+            wire.end(1)
+            connection = await wire.connection(1)
+            while not came.is_set():
+                await asyncio.sleep(0)
+            wire.writer.write(RstStreamFrame(1, 8).serialize())
+            while connection._streams:
+                await asyncio.sleep(0)
+            go_on.set()
+            await asyncio.get_running_loop().shutdown_default_executor()
+            await asyncio.sleep(0)
+            return served.service.began.is_set(), served.tasks
+
+    assert run(main()) == (False, set())
+
+
+def test_a_compressed_message_that_is_none_ends_its_call_alone():
+    async def main():
+        async with serving() as served, Wire(served) as wire:
+            wire.begin(1, "echo", bytes(5000))
+            wire.end(1)
+            found = await wire.reader.readuntil(b"grpc-message")
+            return found[found.index(b"grpc-status") :][:14], (await unary(served, "echo")).value
+
+    assert run(main()) == (b"grpc-status\x0213", b"m")
+
+
+def test_a_client_with_few_long_messages_ahead_waits(monkeypatch):
+    monkeypatch.setattr(running, "BYTES_AHEAD", 1000)
+
+    async def main():
+        async with serving() as served:
+
+            async def requests():
+                yield BytesValue(value=bytes(400))
+                yield BytesValue(value=bytes(700))
+
+            call = both(served, "slow", requests())
+            while not served.listening.connections:
+                await asyncio.sleep(0)
+            (connection,) = served.listening.connections
+            while not connection._streams:
+                await asyncio.sleep(0)
+            (stream,) = connection._streams.values()
+            while not stream.paused:
+                await asyncio.sleep(0)
+            served.service.go.set()
+            return [answer.value async for answer in call]
+
+    assert run(main()) == [b"1100"]

@@ -62,6 +62,7 @@ class Receiver:
     def __init__(self, stream):
         self.stream = stream
         self.does = stream.head.path
+        self.takes_one = self.does != "/many"
         self.messages = []
         self.over = asyncio.Event()
         self.ended_by = ""

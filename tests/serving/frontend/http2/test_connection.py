@@ -6,7 +6,6 @@ import gc
 import tracemalloc
 
 import pytest
-from h2.settings import SettingCodes
 from hyperframe.frame import (
     ContinuationFrame,
     DataFrame,
@@ -243,15 +242,16 @@ def test_data_after_the_end_of_a_call_is_a_fault_of_that_call(run, http2):
 def test_ten_thousand_calls_begun_and_given_up_leave_nothing(run, http2):
     async def main():
         async with greeted(http2) as (served, wire):
+            message = DataFrame(1, http2.prefixed(b"m"), flags=["END_STREAM"]).serialize()
             reset = RstStreamFrame(1, 8).serialize()
-            wire.send(wire.calls("/flow", 100, reset), PingFrame(0, bytes(8)))
+            wire.send(wire.calls("/flow", 100, message, reset), PingFrame(0, bytes(8)))
             await wire.next(PingFrame)
             most = 0
             gc.collect()
             tracemalloc.start()
             try:
                 for begin in range(201, 20_001, 400):
-                    wire.send(wire.calls("/flow", 200, reset, first=begin))
+                    wire.send(wire.calls("/flow", 200, message, reset, first=begin))
                     wire.send(PingFrame(0, bytes(8)))
                     await wire.next(PingFrame)
                     most = max(most, len(asyncio.all_tasks()))
@@ -302,102 +302,6 @@ def test_pings_are_answered_with_what_they_say(run, http2):
             return answer.opaque_data, "ACK" in answer.flags
 
     assert run(main()) == (b"abcdefgh", True)
-
-
-def test_a_drain_takes_calls_that_cross_and_refuses_later_ones(run, http2, monkeypatch):
-    monkeypatch.setattr(module, "FAREWELL_S", 0.05)
-
-    async def main():
-        async with greeted(http2) as (served, wire):
-            wire.send(headers(wire, "/hold"))
-            while not served.calls:
-                await wire.frame()
-            (connection,) = served.listening.connections
-            connection.drain()
-            soft, ping = await wire.next(GoAwayFrame), await wire.next(PingFrame)
-            wire.send(
-                headers(wire, "/echo", 3), DataFrame(3, http2.prefixed(b"crossed"), flags=["END_STREAM"])
-            )
-            wire.send(PingFrame(0, ping.opaque_data, flags=["ACK"]))
-            crossed = await wire.next(DataFrame)
-            hard = await wire.next(GoAwayFrame)
-            wire.send(headers(wire, "/echo", 5, last=True))
-            refused = await wire.next(RstStreamFrame)
-            served.calls[0].stream.end()
-            rest = await wire.all()
-            return soft.last_stream_id, crossed.data[5:], hard, refused, [frame.stream_id for frame in rest]
-
-    soft, crossed, hard, refused, rest = run(main())
-    assert (soft, crossed) == (2**31 - 1, b"crossed")
-    assert (hard.last_stream_id, hard.error_code) == (3, 0)
-    assert (refused.stream_id, refused.error_code) == (5, 7)
-    assert set(rest) == {1}
-
-
-def test_a_drain_does_not_wait_long_for_a_client_that_answers_no_ping(run, http2, monkeypatch):
-    monkeypatch.setattr(module, "FAREWELL_S", 0.05)
-
-    async def main():
-        async with greeted(http2) as (served, wire):
-            await wire.next(SettingsFrame)
-            (connection,) = served.listening.connections
-            connection.drain()
-            connection.drain()  # once is enough
-            return [frame.last_stream_id for frame in await wire.all() if type(frame) is GoAwayFrame]
-
-    assert run(main()) == [2**31 - 1, 0]
-
-
-def test_a_connection_that_grows_old_is_drained_and_its_last_calls_get_their_grace(run, http2):
-    async def main():
-        async with greeted(http2, age_s=lambda: 0.05, age_grace_s=0.05) as (served, wire):
-            wire.send(headers(wire, "/hang"))
-            goaways = [frame.last_stream_id for frame in await wire.all() if type(frame) is GoAwayFrame]
-            await served.calls[0].over.wait()
-            return goaways, served.calls[0].ended_by
-
-    assert run(main()) == ([2**31 - 1], "gone")
-
-
-def test_a_connection_made_while_the_listener_leaves_is_drained(run, http2, monkeypatch):
-    monkeypatch.setattr(module, "FAREWELL_S", 0.05)
-
-    async def main():
-        async with http2.listener() as served:
-            served.listening.leaving = True
-            async with http2.wire(served) as wire:
-                wire.greet()
-                wire.send(PingFrame(0, b"farewell", flags=["ACK"]))
-                return [frame.last_stream_id for frame in await wire.all() if type(frame) is GoAwayFrame]
-
-    assert run(main()) == [2**31 - 1, 0]
-
-
-def test_a_client_that_says_goodbye_gets_its_last_answers(run, http2):
-    async def main():
-        async with greeted(http2) as (_, wire):
-            wire.send(headers(wire, "/echo"), GoAwayFrame(0, 0))
-            wire.send(DataFrame(1, http2.prefixed(b"last"), flags=["END_STREAM"]))
-            return [frame.data for frame in await wire.all() if type(frame) is DataFrame]
-
-    assert run(main()) == [http2.prefixed(b"last")]
-
-
-def test_a_broken_connection_ends_even_when_its_client_reads_nothing(run, http2, monkeypatch):
-    monkeypatch.setattr(module, "FAREWELL_S", 0.05)
-
-    async def main():
-        settings = {SettingCodes.INITIAL_WINDOW_SIZE: 2**30}
-        async with http2.listener(limit_bytes=2**26) as served, http2.peer(served, settings=settings) as peer:
-            peer.h2.increment_flow_control_window(2**30)
-            peer.begin("/hang", end=False)
-            await peer.round_trip()
-            served.calls[0].stream.send(bytes(2**25))
-            peer.writer.write(b"\0\0\0\3\0\0\0\0\1")  # a RST_STREAM of no bytes
-            await served.listening.emptied(10)
-            return served.calls[0].ended_by, len(served.listening.connections)
-
-    assert run(main()) == ("gone", 0)
 
 
 def test_a_bug_costs_one_connection_and_is_logged(run, http2, caplog, monkeypatch):

@@ -48,6 +48,8 @@ class FakeTransport:
 class Receiver:
     """Answers as the first message says, and counts how often it is told the end."""
 
+    takes_one = True
+
     def __init__(self, stream):
         self.stream, self.ends, self.messages = stream, 0, []
 
@@ -137,7 +139,7 @@ async def play(steps):
         elif step == "resume":
             connection.resume_writing()
         elif step == "drain":
-            connection.drain()
+            connection.farewell.begin()
         else:
             await asyncio.sleep(0)
     await asyncio.sleep(0)

@@ -5,15 +5,7 @@ import contextlib
 from socket import SO_SNDBUF, SOL_SOCKET
 
 import pytest
-from hyperframe.frame import (
-    DataFrame,
-    Frame,
-    GoAwayFrame,
-    HeadersFrame,
-    PingFrame,
-    RstStreamFrame,
-    SettingsFrame,
-)
+from hyperframe.frame import DataFrame, HeadersFrame, RstStreamFrame, SettingsFrame
 
 from torchere.serving.frontend.http2 import inflow
 from torchere.serving.frontend.http2.frames import ConnectionBroken
@@ -82,56 +74,6 @@ def test_a_paused_stream_gets_leave_when_it_is_resumed(run, http2):
             return before, call.ended_by, [len(message) for message in call.messages]
 
     assert run(main()) == (0, "half_closed", [5, 5 * 2**20])
-
-
-FLOODS = {
-    "ping": PingFrame(0, bytes(8)),
-    "ping answer": PingFrame(0, bytes(8), flags=["ACK"]),
-    "settings": SettingsFrame(0, {4: 100_000}),
-    "settings answer": SettingsFrame(0, flags=["ACK"]),
-    "empty data": DataFrame(1),
-    "padding alone": DataFrame(1, b"", pad_length=10, flags=["PADDED"]),
-    "priority": b"\0\0\5\2\0\0\0\0\1" + bytes(5),
-    "unknown": b"\0\0\0\xee\0\0\0\0\1",
-}
-
-
-@pytest.mark.parametrize("kind", list(FLOODS))
-def test_a_flood_of_frames_that_move_nothing_is_ended_calmly(run, http2, kind):
-    one = FLOODS[kind]
-    sent = one.serialize() if isinstance(one, Frame) else one
-
-    async def main():
-        async with http2.listener() as served, http2.wire(served) as wire:
-            wire.greet(HeadersFrame(1, wire.block("/hang"), flags=["END_HEADERS"]), sent * 2500)
-            goaway = await wire.next(GoAwayFrame)
-            return goaway.error_code
-
-    assert run(main()) == 11
-
-
-def test_empty_data_that_ends_calls_is_no_flood(run, http2):
-    async def main():
-        async with http2.listener() as served, http2.wire(served) as wire:
-            wire.greet()
-            end = DataFrame(1, flags=["END_STREAM"]).serialize()  # as node's client ends each call
-            wire.send(wire.calls("/refuse", 2100, end))
-            wire.send(HeadersFrame(6001, wire.block("/echo"), flags=["END_HEADERS"]))
-            wire.send(DataFrame(6001, http2.prefixed(b"m"), flags=["END_STREAM"]))
-            while (frame := await wire.frame()) is not None and type(frame) is not DataFrame:
-                assert type(frame) is not GoAwayFrame
-            return frame.data
-
-    assert run(main()) == http2.prefixed(b"m")
-
-
-def test_chatter_now_and_then_is_no_flood(monkeypatch):
-    now = iter(range(11, 100_000, 11))
-    monkeypatch.setattr(inflow.time, "monotonic", lambda: next(now))
-    flow = Inflow(lambda data: None)
-    for _ in range(20 * inflow.CHATTER):
-        flow.count_chatter()
-    assert flow._chatter == 0
 
 
 def test_a_client_that_asks_and_never_reads_is_cut_off(run, http2, monkeypatch):

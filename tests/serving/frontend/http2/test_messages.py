@@ -1,6 +1,8 @@
 """Messages put together again from any pieces."""
 
+import asyncio
 import gzip
+import threading
 import tracemalloc
 import zlib
 
@@ -10,7 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchere.serving.frontend.alignment import TENSOR_ALIGNMENT
-from torchere.serving.frontend.http2.messages import MessageFailed, MessageReader
+from torchere.serving.frontend.http2.messages import (
+    INFLATED_IN_THREAD_BYTES,
+    MessageFailed,
+    MessageReader,
+    Packed,
+)
 
 LIMIT = 20_000
 PACKED = {"gzip": gzip.compress, "deflate": zlib.compress}
@@ -22,7 +29,8 @@ def framed(message, flag=0):
 
 
 def read(reader, *pieces):
-    return [message for piece in pieces for message in reader.feed(piece)]
+    messages = [message for piece in pieces for message in reader.feed(piece)]
+    return [message.inflated() if isinstance(message, Packed) else message for message in messages]
 
 
 @given(st.lists(sizes, max_size=5), st.data())
@@ -60,7 +68,7 @@ def test_a_message_in_pieces_ends_where_a_tensor_may_end(length):
 
 def failure(encoding, sent):
     with pytest.raises(MessageFailed) as failed:
-        MessageReader(LIMIT, encoding).feed(sent)
+        read(MessageReader(LIMIT, encoding), sent)
     return failed.value.code, str(failed.value)
 
 
@@ -80,6 +88,30 @@ def test_a_bomb_is_refused_before_it_is_inflated_whole(encoding):
         assert tracemalloc.get_traced_memory()[1] < 50 * LIMIT
     finally:
         tracemalloc.stop()
+
+
+def test_a_compressed_message_takes_no_more_than_was_sent_until_somebody_wants_it():
+    size = 8 * 2**20
+    sent = framed(gzip.compress(bytes(size)), 1)
+    tracemalloc.start()
+    try:
+        (packed,) = MessageReader(size, "gzip").feed(sent)
+        assert tracemalloc.get_traced_memory()[1] < 4 * len(sent)
+    finally:
+        tracemalloc.stop()
+    assert len(packed) == len(sent) - 5
+    assert asyncio.run(packed.unpacked()) == bytes(size)
+
+
+@pytest.mark.parametrize(
+    ("packed_bytes", "is_aside"), [(INFLATED_IN_THREAD_BYTES, False), (INFLATED_IN_THREAD_BYTES + 1, True)]
+)
+def test_what_may_take_its_time_is_inflated_in_a_thread(monkeypatch, packed_bytes, is_aside):
+    threads = []
+    packed = Packed(bytes(packed_bytes), "gzip", LIMIT)
+    monkeypatch.setattr(Packed, "inflated", lambda self: threads.append(threading.current_thread()))
+    asyncio.run(packed.unpacked())
+    assert (threads[0] is not threading.main_thread()) == is_aside
 
 
 @pytest.mark.parametrize("encoding", list(PACKED))

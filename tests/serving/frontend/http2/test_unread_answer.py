@@ -90,3 +90,36 @@ def test_an_idle_connection_stays(run, http2):
             return await peer.call("/echo", b"again")
 
     assert run(main()).messages == [b"again"]
+
+
+def test_all_calls_whose_windows_stay_shut_are_given_up_together(run, http2):
+    async def main():
+        async with http2.listener() as served, http2.peer(served, settings={WINDOW: 0}, eats=False) as peer:
+            loop = asyncio.get_running_loop()
+            stalled = [peer.begin("/echo", bytes(90)) for _ in range(60)]
+            began_s = loop.time()
+            resets = [(await peer.answered(stream_id)).reset for stream_id in stalled]
+            return resets, loop.time() - began_s
+
+    resets, took_s = run(main())
+    assert resets == [ErrorCode.CANCEL] * 60
+    assert took_s < 10 * TIMEOUT_S
+
+
+def test_leave_for_one_call_does_not_keep_the_others(run, http2):
+    async def main():
+        async with http2.listener() as served, http2.peer(served, settings={WINDOW: 0}, eats=False) as peer:
+            read, stalled = peer.begin("/echo", bytes(90)), peer.begin("/echo", bytes(90))
+            while not peer.answers[stalled].over:
+                await asyncio.sleep(TIMEOUT_S / 4)
+                peer.h2.increment_flow_control_window(1, read)
+                await peer.round_trip()
+            so_far = bytes(peer.answers[read].data)
+            peer.h2.increment_flow_control_window(100, read)
+            peer.flush()
+            return peer.answers[stalled].reset, len(so_far), await peer.answered(read)
+
+    reset, so_far, answer = run(main())
+    assert reset == ErrorCode.CANCEL
+    assert 0 < so_far < 90
+    assert answer.messages == [bytes(90)]
