@@ -18,6 +18,9 @@ from torchere.serving.frontend.open_inference.json_request import parameter_valu
 from torchere.serving.frontend.open_inference.tensor_request import InputTensor, TensorRequest
 
 Members = dict[str, Any]
+_Plain = bool | int | float | str | None
+_decoder = msgspec.json.Decoder(dict[str, _Plain | list[_Plain] | dict[str, _Plain]])
+NAMED_BYTES = 65_536  # in a longer body the member that is wrong is not named
 _RESERVED = frozenset({"id", "parameters"})
 _IDENTITY = ("id", "model_name", "model_version")
 # What a value without a signature is taken for; bool first, since it is an int to Python.
@@ -30,10 +33,7 @@ def generate_request(body: bytes | memoryview, signature: Signature | None) -> T
     Raises:
         InvalidRequest: naming the field.
     """
-    try:
-        said: Any = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError) as err:
-        raise InvalidRequest(f"the request is no JSON: {err}") from err
+    said = _decode(body)
     if not isinstance(said, dict):
         raise InvalidRequest("the request: found no object, expected one with the inputs as members")
     parameters = said.get("parameters", {})
@@ -48,6 +48,19 @@ def generate_request(body: bytes | memoryview, signature: Signature | None) -> T
             datatype = DATATYPES[spec.datatype] if spec else _datatype(name, value)
             inputs.append(_input(name, value, datatype, len(spec.shape) if spec else 1))
     return TensorRequest(tuple(inputs), str(request_id), parameter_values(parameters))
+
+
+def _decode(body: bytes | memoryview) -> Any:
+    """The JSON of a body. What is nested deeper than any request is refused before all of it is made."""
+    try:
+        try:
+            return _decoder.decode(body)
+        except msgspec.ValidationError as err:
+            if len(body) > NAMED_BYTES:
+                raise InvalidRequest(f"the request: {err}") from err
+            return msgspec.json.decode(body)  # who reads it can name the member
+    except (msgspec.DecodeError, RecursionError) as err:
+        raise InvalidRequest(f"the request is no JSON: {err}") from err
 
 
 def generated(part: bytes) -> Members:

@@ -20,6 +20,7 @@ from torchere.serving.frontend.open_inference.tensor_request import (
 )
 
 _AT = re.compile(r" - at `\$\.?([^`]*)`$")  # how msgspec says which member is to blame
+BEGINNING_BYTES = 4096
 _OWN = frozenset({"binary_data_output"})  # parameters that end here
 
 
@@ -94,6 +95,14 @@ def looks_like_request(body: bytes | memoryview) -> bool:
     inputs = said.get("inputs") if isinstance(said, dict) else None
     first = inputs[0] if isinstance(inputs, list) and inputs else None
     return isinstance(first, dict) and "name" in first and bool({"datatype", "shape"} & first.keys())
+
+
+def begins_like_request(body: bytes | memoryview) -> bool:
+    """As `looks_like_request`, by the beginning: the whole of a long body would take long to read."""
+    text = bytes(body[:BEGINNING_BYTES])
+    _, found, inputs = text.partition(b'"inputs"')
+    has_tensor = b'"name"' in inputs and (b'"datatype"' in inputs or b'"shape"' in inputs)
+    return bool(found) and has_tensor and text.lstrip().startswith(b"{")
 
 
 def _decode(text: bytes | memoryview) -> _Body:

@@ -33,6 +33,7 @@ _NO_CACHE = [
 KEEP = [*_NO_CACHE, (b"connection", b"keep-alive")]
 CLOSE = [*_NO_CACHE, (b"connection", b"close")]
 _JSON = (b"content-type", b"application/json")
+NO_CONTENT = frozenset({204, 304})  # RFC 9110, 6.4.1: a body behind these would be read as another answer
 _OURS = frozenset(
     {"x-request-id", "pragma", "cache-control", "expires"}
     | {"connection", "content-length", "transfer-encoding"}
@@ -93,7 +94,9 @@ class Call:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def body_part(self, part: bytes, *, last: bool = False) -> None:
-        """Send one part of the body: one chunk on the wire."""
+        """Send one part of the body: one chunk on the wire, and none where there is no content."""
+        if self.status in NO_CONTENT:
+            part = b""
         await self._send({"type": "http.response.body", "body": part, "more_body": not last})
         if last:
             self.finished()
@@ -137,8 +140,8 @@ def _status_of(error: ServingError) -> int:
 
 def measured(status: int, headers: RawHeaders, body: bytes) -> bytes:
     """The body that goes out under a status; `headers` get its length."""
-    if status in (204, 304):
-        return b""  # RFC 9110, 6.4.1: these have no content
+    if status in NO_CONTENT:
+        return b""
     headers.append((b"content-length", b"%d" % len(body)))
     return body
 

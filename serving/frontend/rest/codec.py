@@ -15,6 +15,7 @@ from torchere.serving.frontend.rest.multipart import multipart_parameters
 from torchere.serving.types import NO_DEADLINE, InferRequest, Parameter
 
 MAX_FIELDS = 1000  # of a form or a query string
+INLINE_FORM_BYTES = 16_384  # a longer one, if it is all escapes, holds the loop up by milliseconds
 MAX_TIMEOUT_MS = 86_400_000  # a day; longer is a mistake in the unit
 SPELLED_HEADERS = "torchere.spelled_headers"  # where our HTTP protocol puts names as the client wrote them
 
@@ -30,6 +31,7 @@ class Head(NamedTuple):
     priority: bytes = b""
 
 
+_FORM = "application/x-www-form-urlencoded"
 _FANCY = frozenset({b"transfer-encoding", b"expect", b"upgrade"})
 
 
@@ -65,9 +67,14 @@ def body_parameters(content_type: str, body: bytes) -> tuple[Parameter, ...]:
     mime, lowered = _media_type(content_type)
     if lowered == "multipart/form-data":
         return tuple(multipart_parameters(content_type, body))
-    if lowered == "application/x-www-form-urlencoded":
+    if lowered == _FORM:
         return form_parameters(body)
     return (Parameter("body", body, mime),)
+
+
+def takes_long(content_type: str, length: int) -> bool:
+    """Whether `body_parameters` of so many bytes is work for a thread."""
+    return length > INLINE_FORM_BYTES and _media_type(content_type)[1] == _FORM
 
 
 @lru_cache(maxsize=256)  # the same few come again and again

@@ -23,6 +23,7 @@ from torchere.serving.frontend.rest.body import WholeBody
 from torchere.serving.frontend.rest.call import (
     CLOSE,
     KEEP,
+    NO_CONTENT,
     RawHeaders,
     checked_status,
     cors_headers,
@@ -263,16 +264,18 @@ class DirectCall:
                 self._break_down(error)
 
     async def start(self, status: int, headers: RawHeaders) -> None:
-        """Send the head of an answer in chunks."""
-        self._write(self._head_lines(status, [*headers, (b"transfer-encoding", b"chunked")]))
+        """Send the head of an answer in chunks; of one without content, if that is what the status says."""
+        framing = [] if status in NO_CONTENT else [(b"transfer-encoding", b"chunked")]
+        self._write(self._head_lines(status, headers + framing))
 
     async def body_part(self, part: bytes, *, last: bool = False) -> None:
-        """Send one chunk, once the client has taken in the ones before."""
+        """Send one chunk, once the client has taken in the ones before; none where there is no content."""
         flow = self._connection.flow
         if flow.write_paused and not self.disconnected:
             await flow.drain()
-        chunk = b"%x\r\n%b\r\n" % (len(part), part) if part else b""
-        self._write(chunk + b"0\r\n\r\n" if last else chunk)
+        if self.status not in NO_CONTENT:
+            chunk = b"%x\r\n%b\r\n" % (len(part), part) if part else b""
+            self._write(chunk + b"0\r\n\r\n" if last else chunk)
         if last and not self.disconnected:
             self._complete()
 

@@ -12,7 +12,7 @@ from torchere.serving.errors import InvalidRequest, Unauthorized
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.rest.authorisation import Surfaces, required_key
 from torchere.serving.frontend.rest.body import WholeBody
-from torchere.serving.frontend.rest.codec import Head, read_head, text_headers
+from torchere.serving.frontend.rest.codec import Head, read_head, takes_long, text_headers
 from torchere.serving.frontend.rest.direct import DirectCall, Shared
 from torchere.serving.frontend.rest.direct_tensors import DirectTensorCall
 from torchere.serving.frontend.rest.known_heads import DirectHead, DirectTarget, KnownHeads
@@ -63,7 +63,7 @@ class DirectPredictions:
         if place is None:
             return None
         head = read_head(headers)
-        if not head.plain or head.length > self._max_body_bytes:
+        if not head.plain or head.length > self._max_body_bytes or takes_long(head.content_type, head.length):
             return None
         wire = _wire_of(place, head, headers)
         if wire is None:

@@ -79,9 +79,11 @@ class TensorPredictor:
 
 
 async def _request(target: Target, wire: Wire, body: bytes | memoryview, facts: ModelFacts) -> TensorRequest:
-    if target.verb != "infer":
-        return generate_request(body, facts.signature)
     length = len(body) if wire.json_bytes is None else wire.json_bytes
+    if target.verb != "infer":
+        if len(body) <= INLINE_JSON_BYTES:
+            return generate_request(body, facts.signature)
+        return await asyncio.to_thread(generate_request, body, facts.signature)
     if length <= INLINE_JSON_BYTES:
         request = parse_request(body, wire.json_bytes)
     else:

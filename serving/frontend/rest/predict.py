@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from typing import Protocol
@@ -20,6 +21,7 @@ from torchere.serving.frontend.rest.codec import (
     infer_request,
     read_head,
     request_headers,
+    takes_long,
 )
 from torchere.serving.frontend.rest.disconnect import DisconnectWatch
 from torchere.serving.frontend.rest.open_inference_predict import TensorPredictor
@@ -55,7 +57,10 @@ class Predictor:
             if rest is None:
                 return
             body = rest
-        parameters = body_parameters(head.content_type, bytes(body))
+        if takes_long(head.content_type, len(body)):
+            parameters = await asyncio.to_thread(body_parameters, head.content_type, bytes(body))
+        else:
+            parameters = body_parameters(head.content_type, bytes(body))
         if target.takes_query:
             parameters = form_parameters(call.scope["query_string"]) + parameters
         model = target.model if target.model is not None else self._model_named_in(parameters)

@@ -1,56 +1,34 @@
-"""HTTP/1.1 on a connection: uvicorn's, with TorchServe's limits, its error body, and header names as written.
-
-ASGI gives header names in lower case; TorchServe's handlers see them in the client's spelling and look them
-up by it, so this protocol keeps a second list of them in the scope.
-"""
+"""HTTP/1.1 on a connection: uvicorn's, with predictions answered on the spot, and an end to what idles."""
 
 from __future__ import annotations
 
 import asyncio
-import weakref
-from typing import Any
-
-import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from torchere.serving.frontend.rest.body_receiver import BodyReceiver
-from torchere.serving.frontend.rest.call import CYCLE
-from torchere.serving.frontend.rest.codec import SPELLED_HEADERS
 from torchere.serving.frontend.rest.direct import DirectCall
 from torchere.serving.frontend.rest.direct_predictions import DirectPredictions
 from torchere.serving.frontend.rest.errors import INVALID_HTTP, STALLED_BODY
 from torchere.serving.frontend.rest.joined_writes import JoinedWrites
+from torchere.serving.frontend.rest.request_reader import Flow, RequestReader
 from torchere.serving.frontend.unread import Unread, untaken_bytes
 from torchere.serving.silence import Silence
 
-MAX_REQUEST_LINE_BYTES = 4096  # TorchServe's limits; the parser itself has none
-MAX_HEADER_BYTES = 8192
 LINGER_S = 0.25  # of idle connections after the end of the listener; many round trips in one data centre
 HEAD_TIMEOUT_S = 60.0  # a connection that has begun a head and not ended it by then is closed
 BODY_TIMEOUT_S = 60.0  # likewise one that has begun a body, if nothing more of it comes for so long
 
 
-class HeadTooLarge(Exception):
-    """Raised inside the parser's callbacks; the parser turns it into its own error."""
-
-
-class Protocol(HttpToolsProtocol):
+class Protocol(RequestReader):
     """One connection. Used by the event loop only.
 
     A request is read to the end of its head before uvicorn hears of it: plain predictions are answered here
     (`direct.py`), all others are told to uvicorn from their beginning.
     """
 
-    spelled_headers: list[tuple[bytes, bytes]]  # of the present request
-    _head_bytes: int
-    _in_head: bool = True
-    _head_begun: bool = False  # bytes of a head have come, and more are to come
     _head_timer: asyncio.TimerHandle | None = None
     _direct: DirectCall | None = None  # the last one
     _shared: DirectPredictions | None = None  # of a listener that answers predictions
-    _between: bool = True  # the parser has had whole requests only
-    _first: bytes = b""  # what came when it had, until the first head in it is read
-    _idle: Silence | None = None  # since the last direct answer
+    _idle: Silence | None = None  # since the last direct answer, or what came of a request behind its answer
     _upload: Silence | None = None  # of a client that has not sent its body at once
     _unread: Unread[tuple[int, int]] | None = None  # by a client that has not taken an answer at once
     _times_full: int = 0  # that the socket's buffer was
@@ -58,6 +36,7 @@ class Protocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client connected, and has `HEAD_TIMEOUT_S` for its first head."""
         super().connection_made(transport)
+        self.flow = Flow(transport)
         self._writes = JoinedWrites(transport, self.loop)
         self.transport = self._writes  # type: ignore[assignment]
         self._shared = getattr(self.app, "direct", None)
@@ -65,11 +44,13 @@ class Protocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes came in. A head that comes whole, as nearly all do, needs no timer."""
-        if self._between and self._shared is not None:
-            if self._run_known(self._shared, data):
-                return
-            self._first = data
-        super().data_received(data)
+        if self._between and self._shared is not None and self._run_known(self._shared, data):
+            return
+        self.read(data)
+
+    def read(self, data: bytes, start: int = 0) -> None:
+        """Parse what is there of one request. What follows waits until it is answered."""
+        super().read(data, start)
         direct = self._present_direct()
         missing = direct.missing if direct is not None else None
         if not (self._between or self._in_head):
@@ -104,7 +85,7 @@ class Protocol(HttpToolsProtocol):
                 silence.stop()
         if self._unread is not None:
             self._unread.stop()
-        self._idle = self._upload = self._unread = None  # they hold this
+        self._idle = self._upload = self._unread = self._ahead = None  # they hold this
         if self._direct is not None:
             self._direct.client_gone()
         super().connection_lost(exc)
@@ -121,41 +102,22 @@ class Protocol(HttpToolsProtocol):
         untaken = untaken_bytes(self.transport) if self.flow.write_paused else None
         return None if untaken is None else (self._times_full, untaken)
 
-    def on_message_begin(self) -> None:
-        """A request begins."""
-        self._in_head = self._head_begun = True
-        self._between = False
-        self._head_bytes = 0
-        self.spelled_headers = []
-        self.url = b""
-
-    def on_url(self, url: bytes) -> None:
-        """A piece of the request's target."""
-        self.url += url
-        if len(self.url) > MAX_REQUEST_LINE_BYTES:
-            raise HeadTooLarge
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """One whole header line, of the head or of a chunked body's trailer."""
-        self._head_bytes += len(name) + len(value) + 4
-        if self._head_bytes > MAX_HEADER_BYTES:
-            raise HeadTooLarge
-        # RFC 9110, 5.5: blanks are no part of it; the parser drops the leading ones only
-        self.spelled_headers.append((name, value.rstrip(b" \t")))
-
     def on_headers_complete(self) -> None:
         """The head is complete; the answer may begin."""
-        self._in_head = self._head_begun = False
+        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+            return  # it is read again, see `_stay_with_http`
         direct = self._direct_call()
         if direct is None:
-            self._tell_uvicorn()
+            self.tell_uvicorn()
         else:
             self._direct = self.cycle = direct  # type: ignore[assignment]
-        self._first = b""
         self._end_if_draining()
+        self._in_head = self._head_begun = False
+        self._first = b""
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body."""
+        self._body_bytes += len(body)
         direct = self._present_direct()
         if direct is not None:
             direct.take(body)
@@ -164,19 +126,22 @@ class Protocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The request is there as a whole."""
+        if self._in_head:
+            return  # and will be read again
         self._between = True
         if self._upload is not None:
             self._upload.over()
         direct = self._present_direct()
-        if direct is None:
-            super().on_message_complete()
-        else:
+        if direct is not None:
             direct.run_late()
+            return
+        super().on_message_complete()
+        if self.cycle.response_complete:  # before its body was whole, which ended uvicorn's timer
+            self._mind_the_idle()
 
     def _body_is_whole(self) -> None:
         # The parser saw the beginning of the body only: the next request gets one like it.
-        self.parser = httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self.renew_parser()
         self.on_message_complete()
 
     def write_whole(self, head: bytes, body: bytes = b"") -> None:
@@ -185,13 +150,19 @@ class Protocol(HttpToolsProtocol):
 
     def on_direct_complete(self) -> None:
         """As `on_response_complete`, after a direct call: a timer for each answer would cost too much."""
-        if self.pipeline:
-            super().on_response_complete()
-            return
         self.server_state.total_requests += 1
         if self._writes.is_closing():
             return
-        self.flow.resume_reading()
+        if self._ahead is not None:
+            self.go_on()
+        if self.flow.read_paused:
+            self.flow.resume_reading()
+        if self._idle is None:
+            self._mind_the_idle()
+        else:
+            self._idle.watch()
+
+    def _mind_the_idle(self) -> None:
         if self._idle is None:
             self._idle = Silence(self.timeout_keep_alive, self._idle_too_long)
         self._idle.watch()
@@ -220,21 +191,28 @@ class Protocol(HttpToolsProtocol):
             self.transport.close()
 
     def _is_busy(self) -> bool:
-        return self._head_begun or (self.cycle is not None and not self.cycle.response_complete)
+        return self._head_begun or self._ahead is not None or self.is_unanswered()
 
     def keep(self, task: asyncio.Task[None]) -> None:
         """Hold a task that answers a request, and have the server wait for it when it stops."""
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    def send_400_response(self, msg: str) -> None:
+    def refuse(self) -> None:
         """Answer what is no HTTP, or too much of it, and close."""
         self._end(INVALID_HTTP)
 
     def _end(self, last_words: bytes) -> None:
-        if not self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        if self._in_head or not self._has_begun():
             self.transport.write(last_words)
-            self.transport.close()
+        self.transport.close()
+
+    def _has_begun(self) -> bool:
+        """Whether the client has something of the present answer, into which nothing else may be written."""
+        started = self._present_direct() is None and self.cycle.response_started
+        return started or self.cycle.response_complete
 
     def _direct_call(self) -> DirectCall | None:
         """The present request as a prediction to be answered here; None when it is something else."""
@@ -252,7 +230,7 @@ class Protocol(HttpToolsProtocol):
     def _may_be_direct(self) -> bool:
         """Whether nothing is before the present request, and it can be answered."""
         before = self.cycle
-        is_first = before is None or before.response_complete
+        is_first = (before is None or before.response_complete) and self._ahead is None
         return is_first and not self.flow.write_paused and not self.transport.is_closing()
 
     def _end_if_draining(self) -> None:
@@ -262,17 +240,6 @@ class Protocol(HttpToolsProtocol):
     def _present_direct(self) -> DirectCall | None:
         cycle: object = self.cycle
         return self._direct if cycle is self._direct else None
-
-    def _tell_uvicorn(self) -> None:
-        url = self.url
-        super().on_message_begin()
-        scope: Any = self.scope
-        scope[SPELLED_HEADERS] = self.spelled_headers
-        super().on_url(url)
-        for name, value in self.spelled_headers:
-            super().on_header(name, value)
-        super().on_headers_complete()
-        scope[CYCLE] = weakref.ref(self.cycle)  # which holds the scope
 
     def _mind_the_head(self) -> None:
         if not self._in_head and self._head_timer is not None:
@@ -290,7 +257,5 @@ class Protocol(HttpToolsProtocol):
     def _body_stalled(self) -> None:
         if self.flow.read_paused:  # it is us who take nothing
             self._mind_the_body()
-        elif (self._present_direct() is None and self.cycle.response_started) or self.cycle.response_complete:
-            self.transport.close()
         else:
             self._end(STALLED_BODY)

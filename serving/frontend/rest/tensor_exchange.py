@@ -6,7 +6,7 @@ from torchere.serving.errors import NotFound
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.model_facts import ModelFacts
 from torchere.serving.frontend.open_inference.errors import refused_by_handler
-from torchere.serving.frontend.open_inference.json_request import looks_like_request
+from torchere.serving.frontend.open_inference.json_request import begins_like_request, looks_like_request
 from torchere.serving.frontend.open_inference.service import TensorService
 from torchere.serving.frontend.open_inference.tensor_answer import encode_answer, read_json
 from torchere.serving.frontend.open_inference.tensor_request import TensorRequest
@@ -48,7 +48,7 @@ class TensorExchange:
             return self._dataplane.facts(str(target.model), target.version)
         except NotFound:
             is_ours = target.verb != "infer" or target.version is not None or wire.json_bytes is not None
-            if not is_ours and not looks_like_request(body):
+            if not is_ours and not _is_request(body):
                 return None
             raise
 
@@ -76,6 +76,10 @@ class TensorExchange:
         if encoded.json_bytes is None:
             return 200, [JSON], encoded.body
         return 200, [_OCTETS, (LENGTH, b"%d" % encoded.json_bytes)], encoded.body
+
+
+def _is_request(body: bytes | memoryview) -> bool:
+    return looks_like_request(body) if len(body) <= INLINE_JSON_BYTES else begins_like_request(body)
 
 
 def check_accepted(response: InferResponse) -> None:

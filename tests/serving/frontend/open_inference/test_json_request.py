@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 
 from torchere.handlers.tensors_answer import WantedOutput
 from torchere.serving.errors import InvalidRequest
-from torchere.serving.frontend.open_inference.json_request import looks_like_request, parse_request
+from torchere.serving.frontend.open_inference.json_request import (
+    BEGINNING_BYTES,
+    begins_like_request,
+    looks_like_request,
+    parse_request,
+)
 from torchere.serving.frontend.open_inference.tensor_request import TensorRequest
 
 X = {"name": "x", "shape": [2], "datatype": "FP32", "data": [1, 2]}
@@ -243,3 +248,11 @@ def test_any_bytes_are_read_or_refused(text: bytes, json_bytes: int) -> None:
 )
 def test_a_request_is_told_from_a_body_of_a_handlers_own(text: bytes, wanted: bool) -> None:
     assert looks_like_request(text) is wanted
+    assert begins_like_request(text) is wanted
+
+
+def test_of_a_long_body_the_beginning_tells() -> None:
+    long = body({"name": "x", "shape": [BEGINNING_BYTES], "data": [0] * BEGINNING_BYTES})
+    assert begins_like_request(long)
+    assert begins_like_request(long[:BEGINNING_BYTES])
+    assert not begins_like_request(b"[" + b"[]," * BEGINNING_BYTES + b"[]]")

@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import threading
 
 import pytest
 
 from torchere.serving.errors import HandlerFailed, QueueFull, Unavailable
-from torchere.serving.frontend.rest import direct_predictions
+from torchere.serving.frontend.rest import direct_predictions, predict
 from torchere.serving.frontend.rest.app import inference_app
+from torchere.serving.frontend.rest.codec import INLINE_FORM_BYTES, body_parameters
 from torchere.serving.frontend.rest.direct_predictions import SMALL_BODY_BYTES
 from torchere.serving.frontend.rest.server import RestServer
 from torchere.serving.settings import Address
@@ -49,7 +51,7 @@ def answering(*args, **kwargs):
     return behave
 
 
-def streaming(*parts: bytes, error: Exception | None = None):
+def streaming(*parts: bytes, error: Exception | None = None, status: int = 200):
     async def chunks():
         for part in parts:
             yield part
@@ -57,7 +59,7 @@ def streaming(*parts: bytes, error: Exception | None = None):
             raise error
 
     async def behave(request):
-        return StreamedResponse(InferResponse(b"", (("x-kind", "stream"),)), chunks())
+        return StreamedResponse(InferResponse(b"", (("x-kind", "stream"),), status), chunks())
 
     return behave
 
@@ -74,6 +76,7 @@ BEHAVIOURS = {
     "nobody there": raising(Unavailable("nobody")),
     "a stream": streaming(b"one", b"two"),
     "a stream of nothing": streaming(),
+    "a stream without content": streaming(b"HTTP/1.1 200 OK", b"two", status=204),
     "a stream that fails midway": streaming(b"one", error=HandlerFailed("went wrong")),
     "a stream that fails at once": streaming(error=HandlerFailed("went wrong")),
 }
@@ -90,6 +93,17 @@ def test_the_answer_is_that_of_the_long_way(planes, talk, behave, caplog):
     connection = {b"connection: keep-alive", b"connection: close"}
     assert direct[1] - connection == long_way[1] - connection
     assert b"connection: close" in direct[1]
+
+
+@pytest.mark.parametrize("status", [204, 304])
+@pytest.mark.parametrize("send", [plain, chunked])
+def test_a_stream_without_content_leaves_the_connection_as_it_was(planes, talk, send, status):
+    planes.data.behave = streaming(b"HTTP/1.1 200 OK", b"two", status=status)
+    answer = talk(send(b"x"), plain(b"", path=b"/ping", headers=CLOSE))
+    head, rest = answer.split(b"\r\n\r\n", 1)
+    assert head.startswith(b"HTTP/1.1 %d " % status)
+    assert b"transfer-encoding" not in head
+    assert rest.startswith(b"HTTP/1.1 200 OK\r\n")
 
 
 def test_a_bug_is_a_500_and_a_line_in_the_log(planes, talk, caplog):
@@ -305,3 +319,25 @@ def test_a_request_that_takes_longer_than_a_connection_may_be_idle_is_answered(p
     planes.data.behave = behave
     answers = exchange(planes, plain(b"one"), plain(b"one"), keep_alive_s=0.05)
     assert [lines(answer)[2] for answer in answers] == [b"late", b"late", b""]
+
+
+FORM = b"Content-Type: Application/X-WWW-Form-Urlencoded; charset=utf-8\r\n"
+
+
+def test_a_long_form_is_read_off_the_loop(planes, talk, monkeypatch):
+    threads = []
+
+    def noting(*args):
+        threads.append(threading.current_thread())
+        return body_parameters(*args)
+
+    monkeypatch.setattr(predict, "body_parameters", noting)
+    short, long = b"a=%41", b"a=" + b"%41" * INLINE_FORM_BYTES
+    answer = talk(plain(short, headers=FORM), plain(long, headers=FORM + CLOSE), max_request_bytes=100_000)
+    assert answer.count(b"HTTP/1.1 200 OK") == 2
+    assert [request.parameters[0].value for _, _, request in planes.data.asked] == [
+        b"A",
+        b"A" * INLINE_FORM_BYTES,
+    ]
+    assert planes.data.direct == 1
+    assert [thread is threading.main_thread() for thread in threads] == [False]

@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+import threading
 from dataclasses import replace
 
 import pytest
@@ -10,8 +11,11 @@ import pytest
 from torchere.archiver.signature import Signature, TensorSpec
 from torchere.handlers.tensors_answer import OPEN_INFERENCE, read_wish
 from torchere.serving.errors import HandlerFailed, QueueFull
+from torchere.serving.frontend.open_inference.generate import generate_request
+from torchere.serving.frontend.rest import open_inference_predict, tensor_exchange
 from torchere.serving.frontend.rest.app import listener_app
 from torchere.serving.frontend.rest.content_coding import deflate
+from torchere.serving.frontend.rest.tensor_exchange import INLINE_JSON_BYTES
 from torchere.serving.types import InferResponse, StreamedResponse
 
 PATH = "/v2/models/echo/infer"
@@ -208,6 +212,14 @@ def test_an_unknown_model_is_told_in_the_clients_protocol(post, body, members):
     assert set(answer.json) == members
 
 
+def test_of_an_unknown_model_a_long_body_is_not_read(post, monkeypatch):
+    monkeypatch.setattr(tensor_exchange, "looks_like_request", None)
+    answer = post(request({**X, "data": [1] * INLINE_JSON_BYTES}), "/v2/models/none/infer")
+    assert (answer.status, answer.json) == (404, {"error": "Model not found: none"})
+    answer = post(b"[" + b"[]," * INLINE_JSON_BYTES + b"[]]", "/v2/models/none/infer")
+    assert (answer.status, answer.json["type"]) == (404, "ModelNotFoundException")
+
+
 def test_behind_an_envelope_the_body_is_the_handlers(post, planes):
     body = request(id="7")
     assert post(body, settings={"service_envelope": "kservev2"}).body == body
@@ -330,6 +342,21 @@ def test_the_parts_of_a_stream_are_joined_by_generate(post, planes):
 def test_a_large_body_is_parsed_off_the_loop(post, planes):
     assert post(request({**X, "shape": [50_000], "data": [1] * 50_000})).status == 200
     assert len(planes.data.asked[0][2].parameters[0].value) == 50_000
+
+
+def test_a_large_body_of_generate_is_parsed_off_the_loop(post, planes, monkeypatch):
+    threads = []
+
+    def noting(*args):
+        threads.append(threading.current_thread())
+        return generate_request(*args)
+
+    monkeypatch.setattr(open_inference_predict, "generate_request", noting)
+    answers(planes, InferResponse(JSON_ANSWER))
+    body = json.dumps({"x": [1] * INLINE_JSON_BYTES}).encode()
+    for text in (body, b'{"x":[1]}'):
+        assert post(text, "/v2/models/echo/generate").json["y"] == 7
+    assert [thread is threading.main_thread() for thread in threads] == [False, True]
 
 
 def test_a_body_over_the_limit_is_refused_as_everywhere(post):
