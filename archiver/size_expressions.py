@@ -2,7 +2,8 @@
 
 torch evaluates sizes by sympy, which calls Python's `eval`, and guards as Python. What it writes itself are
 sums, products and comparisons of symbols, as functions of sympy's and of its own
-(torch/utils/_sympy/functions.py).
+(torch/utils/_sympy/functions.py). A size that comes of a logarithm or a sine has become a number by then; to
+sympy these are symbols, of which `floor(exp(exp(20)))` asks for more digits than there is memory.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ _MAX_LENGTH = 10_000
 _MAX_INTEGER = 2**63
 _MAX_EXPONENT = 64  # of powers of powers, too: their product
 _MAX_PRECISION = 64  # decimals, or bits of a mantissa
-_TEXT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|-?[0-9]+(\.[0-9]*)?(e[+-]?[0-9]{1,3})?")  # a name, or a Float
+_NUMBER = re.compile(r"-?[0-9]+(\.[0-9]*)?(e[+-]?[0-9]{1,3})?")  # of a Float
+_TEXT = re.compile(rf"[A-Za-z_][A-Za-z0-9_]*|{_NUMBER.pattern}")  # a name, or a Float
 _POWERS = frozenset({"Pow", "pow", "PowByNatural", "FloatPow", "LShift", "RShift"})
 _FUNCTIONS = _POWERS | frozenset(
     (
@@ -25,7 +27,7 @@ _FUNCTIONS = _POWERS | frozenset(
         *("Eq", "Ne", "Lt", "Le", "Gt", "Ge", "Equality", "Unequality", "Relational"),
         *("StrictLessThan", "LessThan", "StrictGreaterThan", "GreaterThan"),
         *("And", "Or", "Not", "Xor", "ITE", "Piecewise", "ExprCondPair", "Tuple"),
-        *("floor", "ceiling", "sqrt", "log", "exp", "sin", "cos", "tan"),
+        *("floor", "ceiling"),
         # torch's
         *("FloorDiv", "ModularIndexing", "Where", "PythonMod", "CleanDiv", "CeilDiv", "Identity"),
         *("CeilToInt", "FloorToInt", "RoundToInt", "TruncToInt", "TruncToFloat", "RoundDecimal", "ToFloat"),
@@ -56,7 +58,7 @@ _NODES = (
     ast.boolop,
     ast.cmpop,
     ast.expr_context,
-    *(ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow),
+    *(ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.BitAnd),
 )
 
 
@@ -115,18 +117,26 @@ def _exponent(node: ast.AST) -> float:
 
 
 def _number(node: ast.expr) -> float | None:
-    """The constant that this is: 2, -1, Integer(2), Rational(1, 2); None when it is none."""
+    """The constant that this is: 2, -1, Integer(2), Rational(1, 2), Float('0.5'); None when it is none."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         inner = _number(node.operand)
         return None if inner is None else -inner
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
         return node.value if abs(node.value) <= _MAX_INTEGER else None
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
-        numbers = [_number(item) for item in node.args]
-        if node.func.id == "Integer" and len(numbers) == 1:
-            return numbers[0]
-        if node.func.id == "Rational" and len(numbers) == 2 and numbers[1]:
-            return None if numbers[0] is None else numbers[0] / numbers[1]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        return _called_number(node.func.id, node.args)
+    return None
+
+
+def _called_number(name: str, arguments: list[ast.expr]) -> float | None:
+    first = arguments[0] if arguments else None
+    if name == "Float" and isinstance(first, ast.Constant) and isinstance(first.value, str):
+        return float(first.value) if _NUMBER.fullmatch(first.value) else None
+    numbers = [_number(item) for item in arguments]
+    if name == "Integer" and len(numbers) == 1:
+        return numbers[0]
+    if name == "Rational" and len(numbers) == 2 and numbers[1]:
+        return None if numbers[0] is None else numbers[0] / numbers[1]
     return None
 
 

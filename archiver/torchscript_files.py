@@ -36,12 +36,13 @@ def check_script(file: BinaryIO, size: int) -> None:
     """Raise UnsafeScript when the code of a TorchScript file calls what reads or writes files.
 
     Args:
-        file: the whole file; one that is no zip is let be, for torch refuses it.
+        file: the whole file, as torch.jit.save writes it: torch also reads a zip with other bytes in front,
+            and a flatbuffer, whose code is no text.
         size: its bytes.
     """
     file.seek(0)
     if file.read(4) != b"PK\3\4":
-        return
+        raise UnsafeScript("it is no zip as torch.jit.save writes it")
     try:
         check_zip(file, size)  # so that torch reads the same sources
         with zipfile.ZipFile(file) as archive:

@@ -60,8 +60,10 @@ def _refuse_file_access(path: str) -> None:
             check_script(file, os.path.getsize(path))
     except UnsafeScript as err:
         raise RuntimeError(
-            f"{path} is not loaded, for its code could read or write any file: {err}; take that out of the "
-            "model, or load it in a handler of the archive's own with torch.jit.load"
+            f"{path} can't be loaded as TorchScript, for its code could read or write any file: {err}; "
+            "expected what torch.jit.save writes, without that. A handler of the archive's own can load it "
+            "with torch.jit.load; if it holds a state_dict, name the file with the model's class with "
+            "--model-file"
         ) from err
 
 

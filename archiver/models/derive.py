@@ -2,61 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.dynamic import FreeSize, Tensors, batch_of, resized
-from torchere.archiver.models.precision import Precision, precision_of
-from torchere.archiver.models.rows import Named, refuse_mixing, refuse_unsteady
-from torchere.archiver.models.steps import Say, refusing, silent
+from torchere.archiver.models.precision import Precision
+from torchere.archiver.models.rows import Trial, refuse_mixing
+from torchere.archiver.models.running import DATATYPES, Run, check_tensor, run_on, seeded
+from torchere.archiver.models.steadiness import is_random
+from torchere.archiver.models.steps import Say, silent
+from torchere.archiver.models.variations import VARIATIONS, Variation
 from torchere.archiver.signature import ANY, Signature, TensorSpec
 
-Run = Callable[..., Any]
-DATATYPES = {
-    torch.bool: "BOOL",
-    torch.uint8: "UINT8",
-    torch.uint16: "UINT16",
-    torch.uint32: "UINT32",
-    torch.uint64: "UINT64",
-    torch.int8: "INT8",
-    torch.int16: "INT16",
-    torch.int32: "INT32",
-    torch.int64: "INT64",
-    torch.float16: "FP16",
-    torch.bfloat16: "BF16",
-    torch.float32: "FP32",
-    torch.float64: "FP64",
-}
 _ANY_BATCH = (1, 2**31)
-
-
-def run_on(run: Run, example: Tensors) -> Named:
-    """Run the model without gradients; its results by name, tuples and dicts flattened.
-
-    It gets copies, and copies are what it gave: it may change its inputs, and later what it returned.
-
-    Raises:
-        ModelRefused: it raises, or returns something other than tensors.
-    """
-    with refusing(f"running the model on {_shapes(example)}"), torch.no_grad():
-        result = run(*(tensor.clone() for tensor in example))
-    return [(name, tensor.clone()) for name, tensor in named_results(result)]
-
-
-def named_results(result: Any) -> Named:
-    """The tensors of a model's result by name, tuples and dicts flattened.
-
-    Raises:
-        ModelRefused: there is none, or something other than tensors.
-    """
-    found = list(_flat(result, ""))
-    if not found:
-        raise ModelRefused("the model returns no tensor; expected one, or a tuple or dict of them")
-    return [("output" if name == "" else name, tensor) for name, tensor in found]
+_Places = list[tuple[int, int]]  # (output, dimension)
 
 
 def signature_of(
@@ -67,6 +28,7 @@ def signature_of(
     *,
     probe_batch: bool,
     say: Say = silent,
+    variations: Sequence[Variation] = VARIATIONS,
 ) -> Signature:
     """The signature of what is packed; every free size in it was tried.
 
@@ -76,42 +38,59 @@ def signature_of(
         names: of the inputs.
         sizes: what may vary; the model is refused when it does not follow.
         probe_batch: when `sizes` has no batch, try whether the model takes another one.
-        say: takes a line when that fails, and when the model answers by more than its inputs.
+        say: takes a line when that fails, and when the model is random.
+        variations: what the other rows of a batch are tried with.
 
     Raises:
         ModelRefused: the model fails, or mixes rows that would come from different clients.
     """
-    given = list(sizes)
+    for name, tensor in zip(names, example, strict=True):
+        check_tensor(name, tensor)
+    is_asked = any(free.is_batch(example) for free in sizes)
+    trial, is_steady = _trial(run, example, is_asked, say, variations)
+    found = [(free, _varying(trial, free)) for free in sizes]
+    if probe_batch and is_steady and not is_asked:
+        found += _found_batch(trial, say)
+    made = _signature(trial, names, found)
+    if made.batched and not any(free.is_batch(example) for free, _ in found):
+        _varying(trial, batch_of(example, _common(sizes)))
+    return made
+
+
+def _trial(
+    run: Run, example: Tensors, is_asked: bool, say: Say, variations: Sequence[Variation]
+) -> tuple[Trial, bool]:
+    """What to try, and whether it makes sense to look for a batch."""
     base = run_on(run, example)
-    is_batched = any(free.is_batch(example) for free in given)
-    if _is_steady(run, example, base, None if is_batched else say) and probe_batch and not is_batched:
-        given += _found_batch(run, example, base, say)
-    inputs = [list(tensor.shape) for tensor in example]
-    outputs = [list(tensor.shape) for _, tensor in base]
-    for free in given:
+    try:
+        random = is_random(run, example, base)
+    except ModelRefused as reason:
+        if is_asked:
+            raise ModelRefused(
+                f"{reason}; leave --dynamic-batch out to have requests go through it one by one"
+            ) from reason
+        say(f"not batched: {reason}")
+        return Trial(run, example, base, variations=variations), False
+    if random:
+        say(
+            "two runs on the same example differ: the model is random, and is tried with fixed random numbers"
+        )
+        base = seeded(run, example)
+    return Trial(run, example, base, random, variations=variations), True
+
+
+def _signature(trial: Trial, names: Sequence[str], found: Sequence[tuple[FreeSize, _Places]]) -> Signature:
+    inputs = [list(tensor.shape) for tensor in trial.example]
+    outputs = [list(tensor.shape) for _, tensor in trial.base]
+    for free, places in found:
         for index, dimension in free.places:
             inputs[index][dimension] = ANY
-        for index, dimension in _varying(run, example, base, free):
+        for index, dimension in places:
             outputs[index][dimension] = ANY
-    found = Signature(
-        tuple(_spec(name, t, shape) for name, t, shape in zip(names, example, inputs, strict=True)),
-        tuple(_spec(name, t, shape) for (name, t), shape in zip(base, outputs, strict=True)),
+    return Signature(
+        tuple(_spec(name, t, shape) for name, t, shape in zip(names, trial.example, inputs, strict=True)),
+        tuple(_spec(name, t, shape) for (name, t), shape in zip(trial.base, outputs, strict=True)),
     )
-    if found.batched and not any(free.is_batch(example) for free in given):
-        _varying(run, example, base, batch_of(example, _common(given)))
-    return found
-
-
-def _is_steady(run: Run, example: Tensors, base: Named, say: Say | None) -> bool:
-    """Whether the model answers the same twice; `say` None is for a batch that was asked for."""
-    try:
-        refuse_unsteady(partial(run_on, run), example, base)
-    except ModelRefused as reason:
-        if say is None:
-            raise
-        say(f"not batched: {reason}")
-        return False
-    return True
 
 
 def _common(sizes: Sequence[FreeSize]) -> tuple[int, int]:
@@ -120,35 +99,31 @@ def _common(sizes: Sequence[FreeSize]) -> tuple[int, int]:
     return max(free.low for free in first), min(free.high for free in first)
 
 
-def _found_batch(run: Run, example: Tensors, base: Named, say: Say) -> list[FreeSize]:
+def _found_batch(trial: Trial, say: Say) -> list[tuple[FreeSize, _Places]]:
     """The batch, if all inputs have one and the model follows another size of it; else a line says why."""
     try:
-        free = batch_of(example, _ANY_BATCH)
-        _varying(run, example, base, free)
+        free = batch_of(trial.example, _ANY_BATCH)
+        return [(free, _varying(trial, free))]
     except ModelRefused as reason:
         say(f"not batched, requests go through the model one by one: {reason}")
         return []
-    return [free]
 
 
 def batch_refusal(run: Run, example: Tensors, precision: Precision) -> ModelRefused | None:
-    """Why rows of different clients can't go through the model together; None if they can."""
+    """Why the model takes no other batch than the example's; None if it takes them."""
     try:
         base = run_on(run, example)
-        refuse_unsteady(partial(run_on, run), example, base)
-        _varying(run, example, base, batch_of(example, _ANY_BATCH), precision)
+        trial = Trial(run, example, base, is_random(run, example, base), precision)
+        _varying(trial, batch_of(example, _ANY_BATCH))
     except ModelRefused as reason:
         return reason
     return None
 
 
-def _varying(
-    run: Run, example: Tensors, base: Named, free: FreeSize, precision: Precision | None = None
-) -> list[tuple[int, int]]:
-    """Which dimensions of the outputs go with `free`; `precision` None is found out."""
-    size = free.other_size(example)
-    now = free.size_in(example)
-    other = run_on(run, resized(example, free, size))
+def _varying(trial: Trial, free: FreeSize) -> _Places:
+    """Which dimensions of the outputs go with `free`."""
+    base, now, size = trial.base, free.size_in(trial.example), free.other_size(trial.example)
+    other = base if size == now else trial.answers(resized(trial.example, free, size))
     if len(base) != len(other):
         raise ModelRefused(f"the model gives {len(other)} outputs instead of {len(base)} for other sizes")
     found = []
@@ -160,10 +135,10 @@ def _varying(
         found += [
             (index, at) for at, (a, b) in enumerate(zip(small.shape, large.shape, strict=True)) if a != b
         ]
-        if free.is_batch(example):
+        if free.is_batch(trial.example):
             _check_row_count(name, small, large, now, size)
-    if free.is_batch(example):
-        refuse_mixing(partial(run_on, run), example, base, size, precision or precision_of(run, example))
+    if free.is_batch(trial.example):
+        refuse_mixing(trial, size)
         if size == now:  # a range of one size: the batch is what it is
             found = [(index, 0) for index, (_, tensor) in enumerate(base) if tensor.dim()]
     return found
@@ -176,32 +151,5 @@ def _check_row_count(name: str, small: torch.Tensor, large: torch.Tensor, now: i
         )
 
 
-def _flat(value: Any, path: str) -> Any:
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _flat(item, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, (tuple, list)):
-        fields = getattr(value, "_fields", None) or [f"output_{index}" for index in range(len(value))]
-        named = zip(fields, value, strict=True) if len(value) > 1 else [("", item) for item in value]
-        for field, item in named:
-            yield from _flat(item, f"{path}.{field}" if path and field else path or field)
-    elif value is not None:
-        where = f" under {path!r}" if path else ""
-        raise ModelRefused(
-            f"the model returns a {type(value).__name__}{where}; expected tensors, or a tuple or dict of them"
-        )
-
-
 def _spec(name: str, tensor: torch.Tensor, shape: Sequence[int]) -> TensorSpec:
-    datatype = DATATYPES.get(tensor.dtype)
-    if datatype is None:
-        raise ModelRefused(
-            f"{name!r} is a tensor of {tensor.dtype}, which the Open Inference Protocol has no name for"
-        )
-    return TensorSpec(name, datatype, tuple(shape))
-
-
-def _shapes(example: Tensors) -> str:
-    return ", ".join(f"{DATATYPES.get(tensor.dtype, tensor.dtype)}{list(tensor.shape)}" for tensor in example)
+    return TensorSpec(name, DATATYPES[tensor.dtype], tuple(shape))

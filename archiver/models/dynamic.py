@@ -36,12 +36,12 @@ class FreeSize:
         return set(self.places) == {(index, 0) for index in range(len(example))}
 
     def other_size(self, example: Tensors) -> int:
-        """A size within the range that the example does not have: the next larger one, or a smaller one.
+        """A size within the range that the example does not have: larger by two or by one, or smaller.
 
         Equal to the example's when the range has no other.
         """
         now = self.size_in(example)
-        return next((size for size in (now + 1, now + 2, now - 1) if self.low <= size <= self.high), now)
+        return next((size for size in (now + 2, now + 1, now - 1) if self.low <= size <= self.high), now)
 
 
 def parse_range(text: str, what: str) -> tuple[int, int]:
@@ -95,23 +95,13 @@ def sizes_of(options: BuildOptions, names: Sequence[str], example: Tensors) -> l
 
 
 def resized(example: Tensors, free: FreeSize, size: int) -> Tensors:
-    """The example with another size, its slices repeated; those behind the first round have other values.
-
-    Values are moved within a slice and never made up, so that indices stay indices.
-    """
+    """The example with another size, its slices repeated."""
     places = dict(free.places)
+    picked = torch.arange(size) % free.size_in(example)
     return tuple(
-        _resized(tensor, places[index], size) if index in places else tensor
+        tensor.index_select(places[index], picked).contiguous() if index in places else tensor
         for index, tensor in enumerate(example)
     )
-
-
-def _resized(tensor: torch.Tensor, dimension: int, size: int) -> torch.Tensor:
-    before = tensor.shape[dimension]
-    picked = tensor.index_select(dimension, torch.arange(size) % before)
-    if dimension or size <= before or tensor.dim() < 2:
-        return picked.contiguous()
-    return torch.cat([picked[:before], picked[before:].roll(1, -1)]).contiguous()
 
 
 def _checked(free: FreeSize, example: Tensors) -> FreeSize:

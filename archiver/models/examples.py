@@ -15,9 +15,9 @@ import torch
 
 from torchere.archiver.entries import open_regular
 from torchere.archiver.errors import ArchiveError, ModelRefused
-from torchere.archiver.models.derive import DATATYPES
 from torchere.archiver.models.dynamic import Tensors
 from torchere.archiver.models.example_arrays import array_of, arrays_of, check_numbers, holds_arrays
+from torchere.archiver.models.running import DATATYPES
 
 MAX_EXAMPLE_BYTES = 2**30
 _MAX_PIXELS = 100_000_000
@@ -152,7 +152,7 @@ def _nested(value: Any) -> torch.Tensor:
 def _from_numpy(array: Any) -> torch.Tensor:
     check_numbers(array.dtype)
     # Arrays of the other byte order, too, which torch has not.
-    return torch.from_numpy(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")))
+    return torch.from_numpy(np.require(array, array.dtype.newbyteorder("="), "C"))
 
 
 def _as_floats(tensors: Tensors) -> Tensors:

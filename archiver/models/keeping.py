@@ -10,13 +10,14 @@ import torch
 
 from torchere.archiver.building import AOTI, BuildOptions, Built
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.derive import Run, signature_of
+from torchere.archiver.models.derive import signature_of
 from torchere.archiver.models.dynamic import Tensors, sizes_of
 from torchere.archiver.models.neighbours import take_along
 from torchere.archiver.models.packing import write_build
+from torchere.archiver.models.running import Run
 from torchere.archiver.models.samples import check_against
 from torchere.archiver.models.sources import EAGER, Source, aoti_metadata
-from torchere.archiver.models.steps import Say, refusing
+from torchere.archiver.models.steps import Say, refusing, step
 from torchere.archiver.models.to_aoti import load_aoti
 from torchere.archiver.models.to_program import free_sizes
 from torchere.archiver.signature import Signature
@@ -114,7 +115,8 @@ def _signature(source: Source, example: Tensors, options: BuildOptions, say: Say
     sizes = sizes_of(options, names, example)
     if not sizes and source.program is not None:
         sizes = free_sizes(source.program, example)
-    return signature_of(run, example, names, sizes, probe_batch=source.program is None, say=say)
+    with step(say, "trying sizes and batches"):
+        return signature_of(run, example, names, sizes, probe_batch=source.program is None, say=say)
 
 
 def _run(source: Source, options: BuildOptions) -> Run:

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.derive import Run, batch_refusal
+from torchere.archiver.models.derive import batch_refusal
 from torchere.archiver.models.dynamic import Tensors
 from torchere.archiver.models.onnx_graph import OnnxForm, form_of_onnx
-from torchere.archiver.models.precision import EXACT, UNSEEN
+from torchere.archiver.models.precision import FINE, SHARED
+from torchere.archiver.models.running import Run
 from torchere.archiver.models.samples import check_against, example_of
 from torchere.archiver.models.steps import Say, refusing
 from torchere.archiver.signature import Signature
@@ -54,7 +55,7 @@ def _refusal(path: Path, form: OnnxForm, example: Tensors | None) -> ModelRefuse
     run = _loaded(path)
     with refusing("running the model on the example"):
         run(*given)
-    return batch_refusal(run, given, UNSEEN if form.is_quantised else EXACT)
+    return batch_refusal(run, given, SHARED if form.is_quantised else FINE)
 
 
 def _made_up(signature: Signature) -> Tensors:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from torchere.archiver.building import AOTI, BUILD_NAME, EXPORT, FALLBACK_NAME, TORCHSCRIPT, BuildOptions
-from torchere.archiver.models.derive import Run
 from torchere.archiver.models.dynamic import FreeSize, Tensors
+from torchere.archiver.models.running import Run
 from torchere.archiver.models.steps import Say, step
 from torchere.archiver.models.to_aoti import compile_aoti, load_aoti
 from torchere.archiver.models.to_program import save_program, to_program

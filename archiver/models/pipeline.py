@@ -43,6 +43,7 @@ from torchere.archiver.models.sources import Source, read_source
 from torchere.archiver.models.steps import Say, step
 from torchere.archiver.models.to_program import free_sizes
 from torchere.archiver.models.to_torchscript import to_torchscript
+from torchere.archiver.models.variations import VARIATIONS
 from torchere.archiver.models.verify import MAX_DRIFT, refuse_drift, verify
 from torchere.archiver.signature import SIGNATURE_NAME, Signature, TensorSpec
 from torchere.archiver.torchscript_options import TorchScriptOptions
@@ -129,7 +130,11 @@ class _Compilation:
             sizes = free_sizes(program, example)
         else:
             program = None  # to be exported anew
-        signature = signature_of(module, example, names, sizes, probe_batch=True)
+        # A first look, so that what is refused anyway is not compiled before.
+        with step(self.say, "running the model"):
+            signature = signature_of(
+                module, example, names, sizes, probe_batch=True, variations=VARIATIONS[:1]
+            )
         model = LoadedModel(module, example, signature, self.source.kind, self.source.path)
         given = self.options.samples
         samples = read_samples(given, names, example) if given else []
@@ -145,7 +150,8 @@ class _Compilation:
         )
         probe = self.options.model_format == TORCHSCRIPT
         # Of the packed model, not of the source: compiling fixes what is not asked to vary.
-        final = signature_of(packed.run, example, names, sizes, probe_batch=probe, say=self.say)
+        with step(self.say, "trying sizes and batches"):
+            final = signature_of(packed.run, example, names, sizes, probe_batch=probe, say=self.say)
         self._tell_batch(final)
         model = dataclasses.replace(model, signature=final)
         load = self._load(packed, samples or [example], final, quantised)

@@ -10,9 +10,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchere.archiver.models.dynamic import Tensors
+from torchere.archiver.models.running import Named
+from torchere.archiver.models.verify_channels import channels_of
 
 _ROUNDED = (torch.float16, torch.bfloat16, torch.quint8, torch.qint8, torch.qint32)
 _FLOOR = 1e-3  # outputs are not looked at more closely than if their largest value were this
+# What is as large, and as many times the median of an output's values, fills a place (-1e9) and has no scale.
+_FILLED, _TIMES = 1e4, 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +28,10 @@ class Precision:
     """
 
     relative: float  # of each value
-    absolute: float  # of an output's largest value
+    absolute: (
+        float  # of the largest value of its channel; of whole numbers, the share of them that may differ
+    )
+    spread: float = 1.0  # what share of an output's largest value a channel's is taken for at least
     scales_by_batch: bool = False
 
     def differs(self, wanted: torch.Tensor, found: torch.Tensor) -> bool:
@@ -32,33 +39,61 @@ class Precision:
         if wanted.shape != found.shape or wanted.dtype != found.dtype:
             return True
         one, other = wanted.double(), found.double()
-        if self is EXACT and not wanted.is_floating_point():
-            return not torch.equal(one, other)
-        finite = one[one.isfinite()].abs()
-        limit = self.absolute * max(float(finite.max()) if finite.numel() else 0.0, _FLOOR)
-        return not torch.allclose(one, other, rtol=self.relative, atol=limit, equal_nan=True)
+        if not wanted.is_floating_point():
+            return int((one != other).sum()) > self.absolute * one.numel()
+        equal = (one == other) | (one.isnan() & other.isnan())
+        limit = self.absolute * self._scale(one) + self.relative * one.abs()
+        return not bool((equal | ((one - other).abs() <= limit)).all())
+
+    def _scale(self, values: torch.Tensor) -> torch.Tensor:
+        """The largest magnitude of each value's channel: small scores lie beside large boxes."""
+        largest = max(_largest(values), _FLOOR)
+        scale = torch.full((1,) * values.dim(), largest, dtype=torch.float64)
+        for dimension in channels_of(values.dim()) if values.dim() > 1 and values.numel() else ():
+            others = tuple(at for at in range(values.dim()) if at != dimension)
+            scale = scale.minimum(values.abs().nan_to_num().amax(others, keepdim=True))
+        return scale.clamp(min=self.spread * largest)
 
 
-EXACT = Precision(1e-3, 1e-4)  # fp32: sums in another order
-COARSE = Precision(0.0, 0.05)  # int8 and bfloat16: a value just beside a step goes to the other side
-UNSEEN = Precision(COARSE.relative, COARSE.absolute, scales_by_batch=True)
+def _largest(values: torch.Tensor) -> float:
+    """The largest magnitude that is no filling; a filling counts once, however often it is there."""
+    found = torch.unique(values[values.isfinite()].abs())
+    if not found.numel():
+        return 0.0
+    return float(found[found < max(_FILLED, _TIMES * float(found.median()))].max())
+
+
+FINE = Precision(1e-3, 1e-4, spread=0.05)  # fp32: sums in another order
+COARSE = Precision(0.05, 0.05)  # int8 and bfloat16: a value just beside a step goes to the other side
+UNKNOWN = Precision(COARSE.relative, COARSE.absolute, scales_by_batch=True)
+SHARED = Precision(
+    COARSE.relative, 0.25, scales_by_batch=True
+)  # one scale for a whole batch moves all its rows
+
+
+def differing(wanted: Named, found: Named, precision: Precision) -> str | None:
+    """The name of an output that is not the same; None when all are."""
+    for index, (name, tensor) in enumerate(wanted):
+        if index >= len(found) or precision.differs(tensor, found[index][1]):
+            return name
+    return None
 
 
 def precision_of(run: Callable[..., Any], example: Tensors) -> Precision:
-    """Tell from the operators that run, and from their types; UNSEEN where they can't be seen."""
+    """Tell from the operators that run, and from their types; UNKNOWN where they can't be seen."""
     if type(run).__module__.startswith("torch._inductor"):
-        return UNSEEN  # machine code, which must not be watched from Python
+        return UNKNOWN  # machine code, which must not be watched from Python
     watch = _Watch()
     try:
         with torch.no_grad(), watch:
             run(*(tensor.clone() for tensor in example))
     # Broad, because watching is torch's business; the model has run on this example without.
     except Exception:
-        return UNSEEN
+        return UNKNOWN
     if any("dynamic" in name or "choose_qparams" in name for name in watch.operators):
-        return UNSEEN
+        return SHARED
     quantised = any("quantize" in name for name in watch.operators)
-    return COARSE if quantised or watch.rounded else EXACT if watch.operators else UNSEEN
+    return COARSE if quantised or watch.rounded else FINE if watch.operators else UNKNOWN
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own have no types

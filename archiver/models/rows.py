@@ -2,62 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.dynamic import Tensors
-from torchere.archiver.models.precision import EXACT, Precision
-from torchere.archiver.models.variations import VARIATIONS, Variation
-
-Named = list[tuple[str, torch.Tensor]]
-Runs = Callable[[Tensors], Named]  # raises ModelRefused where the model fails
+from torchere.archiver.models.precision import Precision, differing, precision_of
+from torchere.archiver.models.running import Named, Run, run_on, seeded
+from torchere.archiver.models.variations import VARIATIONS, Variation, others, shuffled
 
 
 @dataclass(frozen=True, slots=True)
-class _Mixed:
-    """A batch of rows of the example and of strangers, and where its rows of the example are."""
+class Trial:
+    """A model that is tried on other sizes and values than those of an example."""
 
-    batch: Tensors
-    here: slice  # in the batch
-    there: slice  # in the example
+    run: Run
+    example: Tensors
+    base: Named  # what the model answers to the example
+    is_random: bool = False
+    precision: Precision | None = None  # None: to be found out
+    variations: Sequence[Variation] = VARIATIONS
 
-
-def refuse_unsteady(runs: Runs, example: Tensors, base: Named) -> None:
-    """Raise ModelRefused when a second run on the same example answers something other than `base`."""
-    if _differing(base, runs(example), EXACT) is not None:
-        raise ModelRefused(
-            "two runs on the same example differ: the model is random, or keeps state from one run to the "
-            "next, and what one client sends may reach another"
-        )
+    def answers(self, inputs: Tensors) -> Named:
+        """What the model answers, if it is random by the same random numbers each time."""
+        return seeded(self.run, inputs) if self.is_random else run_on(self.run, inputs)
 
 
-def refuse_mixing(runs: Runs, example: Tensors, base: Named, size: int, precision: Precision) -> None:
+def refuse_mixing(trial: Trial, size: int) -> None:
     """Try rows of the example behind and in front of rows of other values.
 
     Args:
-        runs: the model.
-        example: every input has the batch as its first dimension.
-        base: what the model answers to the example.
+        trial: every input of the example has the batch as its first dimension.
         size: of the batches to try, which the model takes.
-        precision: of the model.
 
     Raises:
-        ModelRefused: an answer to a row depends on the other rows; or the model does not run on rows that
-            hold the values of the example in another order. Rows of other values that it can't run on tell
-            nothing.
+        ModelRefused: an answer to a row depends on the other rows. Rows of other values that the model can't
+            run on tell nothing.
     """
-    for variation in VARIATIONS[:1] if precision.scales_by_batch else VARIATIONS:
-        for mixed in _batches(example, variation, size):
-            try:
-                found = runs(mixed.batch)
-            except ModelRefused:
-                if variation is VARIATIONS[0]:
-                    raise
-                continue
-            name = _differing(_rows(base, mixed.there), _rows(found, mixed.here), precision)
+    now = trial.example[0].shape[0]
+    kept = now if size > now else max(size - 1, 1)
+    strangers = size - kept
+    precision = trial.precision or precision_of(trial.run, trial.example)
+    for variation in trial.variations[:1] if precision.scales_by_batch else trial.variations:
+        for front in (strangers // 2,) if strangers > 1 else (0, strangers):
+            name = _differing(trial, variation, slice(front, front + kept), size, precision)
             if name is not None:
                 raise ModelRefused(
                     f"the output {name!r} of a row depends on the other rows of the batch, which are other "
@@ -65,28 +55,34 @@ def refuse_mixing(runs: Runs, example: Tensors, base: Named, size: int, precisio
                 )
 
 
-def _batches(example: Tensors, variation: Variation, size: int) -> Iterator[_Mixed]:
-    now = example[0].shape[0]
-    kept = now if size > now else max(size - 1, 1)
-    others = size - kept
-    strangers = [variation(tensor)[torch.arange(others) % now] for tensor in example]
-    first = [tensor[:kept] for tensor in example]
-    last = [tensor[now - kept :] for tensor in example]
-    yield _Mixed(_joined(first, strangers), slice(0, kept), slice(0, kept))
-    yield _Mixed(_joined(strangers, last), slice(others, size), slice(now - kept, now))
+def _differing(
+    trial: Trial, variation: Variation, kept: slice, size: int, precision: Precision
+) -> str | None:
+    """The output that is not the same for rows of the example, at `kept`, among strangers."""
+
+    def answers(variation: Variation) -> Named:
+        return _rows(trial.answers(_among_strangers(trial.example, variation, kept, size)), kept)
+
+    try:
+        found = answers(variation)
+    except ModelRefused:
+        if variation is not shuffled:
+            return None
+        found = answers(others)  # columns that mean different things can't be shuffled
+    count = kept.stop - kept.start
+    wanted = answers(others) if trial.is_random else _rows(trial.base, slice(0, count))
+    return differing(wanted, found, precision)
 
 
-def _joined(front: list[torch.Tensor], back: list[torch.Tensor]) -> Tensors:
-    return tuple(torch.cat(pair) for pair in zip(front, back, strict=True))
+def _among_strangers(example: Tensors, variation: Variation, kept: slice, size: int) -> Tensors:
+    count = kept.stop - kept.start
+    picked = torch.arange(size - count) % example[0].shape[0]
+    made = []
+    for tensor in example:
+        strangers = variation(tensor)[picked]
+        made.append(torch.cat([strangers[: kept.start], tensor[:count], strangers[kept.start :]]))
+    return tuple(made)
 
 
 def _rows(named: Named, rows: slice) -> Named:
     return [(name, tensor[rows] if tensor.dim() else tensor) for name, tensor in named]
-
-
-def _differing(wanted: Named, found: Named, precision: Precision) -> str | None:
-    """The name of an output that is not the same; None when all are."""
-    for index, (name, tensor) in enumerate(wanted):
-        if index >= len(found) or precision.differs(tensor, found[index][1]):
-            return name
-    return None

@@ -17,12 +17,12 @@ from torchere.archiver.entries import ArchiveLimits, open_regular
 from torchere.archiver.errors import ArchiveError, ModelRefused
 from torchere.archiver.exported import UnsafeProgram, check_program
 from torchere.archiver.models import huggingface
-from torchere.archiver.models.derive import DATATYPES
 from torchere.archiver.models.dynamic import Tensors
 from torchere.archiver.models.eager import load_into, module_from_factory, module_from_file
 from torchere.archiver.models.input_names import input_names
 from torchere.archiver.models.keyword_inputs import take_by_position
 from torchere.archiver.models.onnx_graph import external_files_of_onnx, signature_of_onnx
+from torchere.archiver.models.running import DATATYPES
 from torchere.archiver.models.state_dicts import Weights, read_weights
 from torchere.archiver.models.steps import refusing
 from torchere.archiver.signature import Signature
@@ -148,8 +148,8 @@ def _torchscript(path: Path, allow_pickle: bool) -> Source:
                 check_script(file, path.stat().st_size)
     except UnsafeScript as error:
         raise ModelRefused(
-            f"{path}: not loaded, because its code could read or write any file: {error}; take that out of "
-            "the model, or trust the file with --allow-pickle"
+            f"{path}: not loaded, because its code could read or write any file: {error}; take that out, or "
+            "trust the file with --allow-pickle"
         ) from error
     # The one that loads for serving is in handlers, which packing must not need.
     with refusing(f"{path}: loading TorchScript"):

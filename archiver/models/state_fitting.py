@@ -32,12 +32,14 @@ def fitted(state: StateDict, wanted: Mapping[str, torch.Tensor], source: Path) -
     if keys == whole.keys():
         return _checked(whole, wanted, source)
     probe = max(keys, key=lambda key: (key.count("."), key))
+    closest = whole
     for prefix in sorted({one for alias in aliases[probe] for one in _prefixes(state, alias)}, key=len):
         cut = {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
         cut = _completed(cut, aliases)
-        if keys == cut.keys() or (prefix and keys <= cut.keys()):
-            return _checked({key: cut[key] for key in keys}, wanted, source)
-    missing, extra = sorted(keys - whole.keys()), sorted(state.keys() - keys)
+        if keys == cut.keys():
+            return _checked(cut, wanted, source)
+        closest = min(closest, cut, key=lambda one: len(keys ^ one.keys()))
+    missing, extra = sorted(keys - closest.keys()), sorted(closest.keys() - keys)
     raise ModelRefused(
         f"{source}: not the weights of this model: missing {_some(missing)}; unexpected {_some(extra)}"
     )

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.export import Dim, ExportedProgram
 
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.exported import UnsafeProgram, check_program
 from torchere.archiver.models.dynamic import BATCH, FreeSize, Tensors, resized
 
 _LARGEST = 2**31
@@ -54,9 +56,21 @@ def free_sizes(program: ExportedProgram, example: Tensors) -> list[FreeSize]:
 
 
 def save_program(program: ExportedProgram, path: Path) -> None:
-    """Write the program without its example, which would be a pickle."""
+    """Write the program without its example, which would be a pickle.
+
+    Raises:
+        ModelRefused: no server would load what torch wrote.
+    """
     program.example_inputs = None
     torch.export.save(program, path)
+    try:
+        with path.open("rb") as file:
+            check_program(file, path.stat().st_size)
+    except UnsafeProgram as error:
+        raise ModelRefused(
+            f"torch.export has written what servers do not load: {error}; change that in the model, or take "
+            "--format torchscript"
+        ) from error
 
 
 def _shapes(example: Tensors, sizes: Sequence[FreeSize]) -> tuple[dict[int, Any], ...] | dict[str, Any]:

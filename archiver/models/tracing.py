@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.derive import named_results, run_on
 from torchere.archiver.models.dynamic import Tensors
 from torchere.archiver.models.input_names import input_names
-from torchere.archiver.models.precision import EXACT
-from torchere.archiver.models.rows import Named
+from torchere.archiver.models.precision import FINE, differing
+from torchere.archiver.models.running import Named, Run, named_results, seeded
 from torchere.archiver.models.steps import Say
 from torchere.archiver.models.variations import VARIATIONS
 
@@ -105,46 +104,36 @@ def _baked() -> Iterator[list[str]]:
 def _refuse_other_answers(module: torch.nn.Module, made: torch.jit.ScriptModule, example: Tensors) -> None:
     for variation in VARIATIONS:
         inputs = tuple(variation(tensor) for tensor in example)
-        try:
-            wanted = _seeded(module, inputs)
-        except ModelRefused:
-            continue  # values that the model does not take
-        if _differ(wanted, _answers_or_none(module, inputs)):
+        wanted = _answers(module, inputs)
+        if wanted is None or not _differ(wanted, _answers(made, inputs)):
+            continue  # values that the model does not take, or the same answer
+        if _differ(wanted, _answers(module, inputs)):
             return  # it keeps state; `signature_of` tells that
-        if _differ(wanted, _answers_or_none(made, inputs)):
-            raise ModelRefused(
-                "tracing kept the branches and loops that the example takes, and for other values of the "
-                f"inputs the model takes others; {_WAYS_OUT}"
-            )
+        raise ModelRefused(
+            "tracing kept the branches and loops that the example takes, and for other values of the inputs "
+            f"the model takes others; {_WAYS_OUT}"
+        )
 
 
 def _matters(module: torch.nn.Module, example: Tensors, index: int) -> bool:
-    wanted = _seeded(module, example)
+    wanted = seeded(module, example)
     for variation in VARIATIONS:
         inputs = (*example[:index], variation(example[index]), *example[index + 1 :])
-        if _differ(wanted, _answers_or_none(module, inputs)):
+        if _differ(wanted, _answers(module, inputs)):
             return True
     return False
 
 
-def _answers_or_none(module: torch.nn.Module, inputs: Tensors) -> Named | None:
+def _answers(run: Run, inputs: Tensors) -> Named | None:
+    """None where it does not run."""
     try:
-        return _seeded(module, inputs)
+        return seeded(run, inputs)
     except ModelRefused:
         return None
 
 
-def _seeded(module: torch.nn.Module, inputs: Tensors) -> Named:
-    """What the module answers when its random numbers are always the same."""
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(0)
-        return run_on(module, inputs)
-
-
 def _differ(wanted: Named, found: Named | None) -> bool:
-    if found is None or len(found) != len(wanted):
-        return True
-    return any(EXACT.differs(one, other) for (_, one), (_, other) in zip(wanted, found, strict=True))
+    return found is None or len(found) != len(wanted) or differing(wanted, found, FINE) is not None
 
 
 def _copies(example: Tensors) -> Tensors:

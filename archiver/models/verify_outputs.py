@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.running import flat
 from torchere.archiver.models.verify_channels import (
     ChannelDrift,
     ChannelTally,
@@ -50,17 +51,7 @@ def flattened(result: Any) -> Outputs:
     Raises:
         ModelRefused: there is something else than tensors in it.
     """
-    if isinstance(result, torch.Tensor):
-        return (result,)
-    if result is None:
-        return ()
-    if isinstance(result, Mapping):
-        result = tuple(result.values())
-    if isinstance(result, (tuple, list)):
-        return tuple(tensor for part in result for tensor in flattened(part))
-    raise ModelRefused(
-        f"the model's result holds a {type(result).__name__}; expected tensors, alone or in a tuple or a dict"
-    )
+    return tuple(tensor for _, tensor in flat(result))
 
 
 def answers(model: Callable[..., Any], sample: Outputs) -> Outputs:

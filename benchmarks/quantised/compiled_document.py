@@ -24,12 +24,13 @@ settings of the allocator. Paddings are folded into convolutions in both. Models
 with convolutions or LSTMs have their weights packed for oneDNN while they are
 compiled (Inductor's freezing), which makes them faster. Others have not: with a free batch freezing takes
 oneDNN's matrix multiplication for linear layers instead of MKL's, and that was 0.6 times as fast as
-TorchScript for one row of the MLP, and 0.7 times for eight of MiniLM. They are compiled twice, with MKL's
-multiplication and with Inductor's C++ templates, both are measured at batches 1 and 8, and the templates are
-taken where they gain and are not slower at either by more than two equal builds differ. The encoder gains. It
-can go either way for MiniLM, where templates are 1.3 times as fast as MKL for one text and about as fast for
-eight, and for the MLP, where they came out 0.86 to 1.05 times as fast for one row, for which memory is the
-limit, and 1.5 times for eight.
+TorchScript for one row of the MLP, and 0.7 times for eight of MiniLM, on a processor without VNNI. They are
+compiled twice, with MKL's multiplication and with Inductor's C++ templates, both are measured at batches 1
+and 8, and the templates are taken where they gain and are not slower at either by more than two equal builds
+differ. The processor decides as much as the model: without VNNI the encoder gained by the templates at both
+batches, MiniLM for one text and the MLP for eight rows; with VNNI and AVX-512 the library came out faster for
+both transformers, and the templates for the MLP, above all for one row. The column "layers by" says what was
+taken in this run.
 
 TorchScript is frozen, as it is in the file, and the goals are counted against that. For models with
 convolutions `torchere archive` measures what `torch.jit.optimize_for_inference` gains, too, and has the

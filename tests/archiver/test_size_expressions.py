@@ -19,6 +19,8 @@ from torchere.archiver.size_expressions import NotArithmetic, check_expression
         "TruncToInt(FloatTrueDiv(ToFloat(Symbol('s0')), Float('2.5', precision=53)))",
         "L['x'].size()[0] >= 2 and not s0 ** 2 % 3 == 0",
         "PowByNatural(Symbol('s0'), 2)",
+        "FloatPow(ToFloat(Symbol('s63', positive=True)), Float('0.5', precision=53))",
+        "L['x'][0].size()[1] & -4 >= 0",
         "math.trunc(torch.sym_float(L['x'].size()[2]) ** 0.5) == 4",
     ],
 )
@@ -51,6 +53,12 @@ def test_what_torch_writes_is_let_through(text: str) -> None:
         "Float('0.1', precision=9000000000)",
         "Float(1, 9000000000)",
         "Max(1, key=print)",
+        "FloatPow(2, Float('1e999', precision=53))",
+        "FloatPow(2, Float('a'))",
+        "floor(exp(exp(20)))",
+        "exp(9**64)",
+        "floor(sin(exp(exp(100))))",
+        "floor(log(log(9)))",
     ],
 )
 def test_what_takes_for_ever_is_refused(text: str) -> None:

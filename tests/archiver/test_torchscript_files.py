@@ -93,7 +93,13 @@ def test_a_zip_that_two_readers_would_read_differently_is_refused() -> None:
     file = packed("")
     with pytest.raises(UnsafeScript, match="damaged"):
         check(io.BytesIO(file.getvalue() + b"more"))
-    check(io.BytesIO(b"no zip: torch says so itself"))
+
+
+def test_forms_that_torch_loads_and_never_saves_so_are_refused() -> None:
+    plain = packed("").getvalue()
+    for other in (b"X" * 64 + plain, b"PK\5\6" + plain, b"(\0\0\0PTMF" + bytes(64), b""):
+        with pytest.raises(UnsafeScript, match=r"no zip as torch\.jit\.save writes it"):
+            check(io.BytesIO(other))
 
 
 def test_inspection_says_so() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -35,6 +36,29 @@ def test_a_state_dict_is_told_from_torchscript(tmp_path: Path) -> None:
     torch.save(torch.nn.Linear(2, 2).state_dict(), path)
     with pytest.raises(RuntimeError, match=r"weights\.pt can't be loaded as TorchScript .*--model-file"):
         load_torchscript(path, "cpu")
+
+
+def test_only_the_form_that_can_be_read_before_is_loaded(tmp_path: Path) -> None:
+    flat, behind = tmp_path / "flat.pt", tmp_path / "behind.pt"
+    writer = torch.jit.script(Writer())
+    torch.jit.save_jit_module_to_flatbuffer(writer, str(flat))
+    behind.write_bytes(b"X" * 64)
+    writer.save(str(tmp_path / "zip.pt"))
+    with zipfile.ZipFile(behind, "a") as package, zipfile.ZipFile(tmp_path / "zip.pt") as written:
+        for name in written.namelist():
+            package.writestr(name, written.read(name))
+    torch.jit.load(behind)  # type: ignore[no-untyped-call]  # torch does take both
+    torch.jit.load(flat)  # type: ignore[no-untyped-call]
+    for path in (flat, behind):
+        with pytest.raises(RuntimeError, match=r"no zip as torch\.jit\.save writes it"):
+            load_torchscript(str(path), "cpu")
+
+
+@pytest.mark.filterwarnings("ignore:Lite Interpreter is deprecated")
+def test_a_module_saved_for_phones_loads(tmp_path: Path) -> None:
+    path = str(tmp_path / "lite.ptl")
+    torch.jit.script(torch.nn.Linear(2, 2))._save_for_lite_interpreter(path)
+    assert load_torchscript(path, "cpu")(torch.ones(1, 2)).shape == (1, 2)
 
 
 def test_an_engine_this_build_lacks_is_named_with_those_it_has(scripted_doubler: Path) -> None:

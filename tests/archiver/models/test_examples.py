@@ -202,3 +202,8 @@ def test_an_example_is_made_up_from_a_signature(tmp_path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(ModelRefused, match="version is None"):
         inputs_of(path)
+
+
+def test_a_number_without_dimensions_stays_one(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.float32(3))
+    assert read_example(tmp_path / "x.npy").tensors[0].shape == ()

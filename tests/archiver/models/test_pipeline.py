@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -165,6 +166,44 @@ def test_a_model_that_mixes_rows_is_not_batched(pack: Pack, tmp_path: Path) -> N
     assert not signature_in(pack(**given)).batched
     with pytest.raises(ModelRefused, match="depends on the other rows"):
         pack(**given, dynamic_batch=BATCH)
+
+
+SIZES = {
+    "root": "x / x.shape[1] ** 0.5",
+    "masked": "x.new_zeros(x.shape[1] | 3)",
+    "sparse": "x.to_sparse()",
+}
+
+
+@pytest.mark.parametrize("model_format", ["keep", "torchscript", "export"])
+@pytest.mark.parametrize("name", SIZES)
+def test_what_a_server_would_not_take_is_refused_when_packing(
+    pack: Pack, serve: Serve, tmp_path: Path, name: str, model_format: str
+) -> None:
+    (tmp_path / f"{name}.py").write_text(
+        "import torch\n\n\nclass Net(torch.nn.Module):\n"
+        f"    def forward(self, x):\n        return {SIZES[name]}\n"
+    )
+    torch.save(torch.rand(2, 5), tmp_path / "x.pt")
+    given: dict[str, Any] = {"model_file": tmp_path / f"{name}.py", "example": tmp_path / "x.pt"}
+    given |= {"model_format": model_format, "dynamic_sizes": ("x:1=2:64",)}
+    if name == "sparse" or (name, model_format) == ("masked", "export"):
+        with pytest.raises(ModelRefused, match=r"sparse tensor; expected a dense|what servers do not load"):
+            pack(**given)
+    else:
+        assert len(serve(pack(**given), [{"x": np.ones((2, 7), np.float32)}])) == 1
+
+
+def test_a_model_runs_a_few_times_before_it_is_verified(pack: Pack, tmp_path: Path) -> None:
+    (tmp_path / "counted.py").write_text(
+        "import torch\n\nRUNS = []\n\n\nclass Counted(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        f"        with open({str(tmp_path / 'runs')!r}, 'a') as file:\n            file.write('.')\n"
+        "        return x * 2\n"
+    )
+    torch.save(torch.rand(2, 5), tmp_path / "x.pt")
+    pack(model_file=tmp_path / "counted.py", model_format="keep", example=tmp_path / "x.pt")
+    assert len((tmp_path / "runs").read_text()) <= 8
 
 
 def test_other_sizes_vary_together_when_told(pack: Pack, tmp_path: Path) -> None:

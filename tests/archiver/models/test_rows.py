@@ -12,11 +12,13 @@ from torch import nn
 
 from torchere.archiver.building import BuildOptions
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.derive import Run, signature_of
+from torchere.archiver.models.derive import signature_of
 from torchere.archiver.models.dynamic import FreeSize, batch_of
 from torchere.archiver.models.pipeline import build
-from torchere.archiver.models.precision import EXACT, UNSEEN, precision_of
+from torchere.archiver.models.precision import FINE, SHARED, precision_of
+from torchere.archiver.models.running import Run
 
+pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 torch.manual_seed(0)
 LINEAR, WORDS = nn.Linear(8, 3), nn.Embedding(50, 8)
 NORM = nn.BatchNorm2d(3, track_running_stats=False)
@@ -33,6 +35,10 @@ FLOATS: dict[str, Run] = {
     "attention over the batch": lambda x: (x @ x.T).softmax(-1) @ x,
     "a matrix of all pairs": lambda x: x @ x.T,
     "number of the row": lambda x: LINEAR(x) + torch.arange(len(x))[:, None],
+    "scores beside what is filled": lambda x: torch.cat(
+        [x - x.mean(0) + x.sign(), torch.full_like(x, -1e9)], 1
+    ),
+    "small scores beside boxes": lambda x: torch.cat([x * 640, x / (1 + x.abs().sum(0))], 1),
     "columns of different sizes": lambda x: torch.stack([x[:, 0].sigmoid() * 640, x[:, 1] + x.max() / 5], 1),
 }
 IMAGES: dict[str, Run] = {
@@ -95,6 +101,33 @@ def test_numbers_with_one_dimension_are_varied_too() -> None:
     assert is_batched(lambda x: x * 2, torch.rand(1))
 
 
+class Padded(nn.Module):
+    """Takes a short cut where all padding is on the right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(50, 8, padding_idx=0)
+        self.layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        found: torch.Tensor = self.layers(
+            self.words(ids), src_key_padding_mask=ids == 0 if mask is None else mask
+        )
+        return found
+
+
+COLUMNS = nn.ModuleList(nn.Embedding(count, 4) for count in (1000, 3, 12))
+
+
+def columns(ids: torch.Tensor) -> torch.Tensor:
+    return torch.cat([words(ids[:, at]) for at, words in enumerate(COLUMNS)], 1)
+
+
+def positive_definite(rows: int) -> torch.Tensor:
+    made = torch.rand(rows, 4, 4)
+    return made @ made.mT + torch.eye(4)
+
+
 GOOD: dict[str, tuple[Run, tuple[torch.Tensor, ...]]] = {
     "a logarithm, which is not a number for the others": (lambda x: x.log(), (torch.rand(2, 4) + 1,)),
     "numbers that must lie in a range": (
@@ -114,6 +147,12 @@ GOOD: dict[str, tuple[Run, tuple[torch.Tensor, ...]]] = {
         lambda ids, mask: (WORDS(ids) * mask[..., None]).sum(1) / mask.sum(1, keepdim=True),
         (texts(1), (texts(1) != 0).long()),
     ),
+    "a padded text": (Padded().eval(), (texts(1),)),
+    "padded texts": (Padded().eval(), (texts(3),)),
+    "a padded text with its mask of booleans": (Padded().eval(), (text := texts(1), text == 0)),
+    "columns with a vocabulary each": (columns, (torch.tensor([[873, 2, 11]]),)),
+    "matrices of one kind": (torch.linalg.cholesky, (positive_definite(1),)),
+    "wide integers": (lambda n: n.float() * 2, (torch.tensor([[5, 6, 7]]).to(torch.uint64),)),
     "bfloat16": (nn.Linear(8, 3).bfloat16(), (torch.randn(2, 8).bfloat16(),)),
     "infinite values": (
         lambda x: torch.where(x > x.mean(1, keepdim=True), x, -math.inf),
@@ -134,8 +173,8 @@ def test_int8_whose_scale_is_that_of_the_batch_is_batched() -> None:
     layers = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
     quantised: nn.Module = torch.ao.quantization.quantize_dynamic(layers.eval(), {nn.Linear})
     rows = torch.randn(2, 64)
-    assert precision_of(quantised, (rows,)) == UNSEEN
-    assert precision_of(layers, (rows,)) == EXACT
+    assert precision_of(quantised, (rows,)) == SHARED
+    assert precision_of(layers, (rows,)) == FINE
     assert is_batched(quantised, rows)
 
 
@@ -152,19 +191,31 @@ def test_what_a_model_returns_may_be_changed_by_its_next_run() -> None:
 
 
 @pytest.mark.parametrize("is_asked_for", [False, True])
-def test_a_random_model_is_told_from_one_that_mixes_rows(is_asked_for: bool) -> None:
+def test_a_random_model_is_tried_with_the_same_random_numbers(is_asked_for: bool) -> None:
     rows, said = (torch.rand(2, 8),), list[str]()
+    sizes = [batch_of(rows, (1, 64))] if is_asked_for else []
 
     def noisy(x: torch.Tensor) -> torch.Tensor:
         return x + torch.rand_like(x)
 
-    sizes = [batch_of(rows, (1, 64))] if is_asked_for else []
-    if is_asked_for:
-        with pytest.raises(ModelRefused, match="two runs on the same example differ: the model is random"):
-            signature_of(noisy, rows, ["x"], sizes, probe_batch=True)
-        return
-    assert not signature_of(noisy, rows, ["x"], sizes, probe_batch=True, say=said.append).batched
-    assert len(said) == 1 and "two runs on the same example differ" in said[0]
+    assert signature_of(noisy, rows, ["x"], sizes, probe_batch=True, say=said.append).batched
+    assert said == [
+        "two runs on the same example differ: the model is random, and is tried with fixed random numbers"
+    ]
+    assert not is_batched(lambda x: noisy(x - x.mean(0)), *rows)
+
+
+def test_a_model_that_keeps_state_takes_no_batch_and_is_told_the_way_out() -> None:
+    rows, kept = (torch.rand(2, 8),), torch.zeros(1)
+    said = list[str]()
+
+    def counting(x: torch.Tensor) -> torch.Tensor:
+        return x + kept.add_(1)
+
+    assert not signature_of(counting, rows, ["x"], [], probe_batch=True, say=said.append).batched
+    assert len(said) == 1 and "keeps state" in said[0]
+    with pytest.raises(ModelRefused, match=r"keeps state .* leave --dynamic-batch out"):
+        signature_of(counting, rows, ["x"], [batch_of(rows, (1, 64))], probe_batch=True)
 
 
 def test_why_there_is_no_batch_is_said_in_one_line() -> None:

@@ -38,6 +38,13 @@ def test_a_prefix_and_what_is_beside_it_are_taken_off() -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "model."])
+def test_weights_that_the_model_lacks_are_no_prefix(prefix: str) -> None:
+    state = zeros(f"{prefix}a.w", f"{prefix}b", f"{prefix}extra.w", "loss.w" if prefix else f"{prefix}c")
+    with pytest.raises(ModelRefused, match=r"missing none; unexpected (c, )?extra\.w$"):
+        fitted(state, zeros("a.w", "b"), Path("w.pt"))
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
 @pytest.mark.parametrize("kept", ["e.weight", "o.weight"])
 def test_of_weights_that_the_model_shares_one_name_is_enough(tmp_path: Path, kept: str, prefix: str) -> None:
     path, module = tmp_path / "tied.pth", Tied()

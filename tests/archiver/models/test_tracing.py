@@ -12,7 +12,7 @@ from torch import nn
 
 from torchere.archiver import open_archive
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.derive import run_on
+from torchere.archiver.models.running import run_on
 from torchere.archiver.models.to_torchscript import to_torchscript
 from torchere.archiver.signature import parse
 

@@ -92,5 +92,5 @@ def test_results_are_flattened_in_order_and_none_is_left_out() -> None:
 
 
 def test_a_result_that_is_no_tensor_is_refused() -> None:
-    with pytest.raises(ModelRefused, match="holds a str"):
+    with pytest.raises(ModelRefused, match="returns a str under 'output_1'"):
         flattened((torch.zeros(1), "label"))
