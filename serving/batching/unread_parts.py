@@ -17,6 +17,9 @@ from torchere.serving.errors import Cancelled, LeftUnread, ServingError
 LEAST_LIMIT_BYTES = 64 * 2**20  # seconds of speech or thousands of pages of text never come near
 STEP_BYTES = 16 * 2**20  # that the client has to take before a held executor goes on
 HELD_S = 2.0  # how long it may take for that
+# The time is counted in so many looks: one that comes late counts once, because a loop that stood still could
+# not have handed anything to the client either.
+LOOKS = 8
 
 
 def limit_bytes(max_response_bytes: int) -> int:
@@ -52,7 +55,7 @@ class UnreadParts:
     """
 
     __slots__ = (
-        *("_end", "_give_up", "_limit", "_loop", "_parts", "_released", "_taker", "_timer"),
+        *("_end", "_give_up", "_limit", "_looks_left", "_loop", "_parts", "_released", "_taker", "_timer"),
         "unread_bytes",
     )
 
@@ -65,6 +68,7 @@ class UnreadParts:
         self._released: list[Callable[[], None]] = []
         self._taker: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None  # while the executor is held
+        self._looks_left = 0
         self.unread_bytes = 0
 
     @property
@@ -86,7 +90,8 @@ class UnreadParts:
         self._parts.append(part)
         self.unread_bytes += len(part)
         if self._timer is None and must_wait(self.unread_bytes, self._limit):
-            self._timer = self._loop.call_later(HELD_S, self._lose)
+            self._looks_left = LOOKS
+            self._look_later()
         self._wake()
 
     def end(self, error: ServingError | None = None) -> None:
@@ -121,6 +126,16 @@ class UnreadParts:
         if self._timer is not None and may_go_on(self.unread_bytes, self._limit):
             self._release()
         return part
+
+    def _look_later(self) -> None:
+        self._timer = self._loop.call_later(HELD_S / LOOKS, self._look)
+
+    def _look(self) -> None:
+        self._looks_left -= 1
+        if self._looks_left:
+            self._look_later()
+        else:
+            self._lose()
 
     def _lose(self) -> None:
         """The client is too slow."""

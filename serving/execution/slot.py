@@ -112,7 +112,7 @@ class Slot:
         except (ValueError, MemoryError) as err:
             batch.fail(OutOfResources("Out of resources", f"the batch can't be sent to its worker: {err}"))
             return
-        if not self._inside:
+        if not (self._inside or self._worker.is_paused):
             self._silence.watch()
         self._inside[run_id] = batch
 
@@ -125,7 +125,7 @@ class Slot:
         if batch is None:
             return
         if isinstance(message, Partial):
-            self._silence.broken()
+            self._heard()
             batch.partial(message.index, message.part)
             if batch.held and self._worker.pause():
                 self._silence.over()  # it is we who do not listen
@@ -136,11 +136,16 @@ class Slot:
         self._mean_run_s = _MEMORY * self._mean_run_s + (1 - _MEMORY) * message.handler_s
         self._depth = self._settings.depth or depth(self._mean_run_s)
         if self._inside:
-            self._silence.broken()
+            self._heard()
         else:
             self._silence.over()
             self._emptied.set()
         batch.answer(report_from_done(message, len(batch.requests)))
+
+    def _heard(self) -> None:
+        """The worker said something; what was read already comes even while it is paused."""
+        if not self._worker.is_paused:
+            self._silence.broken()
 
     def _listen_again(self) -> None:
         """The client of a streamed answer has taken in much of it, or was given up."""

@@ -156,6 +156,11 @@ class WorkerProcess:
         """Ask for a sign of life; the worker gives it when it is through with what was sent before."""
         self._send(Ping())
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether it has to wait with what it would send."""
+        return self._is_paused
+
     def pause(self) -> bool:
         """Take no more of what it sends, so that it has to wait; False when it is paused already, or gone."""
         if self._is_paused or self._transport is None or self._transport.is_closing():

@@ -54,6 +54,15 @@ class Interrupt:
         if self._connection is not None:
             self._connection.cut()
 
+    def check(self, source: Source) -> None:
+        """Go on with what comes from there, unless it was ended.
+
+        Raises:
+            DownloadFailed: it was.
+        """
+        if self.asked:
+            raise _failed(source, GIVEN_UP)
+
     def watch(self, connection: _PinnedConnection) -> None:
         """This is the connection to cut."""
         self._connection = connection
@@ -105,6 +114,8 @@ class Downloader:
         """
         source = allow(url, self._patterns)
         target = folder / source.file_name
+        interrupt = interrupt or Interrupt()
+        interrupt.check(source)
         try:
             if target.exists():
                 if not reuse:
@@ -116,7 +127,7 @@ class Downloader:
         except OSError as err:
             raise ServingError(f"Failed to save model: {url}", f"{folder}: {err.strerror}") from err
         try:
-            chunks = self._chunks(source, interrupt or Interrupt())
+            chunks = self._chunks(source, interrupt)
             with os.fdopen(descriptor, "wb") as file, closing(chunks):
                 lock(file)  # whoever sweeps up after killed servers sees that this one lives
                 file.writelines(chunks)
@@ -149,8 +160,7 @@ class Downloader:
         except (OSError, http.client.HTTPException) as err:
             reason = GIVEN_UP if interrupt.asked else f"{type(err).__name__}: {err}"
             raise _failed(source, reason) from err
-        if interrupt.asked:  # a body without a length ends where its connection does
-            raise _failed(source, GIVEN_UP)
+        interrupt.check(source)  # a body without a length ends where its connection does
 
     def _http_chunks(self, source: Source, interrupt: Interrupt) -> Generator[bytes, None, None]:
         deadline_s = time.monotonic() + self._timeout_s
@@ -181,6 +191,7 @@ class Downloader:
     def _answer(
         self, source: Source, deadline_s: float, interrupt: Interrupt
     ) -> Iterator[http.client.HTTPResponse]:
+        interrupt.check(source)  # the system can't be interrupted while it looks for an address
         connection = _PinnedConnection(source, self._address(source))
         # A server that sends one byte now and then never lets a socket time out: cut the line instead.
         cutter = threading.Timer(max(0.0, deadline_s - time.monotonic()), connection.cut)

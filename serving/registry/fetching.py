@@ -38,28 +38,32 @@ class Fetching:
         """
         if not self._store.is_to_fetch(url):
             return None
-        async with self._turns.take():
-            return await self._in_a_thread(url, reuse)
-
-    async def _in_a_thread(self, url: str, reuse: bool) -> Download:
-        if self._closed:
-            raise _stopping()
         interrupt = Interrupt()
-        self._under_way.add(interrupt)
-        loop = asyncio.get_running_loop()
-        download = loop.run_in_executor(self._threads, self._store.download, url, reuse, interrupt)
+        # Its place is taken until the thread is through: one that asks for an address can't be interrupted.
+        job = asyncio.ensure_future(self._in_turn(url, reuse, interrupt))
         try:
-            return await asyncio.shield(download)
-        except DownloadFailed:
-            if self._closed:
-                raise _stopping() from None
-            raise
+            return await asyncio.shield(job)
         except asyncio.CancelledError:
             interrupt.stop()
-            download.add_done_callback(_undo)
+            if interrupt not in self._under_way:
+                job.cancel()
+            job.add_done_callback(_undo)
             raise
-        finally:
-            self._under_way.discard(interrupt)
+
+    async def _in_turn(self, url: str, reuse: bool, interrupt: Interrupt) -> Download:
+        async with self._turns.take():
+            if self._closed:
+                raise _stopping()
+            self._under_way.add(interrupt)
+            loop = asyncio.get_running_loop()
+            try:
+                return await loop.run_in_executor(self._threads, self._store.download, url, reuse, interrupt)
+            except DownloadFailed:
+                if self._closed:
+                    raise _stopping() from None
+                raise
+            finally:
+                self._under_way.discard(interrupt)
 
     def close(self) -> None:
         """End what is under way, and begin nothing more: whoever waits gets `Unavailable`."""

@@ -47,6 +47,9 @@ class _Handler(_StreamHandler):
         if (descriptor := may_stand_still(stream)) is not None:
             encoding = stream.encoding or "utf-8"
             self._outlet = Outlet(descriptor, encoding, say_lost=self._lost_text, failed=self._failed)
+            if isinstance(stream, io.TextIOWrapper):
+                # Records pass its buffer by, so that they do not flush what was printed.
+                stream.reconfigure(line_buffering=True)
 
     @property
     def dropped(self) -> int:
@@ -158,7 +161,7 @@ def configure(level: str, json_lines: bool, stream: TextIO, *, lines: LineFormat
         level: One of `LEVELS`, in any case.
         json_lines: One JSON object a line; otherwise text for people.
         stream: Usually standard output; nothing stays in its buffer. What may stand still, as a pipe, is
-            written to by a thread.
+            written to by a thread, and what is printed to it goes out line by line, as its reader takes it.
         lines: Another form of line than these two.
 
     Raises:

@@ -9,8 +9,9 @@ from torchere.serving.frontend.grpc.errors import UNAUTHORIZED
 from torchere.serving.frontend.grpc.open_inference_descriptors import operator_paths
 from torchere.serving.frontend.grpc.service import Openers
 from torchere.serving.frontend.http2.header_blocks import Metadata
+from torchere.serving.frontend.http2.receiver import OVER, Receiver
 from torchere.serving.frontend.http2.status import StatusCode
-from torchere.serving.frontend.http2.stream import OVER, Receiver, Stream
+from torchere.serving.frontend.http2.stream import Stream
 from torchere.serving.frontend.keys import KeyKind, Keys
 
 _OPERATOR_PATHS = operator_paths()

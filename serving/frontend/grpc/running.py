@@ -13,8 +13,9 @@ from google.protobuf.message import Message
 from torchere.serving.frontend.call_scope import CallScope
 from torchere.serving.frontend.grpc.call import Call, Method, OneRequest
 from torchere.serving.frontend.http2.messages import Packed, Received
+from torchere.serving.frontend.http2.receiver import Receiver
 from torchere.serving.frontend.http2.status import StatusCode
-from torchere.serving.frontend.http2.stream import Receiver, Stream
+from torchere.serving.frontend.http2.stream import Stream
 from torchere.serving.types import NO_DEADLINE
 
 Unary = Callable[[Any, Call], Awaitable[Any]]
@@ -124,8 +125,9 @@ class ManyRequestsCall(RunningCall):
             if self._is_over:
                 return
             self.stream.resume()
-            self._wanted = asyncio.get_running_loop().create_future()
-            await self._wanted
+            if not (self._coming or self._is_over):
+                self._wanted = asyncio.get_running_loop().create_future()
+                await self._wanted
 
     async def _next(self) -> Received:
         message = self._coming.popleft()

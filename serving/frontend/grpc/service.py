@@ -13,7 +13,8 @@ from torchere.serving.frontend.grpc.direct import Direct
 from torchere.serving.frontend.grpc.errors import Table
 from torchere.serving.frontend.grpc.running import Streaming, Unary, one_to_one, to_many
 from torchere.serving.frontend.http2.messages import Received
-from torchere.serving.frontend.http2.stream import Encoded, Receiver, Stream
+from torchere.serving.frontend.http2.receiver import Receiver
+from torchere.serving.frontend.http2.stream import Encoded, Stream
 
 Opener = Callable[[Stream], Receiver]
 Openers = dict[str, Opener]

@@ -22,7 +22,8 @@ from torchere.serving.frontend.http2.header_blocks import HeadReader
 from torchere.serving.frontend.http2.inflow import Inflow
 from torchere.serving.frontend.http2.listening import Listening
 from torchere.serving.frontend.http2.outflow import Outflow
-from torchere.serving.frontend.http2.stream import OVER, Stream
+from torchere.serving.frontend.http2.receiver import OVER
+from torchere.serving.frontend.http2.stream import Stream
 from torchere.serving.frontend.http2.unfinished import Unfinished
 from torchere.serving.frontend.stalls import Stalls
 from torchere.serving.turn_writes import TurnWrites
@@ -84,7 +85,7 @@ class Connection(asyncio.BufferedProtocol):
         for timer in self._timers:
             timer.cancel()
         while self._streams:
-            self._lose(self._streams.popitem()[1])
+            self._streams.popitem()[1].lost()
 
     def pause_writing(self) -> None:
         """The socket's buffer is full."""
@@ -265,12 +266,7 @@ class Connection(asyncio.BufferedProtocol):
         stream = self._streams.get(stream_id)
         if stream is not None:
             self._forget(stream)
-            self._lose(stream)
-
-    def _lose(self, stream: Stream) -> None:
-        stream.lost()
-        stream.receiver.gone()
-        stream.receiver = OVER
+            stream.lost()
 
     def _break_stream(self, broken: StreamBroken) -> None:
         """A client may not have any number of calls ended by breaking their rules."""

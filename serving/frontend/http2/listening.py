@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torchere.serving.frontend.http2.connection import Connection
-    from torchere.serving.frontend.http2.stream import Receiver, Stream
+    from torchere.serving.frontend.http2.receiver import Receiver
+    from torchere.serving.frontend.http2.stream import Stream
 
 # Read at once, into the same memory for all connections, which stays in the processor's cache.
 LANDING_BYTES = 262_144

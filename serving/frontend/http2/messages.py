@@ -10,6 +10,7 @@ from torchere.serving.frontend.alignment import room_before
 from torchere.serving.frontend.http2.status import StatusCode
 
 PREFIX_BYTES = 5
+SPLIT_AT_ONCE = 16  # messages; each takes hundreds of bytes more than its own, which may be none
 # Window bits of zlib: 15 is a zlib stream, 16 more a gzip one.
 _WINDOW_BITS = {"gzip": 31, "deflate": 15}
 # zlib lets go of the GIL; above this the loop would wait longer than a thread costs: it may inflate to 1 MiB.
@@ -73,10 +74,19 @@ class MessageReader:
     """Puts the messages of one stream together again, and never holds more than `limit_bytes` of one.
 
     A long message comes in pieces; it grows by them, so a client has as much memory held as it fills. It
-    ends on a multiple of `TENSOR_ALIGNMENT`.
+    ends on a multiple of `TENSOR_ALIGNMENT`. Short ones are split off a few at a time.
     """
 
-    __slots__ = ("_before", "_compressed", "_encoding", "_limit_bytes", "_message", "_prefix", "_want")
+    __slots__ = (
+        "_before",
+        "_compressed",
+        "_encoding",
+        "_limit_bytes",
+        "_message",
+        "_prefix",
+        "_want",
+        "behind",
+    )
 
     def __init__(self, limit_bytes: int, encoding: str) -> None:
         self._limit_bytes = limit_bytes
@@ -86,14 +96,17 @@ class MessageReader:
         self._before = 0
         self._want = -1  # how long both will be; -1: the prefix is not there yet
         self._compressed = False
+        self.behind = bytearray()  # what has come and is not split yet; until it is, nothing may be fed
 
     @property
     def at_message_end(self) -> bool:
         """Whether nothing of a further message has come."""
-        return self._want < 0 and not self._prefix
+        return self._want < 0 and not (self._prefix or self.behind)
 
     def feed(self, piece: bytes | memoryview) -> Sequence[Received | Packed]:
-        """Take in what came; returns the messages that are whole now. The piece is not kept.
+        """Take in what came; returns the first messages that are whole now. The piece is not kept.
+
+        What is `behind` these then is for `more`.
 
         Raises:
             MessageFailed: a message is longer than the limit.
@@ -107,25 +120,39 @@ class MessageReader:
             if size == PREFIX_BYTES + length and not piece[0]:
                 _check(length, self._limit_bytes)
                 return [bytes(piece[PREFIX_BYTES:])]  # as nearly all come
-        return self._split(piece)
+        messages, size = self._split(piece)
+        self.behind += piece[size:]
+        return messages
 
-    def _split(self, piece: bytes | memoryview) -> list[Received | Packed]:
-        """What came holds the end of a message, or the beginning of one."""
+    def more(self) -> Sequence[Received | Packed]:
+        """The next messages of what is `behind`.
+
+        Raises:
+            MessageFailed: as `feed`.
+        """
+        with memoryview(self.behind) as behind:
+            messages, size = self._split(behind)
+        del self.behind[:size]
+        return messages
+
+    def _split(self, piece: bytes | memoryview) -> tuple[list[Received | Packed], int]:
+        """The first messages of what came, and how much of it these and the beginning of one more take."""
         messages: list[Received | Packed] = []
-        while piece:
+        at = 0
+        while at < len(piece) and len(messages) < SPLIT_AT_ONCE:
             if self._want < 0:
                 missing = PREFIX_BYTES - len(self._prefix)
-                self._prefix += piece[:missing]
+                self._prefix += piece[at : at + missing]
                 if len(self._prefix) < PREFIX_BYTES:
-                    break
+                    return messages, len(piece)
                 self._begin()
             else:
                 missing = self._want - len(self._message)
-                self._message += piece[:missing]
+                self._message += piece[at : at + missing]
             if len(self._message) == self._want:
                 messages.append(self._finished())
-            piece = piece[missing:]
-        return messages
+            at += missing
+        return messages, min(at, len(piece))
 
     def _begin(self) -> None:
         length = int.from_bytes(self._prefix[1:], "big")

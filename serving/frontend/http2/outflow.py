@@ -152,20 +152,18 @@ class Outflow:
     def waiting(
         self, streams: Mapping[int, Stream], transport: asyncio.WriteTransport
     ) -> dict[int, tuple[int, int]]:
-        """What changes as soon as the client takes a byte, for each stream that waits for it to give leave.
+        """What changes as soon as the client takes a byte, for each stream that waits for leave of its own.
 
-        Under 0 the same for the connection, while all of it waits: for leave, or for the socket.
+        Under 0 the same for the connection, while streams wait for the whole of it: for leave, or for the
+        socket. Which of them moves then is not the client's to say.
         """
-        waiting = {
-            stream.id: (stream.sent_bytes, 0)
-            for stream in streams.values()
-            if stream.outbox and (stream.window <= 0 or not self.stopped)
-        }
+        wait = [stream for stream in streams.values() if stream.outbox]
+        waiting = {stream.id: (stream.sent_bytes, 0) for stream in wait if stream.window <= 0}
         if self.stopped:
             untaken = untaken_bytes(transport)
             if untaken is not None:
                 waiting[0] = (self.sent_bytes, untaken)
-        elif waiting and self._window <= 0:
+        elif wait and self._window <= 0:
             waiting[0] = (self.sent_bytes, 0)
         return waiting
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING
 
 from torchere.serving.frontend.http2.frame_reader import Piece
 from torchere.serving.frontend.http2.frames import DATA, END_HEADERS, END_STREAM, HEADERS, frame, head
@@ -24,6 +24,7 @@ from torchere.serving.frontend.http2.messages import (
     Packed,
     Received,
 )
+from torchere.serving.frontend.http2.receiver import OVER, Receiver
 from torchere.serving.frontend.http2.status import StatusCode
 
 if TYPE_CHECKING:
@@ -33,49 +34,6 @@ HIGH_WATER_BYTES = 65_536  # of what waits to go out; whoever makes more is aske
 JOINED_BYTES = 65_536  # below this, copying a message is cheaper than writing it in parts
 Encoded = bytes | Sequence[bytes | memoryview]  # whole, or the parts of a long one
 _LAST = END_STREAM | END_HEADERS
-
-
-class Receiver(Protocol):
-    """Who answers one call. Its methods are called on the event loop, and must not raise.
-
-    Attributes:
-        takes_one: nothing is answered before the client has sent all; else it may be silent between messages.
-    """
-
-    takes_one: ClassVar[bool]
-
-    def message(self, message: Received | Packed) -> None:
-        """A message of the client is there."""
-
-    def half_closed(self) -> None:
-        """It was the last one."""
-
-    def flawed(self, code: StatusCode, message: str) -> None:
-        """A message can't be taken, for the gRPC status `code`; nothing more comes."""
-
-    def gone(self) -> None:
-        """The client gave the call up, or its connection is lost."""
-
-
-class _Over:
-    """Receives what still comes of a call that is over."""
-
-    takes_one: ClassVar[bool] = False
-
-    def message(self, message: Received | Packed) -> None:
-        """Too late."""
-
-    def half_closed(self) -> None:
-        """As it should be."""
-
-    def flawed(self, code: StatusCode, message: str) -> None:
-        """Answered already."""
-
-    def gone(self) -> None:
-        """Over for both."""
-
-
-OVER: Receiver = _Over()
 
 
 class Stream:
@@ -130,11 +88,26 @@ class Stream:
             if not (is_last or self._ended):
                 self.connection.unfinished.hold(self, sum(map(len, pieces)))
             for piece in pieces:
-                for message in () if self._ended else self.reader.feed(piece):
-                    self.brought = True
-                    self.receiver.message(message)
+                if self._ended:
+                    break
+                if self.paused or self.reader.behind:
+                    self.reader.behind += piece
+                else:
+                    self._hand_over(self.reader.feed(piece))
+                    if self.reader.behind:
+                        self._read_on()
         except MessageFailed as err:
             self.receiver.flawed(err.code, str(err))
+
+    def _hand_over(self, messages: Sequence[Received | Packed]) -> None:
+        for message in messages:
+            self.brought = True
+            self.receiver.message(message)
+
+    def _read_on(self) -> None:
+        """Split what came, as long as somebody takes it: the messages may take a hundred times its memory."""
+        while self.reader.behind and not (self.paused or self._ended):
+            self._hand_over(self.reader.more())
 
     def taken(self, size: int) -> None:
         """A message of so many bytes is not held for its client any more."""
@@ -158,8 +131,10 @@ class Stream:
     def half_close(self) -> None:
         """The client sends no more."""
         self.remote_open = False
-        if self._ended:
-            return
+        if not (self._ended or (self.paused and self.reader.behind)):
+            self._half_closed()
+
+    def _half_closed(self) -> None:
         if self.reader.at_message_end:
             self.receiver.half_closed()
         else:
@@ -249,16 +224,27 @@ class Stream:
 
     def resume(self) -> None:
         """Take in more."""
-        if self.paused:
-            self.paused = False
-            self.connection.inflow.give_leave(self)
+        if not self.paused:
+            return
+        self.paused = False
+        if self.reader.behind:
+            try:
+                self._read_on()
+            except MessageFailed as err:
+                self.receiver.flawed(err.code, str(err))
+            if not (self.remote_open or self.paused or self._ended):
+                self._half_closed()
+        self.connection.inflow.give_leave(self)
 
     def lost(self) -> None:
         """It is over from the client's side: nothing more goes out."""
         self._ended = True
         self.outbox.clear()
+        self.reader.behind.clear()
         self._waiting_bytes = 0
         self._wake()
+        self.receiver.gone()
+        self.receiver = OVER
 
     def _put(self, message: Encoded) -> bool:
         """Have a message wait to go out, unless the answer has ended."""

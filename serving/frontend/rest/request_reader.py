@@ -1,8 +1,8 @@
 """One request after the other from the bytes of a connection.
 
 A client may send requests without waiting for answers. What stands behind a request waits here as bytes until
-that one is answered, and the rest of it in the socket: parsed, each request would hold kilobytes, and a
-mistake in one of them would be answered in the midst of the answer before.
+that one is answered, and what is more than a little in the socket: parsed, each request would hold kilobytes,
+and a mistake in one of them would be answered in the midst of the answer before.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ MAX_HEADER_BYTES = 8192
 # after so many pieces at one time they get longer, and what was sent ahead is lost if the end is within one.
 EXACT_PIECES = 64
 COARSE_BYTES = 4096
+AHEAD_BYTES = 65_536  # may wait here; who does not read on does not hear that the client has gone either
 _BLANK = re.compile(rb"[\r\n]*")
 
 logger = logging.getLogger(__name__)
@@ -88,9 +89,9 @@ class RequestReader(HttpToolsProtocol):
 
     def read(self, data: bytes, start: int = 0) -> None:
         """Parse what is there of one request. What follows waits until it is answered."""
-        if self._ahead is not None:  # TLS may have had it already
+        if self._ahead is not None:
             before, at = self._ahead
-            self._ahead = (before[at:] + data, 0)
+            self._keep_back(before[at:] + data, 0)
             return
         if self._between:
             if data[start] in b"\r\n":
@@ -122,7 +123,8 @@ class RequestReader(HttpToolsProtocol):
 
     def _keep_back(self, data: bytes, start: int) -> None:
         self._ahead = (data, start)
-        self.flow.hold()
+        if len(data) - start > AHEAD_BYTES:
+            self.flow.hold()
 
     def go_on(self) -> None:
         """An answer is out: the next request that was sent ahead is read soon."""

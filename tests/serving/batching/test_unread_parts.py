@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import time
 import weakref
 
 import pytest
@@ -124,6 +125,29 @@ def test_a_client_that_does_not_take_a_step_in_time_is_given_up(monkeypatch):
         assert told.value.detail == "40 bytes of it lay unread in the server"
         await asyncio.sleep(0)
         assert [type(reason) for reason in given.reasons] == [LeftUnread]
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_a_client_that_reads_loses_nothing_when_the_loop_stood_still(monkeypatch):
+    impatient(monkeypatch)
+
+    async def main():
+        given, taken = Given(5), []
+
+        async def take():
+            while (part := await given.parts.take()) is not None:
+                taken.append(part)
+                await asyncio.sleep(0)  # its socket takes one part in a turn of the loop
+
+        await asyncio.sleep(0)
+        reading = asyncio.ensure_future(take())
+        time.sleep(0.05)  # longer than it may take
+        await asyncio.sleep(0.005)
+        given.parts.end()
+        await reading
+        assert taken == [PART] * 5
+        assert given.reasons == []
 
     asyncio.run(asyncio.wait_for(main(), 20))
 

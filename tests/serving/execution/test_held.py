@@ -11,6 +11,8 @@ from torchere.serving.errors import ExecutorDied
 from torchere.serving.execution.launch import ForkLauncher, worker_environment
 from torchere.serving.execution.processes import ProcessPool
 from torchere.serving.execution.threads import ThreadPool
+from torchere.serving.execution.wire import Partial
+from torchere.serving.types import InferResponse
 
 PARTS = 8
 PART_BYTES = 2**20  # more than a thread may be ahead, and more than a socket holds
@@ -124,3 +126,15 @@ def test_a_pool_closes_while_an_executor_is_held(held_run, kind):
         await asyncio.wait_for(closing, 30)
 
     held_run(kind, test)
+
+
+def test_what_was_read_before_a_worker_was_paused_does_not_let_its_time_run(held_run):
+    async def test(pool, held, folder):
+        (slot,) = pool._slots
+        slot._on_message(Partial(next(iter(slot._inside)), 0, InferResponse(b"read before")))
+        await asyncio.sleep(2 * RESPONSE_TIMEOUT_S)
+        assert pool.statuses()[0].losses == 0
+        held.over()
+        assert (await held.sink.outcome()).body == b"end"
+
+    held_run("process", test)

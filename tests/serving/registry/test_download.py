@@ -164,9 +164,15 @@ def test_a_download_that_nobody_waits_for_is_ended_and_not_taken_for_whole(at: s
 def test_a_download_that_is_given_up_before_it_began_does_not_begin(at: str, tmp_path: Path) -> None:
     interrupt = Interrupt()
     interrupt.stop()
+    asked: list[str] = []
+
+    def address(host: str, port: int) -> list[str]:
+        asked.append(host)
+        return ["127.0.0.1"]
+
     with pytest.raises(DownloadFailed):
-        downloader().download(f"{at}/good/a.mar", tmp_path, interrupt=interrupt)
-    assert Misbehaving.hosts == []
+        downloader(resolver=address).download(f"{at}/good/a.mar", tmp_path, interrupt=interrupt)
+    assert (Misbehaving.hosts, asked) == ([], [])
 
 
 def test_a_redirect_never_leads_to_a_file(at: str, tmp_path: Path) -> None:

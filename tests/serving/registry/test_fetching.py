@@ -119,3 +119,44 @@ def test_at_the_end_of_the_server_downloads_end_and_none_begins(tmp_path: Path) 
         assert sorted(store.ended) == [f"http://host/{number}.mar" for number in range(fetching.AT_ONCE)]
 
     fetched(tmp_path, case)
+
+
+class DeafStore(SlowStore):
+    """Its downloads end when they `finish` only, as one does that asks for an address."""
+
+    def download(self, url: str, reuse: bool, interrupt: Interrupt) -> Download:
+        return super().download(url, reuse, Interrupt())
+
+
+async def give_up(*tasks: "asyncio.Task[Download | None]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks, timeout=10)
+
+
+def test_a_download_keeps_its_place_until_its_thread_is_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "MAX_WAITING", 1)
+
+    async def case() -> None:
+        store = DeafStore(tmp_path)
+        fetches = Fetching(store)  # type: ignore[arg-type]
+        tasks = await begin(fetches, fetching.AT_ONCE)
+        for _ in tasks:
+            await asyncio.to_thread(store.begun.acquire)
+        await give_up(*tasks)
+        (waiting,) = await begin(fetches, 1)
+        await asyncio.sleep(0)
+        with pytest.raises(Unavailable, match="Too many downloads wait already"):
+            await fetches.fetch("http://host/more.mar", False)
+        await give_up(waiting)  # who only waits goes at once
+        last = asyncio.create_task(fetches.fetch("http://host/last.mar", False))
+        await asyncio.sleep(0)
+        assert not store.begun.acquire(blocking=False)
+        store.finish.set()
+        assert await asyncio.wait_for(last, 10) == Download(tmp_path / "last.mar", is_new=True)
+        assert [path.name for path in tmp_path.iterdir()] == ["last.mar"]  # nobody wants the others
+        fetches.close()
+
+    asyncio.run(case())

@@ -555,3 +555,64 @@ def test_a_client_with_few_long_messages_ahead_waits(monkeypatch):
             return [answer.value async for answer in call]
 
     assert run(main()) == [b"1100"]
+
+
+def test_messages_that_nobody_takes_are_held_as_the_bytes_that_came():
+    async def main():
+        async with serving() as served, Wire(served) as wire:
+            wire.begin(1, "stuck", gzip.compress(b""))
+            connection = await wire.connection(1)
+            (stream,) = connection._streams.values()
+            tracemalloc.start()
+            try:
+                for _ in range(200):  # messages of no bytes: two hundred thousand of them
+                    wire.writer.write(DataFrame(1, bytes(5 * 1000)).serialize())
+                while connection.unfinished.held_bytes < 1_000_000:
+                    await asyncio.sleep(0)
+                return len(stream.receiver._coming), tracemalloc.get_traced_memory()[0]
+            finally:
+                tracemalloc.stop()
+
+    waiting, traced_bytes = run(main())
+    assert waiting < 2 * running.MESSAGES_AHEAD
+    assert traced_bytes < 3_000_000
+
+
+@pytest.mark.parametrize("ends", ["with the last message", "later"])
+def test_messages_that_came_while_nobody_took_any_are_all_taken_in_the_end(ends):
+    async def main():
+        async with serving() as served, Wire(served) as wire:
+            wire.begin(1, "slow", gzip.compress(b""))
+            connection = await wire.connection(1)
+            data = (b"\0\0\0\0\3" + BytesValue(value=b"x").SerializeToString()) * 1000
+            flags = ["END_STREAM"] if ends == "with the last message" else []
+            wire.writer.write(
+                DataFrame(1, data).serialize() + DataFrame(1, data[8:], flags=flags).serialize()
+            )
+            (stream,) = connection._streams.values()
+            while len(stream.reader.behind) < 15_000:
+                await asyncio.sleep(0)
+            served.service.go.set()
+            if ends == "later":
+                while connection.unfinished.held_bytes:
+                    await asyncio.sleep(0)
+                wire.end(1)
+            return await wire.reader.readuntil(b"1999")
+
+    assert run(main())
+
+
+def test_a_message_that_can_not_be_taken_behind_others_ends_the_call():
+    async def main():
+        async with serving() as served, Wire(served) as wire:
+            wire.begin(1, "slow", gzip.compress(b""))
+            connection = await wire.connection(1)
+            wire.writer.write(DataFrame(1, bytes(500) + b"\0\xff\xff\xff\xff").serialize())
+            (stream,) = connection._streams.values()
+            while len(stream.reader.behind) < 400:
+                await asyncio.sleep(0)
+            served.service.go.set()
+            found = await wire.reader.readuntil(b"grpc-message")
+            return found[found.index(b"grpc-status") :][:13]
+
+    assert run(main()) == b"grpc-status\x018"

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torchere.serving.frontend.alignment import TENSOR_ALIGNMENT
 from torchere.serving.frontend.http2.messages import (
     INFLATED_IN_THREAD_BYTES,
+    SPLIT_AT_ONCE,
     MessageFailed,
     MessageReader,
     Packed,
@@ -29,7 +30,11 @@ def framed(message, flag=0):
 
 
 def read(reader, *pieces):
-    messages = [message for piece in pieces for message in reader.feed(piece)]
+    messages = []
+    for piece in pieces:
+        messages += reader.feed(piece)
+        while reader.behind:
+            messages += reader.more()
     return [message.inflated() if isinstance(message, Packed) else message for message in messages]
 
 
@@ -41,6 +46,18 @@ def test_any_cut_of_the_same_bytes_is_the_same_messages(lengths, data):
     reader = MessageReader(LIMIT, "identity")
     pieces = [sent[a:b] for a, b in zip([0, *cuts], [*cuts, len(sent)], strict=True)]
     assert read(reader, *pieces) == messages
+    assert reader.at_message_end
+
+
+def test_short_messages_are_split_a_few_at_a_time():
+    messages = [b"%d" % number for number in range(100)]
+    sent = b"".join(map(framed, messages)) + framed(b"last")[:7]
+    reader = MessageReader(LIMIT, "identity")
+    assert reader.feed(sent) == messages[:SPLIT_AT_ONCE]
+    assert not reader.at_message_end
+    assert reader.more() == messages[SPLIT_AT_ONCE : 2 * SPLIT_AT_ONCE]
+    assert read(reader, b"") == messages[2 * SPLIT_AT_ONCE :]
+    assert read(reader, framed(b"last")[7:]) == [b"last"]
     assert reader.at_message_end
 
 

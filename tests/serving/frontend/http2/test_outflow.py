@@ -185,10 +185,11 @@ class FakeStream:
     def __init__(self, stream_id, *, window):
         self.id, self.window, self.trailers = stream_id, window, None
         self.outbox = deque([bytes(10)])
-        self.looks = 0
+        self.looks = self.sent_bytes = 0
 
     def sent(self, size):
         self.looks += 1
+        self.sent_bytes += size
 
 
 def outflow():
@@ -230,6 +231,28 @@ def test_a_stream_without_leave_of_its_own_does_not_wait_for_the_connections():
     made.outflow.widen_stream(stream, 100)
     assert len(made.written) == 1
     assert not stream.outbox
+
+
+def test_a_client_that_takes_all_it_can_on_one_connection_has_no_stream_given_up():
+    outflow_ = outflow().outflow
+    outflow_._window = 0
+    streams = {number: FakeStream(number, window=100) for number in range(1, 200, 2)}
+    for stream in streams.values():
+        outflow_.pump(stream)
+    before = outflow_.waiting(streams, None)
+    outflow_.widen(5)  # the first of them
+    now = outflow_.waiting(streams, None)
+    assert before.keys() == now.keys() == {0}
+    assert before != now
+
+
+def test_who_gives_leave_for_the_connection_and_none_for_a_stream_has_that_stream_given_up():
+    outflow_ = outflow().outflow
+    shut = FakeStream(1, window=0)
+    outflow_.pump(shut)
+    before = outflow_.waiting({1: shut}, None)
+    outflow_.widen(5)
+    assert before == outflow_.waiting({1: shut}, None) == {1: (0, 0)}
 
 
 def test_an_initial_window_told_many_times_in_one_frame_counts_once():

@@ -154,6 +154,23 @@ def test_the_socket_is_not_read_while_requests_wait(planes):
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("kind", ["predictions", "by ASGI", "in chunks"])
+@pytest.mark.parametrize("behind", [b"P", PING, PING * 1000], ids=["a byte", "a request", "many"])
+def test_a_client_that_leaves_is_noticed_though_it_had_sent_something_ahead(planes, kind, behind):
+    async def main() -> None:
+        planes.data.behave = lambda request: asyncio.Event().wait()
+        async with connected(planes) as (_, writer):
+            writer.write(KINDS[kind](b"abcd") + behind)
+            while not planes.data.asked:
+                await asyncio.sleep(0.002)
+            writer.write(behind)
+            writer.close()
+            while not planes.data.withdrawn:
+                await asyncio.sleep(0.002)
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+
+
 def test_other_connections_have_their_turn_between_requests_that_were_sent_ahead(planes):
     turns = []
 
