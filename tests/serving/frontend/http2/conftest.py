@@ -274,6 +274,11 @@ class Wire:
     def block(self, path, *metadata, **options):
         return self.encoder.encode(head_of(path, *metadata, **options))
 
+    def headers(self, path, stream_id=1, *, last=False, block=None):
+        """The frame that begins a call; `last`: nothing comes behind it."""
+        flags = ["END_HEADERS", "END_STREAM"] if last else ["END_HEADERS"]
+        return HeadersFrame(stream_id, self.block(path) if block is None else block, flags=flags)
+
     def calls(self, path, count, *behind, first=1, flags=4):
         """So many calls with equal heads, and frames behind each; `flags` of HEADERS: 1 no frame follows."""
         begin = HeadersFrame(first, self.block(path), flags=["END_HEADERS", *["END_STREAM"] * (flags & 1)])
@@ -340,6 +345,14 @@ async def wire_to(served):
         yield Wire(reader, writer)
 
 
+@contextlib.asynccontextmanager
+async def greeted(**options):
+    """A listener, and a `Wire` to it that has said hello."""
+    async with listener(**options) as served, wire_to(served) as wire:
+        wire.greet()
+        yield served, wire
+
+
 @pytest.fixture(params=["asyncio", "uvloop"])
 def run(request):
     """`run(coroutine)` on a fresh loop of each kind; no task is left, and nothing goes wrong aside."""
@@ -363,7 +376,6 @@ def run(request):
 
 @pytest.fixture
 def http2():
-    """`http2.listener(...)`, `http2.peer(served)` and `http2.wire(served)`: contexts; and what they speak."""
-    return SimpleNamespace(
-        listener=listener, peer=h2_peer, wire=wire_to, prefixed=prefixed, head_of=head_of, preface=PREFACE
-    )
+    """`http2.listener(...)`, `peer(served)`, `wire(served)`, `greeted(...)`: contexts; what they speak."""
+    contexts = {"listener": listener, "peer": h2_peer, "wire": wire_to, "greeted": greeted}
+    return SimpleNamespace(**contexts, prefixed=prefixed, head_of=head_of, preface=PREFACE)

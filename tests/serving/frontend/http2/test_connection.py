@@ -1,7 +1,6 @@
 """One connection: its greeting, its calls in any state, and its ends."""
 
 import asyncio
-import contextlib
 import gc
 import tracemalloc
 
@@ -21,18 +20,6 @@ from torchere.serving.frontend.http2 import connection as module
 from torchere.serving.frontend.http2.greeting import MAX_STREAMS
 
 LAST = ["END_HEADERS", "END_STREAM"]
-
-
-@contextlib.asynccontextmanager
-async def greeted(http2, **options):
-    async with http2.listener(**options) as served, http2.wire(served) as wire:
-        wire.greet()
-        yield served, wire
-
-
-def headers(wire, path, stream_id=1, *, last=False, block=None):
-    flags = LAST if last else ["END_HEADERS"]
-    return HeadersFrame(stream_id, wire.block(path) if block is None else block, flags=flags)
 
 
 def test_the_greeting_tells_the_limits_before_anything_is_asked(run, http2):
@@ -73,12 +60,12 @@ def test_a_client_that_does_not_greet_is_closed(run, http2, monkeypatch, said):
 
 def test_a_client_that_greeted_may_wait(run, http2):
     async def main():
-        async with greeted(http2) as (served, wire):
+        async with http2.greeted() as (served, wire):
             await wire.next(SettingsFrame)
             await wire.next(SettingsFrame)
             (connection,) = served.listening.connections
             connection._ungreeted()  # the timer, which is seconds away
-            wire.send(headers(wire, "/refuse", last=True))
+            wire.send(wire.headers("/refuse", last=True))
             return (await wire.next(HeadersFrame)).stream_id
 
     assert run(main()) == 1
@@ -89,7 +76,7 @@ def test_a_client_that_leaves_in_the_middle_of_a_frame_leaves_nothing(run, http2
     async def main():
         async with http2.listener() as served:
             async with http2.wire(served) as wire:
-                hung = headers(wire, "/hang").serialize()
+                hung = wire.headers("/hang").serialize()
                 wire.greet(hung, DataFrame(1, bytes(100)).serialize()[:cut])
                 while not served.calls:
                     await wire.frame()
@@ -114,8 +101,8 @@ def test_the_trailers_of_a_client_end_its_call(run, http2):
 
 def test_trailers_that_do_not_end_are_a_fault_of_their_call(run, http2):
     async def main():
-        async with greeted(http2) as (served, wire):
-            wire.send(headers(wire, "/hang"), headers(wire, "/hang"))
+        async with http2.greeted() as (served, wire):
+            wire.send(wire.headers("/hang"), wire.headers("/hang"))
             reset = await wire.next(RstStreamFrame)
             return reset.stream_id, reset.error_code, served.calls[0].ended_by
 
@@ -124,10 +111,10 @@ def test_trailers_that_do_not_end_are_a_fault_of_their_call(run, http2):
 
 def test_trailers_of_a_call_that_is_over_are_passed_over(run, http2):
     async def main():
-        async with greeted(http2) as (_, wire):
-            wire.send(headers(wire, "/refuse"))
-            wire.send(headers(wire, "", block=wire.encoder.encode([("x-trailer", "1")]), last=True))
-            wire.send(headers(wire, "/refuse", 3, last=True))
+        async with http2.greeted() as (_, wire):
+            wire.send(wire.headers("/refuse"))
+            wire.send(wire.headers("", block=wire.encoder.encode([("x-trailer", "1")]), last=True))
+            wire.send(wire.headers("/refuse", 3, last=True))
             await wire.next(HeadersFrame)
             return (await wire.next(HeadersFrame)).stream_id
 
@@ -155,8 +142,8 @@ def test_trailers_of_a_call_that_is_over_are_passed_over(run, http2):
 )
 def test_what_breaks_the_protocol_ends_the_connection_with_its_code(run, http2, frame, code):
     async def main():
-        async with greeted(http2) as (served, wire):
-            wire.send(headers(wire, "/hang"), frame)
+        async with http2.greeted() as (served, wire):
+            wire.send(wire.headers("/hang"), frame)
             goaway = await wire.next(GoAwayFrame)
             assert await wire.frame() is None
             await served.calls[0].over.wait()
@@ -167,8 +154,8 @@ def test_what_breaks_the_protocol_ends_the_connection_with_its_code(run, http2, 
 
 def test_a_stream_that_begins_after_a_later_one_ends_the_connection(run, http2):
     async def main():
-        async with greeted(http2) as (_, wire):
-            wire.send(headers(wire, "/hang", 5), headers(wire, "/hang", 3))
+        async with http2.greeted() as (_, wire):
+            wire.send(wire.headers("/hang", 5), wire.headers("/hang", 3))
             goaway = await wire.next(GoAwayFrame)
             return goaway.error_code, goaway.last_stream_id
 
@@ -177,10 +164,8 @@ def test_a_stream_that_begins_after_a_later_one_ends_the_connection(run, http2):
 
 def test_a_header_list_that_is_too_long_is_ended_calmly(run, http2):
     async def main():
-        async with greeted(http2) as (_, wire):
-            wire.send(
-                headers(wire, "/hang", block=wire.encoder.encode([("x", "\\" * 17_000)], huffman=False))
-            )
+        async with http2.greeted() as (_, wire):
+            wire.send(wire.headers("/hang", block=wire.encoder.encode([("x", "\\" * 17_000)], huffman=False)))
             return (await wire.next(GoAwayFrame)).error_code
 
     assert run(main()) == 11
@@ -189,7 +174,7 @@ def test_a_header_list_that_is_too_long_is_ended_calmly(run, http2):
 @pytest.mark.parametrize("payload", [b"", b"x" * 500])
 def test_a_flood_of_continuations_is_ended_calmly(run, http2, payload):
     async def main():
-        async with greeted(http2) as (_, wire):
+        async with http2.greeted() as (_, wire):
             wire.send(HeadersFrame(1, b""), *[ContinuationFrame(1, payload)] * 100)
             return (await wire.next(GoAwayFrame)).error_code
 
@@ -198,7 +183,7 @@ def test_a_flood_of_continuations_is_ended_calmly(run, http2, payload):
 
 def test_headers_in_several_frames_are_one_call(run, http2):
     async def main():
-        async with greeted(http2) as (served, wire):
+        async with http2.greeted() as (served, wire):
             block = wire.block("/echo")
             wire.send(HeadersFrame(1, block[:9]), ContinuationFrame(1, block[9:20]))
             wire.send(ContinuationFrame(1, block[20:], flags=["END_HEADERS"]))
@@ -211,16 +196,16 @@ def test_headers_in_several_frames_are_one_call(run, http2):
 
 def test_a_client_that_gives_a_call_up_in_any_state_hurts_no_other(run, http2):
     async def main():
-        async with greeted(http2) as (served, wire):
+        async with http2.greeted() as (served, wire):
             reset = [RstStreamFrame(number, 8) for number in range(1, 12, 2)]
             message = http2.prefixed(b"m")
-            wire.send(headers(wire, "/hang", 1), reset[0])  # begun
-            wire.send(headers(wire, "/hang", 3), DataFrame(3, message[:-1]), reset[1])  # half a message
-            wire.send(headers(wire, "/hang", 5), DataFrame(5, message, flags=["END_STREAM"]), reset[2])
-            wire.send(headers(wire, "/refuse", 7), reset[3])  # answered early
-            wire.send(headers(wire, "/refuse", 9, last=True), reset[4], reset[4])  # over, and twice
-            wire.send(headers(wire, "/hang", 11), reset[5], DataFrame(11, message, flags=["END_STREAM"]))
-            wire.send(headers(wire, "/echo", 13), DataFrame(13, message, flags=["END_STREAM"]))
+            wire.send(wire.headers("/hang", 1), reset[0])  # begun
+            wire.send(wire.headers("/hang", 3), DataFrame(3, message[:-1]), reset[1])  # half a message
+            wire.send(wire.headers("/hang", 5), DataFrame(5, message, flags=["END_STREAM"]), reset[2])
+            wire.send(wire.headers("/refuse", 7), reset[3])  # answered early
+            wire.send(wire.headers("/refuse", 9, last=True), reset[4], reset[4])  # over, and twice
+            wire.send(wire.headers("/hang", 11), reset[5], DataFrame(11, message, flags=["END_STREAM"]))
+            wire.send(wire.headers("/echo", 13), DataFrame(13, message, flags=["END_STREAM"]))
             answer = await wire.next(DataFrame)
             return answer.stream_id, [call.ended_by for call in served.calls]
 
@@ -231,8 +216,8 @@ def test_a_client_that_gives_a_call_up_in_any_state_hurts_no_other(run, http2):
 
 def test_data_after_the_end_of_a_call_is_a_fault_of_that_call(run, http2):
     async def main():
-        async with greeted(http2) as (served, wire):
-            wire.send(headers(wire, "/hang", last=True), DataFrame(1, b"x"))
+        async with http2.greeted() as (served, wire):
+            wire.send(wire.headers("/hang", last=True), DataFrame(1, b"x"))
             reset = await wire.next(RstStreamFrame)
             return reset.error_code, served.calls[0].ended_by
 
@@ -241,7 +226,7 @@ def test_data_after_the_end_of_a_call_is_a_fault_of_that_call(run, http2):
 
 def test_ten_thousand_calls_begun_and_given_up_leave_nothing(run, http2):
     async def main():
-        async with greeted(http2) as (served, wire):
+        async with http2.greeted() as (served, wire):
             message = DataFrame(1, http2.prefixed(b"m"), flags=["END_STREAM"]).serialize()
             reset = RstStreamFrame(1, 8).serialize()
             wire.send(wire.calls("/flow", 100, message, reset), PingFrame(0, bytes(8)))
@@ -271,10 +256,10 @@ def test_ten_thousand_calls_begun_and_given_up_leave_nothing(run, http2):
 
 def test_more_streams_than_may_be_are_refused_and_may_come_again(run, http2):
     async def main():
-        async with greeted(http2) as (served, wire):
+        async with http2.greeted() as (served, wire):
             wire.send(wire.calls("/hang", MAX_STREAMS + 1))
             refused = await wire.next(RstStreamFrame)
-            wire.send(RstStreamFrame(1, 8), headers(wire, "/echo", 2 * MAX_STREAMS + 3))
+            wire.send(RstStreamFrame(1, 8), wire.headers("/echo", 2 * MAX_STREAMS + 3))
             wire.send(DataFrame(2 * MAX_STREAMS + 3, http2.prefixed(b"m"), flags=["END_STREAM"]))
             await wire.next(DataFrame)
             return refused.stream_id, refused.error_code, len(served.calls)
@@ -296,7 +281,7 @@ def test_many_calls_at_a_time_get_each_their_own_answer(run, http2):
 
 def test_pings_are_answered_with_what_they_say(run, http2):
     async def main():
-        async with greeted(http2) as (_, wire):
+        async with http2.greeted() as (_, wire):
             wire.send(PingFrame(0, b"abcdefgh"))
             answer = await wire.next(PingFrame)
             return answer.opaque_data, "ACK" in answer.flags
@@ -306,8 +291,8 @@ def test_pings_are_answered_with_what_they_say(run, http2):
 
 def test_a_bug_costs_one_connection_and_is_logged(run, http2, caplog, monkeypatch):
     async def main():
-        async with greeted(http2) as (served, wire):
-            wire.send(headers(wire, "/hang"))
+        async with http2.greeted() as (served, wire):
+            wire.send(wire.headers("/hang"))
             while not served.calls:
                 await wire.frame()
             monkeypatch.setattr(served.calls[0], "half_closed", lambda: 1 / 0)

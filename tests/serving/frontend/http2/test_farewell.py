@@ -1,12 +1,9 @@
 """The ends of a connection: no call that crosses with the news is lost, and nobody is waited for long."""
 
-import contextlib
-
 from h2.settings import SettingCodes
 from hyperframe.frame import (
     DataFrame,
     GoAwayFrame,
-    HeadersFrame,
     PingFrame,
     RstStreamFrame,
     SettingsFrame,
@@ -14,38 +11,25 @@ from hyperframe.frame import (
 
 from torchere.serving.frontend.http2 import farewell
 
-LAST = ["END_HEADERS", "END_STREAM"]
-
-
-@contextlib.asynccontextmanager
-async def greeted(http2, **options):
-    async with http2.listener(**options) as served, http2.wire(served) as wire:
-        wire.greet()
-        yield served, wire
-
-
-def headers(wire, path, stream_id=1, *, last=False):
-    return HeadersFrame(stream_id, wire.block(path), flags=LAST if last else ["END_HEADERS"])
-
 
 def test_a_drain_takes_calls_that_cross_and_refuses_later_ones(run, http2, monkeypatch):
     monkeypatch.setattr(farewell, "FAREWELL_S", 0.05)
 
     async def main():
-        async with greeted(http2) as (served, wire):
-            wire.send(headers(wire, "/hold"))
+        async with http2.greeted() as (served, wire):
+            wire.send(wire.headers("/hold"))
             while not served.calls:
                 await wire.frame()
             (connection,) = served.listening.connections
             connection.farewell.begin()
             soft, ping = await wire.next(GoAwayFrame), await wire.next(PingFrame)
             wire.send(
-                headers(wire, "/echo", 3), DataFrame(3, http2.prefixed(b"crossed"), flags=["END_STREAM"])
+                wire.headers("/echo", 3), DataFrame(3, http2.prefixed(b"crossed"), flags=["END_STREAM"])
             )
             wire.send(PingFrame(0, ping.opaque_data, flags=["ACK"]))
             crossed = await wire.next(DataFrame)
             hard = await wire.next(GoAwayFrame)
-            wire.send(headers(wire, "/echo", 5, last=True))
+            wire.send(wire.headers("/echo", 5, last=True))
             refused = await wire.next(RstStreamFrame)
             served.calls[0].stream.end()
             rest = await wire.all()
@@ -62,7 +46,7 @@ def test_a_drain_does_not_wait_long_for_a_client_that_answers_no_ping(run, http2
     monkeypatch.setattr(farewell, "FAREWELL_S", 0.05)
 
     async def main():
-        async with greeted(http2) as (served, wire):
+        async with http2.greeted() as (served, wire):
             await wire.next(SettingsFrame)
             (connection,) = served.listening.connections
             connection.farewell.begin()
@@ -74,8 +58,8 @@ def test_a_drain_does_not_wait_long_for_a_client_that_answers_no_ping(run, http2
 
 def test_a_connection_that_grows_old_is_drained_and_its_last_calls_get_their_grace(run, http2):
     async def main():
-        async with greeted(http2, age_s=lambda: 0.05, age_grace_s=0.05) as (served, wire):
-            wire.send(headers(wire, "/hang"))
+        async with http2.greeted(age_s=lambda: 0.05, age_grace_s=0.05) as (served, wire):
+            wire.send(wire.headers("/hang"))
             goaways = [frame.last_stream_id for frame in await wire.all() if type(frame) is GoAwayFrame]
             await served.calls[0].over.wait()
             return goaways, served.calls[0].ended_by
@@ -99,8 +83,8 @@ def test_a_connection_made_while_the_listener_leaves_is_drained(run, http2, monk
 
 def test_a_client_that_says_goodbye_gets_its_last_answers(run, http2):
     async def main():
-        async with greeted(http2) as (_, wire):
-            wire.send(headers(wire, "/echo"), GoAwayFrame(0, 0))
+        async with http2.greeted() as (_, wire):
+            wire.send(wire.headers("/echo"), GoAwayFrame(0, 0))
             wire.send(DataFrame(1, http2.prefixed(b"last"), flags=["END_STREAM"]))
             return [frame.data for frame in await wire.all() if type(frame) is DataFrame]
 
