@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Hashable
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -180,7 +181,7 @@ class BaseHandler:
         """
         started = time.perf_counter()
         self.context = context
-        if os.environ.get("ENABLE_TORCH_PROFILER"):
+        if self._is_profiled:
             output, _ = self._infer_with_profiler(data)
         elif self._is_describe():
             output = [self.describe_handle()]
@@ -207,6 +208,11 @@ class BaseHandler:
             time.perf_counter() - inferred_s,
         )
         return answers
+
+    @cached_property
+    def _is_profiled(self) -> bool:
+        """Whether the process runs under torch's profiler; looked up once, as every batch asks."""
+        return bool(os.environ.get("ENABLE_TORCH_PROFILER"))
 
     def _infer_with_profiler(self, data: Any) -> tuple[Any, Any]:
         """Answer one batch under torch's profiler; returns the answers and the profiler."""

@@ -32,8 +32,9 @@ def timed(stage: F) -> F:
 
 def _metrics_of(handler: Any) -> Any:
     context = getattr(handler, "context", None)
-    config = getattr(context, "model_yaml_config", None) or {}
-    handler_config = config.get("handler") if isinstance(config, dict) else None
-    if not isinstance(handler_config, dict) or not handler_config.get("profile"):
+    config = getattr(context, "model_yaml_config", None)
+    if not isinstance(config, dict) or "handler" not in config:  # nearly always
         return None
-    return context.metrics if context is not None else None
+    handler_config = config["handler"]
+    is_wanted = isinstance(handler_config, dict) and handler_config.get("profile")
+    return context.metrics if context is not None and is_wanted else None

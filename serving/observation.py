@@ -14,7 +14,6 @@ from torchere.serving.registry.version import Version, VersionState
 from torchere.serving.telemetry.exposure import States
 from torchere.serving.telemetry.load_metrics import ExecutorLoad, VersionLoad
 from torchere.serving.telemetry.metrics import Metrics
-from torchere.serving.telemetry.statistics import VersionStatistics
 from torchere.serving.telemetry.version_meter import UNREAD, VersionMeter
 from torchere.serving.types import ModelKey
 
@@ -35,15 +34,20 @@ class VersionMetrics:
         def ids() -> Sequence[str]:
             return [pending.request.request_id for pending in pendings]
 
-        failed = all(isinstance(outcome, ServingError) for outcome in report.outcomes)
+        succeeded_s: list[float] = []  # how long each waited
+        failed_s: list[float] = []
+        for pending, outcome in zip(pendings, report.outcomes, strict=True):
+            if not isinstance(outcome, Unfinished):  # what goes on in the next batch counts when it is over
+                waits_s = failed_s if isinstance(outcome, ServingError) else succeeded_s
+                waits_s.append(pending.dequeued_s - pending.enqueued_s)
         metrics.batch_finished(
             self.meter,
             size=len(pendings),
             executor_s=executor_s,
             handler_s=report.handler_s,
-            succeeded_ids=None if failed else ids,
+            succeeded_ids=None if len(failed_s) == len(pendings) else ids,
         )
-        _count(self._statistics, pendings, report, executor_s)
+        self._statistics.batch_finished(succeeded_s, failed_s, executor_s, report.handler_s)
         if report.metrics:
             metrics.handler_metrics(report.metrics)
         if metrics.tracing is not None:
@@ -92,20 +96,6 @@ class RegistryMetrics:
     def gone(self, version: Version, *, was_last: bool) -> None:
         """Drop the series of a version."""
         self._metrics.forget(version.observer.meter, was_last=was_last)
-
-
-def _count(
-    statistics: VersionStatistics, pendings: Sequence[Pending], report: BatchReport, executor_s: float
-) -> None:
-    """Add a batch to the version's statistics; what goes on in the next batch counts when it is over."""
-    over = [
-        (pending.dequeued_s - pending.enqueued_s, not isinstance(outcome, ServingError))
-        for pending, outcome in zip(pendings, report.outcomes, strict=True)
-        if not isinstance(outcome, Unfinished)
-    ]
-    statistics.batch_finished(
-        [waited_s for waited_s, _ in over], [succeeded for _, succeeded in over], executor_s, report.handler_s
-    )
 
 
 def load_of(version: Version, weight: float) -> VersionLoad:

@@ -66,8 +66,7 @@ class Admission(ABC):
         self._pumping_soon = False
         self._was_alone = False  # the last batch was a single request, and none was left behind
         self._closed: ServingError | None = None
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._idle: asyncio.Event | None = None  # somebody waits until nothing is in
 
     @property
     @abstractmethod
@@ -121,7 +120,6 @@ class Admission(ABC):
             pending.deadline_timer = self._loop.call_later(
                 request.deadline_s - now_s, self.withdraw, pending, DeadlineExceeded(LATE)
             )
-        self._idle.clear()
         if self._pumping_soon:
             return pending
         if self._takes_company:
@@ -201,9 +199,14 @@ class Admission(ABC):
         pending.dequeued_s = pending.dequeued_s or now_s
         return True
 
+    @property
+    def _is_idle(self) -> bool:
+        return not (self._running() or self.queue_length)
+
     def _settle(self) -> None:
-        if not self._running() and not self.queue_length:
+        if self._idle is not None and self._is_idle:
             self._idle.set()
+            self._idle = None
 
     def oldest_age_s(self, now_s: float) -> float:
         """How long the oldest waiting request has waited at `now_s`; 0 when none does."""
@@ -224,10 +227,11 @@ class Admission(ABC):
 
     async def drain(self, timeout_s: float) -> bool:
         """Wait until everything that is in is answered; False when the time was not enough."""
-        if self._idle.is_set():
+        if self._is_idle:
             return True
+        self._idle = idle = self._idle or asyncio.Event()
         try:
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
+            await asyncio.wait_for(idle.wait(), timeout_s)
         except asyncio.TimeoutError:
             return False
         return True

@@ -88,21 +88,24 @@ class Batcher(Admission):
 
     def pump(self) -> None:
         """Dispatch all that can be dispatched now."""
-        while isinstance(action := plan(self._view(), self._settings, self._now()), Dispatch):
+        wait_until_s = 0.0
+        while self._queue:
+            action = plan(self._view(), self._settings, self._now())
+            if not isinstance(action, Dispatch):
+                wait_until_s = action.at_s if isinstance(action, WaitUntil) else 0.0
+                break
             self._dispatch(action.size)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if isinstance(action, WaitUntil):
+        if wait_until_s:
             now_s = self._now()
             self._company_since_s = self._company_since_s or now_s
-            self._timer = self._loop.call_later(max(0.0, action.at_s - now_s), self.pump)
+            self._timer = self._loop.call_later(max(0.0, wait_until_s - now_s), self.pump)
         else:
             self._company_since_s = 0.0
 
     def _view(self) -> QueueView:
-        if not self._queue:
-            return QueueView(0, False, 0.0, 0)
         head = self._queue[0]
         if head.group and head.group == alone(head.request):
             return QueueView(1, True, head.enqueued_s, self._pool.free)
@@ -115,7 +118,7 @@ class Batcher(Admission):
 
     def _dispatch(self, size: int) -> None:
         now_s = self._now()
-        taken = [self._queue.popleft() for _ in range(size)]
+        taken = [self._queue.popleft() for _ in range(size)]  # first of all: who is answered may pump
         self._was_alone = size == 1 and not self._queue
         live = [pending for pending in taken if self._is_live(pending, now_s)]
         if self._company_since_s:

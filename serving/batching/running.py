@@ -43,7 +43,9 @@ class RunningBatch:
         self.rounds = rounds  # how many batches, this one the last, its executor has before it is done
 
     def partial(self, index: int, part: InferResponse) -> UnreadParts | None:
-        """Hand on a part of a streamed answer."""
+        """Hand on a part of a streamed answer; one for a request that is not in the batch is dropped."""
+        if not 0 <= index < len(self.pendings):
+            return None
         return self.pendings[index].add_part(part, self._owner.unread_parts)
 
     def done(self, report: BatchReport) -> None:

@@ -8,6 +8,8 @@ from datetime import datetime, timezone
 from enum import Enum
 from typing import Any, Protocol, TypeAlias
 
+import msgspec
+
 from torchere.handlers.metric_types import MetricDeclaration, MetricSample
 from torchere.serving.errors import ServingError
 from torchere.serving.types import InferRequest, InferResponse
@@ -61,8 +63,7 @@ HandlerMetric: TypeAlias = MetricSample
 """One value a handler reported through `context.metrics`."""
 
 
-@dataclass(frozen=True, slots=True)
-class BatchReport:
+class BatchReport(msgspec.Struct, frozen=True):
     """What running one batch gave: `outcomes[i]` answers `requests[i]`."""
 
     outcomes: Sequence[Outcome]

@@ -32,7 +32,7 @@ from torchere.serving.types import InferRequest, InferResponse
 logger = logging.getLogger(__name__)
 
 SERVER_VERSION = "0.12.0"  # what handlers read as `server_version`: the contract we keep
-PartialSink = Callable[[int, InferResponse], None]
+PartialSink = Callable[[int, InferResponse], object]
 
 
 class HandlerHost:

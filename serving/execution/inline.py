@@ -30,17 +30,13 @@ class InlineChoice:
 
     def __init__(self, allowed: bool) -> None:
         self.allowed = allowed
+        self.active = False  # whether the next batch is to run on the loop
         self._wanted = FIRST_TRIAL
         self._seen = 0
         self._mean_s = 0.0  # of a batch
         self._wall_s = 0.0  # of a batch in a thread
         self._request_s = 0.0  # of a request, in its batch
         self._moved_s = 0.0  # the loop's own for the bytes of a request and its answer
-
-    @property
-    def active(self) -> bool:
-        """Whether the next batch is to run on the loop."""
-        return self.allowed and self._quick
 
     @property
     def one_at_a_time(self) -> bool:
@@ -69,9 +65,11 @@ class InlineChoice:
         self._request_s = kept * self._request_s + (1 - kept) * cpu_s / requests
         self._moved_s = kept * self._moved_s + (1 - kept) * moved_bytes * S_PER_BYTE / requests
         self._seen += 1
+        self.active = self.allowed and self._quick
 
     def ran_inline(self, cpu_s: float, wall_s: float) -> None:
         """A batch held the loop up."""
         if cpu_s > SLOW_CPU_S or wall_s > SLOW_WALL_S:
             self._seen = 0
+            self.active = False
             self._wanted = min(2 * self._wanted, LONGEST_TRIAL)

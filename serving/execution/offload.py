@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 from torchere.serving.errors import LoadFailed
 from torchere.serving.execution.demand import Demand
-from torchere.serving.execution.executor import ExecutorState
-from torchere.serving.execution.inflight import InFlight
+from torchere.serving.execution.executor import BatchSink, ExecutorState
 from torchere.serving.execution.processes import ProcessPool
+from torchere.serving.types import InferRequest
 
 logger = logging.getLogger(__name__)
 
@@ -59,11 +60,11 @@ class Offload:
         now_s, is_piled = self._loop.time(), behind >= size
         if self._demand.add(now_s, work_s, is_piled=is_piled) and now_s >= self._not_before_s:
             self._start()
-        return (is_piled or self.busy) and self.room > 0
+        return self._wanted and (is_piled or self.busy) and self.room > 0
 
-    def submit(self, batch: InFlight) -> None:
+    def submit(self, requests: Sequence[InferRequest], sink: BatchSink) -> None:
         """Run one batch there; it has to have room."""
-        self._pool.submit(batch.requests, batch.sink)
+        self._pool.submit(requests, sink)
 
     async def close(self) -> None:
         """Stop the worker at once; batches inside are answered with `ExecutorDied`."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 
-from torchere.serving.execution.executor import FreeCallback
+from torchere.serving.execution.executor import BatchSink, FreeCallback
 from torchere.serving.execution.host import HandlerHost
-from torchere.serving.execution.inflight import InFlight
 from torchere.serving.execution.inline import InlineChoice
 from torchere.serving.execution.offload import Offload
+from torchere.serving.types import InferRequest
 
 _MEMORY = 0.9  # of the running mean, per batch
 
@@ -58,22 +59,22 @@ class OnLoop:
             return offload.room if offload.busy else 0
         return 1 + offload.room
 
-    def submit(self, batch: InFlight, behind: int) -> None:
+    def submit(self, requests: Sequence[InferRequest], sink: BatchSink, behind: int) -> None:
         """Run one batch, behind which so many requests wait, before this returns or in the worker process."""
-        offload, size = self._offload, len(batch.requests)
+        offload, size = self._offload, len(requests)
         if offload is not None and offload.wants(size, behind, size * self._request_s):
-            offload.submit(batch)
+            offload.submit(requests, sink)
         elif self._host is not None:
-            self._run(self._host, batch)
+            self._run(self._host, requests, sink)
 
-    def _run(self, host: HandlerHost, batch: InFlight) -> None:
+    def _run(self, host: HandlerHost, requests: Sequence[InferRequest], sink: BatchSink) -> None:
         self._resting = True
         self._loop.call_soon(self._rested)
         started_s = time.perf_counter()
-        report = host.run(batch.requests, batch.partial)
+        report = host.run(requests, sink.partial)
         self._choice.ran_inline(report.cpu_s, time.perf_counter() - started_s)
-        self._request_s = _MEMORY * self._request_s + (1 - _MEMORY) * report.cpu_s / len(batch.requests)
-        batch.answer(report)
+        self._request_s = _MEMORY * self._request_s + (1 - _MEMORY) * report.cpu_s / len(requests)
+        sink.done(report)
 
     def _rested(self) -> None:
         self._resting = False

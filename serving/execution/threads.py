@@ -92,7 +92,7 @@ class ThreadPool:
 
     @property
     def _loaded(self) -> int:
-        return sum(thread.status.state is ExecutorState.READY for thread in self._threads)
+        return [thread.status.state for thread in self._threads].count(ExecutorState.READY)
 
     @property
     def free(self) -> int:
@@ -163,10 +163,10 @@ class ThreadPool:
         behind: int = 0,
     ) -> None:
         """Run one batch on the executor named, or on whichever takes it first."""
-        batch = InFlight(requests, sink)
         if executor_id is None and self.on_loop:
-            self._here.submit(batch, behind)
+            self._here.submit(requests, sink, behind)
             return
+        batch = InFlight(requests, sink)
         named = [thread for thread in self._threads if thread.status.executor_id == executor_id]
         self._inside[batch] = named[0] if named else None
         batch.watch(self._response_timeout_s, self._timed_out)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-_VARIANT = "89ab"  # RFC 9562: the two top bits of the 17th digit are 10
+# RFC 9562: the two top bits of the 17th digit are 10. What it becomes, by what was drawn for it.
+_VARIANT = dict(zip("0123456789abcdef", "89ab" * 4, strict=True))
 _DIGITS = 32
 # Drawn at once: asking the system lets go of the GIL, and another thread may keep it for a while.
 _DRAWN = 64
@@ -20,5 +21,5 @@ def new_request_id() -> str:
         drawn = os.urandom(_DRAWN * _DIGITS // 2).hex()
         _drawn.extend([drawn[at : at + _DIGITS] for at in range(_DIGITS, len(drawn), _DIGITS)])
         digits = drawn[:_DIGITS]
-    variant = _VARIANT[int(digits[16], 16) & 3]
+    variant = _VARIANT[digits[16]]
     return f"{digits[:8]}-{digits[8:12]}-4{digits[13:16]}-{variant}{digits[17:20]}-{digits[20:]}"

@@ -109,6 +109,8 @@ class Version:
     @property
     def has_living_executor(self) -> bool:
         """Whether there are any of those; every request asks."""
+        if self.pool.in_service:  # the rule, and cheaper than a look at each
+            return True
         return any(status.state is not ExecutorState.FAILED for status in self.pool.statuses())
 
     @property

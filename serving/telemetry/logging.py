@@ -127,10 +127,16 @@ class JsonFormatter(LineFormatter):
     def format_access(self, line: AccessLine) -> str:
         """The same for a line of the access log, without a record."""
         # All but the two numbers is the same for a connection's requests, and numbers need no escapes.
-        message = f"{_inside(line.asked)} {line.status} {line.elapsed_ms}"
+        second, microseconds = divmod(int(line.created_s * 1e6), 1_000_000)
+        ids = f', "request_id": {_quoted_json(line.request_id)}' if line.request_id else ""
+        if line.trace is not None:
+            ids += f', "trace_id": "{line.trace.trace_id}"'
+        if line.meter is not None:
+            ids += _version_json(line.meter.model, line.meter.version)
         return (
-            f'{{"time": "{_utc_quick(line.created_s)}", "level": "INFO", "logger": "{ACCESS_LOGGER}", '
-            f'"message": "{message}"{_ids_json(line)}}}'
+            f'{{"time": "{_second(second)}.{microseconds:06d}Z", "level": "INFO", '
+            f'"logger": "{ACCESS_LOGGER}", "message": "{_inside(line.asked)} {line.status} '
+            f'{line.elapsed_ms}"{ids}}}'
         )
 
 
@@ -148,7 +154,8 @@ class TextFormatter(LineFormatter):
     def format_access(self, line: AccessLine) -> str:
         """The same for a line of the access log, without a record."""
         ids = "".join([f" {name}={escape(value)}" for name, value in line.ids.items()])
-        moment = _utc_quick(line.created_s, digits=3)
+        second, milliseconds = divmod(int(line.created_s * 1e3), 1000)
+        moment = f"{_second(second)}.{milliseconds:03d}Z"
         return f"{moment} INFO    {ACCESS_LOGGER}: {escape(line.message)}{ids}"
 
 
@@ -238,28 +245,21 @@ def _trace(formatter: logging.Formatter, record: logging.LogRecord) -> str:
     return "\n".join(parts)
 
 
-def _ids_json(line: AccessLine) -> str:
-    """`line.ids` as they stand behind the message."""
-    ids = f', "request_id": "{_escaped(line.request_id)}"' if line.request_id else ""
-    if line.trace is not None:
-        ids += f', "trace_id": "{line.trace.trace_id}"'
-    if line.meter is not None:
-        ids += f', "model": "{_inside(line.meter.model)}", "version": "{_inside(line.meter.version)}"'
-    return ids
+def _quoted_json(text: str) -> str:
+    """The text as a JSON string that a terminal can show."""
+    return _quoted(text).replace("\x7f", "\\u007f")
 
 
-def _escaped(text: str) -> str:
-    """The text as it stands between the quotes of a JSON string."""
-    return _quoted(text)[1:-1].replace("\x7f", "\\u007f")
+@lru_cache(maxsize=512)  # the same few texts come again and again
+def _inside(text: str) -> str:
+    """What stands between the quotes of such a string."""
+    return _quoted_json(text)[1:-1]
 
 
-_inside = lru_cache(maxsize=512)(_escaped)  # the same few texts come again and again
-
-
-def _utc_quick(created_s: float, digits: int = 6) -> str:
-    """The time to the microsecond, or to fewer digits; a second's beginning is found out once."""
-    second, microseconds = divmod(round(created_s * 1e6), 1_000_000)
-    return f"{_second(second)}.{f'{microseconds:06d}'[:digits]}Z"
+@lru_cache(maxsize=512)
+def _version_json(model: str, version: str) -> str:
+    """The last of a line's ids, as they stand behind the others."""
+    return f', "model": {_quoted_json(model)}, "version": {_quoted_json(version)}'
 
 
 @lru_cache(maxsize=2)

@@ -50,34 +50,38 @@ class VersionStatistics:
     batches: dict[int, BatchSizeStatistics] = field(default_factory=dict)  # by size
 
     def batch_finished(
-        self, queued_s: Sequence[float], succeeded: Sequence[bool], executor_s: float, handler_s: float
+        self, succeeded_s: Sequence[float], failed_s: Sequence[float], executor_s: float, handler_s: float
     ) -> None:
         """A batch was answered.
 
         Args:
-            queued_s: for each request that is over, how long it waited.
-            succeeded: for each of them, whether it has an answer.
+            succeeded_s: for each request that has an answer, how long it waited.
+            failed_s: likewise for each that ended with an error.
             executor_s: from dispatch to report.
             handler_s: of that, in the handler.
         """
         around_s = max(0.0, executor_s - handler_s)
-        for waited_s, is_success in zip(queued_s, succeeded, strict=True):
-            spent = self.success if is_success else self.fail
-            spent.count += 1
-            spent.seconds += waited_s + executor_s
-        self.queue.count += len(queued_s)
-        self.queue.seconds += sum(queued_s)
-        if successes := sum(succeeded):
-            self.handler.add(handler_s, successes)
-            self.around.add(around_s, successes)
+        if succeeded_s:
+            self._over(self.success, succeeded_s, executor_s)
+            self.handler.add(handler_s, len(succeeded_s))
+            self.around.add(around_s, len(succeeded_s))
+        if failed_s:
+            self._over(self.fail, failed_s, executor_s)
         self.executions += 1
         self.last_ms = time.time_ns() // 1_000_000
-        if queued_s:
-            of_size = self.batches.get(len(queued_s))
+        if size := len(succeeded_s) + len(failed_s):
+            of_size = self.batches.get(size)
             if of_size is None:
-                of_size = self.batches[len(queued_s)] = BatchSizeStatistics()
+                of_size = self.batches[size] = BatchSizeStatistics()
             of_size.handler.add(handler_s)
             of_size.around.add(around_s)
+
+    def _over(self, spent: Spent, waits_s: Sequence[float], executor_s: float) -> None:
+        count, waited_s = len(waits_s), sum(waits_s)
+        spent.count += count
+        spent.seconds += waited_s + count * executor_s
+        self.queue.count += count
+        self.queue.seconds += waited_s
 
 
 class StatisticsTable:

@@ -29,7 +29,6 @@ from torchere.serving.frontend.rest.call import (
     cors_headers,
     error_answer,
     handler_headers,
-    measured,
 )
 from torchere.serving.frontend.rest.codec import body_parameters, infer_request
 from torchere.serving.frontend.rest.known_heads import DirectHead
@@ -212,19 +211,21 @@ class DirectCall:
     def _answer(self, status: int, headers: RawHeaders, body: bytes) -> None:
         if self.response_complete:
             return
-        body = measured(status, headers, body)
-        self._connection.write_whole(self._head_lines(status, headers), body)
+        framing = b"content-length: %d\r\n" % len(body)
+        if status in NO_CONTENT:
+            framing = body = b""
+        self._connection.write_whole(self._head_lines(status, headers, framing), body)
         self._complete()
 
-    def _head_lines(self, status: int, headers: RawHeaders) -> bytes:
+    def _head_lines(self, status: int, headers: RawHeaders, framing: bytes) -> bytes:
         self.status = status
         if self._timeline is not None:
             self._timeline.sending_s = time.monotonic()
         if status >= 400:
             self.keep_alive = False
         rest = self._shared.keep_lines if self.keep_alive else self._shared.close_lines
-        own = _lines(headers)
-        return b"%bx-request-id: %b\r\n%b\r\n" % (STATUS_LINE[status] + own, self.request_id.encode(), rest)
+        own = _lines(headers) + framing if headers else framing
+        return b"%b%bx-request-id: %b\r\n%b\r\n" % (STATUS_LINE[status], own, self.request_id.encode(), rest)
 
     def _complete(self) -> None:
         self.response_complete = True
@@ -265,8 +266,8 @@ class DirectCall:
 
     async def start(self, status: int, headers: RawHeaders) -> None:
         """Send the head of an answer in chunks; of one without content, if that is what the status says."""
-        framing = [] if status in NO_CONTENT else [(b"transfer-encoding", b"chunked")]
-        self._write(self._head_lines(status, headers + framing))
+        framing = b"" if status in NO_CONTENT else b"transfer-encoding: chunked\r\n"
+        self._write(self._head_lines(status, headers, framing))
 
     async def body_part(self, part: bytes, *, last: bool = False) -> None:
         """Send one chunk, once the client has taken in the ones before; none where there is no content."""

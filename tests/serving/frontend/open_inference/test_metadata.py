@@ -65,7 +65,7 @@ def test_the_platform_is_what_the_archive_holds(model: dict[str, Any], platform:
 
 def test_statistics_have_tritons_members() -> None:
     statistics = VersionStatistics()
-    statistics.batch_finished([0.5, 0.25], [True, False], executor_s=2.0, handler_s=1.5)
+    statistics.batch_finished([0.5], [0.25], executor_s=2.0, handler_s=1.5)
     told = model_statistics([replace(FACTS, statistics=statistics)])["model_stats"][0]
     assert (told["name"], told["version"]) == ("m", "2")
     assert (told["inference_count"], told["execution_count"]) == (1, 1)
