@@ -6,7 +6,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Hashable
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,6 +44,7 @@ class BaseHandler:
         ...         return [{"y": y} for y in output.tolist()]
     """
 
+    _is_profiled: bool | None = None
     names_classes = True  # what it answers has names from index_to_name.json; without the file it warns
 
     def __init__(self) -> None:
@@ -181,6 +181,8 @@ class BaseHandler:
         """
         started = time.perf_counter()
         self.context = context
+        if self._is_profiled is None:  # looked up once, as every batch asks
+            self._is_profiled = bool(os.environ.get("ENABLE_TORCH_PROFILER"))
         if self._is_profiled:
             output, _ = self._infer_with_profiler(data)
         elif self._is_describe():
@@ -208,11 +210,6 @@ class BaseHandler:
             time.perf_counter() - inferred_s,
         )
         return answers
-
-    @cached_property
-    def _is_profiled(self) -> bool:
-        """Whether the process runs under torch's profiler; looked up once, as every batch asks."""
-        return bool(os.environ.get("ENABLE_TORCH_PROFILER"))
 
     def _infer_with_profiler(self, data: Any) -> tuple[Any, Any]:
         """Answer one batch under torch's profiler; returns the answers and the profiler."""

@@ -136,7 +136,7 @@ class Context:
                 take an answer in parts.
         """
         self.request_processor = requests
-        self.request_ids = {index: request.request_id for index, request in enumerate(requests)}
+        self.request_ids = dict(enumerate([request.request_id for request in requests]))
         self.stopping_criteria = None
         self.stages_s = (0.0, 0.0, 0.0)
         self._send_partial = send_partial

@@ -70,7 +70,7 @@ class JSONEnvelope(BaseEnvelope):
         """
         batches = [instances_of(row) for row in data]
         self._lengths = [len(batch) for batch in batches]
-        return [_decoded(instance) for batch in batches for instance in batch]
+        return [_decoded(one) if isinstance(one, dict) else one for batch in batches for one in batch]
 
     def format_output(self, data: Any) -> Any:
         """The answers of each request as one line of JSON."""
@@ -134,9 +134,7 @@ def instances_of(row: Any) -> list[Any]:
     return instances
 
 
-def _decoded(instance: Any) -> Any:
-    if not isinstance(instance, dict):
-        return instance
+def _decoded(instance: dict[Any, Any]) -> Any:
     if list(instance) == ["b64"]:
         return _from_base64(instance["b64"])
     return {

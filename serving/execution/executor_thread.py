@@ -50,6 +50,7 @@ class ExecutorThread:
         self.status = ExecutorStatus(
             executor_id, ExecutorState.STARTING, datetime.now(timezone.utc), os.getpid(), gpu_id=gpu_id
         )
+        self.ready = False  # its state says so: it may get batches
         self.left_behind = False  # it hangs, and another has taken its place: it ends when it comes back
         self._thread = threading.Thread(target=self._run, name=f"executor-{executor_id}", daemon=True)
 
@@ -62,6 +63,7 @@ class ExecutorThread:
         """Warm up, then serve batches; raises `LoadFailed`."""
         await self._in_thread(self._host.warm_up, timeout_s)
         self.status = replace(self.status, state=ExecutorState.READY)
+        self.ready = True
         self._commands.put(None)
 
     def retire(self) -> None:
@@ -72,6 +74,7 @@ class ExecutorThread:
         """End a thread that does not serve yet."""
         self._commands.put(None)
         self.status = replace(self.status, state=ExecutorState.STOPPED)
+        self.ready = False
 
     async def _in_thread(self, command: Callable[[], None], timeout_s: float) -> None:
         done: asyncio.Future[None] = self._loop.create_future()

@@ -169,8 +169,11 @@ class HandlerHost:
         return self._entry_point
 
     def _row(self, request: InferRequest, lent: Lent) -> dict[str, Any]:
-        decode = self._spec.decode_input
-        return {p.name: decode_input(p.value, p.content_type, decode, lent) for p in request.parameters}
+        row: dict[str, Any] = {}
+        for parameter in request.parameters:
+            value, content_type = parameter.value, parameter.content_type
+            row[parameter.name] = decode_input(value, content_type, self._spec.decode_input, lent)
+        return row
 
     def _outcomes(self, answers: object, processors: Sequence[RequestProcessor]) -> list[Outcome]:
         if not isinstance(answers, list):
@@ -234,9 +237,9 @@ def _headers_of(request: InferRequest) -> dict[str, Any]:
 
     A handler learns of the type of an uploaded file in no other way.
     """
-    headers: dict[str, Any] = {
-        parameter.name: {"content-type": parameter.content_type} for parameter in request.parameters
-    }
+    headers: dict[str, Any] = {}
+    for parameter in request.parameters:
+        headers[parameter.name] = {"content-type": parameter.content_type}
     headers.update(request.headers)
     return headers
 

@@ -27,6 +27,7 @@ class OnLoop:
         self._worker = offload
         self.may_offload = False  # a second batch may run at the same time as one here
         self._loop = asyncio.get_running_loop()
+        self.loaded = False
         self._host: HandlerHost | None = None
         self._resting = False  # a batch has run on the loop in this turn; others come first now
         self._request_s = 0.0  # processor time of a request in its batch, the running mean
@@ -34,16 +35,12 @@ class OnLoop:
     @property
     def wants_host(self) -> bool:
         """Whether it may get batches, and has no handler yet."""
-        return self._choice.allowed and self._host is None
-
-    @property
-    def active(self) -> bool:
-        """Whether the next batch is to run here: see `inline.py`."""
-        return self._host is not None and self._choice.active
+        return self._choice.allowed and not self.loaded
 
     def take(self, host: HandlerHost) -> None:
         """From now on there is a loaded handler."""
         self._host = host
+        self.loaded = True
 
     @property
     def _offload(self) -> Offload | None:
@@ -83,5 +80,6 @@ class OnLoop:
     async def close(self) -> None:
         """Let go of the handler, and end the worker process."""
         self._host = None
+        self.loaded = False
         if self._worker is not None:
             await self._worker.close()

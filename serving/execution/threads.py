@@ -88,25 +88,24 @@ class ThreadPool:
     @property
     def in_service(self) -> int:
         """How many executors are loaded, warm and not stuck in a call."""
-        return max(0, self._loaded - self._overdue)
-
-    @property
-    def _loaded(self) -> int:
-        return [thread.status.state for thread in self._threads].count(ExecutorState.READY)
+        count = -self._overdue
+        for thread in self._threads:  # asked for with every request: no generator
+            count += thread.ready
+        return count if count > 0 else 0
 
     @property
     def free(self) -> int:
         """How many batches may be submitted now."""
         if self.on_loop:
             return 0 if self._inside or not self.in_service else self._here.free
-        loaded = self._loaded  # those that hang have a batch inside still
+        loaded = sum([thread.ready for thread in self._threads])  # those that hang have a batch inside still
         executors = min(1 + self._overdue, loaded) if self._inline.one_at_a_time else loaded
         return max(0, executors - len(self._inside))
 
     @property
     def on_loop(self) -> bool:
         """Whether batches run on the event loop now: see `inline.py`."""
-        return self._here.active
+        return self._inline.active and self._here.loaded
 
     def idle_ids(self) -> tuple[int, ...]:
         """The executors that are in service and have nothing to do; meant for pinned pools."""
