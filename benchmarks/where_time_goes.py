@@ -30,7 +30,7 @@ from harness.models import ENVELOPE, Workshop, instances_body, plain_body
 from harness.paths import ROOT
 from harness.processes import Endpoint, Probe, until_answered
 from harness.report import aligned, markdown_table
-from harness.rows_models import MINILM, cores, packed
+from harness.rows_models import MINILM, packed, plan_of
 
 DOCUMENT = ROOT / "docs" / "profile.md"
 LOOP = "waiting, receiving, waking (uvloop)"
@@ -94,6 +94,7 @@ def shares(lines: Iterable[str]) -> dict[str, float]:
 
 def subjects(shop: Workshop) -> list[Subject]:
     """The rows to look at."""
+    minilm = plan_of(MINILM, shop)
     return [
         Subject(
             "tiny MLP, 32 clients",
@@ -108,10 +109,10 @@ def subjects(shop: Workshop) -> list[Subject]:
             32,
         ),
         Subject(
-            f"MiniLM tensors, {MINILM.clients} clients",
-            servers.torchere(shop, MINILM.name, cores()),
+            f"MiniLM tensors, {minilm.clients} clients",
+            servers.torchere(shop, MINILM.name, minilm.executors),
             packed(MINILM, shop),
-            MINILM.clients,
+            minilm.clients,
         ),
     ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import sys
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -38,7 +39,7 @@ def facts() -> Machine:
         cores=len(os.sched_getaffinity(0)),
         memory_gib=round(memory / 2**30, 1),
         system=f"{platform.system()} {platform.release()}",
-        python=platform.python_version(),
+        python=f"{platform.python_version()} of {sys.base_prefix}",  # who built it makes a tenth of speed
         torch=version("torch"),
         torchere=version("torchere"),
         commit=_commit(),
