@@ -44,7 +44,6 @@ class BaseHandler:
         ...         return [{"y": y} for y in output.tolist()]
     """
 
-    _is_profiled: bool | None = None
     names_classes = True  # what it answers has names from index_to_name.json; without the file it warns
 
     def __init__(self) -> None:
@@ -181,9 +180,7 @@ class BaseHandler:
         """
         started = time.perf_counter()
         self.context = context
-        if self._is_profiled is None:  # looked up once, as every batch asks
-            self._is_profiled = bool(os.environ.get("ENABLE_TORCH_PROFILER"))
-        if self._is_profiled:
+        if os.environ.get("ENABLE_TORCH_PROFILER"):
             output, _ = self._infer_with_profiler(data)
         elif self._is_describe():
             output = [self.describe_handle()]

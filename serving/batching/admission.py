@@ -190,14 +190,24 @@ class Admission(ABC):
         return judged
 
     def _is_live(self, pending: Pending, now_s: float) -> bool:
-        """Whether a request is still worth running; one that is late is answered."""
+        """Whether a request is still worth running; the caller answers one that is late."""
         if pending.request.deadline_s <= now_s + self._service_time.mean_s:
             if pending.request.deadline_s > now_s:  # it would expire in the executor
                 self._service_time.dropped()
-            pending.finish(DeadlineExceeded(LATE))
             return False
         pending.dequeued_s = pending.dequeued_s or now_s
         return True
+
+    def _answer_late(self, taken: Sequence[Pending], live: Sequence[Pending]) -> list[Pending]:
+        """Answer, and return, those taken to be run that are not live.
+
+        The others' batch has to be among those that run by then: whoever is answered may end another request,
+        which asks whether nothing is in.
+        """
+        late = [pending for pending in taken if pending not in live]
+        for pending in late:
+            pending.finish(DeadlineExceeded(LATE))
+        return late
 
     @property
     def _is_idle(self) -> bool:

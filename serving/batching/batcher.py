@@ -118,17 +118,20 @@ class Batcher(Admission):
 
     def _dispatch(self, size: int) -> None:
         now_s = self._now()
-        taken = [self._queue.popleft() for _ in range(size)]  # first of all: who is answered may pump
+        taken = [self._queue.popleft() for _ in range(size)]
         self._was_alone = size == 1 and not self._queue
         live = [pending for pending in taken if self._is_live(pending, now_s)]
         if self._company_since_s:
             for pending in live:
                 pending.company_s = now_s - max(pending.enqueued_s, self._company_since_s)
             self._company_since_s = 0.0
+        rounds = rounds_until(len(self._batches), self._pool.in_service)
+        batch = RunningBatch(self, live, now_s, rounds=rounds)
         if live:
-            rounds = rounds_until(len(self._batches), self._pool.in_service)
-            batch = RunningBatch(self, live, now_s, rounds=rounds)
             self._batches.add(batch)
+        if len(live) < size:
+            self._answer_late(taken, live)
+        if live:
             self._pool.submit([pending.request for pending in live], batch, behind=len(self._queue))
         self._settle()
 

@@ -49,12 +49,11 @@ class SequenceTable:
         return [pending for sequence in self._sequences.values() for pending in sequence.waiting]
 
     def add(self, name: str, pending: Pending, now_s: float) -> None:
-        """Put a request at the end of its sequence, which begins if it is new.
+        """Put a request at the end of its sequence, which begins if it is new. Call `expire` before.
 
         Raises:
             QueueFull: too many sequences, or too many requests wait in this one.
         """
-        self.expire(now_s)
         sequence = self._sequences.get(name)
         if sequence is None:
             if len(self._sequences) >= self._settings.max_sequences:
@@ -83,11 +82,14 @@ class SequenceTable:
         sequence.running = True
         return sequence.waiting.popleft()
 
-    def give_back(self, name: str, pending: Pending) -> None:
-        """Put a request that was not begun in front again."""
-        if (sequence := self._sequences.get(name)) is not None:
-            sequence.running = False
-            sequence.waiting.appendleft(pending)
+    def give_back(self, name: str, pending: Pending) -> bool:
+        """Put a request that was not begun in front again; False when its sequence is over."""
+        sequence = self._sequences.get(name)
+        if sequence is None:
+            return False
+        sequence.running = False
+        sequence.waiting.appendleft(pending)
+        return True
 
     def done(self, name: str, now_s: float) -> None:
         """The request of the sequence that ran is answered."""

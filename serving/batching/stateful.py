@@ -65,6 +65,7 @@ class StatefulBatcher(Admission):
         return max(0, self._settings.max_queue_size - self.queue_length)
 
     def _enqueue(self, pending: Pending) -> None:
+        self._end_what_is_over()
         if self.queue_length >= self._settings.max_queue_size:
             raise QueueFull(self.refusal)
         if self._settings.use_tickets and self.queue_length >= len(self._pool.idle_ids()):
@@ -111,6 +112,7 @@ class StatefulBatcher(Admission):
             self._table.keep_on(there)
             for pending in self._table.expire(self._now()):
                 pending.finish(Unavailable(self.refusal))
+        self._settle()
 
     def _pump_one(self, executor_id: int) -> float:
         """Dispatch to one idle executor; returns when to try again, infinity for: when something changes."""
@@ -155,12 +157,12 @@ class StatefulBatcher(Admission):
     def _dispatch(self, executor_id: int, pendings: list[Pending]) -> None:
         now_s = self._now()
         live = [pending for pending in pendings if self._is_live(pending, now_s)]
-        for pending in pendings:
-            if pending not in live:
-                self._sequence_done(pending)
+        batch = RunningBatch(self, live, now_s, executor_id)
         if live:
-            batch = RunningBatch(self, live, now_s, executor_id)
             self._batches.add(batch)
+        for pending in self._answer_late(pendings, live):
+            self._sequence_done(pending)
+        if live:
             self._pool.submit([pending.request for pending in live], batch, executor_id)
         self._settle()
 
@@ -207,10 +209,10 @@ class StatefulBatcher(Admission):
         self._batches.discard(batch)
         for pending in reversed(batch.pendings):
             pending.dequeued_s = 0.0
-            if self._table is not None and not pending.group:
-                self._table.give_back(sequence_of(pending.request), pending)
-            else:
+            if self._table is None or pending.group:
                 self._queue.appendleft(pending)
+            elif not self._table.give_back(sequence_of(pending.request), pending):
+                pending.finish(Unavailable(self.refusal))
         self._settle()
         self.pump()
 

@@ -72,34 +72,13 @@ class BoundReport(NamedTuple):
     only_last: bool  # whether nothing but the last value before a scrape matters
 
 
-class _Child:
-    """One combination of label values of a metric.
+class _Child(NamedTuple):
+    """One combination of label values of a metric."""
 
-    Args:
-        update: takes a sample.
-        show: takes the value of one; None: samples are logged.
-        values: of all labels, in their order.
-        model: what the dimension `ModelName` says.
-        only_last: whether nothing but the last value before a scrape matters, so that it can wait for one.
-    """
-
-    __slots__ = ("last", "model", "only_last", "show", "update", "values")
-
-    def __init__(
-        self,
-        update: Callable[[HandlerSample], None],
-        show: Callable[[float], None] | None,
-        values: tuple[str, ...],
-        model: str | None,
-        *,
-        only_last: bool,
-    ) -> None:
-        self.update = update
-        self.show = show
-        self.values = values
-        self.model = model
-        self.only_last = only_last
-        self.last: float | None = None  # which is not shown yet
+    update: Callable[[HandlerSample], None]
+    show: Callable[[float], None] | None  # None: it is logged
+    values: tuple[str, ...]  # of all labels, in their order
+    model: str | None  # what the dimension `ModelName` says
 
 
 class _Known:
@@ -141,11 +120,7 @@ class HandlerMetrics:
         with self._lock:
             for sample in samples:
                 try:
-                    child = self._child(sample)
-                    if child.only_last:
-                        child.last = sample.value
-                    else:
-                        child.update(sample)
+                    self._child(sample).update(sample)
                 except ValueError as err:
                     self._refuse(sample.name, str(err))
 
@@ -162,22 +137,14 @@ class HandlerMetrics:
             except ValueError as err:
                 self._refuse(name, str(err))
                 return BoundReport(_ignore, only_last=True)
+            is_gauge = self._known[name].declared.kind == "gauge"
         show = child.show
         if show is None:
             return BoundReport(
                 lambda value, ids: child.update(sample._replace(value=value, request_ids=ids())),
                 only_last=False,
             )
-        return BoundReport(lambda value, ids: show(value), only_last=child.only_last)
-
-    def show_last(self) -> None:
-        """Bring the metrics up to date of which only the last value matters; call it before a scrape."""
-        with self._lock:
-            for known in self._known.values():
-                for child in known.children.values():
-                    if child.last is not None and child.show is not None:
-                        child.show(child.last)
-                        child.last = None
+        return BoundReport(lambda value, ids: show(value), only_last=is_gauge)
 
     def forget(self, model: str) -> None:
         """Drop the samples whose dimension `ModelName` is `model`."""
@@ -204,11 +171,10 @@ class HandlerMetrics:
         model = dict(dimensions).get("ModelName")
         if known.family is None:
             named = tuple(zip(labels, values, strict=True))
-            return _Child(partial(self._write, known.declared, named), None, values, model, only_last=False)
+            return _Child(partial(self._write, known.declared, named), None, values, model)
         shown = (*values, self._hostname)
         update = updater(known.family.labels(*shown))
-        is_gauge = known.declared.kind == "gauge"
-        return _Child(lambda sample: update(sample.value), update, shown, model, only_last=is_gauge)
+        return _Child(lambda sample: update(sample.value), update, shown, model)
 
     def _write(
         self, metric: DeclaredMetric, labels: Sequence[tuple[str, str]], sample: HandlerSample

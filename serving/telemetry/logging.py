@@ -127,7 +127,7 @@ class JsonFormatter(LineFormatter):
     def format_access(self, line: AccessLine) -> str:
         """The same for a line of the access log, without a record."""
         # All but the two numbers is the same for a connection's requests, and numbers need no escapes.
-        second, microseconds = divmod(int(line.created_s * 1e6), 1_000_000)
+        second, microseconds = divmod(round(line.created_s * 1e6), 1_000_000)
         ids = f', "request_id": {_quoted_json(line.request_id)}' if line.request_id else ""
         if line.trace is not None:
             ids += f', "trace_id": "{line.trace.trace_id}"'
@@ -154,8 +154,8 @@ class TextFormatter(LineFormatter):
     def format_access(self, line: AccessLine) -> str:
         """The same for a line of the access log, without a record."""
         ids = "".join([f" {name}={escape(value)}" for name, value in line.ids.items()])
-        second, milliseconds = divmod(int(line.created_s * 1e3), 1000)
-        moment = f"{_second(second)}.{milliseconds:03d}Z"
+        second, microseconds = divmod(round(line.created_s * 1e6), 1_000_000)
+        moment = f"{_second(second)}.{microseconds // 1000:03d}Z"
         return f"{moment} INFO    {ACCESS_LOGGER}: {escape(line.message)}{ids}"
 
 

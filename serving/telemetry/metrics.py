@@ -200,7 +200,6 @@ class Metrics:
     def expose(self) -> Exposure:
         """All metrics as they are now; the result may be made into text in another thread."""
         self._meters.report_last_predictions()
-        self._of_handlers.show_last()
         loads = self._load.ask()
         for version, load in loads.items():
             self._forget_stopped(version, executors_of(load))

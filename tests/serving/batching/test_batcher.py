@@ -358,6 +358,26 @@ async def test_draining_refuses_new_requests_and_waits_for_the_old() -> None:
 
 
 @run
+async def test_an_answer_that_ends_another_request_does_not_end_draining_before_its_batch() -> None:
+    stage = Stage(BatchSettings(max_batch_size=2), free=0)
+    leaving = stage.submit("leaving")
+    ends_it = InferRequest("late", (), (), deadline_s=stage.now_s + 5.0)
+    stage.batcher.submit(ends_it, lambda outcome: stage.batcher.withdraw(leaving.pending))
+    stage.submit("stays")
+    drained = asyncio.ensure_future(stage.batcher.drain(5.0))
+    await asyncio.sleep(0)
+    stage.batcher.withdraw(leaving.pending)
+    stage.now_s += 6.0
+    stage.pool.free = 1
+    stage.batcher.pump()
+    await asyncio.sleep(0.01)  # more turns than a drain needs to end
+    assert stage.running == [["stays"]]
+    assert not drained.done()
+    stage.pool.finish()
+    assert await drained
+
+
+@run
 async def test_what_waits_is_answered_when_nobody_is_left_to_run_it() -> None:
     stage = Stage(BatchSettings(), free=0)
     pending = stage.submit("a")

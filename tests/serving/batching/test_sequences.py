@@ -53,6 +53,7 @@ def test_an_idle_sequence_ends_and_makes_room() -> None:
     sequences.take(sequence, 1)
     sequences.done("s", 5.0)
     assert sequences.next_expiry_s() == 15.0
+    assert sequences.expire(15.0) == []
     sequences.add("t", pending("b"), 15.0)
     assert [s.name for s in sequences.heads(1, 9)] == ["t"]
 

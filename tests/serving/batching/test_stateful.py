@@ -8,7 +8,7 @@ import pytest
 
 from torchere.serving.batching.pending import AwaitedReply, Pending
 from torchere.serving.batching.stateful import SEQUENCE_END, SEQUENCE_ID, StatefulBatcher, begin_sequence
-from torchere.serving.errors import QueueFull
+from torchere.serving.errors import QueueFull, Unavailable
 from torchere.serving.execution.executor import BatchReport, BatchSink, Outcome, Unfinished
 from torchere.serving.settings import BatchSettings, SequenceSettings
 from torchere.serving.types import InferRequest, InferResponse, Parameter, StreamedResponse
@@ -82,6 +82,7 @@ class Stage:
 
 
 SEQUENCES = SequenceSettings(max_idle_s=10.0, max_sequences=4, max_queue_size=4)
+SHORT = SequenceSettings(max_idle_s=10.0, max_sequences=1, max_queue_size=1, timeout_s=30.0)
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
@@ -207,3 +208,39 @@ def test_the_header_of_a_sequence_may_be_spelt_in_any_case() -> None:
     spelt = begin_sequence(InferRequest("id", (), (("Ts_Request_Sequence_Id", "mine"),)))
     assert dict(spelt.headers)[SEQUENCE_ID] == "mine"
     assert "ts_request_sequence_start" not in dict(spelt.headers)
+
+
+@run
+async def test_what_waits_in_a_sequence_that_is_over_is_answered_when_another_request_comes() -> None:
+    stage = Stage(sequences=SHORT)
+    waiting = stage.submit("a", "s")
+    stage.now_s += 30.0
+    stage.submit("b", "t")
+    with pytest.raises(Unavailable):
+        await waiting.answer
+
+
+@run
+async def test_a_request_that_is_given_back_to_a_sequence_that_is_over_is_answered() -> None:
+    stage = Stage(1, sequences=SHORT)
+    begun = stage.submit("a", "s")
+    stage.now_s += 30.0
+    stage.batcher.pump()
+    _, sink = stage.pool.inside.pop(1)
+    sink.returned()
+    with pytest.raises(Unavailable):
+        await begun.answer
+    assert await stage.batcher.drain(0.0)
+
+
+@run
+async def test_draining_ends_with_the_sequence_that_held_it_up() -> None:
+    stage = Stage(sequences=SHORT)
+    waiting = stage.submit("a", "s")
+    drained = asyncio.ensure_future(stage.batcher.drain(5.0))
+    await asyncio.sleep(0)
+    stage.now_s += 30.0
+    stage.batcher.pump()
+    assert await asyncio.wait_for(drained, 1.0)
+    with pytest.raises(Unavailable):
+        await waiting.answer
