@@ -130,15 +130,15 @@ class Metrics:
         self._meters.batch_finished(meter, size, executor_s, handler_s)
         if succeeded_ids is None:
             return
+        meter.last_handler_s = handler_s
         report = meter.prediction_time
+        if report is not None and report.only_last:
+            return  # the next scrape shows it
         if report is None:
             labels = (("ModelName", meter.model), ("Level", "Model"))
             report = self._of_handlers.bound("PredictionTime", "Milliseconds", labels)
             meter.prediction_time = report
-        if report.only_last:
-            meter.last_handler_s = handler_s
-        else:
-            report.record(round(handler_s * 1000, 2), succeeded_ids)
+        report.record(round(handler_s * 1000, 2), succeeded_ids)
 
     def handler_metrics(self, samples: Iterable[HandlerSample]) -> None:
         """What a handler reported through `context.metrics`, in one batch."""

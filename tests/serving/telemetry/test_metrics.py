@@ -183,6 +183,12 @@ def test_a_batch_sets_the_times_of_handler_and_thread(metrics, shown):
     assert abs(float(line.split()[-1]) - time.time()) < 60
 
 
+def test_a_batch_that_comes_while_metrics_are_written_shows_no_time_that_none_took(metrics, shown):
+    begun = metrics.expose()  # its text is made in a thread
+    batch(metrics, shown())
+    assert begun.text(["PredictionTime"]).endswith(" 2.54\n")
+
+
 def test_a_handler_that_failed_has_no_prediction_time(metrics, shown):
     batch(metrics, shown(), succeeded_ids=None)
     assert lines(metrics, "PredictionTime") == []
