@@ -27,20 +27,18 @@ class OnLoop:
         self._worker = offload
         self.may_offload = False  # a second batch may run at the same time as one here
         self._loop = asyncio.get_running_loop()
-        self.loaded = False
-        self._host: HandlerHost | None = None
+        self.host: HandlerHost | None = None  # None: not loaded
         self._resting = False  # a batch has run on the loop in this turn; others come first now
         self._request_s = 0.0  # processor time of a request in its batch, the running mean
 
     @property
     def wants_host(self) -> bool:
         """Whether it may get batches, and has no handler yet."""
-        return self._choice.allowed and not self.loaded
+        return self._choice.allowed and self.host is None
 
     def take(self, host: HandlerHost) -> None:
         """From now on there is a loaded handler."""
-        self._host = host
-        self.loaded = True
+        self.host = host
 
     @property
     def _offload(self) -> Offload | None:
@@ -61,8 +59,8 @@ class OnLoop:
         offload, size = self._offload, len(requests)
         if offload is not None and offload.wants(size, behind, size * self._request_s):
             offload.submit(requests, sink)
-        elif self._host is not None:
-            self._run(self._host, requests, sink)
+        elif self.host is not None:
+            self._run(self.host, requests, sink)
 
     def _run(self, host: HandlerHost, requests: Sequence[InferRequest], sink: BatchSink) -> None:
         self._resting = True
@@ -79,7 +77,6 @@ class OnLoop:
 
     async def close(self) -> None:
         """Let go of the handler, and end the worker process."""
-        self._host = None
-        self.loaded = False
+        self.host = None
         if self._worker is not None:
             await self._worker.close()

@@ -105,7 +105,7 @@ class ThreadPool:
     @property
     def on_loop(self) -> bool:
         """Whether batches run on the event loop now: see `inline.py`."""
-        return self._inline.active and self._here.loaded
+        return self._inline.active and self._here.host is not None
 
     def idle_ids(self) -> tuple[int, ...]:
         """The executors that are in service and have nothing to do; meant for pinned pools."""

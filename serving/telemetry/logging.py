@@ -127,14 +127,14 @@ class JsonFormatter(LineFormatter):
     def format_access(self, line: AccessLine) -> str:
         """The same for a line of the access log, without a record."""
         # All but the two numbers is the same for a connection's requests, and numbers need no escapes.
-        second, microseconds = divmod(round(line.created_s * 1e6), 1_000_000)
+        second, microseconds = _second_and_rest(line.created_s)
         ids = f', "request_id": {_quoted_json(line.request_id)}' if line.request_id else ""
         if line.trace is not None:
             ids += f', "trace_id": "{line.trace.trace_id}"'
         if line.meter is not None:
             ids += _version_json(line.meter.model, line.meter.version)
         return (
-            f'{{"time": "{_second(second)}.{microseconds:06d}Z", "level": "INFO", '
+            f'{{"time": "{second}.{microseconds:06d}Z", "level": "INFO", '
             f'"logger": "{ACCESS_LOGGER}", "message": "{_inside(line.asked)} {line.status} '
             f'{line.elapsed_ms}"{ids}}}'
         )
@@ -154,8 +154,8 @@ class TextFormatter(LineFormatter):
     def format_access(self, line: AccessLine) -> str:
         """The same for a line of the access log, without a record."""
         ids = "".join([f" {name}={escape(value)}" for name, value in line.ids.items()])
-        second, microseconds = divmod(round(line.created_s * 1e6), 1_000_000)
-        moment = f"{_second(second)}.{microseconds // 1000:03d}Z"
+        second, microseconds = _second_and_rest(line.created_s)
+        moment = f"{second}.{microseconds // 1000:03d}Z"
         return f"{moment} INFO    {ACCESS_LOGGER}: {escape(line.message)}{ids}"
 
 
@@ -260,6 +260,12 @@ def _inside(text: str) -> str:
 def _version_json(model: str, version: str) -> str:
     """The last of a line's ids, as they stand behind the others."""
     return f', "model": {_quoted_json(model)}, "version": {_quoted_json(version)}'
+
+
+def _second_and_rest(created_s: float) -> tuple[str, int]:
+    """The time to the second, whose text is found out once, and the microseconds after it."""
+    second, microseconds = divmod(round(created_s * 1e6), 1_000_000)
+    return _second(second), microseconds
 
 
 @lru_cache(maxsize=2)

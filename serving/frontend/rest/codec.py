@@ -134,7 +134,7 @@ def infer_request(
     Raises:
         InvalidRequest: its head names a time-out or a priority that is none.
     """
-    deadline_s = deadline_of(head, started_s) if head.timeout_ms else NO_DEADLINE
+    deadline_s = deadline_of(head, started_s)
     priority = parse_priority(head.priority) if head.priority else 0
     return InferRequest(request_id, parameters, headers, deadline_s, priority)
 
