@@ -55,6 +55,13 @@ def test_the_container_is_killed_only_after_the_drain(
     assert grace_s > settings.drain_delay_s + settings.drain_timeout_s
 
 
+def test_compiled_models_can_be_run_from_where_they_are_unpacked(services: dict[str, dict[str, Any]]) -> None:
+    options = dict(mount.split(":") for mount in services["torchere"]["tmpfs"])
+
+    for folder in ("/tmp", "/home/model-server/tmp"):  # Docker mounts a tmpfs noexec unless told otherwise
+        assert "exec" in options[folder].split(",")
+
+
 def test_grafana_looks_for_dashboards_where_they_are_mounted(
     root: Path, services: dict[str, dict[str, Any]]
 ) -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
+import json
+import os
 import re
 import subprocess
+import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,6 +38,57 @@ def test_what_it_copies_is_there_and_let_through(root: Path, dockerfile: str) ->
     assert len(sources) > 5
     assert [name for name in sources if not (root / name).exists()] == []
     assert [name for name in sources if not any(fnmatch.fnmatch(name, each) for each in let_through)] == []
+
+
+def test_every_folder_of_the_package_is_copied(root: Path, dockerfile: str) -> None:
+    folders = re.findall(r'^"torchere\.\w+" = "(\w+)"$', (root / "pyproject.toml").read_text(), re.MULTILINE)
+
+    assert "serving" in folders
+    assert set(folders) - set(copied(dockerfile)) == set()  # pip ends the build without one
+
+
+def index(folder: Path, **wheels: str) -> Path:
+    """A package index of empty wheels, by name and version; torch needs filelock."""
+    for name, version in wheels.items():
+        (folder / name).mkdir(parents=True)
+        file = folder / name / f"{name}-{version}-py3-none-any.whl"
+        needs = "Requires-Dist: filelock\n" if name == "torch" else ""
+        with zipfile.ZipFile(file, "w") as wheel:
+            info = f"{name}-{version}.dist-info"
+            wheel.writestr(
+                f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}"
+            )
+            wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{info}/RECORD", "")
+        (folder / name / "index.html").write_text(
+            f'<a href="{file.name.replace("+", "%2B")}">{file.name}</a>'
+        )
+    return folder
+
+
+def test_an_index_of_torch_gives_torch_and_the_pinned_rest_comes_from_the_usual_one(
+    dockerfile: str, tmp_path: Path
+) -> None:
+    usual = index(tmp_path / "usual", torch="2.13.0", filelock="4.2.11")
+    of_torch = index(
+        tmp_path / "torch", torch="2.13.0+cpu", filelock="3.20.0"
+    )  # has old versions of the rest
+    (tmp_path / "constraints.txt").write_text("torch==2.13.0\nfilelock==4.2.11\n")
+    install = re.search(r"^RUN (pip install .* torch) ", dockerfile, re.MULTILINE)
+    assert install
+    bare = {"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": ""}
+    indexes = {"TORCH_INDEX": of_torch.as_uri(), "PIP_INDEX_URL": usual.as_uri()}
+    command = f'"{sys.executable}" -m {install[1]} --dry-run --ignore-installed --report report.json'
+
+    done = subprocess.run(
+        ["bash", "-euc", command], cwd=tmp_path, env={**os.environ, **bare, **indexes},
+        check=False, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "report.json").read_text())["install"]
+    versions = {each["metadata"]["name"]: each["metadata"]["version"] for each in found}
+    assert versions == {"torch": "2.13.0+cpu", "filelock": "4.2.11"}
 
 
 def test_the_bundled_configuration_has_neither_errors_nor_warnings_and_the_exposed_ports(
@@ -96,3 +151,19 @@ def test_systemd_accepts_the_unit(root: Path, tool: Callable[[str], str], tmp_pa
     stop_s = re.search(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
     settings = configure(read_properties(root / "deploy/config.properties")).settings
     assert stop_s and int(stop_s.group(1)) > settings.drain_delay_s + settings.drain_timeout_s
+
+
+def test_the_configuration_that_the_unit_installs_listens_on_loopback_alone(
+    root: Path, tmp_path: Path
+) -> None:
+    unit = (root / "deploy/systemd/torchere.service").read_text()
+    said = re.search(r"^#   (sed .*?)  +#.*\n#     (install .*)$", unit, re.MULTILINE)
+    assert said
+    command = f"{said[1]} {said[2]}".replace("-g torchere", "").replace("/etc/", f"{tmp_path}/")
+
+    subprocess.run(["sh", "-euc", command], cwd=root, check=True, timeout=30)
+
+    settings = configure(read_properties(tmp_path / "torchere/config.properties")).settings
+    rest = (settings.inference_address, settings.management_address, settings.metrics_address)
+    grpc = (settings.grpc_inference_address, settings.grpc_management_address)
+    assert {address.host for address in (*rest, *grpc) if address} == {"127.0.0.1"}

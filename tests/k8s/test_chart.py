@@ -249,8 +249,9 @@ def test_the_service_monitor_finds_one_service_and_names_the_job_as_the_rules_do
         each for each in of_kind(objects, "Service") if wanted <= each["metadata"]["labels"].items()
     ]
 
-    assert service["metadata"]["labels"][monitor["jobLabel"]] == "torchere"
-    assert monitor["endpoints"][0]["port"] in [port["name"] for port in service["spec"]["ports"]]
+    (endpoint,) = monitor["endpoints"]
+    assert endpoint["port"] in [port["name"] for port in service["spec"]["ports"]]
+    assert endpoint["relabelings"] == [{"targetLabel": "job", "replacement": "torchere"}]
     assert "annotations" not in service["metadata"]  # or it would be scraped twice
 
 
@@ -262,6 +263,7 @@ def test_the_values_of_torchserves_chart_do_what_they_did(render: Callable[..., 
     assert "--ts-config=/home/model-server/shared/config/config.properties" in server["args"]
     assert "--model-store=/home/model-server/shared/model-store" in server["args"]
     assert server["resources"]["limits"] == {"cpu": "16", "memory": "32Gi", "nvidia.com/gpu": 4}
+    assert server["resources"]["requests"] == {"cpu": "16", "memory": "32Gi"}  # no more than the limits
     assert named(objects, "Deployment")["spec"]["replicas"] == 2
     volumes = named(objects, "Deployment")["spec"]["template"]["spec"]["volumes"]
     assert {"claimName": "efs-claim", "readOnly": True} in [v.get("persistentVolumeClaim") for v in volumes]

@@ -19,6 +19,9 @@ from typing import Any
 import pytest
 import yaml
 
+from torchere.serving.configuration import configure
+from torchere.serving.properties import read_properties
+
 Object = dict[str, Any]
 HANDLER = """
 def handle(data, context):
@@ -72,6 +75,23 @@ def test_the_service_names_the_runtime_and_outlives_its_drain(objects: dict[str,
     assert predictor["terminationGracePeriodSeconds"] > float(delay) + 30  # drain_timeout_s of the server
 
 
+def test_both_protocols_are_reached_from_outside_and_management_is_not(
+    objects: dict[str, Object], tmp_path: Path
+) -> None:
+    (server,) = objects["ClusterServingRuntime"]["spec"]["containers"]
+    (tmp_path / "config.properties").write_text(PROPERTIES)
+
+    settings = configure(
+        read_properties(tmp_path / "config.properties"),
+        {each["name"]: each["value"] for each in server["env"]},
+    ).settings
+
+    assert settings.inference_address.host == "0.0.0.0"
+    assert settings.grpc_inference_address and settings.grpc_inference_address.host == "0.0.0.0"
+    assert settings.management_address.host == "127.0.0.1"
+    assert "ports" not in server  # a port that an InferenceService names would be one too many for Knative
+
+
 @pytest.fixture
 def served(root: Path, objects: dict[str, Object], tmp_path: Path) -> Iterator[str]:
     """The address of a server that runs by the runtime's arguments and variables, on free ports."""
@@ -87,7 +107,7 @@ def served(root: Path, objects: dict[str, Object], tmp_path: Path) -> Iterator[s
     arguments = [each.replace("/mnt/models", str(tmp_path / "models")) for each in container["args"]]
     variables = {
         each["name"]: re.sub(r"0\.0\.0\.0:\d+", "127.0.0.1:0", each["value"]) for each in container["env"]
-    }
+    } | {"TS_GRPC_INFERENCE_ADDRESS": "127.0.0.1"}
     variables |= {"TS_MANAGEMENT_ADDRESS": "http://127.0.0.1:0", "TS_DRAIN_DELAY_S": "0",
                   "TEMP": str(tmp_path), "TMPDIR": str(tmp_path)}  # fmt: skip
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

@@ -7,6 +7,11 @@
 {{- if and .Values.namespace (ne .Values.namespace .Release.Namespace) (ne .Values.namespace "torchserve") -}}
 {{- fail (printf "namespace: %s has no effect, neither here nor in TorchServe's chart: install with --namespace %s, and remove the value." .Values.namespace .Values.namespace) -}}
 {{- end -}}
+{{- range list "app.kubernetes.io/name" "app.kubernetes.io/instance" -}}
+{{- if hasKey $.Values.podLabels . -}}
+{{- fail (printf "podLabels.%s: by this label the Deployment and the Services find their pods. Use nameOverride, or a label of your own." .) -}}
+{{- end -}}
+{{- end -}}
 {{- if eq .Values.image.tag "latest" -}}
 {{- fail "image.tag latest: what runs would change with no change here, and no roll-back could undo it. Set a version or image.digest." -}}
 {{- end -}}

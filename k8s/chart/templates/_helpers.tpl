@@ -18,6 +18,12 @@ app.kubernetes.io/name: {{ include "torchere.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 
+{{/* Of the pod of `helm test`, which no Service may take for a server and the NetworkPolicy lets in. */}}
+{{- define "torchere.testLabels" -}}
+app.kubernetes.io/component: test
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
 {{- define "torchere.labels" -}}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{ include "torchere.selector" . }}
@@ -60,7 +66,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 
 {{/*
 What counts after the values of TorchServe's chart were taken over, as YAML: ports, replicas, storeType, claimName,
-configFrom, mount, limits. A value of theirs wins over a default of ours, for whoever sets it means it.
+configFrom, mount, gpus, limits (requests, too, as there). A value of theirs wins over a default of ours, for whoever sets it means it.
 */}}
 {{- define "torchere.effective" -}}
 {{- $ts := .Values.torchserve | default dict -}}
