@@ -25,9 +25,9 @@ class CachingMetric:
         dimension_names: Sequence[str],
         metric_type: MetricTypes,
     ) -> None:
-        self.metric_name = metric_name
-        self.unit = Units.units.get(unit, unit)
-        self.dimension_names = tuple(dimension_names)
+        self.metric_name = str(metric_name)  # handlers name metrics by all sorts of things
+        self.unit = str(Units.units.get(unit, unit))
+        self.dimension_names = tuple(map(str, dimension_names))
         self.metric_type = metric_type
         self._kind = metric_type.value
         self._cache = cache

@@ -42,7 +42,8 @@ class Supervisor:
     """Runs one server after the other until one ends on purpose, or they crash for too long.
 
     Args:
-        command: Of the server; `--supervised=JOURNAL,TRACE` is added, the numbers of two open files.
+        command: Of the server; `--supervised=JOURNAL,TRACE,PID` is added: two numbers of open files, and our
+            process id.
         as_json: Whether log lines are JSON objects.
     """
 
@@ -50,7 +51,7 @@ class Supervisor:
         self._as_json = as_json
         self._journal = Journal.create()
         self._trace = anonymous_file("torchere-trace")
-        self._command = [*command, f"--supervised={self._journal.descriptor},{self._trace}"]
+        self._command = [*command, f"--supervised={self._journal.descriptor},{self._trace},{os.getpid()}"]
         self._woken, wake = os.pipe()
         for end in (self._woken, wake):
             os.set_blocking(end, False)
@@ -93,19 +94,22 @@ class Supervisor:
 
     def _wait(self) -> tuple[int, float]:
         """Wait for the server's end: its exit status, and for how long it had hung when we ended it."""
-        hung_s = 0.0
-        beats, heard_s = -1, time.monotonic()
+        hung_s = silent_s = 0.0
+        beats = -1
         while True:
+            began_s = time.monotonic()
             self._listen(_TICK_S)
             ended = self._reap()
             if ended is not None:
                 return ended, hung_s
-            now_s = time.monotonic()
             if self._journal.state is not ServerState.SERVING or self._journal.beats != beats:
-                beats, heard_s = self._journal.beats, now_s
-            elif now_s - heard_s > HUNG_AFTER_S + KILL_GRACE_S:
+                beats, silent_s = self._journal.beats, 0.0
+                continue
+            # While we stood still (Ctrl+Z, a container that was paused), so did the server.
+            silent_s += min(_TICK_S, time.monotonic() - began_s)
+            if silent_s > HUNG_AFTER_S + KILL_GRACE_S:
                 os.kill(self._pid, signal.SIGKILL)
-            elif now_s - heard_s > HUNG_AFTER_S and not hung_s:
+            elif silent_s > HUNG_AFTER_S and not hung_s:
                 hung_s = HUNG_AFTER_S
                 os.kill(self._pid, signal.SIGABRT)  # which writes a trace
 

@@ -22,18 +22,20 @@ def supervised_command(command: Sequence[str], as_json: bool) -> list[str]:
 
 
 def open_journal(descriptors: str) -> Journal:
-    """Take over what the supervisor handed down: "JOURNAL,TRACE", two numbers of open files.
+    """Take over what the supervisor handed down: "JOURNAL,TRACE,PID", two numbers of open files and its own.
 
     From now on this process ends with its supervisor, and writes the trace of a native crash to the second.
 
     Raises:
-        ValueError, OSError: nothing of the kind was handed down.
+        ValueError, OSError: nothing of the kind was handed down, or the supervisor has ended already.
     """
-    journal, trace = (int(number) for number in descriptors.split(","))
+    journal, trace, supervisor = (int(number) for number in descriptors.split(","))
     opened = Journal(journal)
     for descriptor in (journal, trace):
         os.set_inheritable(descriptor, False)  # workers have no business there
     die_with_parent()
+    if os.getppid() != supervisor:  # it was ended in the moment before, and nobody would end this one
+        raise ProcessLookupError(f"the supervisor, process {supervisor}, has ended")
     faulthandler.enable(file=trace)
     return opened
 

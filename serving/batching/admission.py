@@ -20,12 +20,13 @@ from torchere.serving.batching.unread_parts import LEAST_LIMIT_BYTES, UnreadPart
 from torchere.serving.errors import (
     Cancelled,
     DeadlineExceeded,
+    HandlerFailed,
     LeftUnread,
     Quarantined,
     ServingError,
     Unavailable,
 )
-from torchere.serving.execution.executor import BatchReport, ExecutorPool
+from torchere.serving.execution.executor import BatchReport, ExecutorPool, ExecutorState
 from torchere.serving.types import NO_DEADLINE, InferRequest
 
 LATE = "The deadline of the request passed before there was an answer."
@@ -65,6 +66,7 @@ class Admission(ABC):
         self._service_time = ServiceTime()
         self._pumping_soon = False
         self._was_alone = False  # the last batch was a single request, and none was left behind
+        self._batches: set[RunningBatch] = set()  # that executors have
         self._closed: ServingError | None = None
         self._idle: asyncio.Event | None = None  # somebody waits until nothing is in
 
@@ -95,8 +97,8 @@ class Admission(ABC):
         """All requests that wait."""
 
     @abstractmethod
-    def _running(self) -> bool:
-        """Whether an executor has a batch."""
+    def _requeue(self, pending: Pending) -> None:
+        """Make a request that was taken to be run, and was not begun, the first in line again."""
 
     def submit(self, request: InferRequest, reply: Reply, group: str = "") -> Pending:
         """Admit a request; unless this raises, `reply` gets its answer or an error in any case.
@@ -198,20 +200,61 @@ class Admission(ABC):
         pending.dequeued_s = pending.dequeued_s or now_s
         return True
 
-    def _answer_late(self, taken: Sequence[Pending], live: Sequence[Pending]) -> list[Pending]:
-        """Answer, and return, those taken to be run that are not live.
-
-        The others' batch has to be among those that run by then: whoever is answered may end another request,
-        which asks whether nothing is in.
-        """
-        late = [pending for pending in taken if pending not in live]
+    def _run_live(
+        self, taken: Sequence[Pending], executor_id: int | None = None, rounds: int = 1
+    ) -> list[Pending]:
+        """Run those of the requests taken that are live; answers the others, which it returns."""
+        now_s = self._now()
+        live = [pending for pending in taken if self._is_live(pending, now_s)]
+        batch = RunningBatch(self, live, now_s, executor_id, rounds)
+        if live:
+            self._batches.add(batch)  # whoever is answered may end another request, which asks what is in
+        late = [pending for pending in taken if pending not in live] if len(live) < len(taken) else []
         for pending in late:
             pending.finish(DeadlineExceeded(LATE))
+        if live:
+            requests = [pending.request for pending in live]
+            self._pool.submit(requests, batch, executor_id, behind=self.queue_length)
+        self._settle()
         return late
+
+    def batch_done(self, batch: RunningBatch, report: BatchReport) -> None:
+        """Answer the requests of a batch; `RunningBatch` calls it."""
+        self._batches.discard(batch)
+        if self.quarantine.concerns(report):
+            report = self._judged(batch, report)
+        self._answer(batch, report)
+
+    @abstractmethod
+    def _answer(self, batch: RunningBatch, report: BatchReport) -> None:
+        """Give each request its outcome, and tell `_answered`."""
+
+    def _answered(self, batch: RunningBatch, report: BatchReport) -> None:
+        executor_s = self._now() - batch.dispatched_s
+        self._service_time.observe(executor_s / batch.rounds)
+        self._settle()
+        self.pump()
+        self._observer.batch_finished(batch.pendings, report, executor_s)
+
+    def batch_returned(self, batch: RunningBatch) -> None:
+        """An executor was lost before it began with the batch."""
+        self._batches.discard(batch)
+        self._put_back(batch.pendings)
+
+    def _put_back(self, pendings: Sequence[Pending]) -> None:
+        """Have requests wait again; who has part of an answer, or waits no more, does not."""
+        for pending in reversed(pendings):
+            if pending.stream is not None:
+                pending.finish(HandlerFailed())
+            elif pending.open:
+                pending.dequeued_s = 0.0
+                self._requeue(pending)
+        self._settle()
+        self.pump()
 
     @property
     def _is_idle(self) -> bool:
-        return not (self._running() or self.queue_length)
+        return not (self._batches or self.queue_length)
 
     def _settle(self) -> None:
         if self._idle is not None and self._is_idle:
@@ -245,6 +288,11 @@ class Admission(ABC):
         except asyncio.TimeoutError:
             return False
         return True
+
+    def _end_if_given_up(self) -> None:
+        """Answer all that wait once every executor has given up: none comes back by itself."""
+        if {status.state for status in self._pool.statuses()} == {ExecutorState.FAILED}:
+            self.fail_queued(Unavailable(self.refusal))
 
     def fail_queued(self, reason: ServingError) -> None:
         """Answer all that wait with `reason`: nobody is left to run them."""

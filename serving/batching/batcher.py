@@ -35,7 +35,6 @@ class Batcher(Admission):
         self._settings = settings
         self._queue: deque[Pending] = deque()
         self._ranked = False  # some that wait have a priority: the order is that of `priority.py`
-        self._batches: set[RunningBatch] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._company_since_s = 0.0  # when an executor came free for a batch that is not full; 0: none is
 
@@ -83,9 +82,6 @@ class Batcher(Admission):
     def _waiting(self) -> list[Pending]:
         return list(self._queue)
 
-    def _running(self) -> bool:
-        return bool(self._batches)
-
     def pump(self) -> None:
         """Dispatch all that can be dispatched now."""
         wait_until_s = 0.0
@@ -93,6 +89,8 @@ class Batcher(Admission):
             action = plan(self._view(), self._settings, self._now())
             if not isinstance(action, Dispatch):
                 wait_until_s = action.at_s if isinstance(action, WaitUntil) else 0.0
+                if not self._pool.in_service:
+                    self._end_if_given_up()
                 break
             self._dispatch(action.size)
         if self._timer is not None:
@@ -117,29 +115,16 @@ class Batcher(Admission):
         return QueueView(run, False, head.enqueued_s, self._pool.free)
 
     def _dispatch(self, size: int) -> None:
-        now_s = self._now()
         taken = [self._queue.popleft() for _ in range(size)]
         self._was_alone = size == 1 and not self._queue
-        live = [pending for pending in taken if self._is_live(pending, now_s)]
         if self._company_since_s:
-            for pending in live:
+            now_s = self._now()
+            for pending in taken:
                 pending.company_s = now_s - max(pending.enqueued_s, self._company_since_s)
             self._company_since_s = 0.0
-        rounds = rounds_until(len(self._batches), self._pool.in_service)
-        batch = RunningBatch(self, live, now_s, rounds=rounds)
-        if live:
-            self._batches.add(batch)
-        if len(live) < size:
-            self._answer_late(taken, live)
-        if live:
-            self._pool.submit([pending.request for pending in live], batch, behind=len(self._queue))
-        self._settle()
+        self._run_live(taken, rounds=rounds_until(len(self._batches), self._pool.in_service))
 
-    def batch_done(self, batch: RunningBatch, report: BatchReport) -> None:
-        """Answer the requests of a batch; `RunningBatch` calls it."""
-        self._batches.discard(batch)
-        if self.quarantine.concerns(report):
-            report = self._judged(batch, report)
+    def _answer(self, batch: RunningBatch, report: BatchReport) -> None:
         if len(batch.pendings) > 1 and all(isinstance(o, HandlerFailed) for o in report.outcomes):
             self._run_alone(batch.pendings)
             return
@@ -150,11 +135,7 @@ class Batcher(Admission):
             pending.stages_s = stages_s
             # Stopping criteria without `continuousBatching` do nothing: the part is the whole answer.
             pending.finish(outcome.part if isinstance(outcome, Unfinished) else outcome)
-        executor_s = self._now() - batch.dispatched_s
-        self._service_time.observe(executor_s / batch.rounds)
-        self._observer.batch_finished(batch.pendings, report, executor_s)
-        self._settle()
-        self.pump()
+        self._answered(batch, report)
 
     def _run_alone(self, pendings: list[Pending]) -> None:
         """The handler failed a whole batch. One request may be to blame: each gets a run of its own."""
@@ -162,18 +143,5 @@ class Batcher(Admission):
             pending.group = alone(pending.request)
         self._put_back(pendings)
 
-    def batch_returned(self, batch: RunningBatch) -> None:
-        """An executor was lost before it began with the batch."""
-        self._batches.discard(batch)
-        self._put_back(batch.pendings)
-
-    def _put_back(self, pendings: list[Pending]) -> None:
-        """Make requests the first in line again; who has part of an answer, or waits no more, is not."""
-        for pending in reversed(pendings):
-            if pending.stream is not None:
-                pending.finish(HandlerFailed())
-            elif pending.open:
-                pending.dequeued_s = 0.0
-                self._queue.appendleft(pending)
-        self._settle()
-        self.pump()
+    def _requeue(self, pending: Pending) -> None:
+        self._queue.appendleft(pending)

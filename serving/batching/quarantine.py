@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+import msgspec
+
 from torchere.serving.errors import DeadlineExceeded, ExecutorDied, Quarantined
 from torchere.serving.execution.executor import BatchReport, Outcome
 from torchere.serving.types import InferRequest, Parameter
@@ -106,7 +108,7 @@ class Quarantine:
             self._learn(request, outcome, began_s, alone)
             for request, outcome in zip(requests, report.outcomes, strict=True)
         ]
-        return BatchReport(outcomes, report.handler_s, report.metrics, report.cpu_s)
+        return msgspec.structs.replace(report, outcomes=outcomes)
 
     def _learn(self, request: InferRequest, outcome: Outcome, began_s: float, alone: bool) -> Outcome:
         if isinstance(outcome, ExecutorDied) and outcome.crashed:

@@ -87,7 +87,6 @@ class SequenceTable:
         sequence = self._sequences.get(name)
         if sequence is None:
             return False
-        sequence.running = False
         sequence.waiting.appendleft(pending)
         return True
 

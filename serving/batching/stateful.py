@@ -17,9 +17,15 @@ from torchere.serving.batching.pending import Pending
 from torchere.serving.batching.policy import Dispatch, QueueView, WaitUntil, plan
 from torchere.serving.batching.priority import position
 from torchere.serving.batching.running import RunningBatch
-from torchere.serving.batching.sequences import SequenceTable
+from torchere.serving.batching.sequences import Sequence, SequenceTable
 from torchere.serving.errors import ExecutorDied, QueueFull, ServingError, Unavailable
-from torchere.serving.execution.executor import BatchReport, ExecutorPool, Outcome, Unfinished
+from torchere.serving.execution.executor import (
+    BatchReport,
+    ExecutorPool,
+    ExecutorState,
+    Outcome,
+    Unfinished,
+)
 from torchere.serving.settings import BatchSettings, SequenceSettings
 from torchere.serving.types import InferRequest
 
@@ -51,7 +57,6 @@ class StatefulBatcher(Admission):
         self._table = SequenceTable(sequences, refusal) if sequences else None
         self._queue: deque[Pending] = deque()  # what belongs to no sequence
         self._going_on: dict[int, list[Pending]] = {}  # unfinished requests, by the executor they live on
-        self._batches: set[RunningBatch] = set()
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -83,17 +88,16 @@ class StatefulBatcher(Admission):
         for going_on in self._going_on.values():
             if pending in going_on:
                 going_on.remove(pending)
+                self._sequence_done(pending)
 
     def _waiting(self) -> list[Pending]:
         in_sequences = self._table.waiting if self._table is not None else []
         return [*self._queue, *in_sequences, *(p for those in self._going_on.values() for p in those)]
 
-    def _running(self) -> bool:
-        return bool(self._batches)
-
     def pump(self) -> None:
         """Give every idle executor its next batch, if there is one for it."""
         self._end_what_is_over()
+        self._end_if_given_up()
         wake_s = self._table.next_expiry_s() if self._table is not None else math.inf
         for executor_id in self._pool.idle_ids():
             wake_s = min(wake_s, self._pump_one(executor_id))
@@ -104,10 +108,12 @@ class StatefulBatcher(Admission):
             self._timer = self._loop.call_later(max(0.0, wake_s - self._now()), self.pump)
 
     def _end_what_is_over(self) -> None:
-        there = {status.executor_id for status in self._pool.statuses()}
+        statuses = self._pool.statuses()
+        there = {status.executor_id for status in statuses if status.state is not ExecutorState.FAILED}
         for executor_id in [name for name in self._going_on if name not in there]:
             for pending in self._going_on.pop(executor_id):
                 pending.finish(ExecutorDied("its executor was stopped"))
+                self._sequence_done(pending)
         if self._table is not None:
             self._table.keep_on(there)
             for pending in self._table.expire(self._now()):
@@ -116,24 +122,35 @@ class StatefulBatcher(Admission):
 
     def _pump_one(self, executor_id: int) -> float:
         """Dispatch to one idle executor; returns when to try again, infinity for: when something changes."""
-        going_on = self._going_on.pop(executor_id, [])
-        room = self._settings.max_batch_size - len(going_on)
-        heads = self._table.heads(executor_id, room) if self._table is not None else []
-        newcomers = self._queue_run(room - len(heads), alone=bool(going_on or heads))
-        if not going_on:  # what goes on does not wait for company
-            action = plan(
-                self._view(heads_s=[s.waiting[0].enqueued_s for s in heads], newcomers=newcomers),
-                self._settings,
-                self._now(),
-            )
-            if not isinstance(action, Dispatch):
-                return action.at_s if isinstance(action, WaitUntil) else math.inf
-        batch = list(going_on)
-        if self._table is not None:
-            batch += [self._table.take(sequence, executor_id) for sequence in heads]
-        batch += [self._queue.popleft() for _ in range(newcomers)]
-        self._dispatch(executor_id, batch)
-        return math.inf
+        while True:
+            going_on = self._going_on.pop(executor_id, [])
+            room = self._settings.max_batch_size - len(going_on)
+            heads = self._heads(executor_id, room)
+            newcomers = self._queue_run(room - len(heads), alone=bool(going_on or heads))
+            if not going_on:  # what goes on does not wait for company
+                view = self._view([sequence.waiting[0].enqueued_s for sequence in heads], newcomers)
+                action = plan(view, self._settings, self._now())
+                if not isinstance(action, Dispatch):
+                    return action.at_s if isinstance(action, WaitUntil) else math.inf
+            taken = list(going_on)
+            if self._table is not None:
+                taken += [self._table.take(sequence, executor_id) for sequence in heads]
+            taken += [self._queue.popleft() for _ in range(newcomers)]
+            late = self._run_live(taken, executor_id)
+            for pending in late:
+                self._sequence_done(pending)
+            if len(late) < len(taken):
+                return math.inf
+
+    def _heads(self, executor_id: int, room: int) -> list[Sequence]:
+        """The sequences that come next; those after a describe call, which runs by itself, wait for it."""
+        if self._table is None:
+            return []
+        heads = self._table.heads(executor_id, room)
+        if self._queue and self._queue[0].group:
+            first_s = self._queue[0].enqueued_s
+            heads = [sequence for sequence in heads if sequence.waiting[0].enqueued_s <= first_s]
+        return heads
 
     def _queue_run(self, room: int, alone: bool) -> int:
         """How many requests at the head of the queue may come along; describe calls only by themselves."""
@@ -154,32 +171,13 @@ class StatefulBatcher(Admission):
         closed = newcomers == 1 and not heads_s and bool(self._queue[0].group)
         return QueueView(count, closed, oldest_s, free_executors=1)
 
-    def _dispatch(self, executor_id: int, pendings: list[Pending]) -> None:
-        now_s = self._now()
-        live = [pending for pending in pendings if self._is_live(pending, now_s)]
-        batch = RunningBatch(self, live, now_s, executor_id)
-        if live:
-            self._batches.add(batch)
-        for pending in self._answer_late(pendings, live):
-            self._sequence_done(pending)
-        if live:
-            self._pool.submit([pending.request for pending in live], batch, executor_id)
-        self._settle()
-
-    def batch_done(self, batch: RunningBatch, report: BatchReport) -> None:
-        """Answer what is finished of a batch, keep the rest going; `RunningBatch` calls it."""
-        self._batches.discard(batch)
-        if self.quarantine.concerns(report):
-            report = self._judged(batch, report)
+    def _answer(self, batch: RunningBatch, report: BatchReport) -> None:
+        """Answer what is finished of a batch, keep the rest going."""
         stages_s = report.all_stages_s
         for pending, outcome in zip(batch.pendings, report.outcomes, strict=True):
             pending.stages_s = stages_s
             self._take_outcome(batch, pending, outcome)
-        executor_s = self._now() - batch.dispatched_s
-        self._service_time.observe(executor_s)
-        self._observer.batch_finished(batch.pendings, report, executor_s)
-        self._settle()
-        self.pump()
+        self._answered(batch, report)
 
     def _take_outcome(self, batch: RunningBatch, pending: Pending, outcome: Outcome) -> None:
         if isinstance(outcome, Unfinished):
@@ -205,16 +203,16 @@ class StatefulBatcher(Admission):
             pending.finish(Unavailable(self.refusal))
 
     def batch_returned(self, batch: RunningBatch) -> None:
-        """An executor was lost before it began with the batch."""
-        self._batches.discard(batch)
-        for pending in reversed(batch.pendings):
-            pending.dequeued_s = 0.0
-            if self._table is None or pending.group:
-                self._queue.appendleft(pending)
-            elif not self._table.give_back(sequence_of(pending.request), pending):
-                pending.finish(Unavailable(self.refusal))
-        self._settle()
-        self.pump()
+        """See `Admission.batch_returned`."""
+        for pending in batch.pendings:
+            self._sequence_done(pending)
+        super().batch_returned(batch)
+
+    def _requeue(self, pending: Pending) -> None:
+        if self._table is None or pending.group:
+            self._queue.appendleft(pending)
+        elif not self._table.give_back(sequence_of(pending.request), pending):
+            pending.finish(Unavailable(self.refusal))
 
 
 def sequence_of(request: InferRequest) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,6 +25,7 @@ from torchere.handlers.shared_models import SharedModels
 from torchere.handlers.tensors_answer import AnswerEncoder
 from torchere.serving.errors import DeadlineExceeded, HandlerFailed, LoadFailed, OutOfResources, ServingError
 from torchere.serving.execution.executor import BatchReport, LoadSpec, Outcome, Unfinished
+from torchere.serving.execution.plain import line_of, plain_text, refusal_of, response_of, trace_of
 from torchere.serving.telemetry.trace_context import trace_of_headers
 from torchere.serving.types import InferRequest, InferResponse
 
@@ -81,10 +81,10 @@ class HandlerHost:
             )
         except HandlerLoadError as err:
             logger.error("loading %s failed: %s", spec.model_name, err)
-            raise self._load_failed(str(err), err.__cause__ or err) from err
-        except Exception as err:  # the handler's own code: anything may come out of it
+            raise self._load_failed(plain_text(err), err.__cause__ or err) from err
+        except BaseException as err:  # the handler's own code: anything may come out of it, SystemExit, too
             logger.exception("loading %s failed in its handler %s", spec.model_name, spec.handler)
-            raise self._load_failed(f"handler {spec.handler} raised {_line(err)}", err) from err
+            raise self._load_failed(f"handler {spec.handler} raised {line_of(err)}", err) from err
         self._encoder.labels = getattr(self._entry_point.instance, "mapping", None)
         self._borrows = getattr(self._entry_point.instance, "borrows_tensors", False) is True
 
@@ -94,15 +94,18 @@ class HandlerHost:
         Raises:
             LoadFailed: the handler cannot answer its own example.
         """
+        of_load = self._metrics.drain()
         rows = self._loaded().warmup_data()
         for _ in range(_WARM_UP_RUNS if rows else 0):
             self._context.begin_batch([RequestProcessor("warm-up", {}) for _ in rows or ()], None)
             try:
                 self._loaded()(list(rows or ()), self._context)
-            except Exception as err:  # the handler's own code
+            except BaseException as err:  # as in `load`
                 logger.exception("the warm-up of %s failed", self._spec.model_name)
-                raise self._load_failed(f"the warm-up request failed with {_line(err)}", err) from err
-        self._metrics.drain()
+                raise self._load_failed(f"the warm-up request failed with {line_of(err)}", err) from err
+        self._metrics.drain()  # the warm-up's are nobody's
+        for sample in of_load:
+            self._metrics.record(sample)  # goes with the first batch
 
     def run(self, requests: Sequence[InferRequest], send_partial: PartialSink | None) -> BatchReport:
         """Run one batch; failures become outcomes, so this does not raise.
@@ -201,7 +204,7 @@ class HandlerHost:
             return HandlerFailed(
                 f"The answer has {len(body)} bytes, more than max_response_size={limit}.", status=500
             )
-        return _response(body, processor)
+        return response_of(body, processor)
 
     def _all_failed(self, message: str, detail: str, count: int) -> list[Outcome]:
         logger.error("model %s: %s: %s", self._spec.model_name, message, detail)
@@ -211,12 +214,13 @@ class HandlerHost:
         ids = ",".join(request.request_id for request in requests)
         extra = self._log_fields(ids, requests)
         if isinstance(err, PredictionException):
-            logger.warning("model %s refused %s: %s", self._spec.model_name, ids, err.message, extra=extra)
-            return HandlerFailed(err.message, err.error_code)
-        logger.error("model %s failed on %s\n%s", self._spec.model_name, ids, _trace(err), extra=extra)
-        if isinstance(err, MemoryError) or "CUDA" in _text(err):
-            return OutOfResources("Out of resources", _line(err))
-        return HandlerFailed(detail=_line(err))
+            refusal = refusal_of(err)
+            logger.warning("model %s refused %s: %s", self._spec.model_name, ids, refusal, extra=extra)
+            return refusal
+        logger.error("model %s failed on %s\n%s", self._spec.model_name, ids, trace_of(err), extra=extra)
+        if isinstance(err, MemoryError) or "CUDA" in plain_text(err):
+            return OutOfResources("Out of resources", line_of(err))
+        return HandlerFailed(detail=line_of(err))
 
     def _log_fields(self, ids: str, requests: Sequence[InferRequest]) -> dict[str, str]:
         fields = {"request_id": ids, "model": self._spec.model_name, "version": self._spec.model_version}
@@ -227,7 +231,7 @@ class HandlerHost:
     def _load_failed(self, detail: str, err: BaseException) -> LoadFailed:
         spec = self._spec
         out_of_memory = isinstance(err, MemoryError) or (
-            isinstance(err, RuntimeError) and "CUDA" in _text(err)
+            isinstance(err, RuntimeError) and "CUDA" in plain_text(err)
         )
         return LoadFailed(load_failed_text(spec.model_name, spec.model_version), detail, out_of_memory)
 
@@ -252,7 +256,7 @@ def _parts_of(
         return None
 
     def send(index: int, chunk: bytes) -> None:
-        send_partial(index, _response(chunk, processors[index]))
+        send_partial(index, response_of(chunk, processors[index]))
 
     return send
 
@@ -262,32 +266,9 @@ def _unless_over(outcome: Outcome, goes_on: bool) -> Outcome:
     return Unfinished(outcome) if goes_on and isinstance(outcome, InferResponse) else outcome
 
 
-def _response(body: bytes, processor: RequestProcessor) -> InferResponse:
-    headers = tuple(processor.response_headers.items())
-    return InferResponse(body, headers, processor.status_code, processor.reason_phrase or "")
-
-
 _WARM_UP_RUNS = 3  # TorchScript's profiling executor specialises on the second run, and settles by the third
 
 
 def load_failed_text(model: str, version: str) -> str:
     """The contract's text for a version whose executors do not start."""
     return f"Failed to start workers for model {model} version: {version}"
-
-
-def _text(err: BaseException) -> str:
-    try:
-        return str(err)
-    except Exception:  # an exception of user code whose __str__ raises
-        return "<the exception cannot be printed>"
-
-
-def _line(err: BaseException) -> str:
-    return f"{type(err).__name__}: {_text(err)}".splitlines()[0]
-
-
-def _trace(err: BaseException) -> str:
-    try:
-        return "".join(traceback.format_exception(err))
-    except Exception:  # as in _text
-        return _line(err)

@@ -110,7 +110,8 @@ class Slot:
         try:
             self._worker.run(run_id, batch.requests)
         except (ValueError, MemoryError) as err:
-            batch.fail(OutOfResources("Out of resources", f"the batch can't be sent to its worker: {err}"))
+            failure = OutOfResources("Out of resources", f"the batch can't be sent to its worker: {err}")
+            asyncio.get_running_loop().call_soon(batch.fail, failure)  # who submits is not done submitting
             return
         if not (self._inside or self._worker.is_paused):
             self._silence.watch()

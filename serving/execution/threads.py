@@ -141,10 +141,16 @@ class ThreadPool:
 
     async def warm_up(self) -> None:
         """Warm up what was loaded and put it in service."""
-        for thread in self._threads:
-            if thread.status.state is ExecutorState.STARTING:
+        fresh = [thread for thread in self._threads if thread.status.state is ExecutorState.STARTING]
+        try:
+            for thread in fresh:
                 await thread.warm_up(self._startup_timeout_s)
                 self._on_loaded(thread.status.executor_id, age_s(thread.status))
+        except BaseException:
+            for thread in fresh:
+                if not thread.ready:
+                    self._forget(thread)
+            raise
         if self._here.wants_host and self._threads:
             host = self._make_host(self._spec, _first(self._spec.gpu_ids), self._shared)
             await asyncio.to_thread(host.load)  # quick: the weights are there

@@ -7,6 +7,7 @@ Nothing is ever unpickled. Both ends are of the same release: the layout may cha
 
 from __future__ import annotations
 
+import logging
 import struct
 from typing import TypeAlias
 
@@ -15,6 +16,8 @@ import msgspec
 from torchere.serving.errors import DeadlineExceeded, ExecutorDied, HandlerFailed, OutOfResources
 from torchere.serving.execution.executor import BatchReport, HandlerMetric, LoadSpec, Outcome, Unfinished
 from torchere.serving.types import InferRequest, InferResponse
+
+logger = logging.getLogger(__name__)
 
 HEADER = struct.Struct(">I")
 MAX_FRAME_BYTES = 2**31  # a frame that says it is longer is not a frame
@@ -72,9 +75,10 @@ class Partial(msgspec.Struct, frozen=True, array_like=True, tag=12):
 class Failure(msgspec.Struct, frozen=True, array_like=True, tag=20):
     """The outcome of a request that has no response."""
 
+    code: str  # of the error
     message: str
-    status: int  # the handler contract's number; 507 means out of resources
     detail: str
+    status: int = 0  # that the handler chose, where it was the handler's failure
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, tag=21):
@@ -130,6 +134,17 @@ def done_from_report(run_id: int, report: BatchReport) -> Done:
     return Done(run_id, outcomes, report.handler_s, report.metrics, report.stages_s)
 
 
+def encode_report(run_id: int, report: BatchReport) -> bytearray:
+    """A worker's report as a frame; what can't be sent costs the metrics, or else the answers."""
+    for rest in (report, BatchReport(report.outcomes, report.handler_s)):
+        try:
+            return encode_frame(done_from_report(run_id, rest))
+        except (TypeError, ValueError, OverflowError) as err:
+            logger.error("what came of a batch can't be sent as it is: %s", err)
+    failed = [HandlerFailed(detail="the answer can't be sent; the log says why")] * len(report.outcomes)
+    return encode_frame(done_from_report(run_id, BatchReport(failed, report.handler_s)))
+
+
 def report_from_done(done: Done, expected: int) -> BatchReport:
     """A worker's message as a report of `expected` outcomes; a wrong number fails them all."""
     outcomes = [_decode_outcome(outcome) for outcome in done.outcomes]
@@ -139,18 +154,14 @@ def report_from_done(done: Done, expected: int) -> BatchReport:
     return BatchReport(outcomes, done.handler_s, done.metrics, stages_s=done.stages_s)
 
 
-_LATE, _FULL = 504, 507  # statuses that stand for errors of their own
-
-
 def _encode_outcome(outcome: Outcome) -> Answer | More | Failure:
     if isinstance(outcome, InferResponse):
         return Answer(outcome)
     if isinstance(outcome, Unfinished):
         return More(outcome.part)
     if isinstance(outcome, HandlerFailed):
-        return Failure(outcome.message, outcome.status, outcome.detail)
-    status = _LATE if isinstance(outcome, DeadlineExceeded) else _FULL
-    return Failure(outcome.message, status, outcome.detail)
+        return Failure(outcome.code, outcome.message, outcome.detail, outcome.status)
+    return Failure(outcome.code, outcome.message, outcome.detail)
 
 
 def _decode_outcome(outcome: Answer | More | Failure) -> Outcome:
@@ -158,8 +169,8 @@ def _decode_outcome(outcome: Answer | More | Failure) -> Outcome:
         return outcome.response
     if isinstance(outcome, More):
         return Unfinished(outcome.part)
-    if outcome.status == _FULL:
+    if outcome.code == OutOfResources.code:
         return OutOfResources(outcome.message, outcome.detail)
-    if outcome.status == _LATE:
+    if outcome.code == DeadlineExceeded.code:
         return DeadlineExceeded(outcome.message, outcome.detail)
     return HandlerFailed(outcome.message, outcome.status, outcome.detail)

@@ -32,8 +32,8 @@ from torchere.serving.execution.wire import (
     Run,
     ToWorker,
     WarmUp,
-    done_from_report,
     encode_frame,
+    encode_report,
     to_worker_decoder,
 )
 from torchere.serving.telemetry.worker_lines import WorkerFormatter
@@ -90,7 +90,7 @@ class Worker:
             self._send(Partial(message.run_id, index, part))
 
         report = self._loaded().run(message.requests, send_partial)
-        self._send(done_from_report(message.run_id, report))
+        self._connection.sendall(encode_report(message.run_id, report))
 
     def _loaded(self) -> HandlerHost:
         if self._host is None:

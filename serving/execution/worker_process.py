@@ -102,13 +102,15 @@ class WorkerProcess:
                 lambda: self._frames, sock=self._launched.connection
             )
             self._writes.begin(self._transport)
-        except OSError as err:
+        except BaseException as err:  # the start may be given up meanwhile
             if self._launched is not None:
                 self._launched.kill()
                 self._launched.connection.close()
                 self._launched.close()
                 self._launched = None  # there is nothing that could be lost
-            raise self._load_failed(f"the worker process could not be started: {err}") from err
+            if isinstance(err, OSError):
+                raise self._load_failed(f"the worker process could not be started: {err}") from err
+            raise
         self._output = asyncio.ensure_future(self._log_output(self._launched.output))
 
     async def load(self, timeout_s: float) -> None:

@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -34,6 +36,13 @@ supervisor._TICK_S, supervisor.HUNG_AFTER_S, supervisor.KILL_GRACE_S = 0.02, 0.3
 sys.exit(supervisor.main(sys.argv[1:]))
 """
 
+HELD = """
+import os, time
+open(f"born-{os.getpid()}", "w").close()
+while not os.path.exists("go"):
+    time.sleep(0.01)
+"""
+
 Start = Callable[..., subprocess.Popen[str]]
 
 
@@ -42,8 +51,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Start a supervisor over a server of this code; its output is a pipe."""
     started: list[subprocess.Popen[str]] = []
 
-    def starter(code: str, changes: str = "") -> subprocess.Popen[str]:
-        (tmp_path / "server.py").write_text(PREAMBLE + textwrap.dedent(code))
+    def starter(code: str, changes: str = "", before: str = "") -> subprocess.Popen[str]:
+        (tmp_path / "server.py").write_text(before + PREAMBLE + textwrap.dedent(code))
         command = [sys.executable, "-c", SHORT.format(changes=changes), "text", "--"]
         process = subprocess.Popen(
             [*command, sys.executable, str(tmp_path / "server.py")],
@@ -175,6 +184,40 @@ def test_the_server_dies_with_its_supervisor(start: Start) -> None:
     process.wait(60)
     psutil.wait_procs([server], timeout=60)
     assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_server_that_starts_when_its_supervisor_has_ended_ends_likewise(
+    start: Start, tmp_path: Path
+) -> None:
+    process = start(WAITS, before=HELD)
+    while not (born := list(tmp_path.glob("born-*"))):
+        assert process.poll() is None
+    server = psutil.Process(int(born[0].name.partition("-")[2]))
+    process.kill()
+    process.wait(60)
+    (tmp_path / "go").touch()
+    try:
+        psutil.wait_procs([server], timeout=30)
+        assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            server.kill()
+
+
+def test_a_server_that_stood_still_together_with_its_supervisor_does_not_hang(
+    start: Start, tmp_path: Path
+) -> None:
+    beats_each_second = WAITS.replace("journal.beat()", "time.sleep(1.0); journal.beat()")
+    process = start(beats_each_second, changes="supervisor.HUNG_AFTER_S = 2.0")
+    both = psutil.Process(until_serving(process)), psutil.Process(process.pid)
+    os.kill(process.pid, signal.SIGTSTP)
+    while {each.status() for each in both} != {psutil.STATUS_STOPPED}:
+        assert process.poll() is None
+    time.sleep(2.5)  # longer than a server may be silent
+    os.kill(process.pid, signal.SIGCONT)
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(60) == 41
+    assert (tmp_path / "starts").read_text() == "x"
 
 
 def test_a_signal_during_the_back_off_ends_it_all(start: Start, tmp_path: Path) -> None:

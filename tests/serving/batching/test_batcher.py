@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from datetime import datetime, timezone
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -18,7 +19,13 @@ from torchere.serving.errors import (
     QueueFull,
     Unavailable,
 )
-from torchere.serving.execution.executor import BatchReport, BatchSink, Outcome
+from torchere.serving.execution.executor import (
+    BatchReport,
+    BatchSink,
+    ExecutorState,
+    ExecutorStatus,
+    Outcome,
+)
 from torchere.serving.settings import BatchSettings
 from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, Parameter, StreamedResponse
 
@@ -32,12 +39,18 @@ class PuppetPool:
         self.free = free
         self.executors = 0  # 0: as many as there are batches at once
         self.batches: list[tuple[list[str], BatchSink]] = []
+        self.state = ExecutorState.READY
+
+    def statuses(self) -> tuple[ExecutorStatus, ...]:
+        return (ExecutorStatus(9000, self.state, datetime.now(timezone.utc), 1),)
 
     @property
     def in_service(self) -> int:
         return self.executors or self.free + len(self.batches)
 
-    def submit(self, requests: Sequence[InferRequest], sink: BatchSink, *, behind: int) -> None:
+    def submit(
+        self, requests: Sequence[InferRequest], sink: BatchSink, executor_id: int | None, *, behind: int
+    ) -> None:
         self.free -= 1
         self.batches.append(([request.request_id for request in requests], sink))
 
@@ -384,6 +397,20 @@ async def test_what_waits_is_answered_when_nobody_is_left_to_run_it() -> None:
     stage.batcher.fail_queued(Unavailable("no worker"))
     with pytest.raises(Unavailable):
         await pending.answer
+    assert await stage.batcher.drain(0.0)
+
+
+@run
+async def test_what_waits_is_answered_when_every_executor_gave_up() -> None:
+    stage = Stage(BatchSettings())
+    stage.submit("a")
+    waiting = stage.submit("b")
+    stage.pool.finish()
+    _, sink = stage.pool.batches.pop()
+    stage.pool.state = ExecutorState.FAILED
+    sink.returned()  # nor had it begun with this one
+    with pytest.raises(Unavailable):
+        waiting.answer.result()
     assert await stage.batcher.drain(0.0)
 
 

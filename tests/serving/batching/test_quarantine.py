@@ -141,6 +141,13 @@ def test_a_view_of_a_body_is_the_same_content_as_its_bytes() -> None:
     assert digest_of(as_view) == digest_of(InferRequest("2", (Parameter("x", b"abc"),)))
 
 
+def test_a_report_keeps_what_it_says_of_its_batch() -> None:
+    court = Court()
+    court.run("bad")
+    report = BatchReport([InferResponse(b"")], 3.0, (), 2.0, (0.5, 1.0, 0.25))
+    assert court.quarantine.judge([request("good")], report, 0.0) == report
+
+
 def test_the_identity_is_the_content_and_not_who_sends_it() -> None:
     first = request("x", "1", content_type="text/plain", traceparent="a", Authorization="b")
     assert digest_of(first) == digest_of(request("x", "2", Content_Type="text/plain", date="now"))

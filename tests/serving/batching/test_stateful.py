@@ -2,16 +2,24 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
 import pytest
 
-from torchere.serving.batching.pending import AwaitedReply, Pending
+from torchere.serving.batching.pending import AwaitedReply, Pending, alone
 from torchere.serving.batching.stateful import SEQUENCE_END, SEQUENCE_ID, StatefulBatcher, begin_sequence
-from torchere.serving.errors import QueueFull, Unavailable
-from torchere.serving.execution.executor import BatchReport, BatchSink, Outcome, Unfinished
+from torchere.serving.errors import Cancelled, DeadlineExceeded, ExecutorDied, QueueFull, Unavailable
+from torchere.serving.execution.executor import (
+    BatchReport,
+    BatchSink,
+    ExecutorState,
+    ExecutorStatus,
+    Outcome,
+    Unfinished,
+)
 from torchere.serving.settings import BatchSettings, SequenceSettings
-from torchere.serving.types import InferRequest, InferResponse, Parameter, StreamedResponse
+from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, Parameter, StreamedResponse
 
 
 class PuppetPool:
@@ -21,19 +29,20 @@ class PuppetPool:
 
     def __init__(self, *executor_ids: int) -> None:
         self.ids = executor_ids
+        self.failed: tuple[int, ...] = ()  # those that gave up
         self.inside: dict[int, tuple[list[InferRequest], BatchSink]] = {}
 
     def idle_ids(self) -> tuple[int, ...]:
         return tuple(name for name in self.ids if name not in self.inside)
 
-    def statuses(self) -> tuple[Any, ...]:
-        class Status:
-            def __init__(self, executor_id: int) -> None:
-                self.executor_id = executor_id
+    def statuses(self) -> tuple[ExecutorStatus, ...]:
+        began = datetime.now(timezone.utc)
+        ready = [ExecutorStatus(name, ExecutorState.READY, began, 1) for name in self.ids]
+        return (*ready, *(ExecutorStatus(name, ExecutorState.FAILED, began, 1) for name in self.failed))
 
-        return tuple(map(Status, self.ids))
-
-    def submit(self, requests: Sequence[InferRequest], sink: BatchSink, executor_id: int) -> None:
+    def submit(
+        self, requests: Sequence[InferRequest], sink: BatchSink, executor_id: int, *, behind: int
+    ) -> None:
         self.inside[executor_id] = (list(requests), sink)
 
     def finish(self, executor_id: int, outcomes: list[Outcome] | None = None) -> None:
@@ -71,10 +80,10 @@ class Stage:
     def left_unread(self) -> None:
         pass
 
-    def submit(self, name: str, sequence: str = "") -> Submitted:
+    def submit(self, name: str, sequence: str = "", deadline_s: float = NO_DEADLINE) -> Submitted:
         headers = ((SEQUENCE_ID, sequence),) if sequence else ()
         reply = AwaitedReply()
-        request = InferRequest(name, (Parameter("body", b"x"),), headers)
+        request = InferRequest(name, (Parameter("body", b"x"),), headers, deadline_s)
         return Submitted(self.batcher.submit(request, reply), reply.future)
 
     def running(self, executor_id: int) -> list[str]:
@@ -244,3 +253,98 @@ async def test_draining_ends_with_the_sequence_that_held_it_up() -> None:
     assert await asyncio.wait_for(drained, 1.0)
     with pytest.raises(Unavailable):
         await waiting.answer
+
+
+@run
+async def test_a_sequence_goes_on_after_the_executor_with_its_unfinished_request_was_stopped() -> None:
+    stage = Stage(1, sequences=SEQUENCES)
+    begun = stage.submit("a", "s")
+    stage.pool.ids = (2,)  # scaled down and up again: what is inside is finished by the executor that goes
+    stage.pool.finish(1, [Unfinished(InferResponse(b"."))])
+    response = await begun.answer
+    assert isinstance(response, StreamedResponse)
+    with pytest.raises(ExecutorDied):
+        _ = [chunk async for chunk in response.chunks]
+    stage.submit("b", "s")
+    assert stage.running(2) == ["b"]
+
+
+@run
+async def test_sequences_of_an_executor_that_gave_up_go_on_elsewhere() -> None:
+    stage = Stage(1, 2, sequences=SEQUENCES)
+    stage.submit("a", "s")
+    stage.pool.finish(1)
+    stage.pool.ids, stage.pool.failed = (2,), (1,)
+    stage.submit("b", "s")
+    assert stage.running(2) == ["b"]
+
+
+@run
+async def test_what_waits_is_answered_when_every_executor_gave_up() -> None:
+    stage = Stage(1, sequences=SEQUENCES)
+    stage.submit("a", "s")
+    waiting = stage.submit("b", "s")
+    _, sink = stage.pool.inside.pop(1)
+    stage.pool.ids, stage.pool.failed = (), (1,)
+    sink.done(BatchReport([ExecutorDied()]))
+    with pytest.raises(Unavailable):
+        waiting.answer.result()
+    assert await stage.batcher.drain(0.0)
+
+
+@run
+async def test_what_waits_behind_a_request_that_would_be_late_runs_at_once() -> None:
+    for sequences, name in ((SEQUENCES, "s"), (None, "")):
+        stage = Stage(1, size=1, sequences=sequences)
+        stage.submit("a", name)
+        hopeless = stage.submit("b", name, deadline_s=stage.now_s + 15.0)
+        stage.submit("c", name)
+        stage.now_s += 10.0  # as long as a batch takes, for all one knows
+        stage.pool.finish(1)
+        assert stage.running(1) == ["c"]
+        with pytest.raises(DeadlineExceeded):
+            hopeless.answer.result()
+
+
+@run
+async def test_a_request_that_is_given_back_when_nobody_waits_for_it_runs_no_more() -> None:
+    for sequences, name in ((SEQUENCES, "s"), (None, "")):
+        stage = Stage(1, sequences=sequences)
+        gone = stage.submit("a", name)
+        stage.batcher.withdraw(gone.pending)
+        _, sink = stage.pool.inside.pop(1)
+        sink.returned()
+        assert stage.pool.inside == {}
+        stage.submit("b", name)
+        assert stage.running(1) == ["b"]
+        with pytest.raises(Cancelled):
+            gone.answer.result()
+
+
+@run
+async def test_a_describe_call_gets_its_turn_among_sequences_that_never_pause() -> None:
+    stage = Stage(1, sequences=SEQUENCES)
+    for name, sequence in (("a1", "a"), ("a2", "a"), ("b1", "b")):
+        stage.submit(name, sequence)
+    assert stage.running(1) == ["a1"]
+    stage.now_s += 1.0
+    describe = InferRequest("describe", ())
+    stage.batcher.submit(describe, AwaitedReply(), alone(describe))
+    stage.now_s += 1.0
+    stage.submit("b2", "b")
+    batches = []
+    while 1 in stage.pool.inside:
+        batches.append(stage.running(1))
+        stage.pool.finish(1)
+    assert batches == [["a1"], ["a2", "b1"], ["describe"], ["b2"]]
+
+
+@run
+async def test_an_executor_has_its_next_batch_before_the_last_one_is_counted() -> None:
+    stage = Stage(1, sequences=SEQUENCES)
+    for name in ("a", "b"):
+        stage.submit(name, "s")
+    seen = []
+    stage.batch_finished = lambda *counted: seen.append(stage.running(1))  # type: ignore[method-assign]
+    stage.pool.finish(1)
+    assert seen == [["b"]]

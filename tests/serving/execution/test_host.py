@@ -9,7 +9,7 @@ import pytest
 
 from torchere.handlers.shared_models import SharedModels
 from torchere.handlers.tensors import DATATYPES, tensor_type
-from torchere.serving.errors import HandlerFailed
+from torchere.serving.errors import HandlerFailed, LoadFailed
 from torchere.serving.execution.executor import LoadSpec
 from torchere.serving.execution.host import HandlerHost
 from torchere.serving.types import InferRequest, InferResponse, Parameter
@@ -70,6 +70,99 @@ def test_the_status_a_handler_chose_for_its_failure_is_kept(
 
     assert isinstance(failed, HandlerFailed)
     assert (failed.message, failed.status) == ("no room", 413)
+
+
+SETTING = """
+    import numpy as np
+    class Handler:
+        def initialize(self, context): pass
+        def handle(self, data, context):
+            {}
+            return [b"x"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [
+        (
+            "context.set_response_status(np.int64(418), ValueError('tea'))",
+            InferResponse(b"x", (), 418, "tea"),
+        ),
+        ("context.set_response_header(0, 'n', 'a\\ud800')", InferResponse(b"x", (("n", "a?"),))),
+    ],
+)
+def test_what_a_handler_sets_becomes_plain_numbers_and_texts(
+    outcome: Callable[[str, InferRequest], Any], line: str, answer: InferResponse
+) -> None:
+    given = outcome(SETTING.format(line), InferRequest("id", ()))
+
+    assert given == answer
+    assert (type(given.status), type(given.reason)) == (int, str)
+
+
+@pytest.mark.parametrize(
+    ("line", "detail"),
+    [
+        ("context.set_response_status('404')", "TypeError: 'str' object"),
+        ("context.set_response_status(10**30)", "the handler set the status 1000"),
+        ("context.get_response_headers(0)['n'] = 5", "the handler set the response header 'n' to 5"),
+        ("raise ValueError('\\ud800')", "ValueError: ?"),
+    ],
+)
+def test_a_handler_that_sets_or_raises_what_cannot_be_sent_has_failed(
+    outcome: Callable[[str, InferRequest], Any], line: str, detail: str
+) -> None:
+    failed = outcome(SETTING.format(line), InferRequest("id", ()))
+
+    assert isinstance(failed, HandlerFailed)
+    assert detail in failed.detail
+
+
+@pytest.mark.parametrize("code", ["None", "'many'", "10**30"])
+def test_a_refusal_without_a_status_is_a_500(outcome: Callable[[str, InferRequest], Any], code: str) -> None:
+    failed = outcome(REFUSING.replace("413", code), InferRequest("id", ()))
+
+    assert (failed.message, failed.status) == ("no room", 500)
+
+
+@pytest.mark.parametrize("where", ["initialize(self, context)", "handle(self, data, context)"])
+def test_a_handler_that_exits_while_it_loads_or_warms_up_has_failed_to_load(
+    make_spec: Callable[..., LoadSpec], where: str
+) -> None:
+    methods = ["initialize(self, context)", "handle(self, data, context)", "warmup_data(self)"]
+    bodies = [f"def {head}: {'raise SystemExit(3)' if head == where else 'return [{}]'}" for head in methods]
+    host = HandlerHost(make_spec("class Handler:\n    " + "\n    ".join(bodies)), None, SharedModels())
+
+    with pytest.raises(LoadFailed) as failed:
+        host.load()
+        host.warm_up()
+
+    assert "SystemExit: 3" in failed.value.detail
+
+
+MEASURED = """
+    class Handler:
+        def initialize(self, context):
+            self.metrics = context.metrics
+            self.metrics.add_counter("loaded", 1)
+        def warmup_data(self): return [{}]
+        def handle(self, data, context):
+            self.metrics.add_counter("asked", 1)
+            return ["" for _ in data]
+"""
+
+
+def test_what_a_handler_measures_while_it_loads_comes_with_its_first_batch(
+    make_spec: Callable[..., LoadSpec],
+) -> None:
+    host = HandlerHost(make_spec(MEASURED), None, SharedModels())
+    host.load()
+    host.warm_up()
+
+    batches = [host.run([InferRequest("id", ())], None).metrics for _ in range(2)]
+
+    assert [[sample.name for sample in samples] for samples in batches] == [["loaded", "asked"], ["asked"]]
 
 
 BORROWING = """

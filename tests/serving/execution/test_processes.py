@@ -229,6 +229,7 @@ def test_a_batch_that_cannot_be_sent_is_refused_and_nothing_else_changes(
             with monkeypatch.context() as patch:
                 patch.setattr(worker_process, "encode_frame", refuse)
                 pool.submit([make_request("large")], large)
+            assert not large.report.done()  # whoever submits is told later: he is not done yet
             assert isinstance(await large.outcome(), OutOfResources)
             assert pool.free == before
             pool.submit([make_request("hi")], sink)
@@ -249,6 +250,27 @@ def test_a_worker_that_cannot_be_talked_to_is_a_failed_load(
             async with pool_of(make_spec()):
                 pass
         assert "could not be started" in failure.value.detail
+
+    asyncio.run(main())
+
+
+def test_a_worker_whose_start_is_given_up_holds_up_no_end(
+    make_spec: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        connecting = asyncio.Event()
+
+        async def hang(*args: object, **kwargs: object) -> None:
+            connecting.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "create_unix_connection", hang)
+        async with pool_of(make_spec(), count=0) as pool:
+            starting = asyncio.ensure_future(pool.resize(1))
+            await connecting.wait()
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            await asyncio.wait_for(pool.close(), 30)
 
     asyncio.run(main())
 

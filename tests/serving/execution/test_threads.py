@@ -305,3 +305,48 @@ def test_a_closed_pool_lets_go_of_a_handler_that_was_in_a_call_for_longer(
 async def until(is_so: Callable[[], bool]) -> None:
     while not is_so():
         await asyncio.sleep(0.01)
+
+
+WARMING = """
+    import os
+    class Handler:
+        def initialize(self, context):
+            self.folder = context.system_properties["model_dir"]
+        def warmup_data(self):
+            return [{}]
+        def handle(self, data, context):
+            if os.path.exists(os.path.join(self.folder, "cold")):
+                raise ValueError("cold")
+            return ["warm"] * len(data)
+"""
+
+
+def test_a_warm_up_that_fails_leaves_no_thread_behind(make_spec: Any, tmp_path: Path) -> None:
+    async def main() -> None:
+        (tmp_path / "cold").touch()
+        with pytest.raises(LoadFailed):
+            async with pool_of(make_spec(WARMING), count=2):
+                pass
+        await asyncio.to_thread(_join_executors)
+        assert executor_threads() == set()
+
+    asyncio.run(main())
+
+
+def test_scaling_up_to_a_warm_up_that_fails_and_down_again_costs_no_executor(
+    make_spec: Any, make_sink: Any, make_request: Any, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec(WARMING)) as pool:
+            (tmp_path / "cold").touch()
+            await pool.resize(2)
+            with pytest.raises(LoadFailed):
+                await pool.warm_up()
+            assert pool.size == 1
+            await pool.resize(1)
+            (tmp_path / "cold").unlink()
+            sink = make_sink()
+            pool.submit([make_request("x")], sink)
+            assert (await sink.outcome()).body == b"warm"
+
+    asyncio.run(main())

@@ -4,7 +4,13 @@ import msgspec
 import pytest
 
 from torchere.handlers.metric_types import MetricDeclaration
-from torchere.serving.errors import ExecutorDied, HandlerFailed, OutOfResources
+from torchere.serving.errors import (
+    DeadlineExceeded,
+    ExecutorDied,
+    HandlerFailed,
+    OutOfResources,
+    ServingError,
+)
 from torchere.serving.execution.executor import BatchReport, HandlerMetric, LoadSpec
 from torchere.serving.execution.wire import (
     HEADER,
@@ -12,6 +18,7 @@ from torchere.serving.execution.wire import (
     Run,
     done_from_report,
     encode_frame,
+    encode_report,
     from_worker_decoder,
     report_from_done,
     to_worker_decoder,
@@ -62,6 +69,31 @@ def test_a_report_survives_the_way_back() -> None:
     assert (back.outcomes[1].message, back.outcomes[1].status, back.outcomes[1].detail) == ("no", 513, "why")
     assert isinstance(back.outcomes[2], OutOfResources)
     assert (back.handler_s, back.metrics) == (0.25, (metric,))
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [HandlerFailed("no", 504), HandlerFailed("no", 507), DeadlineExceeded("late"), OutOfResources("full")],
+)
+def test_a_failure_is_of_the_same_kind_on_both_sides(failure: ServingError) -> None:
+    (back,) = report_from_done(done_from_report(7, BatchReport([failure])), 1).outcomes
+    assert type(back) is type(failure)
+    assert vars(back) == vars(failure)
+
+
+def test_metrics_that_cannot_be_sent_cost_no_answer() -> None:
+    metric = HandlerMetric("\ud800", 1.0, "ms", "gauge", (), ())
+    answer = InferResponse(b"x")
+    done = from_worker_decoder.decode(payload(encode_report(7, BatchReport([answer], 0.25, (metric,)))))
+    assert report_from_done(done, 1).outcomes == [answer]
+
+
+def test_an_answer_that_cannot_be_sent_is_a_failure_of_its_handler() -> None:
+    done = from_worker_decoder.decode(
+        payload(encode_report(7, BatchReport([InferResponse(b"x", (), 2**70)])))
+    )
+    (failed,) = report_from_done(done, 1).outcomes
+    assert isinstance(failed, HandlerFailed)
 
 
 def test_a_wrong_number_of_outcomes_fails_them_all() -> None:
