@@ -92,7 +92,11 @@ def split_elements(raw: bytes | bytearray | memoryview, field: str) -> list[byte
 
 def join_elements(elements: Sequence[bytes]) -> bytes:
     """BYTES elements behind one another, each with its length before it."""
-    return b"".join([part for element in elements for part in (_LENGTH.pack(len(element)), element)])
+    joined = bytearray()  # a list of the parts would take many times the memory of millions of short elements
+    for element in elements:
+        joined += _LENGTH.pack(len(element))
+        joined += element
+    return bytes(joined)
 
 
 def bytes_from_tensor(tensor: Any, datatype: Datatype) -> bytes:

@@ -30,6 +30,8 @@ _ALLOWED: dict[str, tuple[frozenset[type], str]] = {
 }
 _FLOAT64 = np.dtype("<f8")
 _encode = msgspec.json.Encoder().encode
+# What msgspec raises where there is no JSON; it finds out late that a text is no UTF-8.
+NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def tensor_from_json(data: object, datatype: Datatype, shape: Sequence[object], field: str) -> Any:

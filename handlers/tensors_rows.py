@@ -29,7 +29,7 @@ from torchere.handlers.tensors import (
     shown,
 )
 from torchere.handlers.tensors_bytes import tensor_from_bytes
-from torchere.handlers.tensors_json import tensor_from_json
+from torchere.handlers.tensors_json import NO_JSON, tensor_from_json
 from torchere.handlers.tensors_npy import is_npy, read_npy
 
 _ROWS = ("inputs", "instances")
@@ -188,7 +188,7 @@ def _value(value: Any, spec: TensorSpec, content_type: str) -> Any:
 def _parsed(text: bytes, field: str) -> Any:
     try:
         return msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError) as err:
+    except NO_JSON as err:
         raise TensorError(field, f"text that is no JSON ({err})", "JSON, a .npy file or raw bytes") from err
 
 

@@ -217,6 +217,7 @@ def test_an_npy_file_holds_one_output(make_handler: Callable[..., Asked]) -> Non
         (7, "input: found 0 dimensions"),
         (bytearray(), "input: found an empty body"),
         (bytearray(b"[1, 2"), "input: found text that is no JSON"),
+        (bytearray(b'["\xff"]'), "input: found text that is no JSON"),
         ("word", "input: found text that is no JSON"),
         (npy(np.array([1, 2, 3])), "input: found INT64, expected FP32"),
         (npy(np.array(["a"])), "a .npy file of <U1"),

@@ -40,7 +40,7 @@ def dispatcher(openers: Openers, keys: Keys | None, kind: KeyKind) -> Callable[[
                 f"content-type: found {head.content_type[:100]!r}, expected application/grpc",
             )
         elif head.flaw:
-            stream.end(StatusCode.INTERNAL, head.flaw)
+            stream.end(head.flaw_code, head.flaw)
         elif keys is not None and not _may(keys, kind, head.path, head.metadata):
             stream.end(StatusCode.PERMISSION_DENIED, UNAUTHORIZED)
         elif (opener := openers.get(head.path)) is not None:

@@ -34,16 +34,19 @@ class HealthService:
         return self._now()
 
     async def watch(self, request: HealthCheckRequest, call: Call) -> AsyncIterator[HealthCheckResponse]:
-        """How a service is now, and again whenever that changes."""
-        if request.service not in self._services:
-            yield HealthCheckResponse(status=HealthCheckResponse.SERVICE_UNKNOWN)
-            return
+        """How a service is now, and again whenever that changes, to the end of the connection.
+
+        One that is unknown is no reason to end: clients ask again at once.
+        """
         told = None
         while True:
-            now = self._now()
+            known = request.service in self._services
+            now = self._now() if known else HealthCheckResponse(status=HealthCheckResponse.SERVICE_UNKNOWN)
             if now != told:
                 yield now
                 told = now
+            if call.stream.connection.farewell.last_taken is not None:
+                return  # or the connection would wait for its client, which waits for news
             await asyncio.sleep(WATCH_S)
 
     def _now(self) -> HealthCheckResponse:

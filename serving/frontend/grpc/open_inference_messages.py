@@ -102,14 +102,17 @@ def parameters(given: Mapping[str, InferParameter], where: str) -> dict[str, Par
     """Parameters as plain values.
 
     Raises:
-        InvalidRequest: one has no value.
+        InvalidRequest: one has no value, or one that JSON can't say, in which they go on.
     """
     values: dict[str, ParameterValue] = {}
     for name, parameter in given.items():
         choice = parameter.WhichOneof("parameter_choice")
         if choice is None:
             raise InvalidRequest(f"{where}[{shown(name)}]: found no value, expected one")
-        values[name] = getattr(parameter, choice)
+        value = getattr(parameter, choice)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InvalidRequest(f"{where}[{shown(name)}]: found {value}, expected a finite number")
+        values[name] = value
     return values
 
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from google.protobuf.message import DecodeError
-
+from torchere.serving.frontend.grpc.fields import LONG_BYTES, Fields
 from torchere.serving.frontend.grpc.protos.open_inference_pb2 import ModelInferRequest, ModelInferResponse
 from torchere.serving.frontend.http2.messages import Received
 from torchere.serving.frontend.http2.stream import JOINED_BYTES, Encoded
@@ -23,9 +22,7 @@ MOST_TENSORS = 256  # that are cut out of one message; the library keeps more of
 # The protocol's numbers of `raw_input_contents` and `raw_output_contents`, as fields that have a length.
 _INPUT_TAG = 7 << 3 | 2
 _OUTPUT_TAG = 6 << 3 | 2
-_VARINT, _EIGHT_BYTES, _SIZED, _FOUR_BYTES = 0, 1, 2, 5
-_FIXED_BYTES = {_EIGHT_BYTES: 8, _FOUR_BYTES: 4}
-_MOST_VARINT_BYTES = 10
+_TENSOR_TAGS = (5 << 3 | 2, 6 << 3 | 2)  # of `inputs` and `outputs` of a request
 
 
 class TensorMessage(NamedTuple):
@@ -52,8 +49,9 @@ def decode_request(message: Received) -> TensorMessage:
 
     Raises:
         DecodeError: it is none.
+        MessageFailed: it has too many fields.
     """
-    if len(message) >= JOINED_BYTES:
+    if len(message) >= LONG_BYTES:
         rest, tensors = _cut(message)
         if len(tensors) <= MOST_TENSORS:
             return TensorMessage(ModelInferRequest.FromString(rest), tensors)
@@ -72,41 +70,25 @@ def encode_response(reply: TensorReply) -> Encoded:
 
 
 def _cut(message: Received) -> tuple[bytes, list[Raw]]:
-    """A message without its raw tensors, and up to one more of these than may be cut out."""
-    view, end = memoryview(message), len(message)
+    """A message without its raw tensors, and these.
+
+    Raises:
+        DecodeError: it is none.
+        MessageFailed: it has too many fields.
+    """
+    view, end, fields = memoryview(message), len(message), Fields(message)
     kept: list[memoryview] = []
     tensors: list[Raw] = []
-    at = kept_from = 0
-    while at < end and len(tensors) <= MOST_TENSORS:
-        start = at
-        tag, at = _read(message, at)
-        kind = tag & 7
-        if kind == _SIZED:
-            size, at = _read(message, at)
-        elif kind == _VARINT:
-            size, (_, at) = 0, _read(message, at)
-        elif kind in _FIXED_BYTES:
-            size = _FIXED_BYTES[kind]
-        else:
-            raise DecodeError(f"found wire type {kind}")
-        if at + size > end:
-            raise DecodeError("a field is longer than its message")
-        if tag == _INPUT_TAG:
-            kept.append(view[kept_from:start])
-            tensors.append(view[at : at + size])
-            kept_from = at + size
-        at += size
+    kept_from = 0
+    for field in fields.between(0, end):
+        if field.tag == _INPUT_TAG:
+            kept.append(view[kept_from : field.start])
+            tensors.append(view[field.content : field.end])
+            kept_from = field.end
+        elif field.tag in _TENSOR_TAGS:
+            for _ in fields.between(field.content, field.end):
+                pass  # their parameters count, too
     return b"".join((*kept, view[kept_from:])), tensors
-
-
-def _read(message: Received, at: int) -> tuple[int, int]:
-    """A varint, and where what follows it begins."""
-    value = 0
-    for place, byte in enumerate(message[at : at + _MOST_VARINT_BYTES]):
-        value |= (byte & 0x7F) << 7 * place
-        if not byte & 0x80:
-            return value, at + place + 1
-    raise DecodeError("a number has no end")
 
 
 def _written(number: int) -> bytes:

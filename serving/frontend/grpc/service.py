@@ -11,6 +11,7 @@ from google.protobuf.message_factory import GetMessageClass
 from torchere.serving.frontend.grpc.call import Method
 from torchere.serving.frontend.grpc.direct import Direct
 from torchere.serving.frontend.grpc.errors import Table
+from torchere.serving.frontend.grpc.fields import counted
 from torchere.serving.frontend.grpc.running import Streaming, Unary, one_to_one, to_many
 from torchere.serving.frontend.http2.messages import Received
 from torchere.serving.frontend.http2.receiver import Receiver
@@ -67,7 +68,8 @@ def _opener(
         f"{service_name}/{described.name}",
         table,
         # Its stub knows of `bytes` only.
-        coded.decode or cast("Callable[[Received], Any]", GetMessageClass(described.input_type).FromString),
+        coded.decode
+        or counted(cast("Callable[[Received], Any]", GetMessageClass(described.input_type).FromString)),
         coded.encode or GetMessageClass(described.output_type).SerializeToString,
     )
     if described.server_streaming:

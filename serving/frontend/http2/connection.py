@@ -14,7 +14,8 @@ from typing import Any, cast
 from torchere.serving.frontend import unread
 from torchere.serving.frontend.http2 import frames as f
 from torchere.serving.frontend.http2.chatter import Chatter
-from torchere.serving.frontend.http2.farewell import PING, Farewell
+from torchere.serving.frontend.http2.control_frames import ControlFrames
+from torchere.serving.frontend.http2.farewell import Farewell
 from torchere.serving.frontend.http2.frame_reader import FrameReader, Piece
 from torchere.serving.frontend.http2.frames import ConnectionBroken, ErrorCode, StreamBroken
 from torchere.serving.frontend.http2.greeting import GREETING, MAX_STREAMS
@@ -52,17 +53,11 @@ class Connection(asyncio.BufferedProtocol):
         self.unfinished = Unfinished(self._streams, listening.receive_limit_bytes)
         self.chatter = Chatter(self.outflow)
         self.farewell = Farewell(self, self._streams)
+        self.control = ControlFrames(self, self._streams).take
         self._reader = FrameReader(self)
         self._heads = HeadReader()
         self.last_id = 0  # of the streams that were begun
         self._timers: list[asyncio.TimerHandle] = []
-        self._on = {
-            f.RST_STREAM: self._reset,
-            f.SETTINGS: self._settings,
-            f.PING: self._ping,
-            f.GOAWAY: self._goaway,
-            f.WINDOW_UPDATE: self._window_update,
-        }
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A client connected; it has `PREFACE_TIMEOUT_S` to say that it speaks HTTP/2."""
@@ -154,9 +149,9 @@ class Connection(asyncio.BufferedProtocol):
             if sum(map(len, pieces)) < SMALL_BYTES:
                 self.chatter.count()
         elif not stream.remote_open:
-            self._break_stream(StreamBroken(stream_id, ErrorCode.STREAM_CLOSED, "DATA after the end"))
+            self.break_stream(StreamBroken(stream_id, ErrorCode.STREAM_CLOSED, "DATA after the end"))
         elif stream.came_bytes > stream.allowed_bytes:
-            self._break_stream(StreamBroken(stream_id, ErrorCode.FLOW_CONTROL_ERROR, "DATA without leave"))
+            self.break_stream(StreamBroken(stream_id, ErrorCode.FLOW_CONTROL_ERROR, "DATA without leave"))
         else:
             stream.take(pieces, is_last=is_last)
             if is_last:
@@ -192,64 +187,11 @@ class Connection(asyncio.BufferedProtocol):
         elif not stream.ended:
             stream.receiver.half_closed()
 
-    def control(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
-        """A frame that is neither data nor headers; kinds that are not known mean nothing (RFC 9113, 4.1)."""
-        take = self._on.get(kind)
-        if take is None:
-            self.chatter.count()
-            return
-        try:
-            take(flags, stream_id, payload)
-        except StreamBroken as broken:
-            self._break_stream(broken)
-
     def _trailers(self, stream: Stream, *, is_last: bool) -> None:
         if is_last and stream.remote_open:
             stream.half_close()
         else:
-            self._break_stream(StreamBroken(stream.id, ErrorCode.PROTOCOL_ERROR, "headers within a stream"))
-
-    def _reset(self, flags: int, stream_id: int, payload: bytes) -> None:
-        f.read_u32(payload)
-        if not stream_id or stream_id > self.last_id:
-            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, f"RST_STREAM on stream {stream_id}")
-        stream = self._streams.get(stream_id)
-        if stream is None or not stream.brought:
-            self.chatter.count()
-        self._give_up(stream_id)
-
-    def _settings(self, flags: int, stream_id: int, payload: bytes) -> None:
-        if stream_id or (flags & f.ACK and payload):
-            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "SETTINGS where none can be")
-        self.chatter.count()
-        if not flags & f.ACK:
-            self.write(f.frame(f.SETTINGS, f.ACK, 0))  # before what goes out by the new settings
-            self.outflow.configure(payload, list(self._streams.values()))
-
-    def _ping(self, flags: int, stream_id: int, payload: bytes) -> None:
-        if stream_id or len(payload) != len(PING):
-            raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, "a PING must be 8 bytes on stream 0")
-        self.chatter.count()
-        if not flags & f.ACK:
-            self.write(f.frame(f.PING, f.ACK, 0, payload))
-        else:
-            self.farewell.heard(payload)
-
-    def _goaway(self, flags: int, stream_id: int, payload: bytes) -> None:
-        self.chatter.count()
-        self.farewell.returned()
-
-    def _window_update(self, flags: int, stream_id: int, payload: bytes) -> None:
-        increment = f.read_u32(payload)
-        sends = self.outflow.sends
-        if not stream_id:
-            self.outflow.widen(increment)
-        elif stream_id > self.last_id:
-            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE on a stream that is idle")
-        elif (stream := self._streams.get(stream_id)) is not None:
-            self.outflow.widen_stream(stream, increment)
-        if self.outflow.sends == sends:
-            self.chatter.count()
+            self.break_stream(StreamBroken(stream.id, ErrorCode.PROTOCOL_ERROR, "headers within a stream"))
 
     def _waiting(self) -> dict[int, tuple[int, int]]:
         return self.outflow.waiting(self._streams, self._transport)
@@ -262,13 +204,14 @@ class Connection(asyncio.BufferedProtocol):
         for stream_id in waiting:
             self._end_stream(StreamBroken(stream_id, ErrorCode.CANCEL, "its answer is not read"))
 
-    def _give_up(self, stream_id: int) -> None:
+    def give_up(self, stream_id: int) -> None:
+        """Nothing more is to come of a call, nor to go out."""
         stream = self._streams.get(stream_id)
         if stream is not None:
             self._forget(stream)
             stream.lost()
 
-    def _break_stream(self, broken: StreamBroken) -> None:
+    def break_stream(self, broken: StreamBroken) -> None:
         """A client may not have any number of calls ended by breaking their rules."""
         self.chatter.count()
         self._end_stream(broken)
@@ -276,7 +219,7 @@ class Connection(asyncio.BufferedProtocol):
     def _end_stream(self, broken: StreamBroken) -> None:
         logger.debug("gRPC stream %d from %s: %s", broken.stream_id, self.client, broken)
         self.write(f.reset_stream(broken.stream_id, broken.code))
-        self._give_up(broken.stream_id)
+        self.give_up(broken.stream_id)
 
     def _forget(self, stream: Stream) -> None:
         self._streams.pop(stream.id, None)

@@ -12,8 +12,11 @@ from hpack import Decoder, HPACKError
 from hpack.exceptions import OversizedHeaderListError
 
 from torchere.serving.frontend.http2.frames import ConnectionBroken, ErrorCode
+from torchere.serving.frontend.http2.status import StatusCode
 
 MAX_HEADER_LIST_BYTES = 16_384  # as counted by RFC 7541, 4.1; gRPC's own servers take as much
+READ_HEADER_LIST_BYTES = 2 * MAX_HEADER_LIST_BYTES  # what is longer than allowed costs its call, up to here
+_ENTRY_BYTES = 32  # that each header counts for beside its name and value
 MAX_MESSAGE_BYTES = 6_000  # of a status, percent-encoded: clients take 8 KiB of headers
 # With letters, digits and `-._`, all of ASCII that shows but the percent sign.
 _UNESCAPED = " !\"#$&'()*+,/:;<=>?@[\\]^`{|}~"
@@ -38,6 +41,7 @@ class RequestHead(NamedTuple):
     timeout_s: float | None
     metadata: Metadata
     flaw: str = ""  # what is wrong with it, for the call alone
+    flaw_code: StatusCode = StatusCode.INTERNAL
 
 
 class HeadReader:
@@ -48,7 +52,7 @@ class HeadReader:
     """
 
     def __init__(self) -> None:
-        self._decoder = Decoder(MAX_HEADER_LIST_BYTES)
+        self._decoder = Decoder(READ_HEADER_LIST_BYTES)
         self._known: dict[bytes, RequestHead] = {}
 
     def read(self, block: bytes) -> RequestHead:
@@ -60,7 +64,7 @@ class HeadReader:
         known = self._known.get(block)
         if known is not None:
             return known
-        if len(block) > MAX_HEADER_LIST_BYTES:  # what makes a shorter list is made to cost time
+        if len(block) > READ_HEADER_LIST_BYTES:  # what makes a shorter list is made to cost time
             raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, f"a header block of {len(block)} bytes")
         table = self._decoder.header_table
         before = (table.maxsize, *table.dynamic_entries)
@@ -71,6 +75,12 @@ class HeadReader:
         except (HPACKError, IndexError) as err:
             raise ConnectionBroken(ErrorCode.COMPRESSION_ERROR, f"HPACK: {err}") from err
         head = request_head(found)
+        size = sum([len(name) + len(value) + _ENTRY_BYTES for name, value in found])
+        if size > MAX_HEADER_LIST_BYTES:
+            head = head._replace(
+                flaw=f"SERVER: Received metadata larger than max ({size} vs. {MAX_HEADER_LIST_BYTES})",
+                flaw_code=StatusCode.RESOURCE_EXHAUSTED,
+            )
         if (table.maxsize, *table.dynamic_entries) != before or len(self._known) >= _KNOWN_BLOCKS:
             self._known.clear()
         elif len(block) <= _KNOWN_BLOCK_BYTES:

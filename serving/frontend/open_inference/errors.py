@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from torchere.handlers.tensors_json import NO_JSON
 from torchere.serving.errors import HandlerFailed, ServingError
 from torchere.serving.types import InferResponse
 
@@ -36,7 +37,7 @@ def _message(body: bytes) -> str:
     text = body.decode("utf-8", "replace")
     try:
         said: Any = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError):
+    except NO_JSON:
         return text
     for name in ("error", "message"):
         if isinstance(said, dict) and isinstance(said.get(name), str):

@@ -12,9 +12,9 @@ import msgspec
 from torchere.archiver.signature import Signature
 from torchere.handlers.tensors import BYTES, DATATYPES, Datatype, TensorError, shown
 from torchere.handlers.tensors_bytes import bytes_from_tensor
-from torchere.handlers.tensors_json import tensor_from_json
+from torchere.handlers.tensors_json import NO_JSON, tensor_from_json
 from torchere.serving.errors import InvalidRequest
-from torchere.serving.frontend.open_inference.json_request import parameter_values
+from torchere.serving.frontend.open_inference.json_request import decoded, parameter_values
 from torchere.serving.frontend.open_inference.tensor_request import InputTensor, TensorRequest
 
 Members = dict[str, Any]
@@ -36,10 +36,11 @@ def generate_request(body: bytes | memoryview, signature: Signature | None) -> T
     said = _decode(body)
     if not isinstance(said, dict):
         raise InvalidRequest("the request: found no object, expected one with the inputs as members")
-    parameters = said.get("parameters", {})
-    if not isinstance(parameters, dict):
+    parameters, request_id = said.get("parameters"), said.get("id")
+    if not isinstance(parameters, dict | None):
         raise InvalidRequest(f"parameters: found {shown(parameters)}, expected an object")
-    request_id = said.get("id", "")
+    if isinstance(request_id, dict | list):
+        raise InvalidRequest(f"id: found {shown(request_id)}, expected a text")
     specs = {spec.name: spec for spec in signature.inputs} if signature else {}
     inputs = []
     for name, value in said.items():
@@ -47,19 +48,20 @@ def generate_request(body: bytes | memoryview, signature: Signature | None) -> T
             spec = specs.get(name)
             datatype = DATATYPES[spec.datatype] if spec else _datatype(name, value)
             inputs.append(_input(name, value, datatype, len(spec.shape) if spec else 1))
-    return TensorRequest(tuple(inputs), str(request_id), parameter_values(parameters))
+    request_id = "" if request_id is None else str(request_id)
+    return TensorRequest(tuple(inputs), request_id, parameter_values(parameters or {}))
 
 
 def _decode(body: bytes | memoryview) -> Any:
     """The JSON of a body. What is nested deeper than any request is refused before all of it is made."""
     try:
         try:
-            return _decoder.decode(body)
+            return decoded(_decoder, body)
         except msgspec.ValidationError as err:
             if len(body) > NAMED_BYTES:
                 raise InvalidRequest(f"the request: {err}") from err
             return msgspec.json.decode(body)  # who reads it can name the member
-    except (msgspec.DecodeError, RecursionError) as err:
+    except NO_JSON as err:
         raise InvalidRequest(f"the request is no JSON: {err}") from err
 
 

@@ -10,7 +10,7 @@ import msgspec
 from torchere.handlers.tensors import DATATYPES, Datatype, TensorError
 from torchere.handlers.tensors_answer import FRAME, Encoded, Wish, encode_outputs, wanted_outputs
 from torchere.handlers.tensors_bytes import bytes_from_tensor, tensor_from_bytes
-from torchere.handlers.tensors_json import tensor_from_json
+from torchere.handlers.tensors_json import NO_JSON, tensor_from_json
 from torchere.handlers.tensors_outputs import Output
 from torchere.serving.errors import HandlerFailed, InvalidRequest, ServingError
 from torchere.serving.frontend.open_inference.errors import refused_by_handler
@@ -111,7 +111,7 @@ def _answer(body: bytes, start: int, end: int) -> TensorAnswer:
     raw: bytes | memoryview
     try:
         head = _decoder.decode(view[start:end])
-    except (msgspec.DecodeError, RecursionError) as err:
+    except NO_JSON as err:
         raise _no_tensors(str(err)) from err
     outputs = []
     for index, output in enumerate(head.outputs):

@@ -230,6 +230,12 @@ def test_a_message_that_is_too_large_is_refused(refusal):
     assert code == "RESOURCE_EXHAUSTED"
 
 
+def test_a_message_of_very_many_inputs_is_refused(refusal):
+    wanted = PredictionsRequest(model_name="echo", input={str(number): b"" for number in range(20_000)})
+    refused = refusal("inference", "Predictions", wanted, {"max_request_bytes": 10**6})
+    assert refused == ("RESOURCE_EXHAUSTED", "SERVER: Received message with more than 20000 fields")
+
+
 def test_each_call_has_a_line_in_the_access_log(ask_grpc, refusal, caplog):
     with caplog.at_level("INFO", "ACCESS_LOG"):
         ask_grpc("inference", "Ping", empty_pb2.Empty())

@@ -168,6 +168,10 @@ def test_nan_and_infinity_pass(oip):
             "parameters.sequence_id",
         ),
         (request(raw=RAW, parameters={"x": pb.InferParameter()}), "parameters['x']: found no value"),
+        (
+            request(raw=RAW, parameters={"x": pb.InferParameter(double_param=float("nan"))}),
+            "parameters['x']: found nan, expected a finite number",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(oip, wrong, message):
@@ -230,6 +234,15 @@ def test_a_503_of_the_handlers_is_its_own(oip, planes):
 
     planes.data.behave = refuse
     assert oip.refused("ModelInfer", request(raw=RAW)) == ("UNAVAILABLE", "Prediction failed")
+
+
+def test_what_a_handler_refuses_with_is_told_even_where_it_is_no_text(oip, planes):
+    async def refuse(asked):
+        return InferResponse(b'{"error": "caf\xe9"}', (), 400)
+
+    planes.data.behave = refuse
+    refused = oip.refused("ModelInfer", request(raw=RAW))
+    assert refused == ("INVALID_ARGUMENT", '{"error": "caf\ufffd"}')
 
 
 def test_what_is_wrong_with_tensors_is_told_before_the_model_is_looked_for(oip):

@@ -5,6 +5,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchere.serving.frontend.grpc.fields import MOST_FIELDS
 from torchere.serving.frontend.grpc.open_inference_wire import (
     MOST_TENSORS,
     TensorReply,
@@ -12,6 +13,8 @@ from torchere.serving.frontend.grpc.open_inference_wire import (
     encode_response,
 )
 from torchere.serving.frontend.grpc.protos.open_inference_pb2 import ModelInferRequest, ModelInferResponse
+from torchere.serving.frontend.http2.messages import MessageFailed
+from torchere.serving.frontend.http2.status import StatusCode
 from torchere.serving.frontend.http2.stream import JOINED_BYTES
 
 LONG = bytes(range(256)) * (JOINED_BYTES // 256)
@@ -65,6 +68,37 @@ def test_very_many_tensors_are_left_to_the_library():
 def test_what_is_no_message_is_refused(end):
     with pytest.raises(DecodeError):
         decode_request(request([LONG]).SerializeToString() + end)
+
+
+def within(tag, content):
+    length = (len(content) & 0x7F | 0x80, len(content) >> 7 & 0x7F | 0x80, len(content) >> 14)
+    return bytes((tag, *length)) + content
+
+
+@pytest.mark.parametrize(
+    "many",
+    [
+        b"\x78\x00" * MOST_FIELDS,
+        b"\x2a\x00" * MOST_FIELDS,
+        b"\x3a\x00" * MOST_FIELDS,
+        within(0x2A, b"\x22\x00" * MOST_FIELDS),
+        within(0x32, b"\x12\x00" * MOST_FIELDS),
+    ],
+    ids=["unknown", "inputs", "raw-tensors", "parameters-of-an-input", "parameters-of-an-output"],
+)
+def test_a_message_of_very_many_fields_is_not_read(many):
+    with pytest.raises(MessageFailed, match="more than 20000 fields") as refused:
+        decode_request(request([LONG]).SerializeToString() + many)
+    assert refused.value.code is StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_elements_of_a_tensor_are_no_fields():
+    count = 2 * MOST_FIELDS
+    message = ModelInferRequest(model_name="m")
+    tensor = message.inputs.add(name="x", datatype="BYTES", shape=[count])
+    tensor.contents.bytes_contents.extend([b"a"] * count)
+    (read,) = decode_request(message.SerializeToString()).fields.inputs
+    assert len(read.contents.bytes_contents) == count
 
 
 @given(tensors)

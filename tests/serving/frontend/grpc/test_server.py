@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from torchere.serving.frontend.dataplane import Readiness
+from torchere.serving.frontend.grpc import health
 from torchere.serving.frontend.grpc.protos import inference_pb2, management_pb2
 from torchere.serving.frontend.grpc.server import grpc_listeners, inference_server
 from torchere.serving.settings import Address, ServerSettings
@@ -92,24 +93,41 @@ def test_the_health_of_an_unknown_service_is_not_found(serving):
     assert asyncio.run(main()) is grpc.StatusCode.NOT_FOUND
 
 
-def test_health_can_be_watched(serving):
+def watch(channel, service):
+    call = channel.unary_stream(
+        "/grpc.health.v1.Health/Watch",
+        health_pb2.HealthCheckRequest.SerializeToString,
+        health_pb2.HealthCheckResponse.FromString,
+    )
+    return call(health_pb2.HealthCheckRequest(service=service), timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("service", "told"),
+    [
+        ("", [health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING]),
+        ("x", [health_pb2.HealthCheckResponse.SERVICE_UNKNOWN]),
+    ],
+)
+def test_health_is_watched_until_the_connection_ends(serving, planes, monkeypatch, service, told):
+    monkeypatch.setattr(health, "WATCH_S", 0.01)
+
     async def main():
         async with serving("inference") as served:
-            call = served.channel.unary_stream(
-                "/grpc.health.v1.Health/Watch",
-                health_pb2.HealthCheckRequest.SerializeToString,
-                health_pb2.HealthCheckResponse.FromString,
-            )
-            watching = call(health_pb2.HealthCheckRequest(), timeout=20)
-            first = await watching.read()
-            watching.cancel()
-            unknown = [m.status async for m in call(health_pb2.HealthCheckRequest(service="x"), timeout=20)]
-            return first.status, unknown
+            watching = watch(served.channel, service)
+            found = [(await watching.read()).status]
+            coming = asyncio.ensure_future(watching.read())
+            await check(served.channel, "")  # behind whatever the watching call brought
+            goes_on = not coming.done()
+            planes.data.is_ready = Readiness(False)
+            stopping = asyncio.ensure_future(served.server.stop(60))
+            while (message := await coming) is not grpc.aio.EOF:
+                found.append(message.status)
+                coming = asyncio.ensure_future(watching.read())
+            await stopping
+            return goes_on, found, await watching.code()
 
-    assert asyncio.run(main()) == (
-        health_pb2.HealthCheckResponse.SERVING,
-        [health_pb2.HealthCheckResponse.SERVICE_UNKNOWN],
-    )
+    assert asyncio.run(main()) == (True, told, grpc.StatusCode.OK)
 
 
 def test_reflection_lists_the_services_of_the_port(serving):
@@ -188,3 +206,18 @@ def test_connections_over_tcp_are_kept_alive(serving):
             return sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
     assert asyncio.run(main()) == 1
+
+
+def test_a_call_with_too_much_metadata_ends_alone(serving):
+    async def main():
+        async with serving("inference") as served:
+            watching = watch(served.channel, "")
+            await watching.read()
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await served.call("Ping", empty_pb2.Empty(), timeout=20, metadata=(("x-long", "v" * 20_000),))
+            await served.call("Ping", empty_pb2.Empty(), timeout=20)
+            goes_on = not watching.done()
+            watching.cancel()
+            return refused.value.code(), goes_on
+
+    assert asyncio.run(main()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)

@@ -162,10 +162,10 @@ def test_a_stream_that_begins_after_a_later_one_ends_the_connection(run, http2):
     assert run(main()) == (1, 5)
 
 
-def test_a_header_list_that_is_too_long_is_ended_calmly(run, http2):
+def test_a_header_list_that_is_far_too_long_is_ended_calmly(run, http2):
     async def main():
         async with http2.greeted() as (_, wire):
-            wire.send(wire.headers("/hang", block=wire.encoder.encode([("x", "\\" * 17_000)], huffman=False)))
+            wire.send(wire.headers("/hang", block=wire.encoder.encode([("x", "\\" * 32_750)], huffman=False)))
             return (await wire.next(GoAwayFrame)).error_code
 
     assert run(main()) == 11

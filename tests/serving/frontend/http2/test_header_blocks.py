@@ -16,6 +16,7 @@ from torchere.serving.frontend.http2.header_blocks import (
     request_head,
     status_block,
 )
+from torchere.serving.frontend.http2.status import StatusCode
 
 NAMES = [
     ":path",
@@ -78,9 +79,21 @@ def test_what_is_remembered_is_bounded_and_later_calls_still_are():
     assert reader.read(block) is reader.read(block)
 
 
-def test_a_header_list_that_is_too_long_breaks_the_connection():
+def test_a_header_list_that_is_too_long_costs_its_call():
+    reader, encoder = HeadReader(), Encoder()
+    reader.read(encoder.encode([("x-one", "kept")]))
+    head = reader.read(encoder.encode([("x-one", "\\" * 20_000)], huffman=False))
+    assert (head.flaw_code, head.flaw) == (
+        StatusCode.RESOURCE_EXHAUSTED,
+        "SERVER: Received metadata larger than max (20037 vs. 16384)",
+    )
+    assert reader.read(encoder.encode([("x-one", "kept")])) == request_head([("x-one", "kept")])
+
+
+@pytest.mark.parametrize("huffman", [False, True])
+def test_a_header_list_that_is_far_too_long_breaks_the_connection(huffman):
     with pytest.raises(ConnectionBroken) as broken:
-        HeadReader().read(Encoder().encode([("x-one", "\\" * 17_000)], huffman=False))
+        HeadReader().read(Encoder().encode([("x-one", "a" * 33_000)], huffman=huffman))
     assert broken.value.code is ErrorCode.ENHANCE_YOUR_CALM
 
 
@@ -184,6 +197,6 @@ def test_a_header_that_is_no_utf_8_is_read_as_far_as_it_is_text():
 
 
 def test_a_long_block_that_says_little_breaks_the_connection():
-    with pytest.raises(ConnectionBroken, match="16385 bytes") as broken:
-        HeadReader().read(b"\x20" * 16_385)
+    with pytest.raises(ConnectionBroken, match="32769 bytes") as broken:
+        HeadReader().read(b"\x20" * 32_769)
     assert broken.value.code is ErrorCode.ENHANCE_YOUR_CALM

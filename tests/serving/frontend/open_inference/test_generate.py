@@ -43,6 +43,11 @@ def test_id_and_parameters_are_no_inputs() -> None:
     assert (request.id, dict(request.parameters), len(request.inputs)) == ("7", {"temperature": 0.5}, 1)
 
 
+def test_null_for_id_and_parameters_is_as_if_they_were_not_there() -> None:
+    request = generate_request(b'{"id": null, "parameters": null, "text": "a"}', None)
+    assert (request.id, dict(request.parameters), len(request.inputs)) == ("", {}, 1)
+
+
 @pytest.mark.parametrize(
     ("body", "text"),
     [
@@ -51,7 +56,9 @@ def test_id_and_parameters_are_no_inputs() -> None:
         (b"[" * 10**6, "the request: Expected `object`, got `array`"),
         (b'{"x": [%b[]]}' % (b"[]," * 10**5), "the request: Expected .*, got `array`"),
         (b"[1]", "the request: found no object"),
+        (b'{"x": "\xe9"}', "the request is no JSON"),
         (b'{"parameters": 1}', "parameters: found 1"),
+        (b'{"id": {}, "x": 1}', "id: found an object"),
         (b'{"parameters": {"a": {}}}', "parameters.a: found an object"),
         (b'{"x": {}}', "x: found an object, expected a text"),
         (b'{"x": null}', "x: found None"),

@@ -1,9 +1,11 @@
 """Requests of the protocol as REST brings them; the bad ones of the test plan are refused by their field."""
 
+import gc
 import json
 import struct
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,6 +16,7 @@ from torchere.serving.errors import InvalidRequest
 from torchere.serving.frontend.open_inference.json_request import (
     BEGINNING_BYTES,
     begins_like_request,
+    decoded,
     looks_like_request,
     parse_request,
 )
@@ -92,7 +95,7 @@ def test_a_tensor_without_elements_is_a_tensor() -> None:
         ({"name": 3}, r"inputs[0].name: Expected `str`, got `int`"),
         ({"name": ""}, r"inputs[0].name: found ''"),
         ({"name": "n" * 2000}, r"inputs[0].name: found a text of 2000 characters"),
-        ({"parameters": []}, r"inputs[0].parameters: Expected `object`, got `array`"),
+        ({"parameters": []}, r"inputs[0].parameters: Expected `object | null`, got `array`"),
         ({"parameters": {"binary_data_size": 8}}, r"inputs[0]: found data and binary_data_size"),
     ],
 )
@@ -106,7 +109,7 @@ def test_a_bad_input_is_refused_by_its_field(change: dict[str, Any], text: str) 
 @pytest.mark.parametrize(
     ("members", "text"),
     [
-        ({"id": 7}, "id: Expected `str`, got `int`"),
+        ({"id": 7}, "id: Expected `str | null`, got `int`"),
         ({"id": "i" * 10**6}, "id: found a text of 1000000 characters"),
         ({"parameters": {"a": []}}, "parameters.a: found [], expected a text, a number"),
         ({"parameters": {"a": None}}, "parameters.a: found nothing"),
@@ -136,7 +139,7 @@ def test_a_bad_input_is_refused_by_its_field(change: dict[str, Any], text: str) 
             "outputs[0].parameters.classification",
         ),
         ({"outputs": [{"name": "a", "parameters": {"binary_data": 1}}]}, "outputs[0].parameters.binary_data"),
-        ({"outputs": {}}, "outputs: Expected `array`, got `object`"),
+        ({"outputs": {}}, "outputs: Expected `array | null`, got `object`"),
     ],
 )
 def test_what_is_said_beside_the_inputs_is_refused_by_its_field(members: dict[str, Any], text: str) -> None:
@@ -210,6 +213,40 @@ def test_what_is_no_json_of_the_protocol_is_refused(text: bytes) -> None:
     with pytest.raises(InvalidRequest) as caught:
         checked(text)
     assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("text", [b'{"inputs":[{"name":"\xe9"}]}', b'{"id":"\xff","inputs":[]}'])
+def test_what_is_no_utf8_is_refused(text: bytes) -> None:
+    with pytest.raises(InvalidRequest, match=r"^the request is no JSON: .*byte 0x"):
+        checked(text)
+    assert not looks_like_request(text)
+
+
+def test_what_may_be_left_out_may_be_null() -> None:
+    tensor = {**X, "parameters": None}
+    output = {"name": "y", "parameters": None}
+    request = checked(body(tensor, id=None, parameters=None, outputs=[output]))
+    assert request == checked(body(X, outputs=[{"name": "y"}]))
+    assert checked(body(tensor, outputs=None)) == checked(body(X))
+
+
+def test_the_collector_does_not_walk_over_a_long_text_as_it_is_read() -> None:
+    text = body({**X, "data": [[]] * 100_000})
+    gc.collect()
+    before = gc.get_stats()[0]["collections"]
+    said = decoded(msgspec.json.Decoder(), text)
+    assert gc.get_stats()[0]["collections"] - before <= 1  # behind it
+    assert len(said["inputs"]) == 1
+    assert gc.isenabled()
+
+
+def test_a_collector_that_is_off_stays_off() -> None:
+    gc.disable()
+    try:
+        checked(body(X) + b" " * 100_000)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_the_last_of_two_equal_keys_counts_and_odd_numbers_are_numbers() -> None:
