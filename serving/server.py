@@ -82,6 +82,7 @@ class Server:
         self._background: list[asyncio.Task[None]] = []  # cancelled at the end
         self._routes: list[DeferredApp] = []  # of the REST ports
         self._rest: list[RestServer] = []
+        self._scraped: list[RestServer] = []  # ports of metrics alone, which tell of the drain, too
         self._grpc: list[GrpcServer] = []
 
     async def start(self) -> Endpoints:
@@ -157,7 +158,7 @@ class Server:
             )
             with _said_plainly(address):
                 bound = await rest.start()
-            self._rest.append(rest)
+            (self._scraped if surfaces == {"metrics"} else self._rest).append(rest)
             self._routes.append(app.routes)
             endpoints.rest.update(dict.fromkeys(surfaces, bound))
         for grpc in grpc_listeners(self._dataplane, controlplane, services):
@@ -178,6 +179,7 @@ class Server:
             *(grpc.stop(self._settings.drain_timeout_s) for grpc in self._grpc),
         )
         await self._registry.close()
+        await asyncio.gather(*(rest.stop() for rest in self._scraped))
         for task in self._background:
             task.cancel()
         await asyncio.to_thread(self._say_the_rest)

@@ -76,6 +76,17 @@ class TurnWrites:
         if self._transport.is_closing():
             return
         if size > AT_ONCE_BYTES:
-            self._transport.writelines(held)
+            write_together(self._transport, held)
         else:
             self._transport.write(held[0] if len(held) == 1 else b"".join(held))
+
+
+def write_together(transport: asyncio.WriteTransport, buffers: Buffers) -> None:
+    """Send buffers in one system call, uncopied; the protocol is paused when more than that is left over.
+
+    `writelines` of asyncio's own loop does not pause it in Python 3.12 and 3.13.0; setting the limits does.
+    """
+    transport.writelines(buffers)
+    low, high = transport.get_write_buffer_limits()
+    if transport.get_write_buffer_size() > high:
+        transport.set_write_buffer_limits(high, low)

@@ -14,7 +14,8 @@ from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.telemetry.timeline import Timeline, Transport
 from torchere.serving.telemetry.trace_context import trace_of_headers
 
-CANCELLED: dict[Transport, str | int] = {"rest": 499, "grpc": "CANCELLED"}  # 499: no standard, but known
+CLIENT_GONE = 499  # as an HTTP status: no standard, but known; nobody is told
+CANCELLED: dict[Transport, str | int] = {"rest": CLIENT_GONE, "grpc": "CANCELLED"}
 
 _current: ContextVar[CallScope | None] = ContextVar("call", default=None)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from torchere.handlers.tensors_json import NO_JSON
 from torchere.serving.execution.executor import ExecutorState, ExecutorStatus
 from torchere.serving.frontend.controlplane import ModelPage, VersionDescription
 from torchere.serving.settings import ModelSettings
@@ -51,7 +52,7 @@ def customized_text(version: VersionDescription, response: InferResponse) -> str
     try:
         said = msgspec.json.decode(response.body)
         metadata = {} if said is None else said
-    except msgspec.DecodeError:
+    except NO_JSON:
         metadata = None
     if isinstance(metadata, dict):
         described["customizedMetadata"] = metadata

@@ -5,8 +5,11 @@ import json
 import os
 import re
 import signal
+import socket
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,15 @@ PID = """
 import os
 def handle(data, context):
     return None if data is None else [str(os.getpid())] * len(data)
+"""
+
+
+PATIENT = """
+import os, time
+def handle(data, context):
+    while data is not None and not os.path.exists(data[0]["body"]):
+        time.sleep(0.01)
+    return data and ["done"]
 """
 
 
@@ -74,6 +86,42 @@ def test_sigterm_under_load_answers_every_accepted_request(pack: Any, start_serv
         int, re.search(r"(\d+) predictions accepted, (\d+) answered", server.log()).groups()
     )  # type: ignore[union-attr]
     assert accepted == answered == sum(client.answered for client in clients)
+
+
+def test_metrics_tell_of_the_drain_to_its_end(pack: Any, start_server: Any, tmp_path: Path) -> None:
+    server = start_server(
+        "--models", pack("patient", {"h.py": PATIENT}, handler="h.py"), "--disable-token-auth"
+    )
+    enough = tmp_path / "enough"
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(
+            server.call, "POST", "/predictions/patient", str(enough).encode(), content_type="text/plain"
+        )
+        _until(lambda: "torchere_inflight 1.0" in _metrics(server))
+        server.process.terminate()
+        _until(lambda: not _listens(server.rest["inference"]))
+        assert "torchere_inflight 1.0" in _metrics(server)
+        enough.touch()
+        assert answer.result(60).body == b"done"
+    assert server.process.wait(60) == 0
+    assert not _listens(server.rest["metrics"])
+
+
+def _metrics(server: Any) -> str:
+    return str(server.call("GET", "/metrics", api="metrics").body.decode())
+
+
+def _listens(address: str) -> bool:
+    host, port = address.split(":")
+    with socket.socket() as asked:
+        return asked.connect_ex((host, int(port))) == 0
+
+
+def _until(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline_s, "it did not come to that"
+        time.sleep(0.02)
 
 
 def test_the_end_leaves_no_process_and_no_file(pack: Any, start_server: Any, tmp_path: Path) -> None:

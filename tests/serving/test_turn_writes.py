@@ -1,10 +1,12 @@
 """What is sent in one turn goes out together, in its order, and no later than the turn."""
 
 import asyncio
+import socket
 
 import pytest
+import uvloop
 
-from torchere.serving.turn_writes import AT_ONCE_BYTES, TurnWrites
+from torchere.serving.turn_writes import AT_ONCE_BYTES, TurnWrites, write_together
 
 
 class FakeTransport:
@@ -16,6 +18,12 @@ class FakeTransport:
 
     def writelines(self, buffers):
         self.written.append(b"".join(buffers))
+
+    def get_write_buffer_limits(self):
+        return 16_384, 65_536
+
+    def get_write_buffer_size(self):
+        return 0
 
     def is_closing(self):
         return self.closed
@@ -106,3 +114,28 @@ def test_a_close_sends_what_is_held_and_nothing_later():
         writes.write(b"b")
 
     assert after_a_turn(act) == ([b"a"], [b"a"])
+
+
+@pytest.mark.parametrize(
+    "new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
+)
+def test_what_does_not_go_out_together_pauses_the_writer(new_loop):
+    class Writer(asyncio.Protocol):
+        def connection_made(self, transport):
+            write_together(transport, (b"head", bytes(32 * 2**20)))
+
+        def pause_writing(self):
+            paused.set()
+
+    async def main():
+        server = await asyncio.get_running_loop().create_server(Writer, "127.0.0.1", 0)
+        with socket.create_connection(server.sockets[0].getsockname()):  # and takes nothing
+            await asyncio.wait_for(paused.wait(), 30)
+        server.close()
+
+    loop = new_loop()
+    paused = asyncio.Event()
+    try:
+        loop.run_until_complete(main())
+    finally:
+        loop.close()

@@ -51,11 +51,10 @@ def listener_app(
     predictor = direct = None
     if "inference" in surfaces:
         exchange = tensors = None
-        limit_bytes = settings.limits.max_request_bytes
         if settings.open_inference_protocol:
             exchange = TensorExchange(dataplane, settings.service_envelope)
-            tensors = TensorPredictor(exchange, limit_bytes)
-        predictor = Predictor(dataplane, limit_bytes, tensors)
+            tensors = TensorPredictor(exchange, settings.limits)
+        predictor = Predictor(dataplane, settings.limits.max_request_bytes, tensors)
         direct = DirectPredictions(surfaces, services, dataplane, exchange)
     return Listener(surfaces, services, DeferredApp(build), predictor, direct)
 

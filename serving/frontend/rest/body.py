@@ -86,22 +86,19 @@ async def _read_rest(receive: Receive, first: bytes, max_bytes: int) -> bytes:
     return bytes(buffer)
 
 
-async def discard_rest(receive: Receive, max_bytes: int) -> None:
-    """Read and drop what still comes, at most `max_bytes` and for `LINGER_S` seconds.
+async def discard_rest(receive: Receive) -> None:
+    """Read and drop what still comes, for `LINGER_S` seconds.
 
     Closing a socket with unread bytes in it makes the kernel reset the connection, and the client would
     lose the answer that is already on its way.
     """
     try:
-        await asyncio.wait_for(_discard(receive, max_bytes), LINGER_S)
+        await asyncio.wait_for(_discard(receive), LINGER_S)
     except asyncio.TimeoutError:
         return
 
 
-async def _discard(receive: Receive, max_bytes: int) -> None:
-    dropped = 0
-    while dropped <= max_bytes:
+async def _discard(receive: Receive) -> None:
+    message = await receive()
+    while message["type"] == "http.request" and message.get("more_body", False):
         message = await receive()
-        if message["type"] != "http.request" or not message.get("more_body", False):
-            return
-        dropped += len(message.get("body", b""))

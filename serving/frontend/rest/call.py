@@ -6,12 +6,13 @@ import math
 import re
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from starlette.types import Message, Scope, Send
 
 from torchere.serving.errors import HandlerFailed, QueueFull, ServingError
 from torchere.serving.frontend.access_log import access_log
-from torchere.serving.frontend.call_scope import CallScope
+from torchere.serving.frontend.call_scope import CLIENT_GONE, CallScope
 from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.request_id import new_request_id
 from torchere.serving.frontend.rest.authorisation import is_probe
@@ -22,8 +23,10 @@ from torchere.serving.types import InferResponse
 
 RawHeaders = list[tuple[bytes, bytes]]
 
-# Where our HTTP protocol puts a weak reference to what knows whether the connection stays open.
+# Where our HTTP protocol puts a weak reference to what knows whether the connection stays open, and the
+# status of the answer that it gave in place of the app.
 CYCLE = "torchere.cycle"
+ANSWERED = "torchere.answered"
 
 _NO_CACHE = [
     (b"pragma", b"no-cache"),
@@ -49,7 +52,7 @@ class Call:
     """
 
     __slots__ = (
-        *("_cors", "_metrics", "_send", "request_id", "scope", "show_detail"),
+        *("_cors", "_ended_with", "_is_over", "_metrics", "_send", "request_id", "scope", "show_detail"),
         *("started_s", "status", "telemetry"),
     )
 
@@ -64,6 +67,8 @@ class Call:
         self._send = send
         self._metrics = metrics
         self._cors = cors
+        self._ended_with = 0  # what an answer counts as that ended otherwise than it began
+        self._is_over = False
         self.telemetry = CallScope("rest", self.started_s, lambda: scope["headers"], _status_of)
 
     async def answer(self, status: int, headers: RawHeaders, body: bytes) -> None:
@@ -86,11 +91,12 @@ class Call:
         self.status = status
         self.telemetry.sending()
         headers.append((b"x-request-id", self.request_id.encode()))
-        cycle_of = self.scope.get(CYCLE)
-        cycle = cycle_of() if cycle_of is not None else None
+        cycle = self._cycle()
+        if cycle is not None and self.scope["http_version"] == "1.0" and not _has_length(headers):
+            cycle.keep_alive = False  # who knows no chunks sees the end of the body by this
         headers += KEEP if status < 400 and (cycle is None or cycle.keep_alive) else CLOSE
         if self._cors:
-            headers += self._cors
+            headers += missing(self._cors, headers)
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def body_part(self, part: bytes, *, last: bool = False) -> None:
@@ -110,14 +116,40 @@ class Call:
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self.finished()
 
-    def finished(self) -> None:
-        """Count the answer and write its line in the access log."""
-        self._metrics.request_finished(self.status, is_probe=is_probe(self.scope["path"]))
-        self.telemetry.finish(self.status)
-        if access_log.enabled:
-            self._log_access()
+    def ends_with(self, error: ServingError) -> None:
+        """An answer that has begun goes wrong, and counts as what went wrong."""
+        self._ended_with = _status_of(error)
 
-    def _log_access(self) -> None:
+    def break_off(self, error: ServingError) -> None:
+        """Leave the body without its end, which is what tells the client, and close."""
+        self.ends_with(error)
+        self.finished()
+        cycle = self._cycle()
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True  # or uvicorn would call it a mistake
+            cycle.transport.close()
+
+    def client_gone(self) -> None:
+        """Nobody waits for the answer, or for more of it."""
+        self._ended_with = CLIENT_GONE
+        self.finished()
+
+    def _cycle(self) -> Any:
+        cycle_of = self.scope.get(CYCLE)
+        return cycle_of() if cycle_of is not None else None
+
+    def finished(self) -> None:
+        """Count the answer and write its line in the access log, once."""
+        if self._is_over:
+            return
+        self._is_over = True
+        status = self.scope.get(ANSWERED) or self._ended_with or self.status
+        self._metrics.request_finished(status, is_probe=is_probe(self.scope["path"]))
+        self.telemetry.finish(status)
+        if access_log.enabled:
+            self._log_access(status)
+
+    def _log_access(self, status: int) -> None:
         scope = self.scope
         target = scope.get("raw_path") or scope["path"].encode()
         if scope["query_string"]:
@@ -127,7 +159,7 @@ class Call:
         access_log.add(
             scope.get("client"),
             line,
-            self.status,
+            status,
             self.started_s,
             timeline=timeline,
             request_id=self.request_id,
@@ -136,6 +168,10 @@ class Call:
 
 def _status_of(error: ServingError) -> int:
     return status_and_type(error)[0]
+
+
+def _has_length(headers: RawHeaders) -> bool:
+    return any(name == b"content-length" for name, _ in headers)
 
 
 def measured(status: int, headers: RawHeaders, body: bytes) -> bytes:
@@ -156,13 +192,19 @@ def error_answer(error: ServingError, *, show_detail: bool) -> tuple[int, RawHea
 
 
 def cors_headers(cors: CorsHeaders) -> RawHeaders:
-    """The configured `Access-Control-*` headers, which every answer has; "" leaves one out."""
+    """The configured `Access-Control-*` headers, which every answer has unless the handler set them."""
     named = {
         b"access-control-allow-origin": cors.origin,
         b"access-control-allow-methods": cors.methods,
         b"access-control-allow-headers": cors.headers,
     }
     return [(name, value.encode("latin-1")) for name, value in named.items() if value]
+
+
+def missing(lines: RawHeaders, headers: RawHeaders) -> RawHeaders:
+    """Those of `lines` that have no namesake in `headers`."""
+    names = {name for name, _ in headers}
+    return [line for line in lines if line[0] not in names]
 
 
 def checked_status(response: InferResponse) -> int:

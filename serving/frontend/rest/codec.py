@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 from urllib.parse import unquote_to_bytes
@@ -35,11 +35,11 @@ _FORM = "application/x-www-form-urlencoded"
 _FANCY = frozenset({b"transfer-encoding", b"expect", b"upgrade"})
 
 
-def read_head(headers: Iterable[tuple[bytes, bytes]]) -> Head:
-    """Pick them out, whatever the spelling of their names."""
+def read_head(headers: Sequence[tuple[bytes, bytes]]) -> Head:
+    """Pick them out, whatever the spelling of their names; the first of each counts, as in TorchServe."""
     content_type, length, timeout_ms, authorization, plain = "", 0, b"", None, True
     priority = b""
-    for spelled, value in headers:
+    for spelled, value in reversed(headers):
         name = spelled.lower()
         if name == b"content-type":
             content_type = value.decode("latin-1")

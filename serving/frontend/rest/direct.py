@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from torchere.serving.errors import ServingError, Unauthorized
 from torchere.serving.frontend.access_log import access_log
-from torchere.serving.frontend.call_scope import CANCELLED
+from torchere.serving.frontend.call_scope import CLIENT_GONE
 from torchere.serving.frontend.dataplane import DataPlane, Prediction
 from torchere.serving.frontend.request_id import new_request_id
 from torchere.serving.frontend.rest.body import WholeBody
@@ -29,8 +29,10 @@ from torchere.serving.frontend.rest.call import (
     cors_headers,
     error_answer,
     handler_headers,
+    missing,
 )
 from torchere.serving.frontend.rest.codec import body_parameters, infer_request
+from torchere.serving.frontend.rest.errors import status_and_type
 from torchere.serving.frontend.rest.known_heads import DirectHead
 from torchere.serving.frontend.rest.predict import send_stream
 from torchere.serving.frontend.services import Services
@@ -47,9 +49,9 @@ class Shared:
         self.dataplane = dataplane
         self.metrics = services.metrics
         self.keys = services.keys
-        cors = _lines(cors_headers(services.cors))
-        self.keep_lines = _lines(KEEP) + cors
-        self.close_lines = _lines(CLOSE) + cors
+        self.keep_lines = _lines(KEEP)
+        self.close_lines = _lines(CLOSE)
+        self.cors = cors_headers(services.cors)
 
     def authorize(self, head: DirectHead) -> None:
         """Let a request with the right key pass.
@@ -175,14 +177,13 @@ class DirectCall:
             self._streaming = asyncio.get_running_loop().create_task(self._stream(outcome))
             self._connection.keep(self._streaming)
 
-    def client_gone(self) -> None:
-        """The connection ended before the answer did."""
+    def ended(self, status: int = CLIENT_GONE) -> None:
+        """The connection ends before the answer does, or has given one of that status itself."""
         self.disconnected = True
         if not self.response_complete:
             self.response_complete = True
-            logger.debug("request %s: the client went away", self.request_id)
-            if self._timeline is not None:
-                self._timeline.finish(CANCELLED["rest"])
+            self.status = status
+            self.finished()
             if self._prediction is not None:
                 self._prediction.withdraw()
             if self._streaming is not None:
@@ -224,6 +225,8 @@ class DirectCall:
         if status >= 400:
             self.keep_alive = False
         rest = self._shared.keep_lines if self.keep_alive else self._shared.close_lines
+        if self._shared.cors:
+            headers = headers + missing(self._shared.cors, headers)
         own = _lines(headers) + framing if headers else framing
         return b"%b%bx-request-id: %b\r\n%b\r\n" % (STATUS_LINE[status], own, self.request_id.encode(), rest)
 
@@ -253,14 +256,12 @@ class DirectCall:
     async def _stream(self, response: StreamedResponse) -> None:
         try:
             await send_stream(self, response)
-            if not self.response_complete:  # it broke off: a body without its end is what tells the client
-                self._connection.transport.close()
         except ServingError as error:
             self._fail(error)
         except Exception as error:  # as in run()
             if self.status:
                 logger.exception("request %s: the stream broke off", self.request_id)
-                self._connection.transport.close()
+                self.break_off(ServingError("Internal server error"))
             else:
                 self._break_down(error)
 
@@ -278,6 +279,13 @@ class DirectCall:
             chunk = b"%x\r\n%b\r\n" % (len(part), part) if part else b""
             self._write(chunk + b"0\r\n\r\n" if last else chunk)
         if last and not self.disconnected:
+            self._complete()
+
+    def break_off(self, error: ServingError) -> None:
+        """Leave the body without its end, which is what tells the client, and close."""
+        if not self.response_complete:
+            self.status = status_and_type(error)[0]
+            self.keep_alive = False
             self._complete()
 
     def _write(self, data: bytes) -> None:

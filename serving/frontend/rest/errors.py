@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torchere.serving import errors as e
+from torchere.serving.frontend.call_scope import CLIENT_GONE
 from torchere.serving.frontend.description import pretty
 
 
-def _last_words(status: int, phrase: str, kind: str, message: str) -> bytes:
+class LastWords(NamedTuple):
+    """An answer that a connection gives itself, and ends with."""
+
+    status: int
+    text: bytes  # head and body
+
+
+def _last_words(status: int, phrase: str, kind: str, message: str) -> LastWords:
     body = pretty({"code": status, "type": kind, "message": message}) + "\n"
     head = f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-    return f"{head}connection: close\r\n\r\n{body}".encode("ascii")
+    return LastWords(status, f"{head}connection: close\r\n\r\n{body}".encode("ascii"))
 
 
 # The whole answer to bytes that are no request: TorchServe's words.
@@ -60,7 +70,8 @@ TABLE: dict[type[e.ServingError], tuple[int, str]] = {
     e.DownloadFailed: (400, "DownloadArchiveException"),
     e.Unavailable: (503, "ServiceUnavailableException"),
     e.DeadlineExceeded: (504, "RequestTimeoutException"),  # TorchServe never answers here at all
-    e.Cancelled: (499, INTERNAL),
+    e.Cancelled: (CLIENT_GONE, INTERNAL),
+    e.LeftUnread: (CLIENT_GONE, INTERNAL),
     e.OutOfResources: (507, INTERNAL),
     e.ExecutorDied: (500, INTERNAL),
     e.LoadFailed: (500, INTERNAL),

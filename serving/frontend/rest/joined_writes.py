@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from torchere.serving.turn_writes import write_together
+
 LARGE_BYTES = 65_536  # from here on putting together what is sent costs more than sending it in two
 
 
@@ -44,7 +46,7 @@ class JoinedWrites:
         if self._transport.is_closing():
             return  # the client left a moment ago, and the protocol has not heard of it
         if len(second) > LARGE_BYTES:
-            self._transport.writelines((first, second))  # together, too, and not copied
+            write_together(self._transport, (first, second))
         else:
             self._transport.write(first + second)
 

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import logging
+import time
 
 from starlette.types import Receive, Scope, Send
 
 from torchere.serving.errors import ServingError, Unauthorized
+from torchere.serving.frontend.access_log import access_log
 from torchere.serving.frontend.keys import Keys
 from torchere.serving.frontend.rest.authorisation import Surfaces, required_key
 from torchere.serving.frontend.rest.body import BodyTooLarge, ClientGone, discard_rest
 from torchere.serving.frontend.rest.call import Call, cors_headers
+from torchere.serving.frontend.rest.codec import read_head
 from torchere.serving.frontend.rest.deferred import DeferredApp
 from torchere.serving.frontend.rest.direct_predictions import DirectPredictions
 from torchere.serving.frontend.rest.predict import Predictor
 from torchere.serving.frontend.rest.targets import prediction_target
 from torchere.serving.frontend.services import Services
+from torchere.serving.telemetry.access_lines import Client
 from torchere.serving.telemetry.timeline import fields_of
+
+BAD_REQUEST = "GET /bad-request HTTP/1.0"  # how TorchServe's access log calls what is no request
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +47,6 @@ class Listener:
         self._keys = services.keys
         self._metrics = services.metrics
         self._cors = cors_headers(services.cors)
-        self._max_request_bytes = services.settings.limits.max_request_bytes
         self._predictor = predictor
         # Where predictions are answered clients listen, and details are not for them.
         self._show_detail = surfaces == {"management"}
@@ -59,12 +64,17 @@ class Listener:
         except BodyTooLarge:
             await self._refuse_body(call, receive)
         except ClientGone:
-            logger.debug("request %s: the client went away", call.request_id)
-            call.telemetry.cancelled()
+            call.client_gone()
         except Exception as error:  # the top of every request: a bug is logged, and the client gets a 500
             fields = fields_of(call.request_id, call.telemetry.timeline)
             logger.exception("request %s failed unexpectedly", call.request_id, extra=fields)
             await self._fail(call, ServingError("Internal server error", repr(error)))
+
+    def refused(self, client: Client, status: int) -> None:
+        """The connection itself has answered what is no request."""
+        self._metrics.request_finished(status)
+        if access_log.enabled:
+            access_log.add(client, BAD_REQUEST, status, time.monotonic())
 
     async def _dispatch(self, call: Call, receive: Receive) -> None:
         scope = call.scope
@@ -84,28 +94,21 @@ class Listener:
         if kind is None:
             return
         try:
-            keys.authorize(kind, authorization(scope))
+            keys.authorize(kind, read_head(scope["headers"]).authorization)
         except Unauthorized as error:
             self._metrics.refused(error)
-            await discard_rest(receive, self._max_request_bytes)
+            await discard_rest(receive)
             raise
 
     async def _fail(self, call: Call, error: ServingError) -> None:
-        if call.status == 0:  # otherwise the answer has begun, and breaking it off is all that is left
+        if call.status == 0:
             await call.answer_error(error)
+        else:
+            call.break_off(error)
 
     async def _refuse_body(self, call: Call, receive: Receive) -> None:
         """Answer 413 with nothing in it, as TorchServe does, and read on so that the client can see it."""
         self._metrics.refused_body()
         await call.start(413, [(b"content-length", b"0")])
-        await discard_rest(receive, self._max_request_bytes)
+        await discard_rest(receive)
         await call.body_part(b"", last=True)
-
-
-def authorization(scope: Scope) -> str | None:
-    """The `Authorization` header of a request, None when it has none."""
-    for name, value in scope["headers"]:
-        if name == b"authorization":
-            found: bytes = value
-            return found.decode("latin-1")
-    return None

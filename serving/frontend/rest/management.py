@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from torchere.handlers.tensors_json import NO_JSON
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.frontend import description, wording
 from torchere.serving.frontend.controlplane import ControlPlane, Progress
@@ -16,7 +17,7 @@ from torchere.serving.frontend.registration import flag, integer, registration
 from torchere.serving.frontend.request_id import new_request_id
 from torchere.serving.frontend.rest.answers import ANY_METHOD, json_answer, no_such_method, status_answer
 from torchere.serving.frontend.rest.body import read_body
-from torchere.serving.frontend.rest.call import handler_headers
+from torchere.serving.frontend.rest.call import checked_status, handler_headers
 from torchere.serving.frontend.rest.codec import request_headers, text_values
 from torchere.serving.frontend.rest.openapi import management_document
 from torchere.serving.types import InferRequest, ModelKey
@@ -30,7 +31,10 @@ STATUS_OF = {
 
 
 class ModelRoutes:
-    """Endpoints over one control plane; each translates and nothing else."""
+    """Endpoints over one control plane; each translates and nothing else.
+
+    A version that a path may have or not is no argument: the framework would take that from the query, too.
+    """
 
     def __init__(self, controlplane: ControlPlane, max_request_bytes: int) -> None:
         self._controlplane = controlplane
@@ -75,11 +79,12 @@ class ModelRoutes:
         body = await read_body(request.receive, length, self._max_request_bytes)
         try:
             return msgspec.json.decode(body, type=dict[str, object])
-        except (msgspec.DecodeError, RecursionError) as err:
+        except NO_JSON as err:
             raise InvalidRequest(f"The body must be a JSON object of parameters: {err}") from err
 
-    async def describe(self, request: Request, model: str, version: str | None = None) -> Response:
+    async def describe(self, request: Request, model: str) -> Response:
         """Describe a version, or all of them; `customized=true` asks the handler too."""
+        version = request.path_params.get("version")
         query = text_values(request.scope["query_string"])
         if flag(query, "customized", default=False) and version != "all":
             return await self._describe_customized(request, model, version)
@@ -88,15 +93,15 @@ class ModelRoutes:
     async def _describe_customized(self, request: Request, model: str, version: str | None) -> Response:
         wish = InferRequest(new_request_id(), (), request_headers(request.scope))
         described, response = await self._controlplane.describe_customized(model, version, wish)
-        answer = json_answer(description.customized_text(described, response), response.status)
+        answer = json_answer(description.customized_text(described, response), checked_status(response))
         for name, value in handler_headers(response.headers):
             answer.headers[name.decode("latin-1")] = value.decode("latin-1")
         return answer
 
-    async def scale(self, request: Request, model: str, version: str | None = None) -> Response:
+    async def scale(self, request: Request, model: str) -> Response:
         """Change how many executors a version has."""
         query = text_values(request.scope["query_string"])
-        version = version or query.get("model_version") or None
+        version = request.path_params.get("version") or query.get("model_version") or None
         min_executors = integer(query, "min_worker")
         minimum = 1 if min_executors is None else min_executors
         max_executors = integer(query, "max_worker")
@@ -109,9 +114,9 @@ class ModelRoutes:
         )
         return status_answer(wording.scaled(progress, model, version, minimum), STATUS_OF[progress])
 
-    async def unregister(self, model: str, version: str | None = None) -> Response:
+    async def unregister(self, request: Request, model: str) -> Response:
         """Remove a version once its requests are answered."""
-        await self._controlplane.unregister(model, version)
+        await self._controlplane.unregister(model, request.path_params.get("version"))
         return status_answer(wording.unregistered(model))
 
     async def set_default(self, model: str, version: str) -> Response:

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from torchere.handlers.tensors import shown
+from torchere.handlers.tensors_json import NO_JSON
 from torchere.serving.errors import InvalidRequest, ServingError
 from torchere.serving.frontend.controlplane import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
@@ -107,9 +108,9 @@ def repository_routes(controlplane: ControlPlane, max_request_bytes: int) -> API
 
 
 def _reader(dataplane: DataPlane, members: Callable[[ModelFacts], dict[str, Any]]) -> Callable[..., Any]:
-    async def read(request: Request, model: str, version: str | None = None) -> Response:
+    async def read(request: Request, model: str) -> Response:
         try:
-            facts = dataplane.facts(model, version)
+            facts = dataplane.facts(model, request.path_params.get("version"))  # never that of a query
         except ServingError as error:
             return _refused(error)
         said = members(facts)
@@ -139,5 +140,5 @@ async def _object(request: Request, max_request_bytes: int) -> dict[str, Any]:
         return {}
     try:
         return msgspec.json.decode(body, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError) as err:
+    except NO_JSON as err:
         raise InvalidRequest(f"the request: {err}; expected a JSON object") from err

@@ -9,9 +9,9 @@ from dataclasses import replace
 import msgspec
 from starlette.types import Scope
 
-from torchere.serving.errors import ServingError
+from torchere.serving.errors import HandlerFailed, ServingError
 from torchere.serving.frontend.model_facts import ModelFacts
-from torchere.serving.frontend.open_inference.generate import generate_request, generated, joined
+from torchere.serving.frontend.open_inference.generate import Members, generate_request, generated, joined
 from torchere.serving.frontend.open_inference.json_request import parse_request
 from torchere.serving.frontend.open_inference.service import Outcome, whole
 from torchere.serving.frontend.open_inference.tensor_request import TensorRequest
@@ -26,15 +26,16 @@ from torchere.serving.frontend.rest.tensor_exchange import (
     TensorExchange,
     check_accepted,
 )
+from torchere.serving.settings import Limits
 from torchere.serving.types import InferResponse
 
 
 class TensorPredictor:
     """Answers requests of the protocol. One for each event loop, used on it only."""
 
-    def __init__(self, exchange: TensorExchange, max_request_bytes: int) -> None:
+    def __init__(self, exchange: TensorExchange, limits: Limits) -> None:
         self._exchange = exchange
-        self._max_request_bytes = max_request_bytes
+        self._limits = limits
 
     async def predict(
         self, call: Call, target: Target, head: Head, body: bytes | memoryview
@@ -43,7 +44,7 @@ class TensorPredictor:
         try:
             wire = read_wire(call.scope["headers"])
             if wire.coding is not None:
-                body = await inflated(body, wire.coding, self._max_request_bytes)
+                body = await inflated(body, wire.coding, self._limits.max_request_bytes)
             facts = self._exchange.meant(target, wire, body)
             if facts is None:
                 if wire.coding is not None:
@@ -52,7 +53,8 @@ class TensorPredictor:
             request = await _request(target, wire, body, facts)
             outcome = await self._outcome(call, target, head, request, facts)
             if target.verb == "generate":
-                await _send_generated(call, outcome, wire.answer_coding)
+                members = await _generated_whole(outcome, self._limits.max_response_bytes)
+                await _send(call, 200, [JSON], msgspec.json.encode(members), wire.answer_coding)
             elif wire.wants_events or target.verb == "generate_stream":
                 await _send_events(call, outcome, is_generate=target.verb == "generate_stream")
             else:
@@ -123,9 +125,15 @@ async def _parts(response: Outcome) -> AsyncIterator[bytes]:
         yield chunk
 
 
-async def _send_generated(call: Call, response: Outcome, coding: Coding | None) -> None:
-    text = joined([generated(part) async for part in _parts(response)])
-    await _send(call, 200, [JSON], msgspec.json.encode(text), coding)
+async def _generated_whole(response: Outcome, max_bytes: int) -> Members:
+    """The answer as one, however many parts it has; of those no more are held than one answer may have."""
+    members, size = [], 0
+    async for part in _parts(response):
+        size += len(part)
+        if size > max_bytes:
+            raise HandlerFailed(f"The answer has more than max_response_size={max_bytes} bytes.", 500)
+        members.append(generated(part))
+    return joined(members)
 
 
 async def _send_events(call: Call, response: Outcome, *, is_generate: bool) -> None:
@@ -139,5 +147,6 @@ async def _send_events(call: Call, response: Outcome, *, is_generate: bool) -> N
             await call.body_part(b"data: %b\n\n" % data)
             part = await anext(parts, None)
     except ServingError as error:
+        call.ends_with(error)
         await call.body_part(b"data: %b\n\n" % protocol_error(error)[2])
     await call.body_part(b"", last=True)

@@ -106,8 +106,8 @@ class Answering(Protocol):
     async def body_part(self, part: bytes, *, last: bool = False) -> None:
         """Send a part of the body."""
 
-    def finished(self) -> None:
-        """Count the answer."""
+    def break_off(self, error: ServingError) -> None:
+        """Leave the body without its end."""
 
 
 async def send_stream(call: Answering, response: StreamedResponse) -> None:
@@ -126,9 +126,8 @@ async def send_stream(call: Answering, response: StreamedResponse) -> None:
         async for chunk in chunks:
             await call.body_part(chunk)
     except ServingError as error:
-        # The status is out already. Leaving the body without its end is what tells the client.
         if not isinstance(error, LeftUnread):  # of which there is a line already
             logger.warning("request %s: the stream broke off: %s %s", call.request_id, error, error.detail)
-        call.finished()
+        call.break_off(error)
         return
     await call.body_part(b"", last=True)

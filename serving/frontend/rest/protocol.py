@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 from torchere.serving.frontend.rest.body_receiver import BodyReceiver
+from torchere.serving.frontend.rest.call import ANSWERED
+from torchere.serving.frontend.rest.codec import read_head
 from torchere.serving.frontend.rest.direct import DirectCall
 from torchere.serving.frontend.rest.direct_predictions import DirectPredictions
-from torchere.serving.frontend.rest.errors import INVALID_HTTP, STALLED_BODY
+from torchere.serving.frontend.rest.errors import INVALID_HTTP, STALLED_BODY, LastWords
 from torchere.serving.frontend.rest.joined_writes import JoinedWrites
 from torchere.serving.frontend.rest.request_reader import Flow, RequestReader
 from torchere.serving.frontend.unread import Unread, untaken_bytes
 from torchere.serving.silence import Silence
+from torchere.serving.telemetry.access_lines import Client
 
 LINGER_S = 0.25  # of idle connections after the end of the listener; many round trips in one data centre
 HEAD_TIMEOUT_S = 60.0  # a connection that has begun a head and not ended it by then is closed
@@ -28,6 +33,7 @@ class Protocol(RequestReader):
     _head_timer: asyncio.TimerHandle | None = None
     _direct: DirectCall | None = None  # the last one
     _shared: DirectPredictions | None = None  # of a listener that answers predictions
+    _refused: Callable[[Client, int], None] | None = None  # the listener's, for what is no request
     _idle: Silence | None = None  # since the last direct answer, or what came of a request behind its answer
     _upload: Silence | None = None  # of a client that has not sent its body at once
     _unread: Unread[tuple[int, int]] | None = None  # by a client that has not taken an answer at once
@@ -40,6 +46,7 @@ class Protocol(RequestReader):
         self._writes = JoinedWrites(transport, self.loop)
         self.transport = self._writes  # type: ignore[assignment]
         self._shared = getattr(self.app, "direct", None)
+        self._refused = getattr(self.app, "refused", None)
         self._mind_the_head()
 
     def data_received(self, data: bytes) -> None:
@@ -87,7 +94,7 @@ class Protocol(RequestReader):
             self._unread.stop()
         self._idle = self._upload = self._unread = self._ahead = None  # they hold this
         if self._direct is not None:
-            self._direct.client_gone()
+            self._direct.ended()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -109,6 +116,7 @@ class Protocol(RequestReader):
         direct = self._direct_call()
         if direct is None:
             self.tell_uvicorn()
+            self.cycle.keep_alive = self._stays()
         else:
             self._direct = self.cycle = direct  # type: ignore[assignment]
         self._end_if_draining()
@@ -202,12 +210,25 @@ class Protocol(RequestReader):
         """Answer what is no HTTP, or too much of it, and close."""
         self._end(INVALID_HTTP)
 
-    def _end(self, last_words: bytes) -> None:
+    def _end(self, last_words: LastWords) -> None:
         if self.transport.is_closing():
             return
         if self._in_head or not self._has_begun():
-            self.transport.write(last_words)
+            self.transport.write(last_words.text)
+            self._count(last_words.status)
         self.transport.close()
+
+    def _count(self, status: int) -> None:
+        """An answer went out in place of the one to the present request."""
+        direct = self._present_direct()
+        if self._in_head:
+            if self._refused is not None:
+                self._refused(self.client, status)
+        elif direct is not None:
+            direct.ended(status)
+        else:
+            scope: Any = self.scope
+            scope[ANSWERED] = status
 
     def _has_begun(self) -> bool:
         """Whether the client has something of the present answer, into which nothing else may be written."""
@@ -226,6 +247,13 @@ class Protocol(RequestReader):
         if self._first:
             shared.heads.keep(self._first, read)
         return shared.begin(self, read)
+
+    def _stays(self) -> bool:
+        """Whether the connection outlives the request; uvicorn thinks that none of HTTP/1.0 does."""
+        # RFC 9112, 6.1: a proxy of HTTP/1.0 may see another end of a body in chunks
+        if self.parser.get_http_version() == "1.0" and not read_head(self.spelled_headers).plain:
+            return False
+        return bool(self.parser.should_keep_alive())
 
     def _may_be_direct(self) -> bool:
         """Whether nothing is before the present request, and it can be answered."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from torchere.serving.frontend.rest.protocol import Protocol
 from torchere.serving.frontend.tls import Certificates
@@ -21,6 +22,13 @@ BACKLOG = 1024
 # socket by so many descriptors.
 ACCEPTED_A_TURN = 32
 KEEP_ALIVE_S = 75  # idle connections; longer than the 60 s of common load balancers, so they close first
+# Python 3.13 renamed these with RFC 9110; TorchServe's clients see the names of RFC 2616 under every Python.
+STATUS_LINE |= {
+    413: b"HTTP/1.1 413 Request Entity Too Large\r\n",
+    414: b"HTTP/1.1 414 Request-URI Too Long\r\n",
+    416: b"HTTP/1.1 416 Requested Range Not Satisfiable\r\n",
+    422: b"HTTP/1.1 422 Unprocessable Entity\r\n",
+}
 
 
 class RestServer:

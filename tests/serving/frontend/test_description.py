@@ -73,7 +73,7 @@ def test_a_handler_that_says_nothing_of_itself_is_quoted_with_an_empty_object(pl
 
 
 def test_what_is_no_json_object_is_left_out(planes):
-    for body in (b"", b"[1]", b"not json", b"\xff"):
+    for body in (b"", b"[1]", b"not json", b"\xff", b'{"a": "\xff"}', b"[" * 10_000):
         text = customized_text(planes.control.description, InferResponse(body))
         assert "customizedMetadata" not in json.loads(text)[0]
 

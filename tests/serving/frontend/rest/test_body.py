@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from torchere.serving.frontend.alignment import TENSOR_ALIGNMENT
+from torchere.serving.frontend.rest import body
 from torchere.serving.frontend.rest.body import (
     BodyTooLarge,
     ClientGone,
@@ -66,10 +67,19 @@ def test_a_client_that_goes_away_is_told_from_one_that_is_done(chunks):
         read(Incoming(*chunks, ends=False))
 
 
-def test_what_is_left_of_a_refused_body_is_dropped_within_bounds():
-    endless = Incoming(*[b"aaaa"] * 100)
-    asyncio.run(discard_rest(endless.receive, 20))
-    assert len(endless.left) == 94
+def test_what_is_left_of_a_refused_body_is_dropped_to_its_end():
+    rest = Incoming(*[b"aaaa"] * 100)
+    asyncio.run(discard_rest(rest.receive))
+    assert rest.left == []
+
+
+def test_a_refused_body_without_end_is_dropped_for_a_while(monkeypatch):
+    async def endless():
+        await asyncio.sleep(0)
+        return {"type": "http.request", "body": b"aaaa", "more_body": True}
+
+    monkeypatch.setattr(body, "LINGER_S", 0.05)
+    asyncio.run(asyncio.wait_for(discard_rest(endless), 30))
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 70_001])

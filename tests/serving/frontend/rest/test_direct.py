@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import threading
+from functools import partial
 
 import pytest
 
@@ -12,6 +14,7 @@ from torchere.serving.frontend.rest.app import inference_app
 from torchere.serving.frontend.rest.codec import INLINE_FORM_BYTES, body_parameters
 from torchere.serving.frontend.rest.direct_predictions import SMALL_BODY_BYTES
 from torchere.serving.frontend.rest.server import RestServer
+from torchere.serving.frontend.services import CorsHeaders
 from torchere.serving.settings import Address
 from torchere.serving.types import InferResponse, StreamedResponse
 
@@ -341,3 +344,15 @@ def test_a_long_form_is_read_off_the_loop(planes, talk, monkeypatch):
     ]
     assert planes.data.direct == 1
     assert [thread is threading.main_thread() for thread in threads] == [False]
+
+
+@pytest.mark.parametrize("send", [plain, chunked])
+def test_a_header_for_other_origins_that_the_handler_sets_is_the_only_one(planes, talk, monkeypatch, send):
+    with_cors = partial(dataclasses.replace, planes.services(), cors=CorsHeaders("*", "GET, POST", ""))
+    monkeypatch.setattr(planes, "services", with_cors)
+    planes.data.behave = answering(b"", (("Access-Control-Allow-Origin", "https://a.example"),))
+    _, headers, _ = lines(talk(send(b"x", headers=CLOSE)))
+    assert {line for line in headers if line.startswith(b"access-control")} == {
+        b"access-control-allow-origin: https://a.example",
+        b"access-control-allow-methods: GET, POST",
+    }

@@ -20,6 +20,12 @@ class Transport:
     def writelines(self, parts: Sequence[bytes]) -> None:
         self.written += parts
 
+    def get_write_buffer_limits(self) -> tuple[int, int]:
+        return 16_384, 65_536
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
     def is_closing(self) -> bool:
         return self.closed
 

@@ -1,3 +1,4 @@
+import asyncio
 import json
 
 import pytest
@@ -14,8 +15,11 @@ from torchere.serving.errors import (
     UnregisterTimeout,
     VersionNotFound,
 )
-from torchere.serving.frontend.controlplane import ModelPage, Progress, Registration
-from torchere.serving.types import InferResponse
+from torchere.serving.frontend.controlplane import ModelPage, Progress, Registered, Registration
+from torchere.serving.frontend.rest.app import management_app
+from torchere.serving.frontend.rest.server import RestServer
+from torchere.serving.settings import Address
+from torchere.serving.types import InferResponse, ModelKey
 
 
 def test_models_are_listed_with_the_page_that_was_asked_for(ask, planes):
@@ -53,7 +57,7 @@ def test_registering_takes_its_wish_from_json_and_then_from_nothing_else(ask, pl
     assert planes.control.calls == [("register", Registration("echo.mar", batch_size=3))]
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b"nope", b"\xff", b'{"url": 1}', b"[" * 900])
+@pytest.mark.parametrize("body", [b"", b"[]", b"nope", b"\xff", b'{"a": "\xff"}', b'{"url": 1}', b"[" * 900])
 def test_json_that_is_no_object_of_parameters_is_refused(ask, planes, body):
     answer = ask("management", "POST", "/models", body, content_type="application/json")
     assert (answer.status, answer.json["type"]) == (400, "BadRequestException")
@@ -142,6 +146,12 @@ def test_describing_passes_the_version_on(ask, planes, version):
     assert answer.headers["content-type"] == "application/json"
 
 
+@pytest.mark.parametrize(("method", "name"), [("GET", "describe"), ("DELETE", "unregister")])
+def test_a_version_in_the_query_is_none_as_in_torchserve(ask, planes, method, name):
+    ask("management", method, "/models/echo?version=1.0")
+    assert planes.control.calls == [(name, "echo", None)]
+
+
 def test_a_customised_description_asks_the_handler_with_the_clients_headers(ask, planes):
     answer = ask("management", "GET", "/models/echo?customized=true", x_test="1")
     name, model, version, request = planes.control.calls[0]
@@ -155,6 +165,12 @@ def test_a_customised_description_may_have_the_handlers_status(ask, planes):
     planes.control.customized = InferResponse(b"null", (("Content-Type", "text/x"),), 202)
     answer = ask("management", "GET", "/models/echo?customized=true")
     assert (answer.status, answer.headers["content-type"]) == (202, "text/x")
+
+
+def test_a_customised_description_has_a_status_of_http(ask, planes):
+    planes.control.customized = InferResponse(b"null", (), 1000)
+    answer = ask("management", "GET", "/models/echo?customized=true")
+    assert (answer.status, answer.json["message"]) == (500, "Prediction failed")
 
 
 def test_all_versions_are_never_customised(ask, planes):
@@ -267,3 +283,30 @@ def test_a_bug_is_answered_once_and_logged(ask, planes, caplog):
     answer = ask("management", "GET", "/models")
     assert (answer.status, answer.json["message"]) == (500, "Internal server error")
     assert "odd" in caplog.text
+
+
+def test_a_registration_goes_on_when_its_client_leaves(planes):
+    async def main():
+        asked, go_on, done = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        async def register(wish):
+            asked.set()
+            await go_on.wait()
+            done.set()
+            return Registered(ModelKey("echo", "1.0"), 1, Progress.DONE)
+
+        planes.control.register = register
+        app = management_app(planes.data, planes.control, planes.services())
+        server = RestServer(app, Address(port=0), drain_timeout_s=2)
+        address = await server.start()
+        _, writer = await asyncio.open_connection(address.host, address.port)
+        writer.write(b"POST /models?url=a.mar HTTP/1.1\r\nHost: x\r\n\r\n")
+        await asyncio.wait_for(asked.wait(), 20)
+        writer.close()
+        while server._server.server_state.connections:
+            await asyncio.sleep(0)
+        go_on.set()
+        await asyncio.wait_for(done.wait(), 20)
+        await server.stop()
+
+    asyncio.run(main())

@@ -48,6 +48,11 @@ def test_live_is_constant_and_ready_tells_the_truth(ask_v2, planes):
     assert (ask_v2("/v2/health/ready").status, ask_v2("/v2/health/ready").json) == (503, {"ready": False})
 
 
+def test_a_version_in_the_query_is_none(ask_v2):
+    assert ask_v2("/v2/models/echo?version=9").status == 200
+    assert ask_v2("/v2/models/echo/versions/9").status == 404
+
+
 @pytest.mark.parametrize("path", ["/v2/models/echo", "/v2/models/echo/versions/1.0"])
 def test_a_model_tells_of_itself(ask_v2, planes, path):
     planes.data.known = replace(planes.data.known, signature=SIGNATURE)
@@ -138,6 +143,7 @@ def test_refusals_are_in_the_protocols_words(ask_v2, planes, error, status):
             "parameters.initial_workers: found '1'",
         ),
         ("models/a/load", b"[" * 900, "the request: "),
+        ("models/a/load", b'{"a": "\xff"}', "the request: "),
     ],
 )
 def test_bad_bodies_are_refused_by_their_field(ask_v2, path, body, text):

@@ -339,6 +339,24 @@ def test_the_parts_of_a_stream_are_joined_by_generate(post, planes):
     assert post(b'{"text": "hi"}', "/v2/models/echo/generate").json == {"t": "ab"}
 
 
+def test_what_generate_joins_is_held_no_further_than_an_answer_may_go(post, planes):
+    taken = []
+
+    async def chunks():
+        data = "x" * 2**20
+        part = {"outputs": [{"name": "t", "datatype": "BYTES", "shape": [1], "data": [data]}]}
+        for number in range(20):
+            taken.append(number)
+            yield json.dumps(part).encode()
+
+    planes.data.known = replace(planes.data.known, signature=None)
+    answers(planes, StreamedResponse(InferResponse(b""), chunks()))
+    answer = post(b'{"text": "hi"}', "/v2/models/echo/generate")
+    assert answer.status == 500
+    assert answer.json == {"error": "The answer has more than max_response_size=6553500 bytes."}
+    assert len(taken) == 7
+
+
 def test_a_large_body_is_parsed_off_the_loop(post, planes):
     assert post(request({**X, "shape": [50_000], "data": [1] * 50_000})).status == 200
     assert len(planes.data.asked[0][2].parameters[0].value) == 50_000

@@ -111,13 +111,51 @@ def test_what_is_no_http_gets_the_known_refusal(planes, message):
     }
 
 
+OLD = b"POST /predictions/echo HTTP/1.0\r\nConnection: %s\r\nContent-Length: 1\r\n\r\nx"
+
+
+def test_a_client_of_http_1_0_keeps_its_connection_when_it_asks_to(planes):
+    async def main():
+        async with serving(planes) as (talk, _):
+            return await talk(OLD % b"Keep-Alive", OLD % b"keep-alive", OLD % b"close")
+
+    answers = asyncio.run(main()).split(b"HTTP/1.1 200 OK")[1:]
+    assert [b"connection: keep-alive" in answer for answer in answers] == [True, True, False]
+    assert [answer.partition(b"\r\n\r\n")[2] for answer in answers] == [b"x"] * 3
+
+
+def test_a_body_in_chunks_ends_a_connection_of_http_1_0(planes):
+    async def main():
+        async with serving(planes) as (talk, _):
+            old = (OLD % b"keep-alive").replace(b"Content-Length: 1", b"Transfer-Encoding: chunked")
+            return await talk(old[:-1] + b"1\r\nx\r\n0\r\n\r\n")
+
+    _, headers, body = split(asyncio.run(main()))
+    assert (b"connection: close" in headers, body) == (True, b"x")
+
+
+def test_a_client_of_http_1_0_sees_the_end_of_a_stream_by_that_of_the_connection(planes):
+    async def chunks():
+        yield b"one"
+
+    async def behave(request):
+        return StreamedResponse(InferResponse(b""), chunks())
+
+    async def main():
+        async with serving(planes) as (talk, _):
+            return await talk(OLD % b"Keep-Alive")
+
+    planes.data.behave = behave
+    assert b"connection: close" in split(asyncio.run(main()))[1]
+
+
 def test_a_body_that_is_too_large_is_refused_and_the_client_gets_to_see_it(planes):
     async def main():
         async with serving(planes, max_request_bytes=100_000) as (talk, _):
-            return await talk(request(b"a" * 150_000))
+            return await talk(request(b"a" * 1_500_000))
 
     status, headers, body = split(asyncio.run(main()))
-    assert status.startswith(b"HTTP/1.1 413")
+    assert status == b"HTTP/1.1 413 Request Entity Too Large"
     assert b"connection: close" in headers
     assert body == b""
 
