@@ -15,6 +15,7 @@ import builtins
 import hashlib
 import importlib
 import importlib.util
+import itertools
 import os
 import re
 import sys
@@ -137,7 +138,7 @@ class _ArchiveFinder:
         return spec
 
 
-_archives: dict[tuple[str, str], ArchiveModules] = {}
+_archives: dict[str, ArchiveModules] = {}  # by folder
 _by_prefix: dict[str, ArchiveModules] = {}
 _lock = threading.Lock()  # guards both maps and the finder's place; no archive code runs under it
 _finder = _ArchiveFinder()
@@ -146,18 +147,17 @@ _finder = _ArchiveFinder()
 def open_archive(model: str, version: str, model_dir: str) -> ArchiveModules:
     """The modules of that version; the same object for every executor of it in this process.
 
-    A version that comes back from another directory starts afresh, without the old modules.
+    A version that comes back from another directory has modules of its own, also while the old one, which
+    still answers what it has, goes on with those from before.
     """
     model_dir = str(Path(model_dir).resolve())
     with _lock:
-        known = _archives.get((model, version))
-        if known is not None and known.model_dir == model_dir:
-            return known
-        if known is not None:
-            _drop(known)
-        prefix = f"{ROOT}.{_safe(model)}.{_safe(version)}"
-        archive = _archives[model, version] = _by_prefix[prefix] = ArchiveModules(prefix, model_dir)
-        _install(archive)
+        archive = _archives.get(model_dir)
+        if archive is None:
+            _drop_unpacked_no_more()
+            archive = _archives[model_dir] = ArchiveModules(_free_prefix(model, version), model_dir)
+            _by_prefix[archive.prefix] = archive
+            _install(archive)
         return archive
 
 
@@ -168,15 +168,37 @@ def archive_of(context: Context) -> ArchiveModules:
     return open_archive(context.model_name, version, context.system_properties["model_dir"])
 
 
-def forget_archive(model: str, version: str) -> None:
-    """Drop the modules of a version that was unloaded; without effect when it has none.
+def archive_at(model_dir: str) -> ArchiveModules:
+    """The modules of the archive that is unpacked there, for handlers that have no context at hand."""
+    folder = Path(model_dir).resolve()
+    with _lock:
+        archive = _archives.get(str(folder))
+    return archive or open_archive(folder.name, "", str(folder))
+
+
+def forget_archive(model_dir: str) -> None:
+    """Drop the modules of an archive that was unloaded; without effect when it has none.
 
     Code that still runs keeps the objects it has; the next `open_archive` imports anew.
     """
     with _lock:
-        known = _archives.pop((model, version), None)
-        if known is not None:
-            _drop(known)
+        archive = _archives.pop(str(Path(model_dir).resolve()), None)
+        if archive is not None:
+            _drop(archive)
+
+
+def _drop_unpacked_no_more() -> None:
+    """Drop what a thread opened that was still loading when its version was forgotten; under `_lock`."""
+    for model_dir in [one for one in _archives if not os.path.isdir(one)]:
+        _drop(_archives.pop(model_dir))
+
+
+def _free_prefix(model: str, version: str) -> str:
+    names = itertools.count(2)
+    prefix = plain = f"{ROOT}.{_safe(model)}.{_safe(version)}"
+    while prefix in _by_prefix:
+        prefix = f"{plain}_{next(names)}"
+    return prefix
 
 
 def _install(archive: ArchiveModules) -> None:

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Hashable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +15,7 @@ from torch.profiler import record_function
 
 from torchere.archiver.torchscript_options import TorchScriptOptions
 from torchere.handlers import aot, onnx, profiling
-from torchere.handlers.archive_import import archive_of
+from torchere.handlers.archive_import import archive_at
 from torchere.handlers.compile_options import compile_options, wants_aot_compile
 from torchere.handlers.context import Context
 from torchere.handlers.devices import choose_device
@@ -45,20 +46,23 @@ class BaseHandler:
     """
 
     names_classes = True  # what it answers has names from index_to_name.json; without the file it warns
+    # For handlers whose `__init__` does not call this one, and which load from an `initialize` of their own.
+    context: Any = None
+    model_yaml_config: Any = MappingProxyType({})
 
     def __init__(self) -> None:
         self.model: Any = None
         self.mapping: dict[str, str] | None = None
         self.device: Any = None
         self.initialized = False
-        self.context: Any = None
+        self.context = None
         self.model_pt_path: str | None = None
         self.manifest: Any = None
         self.map_location: str | None = None
         self.explain = False
         self.target = 0
         self.profiler_args: dict[str, Any] = {}
-        self.model_yaml_config: dict[str, Any] = {}
+        self.model_yaml_config = {}
 
     def initialize(self, context: Context) -> None:
         """Choose the device, load the model, compile it if the config says so, and read the class names.
@@ -110,7 +114,7 @@ class BaseHandler:
 
     def _load_pickled_model(self, model_dir: str, model_file: str, model_pt_path: str | None) -> Any:
         """Load an eager model; one copy per process and device. Subclasses may override it."""
-        archive, device = archive_of(self.context), self.device
+        archive, device = archive_at(model_dir), self.device
         return self._shared(
             ("eager", model_dir, model_file, model_pt_path, str(device)),
             lambda: load_eager(archive, model_file, model_pt_path, device).to(device).eval(),

@@ -50,7 +50,7 @@ class MetricsCache:
         self.model_name = model_name
         self.request_ids: Mapping[int, str] = {}
         self.cache: dict[tuple[str, MetricTypes], CachingMetric] = {}
-        # By the name of the metric, and whether its value belongs to requests: what `_report` found before.
+        # By the name of the metric, and whether it counts errors: what `_report` found before.
         self._plain: dict[tuple[str, bool], _Plain] = {}
         self._samples: list[MetricSample] = []
         self._lock = threading.Lock()  # guards _samples
@@ -68,6 +68,11 @@ class MetricsCache:
         """Keep one value for the next `drain`."""
         with self._lock:
             self._samples.append(sample)
+
+    @property
+    def store(self) -> list[MetricSample]:
+        """Always empty, as in TorchServe: its handlers print what is in here, and nothing needs to be."""
+        return []
 
     def drain(self) -> list[MetricSample]:
         """All values reported since the last call, in order."""
@@ -136,11 +141,12 @@ class MetricsCache:
             name: metric name.
             value: see `CachingMetric.add_or_update`.
             unit: free text; the short spellings of `Units` are written out.
-            idx: index of the request in the batch; None: all requests of the batch.
-            dimensions: labels beside the automatic ones.
+            idx: index of the request in the batch; None, or none of the batch: all of its requests.
+            dimensions: labels beside `ModelName` and `Level`; those two are filled in if they are not here.
             metric_type: how values add up.
         """
-        ids = tuple(self.request_ids.values()) if idx is None else self._ids(idx)
+        one = None if idx is None else self.request_ids.get(idx)
+        ids = tuple(self.request_ids.values()) if one is None else (one,)
         self._report(name, value, unit, dimensions or (), ids, metric_type)
 
     def add_counter(
@@ -199,15 +205,15 @@ class MetricsCache:
         self.add_metric(name, value, "percent", idx, dimensions, metric_type)
 
     def add_error(self, name: str, value: float, dimensions: Sequence[Dimension] | None = None) -> None:
-        """Count an error; it belongs to no request."""
-        self._report(name, value, "", dimensions or (), (), MetricTypes.COUNTER)
+        """Count an error; it belongs to no request, and has no `ModelName` but one that is given."""
+        self._report(name, value, "", dimensions or (), None, MetricTypes.COUNTER)
 
-    def _ids(self, idx: int) -> tuple[str, ...]:
-        return (self.request_ids[idx],) if idx in self.request_ids else ()
-
-    def _automatic(self, ids: tuple[str, ...]) -> tuple[Dimension, ...]:
-        level = Dimension("Level", "Model" if ids else "Error")
-        return (Dimension("ModelName", self.model_name), level)
+    def _labels(self, dimensions: Sequence[Dimension], *, is_error: bool) -> tuple[Dimension, ...]:
+        automatic = [Dimension("Level", "Error" if is_error else "Model")]
+        if not is_error:
+            automatic.insert(0, Dimension("ModelName", self.model_name))
+        given = [item.name for item in dimensions]
+        return (*dimensions, *(item for item in automatic if item.name not in given))
 
     def _report(  # noqa: PLR0917
         self,
@@ -215,19 +221,19 @@ class MetricsCache:
         value: float,
         unit: str,
         dimensions: Sequence[Dimension],
-        ids: tuple[str, ...],
+        ids: tuple[str, ...] | None,  # None: an error
         metric_type: MetricTypes,
     ) -> None:
-        plain = None if dimensions else self._plain.get((name, bool(ids)))
+        plain = None if dimensions else self._plain.get((name, ids is None))
         if plain and plain.metric.metric_type is metric_type and plain.model_name == self.model_name:
-            plain.metric.report(value, plain.dimensions, ids)
+            plain.metric.report(value, plain.dimensions, ids or ())
             return
-        labels = (*dimensions, *self._automatic(ids))
+        labels = self._labels(dimensions, is_error=ids is None)
         metric = self._metric_with(name, unit, tuple(item.name for item in labels), metric_type)
         if not dimensions:
             named = tuple((item.name, item.value) for item in labels)
-            self._plain[name, bool(ids)] = _Plain(metric, self.model_name, named)
-        metric.add_or_update(value, [item.value for item in labels], ids)
+            self._plain[name, ids is None] = _Plain(metric, self.model_name, named)
+        metric.add_or_update(value, [item.value for item in labels], ids or ())
 
     def _metric_with(
         self, name: str, unit: str, dimension_names: tuple[str, ...], metric_type: MetricTypes

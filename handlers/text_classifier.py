@@ -28,6 +28,9 @@ class TextClassifier(TextHandler):
     def preprocess(self, data: Any) -> Any:
         """Clean the text up and look its words and word pairs up in the vocabulary.
 
+        Returns:
+            Their indices [n], int64 on the handler's device, and the words.
+
         Raises:
             PredictionException: 400, the request has no text, or it is not UTF-8.
             KeyError: a word is not in a vocabulary that is a plain dict.
@@ -35,15 +38,16 @@ class TextClassifier(TextHandler):
         text = _text_of(data[0])
         text = self._expand_contractions(self._remove_html_tags(text).lower())
         text = self._remove_punctuation(self._remove_accented_characters(text))
-        tokens = ngrams(self._tokenize(text), self.ngrams)
-        indices = [self.source_vocab[token] for token in tokens]
-        return torch.as_tensor(indices, dtype=torch.int64, device=self.device)
+        words = self._tokenize(text)
+        indices = [self.source_vocab[token] for token in ngrams(words, self.ngrams)]
+        return torch.as_tensor(indices, dtype=torch.int64, device=self.device), words
 
     @timed
     def inference(self, data: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the model on all tokens as one text."""
+        indices, _ = data
         with torch.inference_mode():
-            return self.model(data, torch.zeros(1, dtype=torch.int64, device=self.device), *args, **kwargs)
+            return self.model(indices, torch.zeros(1, dtype=torch.int64, device=self.device), *args, **kwargs)
 
     @timed
     def postprocess(self, data: Any) -> Any:

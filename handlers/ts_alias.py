@@ -30,6 +30,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "ts.torch_handler.object_detector": ("object_detector",),
     "ts.torch_handler.text_handler": ("text",),
     "ts.torch_handler.text_classifier": ("text_classifier",),
+    "ts.torch_handler.contractions": ("contractions:CONTRACTIONS=CONTRACTION_MAP",),
     "ts.torch_handler.request_envelope": (),
     "ts.torch_handler.request_envelope.base": ("envelopes:BaseEnvelope",),
     "ts.torch_handler.request_envelope.body": ("envelopes:BodyEnvelope",),

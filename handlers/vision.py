@@ -30,10 +30,7 @@ class VisionHandler(BaseHandler):
     """
 
     image_processing: Callable[[Image.Image], Any] = ImageTransform()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.image_limits = ImageLimits()
+    image_limits = ImageLimits()
 
     def initialize(self, context: Context) -> None:
         """Load the model, then apply `handler.image` and the server's `limit_max_image_pixels`.

@@ -55,51 +55,56 @@ class Reconciler:
             version.settled.set()
 
     async def _load(self, version: Version) -> None:
-        version.retry = False
-        version.failure = None
         version.enter(VersionState.LOADING)
         logger.info("loading %s with %d executors", version.key, version.target)
+        await self._bring_up(version)
+        if version.failure is not None:
+            await self._fail(version, version.failure)
+            return
+        version.enter(VersionState.READY)
+        version.batcher.pump()
+        logger.info("%s is ready", version.key)
+
+    async def _bring_up(self, version: Version) -> None:
+        """Have as many executors as wanted, loaded and warm; `failure` says what is in the way."""
+        version.retry = False
+        version.failure = None
+        # Executors that start may be given up; those that are taken away have requests to finish.
+        starts = version.target >= version.pool.size
         try:
-            await self._cancellable(version, version.pool.resize(version.target))
-            version.enter(VersionState.WARMING)
-            await self._cancellable(version, version.pool.warm_up())
+            await self._until_unwanted(version, version.pool.resize(version.target), starts)
+            if version.state is VersionState.LOADING:
+                version.enter(VersionState.WARMING)
+            await self._until_unwanted(version, version.pool.warm_up(), starts)
         except LoadFailed as err:
-            await self._fail(version, err)
+            version.failure = err
         except asyncio.CancelledError:
-            await self._fail(version, LoadFailed("unregistered", "unregistered while it was loading"))
+            version.failure = LoadFailed("unregistered", "unregistered while it was loading")
         except Exception as err:  # a bug: it must be seen, and the version must not load for ever
             logger.exception("loading %s failed unexpectedly", version.key)
             text = load_failed_text(version.key.name, version.key.version)
-            await self._fail(version, LoadFailed(text, f"internal error: {err!r}"))
-        else:
-            version.enter(VersionState.READY)
-            version.batcher.pump()
-            logger.info("%s is ready", version.key)
+            version.failure = LoadFailed(text, f"internal error: {err!r}")
+        if version.failure is not None:
+            text = f"{version.failure.message}: {version.failure.detail}"
+            logger.error("%s", text, extra={"model": version.key.name})
 
-    async def _cancellable(self, version: Version, work: Awaitable[None]) -> None:
+    async def _until_unwanted(self, version: Version, work: Awaitable[None], may_end: bool) -> None:
         task = asyncio.ensure_future(work)
-        self._loads[version] = task
+        if may_end:
+            self._loads[version] = task
         try:
             await task
         finally:
-            del self._loads[version]
+            self._loads.pop(version, None)
 
     async def _fail(self, version: Version, err: LoadFailed) -> None:
-        logger.error("%s: %s", err.message, err.detail, extra={"model": version.key.name})
-        version.failure = err
         await version.pool.close()
         version.batcher.fail_queued(Unavailable(err.message, err.detail))
         version.enter(VersionState.FAILED)
 
     async def _resize(self, version: Version) -> None:
-        version.retry = False
-        version.failure = None
-        try:
-            await version.pool.resize(version.target)
-            await version.pool.warm_up()
-        except LoadFailed as err:
-            logger.error("%s: %s", err.message, err.detail, extra={"model": version.key.name})
-            version.failure = err
+        await self._bring_up(version)
+        if version.failure is not None:
             version.target = version.pool.size  # or the next step would try the same again at once
         version.batcher.pump()
 
@@ -112,6 +117,8 @@ class Reconciler:
         version.retry = False
         await version.pool.close()
         if version.wanted:
+            if version.target == 0:  # nothing says that there will be executors again
+                version.batcher.fail_queued(Unavailable(version.batcher.refusal))
             version.enter(VersionState.NEW)
             version.batcher.open_admission()
         else:

@@ -253,7 +253,7 @@ class Registry:
 
     async def _gone(self, version: Version) -> None:
         self._observer.gone(version, was_last=version.key.name not in self._serving)
-        forget_archive(version.key.name, version.key.version)
+        forget_archive(str(version.origin.archive.directory))
         # At the end of the server downloads stay: the next one restores them from the store.
         keep = self._closing
         await asyncio.to_thread(self._store.remove, version.origin.archive, keep_download=keep)

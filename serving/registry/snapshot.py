@@ -153,5 +153,5 @@ def _is_ours(file: Path) -> bool:
     try:
         with file.open("rb") as opened:
             return opened.read(len(FIRST_LINE)) == FIRST_LINE.encode("ascii")
-    except FileNotFoundError:
-        return False  # another server deleted it
+    except OSError:
+        return False  # another server deleted it, or it is somebody else's

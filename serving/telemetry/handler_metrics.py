@@ -121,7 +121,7 @@ class HandlerMetrics:
             for sample in samples:
                 try:
                     self._child(sample).update(sample)
-                except ValueError as err:
+                except (ValueError, TypeError) as err:
                     self._refuse(sample.name, str(err))
 
     def bound(self, name: str, unit: str, dimensions: Dimensions) -> BoundReport:

@@ -70,7 +70,7 @@ def write_archive(tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture
 def make_context() -> Iterator[MakeContext]:
     """Makes contexts; the modules their archives imported are forgotten after the test."""
-    made: list[tuple[str, str]] = []
+    made: list[Path] = []
 
     def make(
         model_dir: Path,
@@ -81,7 +81,7 @@ def make_context() -> Iterator[MakeContext]:
         config: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Context:
-        made.append((name, version))
+        made.append(model_dir)
         manifest = {"model": {"modelName": name, "modelVersion": version, **(model or {})}}
         kwargs.setdefault("metrics", MetricsCache(name))
         return Context(
@@ -96,8 +96,8 @@ def make_context() -> Iterator[MakeContext]:
         )
 
     yield make
-    for name, version in made:
-        forget_archive(name, version)
+    for directory in made:
+        forget_archive(str(directory))
 
 
 def begin(context: Context, count: int = 1, **headers: str) -> list[tuple[int, bytes]]:

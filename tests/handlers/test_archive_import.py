@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -11,19 +12,27 @@ from pathlib import Path
 
 import pytest
 
-from torchere.handlers.archive_import import ROOT, ArchiveModules, forget_archive, open_archive
+from torchere.handlers.archive_import import (
+    ROOT,
+    ArchiveModules,
+    archive_at,
+    forget_archive,
+    open_archive,
+)
 
 WriteArchive = Callable[..., Path]
+_opened: list[str] = []
 
 
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
     yield
-    for model in ("a", "b", "my-model", "my_model"):
-        forget_archive(model, "1.0")
+    while _opened:
+        forget_archive(_opened.pop())
 
 
 def _open(directory: Path, model: str = "a") -> ArchiveModules:
+    _opened.append(str(directory))
     return open_archive(model, "1.0", str(directory))
 
 
@@ -136,22 +145,50 @@ def test_classes_can_be_pickled_and_resources_read(write_archive: WriteArchive) 
 def test_forgetting_drops_every_module_and_the_next_one_starts_afresh(write_archive: WriteArchive) -> None:
     directory = write_archive({"model.py": "NAME = 'old'"})
     old = _open(directory).load("model")
-    forget_archive("a", "1.0")
+    forget_archive(str(directory))
     assert not [name for name in sys.modules if name.startswith(f"{ROOT}.a.")]
     (directory / "model.py").write_text("NAME = 'new one'")
     assert _open(directory).load("model").NAME == "new one"
     assert old.NAME == "old"
 
 
+def test_an_archive_is_found_by_its_folder_whether_it_was_opened_or_not(write_archive: WriteArchive) -> None:
+    directory, other = write_archive({"model.py": ""}), write_archive({"model.py": "NAME = 'other'"})
+    opened = _open(directory)
+    assert archive_at(str(directory)) is opened
+    assert archive_at(str(other)).load("model").NAME == "other"
+    assert archive_at(str(other)) is archive_at(str(other)) is not opened
+    forget_archive(str(other))
+
+
+def test_what_was_opened_too_late_to_be_forgotten_goes_when_its_folder_is_gone(
+    write_archive: WriteArchive,
+) -> None:
+    directory = write_archive({"model.py": "N = 1"})
+    late = _open(directory)
+    late.load("model")
+    shutil.rmtree(directory)
+    assert _open(write_archive({"model.py": "N = 2"})).prefix == late.prefix
+    assert f"{late.prefix}.model" not in sys.modules
+
+
 def test_forgetting_what_was_never_there_changes_nothing() -> None:
     before = set(sys.modules)
-    forget_archive("never", "9")
+    forget_archive("/never")
     assert set(sys.modules) == before
 
 
-def test_a_version_from_another_directory_starts_afresh(write_archive: WriteArchive) -> None:
-    assert _open(write_archive({"model.py": "N = 1"})).load("model").N == 1
-    assert _open(write_archive({"model.py": "N = 2"})).load("model").N == 2
+def test_a_version_that_comes_back_and_the_one_that_still_answers_keep_their_own_modules(
+    write_archive: WriteArchive,
+) -> None:
+    handler = "def late():\n    import helper\n    return helper.N"
+    directories = [write_archive({"h.py": handler, "helper.py": f"N = {n}"}) for n in (1, 2, 3)]
+    old, new = (_open(directory).load("h") for directory in directories[:2])
+    assert (old.late(), new.late()) == (1, 2)
+    forget_archive(str(directories[0]))
+    del sys.modules[f"{new.__package__}.helper"]
+    assert new.late() == 2
+    assert _open(directories[2]).load("h").late() == 3
 
 
 def test_names_that_differ_only_in_punctuation_do_not_meet(write_archive: WriteArchive) -> None:
@@ -219,7 +256,7 @@ def test_an_archive_opens_while_other_threads_import(write_archive: WriteArchive
         for number in range(50):
             archive = open_archive("busy", str(number), str(directory))
             assert archive.load("model").value == 1
-            forget_archive("busy", str(number))
+            forget_archive(str(directory))
     finally:
         stop.set()
         thread.join()

@@ -30,7 +30,7 @@ def archive(write_archive: Callable[..., Path]) -> Iterator[ArchiveModules]:
     sys.meta_path[:] = [item for item in sys.meta_path if item in before]
     for name in [name for name in sys.modules if name.startswith("plain_")]:
         del sys.modules[name]
-    forget_archive("plain", "1.0")
+    forget_archive(made.model_dir)
 
 
 def test_the_plain_name_leads_to_the_archives_own_module(archive: ArchiveModules) -> None:

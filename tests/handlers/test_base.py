@@ -81,6 +81,45 @@ def test_an_eager_model_is_loaded_with_its_weights(tmp_path: Path, make_context:
     assert not handler.model.training
 
 
+OWN_INITIALIZE = """
+import os
+import torch
+from ts.torch_handler.base_handler import BaseHandler
+
+class Own(BaseHandler):
+    def __init__(self):
+        self.initialized = False
+
+    def initialize(self, context):
+        properties = context.system_properties
+        model = context.manifest["model"]
+        self.device = torch.device("cpu")
+        weights = os.path.join(properties.get("model_dir"), model["serializedFile"])
+        if "modelFile" in model:
+            self.model = self._load_pickled_model(properties.get("model_dir"), model["modelFile"], weights)
+        else:
+            self.model = self._load_torchscript_model(weights)
+        self.initialized = True
+
+    def preprocess(self, data):
+        return torch.tensor([float(row["body"]) for row in data])
+"""
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_the_loaders_work_from_an_initialize_of_ones_own_without_our_constructor(
+    scripted_doubler: Path, make_context: Any, begin: Any, eager: bool
+) -> None:
+    (scripted_doubler / "own.py").write_text(OWN_INITIALIZE)
+    (scripted_doubler / "model.py").write_text(EAGER_MODEL)
+    torch.save({"factor": torch.tensor(5.0)}, scripted_doubler / "weights.pth")
+    files = {"modelFile": "model.py", "serializedFile": "weights.pth"}
+    context = make_context(scripted_doubler, model=files if eager else {"serializedFile": "doubler.pt"})
+    entry_point = load_entry_point("own", context)
+    begin(context)
+    assert entry_point([{"body": "3"}], context) == [15.0 if eager else 6.0]
+
+
 def test_an_archive_without_weights_is_explained(tmp_path: Path, make_context: Any) -> None:
     with pytest.raises(RuntimeError, match="No model weights could be loaded"):
         BaseHandler().initialize(make_context(tmp_path))

@@ -40,7 +40,7 @@ def archive(write_archive: Callable[..., Path]) -> Iterator[ArchiveModules]:
         }
     )
     yield open_archive("eager", "1.0", str(directory))
-    forget_archive("eager", "1.0")
+    forget_archive(str(directory))
 
 
 def test_the_class_gets_the_weights_of_the_state_dict(archive: ArchiveModules, tmp_path: Path) -> None:
@@ -107,8 +107,9 @@ class Net(torch.nn.Linear):
 
 @pytest.fixture
 def wide_archive(write_archive: Callable[..., Path]) -> Iterator[ArchiveModules]:
-    yield open_archive("wide", "1.0", str(write_archive({"model.py": WIDE})))
-    forget_archive("wide", "1.0")
+    directory = str(write_archive({"model.py": WIDE}))
+    yield open_archive("wide", "1.0", directory)
+    forget_archive(directory)
 
 
 def is_mapped(tensor: torch.Tensor, path: Path) -> bool:

@@ -50,18 +50,40 @@ def test_each_kind_has_its_unit_and_type(metrics: MetricsCache) -> None:
     ]
 
 
-def test_an_error_belongs_to_no_request(metrics: MetricsCache) -> None:
+@pytest.mark.parametrize("name", ["Level", "ModelName"])
+def test_a_dimension_of_ones_own_comes_in_place_of_the_automatic_one(
+    metrics: MetricsCache, name: str
+) -> None:
+    metrics.add_counter("Cats", 1, dimensions=[Dimension(name, "own")])
+    dimensions = metrics.drain()[0].dimensions
+    assert dict(dimensions) == {**dict(_MODEL), name: "own"}
+    assert len(dimensions) == 2
+
+
+def test_an_index_that_is_none_of_the_batch_means_all_of_it(metrics: MetricsCache) -> None:
+    metrics.add_counter("Cats", 1, idx=7)
+    assert metrics.drain() == [MetricSample("Cats", 1.0, "Count", "counter", _MODEL, ("a", "b"))]
+
+
+def test_an_error_belongs_to_no_request_and_to_no_model_but_one_that_is_named(metrics: MetricsCache) -> None:
     metrics.add_error("Broken", 1)
-    sample = metrics.drain()[0]
-    assert sample.request_ids == ()
-    assert ("Level", "Error") in sample.dimensions
-    assert sample.metric_type == "counter"
+    metrics.add_error("Broken", 1, [Dimension("ModelName", "m")])
+    assert [(s.metric_type, s.dimensions, s.request_ids) for s in metrics.drain()] == [
+        ("counter", (("Level", "Error"),), ()),
+        ("counter", (("ModelName", "m"), ("Level", "Error")), ()),
+    ]
 
 
-def test_outside_a_batch_the_level_is_error() -> None:
+def test_what_is_reported_while_loading_belongs_to_the_model() -> None:
     metrics = MetricsCache("m")
     metrics.add_counter("Loaded", 1)
-    assert metrics.drain()[0].dimensions == (("ModelName", "m"), ("Level", "Error"))
+    assert metrics.drain() == [MetricSample("Loaded", 1.0, "Count", "counter", _MODEL, ())]
+
+
+def test_there_is_nothing_to_print_for_handlers_that_print_what_they_reported(metrics: MetricsCache) -> None:
+    metrics.add_counter("Cats", 1)
+    assert list(metrics.store) == []
+    assert len(metrics.drain()) == 1
 
 
 def test_draining_empties(metrics: MetricsCache) -> None:
@@ -173,7 +195,7 @@ def test_what_was_reported_before_does_not_change_what_is_reported_now(metrics: 
         (3.0, "gauge", 2, ("a", "b")),
         (4.0, "counter", 2, ("b",)),
         (5.0, "counter", 2, ("c",)),
-        (6.0, "counter", 2, ()),
+        (6.0, "counter", 1, ()),
     ]
 
 
@@ -194,3 +216,12 @@ def test_a_wrong_value_is_judged_alike_the_first_and_the_second_time(
     metrics.drain()
     metrics.add_counter("Cats", wrong)
     assert len(metrics.drain()) == first
+
+
+def test_names_and_units_that_are_no_texts_become_texts() -> None:
+    metrics = MetricsCache("m")
+    metrics.add_metric(5, 1, None)  # type: ignore[arg-type]
+    metrics.add_counter(5, 1, dimensions=[Dimension(7, 8)])  # type: ignore[arg-type]
+    samples = metrics.drain()
+    assert [(sample.name, sample.unit) for sample in samples] == [("5", "None"), ("5", "Count")]
+    assert samples[1].dimensions[0] == ("7", "8")

@@ -25,8 +25,9 @@ class Net(torch.nn.Linear):
 
 @pytest.fixture
 def archive(write_archive: Callable[..., Path]) -> Iterator[ArchiveModules]:
-    yield open_archive("shares", "1.0", str(write_archive({"model.py": MODEL})))
-    forget_archive("shares", "1.0")
+    directory = str(write_archive({"model.py": MODEL}))
+    yield open_archive("shares", "1.0", directory)
+    forget_archive(directory)
 
 
 def share(path: Path) -> Path:

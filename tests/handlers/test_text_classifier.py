@@ -57,7 +57,9 @@ def test_a_text_may_come_as_a_tensor(classify: Any) -> None:
 
 
 def test_words_and_pairs_become_indices(classify: Any) -> None:
-    assert classify.handler.preprocess([{"body": "It's good"}]).tolist() == [0, 1, 2, 3, 4]
+    indices, words = classify.handler.preprocess([{"body": "It's good"}])
+    assert indices.tolist() == [0, 1, 2, 3, 4]
+    assert words == ["it", "is", "good"]
 
 
 def test_an_unknown_word_is_the_vocabularys_own_error(classify: Any) -> None:

@@ -46,6 +46,14 @@ def test_a_tensor_of_floats_is_the_input_of_the_model(handler: ImageClassifier) 
     assert np.array_equal(handler.preprocess([{"x": sent}]).numpy(), sent)
 
 
+def test_pictures_are_read_by_a_handler_that_never_called_our_constructor(jpeg: bytes) -> None:
+    class Own(VisionHandler):
+        def __init__(self) -> None:
+            self.device = torch.device("cpu")
+
+    assert Own().preprocess([{"body": jpeg}]).shape == (1, 3, 224, 224)
+
+
 def test_an_envelope_may_hand_bodies_over_as_they_are(handler: ImageClassifier, jpeg: bytes) -> None:
     assert handler.preprocess([jpeg]).shape == (1, 3, 224, 224)
 

@@ -171,4 +171,4 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 
     yield answers
     for folder in made:
-        forget_archive(folder.name, "1.0")
+        forget_archive(str(folder))

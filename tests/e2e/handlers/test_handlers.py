@@ -104,7 +104,7 @@ def test_metrics_of_handlers_are_shown_as_the_configuration_declares_them(client
     assert client.exposed("Picture{") == [f"Picture{labels} 4.0"]
     assert client.exposed("Full{") == [f"Full{labels} 50.0"]
     assert client.exposed("Lengths_count{") == [f"Lengths_count{labels} 2.0"]
-    assert client.exposed("Failures{") == ['Failures{ModelName="custom_metrics",Level="Error",} 4.0']
+    assert client.exposed("Failures{") == ['Failures{Level="Error",} 4.0']
     assert client.exposed("Old{") == ['Old{ModelName="custom_metrics",} 7.0']
     assert client.exposed("NobodyDeclared") == []
     client.server.follow("'NobodyDeclared' of a handler is dropped")

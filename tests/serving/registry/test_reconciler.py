@@ -158,6 +158,71 @@ def test_a_resize_that_fails_is_not_tried_in_a_loop() -> None:
     asyncio.run(main())
 
 
+def test_a_resize_that_fails_in_a_way_nobody_foresaw_is_told() -> None:
+    async def main() -> None:
+        stage = Stage()
+        await stage.settle()
+        stage.pool.failure = OSError(24, "Too many open files")
+        stage.version.target = 5
+        assert await stage.settle() is VersionState.READY
+        assert stage.version.target == 1
+        assert "Too many open files" in stage.version.failure_text
+
+    asyncio.run(main())
+
+
+def test_a_version_that_is_unregistered_while_more_executors_start_does_not_wait_for_them() -> None:
+    async def main() -> None:
+        stage = Stage()
+        await stage.settle()
+        stage.pool.gate.clear()
+        stage.version.target = 2
+        stage.reconciler.wake(stage.version)
+        while "resize 2" not in stage.pool.calls:
+            await asyncio.sleep(0)
+        stage.version.wanted = False
+        assert await stage.settle() is VersionState.GONE
+        assert stage.pool.calls[-1] == "close"
+
+    asyncio.run(main())
+
+
+def test_executors_that_are_taken_away_finish_although_the_version_is_unregistered_meanwhile() -> None:
+    async def main() -> None:
+        stage = Stage(executors=2)
+        await stage.settle()
+        stage.pool.gate.clear()
+        stage.version.target = 1
+        stage.reconciler.wake(stage.version)
+        while "resize 1" not in stage.pool.calls:
+            await asyncio.sleep(0)
+        stage.version.wanted = False
+        stage.reconciler.wake(stage.version)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert (stage.version.state, stage.pool.calls[-1]) == (VersionState.READY, "resize 1")
+        stage.pool.gate.set()
+        assert await stage.settle() is VersionState.GONE
+
+    asyncio.run(main())
+
+
+def test_what_still_waits_when_a_version_is_scaled_to_nothing_is_answered() -> None:
+    async def main() -> None:
+        stage = Stage()
+        stage.reconciler = Reconciler(drain_timeout_s=0.01, on_gone=stage._gone)
+        await stage.settle()
+        stage.pool.free = 0  # busy
+        waiting = AwaitedReply()
+        stage.version.batcher.submit(InferRequest("a", ()), waiting)
+        stage.version.target = 0
+        assert await stage.settle() is VersionState.NEW
+        error = (await asyncio.gather(waiting.future, return_exceptions=True))[0]
+        assert isinstance(error, Unavailable)
+
+    asyncio.run(main())
+
+
 def test_an_unwanted_version_drains_unloads_and_is_gone() -> None:
     async def main() -> None:
         stage = Stage()

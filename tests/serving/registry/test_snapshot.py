@@ -148,6 +148,12 @@ def test_only_the_newest_of_ours_are_kept_and_none_of_anybody_else(tmp_path: Pat
     assert sorted(tmp_path.iterdir()) == sorted([theirs, tmp_path / "notes.txt", *written[2:]])
 
 
+def test_what_has_the_name_of_a_snapshot_and_cannot_be_read_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "20200101000000000-startup.cfg").mkdir()
+    assert write_snapshot(tmp_path, "snapshot", [], TABLE, keep=3).is_file()
+    assert (tmp_path / "20200101000000000-startup.cfg").is_dir()
+
+
 def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(source: object, target: object) -> None:
         raise OSError(28, "No space left on device")
