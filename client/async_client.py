@@ -17,7 +17,7 @@ from torchere.client.multipart import PartLike
 from torchere.client.predictions import Prediction
 from torchere.client.repository import ModelMetadata, ModelState, ServerMetadata
 from torchere.client.retries import Retries
-from torchere.client.wire import Settings
+from torchere.client.wire import LIMITS, Settings
 
 
 class AsyncClient:
@@ -52,7 +52,7 @@ class AsyncClient:
             retries or Retries(),
             headers or {},
         )
-        self._transport = Awaiting(settings, httpx.AsyncClient(transport=transport))
+        self._transport = Awaiting(settings, httpx.AsyncClient(transport=transport, limits=LIMITS))
 
     async def __aenter__(self) -> AsyncClient:
         return self

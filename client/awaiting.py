@@ -11,7 +11,7 @@ import httpx
 
 from torchere.client.errors import ClientError
 from torchere.client.exchange import Operation, Request, Result
-from torchere.client.wire import Settings, answer_of, read, too_late, translated
+from torchere.client.wire import Settings, TimeLeft, answer_of, read, too_late, translated
 
 
 class Awaiting:
@@ -97,7 +97,7 @@ class Awaiting:
             self._settings.url(request),
             headers=self._settings.sent_headers(request, remaining_s),
             content=request.body,
-            timeout=None if remaining_s == float("inf") else remaining_s,
+            extensions={"timeout": TimeLeft(lambda: deadline_s - time.monotonic())},
         )
         return await self._http.send(built, stream=True)
 

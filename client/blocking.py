@@ -10,7 +10,9 @@ import httpx
 
 from torchere.client.errors import ClientError
 from torchere.client.exchange import Operation, Request, Result
-from torchere.client.wire import Settings, answer_of, read, too_late, translated
+from torchere.client.wire import Settings, TimeLeft, answer_of, read, too_late, translated
+
+_PIECE_BYTES = 1 << 18
 
 
 class Blocking:
@@ -88,14 +90,27 @@ class Blocking:
         remaining_s = deadline_s - time.monotonic()
         if remaining_s <= 0:
             raise too_late(allowed_s)
+        headers = self._settings.sent_headers(request, remaining_s)
+        content: bytes | Iterator[bytes] = request.body
+        if len(request.body) > _PIECE_BYTES:
+            headers["content-length"] = str(len(request.body))
+            content = _pieces(request.body, deadline_s, allowed_s)
         built = self._http.build_request(
             request.method,
             self._settings.url(request),
-            headers=self._settings.sent_headers(request, remaining_s),
-            content=request.body,
-            timeout=None if remaining_s == float("inf") else remaining_s,
+            headers=headers,
+            content=content,
+            extensions={"timeout": TimeLeft(lambda: deadline_s - time.monotonic())},
         )
         return self._http.send(built, stream=True)
+
+
+def _pieces(body: bytes, deadline_s: float, allowed_s: float) -> Iterator[bytes]:
+    # httpx bounds each send to the socket, not all of them: a slow line would never be too late.
+    for start in range(0, len(body), _PIECE_BYTES):
+        if time.monotonic() > deadline_s:
+            raise too_late(allowed_s)
+        yield body[start : start + _PIECE_BYTES]
 
 
 def _within(response: httpx.Response, deadline_s: float, allowed_s: float) -> Iterator[bytes]:

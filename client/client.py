@@ -16,7 +16,7 @@ from torchere.client.multipart import PartLike
 from torchere.client.predictions import Prediction
 from torchere.client.repository import ModelMetadata, ModelState, ServerMetadata
 from torchere.client.retries import Retries
-from torchere.client.wire import Settings
+from torchere.client.wire import LIMITS, Settings
 
 INFERENCE_ADDRESS = "http://127.0.0.1:8080"
 MANAGEMENT_ADDRESS = "http://127.0.0.1:8081"
@@ -38,7 +38,7 @@ class Client:
         management_token: its management key.
         timeout_s: for calls that name none; None waits for ever.
         retries: when a call is sent again.
-        headers: sent with every call.
+        headers: sent with every call; those of a call come before them.
         transport: httpx's, for certificates, Unix sockets, proxies or tests; None is its usual one.
 
     Example:
@@ -69,7 +69,7 @@ class Client:
             retries or Retries(),
             headers or {},
         )
-        self._transport = Blocking(settings, httpx.Client(transport=transport))
+        self._transport = Blocking(settings, httpx.Client(transport=transport, limits=LIMITS))
 
     def __enter__(self) -> Client:
         return self

@@ -87,11 +87,11 @@ class Conflict(InvalidRequest):
 
 
 class Unavailable(AnswerError):
-    """429 or 503: the server can't take the request now; the same request may succeed later."""
+    """429 or 503 of the server itself: it can't take the request now; the same one may succeed later."""
 
 
 class ModelFailed(AnswerError):
-    """The model's handler failed, its executor died, or memory ran out: see the server's log."""
+    """The model's handler failed or answered 429 or 503, its executor died, or memory ran out."""
 
 
 class TooLate(AnswerError, DeadlineExceeded):

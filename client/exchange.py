@@ -20,7 +20,7 @@ REQUEST_ID = "x-request-id"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One HTTP request. `path` is quoted and starts with "/"; names of headers are in lower case."""
+    """One HTTP request. `path` is quoted and starts with "/"; no two names of headers differ only in case."""
 
     method: str
     path: str
@@ -79,6 +79,12 @@ class Operation(Generic[Result_co]):
 def path(*segments: str) -> str:
     """A path of quoted segments; empty ones are left out."""
     return "/" + "/".join(quote(segment, safe="") for segment in segments if segment)
+
+
+def merged(*several: Mapping[str, str]) -> dict[str, str]:
+    """Headers as one mapping: of names that differ at most in case the last counts, in its spelling."""
+    found = {name.lower(): (name, value) for headers in several for name, value in headers.items()}
+    return dict(found.values())
 
 
 def json_body(value: object) -> bytes:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchere.client import tensors
 from torchere.client.errors import ModelFailed, UnreadableAnswer
-from torchere.client.exchange import JSON, REQUEST_ID, Answer, Operation, Request, json_body, path
+from torchere.client.exchange import JSON, REQUEST_ID, Answer, Operation, Request, json_body, merged, path
 from torchere.client.multipart import OCTETS
 from torchere.client.tensors import Tensor
 
@@ -99,13 +99,10 @@ def infer(
     """
     head, blobs = _message(_tensors(inputs), options)
     text = json_body(head)
-    sent = {**(headers or {}), "content-type": JSON}
-    if options.binary:
-        sent |= {"content-type": OCTETS, JSON_LENGTH: str(len(text))}
-    request = Request(
-        "POST", model_path(model, version, "infer"), headers=sent, body=b"".join([text, *blobs])
-    )
-    return Operation(request, result)
+    form = {"content-type": OCTETS, JSON_LENGTH: str(len(text))} if options.binary else {"content-type": JSON}
+    sent = merged(headers or {}, form)
+    body = b"".join([text, *blobs])
+    return Operation(Request("POST", model_path(model, version, "infer"), headers=sent, body=body), result)
 
 
 def infer_stream(
@@ -117,7 +114,7 @@ def infer_stream(
     headers: Mapping[str, str] | None = None,
 ) -> Operation[object]:
     """The same for a model that answers in parts: they come as server-sent events, in JSON."""
-    wanted = {**(headers or {}), "accept": "text/event-stream"}
+    wanted = merged(headers or {}, {"accept": "text/event-stream"})
     return infer(model, inputs, options, version=version, headers=wanted)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchere.client.errors import UnreadableAnswer
-from torchere.client.exchange import JSON, REQUEST_ID, Answer, Operation, Request, json_body, path
+from torchere.client.exchange import JSON, REQUEST_ID, Answer, Operation, Request, json_body, merged, path
 from torchere.client.multipart import OCTETS, PartLike, encode_form, guessed_type
 
 
@@ -46,7 +46,7 @@ class Prediction:
         """
         try:
             return json.loads(self.body)
-        except ValueError as err:
+        except (ValueError, RecursionError) as err:
             raise UnreadableAnswer(
                 f"the model answered {self.body[:200]!r}, which is no JSON: {err}"
             ) from err
@@ -70,7 +70,8 @@ def predict(
         version: None is the model's default version.
         content_type: instead of the one that belongs to `data`.
         files: a form of several parts, instead of `data`.
-        headers: reach the handler in the spelling given here.
+        headers: reach the handler in the spelling given here; a content type among them counts like
+            `content_type`.
         verb: the first segment of the path.
 
     Raises:
@@ -80,8 +81,9 @@ def predict(
     if files is not None and data is not None:
         raise TypeError("found data and files; expected one of them")
     own_type, body = encode_form(files) if files is not None else encode_data(data)
-    sent = dict(headers or {})
-    sent["content-type"] = content_type or own_type
+    sent = merged({"content-type": own_type}, headers or {})
+    if content_type:
+        sent = merged(sent, {"content-type": content_type})
     return Operation(Request("POST", path(verb, model, version or ""), headers=sent, body=body), _prediction)
 
 

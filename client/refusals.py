@@ -21,13 +21,16 @@ _BY_STATUS: dict[int, type[e.AnswerError]] = {
 }
 
 
-def refusal(answer: Answer) -> e.AnswerError:
-    """The exception for an answer that is no success."""
+def refusal(answer: Answer, path: str = "") -> e.AnswerError:
+    """The exception for an answer that is no success; `path` is the request's."""
     body = _object(answer.body)
     kind = str(body.get("type", ""))
+    # The server names its own refusals; a status without a name is one that the handler set.
+    named = bool(kind) or ("error" in body and path.startswith("/v2/"))
+    by_handler = not named and REQUEST_ID in answer.headers
     # TorchServe's API says "message", the Open Inference Protocol "error".
     message = body.get("message") or body.get("error") or _text(answer)
-    return _class(answer.status, kind)(
+    return _class(answer.status, kind, by_handler)(
         str(message),
         answer.status,
         kind=kind,
@@ -43,11 +46,12 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
     return float(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
 
-def _class(status: int, kind: str) -> type[e.AnswerError]:
+def _class(status: int, kind: str, by_handler: bool) -> type[e.AnswerError]:
     # TorchServe's names where the status alone does not say it: a bad token is 400, a failed handler 503.
     if kind == "InvalidKeyException":
         return e.Unauthorized
-    if kind == "InternalServerException" and status == 503:
+    ran = by_handler or (kind == "InternalServerException" and status == 503)
+    if ran and _BY_STATUS.get(status) is e.Unavailable:
         return e.ModelFailed
     if status in _BY_STATUS:
         return _BY_STATUS[status]
@@ -57,7 +61,7 @@ def _class(status: int, kind: str) -> type[e.AnswerError]:
 def _object(body: bytes) -> dict[str, Any]:
     try:
         value = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

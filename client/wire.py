@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
 
 import httpx
 
 from torchere.client.errors import ConnectionFailed, DeadlineExceeded
-from torchere.client.exchange import Answer, Api, Operation, Request, Result
+from torchere.client.exchange import Answer, Api, Operation, Request, Result, merged
 from torchere.client.refusals import refusal
 from torchere.client.retries import Retries
 
 TIMEOUT_HEADER = "x-torchere-timeout-ms"
+LIMITS = httpx.Limits()  # as many connections as there are calls; httpx's own clients stop at 100
 _LONGEST_TIMEOUT_MS = 86_400_000  # the most the server takes: a day
+_LONGEST_WAIT_S = 1_000_000.0  # sockets take no more than 24 days; who says more means no bound
+_SHORTEST_WAIT_S = 0.001  # 0 would not wait at all
 _AGENT = "torchere-client"
 
 
@@ -34,11 +36,13 @@ class Settings:
 
     def __post_init__(self) -> None:
         for address in (self.address, self.management_address):
-            parts = urlsplit(address)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
+            if not _is_http(address):
                 raise ValueError(
                     f"the address is {address!r}; expected http://host:port or https://host:port"
                 )
+        for token in (self.token, self.management_token):
+            if token is not None:
+                bearer(token)
         self.seconds(None)
 
     def url(self, request: Request) -> str:
@@ -48,13 +52,12 @@ class Settings:
 
     def sent_headers(self, request: Request, remaining_s: float) -> dict[str, str]:
         """The headers of one attempt; the deadline travels as what is left of it."""
-        headers = {"user-agent": _AGENT, **self.headers, **request.headers}
         token = self._token(request.api)
-        if token is not None:
-            headers.setdefault("authorization", f"Bearer {token}")
+        authorization = {} if token is None else {"authorization": bearer(token)}
+        headers = merged({"user-agent": _AGENT}, authorization, self.headers, request.headers)
         if request.api == "inference" and remaining_s < math.inf:
             remaining_ms = max(1, min(math.ceil(remaining_s * 1000), _LONGEST_TIMEOUT_MS))
-            headers[TIMEOUT_HEADER] = str(remaining_ms)
+            headers = merged(headers, {TIMEOUT_HEADER: str(remaining_ms)})
         return headers
 
     def seconds(self, timeout_s: float | None) -> float:
@@ -70,6 +73,37 @@ class Settings:
         return self.token if api == "inference" else self.management_token
 
 
+class TimeLeft(Mapping[str, float | None]):
+    """httpx's time-outs of one attempt: for each step what is left of the call when that step begins.
+
+    A number in their place would count from the start for the connection, the request and the answer each.
+    """
+
+    def __init__(self, remaining_s: Callable[[], float]) -> None:
+        self._remaining_s = remaining_s
+
+    def __getitem__(self, step: str) -> float | None:
+        remaining_s = self._remaining_s()
+        return None if remaining_s > _LONGEST_WAIT_S else max(remaining_s, _SHORTEST_WAIT_S)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("pool", "connect", "write", "read"))
+
+    def __len__(self) -> int:
+        return 4
+
+
+def bearer(token: str) -> str:
+    """The value of the header `authorization`.
+
+    Raises:
+        ValueError: no header can carry the token, mostly for a line break behind it; it is not in the text.
+    """
+    if not (token.isascii() and token.isprintable()):
+        raise ValueError("the token holds a line break or a character that is not ASCII; expected one word")
+    return f"Bearer {token}"
+
+
 def read(operation: Operation[Result], answer: Answer) -> Result:
     """What an operation makes of an answer.
 
@@ -77,7 +111,7 @@ def read(operation: Operation[Result], answer: Answer) -> Result:
         AnswerError: the answer is an error.
     """
     if not operation.takes(answer.status):
-        raise refusal(answer)
+        raise refusal(answer, operation.request.path)
     return operation.read(answer)
 
 
@@ -102,4 +136,12 @@ def translated(url: str, timeout_s: float) -> Iterator[None]:
     except httpx.ConnectError as err:
         raise ConnectionFailed(f"no connection to {url}: {err}", refused=True) from err
     except (httpx.HTTPError, httpx.StreamError) as err:
-        raise ConnectionFailed(f"the connection to {url} broke: {err}") from err
+        raise ConnectionFailed(f"the connection to {url} broke: {str(err) or repr(err)}") from err
+
+
+def _is_http(address: str) -> bool:
+    try:
+        url = httpx.URL(address)
+    except httpx.InvalidURL:
+        return False
+    return url.scheme in ("http", "https") and bool(url.host)

@@ -18,6 +18,7 @@ from torchere.serving.bench_client import Client, ConnectionLost, Target, reques
 from torchere.serving.bench_figures import LOST, Tally, progress, report
 
 _REFRESH_S = 0.2
+_LAST_ANSWERS_S = 300.0  # for what was sent before the end; a model may take TorchServe's 120 s, twice
 _PAUSE_S = 0.05  # after a lost connection, so that a server that is down is not hammered
 
 
@@ -52,14 +53,22 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_bench(options: argparse.Namespace) -> int:
-    """Measure and print; status 1 when a request was not answered with a 2xx, or nothing could be sent."""
+    """Measure and print; status 1 when a request was not answered with a 2xx, or nothing could be sent.
+
+    Ctrl+C prints what was measured until then.
+    """
     try:
         run = plan(options)
     except (ValueError, OSError) as err:
         print(err, file=sys.stderr)
         return 1
     tally = Tally()
-    elapsed_s = asyncio.run(measure(run, tally, show=sys.stderr.isatty()))
+    started_s = time.perf_counter()
+    try:
+        elapsed_s = asyncio.run(measure(run, tally, show=sys.stderr.isatty()))
+    except KeyboardInterrupt:
+        print(report(tally, time.perf_counter() - started_s, run.clients))
+        raise
     print(report(tally, elapsed_s, run.clients))
     return 0 if tally.latencies_s and not tally.errors else 1
 
@@ -79,13 +88,23 @@ def plan(options: argparse.Namespace) -> Run:
 
 
 async def measure(run: Run, tally: Tally, *, show: bool) -> float:
-    """Run all clients; fills `tally` and returns the seconds it took, to the last answer."""
+    """Run all clients; fills `tally` and returns the seconds it took, to the last answer.
+
+    What has no answer five minutes after the end counts as lost.
+    """
     started_s = time.perf_counter()
     stop_s = started_s + run.seconds
     clients = [asyncio.ensure_future(_client(run, tally, stop_s)) for _ in range(run.clients)]
     ticker = asyncio.ensure_future(_show_progress(run.seconds, tally)) if show else None
     try:
-        await asyncio.gather(*clients)
+        ended, late = await asyncio.wait(
+            clients, timeout=run.seconds + _LAST_ANSWERS_S, return_when=asyncio.FIRST_EXCEPTION
+        )
+        for client in ended:
+            client.result()
+        for client in late:
+            client.cancel()
+            tally.add(LOST, run.seconds, b"given up long after the end")
     finally:
         if ticker is not None:
             ticker.cancel()

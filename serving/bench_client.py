@@ -91,7 +91,7 @@ class Client:
             _, made = await loop.create_connection(
                 _Connection, self._target.host, self._target.port, ssl=context
             )
-        except OSError as err:
+        except (OSError, UnicodeError) as err:  # UnicodeError: the name of the host is none
             raise ConnectionLost(str(err)) from err
         return made
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 from torchere.serving import __version__, cli_tools
 from torchere.serving.cli_serve import add_serve
+from torchere.serving.cli_streams import drop_standard_output, open_standard_streams
 from torchere.serving.cli_texts import described
 from torchere.serving.errors import ServingError
 from torchere.serving.properties import ConfigurationError
@@ -35,19 +36,45 @@ _COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None]], ...
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `torchere`; the exit status is 0, 1 (refused or failed) or 2 (wrong usage, raised by argparse)."""
+    """Run `torchere`; the exit status is 0, 1 (refused or failed) or 2 (wrong usage, raised by argparse).
+
+    130 is Ctrl+C, as shells have it.
+    """
     arguments = sys.argv[1:] if argv is None else argv
-    options = _parser(arguments).parse_args(arguments)
-    return _guarded(options.run, options)
+
+    def command() -> int:
+        options = _parser(arguments).parse_args(arguments)
+        return _guarded(options.run, options)
+
+    return _to_the_end(command)
 
 
 def torchserve_main(argv: Sequence[str] | None = None) -> int:
     """Run `torchserve`, with the flags, texts and exit statuses of TorchServe 0.12."""
-    options = _torchserve_parser().parse_args(argv)
-    if options.version:
-        print(f"TorchServe Version is {cli_tools.TORCHSERVE_VERSION}")
-        return 0
-    return _guarded(_stop if options.stop else _start, options)
+
+    def command() -> int:
+        options = _torchserve_parser().parse_args(argv)
+        if options.version:
+            print(f"TorchServe Version is {cli_tools.TORCHSERVE_VERSION}")
+            return 0
+        return _guarded(_stop if options.stop else _start, options)
+
+    return _to_the_end(command)
+
+
+def _to_the_end(command: Callable[[], int]) -> int:
+    """The status of the command, also when somebody stops it, or reads no further (`| head`)."""
+    open_standard_streams()
+    try:
+        try:
+            return command()
+        finally:
+            sys.stdout.flush()  # while it can still be told; argparse ends by SystemExit
+    except BrokenPipeError:
+        drop_standard_output()
+        return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 def _guarded(action: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:

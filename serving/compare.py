@@ -74,25 +74,31 @@ def run_compare(options: argparse.Namespace) -> int:
     if options.picture:
         from torchere.archiver.models.compare_picture import picture  # noqa: PLC0415 - imports torch
 
-        options.picture.write_text(picture(report), encoding="utf-8")
+        try:
+            options.picture.write_text(picture(report), encoding="utf-8")
+        except OSError as error:
+            print(f"torchere compare: {error}", file=sys.stderr)
+            return 2
     return 0 if report.accepted else 2
 
 
 def _compared(options: argparse.Namespace) -> Report:
-    from torchere.archiver.models.verify import verify  # noqa: PLC0415 - imports torch
+    from torchere.archiver.models.steps import refusing  # noqa: PLC0415 - imports torch
+    from torchere.archiver.models.verify import verify  # noqa: PLC0415
 
     with contender(options.original) as one, contender(options.packed) as other:
         samples = read_samples(options.data, one)
-        return verify(
-            one.run,
-            other.run,
-            samples,
-            max_drift=options.max_drift,
-            batched=one.batched and other.batched,
-            names=(one.name, other.name),
-            files=(one.file, other.file),
-            loads=(one.load, other.load),
-        )
+        with refusing(f"running {one.name} and {other.name} on {options.data}"):
+            return verify(
+                one.run,
+                other.run,
+                samples,
+                max_drift=options.max_drift,
+                batched=one.batched and other.batched,
+                names=(one.name, other.name),
+                files=(one.file, other.file),
+                loads=(one.load, other.load),
+            )
 
 
 @contextmanager
@@ -150,6 +156,8 @@ def _picture(file: Path, config: dict[str, Any]) -> torch.Tensor:
     overrides = handler.get("image") if isinstance(handler, dict) else None
     known = {"resize", "crop", "mean", "std"}
     try:
+        if not isinstance(overrides, (dict, type(None))):
+            raise ValueError(f"handler.image in model-config.yaml is {overrides!r}; expected a mapping")
         transform = ImageTransform().replaced_by({k: v for k, v in (overrides or {}).items() if k in known})
         with Image.open(file) as image:
             return transform(image)[None]

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchere.archiver.names import MANIFEST_NAME
 from torchere.serving.migration_archive import archive_findings
-from torchere.serving.migration_config import config_findings, snapshot_findings
+from torchere.serving.migration_config import config_findings, model_findings, snapshot_findings
 from torchere.serving.migration_finding import MigrationFinding, Verdict
 from torchere.serving.properties import ConfigurationError
 from torchere.serving.registry.store import ARCHIVE_SUFFIXES
@@ -71,6 +72,7 @@ def check_migration(
     if config is not None:
         settings, found = config_findings(config, environ)
         findings += found
+        findings += model_findings(config, settings, model_store)
     store = model_store or settings.model_store
     if snapshots is not None:
         findings += _snapshot(snapshots, store, environ)
@@ -95,5 +97,5 @@ def _store(store: Path, settings: ServerSettings) -> Iterator[MigrationFinding]:
         if path.suffix == ".war":
             text = "workflows can't be registered; call its models one after the other"
             yield MigrationFinding(str(path), "workflow", "unsupported", text)
-        elif path.is_dir() or path.name.endswith(ARCHIVE_SUFFIXES):
+        elif path.name.endswith(ARCHIVE_SUFFIXES) or (path / MANIFEST_NAME).is_file():  # as load_models=all
             yield from archive_findings(path, settings)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torchere.serving.configuration import Configuration, Finding, configure
 from torchere.serving.migration_finding import MigrationFinding, Verdict
 from torchere.serving.properties import read_properties
+from torchere.serving.registry.allowed_urls import is_remote
+from torchere.serving.registry.startup import startup_models
 from torchere.serving.settings import ServerSettings
 
 # Keys without effect whose absence clients or operators would notice; other keys without effect only tune.
@@ -59,7 +62,7 @@ def snapshot_findings(
         ConfigurationError: it can't be read, or is no properties file.
     """
     configuration = configure(read_properties(path), environ)
-    return [*_problems(path, configuration), *_models(path, configuration, store)]
+    return [*_problems(path, configuration), *model_findings(path, configuration.settings, store)]
 
 
 def _problems(path: Path, configuration: Configuration) -> Iterator[MigrationFinding]:
@@ -67,11 +70,17 @@ def _problems(path: Path, configuration: Configuration) -> Iterator[MigrationFin
         yield _line(str(path), finding)
 
 
-def _models(path: Path, configuration: Configuration, store: Path | None) -> Iterator[MigrationFinding]:
-    folder = store or configuration.settings.model_store
-    for model in configuration.settings.snapshot_models:
+def model_findings(path: Path, settings: ServerSettings, store: Path | None) -> Iterator[MigrationFinding]:
+    """Whether the archives that a start would load are there; `store` None takes the settings' own."""
+    folder = store or settings.model_store
+    for wanted in startup_models(replace(settings, snapshot_models=()), ()):
+        if folder is None or is_remote(wanted.url) or (folder / wanted.url.rstrip("/")).exists():
+            continue
+        text = f"is not in {folder}: the start goes on, as in TorchServe; /readyz says 503 until it is there"
+        yield MigrationFinding(str(path), f"load_models {wanted.url}", "differs", text)
+    for model in settings.snapshot_models:
         item = f"{model.name} {model.version}"
-        if folder is not None and not (folder / model.archive).exists():
+        if folder is not None and not (folder / str(model.settings.get("path") or model.archive)).exists():
             text = f"{model.archive} is not in {folder}: the start would be refused, as by TorchServe"
             yield MigrationFinding(str(path), item, "unsupported", text)
         else:

@@ -23,6 +23,7 @@ DESCRIPTION = (
 )
 REST_ADDRESS = "http://127.0.0.1:8080"
 GRPC_ADDRESS = "127.0.0.1:7070"
+_LONGEST_S = 86_400.0  # the most the server takes
 NPY_TYPE = "application/x-npy"
 _UNNAMED = "input"  # what the only input of a model is called that names none
 
@@ -43,7 +44,11 @@ def add_predict_arguments(parser: argparse.ArgumentParser) -> None:
         "--npy", action="append", metavar="[NAME=]FILE", help="a NumPy array; with --v2 once for each input"
     )
     add("--content-type", metavar="TYPE", help="of --file or --image (default: by the file's name)")
-    add("--address", metavar="ADDRESS", help=f"default: {REST_ADDRESS}, with --grpc {GRPC_ADDRESS}")
+    add(
+        "--address",
+        metavar="ADDRESS",
+        help=f"default: {REST_ADDRESS}, with --grpc {GRPC_ADDRESS}; https://host:port for TLS, with either",
+    )
     add("--token", metavar="KEY", help="the inference key of the server")
     add("--timeout", type=float, default=60.0, metavar="S", help="seconds (default: %(default)g)")
     add("--v2", action="store_true", help="use the Open Inference Protocol, with --json or --npy")
@@ -60,13 +65,16 @@ def run_predict(options: argparse.Namespace) -> int:
         print("torchere predict needs httpx: pip install 'torchere[client]'", file=sys.stderr)
         return 1
     try:
-        print(_infer(options) if options.v2 else _predict(options))
+        if not 0 < options.timeout <= _LONGEST_S:
+            raise UsageError(f"found --timeout {options.timeout:g}, expected seconds above 0, a day at most")
+        said = _infer(options) if options.v2 else _predict(options)
     except ClientError as err:
         print(err, file=sys.stderr)
         return 1
-    except (UsageError, OSError, ValueError, TypeError) as err:
+    except (UsageError, OSError, EOFError, ValueError, TypeError) as err:
         print(f"torchere predict: {err}", file=sys.stderr)
         return 2
+    print(said)
     return 0
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import grpc
 from google.protobuf.message import Message
 
-from torchere.client import AnswerError, ConnectionFailed, DeadlineExceeded, Tensor
+from torchere.client import AnswerError, ConnectionFailed, DeadlineExceeded, Tensor, UnreadableAnswer
 from torchere.client.errors import ClientError
 from torchere.client.repository import TensorMetadata
+from torchere.client.wire import bearer
 from torchere.serving.frontend.grpc.protos import inference_pb2, open_inference_pb2
 
 _PREDICTIONS = "/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions"
@@ -24,17 +27,17 @@ class Connection:
     """One channel to a server. Use it in a `with` statement; every call raises a `ClientError`.
 
     Args:
-        address: host:port.
+        address: host:port; with https:// before it over TLS, where OpenSSL's certificates count, or those
+            of `SSL_CERT_FILE`, as over REST.
         token: the inference key; None sends none.
         timeout_s: of each call.
     """
 
     def __init__(self, address: str, token: str | None, timeout_s: float) -> None:
         self._address = address
-        self._metadata = [("authorization", f"Bearer {token}")] if token else []
+        self._metadata = [("authorization", bearer(token))] if token else []
         self._timeout_s = timeout_s
-        options = [(f"grpc.max_{way}_message_length", _UNBOUNDED) for way in ("send", "receive")]
-        self._channel = grpc.insecure_channel(address, options)
+        self._channel = _channel(address)
 
     def __enter__(self) -> Connection:
         return self
@@ -68,6 +71,8 @@ class Connection:
             request.raw_input_contents.append(one.data)
         read = open_inference_pb2.ModelInferResponse.FromString
         answer = self._call(f"{_OPEN_INFERENCE}/ModelInfer", request, read)
+        if len(answer.raw_output_contents) != len(answer.outputs):
+            raise UnreadableAnswer("expected raw tensors, found others; ask this server over REST")
         return [
             Tensor(one.name, one.datatype, tuple(one.shape), raw)
             for one, raw in zip(answer.outputs, answer.raw_output_contents, strict=True)
@@ -93,3 +98,15 @@ class Connection:
             return ConnectionFailed(f"no connection to {self._address}: {details}", refused=True)
         # The second line of TorchServe's details is the name of a Java class.
         return AnswerError(details.partition("\n")[0], code.value[0], kind=code.name)
+
+
+def _channel(address: str) -> grpc.Channel:
+    options = [(f"grpc.max_{way}_message_length", _UNBOUNDED) for way in ("send", "receive")]
+    scheme, separator, peer = address.rpartition("://")
+    if not separator:
+        return grpc.insecure_channel(address, options)
+    if scheme != "https":
+        raise ValueError(f"the address is {address!r}; expected host:port, or https://host:port for TLS")
+    trusted = ssl.get_default_verify_paths().cafile  # None: those that come with gRPC
+    roots = Path(trusted).read_bytes() if trusted else None
+    return grpc.secure_channel(peer, grpc.ssl_channel_credentials(roots), options)

@@ -20,11 +20,11 @@ def body_text(body: bytes, content_type: str) -> str:
         return f"{len(body)} bytes of {content_type or 'unknown type'}"
     try:
         value = json.loads(text)
-    except ValueError:
+        if _is_scores(value):
+            return _table([(name, f"{score:g}") for name, score in value.items()])
+        return json.dumps(value, indent=2, ensure_ascii=False)
+    except (ValueError, OverflowError, RecursionError):  # no JSON, or more than can be laid out
         return text
-    if _is_scores(value):
-        return _table([(name, f"{score:g}") for name, score in value.items()])
-    return json.dumps(value, indent=2, ensure_ascii=False)
 
 
 def tensors_text(tensors: Sequence[Tensor]) -> str:

@@ -44,7 +44,8 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
     add("--model-store", metavar="DIR", help="directory the archives are in; needed here or in the file")
     add("--workflow-store", metavar="DIR", help="accepted; workflows are not supported")
     add("--models", metavar="MODEL", nargs="+", help="models to load: [name=]archive ..., or all")
-    add("--log-config", metavar="FILE", help="accepted; log4j2 files have no effect")
+    # --log: short for it in TorchServe, which has no other option that begins so
+    add("--log-config", "--log", metavar="FILE", help="accepted; log4j2 files have no effect")
     add("--cpp-log-config", metavar="FILE", help="accepted; there is no C++ backend")
     add(
         "--no-config-snapshots",

@@ -1,5 +1,9 @@
 """`torchere bench` against tiny real servers on the loopback interface."""
 
+import signal
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -96,6 +100,31 @@ def test_answers_that_are_not_http_are_lost_connections(capsys):
     with running(Garbage) as (url, _seen):
         assert bench(url, "echo") == 1
     assert "no answer (connection lost): the answer is not HTTP: " in capsys.readouterr().out
+
+
+def test_what_has_no_answer_long_after_the_end_is_lost(capsys, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torchere.serving.bench._LAST_ANSWERS_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert bench(f"http://127.0.0.1:{silent.getsockname()[1]}", "echo") == 1
+    assert "2 x no answer (connection lost): given up" in capsys.readouterr().out
+
+
+def test_ctrl_c_prints_what_was_measured_until_then():
+    with running(Model) as (url, seen):
+        arguments = ("bench", "echo", "--url", url, "--seconds", "600")
+        command = [sys.executable, "-m", "torchere.serving", *arguments]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        while not seen:
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        printed, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (130, "")
+    assert "8 clients)\n" in printed
+
+
+def test_a_host_that_is_none_is_a_lost_connection(capsys):
+    assert bench("http://a..b", "echo") == 1
+    assert "x no answer (connection lost)" in capsys.readouterr().out
 
 
 def test_a_server_that_is_not_there_is_lost_connections(capsys):

@@ -70,6 +70,30 @@ def test_the_content_type_and_headers_of_the_caller_win(call: Caller) -> None:
     assert (b"X-Mine", b"1") in server.requests[0].headers.raw
 
 
+@pytest.mark.parametrize("name", ["Content-Type", "content-type"])
+def test_a_content_type_among_the_headers_counts(call: Caller, name: str) -> None:
+    server = Server(ok())
+    call(server, lambda client: client.predict("net", b"{}", headers={name: "application/json"}))
+    assert server.requests[0].headers.get_list("content-type") == ["application/json"]
+
+
+def test_a_header_is_sent_once_whatever_its_spelling(call: Caller) -> None:
+    server = Server(ok())
+    headers = {"Authorization": "Basic abc", "User-Agent": "mine"}
+    call(server, lambda client: client.predict("net"), headers=headers, token="key")
+    assert server.requests[0].headers.get_list("authorization") == ["Basic abc"]
+    assert server.requests[0].headers.get_list("user-agent") == ["mine"]
+
+
+def test_a_large_body_is_sent_whole(call: Caller) -> None:
+    server, body = Server(ok()), bytes(range(256)) * 3000
+    call(server, lambda client: client.predict("net", body))
+    (request,) = server.requests
+    assert request.content == body
+    assert request.headers["content-length"] == str(len(body))
+    assert "transfer-encoding" not in request.headers
+
+
 def test_a_form_has_all_parts(call: Caller, tmp_path: Path) -> None:
     from torchere.serving.frontend.rest.multipart import multipart_parameters
 
@@ -147,6 +171,8 @@ def test_no_attempt_begins_after_the_deadline(call: Caller, clock: Clock) -> Non
             httpx.Response(503, json={"type": "InternalServerException", "message": "Prediction failed"}),
             ModelFailed,
         ),
+        (httpx.Response(503, content=b"no", headers={"x-request-id": "1"}), ModelFailed),
+        (httpx.Response(429, json={"error": "no"}, headers={"x-request-id": "1"}), ModelFailed),
         (httpx.ReadError("reset"), ConnectionFailed),
         (httpx.RemoteProtocolError("half an answer"), ConnectionFailed),
         (httpx.ReadTimeout("slow"), DeadlineExceeded),
@@ -325,7 +351,7 @@ def test_a_description_is_a_list(call: Caller) -> None:
         call(Server(ok({})), lambda client: client.describe("a"))
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:8080", "ftp://host", "http://"])
+@pytest.mark.parametrize("address", ["127.0.0.1:8080", "ftp://host", "http://", "http://host:none"])
 def test_an_address_without_its_parts_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match=r"expected http://host:port"):
         Client(address)
@@ -334,6 +360,12 @@ def test_an_address_without_its_parts_is_refused(address: str) -> None:
 def test_a_senseless_time_out_is_refused(call: Caller) -> None:
     with pytest.raises(ValueError, match="expected seconds above 0"):
         call(Server(ok()), lambda client: client.predict("net", timeout_s=0))
+
+
+def test_a_token_that_no_header_carries_is_refused_and_kept_secret() -> None:
+    with pytest.raises(ValueError, match="the token holds a line break") as caught:
+        Client(token="s3cret\n")
+    assert "s3cret" not in str(caught.value)
 
 
 def test_data_and_files_exclude_each_other(call: Caller) -> None:

@@ -36,6 +36,24 @@ def test_every_kind_of_answer_has_its_class(status: int, kind: str, expected: ty
     assert (made.status, made.kind, made.message) == (status, kind, "why")
 
 
+@pytest.mark.parametrize(
+    ("body", "path", "by_server"),
+    [
+        (b"busy", "/predictions/net", False),
+        ({"error": "no database"}, "/predictions/net", False),
+        ({"type": "ServiceUnavailableException"}, "/predictions/net", True),
+        ({"error": "full"}, "/v2/models/net/infer", True),
+    ],
+)
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_status_of_the_handlers_is_not_taken_for_the_servers(
+    status: int, body: object, path: str, by_server: bool
+) -> None:
+    expected = e.Unavailable if by_server else e.ModelFailed
+    assert type(refusal(answer(status, body, x_request_id="1"), path)) is expected
+    assert type(refusal(answer(status, body), path)) is e.Unavailable  # of a proxy
+
+
 def test_an_error_says_all_that_the_server_said() -> None:
     body = {"code": 500, "type": "X", "message": "it broke", "detail": "exit code 3"}
     made = refusal(answer(500, body, x_request_id="abc"))
@@ -58,6 +76,7 @@ def test_retry_after_is_in_seconds() -> None:
         (b"<html>Bad gateway</html>", "<html>Bad gateway</html>"),
         (b"", "The server gave no reason."),
         (b"[1]", "[1]"),
+        (b"[" * 100_000, "[" * 500),
     ],
 )
 def test_an_error_that_is_no_json_object_is_shown_as_it_is(body: bytes, message: str) -> None:

@@ -98,6 +98,9 @@ def test_no_server_is_status_1(capsys: pytest.CaptureFixture[str], protocol) -> 
         (("--npy", "a=x.npy"), "need --v2"),
         (("--v2", "--file", "x"), "expected --json or --npy"),
         (("--json", "1", "--timeout", "-1"), "expected seconds above 0"),
+        (("--json", "1", "--timeout", "inf", "--grpc"), "expected seconds above 0"),
+        (("--json", "1", "--token", "a\n", "--grpc"), "the token holds a line break"),
+        (("--v2", "--npy", os.devnull), "No data left in file"),
     ],
 )
 def test_what_makes_no_request_is_status_2(predict, arguments, said: str) -> None:

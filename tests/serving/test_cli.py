@@ -166,6 +166,7 @@ def test_wrong_usage_has_status_2(arguments: list[str], capsys: pytest.CaptureFi
         ),
         (["--model-store", "store", "--ts-config", "none"], "--ts-config file not found: none"),
         (["--model-store", "store", "--log-config", "none"], "--log-config file not found: none"),
+        (["--model-store", "store", "--log", "none"], "--log-config file not found: none"),
         (["--model-store", "store", "--cpp-log-config", "none"], "--cpp-log-config file not found: none"),
     ],
 )

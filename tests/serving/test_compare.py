@@ -40,10 +40,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def pack(folder: Path, name: str, factor: float) -> None:
+IMAGE = "handler: {image: {resize: 8, crop: 8, mean: [0, 0, 0], std: [1, 1, 1]}}\n"
+
+
+def pack(folder: Path, name: str, factor: float, settings: str = IMAGE) -> None:
     weights, config = folder / f"{name}.pt", folder / "model-config.yaml"
     torch.jit.trace(Mean(factor).eval(), torch.zeros(1, 3, 4, 4)).save(str(weights))  # type: ignore[no-untyped-call]
-    config.write_text("handler: {image: {resize: 8, crop: 8, mean: [0, 0, 0], std: [1, 1, 1]}}\n")
+    config.write_text(settings)
     write_archive(
         ArchiveRequest(
             model_name=name,
@@ -84,6 +87,47 @@ def test_models_that_are_far_apart_end_with_status_2_and_the_table(
 
     assert status == 2
     assert "drift 1, at most 0.4 wanted: REFUSED" in capsys.readouterr().out
+
+
+def test_a_picture_that_cannot_be_written_is_one_line_behind_the_report(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    archives = (str(folder / "one.mar"), str(folder / "close.mar"))
+    picture = str(folder / "none" / "p.svg")
+
+    status = main(["compare", *archives, "--data", str(folder / "data"), "--picture", picture])
+
+    assert status == 2
+    said = capsys.readouterr()
+    assert "drift 0.01" in said.out
+    assert said.err.startswith("torchere compare: ")
+
+
+def test_inputs_that_a_model_fails_on_are_one_line_and_status_2(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(folder / "data" / "array.npy", np.zeros((2, 2), np.float32))
+
+    status = main(
+        ["compare", str(folder / "one.mar"), str(folder / "far.mar"), "--data", str(folder / "data")]
+    )
+
+    assert status == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "running one.mar and far.mar on" in line
+
+
+def test_a_configuration_that_prepares_no_picture_is_one_line_and_status_2(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pack(folder, "odd", 1.0, "handler: {image: 5}\n")
+
+    status = main(
+        ["compare", str(folder / "odd.mar"), str(folder / "one.mar"), "--data", str(folder / "data")]
+    )
+
+    assert status == 2
+    assert "handler.image in model-config.yaml is 5; expected a mapping" in capsys.readouterr().err
 
 
 def test_data_that_is_no_input_is_one_line_and_status_2(

@@ -180,6 +180,32 @@ def test_the_newest_snapshot_is_read_as_a_start_would(tmp_path: Path) -> None:
     assert (found["a 1.0"], found["b 1.0"], found["foo=***"]) == ("same", "unsupported", "differs")
 
 
+@pytest.mark.parametrize(
+    ("text", "item", "verdict"),
+    [
+        ('model_snapshot={"models":{"a":{"1.0":%s}}}' % (ENTRY % "a.mar"), "a 1.0", "same"),
+        ('model_snapshot={"models":{"b":{"1.0":%s}}}' % (ENTRY % "b.mar"), "b 1.0", "unsupported"),
+        ("load_models=a.mar,x=b.mar,https://h/c.mar", "load_models b.mar", "differs"),
+    ],
+)
+def test_archives_that_the_configuration_loads_are_looked_for(
+    tmp_path: Path, text: str, item: str, verdict: str
+) -> None:
+    pack(tmp_path / "a.mar", {"h.py": ""}, handler="h.py")
+    found = of_config(tmp_path, f"model_store={tmp_path}\n{text}\n")
+    assert found[item] == verdict
+    assert not found.keys() & {"load_models a.mar", "load_models https://h/c.mar"}
+
+
+def test_folders_that_are_no_archives_are_passed_over_as_at_a_start(tmp_path: Path) -> None:
+    (tmp_path / "lost+found").mkdir()
+    (tmp_path / "unpacked" / "MAR-INF").mkdir(parents=True)
+    (tmp_path / "unpacked" / "MAR-INF" / "MANIFEST.json").write_text(
+        '{"model": {"modelName": "m", "handler": "base_handler"}}'
+    )
+    assert {finding.subject for finding in of_store(tmp_path).findings} == {str(tmp_path / "unpacked")}
+
+
 def test_a_folder_without_snapshots_restores_nothing(tmp_path: Path) -> None:
     assert verdicts(check_migration(None, None, tmp_path, {})) == {"snapshots": "same"}
 

@@ -1,3 +1,5 @@
+import pytest
+
 from torchere.client import Tensor
 from torchere.serving.predict_report import body_text, tensors_text
 
@@ -16,6 +18,11 @@ def test_other_json_is_indented() -> None:
 
 def test_text_is_printed_as_it_is() -> None:
     assert body_text(b"a cat", "text/plain") == "a cat"
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"a": 1%s}' % (b"0" * 400), b'{"a": 1'])
+def test_json_that_cannot_be_laid_out_is_printed_as_it_is(body: bytes) -> None:
+    assert body_text(body, "application/json") == body.decode()
 
 
 def test_of_other_bytes_the_size_is_told() -> None:
