@@ -34,6 +34,7 @@ from torchere.archiver.request import BUILT_IN_HANDLERS, FORMATS, ArchiveRequest
 from torchere.archiver.writer import write_archive
 
 _LATEST_EPOCH_S = 253402300799  # the last second of the year 9999, the last one that has a date
+_ENDS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_archive_arguments(parser)
     namespace = parser.parse_args(argv)
     try:
-        with _tidy_at_sigterm():
+        with _tidy_when_ended():
             return run_archive(namespace)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -137,7 +138,7 @@ def run_convert(namespace: argparse.Namespace) -> int:
 def _status_of(command: str, action: Callable[[], object]) -> int:
     """Run the action; print one line for what it raises."""
     try:
-        with _tidy_at_sigterm():
+        with _tidy_when_ended():
             action()
     except (ModelRefused, ArchiveError) as error:
         print(f"{command}: {error}", file=sys.stderr)
@@ -200,13 +201,20 @@ def _epoch_s(text: str) -> int:
 
 
 @contextmanager
-def _tidy_at_sigterm() -> Iterator[None]:
-    """Let a run that is told to end remove what it has written so far. For the main thread only."""
-    before = signal.signal(signal.SIGTERM, _end)
+def _tidy_when_ended() -> Iterator[None]:
+    """Let a run that is told to end remove what it has written so far. For the main thread only.
+
+    It is also told so when its terminal goes away, unless that is ignored (nohup).
+    """
+    found = {number: signal.getsignal(number) for number in _ENDS}
+    before = {number: handler for number, handler in found.items() if handler not in (signal.SIG_IGN, None)}
+    for number in before:
+        signal.signal(number, _end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _end(number: int, _frame: FrameType | None) -> NoReturn:

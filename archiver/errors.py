@@ -18,7 +18,7 @@ class ArchiveError(Exception):
         self.advice = advice
         self.entry = entry
         where = f"{self.archive}: entry {_shown(entry)}" if entry is not None else self.archive
-        super().__init__(_one_line(f"{where}: {reason} ({advice})"))
+        super().__init__(one_line(f"{where}: {reason} ({advice})"))
 
 
 class PackingError(Exception):
@@ -37,7 +37,7 @@ class ModelRefused(PackingError):
     """
 
     def __init__(self, text: str) -> None:
-        super().__init__(_one_line(" ".join(text.split())))
+        super().__init__(one_line(" ".join(text.split())))
 
 
 def _shown(entry: str) -> str:
@@ -46,6 +46,6 @@ def _shown(entry: str) -> str:
     return quoted if len(quoted) <= 120 else f"{quoted[:117]}..."
 
 
-def _one_line(text: str) -> str:
-    """The text with line breaks and control characters, which a path may hold, escaped."""
+def one_line(text: str) -> str:
+    """The text with line breaks and what else a terminal would not show as it is escaped."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

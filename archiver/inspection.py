@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchere.archiver.entries import ArchiveLimits, Chunks, Entry
+from torchere.archiver.errors import one_line
 from torchere.archiver.names import MANIFEST_NAME
 from torchere.archiver.reader import Archive, open_archive
 from torchere.archiver.weights import HEAD_BYTES, SUFFIXES, Weights, classify
@@ -52,7 +53,7 @@ class Report:
         return json.dumps(report, indent=2)
 
     def as_text(self) -> str:
-        """The report for people."""
+        """The report for people; nothing that the archive says can end a line of it or steer a terminal."""
         manifest = self.archive.manifest.dump() if self.archive.has_manifest else "  none"
         verified = "not present" if self.digests_verified is None else "verified (sha256)"
         parts = [
@@ -65,9 +66,10 @@ class Report:
         ]
         parts += [_entry_line(entry) for entry in self.archive.entries]
         parts += ["", f"Digests: {verified}", "", "May execute"]
-        parts += [f"  {sentence}" for sentence in self.code]
+        parts += [f"  {one_line(sentence)}" for sentence in self.code]
         if self.config_text is not None:
-            parts += ["", f"Configuration ({self.archive.manifest.config_file})", _indented(self.config_text)]
+            name = one_line(str(self.archive.manifest.config_file))
+            parts += ["", f"Configuration ({name})", _indented(self.config_text.expandtabs())]
         return "\n".join(parts)
 
 
@@ -169,8 +171,8 @@ def _entry_line(entry: Entry) -> str:
     aligned = f"aligned to {alignment}" if entry.method == "stored" else ""
     note = "  (manifest)" if entry.name == MANIFEST_NAME else ""
     sizes = f"{entry.size:>13,} {entry.stored_size:>13,}"
-    return f"  {sizes} {entry.method:<9}{aligned:<16} {entry.name}{note}"
+    return f"  {sizes} {entry.method:<9}{aligned:<16} {one_line(entry.name)}{note}"
 
 
 def _indented(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.splitlines())
+    return "\n".join(f"  {one_line(line)}" for line in text.splitlines())

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+_UNFINISHED = re.compile(r"\.torchere-[0-9a-f]{16}\.(part|old)")
+
+
+def is_unfinished(name: str) -> bool:
+    """Whether a file of this name is such a sibling: another run's, or one that was killed left it."""
+    return _UNFINISHED.fullmatch(name) is not None
 
 
 @contextmanager

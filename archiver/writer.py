@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import logging
 import os
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -42,7 +45,7 @@ def write_archive(request: ArchiveRequest, progress: Progress | None = None) -> 
     target = request.target
     _prepare(request)
     inputs = gather(request)
-    with staged(target) as work:
+    with _saying_what_does_not_fit(target), staged(target) as work:
         with open_sink(request.archive_format, work, request.model_name) as sink:
             digests = {item.name: _add(sink, item, request, progress) for item in inputs}
             manifest = request.manifest(digests).dump().encode()
@@ -51,6 +54,17 @@ def write_archive(request: ArchiveRequest, progress: Progress | None = None) -> 
             )
         _refuse_existing(request)  # once more: another run may have been quicker
     return target
+
+
+@contextmanager
+def _saying_what_does_not_fit(target: Path) -> Iterator[None]:
+    """A write that fails names no file, and the disk of the archive is not the only one in use."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None:
+            error.filename = str(target)
+        raise
 
 
 def check_target(request: ArchiveRequest) -> None:

@@ -13,7 +13,7 @@ from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.derive import signature_of
 from torchere.archiver.models.dynamic import Tensors, sizes_of
 from torchere.archiver.models.neighbours import take_along
-from torchere.archiver.models.packing import write_build
+from torchere.archiver.models.packing import refuse_full_disk, write_build
 from torchere.archiver.models.running import Run
 from torchere.archiver.models.samples import check_against
 from torchere.archiver.models.sources import EAGER, Source, aoti_metadata
@@ -105,6 +105,7 @@ def _state_file(source: Source, options: BuildOptions, work: Path) -> Path | Non
         if isinstance(found, dict) and found.keys() == module.state_dict().keys():
             return path
     made = work / "model.pth"
+    refuse_full_disk(module, work)
     torch.save(module.state_dict(), made)
     return made
 

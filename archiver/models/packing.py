@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from torchere.archiver.building import AOTI, BUILD_NAME, EXPORT, FALLBACK_NAME, TORCHSCRIPT, BuildOptions
+from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.dynamic import FreeSize, Tensors
 from torchere.archiver.models.running import Run
 from torchere.archiver.models.steps import Say, step
@@ -52,11 +54,13 @@ def write_model(
         say: takes lines about progress.
 
     Raises:
-        ModelRefused: a compiler has something against the model; the text has its first line.
+        ModelRefused: a compiler has something against the model, and the text has its first line; or the disk
+            has no room for it.
     """
     beside = work / "beside"
     target = work / "model" / _FILES[str(options.model_format)]
     target.parent.mkdir()
+    refuse_full_disk(module, work, copies=2 if options.model_format == AOTI else 1)
     if options.model_format == TORCHSCRIPT:
         with step(say, "scripting and freezing" if options.script else "tracing and freezing"):
             frozen = to_torchscript(module, example, script=options.script, say=say)
@@ -79,6 +83,17 @@ def write_model(
     save_program(exported, beside / FALLBACK_NAME)
     write_build(beside, {"format": AOTI, "torch": version(), "isa": isa, "fallback": FALLBACK_NAME})
     return Packed(target, compiled, beside)
+
+
+def refuse_full_disk(module: torch.nn.Module, work: Path, copies: int = 1) -> None:
+    """Raise ModelRefused where a model does not fit: torch's writer ends the process on a full disk."""
+    weights = {id(one): one.nbytes for one in (*module.parameters(), *module.buffers())}
+    needed, free = copies * sum(weights.values()), shutil.disk_usage(work).free
+    if needed > free:
+        raise ModelRefused(
+            f"the model takes {needed / 1e6:.0f} MB while it is made, and {work.parent} has room for "
+            f"{free / 1e6:.0f} MB; make room there, or name another folder in TMPDIR"
+        )
 
 
 def write_build(beside: Path, record: dict[str, Any]) -> None:

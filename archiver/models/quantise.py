@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from torchere.archiver.errors import ModelRefused
@@ -18,6 +19,8 @@ from torchere.archiver.models.quantise_bf16 import bf16
 from torchere.archiver.models.quantise_candidates import Candidate, Maker, Samples, some_of
 from torchere.archiver.models.quantise_exported import quantised_program
 from torchere.archiver.models.quantise_traced import Compile, quiet, traced
+from torchere.archiver.models.running import DATATYPES
+from torchere.archiver.models.steps import refusing
 from torchere.archiver.models.verify import MAX_DRIFT
 
 METHODS: dict[str, str] = {
@@ -70,8 +73,13 @@ def quantise(
         NoUsableEngine: no engine runs it.
     """
     _check(method, target)
+    if method != "int8-trained":
+        _check_weights(model, method)
     if method == "bf16":
-        return Quantised(bf16(model.module), method, None, (), ("weights and sums in bfloat16",))
+        made = bf16(model.module)
+        with refusing("running the model in bfloat16 (take casts to float32 out of its code)"):
+            made(*(tensor.clone() for tensor in model.example))
+        return Quantised(made, method, None, (), ("weights and sums in bfloat16",))
     if target == "torchscript":
         with quiet():
             return _by_engine(model, method, samples, compiled, max_drift)
@@ -93,6 +101,16 @@ def _check(method: str, target: str) -> None:
         raise ModelRefused(f"--format is {target!r}; expected one of {', '.join(FORMATS)}")
 
 
+def _check_weights(model: LoadedModel, method: str) -> None:
+    kinds = {weight.dtype for weight in model.module.parameters() if weight.is_floating_point()}
+    if kinds and torch.float32 not in kinds:
+        found = " and ".join(sorted(DATATYPES.get(kind, str(kind)) for kind in kinds))
+        raise ModelRefused(
+            f"--quantize {method} starts from weights of FP32, and all of the model's are {found}; make them "
+            "FP32 in its class (self.float()), or leave --quantize out"
+        )
+
+
 def _by_engine(
     model: LoadedModel,
     method: str,
@@ -104,28 +122,30 @@ def _by_engine(
     is_trained = method == "int8-trained"  # with the layers that it was trained with
     opened = Opened(model.module, 0) if is_trained else open_attention(model.module, model.example)
     maker = Maker(model, opened, samples, compiled, some_of(model, given), max_drift)
-    candidates = _candidates(method, maker)
+    candidates, refusals = _candidates(method, maker)
     tried = tuple(one for candidate in candidates.values() for one in candidate.measured)
     chosen = choose(tried, max_drift)
     taken = candidates[chosen.method]
     module = rebuilt(taken.packed, chosen.engine)
-    notes = _notes(candidates, chosen, maker.fp32_ms())
+    refused = [f"not taken: {one}" for one in refusals if samples]  # int8-static wants some
+    notes = (*refused, *_notes(candidates, chosen, maker.fp32_ms()))
     return Quantised(module, chosen.method, chosen.engine, tried, notes, taken.kept)
 
 
-def _candidates(method: str, maker: Maker) -> dict[str, Candidate]:
-    """The model by each method that `method` stands for; by "int8" those that are not refused."""
+def _candidates(method: str, maker: Maker) -> tuple[dict[str, Candidate], list[ModelRefused]]:
+    """The model by each method that `method` stands for; by "int8" those that work, and why others do not."""
     methods = ("int8-static", "int8-dynamic") if method == "int8" else (method,)
     candidates: dict[str, Candidate] = {}
     refusals: list[ModelRefused] = []
     for name in methods:
         try:
-            candidates[name] = maker.candidate(name)
+            with refusing(name):
+                candidates[name] = maker.candidate(name)
         except ModelRefused as refusal:
             refusals.append(refusal)
     if not candidates:
         raise refusals[0]
-    return candidates
+    return candidates, refusals
 
 
 def _notes(candidates: dict[str, Candidate], chosen: Measured, fp32_ms: float) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from torch import fx, nn
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.folding import NotTraceable, fold
+from torchere.archiver.models.to_program import by_parameter
 
 _PT2E = "torchao.quantization.pt2e.quantize_pt2e"
 _QUANTIZER = "torchao.quantization.pt2e.quantizer.x86_inductor_quantizer"
@@ -76,9 +77,10 @@ def _forget_unused(graph: fx.GraphModule) -> None:
 
 def _exported(module: nn.Module, sample: tuple[torch.Tensor, ...], batched: bool) -> nn.Module:
     rows = tuple(torch.cat([tensor, tensor]) for tensor in sample) if batched else sample  # one is special
-    sizes = tuple({0: torch.export.Dim.AUTO} if batched else {} for _ in rows)
+    sizes: list[dict[int, Any]] = [{0: torch.export.Dim.AUTO} if batched else {} for _ in rows]
     with torch.no_grad():
-        graph: nn.Module = torch.export.export(module, rows, dynamic_shapes=sizes).module()
+        program = torch.export.export(module, rows, dynamic_shapes=by_parameter(module, sizes))
+    graph: nn.Module = program.module()
     return graph
 
 

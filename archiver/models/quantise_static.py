@@ -20,9 +20,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.ao.quantization import (
+    FakeQuantizeBase,
     FixedQParamsFakeQuantize,
     FixedQParamsObserver,
     MinMaxObserver,
+    ObserverBase,
     PerChannelMinMaxObserver,
     QConfig,
     QConfigMapping,
@@ -127,6 +129,7 @@ def calibrate(
         custom.set_non_traceable_module_names([joined])
     prepared = prepare_fx(folded.module, mapping, samples[0], prepare_custom_config=custom)
     _observe_what_is_not_clipped(prepared, clipped)
+    _leave_whole_numbers(prepared, samples[0])
     with torch.no_grad():
         for sample in samples:
             prepared(*sample)
@@ -156,6 +159,33 @@ def _observe_what_is_not_clipped(prepared: fx.GraphModule, clipped: Sequence[str
     for node, observer in fixed:
         if id(observer) not in right:
             replace_module(prepared, node, MinMaxObserver(**_LEVELS))
+
+
+class _WholeNumbers(fx.Interpreter):
+    """Runs a graph, and keeps the nodes whose tensors have no scale: masks, indices."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        super().__init__(graph)
+        self.found: list[fx.Node] = []
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if isinstance(result, torch.Tensor) and not result.is_floating_point():
+            self.found.append(n)
+        return result
+
+
+def _leave_whole_numbers(prepared: fx.GraphModule, sample: tuple[torch.Tensor, ...]) -> None:
+    """Take the observers of whole numbers out: FX puts one before whatever reshapes its input."""
+    run = _WholeNumbers(copy.deepcopy(prepared))  # a copy, for running it is calibrating it
+    with torch.no_grad():
+        run.run(*sample)
+    names = {node.name for node in run.found}
+    for node in list(prepared.graph.nodes):
+        if node.name in names and isinstance(module_at(prepared, node), (ObserverBase, FakeQuantizeBase)):
+            node.replace_all_uses_with(node.args[0])
+            prepared.graph.erase_node(node)
+    prepared.recompile()
 
 
 def _configuration(graph: fx.GraphModule, clipped: Sequence[str]) -> QConfigMapping:

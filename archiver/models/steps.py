@@ -40,5 +40,7 @@ def refusing(name: str) -> Iterator[None]:
         raise
     # Broad, because models are other people's code, which may raise anything, and torch's tracers do, too.
     except Exception as error:
-        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "no text")
-        raise ModelRefused(f"{name} failed: {type(error).__name__}: {first[:300]}") from error
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no text"]
+        # TorchScript's interpreter begins with where it was, and ends with what was wrong there.
+        cause = lines[-1] if "in the TorchScript interpreter" in lines[0] else lines[0]
+        raise ModelRefused(f"{name} failed: {type(error).__name__}: {cause[:300]}") from error

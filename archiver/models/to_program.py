@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.export import Dim, ExportedProgram
+from torch.utils import _pytree as pytree
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.exported import UnsafeProgram, check_program
@@ -32,8 +34,11 @@ def to_program(module: torch.nn.Module, example: Tensors, sizes: Sequence[FreeSi
             example = resized(example, free, 2)
     if isinstance(module, torch.jit.ScriptModule):
         module = _from_torchscript(module, example)
+    shapes = by_parameter(module, _shapes(example, sizes))
     with torch.no_grad():
-        return torch.export.export(module, example, dynamic_shapes=_shapes(example, sizes), strict=False)
+        program = torch.export.export(module, example, dynamic_shapes=shapes, strict=False)
+    _take_classes_out(program)
+    return program
 
 
 def free_sizes(program: ExportedProgram, example: Tensors) -> list[FreeSize]:
@@ -73,7 +78,28 @@ def save_program(program: ExportedProgram, path: Path) -> None:
         ) from error
 
 
-def _shapes(example: Tensors, sizes: Sequence[FreeSize]) -> tuple[dict[int, Any], ...] | dict[str, Any]:
+def _take_classes_out(program: ExportedProgram) -> None:
+    """Let it give plain tuples for those of a class (named ones, torch.max's), as TorchScript does.
+
+    No server has the classes of a model, and torch refuses to save them.
+    """
+    signature: Any = program.module_call_graph[0].signature  # of the whole program
+    leaves = list(range(signature.out_spec.num_leaves))
+    signature.out_spec = pytree.tree_structure(_plain(pytree.tree_unflatten(leaves, signature.out_spec)))
+
+
+def _plain(result: Any) -> Any:
+    if isinstance(result, Mapping):
+        return {name: _plain(item) for name, item in result.items()}
+    return tuple(map(_plain, result)) if isinstance(result, (tuple, list)) else result
+
+
+def by_parameter(module: torch.nn.Module, shapes: Sequence[dict[int, Any]]) -> tuple[Any, ...]:
+    """What may vary of each input as torch.export wants it: all that `*inputs` takes is one tuple."""
+    return tuple(inspect.signature(module.forward).bind(*shapes).arguments.values())
+
+
+def _shapes(example: Tensors, sizes: Sequence[FreeSize]) -> list[dict[int, Any]]:
     found: list[dict[int, Any]] = [{} for _ in example]
     for free in sizes:
         if free.low == free.high:
@@ -81,7 +107,7 @@ def _shapes(example: Tensors, sizes: Sequence[FreeSize]) -> tuple[dict[int, Any]
         dimension = Dim(free.name, min=free.low, max=free.high)
         for index, at in free.places:
             found[index][at] = dimension
-    return tuple(found)
+    return found
 
 
 def _from_torchscript(module: torch.jit.ScriptModule, example: Tensors) -> torch.nn.Module:

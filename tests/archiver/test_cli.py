@@ -130,17 +130,29 @@ def test_a_source_date_epoch_that_is_none_is_refused(arguments: list[str], value
     assert "SOURCE_DATE_EPOCH is" in done.stderr
 
 
-def test_ended_by_a_signal_it_leaves_nothing_behind(arguments: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("before", "sent", "by"),
+    [
+        ([], [signal.SIGTERM], signal.SIGTERM),
+        ([], [signal.SIGHUP], signal.SIGHUP),  # its terminal is gone
+        (["nohup"], [signal.SIGHUP, signal.SIGTERM], signal.SIGTERM),
+    ],
+)
+def test_ended_by_a_signal_it_leaves_nothing_behind(
+    arguments: list[str], tmp_path: Path, before: list[str], sent: list[int], by: int
+) -> None:
     out = tmp_path / "out"
     big = tmp_path / "big.pt"
     with open(big, "wb") as file:
         file.truncate(40 << 30)  # takes no room, and longer to read than this test lasts
-    process = subprocess.Popen([*COMMANDS[1], *arguments, f"--serialized-file={big}"], stderr=subprocess.PIPE)
+    command = [*before, *COMMANDS[1], *arguments, f"--serialized-file={big}"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
     while process.poll() is None and not (out.is_dir() and os.listdir(out)):
         os.sched_yield()
-    process.send_signal(signal.SIGTERM)
+    for number in sent:
+        process.send_signal(number)
     _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM
+    assert process.returncode == 128 + by
     assert (stderr, os.listdir(out)) == (b"", [])
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from torchere.archiver.errors import PackingError
 from torchere.archiver.gather import gather
+from torchere.archiver.staging import staged
 
 
 def names(request: Any) -> list[str]:
@@ -97,6 +98,12 @@ def test_links_are_followed_and_a_link_back_up_ends(request_for: Any, sources: P
     assert "linked.txt" in names(request_for())
 
 
+def test_a_folder_and_a_link_to_it_are_both_packed(request_for: Any, sources: Path) -> None:
+    (sources / "extra" / "again").symlink_to("deep")
+    found = names(request_for())
+    assert {"again/vocab.txt", "deep/vocab.txt"} <= set(found)
+
+
 def test_a_manifest_among_the_extra_files_is_left_out_with_a_warning(
     request_for: Any, sources: Path, caplog: Any
 ) -> None:
@@ -113,3 +120,30 @@ def test_a_manifest_among_the_extra_files_is_left_out_with_a_warning(
 def test_an_earlier_output_in_the_packed_folder_is_not_packed(request_for: Any, sources: Path) -> None:
     (sources / "extra" / "mlp.mar").write_bytes(b"old")
     assert "mlp.mar" not in names(request_for(export_path=sources / "extra"))
+
+
+def test_an_earlier_folder_in_the_packed_folder_is_not_packed(request_for: Any, sources: Path) -> None:
+    request = request_for(export_path=sources / "extra", archive_format="no-archive")
+    fresh = names(request)
+    (sources / "extra" / "mlp" / "MAR-INF").mkdir(parents=True)
+    (sources / "extra" / "mlp" / "service.py").write_text("old")
+    assert names(request) == fresh
+
+
+def test_a_folder_may_be_packed_into_itself(request_for: Any, sources: Path) -> None:
+    (sources / "mlp").mkdir()
+    (sources / "mlp" / "kept.txt").write_text("")
+    given = {"export_path": sources, "archive_format": "no-archive", "extra_files": (sources / "mlp",)}
+    assert "kept.txt" in names(request_for(**given))
+
+
+def test_what_another_run_writes_at_the_time_is_not_packed(request_for: Any, sources: Path) -> None:
+    with staged(sources / "extra" / "other.mar") as work:
+        work.write_bytes(b"half")
+        assert work.name not in names(request_for())
+
+
+def test_a_link_to_nothing_is_refused_by_its_name(request_for: Any, sources: Path) -> None:
+    (sources / "extra" / "old.txt").symlink_to("gone.txt")
+    with pytest.raises(PackingError, match=r"extra/old\.txt is a link to gone\.txt, which does not exist"):
+        gather(request_for())

@@ -81,3 +81,17 @@ def test_a_damaged_archive_has_no_report(request_for: Any) -> None:
     (folder / "model.pt").write_bytes(b"other")
     with pytest.raises(ArchiveError, match="SHA-256"):
         inspect_archive(folder)
+
+
+def test_an_archive_can_not_write_the_report_about_itself(request_for: Any, sources: Path) -> None:
+    (sources / "model-config.yaml").write_text("a: 1 # \x1b[2J\u202e\r\nb:\t2\n")
+    (sources / "extra" / "\u202eyp.x").write_text("")
+    folder = write_archive(request_for(archive_format="no-archive"))
+    file = folder / "MAR-INF" / "MANIFEST.json"
+    manifest = json.loads(file.read_text())
+    manifest["model"]["handler"] = "service.py:x\x1b[2J\nweights: none"
+    file.write_text(json.dumps(manifest))
+    text = inspect_archive(folder).as_text()
+    assert all(line.isprintable() for line in text.split("\n"))
+    assert "  handler: service.py:x\\x1b[2J\\nweights: none (Python code in service.py)" in text.split("\n")
+    assert text.endswith("Configuration (model-config.yaml)\n  a: 1 # \\x1b[2J\\u202e\n  b:      2")

@@ -12,6 +12,7 @@ import torch
 
 from torchere.archiver import open_archive
 from torchere.archiver.errors import ModelRefused
+from torchere.archiver.signature import parse
 
 Pack = Callable[..., Path]
 Serve = Callable[..., list[Any]]
@@ -116,11 +117,30 @@ def test_a_file_without_a_model_is_refused_with_what_to_do(pack: Pack, tmp_path:
         pack(model_file=tmp_path / "nothing.py", example=example)
 
 
-def test_a_named_tuple_which_an_exported_program_can_not_hold_is_refused_in_one_line(
-    pack: Pack, tmp_path: Path, example: Path
+@pytest.mark.parametrize("result", ["Out(x * 2, x)", "torch.max(x, 1)"])
+def test_tuples_of_a_class_are_plain_ones_in_an_exported_program(
+    pack: Pack, serve: Serve, tmp_path: Path, example: Path, result: str
 ) -> None:
     named = "from collections import namedtuple\n\nOut = namedtuple('Out', 'a b')\n"
-    model = written(tmp_path / "named.py", before=named, result="Out(x * 2, x)")
+    model = written(tmp_path / "named.py", before=named, result=result)
+    archive = pack(model_file=model, example=example, model_format="export", dynamic_batch="1:8")
+    (answer,) = serve(archive, [{"body": [1.0, 3.0]}])
+    assert answer == (
+        {"output_0": [2.0, 6.0], "output_1": [1.0, 3.0]}
+        if "Out" in result
+        else {"output_0": 3.0, "output_1": 1}
+    )
 
-    with pytest.raises(ModelRefused, match=r"exporting failed: .*namedtuple"):
-        pack(model_file=model, example=example, model_format="export")
+
+def test_a_program_is_exported_of_a_forward_that_takes_any_number_of_inputs(
+    pack: Pack, serve: Serve, tmp_path: Path
+) -> None:
+    model = written(tmp_path / "any.py")
+    model.write_text(
+        model.read_text().replace("self, x", "self, first, *more").replace("(x)", "(first + more[0])")
+    )
+    torch.save((torch.ones(2, 2), torch.ones(2, 2)), tmp_path / "two.pt")
+    archive = pack(model_file=model, example=tmp_path / "two.pt", model_format="export", dynamic_batch="1:8")
+    names = [spec.name for spec in parse(open_archive(archive).read_text("signature.json")).inputs]
+    (answer,) = serve(archive, [{"body": dict(zip(names, ([1.0, 3.0], [1.0, 1.0]), strict=True))}])
+    assert answer == [4.0, 8.0]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -258,3 +260,14 @@ def test_what_does_not_go_together_is_refused_in_one_line(
     with pytest.raises(ModelRefused, match=said) as caught:
         pack(**given)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("model_format", ["torchscript", "export", "aoti", "keep"])
+def test_a_disk_that_is_full_is_told_before_anything_is_written(
+    forms: Any, pack: Pack, monkeypatch: pytest.MonkeyPatch, model_format: str
+) -> None:
+    """On a full one torch's writer ends the process."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=1))
+    model = {"serialized_file": forms.file("numbers.weights"), "model_file": forms.file("net_module.py")}
+    with pytest.raises(ModelRefused, match=r"has room for 0 MB; make room there, or .* TMPDIR"):
+        pack(**model, model_format=model_format, example=forms.file("example.npy"))

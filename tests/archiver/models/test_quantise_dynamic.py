@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models import quantise_candidates, quantise_dynamic
 from torchere.archiver.models.engines import rebuilt, saved, supported, using
 from torchere.archiver.models.loaded import LoadedModel
@@ -109,5 +110,5 @@ def test_what_fails_without_embeddings_fails_once(monkeypatch: pytest.MonkeyPatc
     x = torch.rand(2, 4)
     signature = Signature((TensorSpec("x", "FP32", (-1, 4)),), ())
     model = LoadedModel(Reading().eval(), (x,), signature, "eager", Path("model.py"))
-    with pytest.raises(TypeError, match="not method"):
+    with pytest.raises(ModelRefused, match=r"int8-dynamic failed: TypeError: .* not method"):
         quantise(model, "int8-dynamic", [])

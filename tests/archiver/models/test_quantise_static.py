@@ -1,0 +1,103 @@
+"""Static int8 of models that are not numbers of fp32 throughout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models import quantise as module_under_test
+from torchere.archiver.models import quantise_candidates
+from torchere.archiver.models.engines import supported
+from torchere.archiver.models.loaded import LoadedModel
+from torchere.archiver.models.quantise import quantise
+from torchere.archiver.signature import Signature, TensorSpec
+
+needs_engine = pytest.mark.skipif(not supported(), reason="this build of torch has no int8 engine")
+
+
+class Masked(nn.Module):
+    """Tokens, and a mask of whole numbers that is brought into the shape of their embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(100, 16)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        kept = mask.unsqueeze(-1).to(torch.float32)
+        scores: torch.Tensor = self.head((self.embedding(tokens) * kept).sum(1))
+        return scores
+
+
+def model_of(module: nn.Module, *example: torch.Tensor) -> LoadedModel:
+    inputs = tuple(
+        TensorSpec(f"in{index}", "FP32", (-1, *one.shape[1:])) for index, one in enumerate(example)
+    )
+    signature = Signature(inputs, (TensorSpec("out", "FP32", (-1, 4)),))
+    return LoadedModel(module.eval(), example, signature, "eager", Path("model.py"))
+
+
+@pytest.fixture(autouse=True)
+def short_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which engine is fastest matters to no test here."""
+    monkeypatch.setattr(quantise_candidates, "_BUDGET_S", 0.01)
+
+
+@pytest.fixture
+def masked() -> LoadedModel:
+    return model_of(Masked(), torch.randint(1, 100, (3, 5)), torch.ones(3, 5, dtype=torch.int64))
+
+
+@needs_engine
+@pytest.mark.parametrize("type_of_mask", [torch.int64, torch.bool])
+def test_masks_of_whole_numbers_stay_what_they_are(masked: LoadedModel, type_of_mask: torch.dtype) -> None:
+    tokens, mask = masked.example
+    masked = model_of(masked.module, tokens, mask.to(type_of_mask))
+
+    made = quantise(masked, "int8-static", [masked.example])
+
+    assert made.method == "int8-static"
+    cut = torch.tensor([[1, 1, 0, 0, 0]] * 3).to(type_of_mask)
+    wanted, found = (one(tokens, cut) for one in (masked.module, made.module))
+    assert (found - wanted).norm() < 0.1 * wanted.norm()
+
+
+@needs_engine
+def test_int8_goes_on_with_the_other_method_when_one_fails_and_says_so(
+    masked: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_arguments: object) -> None:
+        raise RuntimeError("no such operator")
+
+    monkeypatch.setattr(quantise_candidates, "calibrate", fail)
+
+    made = quantise(masked, "int8", [masked.example])
+
+    assert made.method == "int8-dynamic"
+    assert made.notes[0] == "not taken: int8-static failed: RuntimeError: no such operator"
+
+
+@pytest.mark.parametrize("method", ["int8", "int8-static", "int8-dynamic", "bf16"])
+@pytest.mark.parametrize(("kind", "name"), [(torch.bfloat16, "BF16"), (torch.float64, "FP64")])
+def test_a_model_of_other_numbers_than_fp32_is_refused_with_what_to_do(
+    method: str, kind: torch.dtype, name: str
+) -> None:
+    model = model_of(nn.Linear(8, 4).to(kind), torch.rand(2, 8, dtype=kind))
+    with pytest.raises(ModelRefused, match=rf"{method} starts from weights of FP32, .* are {name}; .*float"):
+        quantise(model, method, [model.example])
+
+
+def test_a_model_that_casts_to_float32_itself_is_refused_in_bfloat16(
+    masked: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real: Callable[..., Any] = module_under_test.bf16
+    monkeypatch.setattr(module_under_test, "bf16", lambda module: real(module, has_bf16=True))
+    with pytest.raises(ModelRefused, match=r"in bfloat16 \(take casts to float32 out of its code\) failed"):
+        quantise(masked, "bf16", [])
