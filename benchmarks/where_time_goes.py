@@ -152,7 +152,7 @@ def _sampled(endpoint: Endpoint, seconds: float) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "stacks")
         command = [tool, "record", "--pid", str(endpoint.process.pid), "--duration", f"{seconds:.0f}"]
-        command += ["--rate", str(_SAMPLES_PER_S), "--nonblocking", "--format", "raw", "--output", str(file)]
+        command += ["--rate", str(_SAMPLES_PER_S), "--format", "raw", "--output", str(file)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if not file.exists():
             raise Failed(f"py-spy took no samples: {done.stderr.strip()[-300:]}")
