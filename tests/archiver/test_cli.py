@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,15 @@ def test_a_source_date_epoch_that_is_none_is_refused(arguments: list[str], value
     assert "SOURCE_DATE_EPOCH is" in done.stderr
 
 
+@pytest.fixture
+def hears_hangups() -> Iterator[None]:
+    """What we start does as a rule; not where we were started by nohup."""
+    ours = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, ours)
+
+
+@pytest.mark.usefixtures("hears_hangups")
 @pytest.mark.parametrize(
     ("before", "sent", "by"),
     [

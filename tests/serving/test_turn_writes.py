@@ -122,19 +122,25 @@ def test_a_close_sends_what_is_held_and_nothing_later():
 def test_what_does_not_go_out_together_pauses_the_writer(new_loop):
     class Writer(asyncio.Protocol):
         def connection_made(self, transport):
+            self.transport = transport
             write_together(transport, (b"head", bytes(32 * 2**20)))
 
         def pause_writing(self):
             paused.set()
+            self.transport.abort()
+
+        def connection_lost(self, exc):
+            lost.set()
 
     async def main():
         server = await asyncio.get_running_loop().create_server(Writer, "127.0.0.1", 0)
         with socket.create_connection(server.sockets[0].getsockname()):  # and takes nothing
-            await asyncio.wait_for(paused.wait(), 30)
+            await asyncio.wait_for(lost.wait(), 30)
+        assert paused.is_set()
         server.close()
 
     loop = new_loop()
-    paused = asyncio.Event()
+    paused, lost = asyncio.Event(), asyncio.Event()
     try:
         loop.run_until_complete(main())
     finally:
