@@ -34,44 +34,44 @@ _INT8_OPERATORS = "torch.ao.quantization.fx._decomposed"
 _LIBRARY_FOLDER = ".aot"  # in the unpacked archive: goes when that goes
 
 
-def load_shared_object(path: str, map_location: str | None) -> CompiledModel:
+def load_shared_object(path: str, device: str | None) -> CompiledModel:
     """A bare `.so`, as `torch._export.aot_compile` wrote it: machine code of the archive, run in here.
 
     Raises:
         RuntimeError: it can't be opened, or is no such library.
     """
-    on_cpu = (map_location or "cpu") == "cpu"
+    on_cpu = (device or "cpu") == "cpu"
     if on_cpu and not Path(path).with_suffix(".json").exists():  # which names operators outside of torch
         try:
             return AotModel(path, _runs_at_once())
         except aot_abi.AbiMismatch as err:
             logger.warning("%s; it runs by torch's own binding, one run at a time", err)
-    model: CompiledModel = torch._export.aot_load(path, map_location or "cpu")
+    model: CompiledModel = torch._export.aot_load(path, device or "cpu")
     return model
 
 
-def load_package(path: str, model_dir: str, map_location: str | None) -> CompiledModel:
+def load_package(path: str, model_dir: str, device: str | None) -> CompiledModel:
     """A `.pt2` file: what `torch._inductor.aoti_compile_and_package` or `torch.export.save` wrote.
 
     Args:
         path: the file.
         model_dir: the unpacked archive, for its build record and the fallback named there.
-        map_location: "cpu", "cuda", ...; None counts as "cpu".
+        device: "cpu", "cuda:1", ...; None counts as "cpu".
 
     Raises:
         RuntimeError: it is neither, is damaged, or does not fit this machine and has no fallback.
     """
     package = read_package(path)
     if package.is_program:
-        return _load_program(path, map_location)
+        return _load_program(path, device)
     build = read_build(model_dir).with_metadata(package.metadata)
     found = misfit(build, torch.__version__, read_cpu_flags())
     if found and build.fallback:
         logger.warning("%s is not used: %s. Its fallback %s is slower", path, found.reason, build.fallback)
-        return _load_program(str(Path(model_dir, build.fallback)), map_location)
+        return _load_program(str(Path(model_dir, build.fallback)), device)
     if found:
         _try_nevertheless(path, found)
-    if _runs_by_abi(package, map_location):
+    if _runs_by_abi(package, device):
         try:
             file = _library_file(package, model_dir)
             return AotModel(str(file), _runs_at_once(), check_inputs=package.checkable)
@@ -94,8 +94,17 @@ def holds_gil(path: str, model_dir: str) -> bool:
     return replaced or not _runs_by_abi(package, "cpu")
 
 
-def _runs_by_abi(package: Package, map_location: str | None) -> bool:
-    on_cpu = (map_location or "cpu") == "cpu" and package.device in ("cpu", "unknown")
+def is_for_cpu(path: str) -> bool:
+    """Whether a `.pt2` file holds code that says it was compiled for a CPU, and can run nowhere else.
+
+    Raises:
+        RuntimeError: see `read_package`.
+    """
+    return read_package(path).device == "cpu"
+
+
+def _runs_by_abi(package: Package, device: str | None) -> bool:
+    on_cpu = (device or "cpu") == "cpu" and package.device in ("cpu", "unknown")
     return on_cpu and package.library is not None and aot_abi.available()
 
 
@@ -108,12 +117,13 @@ def _try_nevertheless(path: str, found: Misfit) -> None:
     logger.warning("%s: %s; it is tried nevertheless, for there is no fallback", path, found.reason)
 
 
-def _load_program(path: str, map_location: str | None) -> CompiledModel:
+def _load_program(path: str, device: str | None) -> CompiledModel:
     _refuse_code(path)
     importlib.import_module(_INT8_OPERATORS)
     program = torch.export.load(path)
-    module = by_position(program)
-    return module.to(map_location) if map_location not in (None, "cpu") else module
+    if device not in (None, "cpu"):  # with what its operators make: they name the device of the export
+        program = importlib.import_module("torch.export.passes").move_to_device_pass(program, device)
+    return by_position(program)
 
 
 def _refuse_code(path: str) -> None:

@@ -16,15 +16,17 @@ from torch.profiler import record_function
 from torchere.archiver.torchscript_options import TorchScriptOptions
 from torchere.handlers import aot, onnx, profiling
 from torchere.handlers.archive_import import archive_at
+from torchere.handlers.autocast import autocasting
 from torchere.handlers.compile_options import compile_options, wants_aot_compile
 from torchere.handlers.context import Context
-from torchere.handlers.devices import choose_device
+from torchere.handlers.devices import choose_device, in_eval_mode, module_on, to_device, whole_on_device
 from torchere.handlers.eager import load_eager
 from torchere.handlers.labels import load_label_mapping
 from torchere.handlers.nested_lists import tensor_of
 from torchere.handlers.row_value import value_of
 from torchere.handlers.timer import timed
 from torchere.handlers.torchscript import load_torchscript
+from torchere.handlers.torchscript_state import changes_itself
 from torchere.handlers.weights import WeightsKind, weights_kind
 
 logger = logging.getLogger(__name__)
@@ -80,7 +82,7 @@ class BaseHandler:
         serialized = model.get("serializedFile")
         self.model_pt_path = str(Path(model_dir, serialized)) if serialized else None
         self.model = self._load(weights_kind(model, model_dir, self.model_yaml_config), model_dir, model)
-        self.model = self._compile(self.model)
+        self.model = autocasting(self._compile(self.model), self.model_yaml_config, self.device)
         names = Path(model_dir, "index_to_name.json")
         if self.names_classes or names.is_file():
             self.mapping = load_label_mapping(str(names))
@@ -90,26 +92,25 @@ class BaseHandler:
         path = str(self.model_pt_path)
         if kind is WeightsKind.EAGER:
             loaded = self._load_pickled_model(model_dir, model["modelFile"], self.model_pt_path)
-            return _on_device(_in_eval_mode(loaded), self.device)
+            return module_on(in_eval_mode(loaded), self.device)
         if kind is WeightsKind.TORCHSCRIPT:
-            return _in_eval_mode(self._load_torchscript_model(path))
+            return in_eval_mode(self._load_torchscript_model(path))
         if kind is WeightsKind.ONNX:
-            return onnx.load_onnx(path, self.map_location)
-        if self.map_location == "cuda":
-            torch.cuda.set_device(self.device)  # the loaders below take the kind of device, not which one
+            return onnx.load_onnx(path, self.device)
         if kind is WeightsKind.AOT_PACKAGE:
-            where = self.map_location
-            return self._shared(
-                ("aot_package", path, str(self.device)), lambda: aot.load_package(path, model_dir, where)
-            )
+            return self._load_package(path, model_dir)
         return self._load_torch_export_aot_compile(path)
 
     def _load_torchscript_model(self, model_pt_path: str) -> Any:
-        """Load TorchScript; one copy per process and device. Subclasses may override it."""
+        """Load TorchScript; one copy per process and device, or per executor where its code changes it.
+
+        Subclasses may override it.
+        """
         options, device = TorchScriptOptions.read(self.model_yaml_config), self.device
         return self._shared(
             ("torchscript", model_pt_path, str(device), options),
             lambda: load_torchscript(model_pt_path, device, options),
+            lambda module: not changes_itself(module),
         )
 
     def _load_pickled_model(self, model_dir: str, model_file: str, model_pt_path: str | None) -> Any:
@@ -120,9 +121,19 @@ class BaseHandler:
             lambda: load_eager(archive, model_file, model_pt_path, device).to(device).eval(),
         )
 
+    def _load_package(self, path: str, model_dir: str) -> Any:
+        if aot.is_for_cpu(path):  # its code would take the addresses of a GPU for some of its own
+            self.map_location, self.device = "cpu", torch.device("cpu")
+        if self.map_location == "cuda":
+            torch.cuda.set_device(self.device)  # torch's binding loads to the one in use
+        where = self._where()
+        return self._shared(
+            ("aot_package", path, str(self.device)), lambda: aot.load_package(path, model_dir, where)
+        )
+
     def _load_torch_export_aot_compile(self, model_so_path: str) -> Any:
         """Load a compiled `.so`. Subclasses may override it."""
-        where = self.map_location
+        where = self._where()
         return self._shared(
             ("aot_library", model_so_path, str(self.device)),
             lambda: aot.load_shared_object(model_so_path, where),
@@ -132,9 +143,19 @@ class BaseHandler:
         """Whether the config says that the weights are a compiled `.so`."""
         return wants_aot_compile(self.model_yaml_config)
 
-    def _shared(self, key: Hashable, load: Callable[[], T]) -> T:
+    def _where(self) -> str | None:
+        return None if self.map_location is None else str(self.device)
+
+    def _shared(
+        self, key: Hashable, load: Callable[[], T], may_share: Callable[[T], bool] = lambda _: True
+    ) -> T:
+        def whole() -> T:
+            loaded = load()
+            whole_on_device(self.device)
+            return loaded
+
         shared = getattr(self.context, "shared_models", None)
-        return load() if shared is None else shared.get_or_load(key, load)
+        return load() if shared is None else shared.get_or_load(key, whole, may_share)
 
     def _compile(self, model: Any) -> Any:
         options = compile_options(self.model_yaml_config)
@@ -166,7 +187,7 @@ class BaseHandler:
     def inference(self, data: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the model on what `preprocess` returned, without recording gradients."""
         with torch.inference_mode():
-            return self.model(data.to(self.device), *args, **kwargs)
+            return self.model(to_device(data, self.device), *args, **kwargs)
 
     @timed
     def postprocess(self, data: Any) -> Any:
@@ -270,12 +291,3 @@ class BaseHandler:
     def warmup_data(self) -> list[dict[str, object]] | None:
         """Example rows for the first runs, as `data` of `handle` would hold them; None for none."""
         return None
-
-
-# Neither needlessly: the model may be shared, and in use by another thread.
-def _on_device(model: Any, device: torch.device) -> Any:
-    return model if all(parameter.device == device for parameter in model.parameters()) else model.to(device)
-
-
-def _in_eval_mode(model: Any) -> Any:
-    return model.eval() if getattr(model, "training", False) else model

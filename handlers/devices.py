@@ -1,16 +1,21 @@
-"""Which device a handler instance computes on."""
+"""Which device a handler instance computes on, and how tensors get there."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import logging
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 logger = logging.getLogger(__name__)
+
+_PAGEABLE_BYTES = (
+    65_536  # up to here CUDA copies from any memory without waiting (API synchronization behavior)
+)
 
 
 class DeviceChoice(NamedTuple):
@@ -28,7 +33,7 @@ def choose_device(gpu_id: int | None) -> DeviceChoice:
     """
     if gpu_id is not None:
         if torch.cuda.is_available():
-            _use_tensor_cores()
+            _use_tensor_cores(gpu_id)
             return DeviceChoice("cuda", torch.device(f"cuda:{gpu_id}"))
         if os.environ.get("TS_IPEX_GPU_ENABLE", "false") == "true" and torch.xpu.is_available():
             return DeviceChoice("xpu", torch.device(f"xpu:{gpu_id}"))
@@ -39,8 +44,63 @@ def choose_device(gpu_id: int | None) -> DeviceChoice:
     return DeviceChoice("cpu", torch.device("cpu"))
 
 
-def _use_tensor_cores() -> None:
+def _use_tensor_cores(gpu_id: int) -> None:
     # From compute capability 8.0 (Ampere) on, TF32 multiplies faster at an error of about 1e-3; TorchServe
     # switches it on as well, so answers stay comparable.
-    if torch.cuda.get_device_capability() >= (8, 0):
+    if torch.cuda.get_device_capability(gpu_id) >= (8, 0):
         torch.set_float32_matmul_precision("high")
+
+
+def own_stream(gpu_id: int) -> None:
+    """Have the calling thread compute on a stream of its own: executors share a GPU, and no queue."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(gpu_id)
+        torch.cuda.set_stream(torch.cuda.Stream(gpu_id))  # type: ignore[no-untyped-call]
+
+
+def whole_on_device(device: Any) -> None:
+    """Wait until what this thread has begun to copy to a GPU is there: others read it on other streams."""
+    if getattr(device, "type", "") == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def to_device(value: Any, device: Any) -> Any:
+    """`value.to(device)`; a large tensor goes to a GPU from pinned memory, and nobody waits for it.
+
+    Handlers may have other values and devices than torch's, whose `to` is asked then. torch keeps pinned
+    memory from being used again while a copy reads it, and what is computed from the copy comes after it on
+    the stream.
+    """
+    to_gpu = getattr(device, "type", "") == "cuda" and isinstance(value, torch.Tensor)
+    if to_gpu and value.device.type == "cpu" and value.nbytes > _PAGEABLE_BYTES:
+        return value.pin_memory().to(device, non_blocking=True)
+    return value.to(device)
+
+
+def gpu_is_usable() -> bool:
+    """After an error that names CUDA: give back memory that torch holds ready, and see if the GPU answers.
+
+    A kernel that was given something impossible (an index out of range) takes the whole access of its process
+    to the GPU with it; after a lack of memory all is well again.
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return True
+    try:
+        torch.cuda.empty_cache()
+        torch.cuda.synchronize()
+    except RuntimeError as err:
+        logger.error("this process can't use its GPU any more: %s", err)
+        return False
+    return True
+
+
+# Neither needlessly: the model may be shared, and in use by another thread.
+def module_on(model: Any, device: torch.device) -> Any:
+    """The model, moved to the device if part of it is elsewhere."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return model if all(tensor.device == device for tensor in tensors) else model.to(device)
+
+
+def in_eval_mode(model: Any) -> Any:
+    """The model, told to evaluate if it would train."""
+    return model.eval() if getattr(model, "training", False) else model

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from torchere.handlers.devices import to_device
 from torchere.handlers.image_transform import ImageTransform
 from torchere.handlers.labels import map_class_to_label
 from torchere.handlers.timer import timed
@@ -24,7 +25,7 @@ class ObjectDetector(VisionHandler):
 
     def stack(self, images: list[torch.Tensor]) -> Any:
         """One tensor for pictures of one size, and a list of tensors where the model asks for it."""
-        on_device = [image.to(self.device) for image in images]
+        on_device = [to_device(image, self.device) for image in images]
         same_size = len({image.shape for image in images}) == 1
         return torch.stack(on_device) if same_size and not _takes_list(self.model) else on_device
 

@@ -11,8 +11,8 @@ import psutil
 import torch
 
 
-def load_onnx(path: str, map_location: str | None) -> Any:
-    """An `onnxruntime.InferenceSession` for the file, on CUDA when `map_location` is "cuda".
+def load_onnx(path: str, device: torch.device) -> Any:
+    """An `onnxruntime.InferenceSession` for the file, on the GPU when `device` is one of CUDA.
 
     Raises:
         RuntimeError: onnxruntime is not installed.
@@ -25,7 +25,7 @@ def load_onnx(path: str, map_location: str | None) -> Any:
     runtime = importlib.import_module("onnxruntime")
     options = runtime.SessionOptions()
     options.intra_op_num_threads = psutil.cpu_count(logical=True) or 1
-    wanted = ["CUDAExecutionProvider"] if map_location == "cuda" else []
+    wanted = [("CUDAExecutionProvider", {"device_id": device.index or 0})] if device.type == "cuda" else []
     return runtime.InferenceSession(path, sess_options=options, providers=[*wanted, "CPUExecutionProvider"])
 
 

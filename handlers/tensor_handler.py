@@ -13,6 +13,7 @@ from torchere.archiver.signature import ANY, SIGNATURE_NAME, Signature
 from torchere.handlers import onnx
 from torchere.handlers.base import BaseHandler
 from torchere.handlers.context import Context
+from torchere.handlers.devices import to_device
 from torchere.handlers.signature import read_signature
 from torchere.handlers.tensors import DATATYPES, TensorError, torch_dtype
 from torchere.handlers.tensors_answer import OPEN_INFERENCE
@@ -138,7 +139,7 @@ class TensorHandler(BaseHandler):
         results = []
         with torch.inference_mode():
             for group in data.groups:
-                result = flattened(self.model(*(tensor.to(self.device) for tensor in group.inputs)))
+                result = flattened(self.model(*(to_device(tensor, self.device) for tensor in group.inputs)))
                 check_results(result, group, self.signature)
                 results.append([tensor.cpu() for tensor in result])
         return data._replace(results=tuple(results))

@@ -11,6 +11,7 @@ from PIL import Image
 
 from torchere.handlers.base import BaseHandler
 from torchere.handlers.context import Context
+from torchere.handlers.devices import to_device
 from torchere.handlers.errors import PredictionException
 from torchere.handlers.image import DEFAULT_MAX_BYTES, DEFAULT_MAX_PIXELS, ImageLimits, decode_image
 from torchere.handlers.image_arrays import picture_of_tensor
@@ -79,7 +80,7 @@ class VisionHandler(BaseHandler):
                 "Serve this model with batchSize 1, or send inputs of one size",
                 400,
             )
-        return torch.stack(images).to(self.device)
+        return to_device(torch.stack(images), self.device)
 
     def _tensor(self, row: Any) -> torch.Tensor:
         value = value_of(row)

@@ -13,6 +13,7 @@ import torch
 
 from torchere.handlers.base import BaseHandler
 from torchere.handlers.context import Context
+from torchere.handlers.devices import to_device
 from torchere.handlers.errors import PredictionException
 from torchere.handlers.per_request import came_as_tensors, read_each, refusal, settings_of
 from torchere.handlers.row_value import fields_of
@@ -142,7 +143,7 @@ class VoiceActivity(BaseHandler):
             part = sound.samples[start : start + step]
             row[: len(part)] = torch.from_numpy(part)
         with torch.inference_mode():
-            probabilities: list[float] = self.model(chunk.to(self.device), rate_hz)[:, 0].tolist()
+            probabilities: list[float] = self.model(to_device(chunk, self.device), rate_hz)[:, 0].tolist()
         return probabilities
 
     @timed

@@ -81,8 +81,8 @@ class ModelSettings:
     sequences: SequenceSettings | None = None  # None: requests have nothing to do with each other
     sequences_unbounded: bool = False  # asked for without an idle time: no request can be admitted (contract)
     continuous: bool = False  # a request may ask to be in the next batch again
-    device_type: Literal["cpu", "gpu"] | None = None
-    device_ids: tuple[int, ...] = ()
+    device_ids: tuple[int, ...] = ()  # GPUs that the model asks for, all of which are there
+    gpu_ids: tuple[int, ...] = ()  # those that executors take in turn; empty: CPU
 
     def scaled(self, min_executors: int, max_executors: int) -> ModelSettings:
         """The same settings with other executor counts."""
@@ -160,7 +160,7 @@ class ServerSettings:
     tracing_enabled: bool = False  # make spans, and send them to where the OTEL_... variables say
     system_metrics_enabled: bool = True
     system_metrics_interval_s: float = 60.0
-    default_executors: int = 0  # at start 0 means one per CPU; for the register API 0 means 0
+    default_executors: int = 0  # at start 0 means one per GPU, or per CPU; for the register API 0 means 0
     default_response_timeout_s: float = 120.0
     default_startup_timeout_s: float = 120.0
     unregister_timeout_s: float = 120.0
@@ -194,6 +194,6 @@ class ServerSettings:
     quarantine_max_files: int = 100
     quarantine_max_bytes: int = 64 * 2**20  # of all of them; 0: they are not saved
 
-    def startup_executors(self) -> int:
+    def startup_executors(self, gpus: int) -> int:
         """How many executors a model gets that is loaded at the start and says nothing itself."""
-        return self.default_executors or os.cpu_count() or 1
+        return self.default_executors or gpus or os.cpu_count() or 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 from pathlib import Path
@@ -17,6 +18,16 @@ def available_cores(cpu_max: Path = CGROUP_CPU_MAX) -> int:
     except (OSError, ValueError):
         return affinity
     return affinity if quota == "max" else max(1, min(affinity, math.ceil(int(quota) / int(period))))
+
+
+def gpu_count(most: int | None) -> int:
+    """How many GPUs the executors of this server may use: those CUDA shows to it, at most `most`.
+
+    Makes no CUDA context, which costs hundreds of megabytes on each GPU and would not survive a fork.
+    """
+    torch = importlib.import_module("torch")  # seconds, and a command that serves nothing needs none
+    there: int = torch.cuda.device_count()
+    return there if most is None else min(most, there)
 
 
 def intra_op_threads(cores: int, executors: int) -> int:

@@ -11,11 +11,18 @@ COMPILED_SUFFIXES = (".pt", ".pt2")  # models whose forward needs no Python of t
 
 
 def choose_isolation(
-    wanted: Isolation, handler: str, manifest_model: dict[str, Any], *, holds_gil: bool = False
+    wanted: Isolation,
+    handler: str,
+    manifest_model: dict[str, Any],
+    *,
+    holds_gil: bool = False,
+    on_gpu: bool = False,
 ) -> Literal["thread", "process"]:
     """What `wanted` comes to for an archive with this handler and manifest `model` section.
 
     `holds_gil`: the model is known to keep the GIL while it runs, so that threads would run it in turn.
+
+    `on_gpu`: an input that CUDA trips over (an index out of range) costs the process all it has on the GPU.
 
     `auto` takes threads only where the archive brings no Python of its own: a handler file may rely on being
     alone in its process (module globals, `os.environ`, `chdir`), a model file on the GIL.
@@ -24,4 +31,4 @@ def choose_isolation(
         return wanted
     compiled = str(manifest_model.get("serializedFile", "")).endswith(COMPILED_SUFFIXES)
     own_python = handler not in BUILT_IN_HANDLERS or "modelFile" in manifest_model
-    return "thread" if compiled and not own_python and not holds_gil else "process"
+    return "thread" if compiled and not own_python and not (holds_gil or on_gpu) else "process"

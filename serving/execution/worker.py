@@ -58,7 +58,7 @@ class Worker:
     def _answer(self, message: ToWorker) -> bool:
         if isinstance(message, Run):
             self._run(message)
-            return True
+            return not self._loaded().has_lost_its_gpu  # another worker takes the place of this one
         if isinstance(message, Ping):
             self._send(Pong())
             return True

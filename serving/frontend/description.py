@@ -80,7 +80,7 @@ def _settings_json(version: VersionDescription) -> dict[str, Any]:
         "clientTimeoutInMills": settings.client_timeout_ms,
         "parallelType": "",
         "parallelLevel": 0,
-        "deviceType": settings.device_type or _device_in_use(version),
+        "deviceType": "gpu" if settings.gpu_ids else "cpu",
         **device_ids,
         "continuousBatching": settings.continuous,
         "useJobTicket": settings.batch.use_tickets,
@@ -98,10 +98,6 @@ def _sequence_json(settings: ModelSettings) -> dict[str, Any]:
         "maxNumSequence": sequences.max_sequences if sequences else 0,
         "maxSequenceJobQueueSize": sequences.max_queue_size if sequences else 0,
     }
-
-
-def _device_in_use(version: VersionDescription) -> str:
-    return "gpu" if any(executor.gpu_id is not None for executor in version.executors) else "cpu"
 
 
 def _own_json(version: VersionDescription) -> dict[str, Any]:

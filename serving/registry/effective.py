@@ -6,10 +6,13 @@ TorchServe's precedence (contract, "Precedence of effective values"): the API, t
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 
 from torchere.serving.registry.model_config import ModelConfig
 from torchere.serving.settings import BatchSettings, ModelSettings, SequenceSettings, ServerSettings
+
+logger = logging.getLogger(__name__)
 
 # An archive with a model config that names no time-out gets TorchServe's own default, not the server's: a
 # model that relies on it must not be cut short by a `default_response_timeout` it never obeyed.
@@ -28,9 +31,12 @@ class Asked:
 
 
 def effective_settings(
-    asked: Asked, config: ModelConfig, defaults: dict[str, object], server: ServerSettings
+    asked: Asked, config: ModelConfig, defaults: dict[str, object], server: ServerSettings, gpus: int = 0
 ) -> ModelSettings:
-    """The settings of one version. `defaults` is its entry of the `models={...}` property, {} without one."""
+    """The settings of one version.
+
+    `defaults` is its entry of the `models={...}` property, {} without one; `gpus` is how many there are.
+    """
     batch = BatchSettings(
         max_batch_size=_first(asked.batch_size, config.batch_size, defaults.get("batchSize"), fallback=1),
         max_queue_delay_ms=_first(
@@ -42,6 +48,7 @@ def effective_settings(
     )
     if asked.max_batch_delay_ms == 0:  # from a client it means "never wait"; in the other places "not said"
         batch = replace(batch, max_queue_delay_ms=0)
+    device_ids = _device_ids(config, gpus)
     min_executors, max_executors = _executors(asked, config, defaults)
     return ModelSettings(
         batch=batch,
@@ -61,9 +68,18 @@ def effective_settings(
         sequences=_sequences(config),
         sequences_unbounded=config.sequence_batching and not config.sequence_max_idle_ms,
         continuous=config.continuous_batching,
-        device_type=config.device_type,
-        device_ids=config.device_ids,
+        device_ids=device_ids,
+        gpu_ids=() if config.device_type == "cpu" else device_ids or tuple(range(gpus)),
     )
+
+
+def _device_ids(config: ModelConfig, gpus: int) -> tuple[int, ...]:
+    """TorchServe's rule: one that is not there discards them all."""
+    if max(config.device_ids, default=-1) < gpus:
+        return config.device_ids
+    if gpus:
+        logger.warning("deviceIds %s are ignored: there are %d GPUs", list(config.device_ids), gpus)
+    return ()
 
 
 def _sequences(config: ModelConfig) -> SequenceSettings | None:

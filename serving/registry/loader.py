@@ -22,7 +22,7 @@ from torchere.serving.batching.stateful import StatefulBatcher
 from torchere.serving.batching.unread_parts import limit_bytes
 from torchere.serving.crash_journal import Journal
 from torchere.serving.errors import InvalidRequest
-from torchere.serving.execution.devices import available_cores, intra_op_threads
+from torchere.serving.execution.devices import available_cores, gpu_count, intra_op_threads
 from torchere.serving.execution.executor import ExecutorPool, FreeCallback, LoadSpec
 from torchere.serving.execution.fork_client import Spawned
 from torchere.serving.execution.host import HandlerHost
@@ -32,6 +32,7 @@ from torchere.serving.execution.offload import ROOM, Offload
 from torchere.serving.execution.oom import OomWatch
 from torchere.serving.execution.processes import ProcessPool
 from torchere.serving.execution.recorded_host import RecordedHost
+from torchere.serving.execution.send_ahead import MOST_AHEAD
 from torchere.serving.execution.threads import ThreadPool
 from torchere.serving.registry.effective import Asked, effective_settings
 from torchere.serving.registry.environments import Environment
@@ -72,6 +73,7 @@ class Loader:
         self._executor_ids = itertools.count(FIRST_EXECUTOR_ID)
         self._launcher = ForkLauncher(worker_environment(server.hidden_env_vars), fork_server)
         self._oom = OomWatch()
+        self._gpus = gpu_count(server.max_gpus)
 
     def build(
         self,
@@ -95,7 +97,7 @@ class Loader:
                 f"No handler is named for {key.name}: neither by the request, nor by the archive's manifest, "
                 "nor by default_service_handler."
             )
-        settings = effective_settings(asked, archive.config, self._defaults_of(key), self._server)
+        settings = effective_settings(asked, archive.config, self._defaults_of(key), self._server, self._gpus)
         isolation = _isolation(archive, settings, handler)
         crashed = self._server.isolated.get(str(key), "") if isolation == "thread" else ""
         if crashed:
@@ -128,6 +130,9 @@ class Loader:
         on_free: FreeCallback,
         observer: VersionObserver,
     ) -> ExecutorPool:
+        # Who allows so few to wait, or none, means it; inside a worker they would not be counted.
+        counts_all = settings.batch.use_tickets or settings.batch.max_queue_size < MOST_AHEAD
+
         def workers(depth: int = 1) -> ProcessPool:
             return ProcessPool(
                 spec,
@@ -141,12 +146,13 @@ class Loader:
                 launcher=self._launcher_of(origin.archive.environment),
                 oom=self._oom,
                 depth=depth,
+                sends_ahead=not counts_all,
             )
 
         if origin.isolation == "process":
             return workers()
         beside = None
-        if settings.isolation == "auto" and available_cores() > 1 and not spec.gpu_ids:
+        if settings.isolation == "auto" and available_cores() > 1 and not (spec.gpu_ids or counts_all):
             name = f"model {spec.model_name} version {spec.model_version}"
             beside = Offload(name, workers(ROOM))
         return ThreadPool(
@@ -188,7 +194,7 @@ class Loader:
             decode_input=self._server.decode_input,
             limit_max_image_pixels=self._server.limit_max_image_pixels,
             intra_op_threads=intra_op_threads(available_cores(), settings.min_executors),
-            gpu_ids=settings.device_ids,
+            gpu_ids=settings.gpu_ids,
             max_response_bytes=self._server.limits.max_response_bytes,
             pinned=_is_stateful(settings),
         )
@@ -204,13 +210,15 @@ def _isolation(archive: StoredArchive, settings: ModelSettings, handler: str) ->
     if archive.environment:  # packages of its own can't come into this process
         return "process"
     model = archive.manifest.get("model") or {}
-    return choose_isolation(settings.isolation, handler, model, holds_gil=_holds_gil(archive, settings))
+    on_gpu = bool(settings.gpu_ids)
+    holds_gil = not on_gpu and _holds_gil(archive)
+    return choose_isolation(settings.isolation, handler, model, holds_gil=holds_gil, on_gpu=on_gpu)
 
 
-def _holds_gil(archive: StoredArchive, settings: ModelSettings) -> bool:
-    """Whether the model is a `.pt2` that keeps the GIL; on a GPU the wait for it is too short to count."""
+def _holds_gil(archive: StoredArchive) -> bool:
+    """Whether the model is a `.pt2` that keeps the GIL on a CPU."""
     serialized = str((archive.manifest.get("model") or {}).get("serializedFile") or "")
-    if not serialized.endswith(".pt2") or settings.device_ids:
+    if not serialized.endswith(".pt2"):
         return False
     return aot.holds_gil(str(archive.directory / serialized), str(archive.directory))
 

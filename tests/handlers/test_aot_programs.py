@@ -34,6 +34,24 @@ def test_what_torch_writes_is_loaded(program: Path) -> None:
     assert torch.equal(run(torch.ones(2, 3)), torch.full((2, 3), 2.0))
 
 
+class Ramp(torch.nn.Module):
+    """Makes a tensor of its own, on the device it was exported on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale + torch.arange(3)
+
+
+def test_a_program_moves_to_another_device_with_what_it_makes_there(tmp_path: Path) -> None:
+    path = str(tmp_path / "ramp.pt2")
+    torch.export.save(torch.export.export(Ramp(), (torch.ones(2, 3),)), path)
+    run = aot.load_package(path, str(tmp_path), "meta")
+    assert run(torch.ones(2, 3, device="meta")).device.type == "meta"
+
+
 def test_an_operator_that_is_none_of_torchs_is_refused_before_anything_is_loaded(
     program: Path, tmp_path: Path
 ) -> None:

@@ -30,6 +30,11 @@ def test_a_model_that_keeps_the_gil_gets_processes() -> None:
     assert choose_isolation("auto", "base_handler", model, holds_gil=True) == "process"
 
 
+def test_on_a_gpu_every_executor_is_a_process() -> None:
+    model = {"serializedFile": "net.pt"}
+    assert choose_isolation("auto", "base_handler", model, on_gpu=True) == "process"
+
+
 @pytest.mark.parametrize("wanted", ["thread", "process"])
 def test_what_the_operator_says_is_done(wanted: str) -> None:
     model = {"serializedFile": "net.pt2"}

@@ -45,9 +45,9 @@ def test_an_executor_in_any_other_state_is_called_unloading(planes):
         assert described(planes, executors=(other,))["workers"][0]["status"] == "UNLOADING"
 
 
-def test_an_executor_on_a_gpu_makes_the_device_type_gpu(planes):
+def test_a_version_on_gpus_says_so_and_each_executor_which(planes):
     executor = dataclasses.replace(planes.control.description.executors[0], gpu_id=1)
-    found = described(planes, executors=(executor,))
+    found = described(planes, executors=(executor,), settings=ModelSettings(gpu_ids=(0, 1)))
     assert found["deviceType"] == "gpu"
     assert found["workers"][0]["gpuUsage"] == "gpuId::1"
 

@@ -71,3 +71,22 @@ def test_a_model_config_without_timeouts_does_not_take_the_servers() -> None:
 def test_executor_counts(config: ModelConfig, defaults: dict[str, object], expected: tuple[int, int]) -> None:
     got = settings(Asked(executors=1), config, defaults)
     assert (got.min_executors, got.max_executors) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "gpus", "asked_for", "used"),
+    [
+        (ModelConfig(), 0, (), ()),
+        (ModelConfig(), 2, (), (0, 1)),
+        (ModelConfig(device_type="gpu"), 0, (), ()),
+        (ModelConfig(device_type="gpu", device_ids=(1,)), 2, (1,), (1,)),
+        (ModelConfig(device_ids=(0, 2)), 2, (), (0, 1)),
+        (ModelConfig(device_ids=(0,)), 0, (), ()),
+        (ModelConfig(device_type="cpu", device_ids=(1,)), 2, (1,), ()),
+    ],
+)
+def test_a_model_is_on_all_gpus_in_turn_unless_its_config_says_otherwise(
+    config: ModelConfig, gpus: int, asked_for: tuple[int, ...], used: tuple[int, ...]
+) -> None:
+    got = effective_settings(NOTHING_ASKED, config, {}, SERVER, gpus)
+    assert (got.device_ids, got.gpu_ids) == (asked_for, used)

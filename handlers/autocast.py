@@ -1,0 +1,53 @@
+"""A model whose matrix products and convolutions run in half precision: `autocast` in model-config.yaml."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+_TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def autocasting(model: Any, config: Mapping[str, Any], device: torch.device) -> Any:
+    """The model as `autocast` of its config wants it called; the model itself where nothing is wanted.
+
+    Raises:
+        ValueError: `autocast` is none of the types.
+    """
+    wanted = config.get("autocast")
+    if wanted is None:
+        return model
+    if wanted not in _TYPES:
+        raise ValueError(f"autocast of model-config.yaml is {wanted!r}, expected {' or '.join(_TYPES)}")
+    return Autocast(model, device, _TYPES[wanted])
+
+
+class Autocast:
+    """Calls `model` under torch.autocast, and gives its half-precision outputs back as float32.
+
+    Everything else is the model's own. As thread-safe as the model.
+
+    Args:
+        model: to call.
+        device: whose kind of operations are cast.
+        dtype: what they compute in.
+    """
+
+    def __init__(self, model: Any, device: torch.device, dtype: torch.dtype) -> None:
+        self._model = model
+        self._device_type = device.type
+        self._dtype = dtype
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model answers, floats in float32."""
+        with torch.autocast(self._device_type, self._dtype):
+            return pytree.tree_map_only(torch.Tensor, self._widened, self._model(*args, **kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def _widened(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.float() if tensor.dtype is self._dtype else tensor
