@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ from torch.profiler import ProfilerActivity, profile
 
 logger = logging.getLogger(__name__)
 
+# torch has one profiler for the whole process: a second one beside it breaks both, up to the process itself.
+_ONE_AT_A_TIME = threading.Lock()
+
 
 def run_profiled(
     stages: Callable[[], Any], model_name: str, profiler_args: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """Run one batch under the profiler and write its trace.
+    """Run one batch under the profiler and write its trace. Thread-safe: one batch of the process at a time.
 
     Args:
         stages: runs the batch; names its parts with `torch.profiler.record_function`.
@@ -38,7 +42,7 @@ def run_profiled(
         folder = str(Path(tempfile.gettempdir(), "pytorch_profiler", safe_name))
         args["on_trace_ready"] = torch.profiler.tensorboard_trace_handler(folder)
         logger.info("Saving chrome trace to : %s", folder)
-    with profile(**args) as profiler:
+    with _ONE_AT_A_TIME, profile(**args) as profiler:
         output = stages()
     logger.info("%s", profiler.key_averages().table(sort_by="cpu_time_total", row_limit=10))
     return output, profiler

@@ -29,10 +29,17 @@ class SharedModels:
 
     def __init__(self) -> None:
         self._slots: dict[Hashable, _Slot] = {}
+        # False from the first model on that its caller has for itself: it may keep state, which one more
+        # instance would not have.
+        self.shares_all = True
         self._lock = threading.Lock()  # guards _slots; never held while a model loads
 
-    def get_or_load(self, key: Hashable, load: Callable[[], T]) -> T:
+    def get_or_load(
+        self, key: Hashable, load: Callable[[], T], may_share: Callable[[T], bool] = lambda _: True
+    ) -> T:
         """The model under `key`; the first caller loads it, the others wait for that.
+
+        One that `may_share` says no to is its caller's alone, and the next one loads another.
 
         Raises:
             Exception: what `load` raised, to the caller that ran it; the next one tries again.
@@ -41,6 +48,9 @@ class SharedModels:
             slot = self._slots.setdefault(key, _Slot())
         with slot.lock:
             if not slot.loaded:
-                slot.model = load()
-                slot.loaded = True
+                model = load()
+                if not may_share(model):
+                    self.shares_all = False
+                    return model
+                slot.model, slot.loaded = model, True
             return cast(T, slot.model)

@@ -151,8 +151,8 @@ class ThreadPool:
                 if not thread.ready:
                     self._forget(thread)
             raise
-        if self._here.wants_host and self._threads:
-            host = self._make_host(self._spec, _first(self._spec.gpu_ids), self._shared)
+        if self._here.wants_host and self._threads and self._shared.shares_all and not self._spec.gpu_ids:
+            host = self._make_host(self._spec, None, self._shared)
             await asyncio.to_thread(host.load)  # quick: the weights are there
             self._hosts.add(host)
             self._here.take(host)
@@ -294,7 +294,3 @@ def _moved_bytes(requests: Sequence[InferRequest], report: BatchReport) -> int:
     came = sum(len(parameter.value) for request in requests for parameter in request.parameters)
     goes = sum(len(outcome.body) for outcome in report.outcomes if isinstance(outcome, InferResponse))
     return came + goes
-
-
-def _first(gpu_ids: tuple[int, ...]) -> int | None:
-    return gpu_ids[0] if gpu_ids else None

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from torchere.handlers.base import BaseHandler
+from torchere.handlers.devices import DeviceChoice
 from torchere.handlers.metrics import MetricsCache
 from torchere.handlers.resolve import load_entry_point
 from torchere.handlers.shared_models import SharedModels
@@ -275,3 +276,57 @@ def test_a_package_compiled_ahead_of_time_answers_like_its_model(
     rows = torch.rand(3, 2)
     answer = handler.handle(rows.tolist(), context)
     assert torch.allclose(torch.tensor(answer), model(rows), atol=1e-6)
+
+
+class OwnBuffer(torch.nn.Module):
+    """Computes in a buffer of its own, and gives that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last.copy_(x)
+
+
+def test_an_answer_in_a_models_own_buffer_is_not_changed_by_another_executor(
+    tmp_path: Path, make_context: Any
+) -> None:
+    torch.jit.script(OwnBuffer().eval()).save(str(tmp_path / "m.pt"))
+    shared = SharedModels()
+
+    def handler() -> BaseHandler:
+        loaded = BaseHandler()
+        loaded.initialize(make_context(tmp_path, model={"serializedFile": "m.pt"}, shared_models=shared))
+        return loaded
+
+    first, second = handler(), handler()
+    answer = first.inference(torch.ones(1))
+    second.inference(torch.zeros(1))
+    assert answer.tolist() == [1.0]
+
+
+def test_a_package_compiled_for_the_cpu_stays_there_on_a_server_with_gpus(
+    probe_archive: Path, make_context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = DeviceChoice("cuda", torch.device("cuda:0"))
+    monkeypatch.setattr("torchere.handlers.base.choose_device", lambda _: gpu)
+    handler = BaseHandler()
+    handler.initialize(make_context(probe_archive, model={"serializedFile": "probe.pt2"}))
+    assert (handler.map_location, handler.get_device()) == ("cpu", torch.device("cpu"))
+    answer = handler.inference(torch.ones(2, 256), torch.tensor([3]), scale=torch.tensor(1.0))
+    assert answer["pair"][0].tolist() == [4]
+
+
+def test_a_model_that_is_all_buffers_is_moved_to_the_device(
+    tmp_path: Path, make_context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Own(BaseHandler):
+        def _load_pickled_model(self, model_dir: str, model_file: str, model_pt_path: str | None) -> Any:
+            return OwnBuffer()
+
+    other = DeviceChoice("meta", torch.device("meta"))
+    monkeypatch.setattr("torchere.handlers.base.choose_device", lambda _: other)
+    handler = Own()
+    handler.initialize(make_context(tmp_path, model={"modelFile": "net.py"}))
+    assert handler.model.last.device.type == "meta"

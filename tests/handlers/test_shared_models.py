@@ -32,6 +32,12 @@ def test_another_key_is_another_model() -> None:
     assert shared.get_or_load(("net", "cpu"), object) is not shared.get_or_load(("net", "cuda"), object)
 
 
+def test_a_model_that_may_not_be_shared_is_loaded_for_each_caller() -> None:
+    shared = SharedModels()
+    one = shared.get_or_load("net", object, lambda _: False)
+    assert shared.get_or_load("net", object, lambda _: False) is not one
+
+
 def test_none_counts_as_loaded() -> None:
     shared = SharedModels()
     loads: list[int] = []

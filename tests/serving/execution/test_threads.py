@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import itertools
+import json
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -11,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from torchere.serving.errors import DeadlineExceeded, ExecutorDied, HandlerFailed, LoadFailed
 from torchere.serving.execution import threads
 from torchere.serving.execution.executor import ExecutorState, LoadSpec
 from torchere.serving.execution.inline import FIRST_TRIAL
 from torchere.serving.execution.threads import MAX_LEFT_BEHIND, ThreadPool
+from torchere.serving.types import InferRequest, Parameter
 
 
 @asynccontextmanager
@@ -226,6 +229,35 @@ def test_quick_built_in_handlers_run_on_the_loop_save_those_whose_time_depends_o
                 pool.submit([make_request("x")], sink)
                 assert (await sink.outcome()).body == b"x!"
             assert pool.on_loop is on_loop
+
+    asyncio.run(main())
+
+
+class Counter(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return x * 0 + self.count
+
+
+def test_a_model_that_counts_goes_on_counting_in_its_one_executor(make_spec: Any, make_sink: Any) -> None:
+    spec = make_spec("")
+    torch.jit.script(Counter().eval()).save(str(Path(spec.archive_dir, "counter.pt")))
+    manifest = {"model": {"serializedFile": "counter.pt"}}
+    spec = replace(spec, handler="base_handler", manifest=manifest, envelope="json")
+    body = Parameter("body", b'{"instances": [[1.0]]}', "application/json")
+
+    async def main() -> None:
+        async with pool_of(spec) as pool:
+            answers = []
+            for _ in range(8 * FIRST_TRIAL):
+                sink = make_sink()
+                pool.submit([InferRequest("x", (body,))], sink)
+                answers.append(json.loads((await sink.outcome()).body)["predictions"])
+            assert answers == [[[float(count)]] for count in range(1, 8 * FIRST_TRIAL + 1)]
 
     asyncio.run(main())
 
