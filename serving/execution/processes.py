@@ -31,7 +31,8 @@ from torchere.serving.types import InferRequest
 class ProcessPool:
     """`ExecutorPool` of worker processes. Methods run on the event loop.
 
-    `depth`: batches of many requests inside a worker at most; `send_ahead.py` has the rule for single ones.
+    `depth`: batches of many requests inside a worker at most; `send_ahead.py` has the rule for single ones,
+    which counts while `sends_ahead`.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class ProcessPool:
         heartbeat: HeartbeatSettings | None = None,
         on_lost: LostCallback = lambda reason: None,
         depth: int = 1,
+        sends_ahead: bool = True,
     ) -> None:
         self._spec = spec
         self._next_id = next_id
@@ -67,7 +69,7 @@ class ProcessPool:
             oom=oom or OomWatch(),
             heartbeat=heartbeat or HeartbeatSettings(),
             on_lost=on_lost,
-            depth=depth if spec.pinned or spec.batch_size > 1 else None,
+            depth=None if sends_ahead and not spec.pinned and spec.batch_size == 1 else depth,
         )
 
     @property

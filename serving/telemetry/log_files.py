@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from torchere.serving.telemetry.access_lines import AccessLine, LineFormatter
-from torchere.serving.telemetry.logging import ACCESS_LOGGER, escape
+from torchere.serving.telemetry.logging import ACCESS_LOGGER, escape, trace_of
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class Log4jFormatter(LineFormatter):
         level = _LEVELS.get(record.levelname, record.levelname)
         thread, name = _origin(record)
         line = f"{_time(record.created)} [{level:<5}] {escape(thread)} {name} - {escape(record.getMessage())}"
-        trace = self.formatException(record.exc_info) if record.exc_info else ""
+        trace = trace_of(self, record)
         return "\n".join([line, *(escape(part) for part in trace.split("\n") if part)])
 
     def format_access(self, line: AccessLine) -> str:

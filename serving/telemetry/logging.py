@@ -119,7 +119,7 @@ class JsonFormatter(LineFormatter):
         }
         for name, value in _extras(record).items():
             fields.setdefault(name, _plain(value))
-        if trace := _trace(self, record):
+        if trace := trace_of(self, record):
             fields["exception"] = trace
         # JSON may hold DEL as it is, a terminal should not; it can only stand inside of a string.
         return json.dumps(fields).replace("\x7f", "\\u007f")
@@ -148,7 +148,7 @@ class TextFormatter(LineFormatter):
         extras = "".join(f" {escape(name)}={escape(str(value))}" for name, value in _extras(record).items())
         moment = _utc(record.created, "milliseconds")
         line = f"{moment} {record.levelname:<7} {escape(record.name)}: {escape(record.getMessage())}{extras}"
-        trace = _trace(self, record)
+        trace = trace_of(self, record)
         return "\n".join([line, *(f"  | {escape(part)}" for part in trace.split("\n") if part)])
 
     def format_access(self, line: AccessLine) -> str:
@@ -234,7 +234,8 @@ def _plain(value: object) -> object:
     return str(value)
 
 
-def _trace(formatter: logging.Formatter, record: logging.LogRecord) -> str:
+def trace_of(formatter: logging.Formatter, record: logging.LogRecord) -> str:
+    """The traceback and the stack of a record of this process or another; "" without."""
     parts = []
     if record.exc_info:
         parts.append(formatter.formatException(record.exc_info))

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from conformity.comparison import differences, families
+from conformity.comparison import differences, exposed, families
 
 
 @pytest.mark.parametrize(
@@ -39,3 +39,13 @@ def test_a_difference_is_said_with_its_place(want: Any, got: Any, line: str) -> 
 
 def test_the_families_of_an_exposition_are_those_it_declares() -> None:
     assert families('# HELP a text\n# TYPE a counter\na{b="c",} 1.0\n# TYPE d gauge\n') == {"a", "d"}
+
+
+def test_what_queries_rely_on_are_the_names_the_types_the_texts_and_the_labels() -> None:
+    histogram = '# HELP h text\n# TYPE h histogram\nh_bucket{m="x",le="1.0",} 2.0\nh_sum{m="x",} 0.5\n'
+    gauge = "# TYPE g gauge\ng 1.0\n"
+
+    assert exposed(histogram + gauge) == {
+        "h": (["# HELP h text", "# TYPE h histogram"], ["h_bucket{m,le}", "h_sum{m}"]),
+        "g": (["# TYPE g gauge"], ["g{}"]),
+    }

@@ -28,6 +28,19 @@ def test_status_headers_body_and_layout_are_compared() -> None:
     assert lines_between(OK, replace(OK, layout=("\n",)))[0].startswith("layout: ")
 
 
+def test_the_chunks_of_a_stream_are_compared() -> None:
+    line = "chunks of (4,) bytes, TorchServe (1, 3)"
+    assert lines_between(replace(OK, chunks=(1, 3)), replace(OK, chunks=(4,))) == [line]
+
+
+def test_a_metric_family_is_compared_as_queries_see_it() -> None:
+    theirs = replace(OK, body='# HELP a t\n# TYPE a gauge\na{Level="Host",} 1.0\n')
+    ours = replace(OK, body='# HELP a t\n# TYPE a gauge\na{level="Host",} 1.0\n')
+    assert lines_between(theirs, theirs) == []
+    assert len(lines_between(theirs, ours)) == 1
+    assert lines_between(theirs, replace(OK, body="# HELP b t\n")) == ["metric family a is missing"]
+
+
 def test_members_of_ours_are_no_difference_and_change_the_layout() -> None:
     assert lines_between(OK, replace(OK, body={"a": 1, "torchere": {}}, layout=())) == []
 

@@ -34,7 +34,7 @@ _REWRITTEN_STATUS = {413: 507}  # 413 is kept for bodies that the server itself 
 
 
 class WorkflowNotFound(e.NotFound):
-    """Workflows can't be registered (as in TorchServe 0.12), so none is ever found."""
+    """Workflows can't be registered, so none is ever found."""
 
     code = "workflow_not_found"
 

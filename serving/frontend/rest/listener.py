@@ -22,7 +22,7 @@ from torchere.serving.frontend.services import Services
 from torchere.serving.telemetry.access_lines import Client
 from torchere.serving.telemetry.timeline import fields_of
 
-BAD_REQUEST = "GET /bad-request HTTP/1.0"  # how TorchServe's access log calls what is no request
+BAD_REQUEST = "GET /bad-request HTTP/1.1"  # how TorchServe's access log calls what is no request
 
 logger = logging.getLogger(__name__)
 

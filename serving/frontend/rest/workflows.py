@@ -1,4 +1,4 @@
-"""Routes of the workflow API as TorchServe 0.12 answers it: registering is off, so there is none."""
+"""Routes of the workflow API as TorchServe's last commit answers it: registering is off, so there is none."""
 
 from __future__ import annotations
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 # Their values are another one each time, or say nothing about the interface: only their types are compared.
 VOLATILE = frozenset({"id", "startTime", "memoryUsage", "pid", "gpuUsage"})
+_SAMPLE = re.compile(r"(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})? \S+$")
 FLOAT_TOLERANCE = 1e-5  # relative; models are run by other builds of torch
 
 
@@ -50,6 +52,28 @@ def _same_value(want: Any, got: Any) -> bool:
     if isinstance(want, float) and isinstance(got, (int, float)):
         return math.isclose(want, got, rel_tol=FLOAT_TOLERANCE, abs_tol=FLOAT_TOLERANCE)
     return type(want) is type(got) and want == got
+
+
+def exposed(exposition: str) -> dict[str, tuple[list[str], list[str]]]:
+    """What queries rely on of each metric family: its HELP and TYPE line, names and labels of samples."""
+    found = {name: (_described(name, exposition), set[str]()) for name in families(exposition)}
+    for line in exposition.splitlines():
+        sample = _SAMPLE.match(line)
+        if sample is not None:
+            family = next((each for each in _owners(sample["name"]) if each in found), sample["name"])
+            labels = ",".join(re.findall(r'(\w+)="', sample["labels"] or ""))
+            found.setdefault(family, ([], set()))[1].add(f"{sample['name']}{{{labels}}}")
+    return {name: (lines, sorted(samples)) for name, (lines, samples) in found.items()}
+
+
+def _described(name: str, exposition: str) -> list[str]:
+    return re.findall(rf"^# (?:HELP|TYPE) {re.escape(name)} .*$", exposition, re.MULTILINE)
+
+
+def _owners(sample: str) -> Iterator[str]:
+    """Of what families a sample may be."""
+    yield sample
+    yield from (sample.removesuffix(end) for end in ("_bucket", "_sum", "_count"))
 
 
 def families(exposition: str) -> set[str]:

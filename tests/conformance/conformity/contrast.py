@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from conformity.comparison import differences, families
+from conformity.comparison import differences, exposed
 from conformity.rest import Answer
 from conformity.rpc import RpcAnswer
 
@@ -69,13 +69,19 @@ def _rest_lines(want: Answer, got: Answer) -> Iterator[str]:
             yield f"header {name}: {got.headers.get(name)!r}, TorchServe {want.headers.get(name)!r}"
     if want.has_request_id != got.has_request_id:
         yield f"x-request-id: {got.has_request_id}, TorchServe {want.has_request_id}"
+    if want.chunks != got.chunks:
+        yield f"chunks of {got.chunks} bytes, TorchServe {want.chunks}"
     yield from _body_lines(want, got)
 
 
 def _body_lines(want: Answer, got: Answer) -> Iterator[str]:
     if isinstance(want.body, str) and isinstance(got.body, str) and want.body.startswith("# HELP"):
-        missing = families(want.body) - families(got.body)
-        yield from (f"metric family {name} is missing" for name in sorted(missing))
+        theirs, ours = exposed(want.body), exposed(got.body)
+        for name, family in sorted(theirs.items()):
+            if name not in ours:
+                yield f"metric family {name} is missing"
+            elif family[1] and ours[name] != family:  # the samples of its own first request come too late
+                yield f"metric family {name} is {ours[name]}, TorchServe {family}"
         return
     if _is_document(want.body) and _is_document(got.body):
         if _described(want.body) != _described(got.body):

@@ -81,6 +81,8 @@ def _management() -> Iterator[tuple[str, str, Any]]:
     ):
         yield MANAGEMENT, "RegisterModel", request
     for name, version, customized in (
+        ("g_batch", "", True),  # a customized describe waits for the worker, whose status comes next
+        ("g_zero", "", True),
         ("g_sync", "", False),
         ("g_batch", "", False),
         ("g_zero", "all", False),
@@ -90,7 +92,6 @@ def _management() -> Iterator[tuple[str, str, Any]]:
         ("", "", False),
         ("g_sync", "", True),
         ("probe", "1.0", True),
-        ("g_zero", "", True),
     ):
         request = {"model_name": name, "model_version": version, "customized": customized}
         yield MANAGEMENT, "DescribeModel", request

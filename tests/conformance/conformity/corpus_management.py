@@ -150,6 +150,7 @@ def management_cases() -> Iterator[Case]:
         yield _case("GET", f"/models/{name}")
     yield from (_case("GET", f"/models{query}") for query in LIST_QUERIES)
     yield from (_case("PUT", path) for path in SCALE_QUERIES)
+    yield _case("POST", "/workflows?url=none.war")
     yield from _versions()
     yield from _ends()
 

@@ -11,6 +11,8 @@ from conformity.corpus_grpc import grpc_cases
 from conformity.corpus_handlers import handler_cases
 from conformity.corpus_management import management_cases, odd_registrations
 from conformity.corpus_routes import route_cases
+from conformity.corpus_stateful import stateful_cases
+from conformity.corpus_wire import wire_cases
 from conformity.rest import Case
 from conformity.servers import FLAGS
 
@@ -60,6 +62,7 @@ def profiles() -> list[Profile]:
     return [
         Profile("open", f"{BASE}load_models=probe.mar,rich.mar\n", _open_cases),
         Profile("odd registrations", BASE, odd_registrations),
+        Profile("stateful", f"{BASE}load_models=probe.mar,rich.mar\n", stateful_cases),
         Profile("grpc", f"{BASE}load_models=probe.mar,rich.mar\n", lambda: iter(()), grpc_cases),
         Profile("one model", f"{BASE}load_models=probe.mar\n{SWITCHES}", _switched_cases),
         *(
@@ -84,6 +87,7 @@ def _open_cases() -> Iterator[Case]:
     yield from route_cases()
     yield from body_cases()
     yield from query_cases()
+    yield from wire_cases()
     yield from handler_cases()
     yield from management_cases()
 

@@ -19,7 +19,15 @@ WATCHED = (
     "cache-control",
     "pragma",
     "expires",
+    "content-encoding",
+    "access-control-allow-origin",
+    "access-control-allow-methods",
+    "access-control-allow-headers",
+    "ts_stream_next",
+    "ts_request_sequence_id",
+    "ts_request_sequence_end",
     "x-answer",
+    "x-own",
 )
 TIMEOUT_S = 60.0
 BOUNDARY = "conformity-boundary"
@@ -29,7 +37,7 @@ BOUNDARY = "conformity-boundary"
 class Case:
     """One request.
 
-    `api` says which listener it goes to.
+    `api` says which listener it goes to. A body of several pieces goes out in chunks.
     """
 
     name: str
@@ -37,7 +45,7 @@ class Case:
     path: str
     api: str = "inference"
     headers: Mapping[str, str] = field(default_factory=dict)
-    body: bytes | None = None
+    body: bytes | tuple[bytes, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +57,7 @@ class Answer:
     has_request_id: bool
     body: Any
     layout: tuple[str, ...] = ()  # the blanks and line ends of a JSON body, run by run
+    chunks: tuple[int, ...] = ()  # the lengths of those the body came in, if it did
 
 
 def send(case: Case, addresses: Mapping[str, str]) -> Answer:
@@ -58,14 +67,16 @@ def send(case: Case, addresses: Mapping[str, str]) -> Answer:
         with suppress(BrokenPipeError):  # refused before the body was out; the answer can still be read
             connection.request(case.method, case.path, case.body, dict(case.headers))
         reply = connection.getresponse()
-        raw = reply.read()
+        pieces = list(iter(reply.read1, b"")) if reply.chunked else [reply.read()]
     finally:
         connection.close()
     headers = {name.lower(): value for name, value in reply.getheaders()}
     kept = {name: headers[name] for name in WATCHED if name in headers}
+    raw = b"".join(pieces)
     body = decoded(raw)
     layout = () if isinstance(body, str) else tuple(re.findall(r"\s+", raw.decode()))
-    return Answer(reply.status, kept, "x-request-id" in headers, body, layout)
+    chunks = tuple(map(len, pieces)) if reply.chunked else ()
+    return Answer(reply.status, kept, "x-request-id" in headers, body, layout, chunks)
 
 
 def decoded(raw: bytes) -> Any:

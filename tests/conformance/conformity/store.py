@@ -11,6 +11,16 @@ from typing import Any
 
 HERE = Path(__file__).parents[1]
 MANIFEST = "MAR-INF/MANIFEST.json"
+# Models that keep something between requests.
+STATEFUL = {
+    "sequence": "batchSize: 2\nsequenceBatching: true\nsequenceMaxIdleMSec: 60000\nmaxNumSequence: 3\n",
+    "no_idle": "sequenceBatching: true\n",
+    "ending": (
+        "batchSize: 2\nsequenceBatching: true\ncontinuousBatching: true\nsequenceMaxIdleMSec: 60000\n"
+        "sequenceTimeoutMSec: 50000\nmaxNumSequence: 3\nmaxSequenceJobQueueSize: 4\n"
+    ),
+    "continuous": "batchSize: 2\nmaxBatchDelay: 10\ncontinuousBatching: true\njobQueueSize: 9\n",
+}
 
 
 def build_store(folder: Path) -> None:
@@ -20,6 +30,8 @@ def build_store(folder: Path) -> None:
     probe = (HERE / "handlers" / "probe.py").read_bytes()
     echo = (HERE / "handlers" / "echo.py").read_bytes()
     _write(folder / "probe.mar", _manifest("probe", "probe.py"), {"probe.py": probe})
+    for name, config in STATEFUL.items():
+        _write_stateful(folder / f"{name}.mar", name, config)
     files = {"echo.py": echo}
     _write(folder / "no_manifest.mar", None, files)
     _write(folder / "no_model.mar", {"runtime": "python"}, files)
@@ -43,6 +55,17 @@ def _manifest(name: str, handler: str) -> dict[str, Any]:
         "model": {"modelName": name, "handler": handler, "modelVersion": "1.0"},
         "archiverVersion": "0.12.0",
     }
+
+
+def _write_stateful(path: Path, name: str, config: str) -> None:
+    handler = "continuous.py" if name == "continuous" else "sequence.py"
+    manifest = _manifest(name, handler)
+    manifest["model"]["configFile"] = "model-config.yaml"
+    files = {
+        handler: (HERE / "handlers" / handler).read_bytes(),
+        "model-config.yaml": f"minWorkers: 1\nmaxWorkers: 1\n{config}".encode(),
+    }
+    _write(path, manifest, files)
 
 
 def _write(path: Path, manifest: dict[str, Any] | None, files: dict[str, bytes]) -> None:

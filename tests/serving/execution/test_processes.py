@@ -168,6 +168,20 @@ def test_a_worker_that_gives_up_is_failed_and_says_so(
     asyncio.run(main())
 
 
+def test_nothing_is_sent_ahead_where_all_that_waits_is_counted(
+    make_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec(), sends_ahead=False) as pool:
+            for _ in range(50):
+                quick = make_sink()
+                pool.submit([make_request("hi")], quick)
+                assert pool.free == 0
+                await quick.outcome()
+
+    asyncio.run(main())
+
+
 def test_batches_sent_ahead_to_a_lost_worker_are_given_back(
     make_spec: Any, make_sink: Any, make_request: Any
 ) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from torchere.serving.telemetry import log_files
 from torchere.serving.telemetry.log_files import add_log_files, remove_log_files
+from torchere.serving.telemetry.worker_lines import WorkerFormatter, relay
 
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d,\d{3}"  # log4j's ISO8601
 
@@ -59,6 +61,18 @@ def test_a_traceback_follows_its_line(tmp_path: Path) -> None:
     first, second, *_ = text_of(tmp_path, "ts_log.log").splitlines()
     assert first.endswith("torchere.x - failed")
     assert second == "Traceback (most recent call last):"
+
+
+def test_so_does_one_of_a_worker(tmp_path: Path) -> None:
+    add_log_files(tmp_path)
+    lines = WorkerFormatter()
+    lines.token = "token"
+    try:
+        raise ValueError("x")
+    except ValueError:
+        failed = logging.LogRecord("h", logging.ERROR, "h.py", 1, "failed", (), sys.exc_info())
+    relay(lines.format(failed), "token", {"model": "m"}, logging.getLogger("torchere.x"))
+    assert "Traceback (most recent call last):" in text_of(tmp_path, "ts_log.log").splitlines()
 
 
 def test_files_rotate_by_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from torchere.serving.types import InferResponse, StreamedResponse
 
 HEAD = b"POST %b HTTP/1.1\r\nHost: x\r\n%b\r\n"
 SHORT, ASGI, EVENTS = b"/predictions/echo", b"/models/echo/invoke", b"/v2/models/echo/generate_stream"
-NO_REQUEST = "GET /bad-request HTTP/1.0"
+NO_REQUEST = "GET /bad-request HTTP/1.1"
 PART = b'{"outputs":[{"name":"t","datatype":"BYTES","shape":[1],"data":["a"]}]}'
 
 
