@@ -109,7 +109,11 @@ def _log_account(plan: Plan, options: argparse.Namespace) -> None:
         logger.warning("%s, %s", origin, finding)
     if plan.settings.snapshot_models:
         count = len(plan.settings.snapshot_models)
-        origin = "the supervisor" if options.supervised else origin
-        logger.warning("%s: restoring its snapshot of %d models; start without it by --ncs", origin, count)
+        if options.supervised:
+            logger.warning("restoring the supervisor's snapshot of %d models", count)
+        else:
+            logger.warning(
+                "%s: restoring its snapshot of %d models; start without it by --ncs", origin, count
+            )
     if options.log_config:
         logger.warning("--log-config has no effect: torchere serve has --log-level and --log-format")

@@ -109,7 +109,7 @@ def configure(
         if winner is not given:
             # Two lines of one file are a mistake; one source over another is what sources are for.
             level: Level = "warning" if given.line and winner.line else "effect"
-            outcome.findings.append(given.finding(level, f"not used: {winner.source} comes first"))
+            outcome.findings.append(given.finding(level, f"not used: {winner.source} counts"))
     for given in winners.values():
         _take(given, outcome)
     outcome.findings += _contradictions(outcome.values)

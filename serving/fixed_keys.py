@@ -21,7 +21,8 @@ from pathlib import Path
 
 from torchere.serving.errors import NotAllowed, ServingError, Unauthorized
 from torchere.serving.reloading import Reloaded
-from torchere.serving.tokens import REFUSED, TokenKind, bearer_key
+from torchere.serving.settings import ServerSettings
+from torchere.serving.tokens import REFUSED, KeyRing, TokenKind, bearer_key
 
 MAX_FILE_BYTES = 65_536
 _KEY = re.compile(r"[!-~]{8,}")  # what a header can carry; TorchServe's own keys have 8 characters
@@ -92,6 +93,19 @@ class FixedKeys:
         return same and (key.expires_at_s is None or self._clock() < key.expires_at_s)
 
 
+def keys_of(settings: ServerSettings, *, keep: bool) -> KeyRing | FixedKeys | None:
+    """The keys that the settings ask for; None: everybody may pass. `keep` as in `KeyRing`.
+
+    Raises:
+        KeyFileUnusable, KeyFileUnwritable: see the two.
+    """
+    if not settings.token_auth_enabled:
+        return None
+    if settings.token_keys_file is not None:
+        return FixedKeys(settings.token_keys_file)
+    return KeyRing(settings.key_file, settings.token_expiration_min, keep=keep)
+
+
 def read_keys(path: Path) -> _Keys:
     """The keys of the file: a JSON object with `inference`, `management`, or both.
 
@@ -103,10 +117,10 @@ def read_keys(path: Path) -> _Keys:
     """
     try:
         document = json.loads(_read_private(path))
-    except ValueError as err:  # JSONDecodeError's own text has a position and nothing of the document
-        raise _unusable(
-            path, f"no JSON: {err}" if isinstance(err, json.JSONDecodeError) else "no UTF-8"
-        ) from err
+    except UnicodeDecodeError as err:
+        raise _unusable(path, "no UTF-8") from err
+    except (ValueError, RecursionError) as err:  # their texts have a position and nothing of the document
+        raise _unusable(path, f"no JSON: {err}") from err
     if not isinstance(document, dict):
         raise _unusable(path, "no JSON object")
     unknown = sorted(set(document) - set(_KINDS))

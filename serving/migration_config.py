@@ -73,7 +73,7 @@ def _problems(path: Path, configuration: Configuration) -> Iterator[MigrationFin
 def model_findings(path: Path, settings: ServerSettings, store: Path | None) -> Iterator[MigrationFinding]:
     """Whether the archives that a start would load are there; `store` None takes the settings' own."""
     folder = store or settings.model_store
-    for wanted in startup_models(replace(settings, snapshot_models=()), ()):
+    for wanted in startup_models(replace(settings, snapshot_models=()), tuple):
         if folder is None or is_remote(wanted.url) or (folder / wanted.url.rstrip("/")).exists():
             continue
         text = f"is not in {folder}: the start goes on, as in TorchServe; /readyz says 503 until it is there"

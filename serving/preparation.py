@@ -44,7 +44,7 @@ def preparation(settings: ServerSettings) -> Iterator[Prepared]:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     store = store_of(settings)
     try:
-        wanted = [each for each in startup_models(settings, store.names()) if not is_remote(each.url)]
+        wanted = [each for each in startup_models(settings, store.names) if not is_remote(each.url)]
         fork_server = _fork_server(settings, store, wanted)
         ahead = UnpackedAhead(store, [each.url for each in wanted])
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -93,7 +92,7 @@ def _finite(text: str, minimum: float, maximum: float) -> float:
         number = float(text)
     except ValueError:
         raise ValueError from None  # its own words say less than the kind's
-    if not math.isfinite(number) or not minimum <= number <= maximum:
+    if not minimum <= number <= maximum:  # neither is anything else than finite
         raise ValueError
     return number
 
@@ -175,7 +174,6 @@ def _read_metrics_mode(text: str) -> str:
 
 METRICS_MODE = Kind("log, prometheus or legacy", _read_metrics_mode)
 
-
 _Models: TypeAlias = dict[str, dict[str, dict[str, object]]]
 
 
@@ -187,10 +185,19 @@ def _object(value: object, what: str) -> dict[str, Any]:
 
 def _json_object(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as err:
+        value = json.loads(text, object_pairs_hook=_without_twins)
+    except (json.JSONDecodeError, RecursionError) as err:
         raise ValueError(f"not JSON: {err}") from err
     return _object(value, "the value")
+
+
+def _without_twins(members: list[tuple[str, object]]) -> dict[str, object]:
+    found: dict[str, object] = {}  # of two with one name, one would be lost unseen
+    for name, value in members:
+        if name in found:
+            raise ValueError(f"{name[:80]!r} is there twice")
+        found[name] = value
+    return found
 
 
 def _versions(models: dict[str, Any]) -> _Models:

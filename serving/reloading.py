@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import stat
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -70,14 +72,21 @@ class Reloaded(Generic[T]):
         for _ in range(_ATTEMPTS - 1):
             before = _signature(self._paths)
             try:
-                value = self._read()
+                value = self._read_files()
             except ServingError:
                 if _signature(self._paths) == before:
                     raise
                 continue
             if _signature(self._paths) == before:
                 return before, value
-        return _signature(self._paths), self._read()
+        return _signature(self._paths), self._read_files()
+
+    def _read_files(self) -> T:
+        for path in self._paths:
+            with suppress(OSError):  # `read` says what is wrong with it
+                if not stat.S_ISREG(path.stat().st_mode):  # a pipe, for one, would let us wait for ever
+                    raise ServingError(f"{self._what} can't be read.", f"{path} is not a regular file.")
+        return self._read()
 
 
 async def watch(files: Sequence[Reloadable], interval_s: float = INTERVAL_S) -> None:
@@ -85,7 +94,10 @@ async def watch(files: Sequence[Reloadable], interval_s: float = INTERVAL_S) -> 
     while True:
         await asyncio.sleep(interval_s)
         for each in files:
-            await asyncio.to_thread(each.refresh)
+            try:
+                await asyncio.to_thread(each.refresh)
+            except Exception:  # no thread to be had, for one: the next look may go well
+                logger.exception("a look after replaced files failed")
 
 
 def _signature(paths: Sequence[Path]) -> _Signature:

@@ -7,21 +7,21 @@ Stop: unready, `drain_delay_s` of ordinary service, ports closed and what is in 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import logging
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from torchere.handlers.errors import MetricsCacheError
 from torchere.serving import __version__
+from torchere.serving.addresses import refuse_taken, said_plainly
 from torchere.serving.crash_journal import Journal, ServerState
 from torchere.serving.errors import ServingError
-from torchere.serving.fixed_keys import FixedKeys
+from torchere.serving.fixed_keys import FixedKeys, keys_of
 from torchere.serving.frontend.access_log import access_log
 from torchere.serving.frontend.controlplane import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
@@ -30,7 +30,7 @@ from torchere.serving.frontend.rest.app import listener_app, listeners
 from torchere.serving.frontend.rest.deferred import DeferredApp, build_after
 from torchere.serving.frontend.rest.server import RestServer
 from torchere.serving.frontend.services import CorsHeaders, Services
-from torchere.serving.frontend.tls import Certificates, TlsFiles
+from torchere.serving.frontend.tls import Certificates, certificates_of
 from torchere.serving.observation import RegistryMetrics
 from torchere.serving.preparation import SWITCH_INTERVAL_S
 from torchere.serving.registry.ahead import Prepared
@@ -42,7 +42,6 @@ from torchere.serving.telemetry.metric_log import close_metric_files, open_metri
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.telemetry.metrics_config import MetricsConfig, built_in_config, read_metrics_config
 from torchere.serving.telemetry.trace_setup import open_tracing
-from torchere.serving.tokens import KeyRing
 from torchere.serving.vitals import beat
 
 logger = logging.getLogger(__name__)
@@ -86,16 +85,19 @@ class Server:
         self._grpc: list[GrpcServer] = []
 
     async def start(self) -> Endpoints:
-        """Register the start-up models and open the ports.
+        """Register the start-up models and open the ports. Cancelled, it takes down what there is.
 
         Raises:
             ServingError: a port is taken, or keys or certificate can't be used; what was opened is closed.
         """
         settings = self._settings
+        rest = [address for address, _ in listeners(settings)]
+        grpc = filter(None, (settings.grpc_inference_address, settings.grpc_management_address))
+        await asyncio.to_thread(refuse_taken, [*rest, *grpc])
         if settings.tracing_enabled:
             self._metrics.tracing = open_tracing(__version__)
-        keys = _keys(settings, keep=self._journal is not None and bool(self._journal.history.crashes))
-        certificates = _certificates(settings)
+        keys = keys_of(settings, keep=self._journal is not None and bool(self._journal.history.crashes))
+        certificates = certificates_of(settings)
         self._registry = Registry(
             settings,
             RegistryMetrics(self._metrics),
@@ -107,14 +109,15 @@ class Server:
         controlplane = ControlPlane(self._registry, self._dataplane, settings)
         services = Services(settings, self._metrics, keys, __version__, _cors(settings), certificates)
         self._follow([each for each in (keys, certificates) if isinstance(each, FixedKeys | Certificates)])
-        await self._registry.load_at_startup()
         try:
+            await self._registry.load_at_startup()
             endpoints = await self._open_ports(controlplane, services)
+            self._dataplane.opened()
+            await self._registry.opened()
         except BaseException:
-            await self.stop()
+            self._dataplane.draining()
+            await self._end()
             raise
-        self._dataplane.opened()
-        await self._registry.opened()
         loaded = [version.settled.wait() for version in self._registry.versions()]
         self._background.append(asyncio.create_task(build_after(loaded, self._routes)))
         if self._journal is not None:
@@ -156,13 +159,13 @@ class Server:
                 drain_timeout_s=self._settings.drain_timeout_s,
                 certificates=services.certificates,
             )
-            with _said_plainly(address):
+            with said_plainly(address):
                 bound = await rest.start()
             (self._scraped if surfaces == {"metrics"} else self._rest).append(rest)
             self._routes.append(app.routes)
             endpoints.rest.update(dict.fromkeys(surfaces, bound))
         for grpc in grpc_listeners(self._dataplane, controlplane, services):
-            with _said_plainly(grpc.address):
+            with said_plainly(grpc.address):
                 endpoints.grpc[grpc.api] = await grpc.start()
             self._grpc.append(grpc)
         return endpoints
@@ -173,6 +176,9 @@ class Server:
         for rest in self._rest:
             rest.drain()
         await asyncio.sleep(self._settings.drain_delay_s)
+        await self._end()
+
+    async def _end(self) -> None:
         self._registry.stopping()
         await asyncio.gather(
             *(rest.stop() for rest in self._rest),
@@ -209,10 +215,13 @@ async def run(
             asyncio.get_running_loop().add_signal_handler(number, _on_signal, number, stop, journal)
     server = Server(settings, journal, prepared)
     try:
-        endpoints = await server.start()
+        endpoints = await _started(server, stop)
     except ServingError as err:
         logger.error("%s %s", err.message, err.detail)
         return 1
+    if endpoints is None:
+        logger.info("stopped before the start was over")
+        return 0
     _announce(endpoints, settings)
     gc.freeze()  # torch's hundreds of thousands of objects live as long as we do: never walk them again
     gc.enable()  # it may have been off until here: see `cli_serve.py`
@@ -220,6 +229,21 @@ async def run(
     await server.stop()
     logger.info("stopped: %d predictions accepted, %d answered", *server.ledger())
     return 0
+
+
+async def _started(server: Server, stop: asyncio.Event) -> Endpoints | None:
+    """Start it; None when it was told to stop meanwhile, and is down again."""
+    starting = asyncio.ensure_future(server.start())
+    told = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({starting, told}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        told.cancel()
+        starting.cancel()  # if it is not done
+    try:
+        return await starting
+    except asyncio.CancelledError:
+        return None
 
 
 def serve(settings: ServerSettings, journal: Journal | None = None, prepared: Prepared | None = None) -> int:
@@ -272,29 +296,3 @@ def _cors(settings: ServerSettings) -> CorsHeaders:
     return CorsHeaders(
         settings.cors_allowed_origin, settings.cors_allowed_methods, settings.cors_allowed_headers
     )
-
-
-def _keys(settings: ServerSettings, keep: bool) -> KeyRing | FixedKeys | None:
-    if not settings.token_auth_enabled:
-        return None
-    if settings.token_keys_file is not None:
-        return FixedKeys(settings.token_keys_file)
-    return KeyRing(settings.key_file, settings.token_expiration_min, keep=keep)
-
-
-def _certificates(settings: ServerSettings) -> Certificates | None:
-    if settings.certificate_file is None or settings.private_key_file is None:
-        return None
-    return Certificates(TlsFiles(settings.certificate_file, settings.private_key_file))
-
-
-@contextlib.contextmanager
-def _said_plainly(address: Address) -> Iterator[None]:
-    """An operating system's refusal of an address, in words that say what to do."""
-    try:
-        yield
-    except OSError as err:
-        raise ServingError(
-            f"Cannot listen on {address}: {err.strerror or err}.",
-            "Is another server running there? Set another address or port in the configuration.",
-        ) from err

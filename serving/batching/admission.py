@@ -193,7 +193,9 @@ class Admission(ABC):
 
     def _is_live(self, pending: Pending, now_s: float) -> bool:
         """Whether a request is still worth running; the caller answers one that is late."""
-        if pending.request.deadline_s <= now_s + self._service_time.mean_s:
+        # Where nobody else wants an executor nothing is lost by trying, and the estimate learns from it.
+        needed_s = 0.0 if self._is_idle else self._service_time.mean_s
+        if pending.request.deadline_s <= now_s + needed_s:
             if pending.request.deadline_s > now_s:  # it would expire in the executor
                 self._service_time.dropped()
             return False
@@ -223,18 +225,16 @@ class Admission(ABC):
         self._batches.discard(batch)
         if self.quarantine.concerns(report):
             report = self._judged(batch, report)
-        self._answer(batch, report)
+        if self._answer(batch, report):
+            executor_s = self._now() - batch.dispatched_s
+            self._service_time.observe(executor_s / batch.rounds)
+            self._settle()
+            self.pump()
+            self._observer.batch_finished(batch.pendings, report, executor_s)
 
     @abstractmethod
-    def _answer(self, batch: RunningBatch, report: BatchReport) -> None:
-        """Give each request its outcome, and tell `_answered`."""
-
-    def _answered(self, batch: RunningBatch, report: BatchReport) -> None:
-        executor_s = self._now() - batch.dispatched_s
-        self._service_time.observe(executor_s / batch.rounds)
-        self._settle()
-        self.pump()
-        self._observer.batch_finished(batch.pendings, report, executor_s)
+    def _answer(self, batch: RunningBatch, report: BatchReport) -> bool:
+        """Give each request its outcome; False when they are to run once more instead."""
 
     def batch_returned(self, batch: RunningBatch) -> None:
         """An executor was lost before it began with the batch."""

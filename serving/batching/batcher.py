@@ -124,10 +124,10 @@ class Batcher(Admission):
             self._company_since_s = 0.0
         self._run_live(taken, rounds=rounds_until(len(self._batches), self._pool.in_service))
 
-    def _answer(self, batch: RunningBatch, report: BatchReport) -> None:
+    def _answer(self, batch: RunningBatch, report: BatchReport) -> bool:
         if len(batch.pendings) > 1 and all(isinstance(o, HandlerFailed) for o in report.outcomes):
             self._run_alone(batch.pendings)
-            return
+            return False
         if not self._pool.on_loop:
             self.pump()  # first: its executor is idle, and answering takes a while
         stages_s = report.all_stages_s
@@ -135,7 +135,7 @@ class Batcher(Admission):
             pending.stages_s = stages_s
             # Stopping criteria without `continuousBatching` do nothing: the part is the whole answer.
             pending.finish(outcome.part if isinstance(outcome, Unfinished) else outcome)
-        self._answered(batch, report)
+        return True
 
     def _run_alone(self, pendings: list[Pending]) -> None:
         """The handler failed a whole batch. One request may be to blame: each gets a run of its own."""

@@ -171,13 +171,13 @@ class StatefulBatcher(Admission):
         closed = newcomers == 1 and not heads_s and bool(self._queue[0].group)
         return QueueView(count, closed, oldest_s, free_executors=1)
 
-    def _answer(self, batch: RunningBatch, report: BatchReport) -> None:
+    def _answer(self, batch: RunningBatch, report: BatchReport) -> bool:
         """Answer what is finished of a batch, keep the rest going."""
         stages_s = report.all_stages_s
         for pending, outcome in zip(batch.pendings, report.outcomes, strict=True):
             pending.stages_s = stages_s
             self._take_outcome(batch, pending, outcome)
-        self._answered(batch, report)
+        return True
 
     def _take_outcome(self, batch: RunningBatch, pending: Pending, outcome: Outcome) -> None:
         if isinstance(outcome, Unfinished):

@@ -17,6 +17,7 @@ import torch
 from torchere.handlers.archive_import import archive_of
 from torchere.handlers.archive_plain_names import give_plain_names
 from torchere.handlers.context import Context, RequestProcessor
+from torchere.handlers.devices import gpu_is_usable, own_stream
 from torchere.handlers.encode import Lent, decode_input
 from torchere.handlers.errors import HandlerLoadError, PredictionException, UnsupportedOutput
 from torchere.handlers.metrics import MetricsCache
@@ -61,11 +62,15 @@ class HandlerHost:
         self._encoder = AnswerEncoder(spec.model_name, spec.model_version, spec.archive_dir)
         self._context.encoder = self._encoder
         self._cpu_time: Callable[[], float] = time.thread_time
+        self._gpu_id = gpu_id
+        self._is_alone = False
+        self.has_lost_its_gpu = False
 
     def own_process(self) -> None:
         """Nothing else is hosted in this process: the archive's modules get their plain names, too."""
         give_plain_names(archive_of(self._context))
         self._cpu_time = float  # a system call, for what is of interest among threads only
+        self._is_alone = True
 
     def load(self) -> None:
         """Resolve and initialise the handler; sets the calling thread's intra-op thread count.
@@ -76,6 +81,8 @@ class HandlerHost:
         torch.set_num_threads(self._spec.intra_op_threads)
         spec = self._spec
         try:
+            if self._gpu_id is not None and not self._is_alone:
+                own_stream(self._gpu_id)
             self._entry_point = load_entry_point(
                 spec.handler, self._context, envelope=spec.envelope, installed=spec.handler_installed
             )
@@ -95,14 +102,14 @@ class HandlerHost:
             LoadFailed: the handler cannot answer its own example.
         """
         of_load = self._metrics.drain()
-        rows = self._loaded().warmup_data()
-        for _ in range(_WARM_UP_RUNS if rows else 0):
-            self._context.begin_batch([RequestProcessor("warm-up", {}) for _ in rows or ()], None)
-            try:
+        try:
+            rows = self._loaded().warmup_data()
+            for _ in range(_WARM_UP_RUNS if rows else 0):
+                self._context.begin_batch([RequestProcessor("warm-up", {}) for _ in rows or ()], None)
                 self._loaded()(list(rows or ()), self._context)
-            except BaseException as err:  # as in `load`
-                logger.exception("the warm-up of %s failed", self._spec.model_name)
-                raise self._load_failed(f"the warm-up request failed with {line_of(err)}", err) from err
+        except BaseException as err:  # as in `load`
+            logger.exception("the warm-up of %s failed", self._spec.model_name)
+            raise self._load_failed(f"the warm-up request failed with {line_of(err)}", err) from err
         self._metrics.drain()  # the warm-up's are nobody's
         for sample in of_load:
             self._metrics.record(sample)  # goes with the first batch
@@ -219,6 +226,7 @@ class HandlerHost:
             return refusal
         logger.error("model %s failed on %s\n%s", self._spec.model_name, ids, trace_of(err), extra=extra)
         if isinstance(err, MemoryError) or "CUDA" in plain_text(err):
+            self.has_lost_its_gpu = not gpu_is_usable()
             return OutOfResources("Out of resources", line_of(err))
         return HandlerFailed(detail=line_of(err))
 

@@ -39,9 +39,9 @@ def response_of(body: bytes, processor: RequestProcessor) -> InferResponse:
         if not (isinstance(name, str) and isinstance(value, str)):
             raise TypeError(f"the handler set the response header {name!r} to {value!r}; expected texts")
         pairs.append((plain_text(name), plain_text(value)))
-    if not 0 <= (number := operator.index(status)) <= 999:
+    if not 0 <= (number := int(operator.index(status))) <= 999:
         raise ValueError(f"the handler set the status {status}; a final HTTP status is from 200 to 599")
-    return InferResponse(body, tuple(pairs), int(number), plain_text(reason) if reason else "")
+    return InferResponse(body, tuple(pairs), number, plain_text(reason) if reason else "")
 
 
 def refusal_of(err: PredictionException) -> HandlerFailed:

@@ -92,7 +92,7 @@ class ModelPage:
 
 
 class ControlPlane:
-    """Changes what is served. All methods run on the event loop and never block it."""
+    """Changes what is served, and the snapshot before it says so. On the loop, which it never blocks."""
 
     def __init__(self, registry: Registry, dataplane: DataPlane, settings: ServerSettings) -> None:
         self._registry = registry
@@ -111,14 +111,14 @@ class ControlPlane:
         self._refuse_without_model_api()
         version = await self._registry.register(_wanted(wish, self._settings.default_executors))
         executors = version.target
-        if executors == 0:
-            return Registered(version.key, 0, Progress.DONE)
-        if not wish.synchronous:
+        if executors and not wish.synchronous:
             return Registered(version.key, executors, Progress.STARTED)
         await _settled(version)
         if version.failure is not None:
             self._registry.discard(version)
             await version.settled.wait()
+        await self._registry.written()
+        if version.failure is not None:
             raise version.failure
         return Registered(version.key, executors, _progress(version))
 
@@ -134,6 +134,7 @@ class ControlPlane:
             await asyncio.wait_for(leaving.settled.wait(), self._settings.unregister_timeout_s)
         except asyncio.TimeoutError:
             raise UnregisterTimeout(f"Timed out while cleaning resources: {model}") from None
+        await self._registry.written()
 
     def _refuse_without_model_api(self) -> None:
         if not self._settings.model_api_enabled:
@@ -170,6 +171,7 @@ class ControlPlane:
         if not synchronous:
             return Progress.STARTED
         await _settled(target)
+        await self._registry.written()
         if target.failure is not None:
             raise target.failure
         return _progress(target)
@@ -181,6 +183,7 @@ class ControlPlane:
             ModelNotFound, VersionNotFound.
         """
         self._registry.set_default(model, version)
+        await self._registry.written()
 
     def describe(self, model: str, version: str | None) -> list[VersionDescription]:
         """Describe one version (None: the default; "all": every version).

@@ -13,6 +13,7 @@ from typing import Any
 
 from torchere.serving.errors import ServingError
 from torchere.serving.reloading import Reloaded
+from torchere.serving.settings import ServerSettings
 
 
 class CertificateUnusable(ServingError):
@@ -64,6 +65,13 @@ class Certificates:
         context.certificates = self
         context.http2 = http2
         return context
+
+
+def certificates_of(settings: ServerSettings) -> Certificates | None:
+    """The key pair that the settings name, if they do; raises `CertificateUnusable`."""
+    if settings.certificate_file is None or settings.private_key_file is None:
+        return None
+    return Certificates(TlsFiles(settings.certificate_file, settings.private_key_file))
 
 
 class _CurrentContext(ssl.SSLContext):

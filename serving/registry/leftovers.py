@@ -17,6 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from torchere.serving.errors import ServingError
+
 if sys.platform != "win32":
     import fcntl
 
@@ -27,12 +29,20 @@ _CLAIM = ".claim"  # the locked file in a claimed folder
 
 
 class ClaimedFolder:
-    """A new temporary folder that is ours until `release`, or until this process ends. Thread-safe."""
+    """A new temporary folder that is ours until `release`, or until this process ends. Thread-safe.
+
+    Raises:
+        ServingError: there is no place for it.
+    """
 
     def __init__(self, parent: Path | None) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=parent))
-        draft = self.path / f"{_CLAIM}.new"
-        self._claim = draft.open("wb")
+        try:
+            self.path = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=parent))
+            draft = self.path / f"{_CLAIM}.new"
+            self._claim = draft.open("wb")
+        except OSError as err:
+            text = "set TEMP, or TMPDIR, to a folder that this user may write to."
+            raise ServingError("Models can't be unpacked anywhere.", f"{err}; {text}") from err
         lock(self._claim)
         draft.rename(self.path / _CLAIM)  # it is there with its lock, or not at all
 

@@ -79,14 +79,15 @@ class Reconciler:
         except LoadFailed as err:
             version.failure = err
         except asyncio.CancelledError:
-            version.failure = LoadFailed("unregistered", "unregistered while it was loading")
+            version.failure = LoadFailed(f"Model {version.key.name} was unregistered.", "It was loading.")
         except Exception as err:  # a bug: it must be seen, and the version must not load for ever
             logger.exception("loading %s failed unexpectedly", version.key)
             text = load_failed_text(version.key.name, version.key.version)
             version.failure = LoadFailed(text, f"internal error: {err!r}")
         if version.failure is not None:
-            text = f"{version.failure.message}: {version.failure.detail}"
-            logger.error("%s", text, extra={"model": version.key.name})
+            level = logging.ERROR if version.wanted else logging.INFO  # as far as nobody minds any more
+            text = f"{version.failure.message.removesuffix('.')}: {version.failure.detail}"
+            logger.log(level, "%s", text, extra={"model": version.key.name})
 
     async def _until_unwanted(self, version: Version, work: Awaitable[None], may_end: bool) -> None:
         task = asyncio.ensure_future(work)
@@ -98,6 +99,10 @@ class Reconciler:
             self._loads.pop(version, None)
 
     async def _fail(self, version: Version, err: LoadFailed) -> None:
+        if version.pool.in_service:  # threads serve from the first one on that is warm
+            version.batcher.close_admission()
+            await version.batcher.drain(self._drain_timeout_s)
+            version.batcher.open_admission()  # for the next attempt
         await version.pool.close()
         version.batcher.fail_queued(Unavailable(err.message, err.detail))
         version.enter(VersionState.FAILED)

@@ -18,10 +18,10 @@ from torchere.serving.crash_journal import Journal
 from torchere.serving.errors import (
     Conflict,
     DefaultVersionInUse,
-    InvalidSnapshot,
     ServingError,
     VersionNotFound,
 )
+from torchere.serving.execution.devices import gpu_count
 from torchere.serving.execution.launch import worker_environment
 from torchere.serving.registry import routing
 from torchere.serving.registry.ahead import Prepared
@@ -200,6 +200,10 @@ class Registry:
         self._serving = routing.with_default(self._serving, model, version)
         self._snapshots.changed()
 
+    async def written(self) -> None:
+        """Wait until each change that has settled would be restored, whatever becomes of this server."""
+        await self._snapshots.written()
+
     async def load_at_startup(self) -> None:
         """Register what the settings say; one that is no good is logged and skipped, as TorchServe does.
 
@@ -207,14 +211,11 @@ class Registry:
 
         Raises:
             InvalidSnapshot: the settings restore a snapshot, and an archive of it is not in the store.
+            ServingError: all of the store is to be served, and it can't be read.
         """
         self._sweeping = asyncio.ensure_future(asyncio.to_thread(self._store.sweep))
-        try:
-            check_snapshot(self._server.snapshot_models, self._store.has)
-        except InvalidSnapshot:
-            await self.close()
-            raise
-        for wanted in startup_models(self._server, self._store.names()):
+        check_snapshot(self._server.snapshot_models, self._store.has)
+        for wanted in startup_models(self._server, self._store.names, gpu_count(self._server.max_gpus)):
             try:
                 await self.register(wanted)
             except ServingError as err:

@@ -16,6 +16,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal
 
+from torchere.serving.registry.leftovers import sweep_parts
 from torchere.serving.registry.routing import ServingMap
 from torchere.serving.registry.version import Version
 
@@ -23,6 +24,8 @@ SnapshotKind = Literal["startup", "snapshot", "shutdown"]
 
 FIRST_LINE = "#Snapshot of torchere"  # tells our files from TorchServe's, which are never deleted
 NAME = re.compile(r"([0-9]{17})-(startup|snapshot|shutdown)\.cfg")
+_DRAFT_PREFIX = ".snapshot-"
+_DRAFT_IDLE_S = 60.0  # nobody takes that long over one: a server was killed
 _PARTS = re.compile(r"(\d{4})(\d\d)(\d\d)(\d\d)(\d\d)(\d\d)(\d{3})", re.ASCII)
 _ESCAPES = {"\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t", "\f": "\\f"}
 
@@ -130,15 +133,18 @@ def write_snapshot(
     now = datetime.now()  # local time without a zone, as in TorchServe's names
     name = snapshot_name(kind, now, os.listdir(directory))
     text = snapshot_text(name, now, properties, models)
-    descriptor, temporary = tempfile.mkstemp(prefix=".snapshot-", dir=directory)
+    descriptor, temporary = tempfile.mkstemp(prefix=_DRAFT_PREFIX, dir=directory)
     try:
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
             file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # or a machine that fails leaves the newest name, and nothing behind it
         os.replace(temporary, directory / name)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
     _prune(directory, keep)
+    sweep_parts(directory, _DRAFT_PREFIX, _DRAFT_IDLE_S)
     return directory / name
 
 

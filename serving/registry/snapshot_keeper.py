@@ -6,9 +6,10 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable
+from typing import Any
 
 from torchere.serving.crash_journal import Journal
-from torchere.serving.registry.routing import ServingMap
+from torchere.serving.registry.routing import EMPTY, ServingMap
 from torchere.serving.registry.snapshot import SnapshotKind, model_table, write_snapshot
 from torchere.serving.registry.version import Version
 from torchere.serving.settings import SnapshotSettings
@@ -35,7 +36,8 @@ class SnapshotKeeper:
         self._started = False
         self._turn = asyncio.Lock()  # files in the order of the changes
         self._changes: set[asyncio.Task[None]] = set()
-        self._waiting: set[asyncio.Task[None]] = set()  # those of them whose version has not settled
+        self._waiting: dict[asyncio.Task[None], Version] = {}  # those of them whose version has not settled
+        self._noted: ServingMap = EMPTY  # as it was when a table was made last
 
     async def started(self) -> None:
         """The server serves: write the first one, and one for each change from now on."""
@@ -46,9 +48,21 @@ class SnapshotKeeper:
         """Something that is wanted changed: write a snapshot, once `version` settled."""
         if self._started and (self._settings is not None or self._journal is not None):
             task = asyncio.ensure_future(self._after(version))
-            for tasks in (self._changes, self._waiting):
-                tasks.add(task)
-                task.add_done_callback(tasks.discard)
+            self._changes.add(task)
+            task.add_done_callback(self._changes.discard)
+            if version is not None:
+                self._waiting[task] = version
+                task.add_done_callback(self._left_waiting)
+
+    async def written(self) -> None:
+        """Wait until each change that has settled is written down, so that it may be called done."""
+        settled = [
+            task
+            for task in self._changes
+            if task not in self._waiting or self._waiting[task].settled.is_set()
+        ]
+        if settled:
+            await asyncio.wait(settled)
 
     async def stopping(self) -> None:
         """The server is about to unload everything: write the last one."""
@@ -63,23 +77,26 @@ class SnapshotKeeper:
     async def _after(self, version: Version | None) -> None:
         if version is not None:
             await version.settled.wait()
-            self._left_waiting()
-            model = self._served().get(version.key.name)
-            if model is None or model.versions.get(version.key.version) is not version:
+            self._left_waiting(asyncio.current_task())
+            if not _holds(self._served(), version) and not _holds(self._noted, version):
                 return  # it would not load and was taken back: nothing changed
         await self._write("snapshot")
 
-    def _left_waiting(self) -> None:
-        if (task := asyncio.current_task()) is not None:
-            self._waiting.discard(task)
+    def _left_waiting(self, task: asyncio.Task[None] | None) -> None:
+        if task is not None:
+            self._waiting.pop(task, None)
+
+    def _table(self) -> dict[str, dict[str, dict[str, Any]]]:
+        self._noted = self._served()
+        return model_table(self._noted)
 
     async def _write(self, kind: SnapshotKind) -> None:
         if self._journal is not None and kind != "shutdown":
-            self._journal.models = json.dumps({"models": model_table(self._served())})
+            self._journal.models = json.dumps({"models": self._table()})
         if self._settings is None:
             return
         async with self._turn:
-            table = model_table(self._served())
+            table = self._table()
             settings = self._settings
             try:
                 await asyncio.to_thread(
@@ -88,3 +105,8 @@ class SnapshotKeeper:
             except OSError as err:
                 text = "no snapshot in %s: %s; the next start will not know this state (off: --ncs)"
                 logger.warning(text, settings.directory, err)
+
+
+def _holds(serving: ServingMap, version: Version) -> bool:
+    model = serving.get(version.key.name)
+    return model is not None and model.versions.get(version.key.version) is version

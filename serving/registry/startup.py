@@ -23,16 +23,19 @@ class Wanted:
     executor_range: tuple[int, int] | None = None  # (min, max) that a snapshot holds; nothing comes before it
 
 
-def startup_models(server: ServerSettings, stored: Sequence[str]) -> list[Wanted]:
+def startup_models(
+    server: ServerSettings, stored: Callable[[], Sequence[str]], gpus: int = 0
+) -> list[Wanted]:
     """Every model to register at the start, in order.
 
     Items of `load_models` are `[name=]file`; the single item `all` means everything in `stored`, the names in
-    the model store. Models of a snapshot come with the settings they had.
+    the model store, which are asked for then only. Models of a snapshot come with the settings they had.
+    `gpus` is how many there are.
     """
     items = list(server.load_models)
     if [item.lower() for item in items] == ["all"]:
-        items = list(stored)
-    executors = Asked(executors=server.startup_executors())
+        items = list(stored())
+    executors = Asked(executors=server.startup_executors(gpus))
     wanted = [_from_item(item, executors) for item in items]
     return wanted + [_from_snapshot(model) for model in server.snapshot_models]
 

@@ -158,8 +158,10 @@ class Store:
             signature = _optional_text(archive, SIGNATURE_NAME)
             directory = self._extracted(archive)
         except ArchiveError as err:
+            if getattr(err.__cause__, "errno", None):  # the system said so, not the archive: a full disk
+                raise ServingError(f"Failed to save model: {url}", str(err)) from err
             raise _invalid(err) from err
-        except OSError as err:  # a full disk, for one
+        except OSError as err:
             raise ServingError(f"Failed to save model: {url}", str(err)) from err
         return StoredArchive(
             url,
@@ -213,12 +215,20 @@ class Store:
         """Every archive in the store, packed or a folder, sorted: what `load_models=all` means.
 
         Folders without a manifest are none, `lost+found` of a volume for one.
+
+        Raises:
+            ServingError: it can't be listed.
         """
         if self._root is None:
             return []
+        try:
+            paths = list(self._root.iterdir())
+        except OSError as err:
+            text = f"{self._root}: {err.strerror}; expected a folder that this user may read."
+            raise ServingError("The model store can't be read.", text) from err
         return sorted(
             path.name
-            for path in self._root.iterdir()
+            for path in paths
             if not path.name.startswith(".")
             and (path.name.endswith(ARCHIVE_SUFFIXES) or os.path.isfile(path / MANIFEST_NAME))
         )

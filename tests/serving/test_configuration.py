@@ -167,7 +167,7 @@ def test_file_only_keys_have_no_variable() -> None:
 def test_of_duplicate_lines_the_last_counts_and_the_first_is_a_warning() -> None:
     text = "job_queue_size=1\njob_queue_size=2"
     assert settings(text).max_queue_size == 2
-    assert warnings(text) == ["line 1: job_queue_size: not used: line 2 comes first"]
+    assert warnings(text) == ["line 1: job_queue_size: not used: line 2 counts"]
 
 
 def test_load_models_gives_way_to_a_snapshot_with_a_warning() -> None:

@@ -139,6 +139,7 @@ def test_owner_and_group_may_read_it(path: Path, mode: int) -> None:
     ("content", "found"),
     [
         ("", "no JSON"),
+        ("[" * MAX_FILE_BYTES, "no JSON: maximum recursion depth"),
         ("[]", "no JSON object"),
         ({}, "neither inference nor management"),
         ({"API": "inference-key"}, "neither inference nor management"),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 
 from torchere.serving.property_keys import KEYS, METRICS_API
 from torchere.serving.settings import ServerSettings
@@ -28,6 +29,13 @@ NUM_WORKERS
 
 def test_every_key_of_the_contract_is_known() -> None:
     assert [name for name in CONTRACT_KEYS.split() if name not in KEYS] == []
+
+
+def test_every_key_of_ours_is_in_the_reference() -> None:
+    text = (Path(__file__).parents[2] / "docs/operations.md").read_text()
+    reference = text[text.index("\n## Settings\n") : text.index("\n## Probes\n")]
+    ours = {name for name, key in KEYS.items() if key.setting} - set(CONTRACT_KEYS.split())
+    assert sorted(name for name in ours if f"`{name}`" not in reference) == []
 
 
 def test_every_setting_a_key_names_is_there() -> None:

@@ -100,6 +100,7 @@ def test_grpc_hosts_and_ports_come_together_in_one_address() -> None:
         ("allowed_urls=https://a.*,[", "'[' is not a regular expression"),
         ("blacklist_env_vars=(", "'(' is not a regular expression"),
         ("models={", "line 1: models: not JSON"),
+        ('models={"a":{"1.0":{}},"a":{"2.0":{}}}', "models: 'a' is there twice, expected"),
         ("models=[]", "the value is list, expected a JSON object"),
         ('models={"a":{"1.0":3}}', "version 1.0 of model a is int, expected a JSON object"),
         ('models={"a":{"1.0":{"batchSize":"x"}}}', "batchSize of a 1.0 is 'x', expected a whole number"),

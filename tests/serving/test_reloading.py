@@ -142,3 +142,37 @@ def test_watching_refreshes_again_and_again(reader: Reader) -> None:
         return file.value
 
     assert asyncio.run(main()) == "two"
+
+
+def test_a_pipe_is_refused_for_nobody_may_ever_write_to_it(
+    reader: Reader, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = Reloaded("It", (reader.path,), reader)
+    reader.path.unlink()
+    os.mkfifo(reader.path)
+    file.refresh()
+    assert file.value == "one"
+    assert f"{reader.path} is not a regular file" in caplog.text
+    with pytest.raises(ServingError, match="can't be read"):
+        Reloaded("It", (reader.path,), reader)
+
+
+def test_a_look_that_fails_is_said_and_not_the_last_one(caplog: pytest.LogCaptureFixture) -> None:
+    class NoThreads:
+        looks = 0
+
+        def refresh(self) -> None:
+            self.looks += 1
+            if self.looks == 1:
+                raise RuntimeError("can't start new thread")
+
+    async def main() -> None:
+        file = NoThreads()
+        watching = asyncio.create_task(watch([file], interval_s=0.001))
+        while file.looks < 2 and not watching.done():
+            await asyncio.sleep(0)
+        assert not watching.done()
+        watching.cancel()
+
+    asyncio.run(main())
+    assert "can't start new thread" in caplog.text

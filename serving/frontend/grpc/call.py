@@ -44,11 +44,12 @@ class Call:
     Attributes:
         started_s: monotonic seconds when its head came.
         deadline_s: monotonic seconds after which the client waits no more, or `NO_DEADLINE`.
+        read_s: monotonic seconds when its one message was there; 0: a call with many, or not yet.
         metadata: what the client sent, names in lower case; bytes under names that end in `-bin`.
         timeline: of its prediction, where the call itself is one; else its scope knows.
     """
 
-    __slots__ = ("_message", "deadline_s", "metadata", "method", "started_s", "stream", "timeline")
+    __slots__ = ("_message", "deadline_s", "metadata", "method", "read_s", "started_s", "stream", "timeline")
 
     def __init__(self, method: Method, stream: Stream) -> None:
         self.method = method
@@ -56,6 +57,7 @@ class Call:
         self.started_s = time.monotonic()
         timeout_s = stream.head.timeout_s
         self.deadline_s = NO_DEADLINE if timeout_s is None else self.started_s + timeout_s
+        self.read_s = 0.0
         self.metadata: Metadata = stream.head.metadata
         self.timeline: Timeline | None = None
         self._message: Received | Packed | None = None  # the client's, where a call has one
@@ -148,6 +150,7 @@ class OneRequest(Call, ABC):
             self._begin(message)
 
     def _begin(self, message: Received) -> None:
+        self.read_s = time.monotonic()
         try:
             request = self.decoded(message)
         except MessageFailed as err:

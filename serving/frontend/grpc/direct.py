@@ -63,6 +63,7 @@ class DirectCall(OneRequest, ABC):
             model, version, asked = self._asked(request)
             trace = trace_of_headers(self.metadata)
             timeline = shared.metrics.timeline("grpc", asked.request_id, self.started_s, trace)
+            timeline.read_s = self.read_s
             self.timeline = timeline
             self._prediction = shared.dataplane.admit(model, version, asked, self.reply, timeline=timeline)
         except Exception as error:  # the top of a call

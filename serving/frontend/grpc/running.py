@@ -63,7 +63,8 @@ class RunningCall(Call):
 
     async def _run(self, request: Any, *, many: bool) -> None:
         metadata = self.metadata
-        CallScope("grpc", self.started_s, lambda: metadata, self.method.code_of, many=many)
+        scope = CallScope("grpc", self.started_s, lambda: metadata, self.method.code_of, many=many)
+        scope.read_s = self.read_s
         try:
             await self._answer(self, request)
         except Exception as error:  # the top of every call

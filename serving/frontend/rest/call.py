@@ -93,7 +93,7 @@ class Call:
         headers.append((b"x-request-id", self.request_id.encode()))
         cycle = self._cycle()
         if cycle is not None and self.scope["http_version"] == "1.0" and not _has_length(headers):
-            cycle.keep_alive = False  # who knows no chunks sees the end of the body by this
+            cycle.keep_alive = False  # it comes in chunks (TorchServe's, too): who knows none needs an end
         headers += KEEP if status < 400 and (cycle is None or cycle.keep_alive) else CLOSE
         if self._cors:
             headers += missing(self._cors, headers)

@@ -228,9 +228,10 @@ async def test_a_request_that_would_expire_in_the_executor_is_not_begun() -> Non
     stage.pool.finish()
     stage.submit("running")
     waiting = stage.submit("waiting", deadline_s=stage.now_s + 6.0)
+    stage.submit("behind")
     stage.now_s += 5.0
     stage.pool.finish()
-    assert stage.running == []
+    assert stage.running == [["behind"]]
     with pytest.raises(DeadlineExceeded):
         await waiting.answer
 
@@ -538,3 +539,15 @@ async def test_in_threads_nothing_is_hurried() -> None:
         assert stage.running == []
         await asyncio.sleep(0)
         assert stage.pool.finish() == [name]
+
+
+@run
+async def test_where_nobody_else_wants_an_executor_a_short_deadline_is_tried() -> None:
+    stage = Stage(BatchSettings())
+    stage.submit("slow")
+    stage.now_s += 10.0
+    stage.pool.finish()
+    tried = stage.submit("tried", deadline_s=stage.now_s + 1.0)
+    assert stage.running == [["tried"]]
+    stage.pool.finish()
+    assert (await tried.answer).body == b"tried"

@@ -1,6 +1,7 @@
 """What a handler is given, and what becomes of what it raises; the executors have tests of their own."""
 
 import json
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,14 @@ import pytest
 
 from torchere.handlers.shared_models import SharedModels
 from torchere.handlers.tensors import DATATYPES, tensor_type
-from torchere.serving.errors import HandlerFailed, LoadFailed
-from torchere.serving.execution.executor import LoadSpec
+from torchere.serving.errors import HandlerFailed, LoadFailed, OutOfResources
+from torchere.serving.execution import host as host_module
+from torchere.serving.execution.executor import BatchReport, LoadSpec
+from torchere.serving.execution.frames import FrameReader
 from torchere.serving.execution.host import HandlerHost
+from torchere.serving.execution.wire import Run, encode_frame, from_worker_decoder, report_from_done
+from torchere.serving.execution.worker import Worker
+from torchere.serving.telemetry.worker_lines import WorkerFormatter
 from torchere.serving.types import InferRequest, InferResponse, Parameter
 
 HEADERS_SEEN = """
@@ -126,12 +132,14 @@ def test_a_refusal_without_a_status_is_a_500(outcome: Callable[[str, InferReques
     assert (failed.message, failed.status) == ("no room", 500)
 
 
-@pytest.mark.parametrize("where", ["initialize(self, context)", "handle(self, data, context)"])
+METHODS = ["initialize(self, context)", "warmup_data(self)", "handle(self, data, context)"]
+
+
+@pytest.mark.parametrize("where", METHODS)
 def test_a_handler_that_exits_while_it_loads_or_warms_up_has_failed_to_load(
     make_spec: Callable[..., LoadSpec], where: str
 ) -> None:
-    methods = ["initialize(self, context)", "handle(self, data, context)", "warmup_data(self)"]
-    bodies = [f"def {head}: {'raise SystemExit(3)' if head == where else 'return [{}]'}" for head in methods]
+    bodies = [f"def {head}: {'raise SystemExit(3)' if head == where else 'return [{}]'}" for head in METHODS]
     host = HandlerHost(make_spec("class Handler:\n    " + "\n    ".join(bodies)), None, SharedModels())
 
     with pytest.raises(LoadFailed) as failed:
@@ -198,3 +206,50 @@ def test_a_handler_that_says_so_gets_tensors_in_the_memory_of_the_request(
 
     assert [o.body.decode() for o in report.outcomes if isinstance(o, InferResponse)] == [may_change] * count
     assert sent.any() == changed
+
+
+ASSERTING = """
+    class Handler:
+        def initialize(self, context): pass
+        def handle(self, data, context):
+            raise RuntimeError("CUDA error: device-side assert triggered")
+"""
+
+
+class Lost:
+    """A host whose GPU is lost with the first batch."""
+
+    has_lost_its_gpu = False
+
+    def run(self, requests: list[InferRequest], send_partial: object) -> BatchReport:
+        self.has_lost_its_gpu = True
+        return BatchReport([OutOfResources("Out of resources")] * len(requests))
+
+
+def test_a_worker_without_its_gpu_answers_and_ends() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        worker = Worker(theirs, WorkerFormatter())
+        worker._host = Lost()  # type: ignore[assignment]
+        ours.sendall(encode_frame(Run(1, [InferRequest("a", ())])) * 2)
+        worker.serve()
+        done = from_worker_decoder.decode(FrameReader(ours).next())
+        ours.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            ours.recv(1)
+
+    assert isinstance(report_from_done(done, 1).outcomes[0], OutOfResources)
+
+
+@pytest.mark.parametrize(("usable", "lost"), [(True, False), (False, True)])
+def test_an_error_of_cuda_is_a_lack_of_resources_and_maybe_the_end_of_the_gpu(
+    make_spec: Callable[..., LoadSpec], monkeypatch: pytest.MonkeyPatch, usable: bool, lost: bool
+) -> None:
+    monkeypatch.setattr(host_module, "gpu_is_usable", lambda: usable)
+    host = HandlerHost(make_spec(ASSERTING), None, SharedModels())
+    host.load()
+
+    report = host.run([InferRequest("id", ())], None)
+
+    assert isinstance(report.outcomes[0], OutOfResources)
+    assert host.has_lost_its_gpu is lost

@@ -26,6 +26,8 @@ class LoadingRegistry:
             pool=SimpleNamespace(in_service=1),
         )
         self.discarded: list[Any] = []
+        self.is_written = asyncio.Event()
+        self.is_written.set()
 
     async def register(self, wanted: Any) -> Any:
         return self.version
@@ -35,6 +37,15 @@ class LoadingRegistry:
 
     def scale(self, version: Any, min_executors: int, max_executors: int) -> None:
         """It is loading anyway."""
+
+    async def unregister(self, model: str, version: str | None) -> Any:
+        return self.version
+
+    def set_default(self, model: str, version: str) -> None:
+        """It is."""
+
+    async def written(self) -> None:
+        await self.is_written.wait()
 
     def discard(self, version: Any) -> None:
         self.discarded.append(version)
@@ -94,3 +105,29 @@ def test_a_wish_beyond_all_bounds_is_refused_before_anything_is_read(wish: Any, 
     with pytest.raises(InvalidRequest) as caught:
         asyncio.run(main())
     assert caught.value.message == text
+
+
+CHANGES = {
+    "register": register,
+    "register without workers": lambda plane: plane.register(Registration("slow.mar", initial_executors=0)),
+    "scale": scale,
+    "unregister": lambda plane: plane.unregister("slow", None),
+    "set the default": lambda plane: plane.set_default("slow", "1.0"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_is_in_the_snapshot_before_it_is_answered(change: Any) -> None:
+    async def main() -> bool:
+        registry = LoadingRegistry()
+        registry.is_written.clear()
+        registry.version.settled.set()
+        plane = ControlPlane(registry, None, ServerSettings(model_api_enabled=True))  # type: ignore[arg-type]
+        asked = asyncio.ensure_future(change(plane))
+        await asyncio.sleep(0.01)
+        early = asked.done()
+        registry.is_written.set()
+        await asked
+        return early
+
+    assert asyncio.run(main()) is False

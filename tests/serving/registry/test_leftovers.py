@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from torchere.serving.errors import ServingError
 from torchere.serving.registry.leftovers import ClaimedFolder, lock, sweep_folders, sweep_parts
 from torchere.serving.registry.store import Store
 from torchere.serving.settings import Limits
@@ -86,3 +87,10 @@ def test_a_store_sweeps_both_and_says_so(tmp_path: Path, caplog: pytest.LogCaptu
     assert list(root.iterdir()) == []
     assert list(temp.iterdir()) == []
     assert "torchere-models-old" in caplog.text
+
+
+def test_without_a_place_for_the_folder_it_is_said_what_to_set(tmp_path: Path) -> None:
+    with pytest.raises(ServingError) as caught:
+        ClaimedFolder(tmp_path / "nowhere")
+    assert "No such file or directory" in caught.value.detail
+    assert "set TEMP, or TMPDIR" in caught.value.detail

@@ -5,14 +5,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from torchere.serving.batching.batcher import Batcher
 from torchere.serving.batching.pending import AwaitedReply
 from torchere.serving.errors import LoadFailed, Unavailable
+from torchere.serving.execution.executor import BatchReport
 from torchere.serving.registry.reconciler import Reconciler
 from torchere.serving.registry.store import StoredArchive
 from torchere.serving.registry.version import Origin, Version, VersionState
 from torchere.serving.settings import BatchSettings, ModelSettings
-from torchere.serving.types import InferRequest, ModelKey
+from torchere.serving.types import InferRequest, InferResponse, ModelKey
 
 
 class PuppetPool:
@@ -42,6 +45,10 @@ class PuppetPool:
     def statuses(self) -> tuple[Any, ...]:
         return ()
 
+    def submit(self, requests: Any, sink: Any, executor_id: int | None = None, *, behind: int = 0) -> None:
+        self.free -= 1
+        self.sink = sink
+
     async def close(self) -> None:
         self.calls.append("close")
         self.size = self.in_service = self.free = 0
@@ -64,6 +71,9 @@ class Stage:
         settings = ModelSettings().scaled(executors, executors)
         self.version = Version(ModelKey("m", "1"), origin, settings, self.pool, batcher, observer=self)  # type: ignore[arg-type]
         self.reconciler = Reconciler(drain_timeout_s=5.0, on_gone=self._gone)
+
+    def batch_finished(self, *_: object) -> None:
+        """Nothing is counted here."""
 
     async def _gone(self, version: Version) -> None:
         self.gone.append(version.key)
@@ -103,6 +113,25 @@ def test_a_version_that_does_not_load_keeps_the_cause_and_answers_who_waits() ->
         assert stage.version.failure_text == "no weights"
         error = (await asyncio.gather(waiting.future, return_exceptions=True))[0]
         assert isinstance(error, Unavailable)
+
+    asyncio.run(main())
+
+
+def test_what_an_executor_runs_already_when_another_does_not_load_is_answered_first() -> None:
+    async def main() -> None:
+        stage = Stage()
+        stage.pool.in_service = stage.pool.free = 1
+        running = AwaitedReply()
+        stage.version.batcher.submit(InferRequest("a", ()), running)
+        await asyncio.sleep(0)
+        stage.pool.failure = LoadFailed("Failed to start", "no memory for a second one")
+        stage.reconciler.wake(stage.version)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert "close" not in stage.pool.calls
+        stage.pool.sink.done(BatchReport([InferResponse(b"whole")]))
+        assert (await running.future).body == b"whole"
+        assert await stage.settle() is VersionState.FAILED
 
     asyncio.run(main())
 
@@ -234,7 +263,9 @@ def test_an_unwanted_version_drains_unloads_and_is_gone() -> None:
     asyncio.run(main())
 
 
-def test_a_version_that_is_unregistered_while_it_loads_is_gone_at_once() -> None:
+def test_a_version_that_is_unregistered_while_it_loads_is_gone_at_once_and_that_is_no_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def main() -> None:
         stage = Stage()
         stage.pool.gate.clear()
@@ -244,4 +275,8 @@ def test_a_version_that_is_unregistered_while_it_loads_is_gone_at_once() -> None
         stage.version.wanted = False
         assert await stage.settle() is VersionState.GONE
 
-    asyncio.run(main())
+    with caplog.at_level("INFO"):
+        asyncio.run(main())
+    said = [(each.levelname, each.getMessage()) for each in caplog.records]
+    assert ("INFO", "Model m was unregistered: It was loading.") in said
+    assert "ERROR" not in dict(said)

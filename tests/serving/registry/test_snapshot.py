@@ -1,6 +1,7 @@
 """Snapshots: what is written, under which name, and that either server would read it back."""
 
 import json
+import os
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -162,3 +163,32 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(OSError, match="No space"):
         write_snapshot(tmp_path, "startup", [], TABLE, keep=3)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_snapshot_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[tuple[str, int]] = []
+    sync, rename = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        sync(descriptor)
+        done.append(("on the disk", os.fstat(descriptor).st_size))
+
+    def renamed(source: str, target: Path) -> None:
+        done.append(("named", os.path.getsize(source)))
+        rename(source, target)
+
+    monkeypatch.setattr("torchere.serving.registry.snapshot.os.fsync", synced)
+    monkeypatch.setattr("torchere.serving.registry.snapshot.os.replace", renamed)
+    size = write_snapshot(tmp_path, "startup", [], TABLE, keep=3).stat().st_size
+    assert done == [("on the disk", size), ("named", size)]
+
+
+def test_what_a_server_had_begun_to_write_when_it_was_killed_is_swept(tmp_path: Path) -> None:
+    old, fresh = tmp_path / ".snapshot-old", tmp_path / ".snapshot-fresh"
+    for draft in (old, fresh):
+        draft.write_text(FIRST_LINE)
+    os.utime(old, (0, 0))
+    written = write_snapshot(tmp_path, "startup", [], TABLE, keep=3)
+    assert sorted(tmp_path.iterdir()) == [fresh, written]

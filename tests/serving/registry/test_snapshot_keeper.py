@@ -18,8 +18,8 @@ def kinds(directory: Path) -> list[str]:
     return [re.sub(r"\d+-(\w+)\.cfg", r"\1", name) for name in names]
 
 
-def a_version() -> Any:
-    return SimpleNamespace(key=ModelKey("m", "1"), settled=asyncio.Event())
+def a_version(name: str = "m") -> Any:
+    return SimpleNamespace(key=ModelKey(name, "1"), settled=asyncio.Event())
 
 
 @pytest.fixture(autouse=True)
@@ -105,3 +105,38 @@ def test_without_settings_nothing_happens(tmp_path: Path) -> None:
 
     asyncio.run(life())
     assert kinds(tmp_path) == []
+
+
+def test_what_was_in_a_snapshot_and_is_taken_back_is_in_the_newest_no_more(tmp_path: Path) -> None:
+    async def life() -> None:
+        loading, ready = a_version(), a_version("n")
+        served: Any = {"m": SimpleNamespace(versions={"1": loading})}
+        keeper = SnapshotKeeper(SnapshotSettings(tmp_path), lambda: served)
+        await keeper.started()
+        keeper.changed(loading)
+        served = {**served, "n": SimpleNamespace(versions={"1": ready})}
+        keeper.changed(ready)
+        ready.settled.set()
+        await keeper.written()  # a snapshot with both: the one that loads is wanted, too
+        served = {"n": served["n"]}
+        loading.settled.set()
+        await settle(keeper)
+
+    asyncio.run(life())
+    assert kinds(tmp_path) == ["startup", "snapshot", "snapshot"]
+
+
+def test_a_change_is_written_before_it_is_called_done(tmp_path: Path) -> None:
+    async def life() -> None:
+        settled, loading = a_version(), a_version()
+        served: Any = {"m": SimpleNamespace(versions={"1": settled})}
+        keeper = keeper_of(tmp_path, served)
+        await keeper.started()
+        keeper.changed(settled)
+        keeper.changed(loading)  # nobody waits for that one
+        settled.settled.set()
+        await keeper.written()
+        assert kinds(tmp_path) == ["startup", "snapshot"]
+        await keeper.stopping()
+
+    asyncio.run(life())

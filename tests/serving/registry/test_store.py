@@ -1,6 +1,7 @@
 """The store: names in, archives out, and nothing from anywhere else."""
 
 import json
+import resource
 import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -8,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from torchere.archiver.reader import Archive
 from torchere.serving.errors import (
     DownloadFailed,
     InvalidArchive,
@@ -132,22 +132,31 @@ def test_an_archive_that_cannot_be_unpacked_leaves_no_folder_behind(
     assert sorted((tmp_path / "temp").rglob("*")) == before
 
 
-def test_a_disk_that_is_full_has_no_folder_more_afterwards(
-    store: Store, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_disk_that_is_full_has_no_folder_more_afterwards_and_is_not_the_archives_fault(
+    store: Store, root: Path, tmp_path: Path
 ) -> None:
-    def extract(self: Archive, directory: Path) -> None:
-        directory.mkdir()
-        (directory / "half").touch()
-        raise OSError(28, "No space left on device")
-
     pack(root / "m.mar")
+    with zipfile.ZipFile(root / "m.mar", "a") as more:
+        more.writestr("weights.bin", bytes(100_000))
     archive, before = store.open("m.mar"), sorted((tmp_path / "temp").rglob("*"))
-    monkeypatch.setattr(Archive, "extract", extract)
-    with pytest.raises(ServingError) as caught:
-        store.unpack("m.mar", archive)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))  # the system refuses, as a full disk does
+    try:
+        with pytest.raises(ServingError) as caught:
+            store.unpack("m.mar", archive)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert type(caught.value) is ServingError
     assert caught.value.message == "Failed to save model: m.mar"
-    assert "No space left" in caught.value.detail
+    assert "File too large" in caught.value.detail
     assert sorted((tmp_path / "temp").rglob("*")) == before
+
+
+def test_a_store_that_cannot_be_listed_is_named(store: Store, root: Path) -> None:
+    root.rename(root.with_name("elsewhere"))
+    with pytest.raises(ServingError) as caught:
+        store.names()
+    assert f"{root}: No such file or directory; expected" in caught.value.detail
 
 
 def test_the_store_lists_archives_and_folders_of_models_only(store: Store, root: Path) -> None:

@@ -1,4 +1,5 @@
 import asyncio
+import time
 from unittest.mock import Mock
 
 import grpc
@@ -67,6 +68,23 @@ def test_no_version_means_the_default_one_and_no_input_no_parameters(ask_grpc, p
     ask_grpc("inference", "Predictions", request())
     assert planes.data.asked[0][1] is None
     assert planes.data.asked[0][2].parameters == ()
+
+
+def test_receiving_ends_when_the_message_is_there(ask_grpc, planes, monkeypatch):
+    told = []
+
+    def told_to(admit):
+        def admitted(*args, timeline):
+            told.append((timeline.started_s, timeline.read_s))
+            return admit(*args, timeline=timeline)
+
+        return admitted
+
+    monkeypatch.setattr(planes.data, "admit", told_to(planes.data.admit))
+    before_s = time.monotonic()
+    ask_grpc("inference", "Predictions", request(data=b"x"))
+    ((started_s, read_s),) = told
+    assert before_s <= started_s < read_s <= time.monotonic()
 
 
 def test_the_deadline_of_the_call_is_that_of_the_request(serving, planes):

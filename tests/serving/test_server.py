@@ -1,0 +1,89 @@
+"""Starts that do not come to their end."""
+
+import asyncio
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchere.serving import server as server_module
+from torchere.serving.errors import ServingError
+from torchere.serving.server import Server, run
+from torchere.serving.settings import Address, ServerSettings
+
+
+def settings_of(folder: Path, **changes: Any) -> ServerSettings:
+    (folder / "store").mkdir()
+    (folder / "temp").mkdir()
+    port = Address(port=0)
+    ports = {"inference_address": port, "management_address": port, "metrics_address": None}
+    grpc = {"grpc_inference_address": port, "grpc_management_address": port}
+    given: dict[str, Any] = {
+        "model_store": folder / "store",
+        "temp_dir": folder / "temp",
+        "key_file": folder / "key_file.json",
+        "system_metrics_enabled": False,
+        **ports,
+        **grpc,
+        **changes,
+    }
+    return ServerSettings(**given)
+
+
+def test_a_start_on_ports_that_are_taken_leaves_the_keys_of_the_server_there(tmp_path: Path) -> None:
+    (tmp_path / "key_file.json").write_text("the running server's")
+    with socket.create_server(("127.0.0.1", 0)) as running:
+        taken = Address(port=running.getsockname()[1])
+        for api in ("inference", "grpc_management"):
+            folder = tmp_path / api
+            folder.mkdir()
+            settings = settings_of(folder, key_file=tmp_path / "key_file.json", **{f"{api}_address": taken})
+            with pytest.raises(ServingError, match="Address already in use"):
+                asyncio.run(Server(settings).start())
+    assert (tmp_path / "key_file.json").read_text() == "the running server's"
+
+
+def test_a_start_that_fails_waits_for_no_load_balancer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`drain_delay_s` is for clients, of which it has none; with it the suite's time limit would be over."""
+
+    def taken_since(addresses: object) -> None:
+        """Nobody was there when it looked."""
+
+    monkeypatch.setattr(server_module, "refuse_taken", taken_since)
+    with socket.create_server(("127.0.0.1", 0)) as running:
+        taken = Address(port=running.getsockname()[1])
+        settings = settings_of(tmp_path, grpc_management_address=taken, drain_delay_s=3600.0)
+        with pytest.raises(ServingError, match="Cannot listen"):
+            asyncio.run(Server(settings).start())
+    assert list((tmp_path / "temp").iterdir()) == []
+
+
+def test_a_signal_while_an_archive_is_fetched_at_the_start_ends_the_server(tmp_path: Path) -> None:
+    asked = asyncio.Event()
+
+    async def never_ending(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\nhalf")
+        asked.set()
+        await reader.read()
+        writer.close()
+
+    async def main() -> int:
+        source = await asyncio.start_server(never_ending, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{source.sockets[0].getsockname()[1]}/m.mar"
+        settings = settings_of(tmp_path, load_models=(url,), allowed_urls=(url,))
+        running = asyncio.ensure_future(run(settings))
+        await asked.wait()
+        os.kill(os.getpid(), signal.SIGTERM)
+        status = await asyncio.wait_for(running, 60)
+        source.close()
+        return status
+
+    assert asyncio.run(main()) == 0
+    assert list((tmp_path / "store").iterdir()) == []
+    assert list((tmp_path / "temp").iterdir()) == []
