@@ -92,7 +92,7 @@ class Batcher(Admission):
                 if not self._pool.in_service:
                     self._end_if_given_up()
                 break
-            self._dispatch(action.size)
+            self._dispatch_all(action.size)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -113,6 +113,15 @@ class Batcher(Admission):
                 return QueueView(run, True, head.enqueued_s, self._pool.free)
             run += 1
         return QueueView(run, False, head.enqueued_s, self._pool.free)
+
+    def _dispatch_all(self, size: int) -> None:
+        first = size
+        if size > 1 and size == len(self._queue) and self._pool.on_loop and self._pool.free > 1:
+            first = self._pool.portion(size)
+        self._dispatch(first)
+        rest = min(size - first, len(self._queue))  # who is answered may end another request
+        if rest and self._pool.free:
+            self._dispatch(rest)
 
     def _dispatch(self, size: int) -> None:
         taken = [self._queue.popleft() for _ in range(size)]

@@ -149,6 +149,9 @@ class ExecutorPool(Protocol):
     def on_loop(self) -> bool:
         """Whether `submit` runs the batch before it returns: worth waiting for all that came in this turn."""
 
+    def portion(self, waiting: int) -> int:
+        """How many of those that wait, and could all be one batch, are better off as the first of two."""
+
     async def resize(self, count: int) -> None:
         """Start or stop executors until there are `count`; new ones are loaded, but not in service yet.
 

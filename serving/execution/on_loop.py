@@ -54,6 +54,11 @@ class OnLoop:
             return offload.room if offload.busy else 0
         return 1 + offload.room
 
+    def portion(self, waiting: int) -> int:
+        """As `ExecutorPool.portion`."""
+        offload = self._offload
+        return waiting if offload is None else offload.portion(waiting)
+
     def submit(self, requests: Sequence[InferRequest], sink: BatchSink, behind: int) -> None:
         """Run one batch, behind which so many requests wait, before this returns or in the worker process."""
         offload, size = self._offload, len(requests)

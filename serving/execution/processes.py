@@ -103,6 +103,10 @@ class ProcessPool:
         """Never: workers run beside us."""
         return False
 
+    def portion(self, waiting: int) -> int:
+        """All of them: a worker takes a batch as it is."""
+        return waiting
+
     def idle_ids(self) -> tuple[int, ...]:
         """The executors that are in service and have nothing to do."""
         return tuple(slot.status.executor_id for slot in self._slots if slot.room and not slot.load)

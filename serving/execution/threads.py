@@ -107,6 +107,10 @@ class ThreadPool:
         """Whether batches run on the event loop now: see `inline.py`."""
         return self._inline.active and self._here.host is not None
 
+    def portion(self, waiting: int) -> int:
+        """See `ExecutorPool.portion` and `offload.py`."""
+        return self._here.portion(waiting) if self.on_loop else waiting
+
     def idle_ids(self) -> tuple[int, ...]:
         """The executors that are in service and have nothing to do; meant for pinned pools."""
         busy = set(self._inside.values())

@@ -48,6 +48,9 @@ class PuppetPool:
     def in_service(self) -> int:
         return self.executors or self.free + len(self.batches)
 
+    def portion(self, waiting: int) -> int:
+        return waiting // 2 if waiting >= 4 else waiting
+
     def submit(
         self, requests: Sequence[InferRequest], sink: BatchSink, executor_id: int | None, *, behind: int
     ) -> None:
@@ -551,3 +554,23 @@ async def test_where_nobody_else_wants_an_executor_a_short_deadline_is_tried() -
     assert stage.running == [["tried"]]
     stage.pool.finish()
     assert (await tried.answer).body == b"tried"
+
+
+@run
+async def test_what_would_be_one_batch_goes_as_two_at_once_where_the_pool_wants_that() -> None:
+    stage = Stage(BatchSettings(max_batch_size=4, max_queue_delay_ms=10_000), free=2)
+    stage.pool.on_loop = True
+    for name in "abcd":
+        stage.submit(name)
+    await asyncio.sleep(0)
+    assert stage.running == [["a", "b"], ["c", "d"]]
+
+
+@run
+async def test_with_room_for_one_batch_it_stays_one() -> None:
+    stage = Stage(BatchSettings(max_batch_size=4, max_queue_delay_ms=10_000))
+    stage.pool.on_loop = True
+    for name in "abcd":
+        stage.submit(name)
+    await asyncio.sleep(0)
+    assert stage.running == [["a", "b", "c", "d"]]

@@ -17,7 +17,7 @@ from torchere.serving.execution import demand, offload
 from torchere.serving.execution.executor import LoadSpec
 from torchere.serving.execution.inline import FIRST_TRIAL
 from torchere.serving.execution.launch import ForkLauncher, worker_environment
-from torchere.serving.execution.offload import ROOM, Offload
+from torchere.serving.execution.offload import ROOM, WORTH_TWO, Offload
 from torchere.serving.execution.processes import ProcessPool
 from torchere.serving.execution.threads import ThreadPool
 
@@ -102,6 +102,24 @@ def test_what_piles_up_runs_in_a_worker_and_the_rest_on_the_loop(make_spec: Any,
             assert [await ask(behind=PILE) for _ in range(3)] == [worker] * 3
             assert await ask(behind=0) == HERE
             assert pool.size == pool.in_service == 2
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("at_once")
+def test_what_is_worth_two_batches_is_halved_while_the_worker_has_nothing_to_do(
+    make_spec: Any, asked: Any, make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        async with asked(make_spec()) as (pool, _, until):
+            assert pool.portion(2 * WORTH_TWO) == 2 * WORTH_TWO  # there is no worker
+            await until(lambda where: where != HERE, PILE)
+            sizes = [pool.portion(waiting) for waiting in (WORTH_TWO - 1, WORTH_TWO, 2 * WORTH_TWO + 1)]
+            assert sizes == [WORTH_TWO - 1, WORTH_TWO // 2, WORTH_TWO]
+            sink = make_sink()
+            pool.submit([make_request("pid")], sink, behind=PILE)
+            assert pool.portion(WORTH_TWO) == WORTH_TWO  # it has something to do
+            await sink.outcome()
 
     asyncio.run(main())
 
