@@ -19,8 +19,8 @@ from torchere.handlers.archive_import import archive_at
 from torchere.handlers.autocast import autocasting
 from torchere.handlers.compile_options import compile_options, wants_aot_compile
 from torchere.handlers.context import Context
-from torchere.handlers.devices import choose_device, in_eval_mode, module_on, to_device, whole_on_device
-from torchere.handlers.eager import load_eager
+from torchere.handlers.devices import choose_device, module_on, to_device, whole_on_device
+from torchere.handlers.eager import in_eval_mode, load_eager
 from torchere.handlers.labels import load_label_mapping
 from torchere.handlers.nested_lists import tensor_of
 from torchere.handlers.row_value import value_of
@@ -122,7 +122,8 @@ class BaseHandler:
         )
 
     def _load_package(self, path: str, model_dir: str) -> Any:
-        if aot.is_for_cpu(path):  # its code would take the addresses of a GPU for some of its own
+        # Its code would take the addresses of a GPU for some of its own.
+        if self.map_location != "cpu" and aot.is_for_cpu(path):
             self.map_location, self.device = "cpu", torch.device("cpu")
         if self.map_location == "cuda":
             torch.cuda.set_device(self.device)  # torch's binding loads to the one in use

@@ -94,13 +94,7 @@ def gpu_is_usable() -> bool:
     return True
 
 
-# Neither needlessly: the model may be shared, and in use by another thread.
 def module_on(model: Any, device: torch.device) -> Any:
-    """The model, moved to the device if part of it is elsewhere."""
+    """The model, moved if part of it is elsewhere; not needlessly, for another thread may be using it."""
     tensors = itertools.chain(model.parameters(), model.buffers())
     return model if all(tensor.device == device for tensor in tensors) else model.to(device)
-
-
-def in_eval_mode(model: Any) -> Any:
-    """The model, told to evaluate if it would train."""
-    return model.eval() if getattr(model, "training", False) else model

@@ -104,3 +104,8 @@ def _read_safetensors(path: str, device: torch.device | str) -> dict[str, Any]:
     except ModelRefused as err:
         raise RuntimeError(f"No model weights could be loaded: {err}") from err
     return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
+def in_eval_mode(model: Any) -> Any:
+    """The model, told to evaluate if it would train; not needlessly, for another thread may be using it."""
+    return model.eval() if getattr(model, "training", False) else model

@@ -73,7 +73,7 @@ class Loader:
         self._executor_ids = itertools.count(FIRST_EXECUTOR_ID)
         self._launcher = ForkLauncher(worker_environment(server.hidden_env_vars), fork_server)
         self._oom = OomWatch()
-        self._gpus = gpu_count(server.max_gpus)
+        self.gpus = gpu_count(server.max_gpus)  # how many executors may take
 
     def build(
         self,
@@ -97,7 +97,7 @@ class Loader:
                 f"No handler is named for {key.name}: neither by the request, nor by the archive's manifest, "
                 "nor by default_service_handler."
             )
-        settings = effective_settings(asked, archive.config, self._defaults_of(key), self._server, self._gpus)
+        settings = effective_settings(asked, archive.config, self._defaults_of(key), self._server, self.gpus)
         isolation = _isolation(archive, settings, handler)
         crashed = self._server.isolated.get(str(key), "") if isolation == "thread" else ""
         if crashed:

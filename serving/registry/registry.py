@@ -21,7 +21,6 @@ from torchere.serving.errors import (
     ServingError,
     VersionNotFound,
 )
-from torchere.serving.execution.devices import gpu_count
 from torchere.serving.execution.launch import worker_environment
 from torchere.serving.registry import routing
 from torchere.serving.registry.ahead import Prepared
@@ -215,7 +214,7 @@ class Registry:
         """
         self._sweeping = asyncio.ensure_future(asyncio.to_thread(self._store.sweep))
         check_snapshot(self._server.snapshot_models, self._store.has)
-        for wanted in startup_models(self._server, self._store.names, gpu_count(self._server.max_gpus)):
+        for wanted in startup_models(self._server, self._store.names, self._loader.gpus):
             try:
                 await self.register(wanted)
             except ServingError as err:
