@@ -13,7 +13,7 @@ from harness.bare import bare_loop
 from harness.errors import Failed
 from harness.figures import judge
 from harness.rows_models import LITE0, binary_request
-from peers.bare_loop import Work, pixels
+from peers.bare_loop import Way, Work, chosen, pixels
 from PIL import Image
 
 from torchere.handlers.image_transform import ImageTransform
@@ -48,6 +48,13 @@ def test_the_best_batch_size_of_those_asked_for_is_measured(file: Path, row: Pat
 
 def test_one_thread_for_each_loop_is_all_that_each_tries(file: Path, row: Path) -> None:
     assert bare_loop(file, [row], 0.1, 2, "--batches", "1", "--each")["loops"] == 2
+
+
+def test_of_ways_that_are_about_as_fast_the_largest_batch_is_chosen() -> None:
+    rates = {Way(4, 1, 2): 100.0, Way(16, 1, 2): 97.0, Way(16, 2, 1): 96.0, Way(32, 2, 1): 80.0}
+
+    assert chosen(rates, 0.0) == Way(4, 1, 2)
+    assert chosen(rates, 0.05) == Way(16, 1, 2)
 
 
 def test_a_loop_that_fails_says_why(row: Path, tmp_path: Path) -> None:
