@@ -6,7 +6,8 @@ and the imports inside it look into the archive first. That is done by giving it
 whose `__import__` knows the archive; CPython takes `__import__` from there for every `import` statement.
 
 `importlib.import_module` inside the archive does the same. What looks modules up by name elsewhere, such as
-`pickle`, does not see plain names of an archive; where a process has just one, see `archive_plain_names.py`.
+`pickle`, does not see plain names of an archive. Where a process has just one, its modules have plain names
+as well, and call themselves by them: see `archive_plain_names.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import builtins
 import hashlib
 import importlib
-import importlib.util
 import itertools
 import os
 import re
@@ -40,7 +40,8 @@ class ArchiveModules:
     def __init__(self, prefix: str, model_dir: str) -> None:
         self.prefix = prefix
         self.model_dir = model_dir
-        self._owned: dict[str, bool] = {}
+        self.is_alone = False  # `give_plain_names` sets it: the process hosts no other archive
+        self._owned: set[str] = set()
         self._importlib = _ArchiveImportlib(self)
         # One dict for all modules of the archive; they see the real builtins but for `__import__`.
         self.builtins: dict[str, Any] = {**vars(builtins), "__import__": self._import}
@@ -56,10 +57,20 @@ class ArchiveModules:
 
     def owns(self, name: str) -> bool:
         """Whether the archive itself holds the module or package of that top-level name."""
-        owned = self._owned.get(name)
-        if owned is None:
-            owned = self._owned[name] = self._look_up(name)
-        return owned
+        # Only what is there is kept: handlers unpack and write modules, too.
+        if name in self._owned:
+            return True
+        if not self._look_up(name):
+            return False
+        self._owned.add(name)
+        return True
+
+    def plain_name(self, name: str) -> str | None:
+        """The name that a module of the archive, say `net` or `parts.blocks`, has in the whole process.
+
+        None: it has none, as the process hosts other archives, or something else has the name.
+        """
+        return name if self.is_alone and not self._exists_elsewhere(name.partition(".")[0]) else None
 
     def _look_up(self, name: str) -> bool:
         spec = PathFinder.find_spec(f"{self.prefix}.{name}", [self.model_dir])
@@ -68,7 +79,28 @@ class ArchiveModules:
         if spec.loader is not None and spec.origin is not None:
             return True
         # A bare directory, say `data/`, is a package only if nothing else has the name: the rule of sys.path.
-        return next(Path(self.model_dir, name).rglob("*.py"), None) is not None and not _exists(name)
+        has_code = next(Path(self.model_dir, name).rglob("*.py"), None) is not None
+        return has_code and not self._exists_elsewhere(name)
+
+    def _exists_elsewhere(self, name: str) -> bool:
+        """Whether the process can import a top-level module of that name, and it is not the archive's."""
+        if name in sys.modules:
+            return sys.modules[name] is not sys.modules.get(f"{self.prefix}.{name}")
+        for finder in tuple(sys.meta_path):
+            find_spec = getattr(finder, "find_spec", None)  # finders of Python 2's days have none
+            if find_spec is None or getattr(finder, "archive", None) is self:  # that one leads back to us
+                continue
+            spec = find_spec(name, None)
+            if spec is not None:
+                return not self._holds(spec)
+        return False
+
+    def _holds(self, spec: ModuleSpec) -> bool:
+        """Whether what a search found lies in the archive, whose folder handlers put on `sys.path`."""
+        places = [spec.origin] if spec.has_location else list(spec.submodule_search_locations or ())
+        return bool(places) and all(
+            Path(place or "").resolve().is_relative_to(self.model_dir) for place in places
+        )
 
     def _import(
         self,
@@ -112,9 +144,24 @@ class _ArchiveLoader(SourceFileLoader):
         super().__init__(fullname, path)
         self._archive = archive
 
+    def get_code(self, fullname: str) -> Any:
+        """The code, whichever of its names the module is asked for by."""
+        return super().get_code(self.name)
+
     def exec_module(self, module: ModuleType) -> None:
         vars(module)["__builtins__"] = self._archive.builtins
-        super().exec_module(module)
+        plain = self._archive.plain_name(self.name.removeprefix(f"{self._archive.prefix}."))
+        if plain is None:
+            super().exec_module(module)
+            return
+        # Before its code runs: what classes, pickles and loggers are named by, in child processes, too.
+        module.__name__ = plain
+        sys.modules[plain] = module
+        try:
+            super().exec_module(module)
+        except BaseException:
+            sys.modules.pop(plain, None)
+            raise
 
     def set_data(self, path: str, data: Any, *, _mode: int = 0o666) -> None:
         """Write no bytecode: the directory of an archive may be read-only, and is compared by digest."""
@@ -242,11 +289,3 @@ def _safe(name: str) -> str:
         return name
     safe = re.sub(r"\W", "_", name, flags=re.ASCII)
     return f"_{safe}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
-
-
-def _exists(name: str) -> bool:
-    """Whether the process could import a module of that name without the archive."""
-    try:
-        return name in sys.modules or importlib.util.find_spec(name) is not None
-    except ValueError:  # a half-made module without a spec: it exists
-        return True

@@ -18,24 +18,20 @@ from torchere.handlers.archive_import import ArchiveModules
 
 
 class _PlainNameFinder:
-    """Two of them stand in the meta path: for top-level names the last, for what is below those the first.
+    """Stands first in the meta path, and answers for the names that nothing else has.
 
-    The first has to be first, because a package found by its plain name has a `__path__`, where the import
-    system would otherwise find its submodules a second time.
+    Otherwise the import system would find the modules a second time, in the folder of the archive, which is
+    on `sys.path`, and in the `__path__` of its packages.
     """
 
-    def __init__(self, archive: ArchiveModules, below: bool) -> None:
+    def __init__(self, archive: ArchiveModules) -> None:
         self.archive = archive
-        self._below = below
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """A spec that leads to the private module; the parameters are the import system's."""
-        top, dot, _ = fullname.partition(".")
-        if bool(dot) is not self._below or not self.archive.owns(top):
-            return None
-        if self._below and sys.modules.get(top) is not self.archive.load(top):
+        if not self.archive.owns(fullname.partition(".")[0]) or self.archive.plain_name(fullname) is None:
             return None
         return ModuleSpec(fullname, _PlainNameLoader(self.archive))
 
@@ -58,10 +54,12 @@ class _PlainNameLoader(Loader):
 
 
 def give_plain_names(archive: ArchiveModules) -> None:
-    """Let the whole process import the archive's modules by their plain names.
+    """Let the whole process, and those it starts, import the archive's modules by their plain names.
 
-    Only for a process that hosts this archive and no other; there is no way back. Idempotent.
+    Only for a process that hosts this archive and no other, before anything of it is loaded; there is no way
+    back. Idempotent.
     """
-    if not any(isinstance(item, _PlainNameFinder) and item.archive is archive for item in sys.meta_path):
-        sys.meta_path.insert(0, _PlainNameFinder(archive, below=True))
-        sys.meta_path.append(_PlainNameFinder(archive, below=False))
+    if not archive.is_alone:
+        archive.is_alone = True
+        sys.meta_path.insert(0, _PlainNameFinder(archive))
+        sys.path.append(archive.model_dir)  # multiprocessing hands it to the processes it spawns

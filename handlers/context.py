@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -26,22 +27,22 @@ class RequestProcessor:
             each value of the request stands `{"content-type": its type}`, as in TorchServe.
     """
 
-    __slots__ = ("_headers", "reason_phrase", "request_id", "response_headers", "status_code")
+    __slots__ = ("_request_header", "reason_phrase", "request_id", "response_headers", "status_code")
 
     def __init__(self, request_id: str, headers: Mapping[str, Any]) -> None:
         self.request_id = request_id
         self.status_code = 200
         self.reason_phrase: str | None = None
         self.response_headers: dict[str, str] = {}
-        self._headers = headers
+        self._request_header = headers  # handlers reach for it by this name of TorchServe's
 
     def get_request_property(self, key: str) -> str | None:
         """The request header of exactly that name, or None."""
-        return self._headers.get(key)
+        return self._request_header.get(key)
 
     def get_request_properties(self) -> dict[str, str]:
         """All request headers; the caller may keep and change the dict."""
-        return dict(self._headers)
+        return dict(self._request_header)
 
     def report_status(self, code: int, reason_phrase: str | None = None) -> None:
         """Choose the HTTP status of the response."""
@@ -114,7 +115,7 @@ class Context:
         self.shared_models = shared_models
         self.request_ids: dict[int, str] | None = None
         self.request_processor: Sequence[RequestProcessor] | None = None
-        self.stopping_criteria: list[StoppingCriterion] | None = None
+        self.stopping_criteria: Sequence[StoppingCriterion] | Mapping[int, StoppingCriterion] | None = None
         # Seconds of preprocess, inference and postprocess, by handlers that tell; for the metrics.
         self.stages_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
         self.encoder: AnswerEncoder | None = None  # the executor's
@@ -126,6 +127,23 @@ class Context:
         )
         self.header_key_sequence_end = os.environ.get("TS_REQUEST_SEQUENCE_END", "ts_request_sequence_end")
         self._send_partial: SendPartial | None = None
+
+    # TorchServe's private names for two of these, which handlers use as well.
+    @property
+    def _system_properties(self) -> dict[str, Any]:
+        return self.system_properties
+
+    @property
+    def _request_processor(self) -> Sequence[RequestProcessor] | None:
+        return self.request_processor
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Context:
+        """One whose facts a handler may change, for a handler inside it; it reports where this one does."""
+        copied = copy.copy(self)
+        copied.manifest = copy.deepcopy(self.manifest, memo)
+        copied.system_properties = copy.deepcopy(self.system_properties, memo)
+        copied.model_yaml_config = copy.deepcopy(self.model_yaml_config, memo)
+        return copied
 
     def begin_batch(self, requests: Sequence[RequestProcessor], send_partial: SendPartial | None) -> None:
         """Turn to the next batch. Called by the executor only.

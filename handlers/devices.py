@@ -29,7 +29,8 @@ def choose_device(gpu_id: int | None) -> DeviceChoice:
     """The best device there is: CUDA, Intel GPU, Apple GPU, XLA, CPU.
 
     Args:
-        gpu_id: the accelerator this instance was given; None keeps it off CUDA, Intel and Apple GPUs.
+        gpu_id: the accelerator this instance was given, and a warning says where torch has none after all;
+            None keeps it off CUDA, Intel and Apple GPUs.
     """
     if gpu_id is not None:
         if torch.cuda.is_available():
@@ -39,6 +40,9 @@ def choose_device(gpu_id: int | None) -> DeviceChoice:
             return DeviceChoice("xpu", torch.device(f"xpu:{gpu_id}"))
         if torch.backends.mps.is_available():
             return DeviceChoice("mps", torch.device("mps"))
+        logger.warning(
+            "GPU %d is to be used, and torch can't: nvidia-smi and the warnings above may tell why", gpu_id
+        )
     if importlib.util.find_spec("torch_xla") is not None:
         return DeviceChoice(None, importlib.import_module("torch_xla.core.xla_model").xla_device())
     return DeviceChoice("cpu", torch.device("cpu"))
@@ -69,25 +73,38 @@ def to_device(value: Any, device: Any) -> Any:
 
     Handlers may have other values and devices than torch's, whose `to` is asked then. torch keeps pinned
     memory from being used again while a copy reads it, and what is computed from the copy comes after it on
-    the stream.
+    the stream. Of memory that the caller has pinned it can't know when it is written to again.
     """
     to_gpu = getattr(device, "type", "") == "cuda" and isinstance(value, torch.Tensor)
-    if to_gpu and value.device.type == "cpu" and value.nbytes > _PAGEABLE_BYTES:
+    if to_gpu and _can_be_pinned(value) and value.nbytes > _PAGEABLE_BYTES and not value.is_pinned():
         return value.pin_memory().to(device, non_blocking=True)
     return value.to(device)
 
 
-def gpu_is_usable() -> bool:
-    """After an error that names CUDA: give back memory that torch holds ready, and see if the GPU answers.
+def _can_be_pinned(value: torch.Tensor) -> bool:
+    # pin_memory() keeps the strides, and fails where several elements share memory (`expand`).
+    is_plain = value.layout is torch.strided and not (value.is_nested or value.is_quantized)
+    return is_plain and value.device.type == "cpu" and value.is_contiguous()
+
+
+def gpu_is_usable(gpu_id: int | None, free_memory: bool) -> bool:
+    """After a handler has failed: whether its GPU still answers.
 
     A kernel that was given something impossible (an index out of range) takes the whole access of its process
-    to the GPU with it; after a lack of memory all is well again.
+    to the GPU with it; after a lack of memory all is well again. The text of an error does not tell: of the
+    same GPU cuDNN has other words than CUDA.
+
+    Args:
+        gpu_id: of the executor; None: the one torch has in use.
+        free_memory: give back what torch holds ready, for other processes have none. Nothing comes of it as
+            long as the exception lives, for its frames hold the tensors.
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return True
     try:
-        torch.cuda.empty_cache()
-        torch.cuda.synchronize()
+        if free_memory:
+            torch.cuda.empty_cache()
+        torch.cuda.synchronize(gpu_id)
     except RuntimeError as err:
         logger.error("this process can't use its GPU any more: %s", err)
         return False

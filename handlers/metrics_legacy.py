@@ -51,9 +51,10 @@ class Metric:
 class MetricsStore(MetricsCache):
     """The collector of the older API: `MetricsCache` with the constructor handlers called themselves."""
 
-    def __init__(self, request_ids: Mapping[int, str] | None, model_name: str) -> None:
+    def __init__(self, request_ids: Mapping[int, str] | object, model_name: str) -> None:
         super().__init__(model_name)
-        self.request_ids = request_ids or {}
+        # Made by hand it gets anything here, mostly a uuid, which names no request.
+        self.request_ids = request_ids if isinstance(request_ids, Mapping) else {}
 
     @property
     def store(self) -> list[MetricSample]:

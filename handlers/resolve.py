@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import importlib.util
 import inspect
 import re
+import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -53,6 +56,7 @@ NOT_SHIPPED = {
 
 Call = Callable[[Any, Context], Any]
 _HANDLER = re.compile(r"(?P<path>[^:]+?)(\.py)?(:(?P<function>[^:]+))?")
+_ABSOLUTE_FILE = re.compile(r"(?P<file>/[^:]+\.py)(:(?P<function>[^:]+))?")
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
@@ -100,28 +104,60 @@ def load_entry_point(
         envelope: name of a request envelope (`ENVELOPES`), None for none. A handler whose class says
             `reads_envelopes = True` knows their formats itself, and gets requests as they are.
         installed: the name comes from the operator, not from an archive, so it may also mean a module that is
-            installed (`package.module:function`).
+            installed (`package.module:function`), or a file anywhere (`/folder/file.py:function`).
 
     Raises:
         HandlerLoadError: no such handler, or its file can't be imported, or is not a handler. The text names
             the file, the cause and what to do; `__cause__` is the archive's own exception, if there is one.
         Exception: what the handler's own initialisation raises.
     """
+    entry_point = _operators_own(handler, context) if installed else None
+    entry_point = entry_point or _named(handler, context, installed)
+    if envelope and not getattr(entry_point.instance, "reads_envelopes", False):
+        return EntryPoint(_envelope(envelope)(entry_point).handle, entry_point.instance, enveloped=True)
+    return entry_point
+
+
+def _named(handler: str, context: Context, installed: bool) -> EntryPoint:
     module_name, function = _parse(handler)
     archive = archive_of(context)
     stem = module_name.rpartition(".")[2]  # TorchServe drops folders, and so do old manifests that have some
     held = next((name for name in (module_name, stem) if archive.owns(name.partition(".")[0])), None)
     if held is not None:
         ts_alias.install()
-        entry_point = _from_archive(archive, held, function, context)
-    elif installed and module_name.removeprefix("ts.torch_handler.") not in BUILT_IN_HANDLERS:
+        return _from_archive(archive, held, function, context)
+    if installed and module_name.removeprefix("ts.torch_handler.") not in BUILT_IN_HANDLERS:
         ts_alias.install()
-        entry_point = _entry_of(_installed(module_name), function, context)
-    else:
-        entry_point = _built_in(handler, module_name, archive.model_dir, context)
-    if envelope and not getattr(entry_point.instance, "reads_envelopes", False):
-        return EntryPoint(_envelope(envelope)(entry_point).handle, entry_point.instance, enveloped=True)
-    return entry_point
+        return _entry_of(_installed(module_name), function, context)
+    return _built_in(handler, module_name, archive.model_dir, context)
+
+
+def _operators_own(handler: str, context: Context) -> EntryPoint | None:
+    """The handler in a file that the operator names by an absolute path; None for any other name."""
+    found = _ABSOLUTE_FILE.fullmatch(handler.strip())
+    if found is None:
+        return None
+    ts_alias.install()
+    return _entry_of(_outside(Path(found["file"])), found["function"] or "handle", context)
+
+
+def _outside(file: Path) -> ModuleType:
+    """The module in a file that is in no archive; as in TorchServe it may import what lies beside it."""
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None  # a name that ends in .py has both
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(file.stem, module)  # where pickle and dataclasses look for it
+    try:
+        spec.loader.exec_module(module)
+    except (ImportError, OSError) as err:
+        raise HandlerLoadError(
+            f"the default handler's file {file} can't be imported: {err}; install what it needs, or correct "
+            "default_service_handler"
+        ) from err
+    return module
 
 
 def _parse(handler: str) -> tuple[str, str]:

@@ -6,7 +6,7 @@ import pickle
 import re
 import string
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ class TextHandler(BaseHandler):
         super().__init__()
         self.source_vocab: Any = None
         self.tokenizer = basic_english_tokens
+        self.input_text: Any = None  # for subclasses, as is the next
+        self.lig: Any = None
 
     def initialize(self, context: Context) -> None:
         """Load the model and the vocabulary.
@@ -88,6 +90,16 @@ class TextHandler(BaseHandler):
 
     def _tokenize(self, text: str) -> list[str]:
         return self.tokenizer(text)
+
+    def get_word_token(self, input_tokens: Iterable[str]) -> list[str]:
+        """The tokens without the mark that byte-pair tokenisers put for a blank."""
+        return [token.replace("\u0120", "") for token in input_tokens]
+
+    def summarize_attributions(self, attributions: torch.Tensor) -> torch.Tensor:
+        """Attributions [tokens, size] as shares of each token, scaled by the norm of the tokens' sums."""
+        shares = torch.softmax(attributions, dim=0 if attributions.ndim in (0, 1, 3) else 1)
+        summary: torch.Tensor = shares / torch.norm(shares.sum(dim=-1))
+        return summary
 
 
 def _load_vocabulary(path: Path) -> Mapping[str, int]:

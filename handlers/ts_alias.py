@@ -6,6 +6,7 @@ says. Names that we do not ship raise an ImportError that says so, instead of "N
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Sequence
@@ -31,6 +32,9 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "ts.torch_handler.text_handler": ("text",),
     "ts.torch_handler.text_classifier": ("text_classifier",),
     "ts.torch_handler.contractions": ("contractions:CONTRACTIONS=CONTRACTION_MAP",),
+    "ts.torch_handler.unit_tests": (),
+    "ts.torch_handler.unit_tests.test_utils": (),
+    "ts.torch_handler.unit_tests.test_utils.mock_context": ("mock_context:MockContext",),
     "ts.torch_handler.request_envelope": (),
     "ts.torch_handler.request_envelope.base": ("envelopes:BaseEnvelope",),
     "ts.torch_handler.request_envelope.body": ("envelopes:BodyEnvelope",),
@@ -79,6 +83,7 @@ NOT_SHIPPED: dict[str, str] = {
     "ts.torch_handler.distributed": "PiPPy and DeepSpeed are not supported; derive from BaseHandler",
     "ts.handler_utils.distributed": "PiPPy and DeepSpeed are not supported; derive from BaseHandler",
     "ts.handler_utils.preprocess": "it needs NVIDIA DALI; decode with torchere.handlers.image",
+    "ts.metrics.system_metrics": "the server measures the machine itself; report your own to context.metrics",
     "ts.launcher": "start and stop the server with `torchserve --start` and `torchserve --stop`",
 }
 
@@ -106,6 +111,8 @@ class _AliasLoader(Loader):
     """Fills an alias module with the names of ours."""
 
     def exec_module(self, module: ModuleType) -> None:
+        # `import ts` is enough for `ts.context.Context`: TorchServe's worker has imported that already.
+        module.__getattr__ = functools.partial(_module_below, module.__name__)  # type: ignore[method-assign]
         for source in ALIASES[module.__name__]:
             module_name, _, names = source.partition(":")
             ours = importlib.import_module(_HANDLERS + module_name)
@@ -114,6 +121,12 @@ class _AliasLoader(Loader):
                 setattr(module, alias or name, getattr(ours, name))
             else:
                 vars(module).update({k: v for k, v in vars(ours).items() if not k.startswith("_")})
+
+
+def _module_below(package: str, name: str) -> ModuleType:
+    if f"{package}.{name}" not in ALIASES:
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+    return importlib.import_module(f"{package}.{name}")
 
 
 _finder = _AliasFinder()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -101,6 +103,15 @@ class VisionHandler(BaseHandler):
                 400,
             )
         return _numbers(value)
+
+    @cached_property
+    def ig(self) -> Any:
+        """The `IntegratedGradients` of captum, for subclasses that explain.
+
+        Raises:
+            ImportError: captum is not installed.
+        """
+        return importlib.import_module("captum.attr").IntegratedGradients(self.model)
 
     def get_insights(self, tensor_data: torch.Tensor, _: Any, target: Any = 0) -> Any:
         """What each input element adds to the score of class `target`, as lists shaped like the input."""

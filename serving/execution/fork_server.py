@@ -22,6 +22,7 @@ from contextlib import suppress
 import numpy as np
 import torch
 
+from torchere.handlers import ts_alias
 from torchere.serving.execution import worker
 from torchere.serving.execution.allocator import keep_freed_memory
 from torchere.serving.execution.parent import die_with_parent
@@ -139,3 +140,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":  # spawned by a handler, whose file it imports by its plain name
+    ts_alias.install()

@@ -150,13 +150,17 @@ class HandlerHost:
         lent: Lent = "own" if not self._borrows else "write" if len(requests) == 1 else "read"
         rows = [self._row(request, lent) for request in requests]
         started = time.perf_counter()
+        failure: ServingError | None = None
         try:
             answers = self._loaded()(rows, self._context)
             handler_s = time.perf_counter() - started
             outcomes = self._outcomes(answers, processors)
         except BaseException as err:  # also SystemExit: user code must not end the executor by mistake
             handler_s = time.perf_counter() - started
-            outcomes = [self._failure(err, requests)] * len(requests)
+            failure = self._failure(err, requests)
+        if failure is not None:  # not above: the exception would hold on to all that is on the GPU
+            outcomes = [failure] * len(requests)
+            self.has_lost_its_gpu = not gpu_is_usable(self._gpu_id, isinstance(failure, OutOfResources))
         self._context.end_batch()
         cpu_s = self._cpu_time() - cpu_started_s
         metrics = tuple(self._metrics.drain())
@@ -202,8 +206,8 @@ class HandlerHost:
         criteria = self._context.stopping_criteria
         if not criteria or len(criteria) != len(answers):
             return outcomes
-        goes_on = [criterion(answer) is False for criterion, answer in zip(criteria, answers, strict=True)]
-        return list(map(_unless_over, outcomes, goes_on))
+        is_over = [criteria[place](answer) for place, answer in enumerate(answers)]  # by index, as TorchServe
+        return list(map(_unless_over, outcomes, is_over))
 
     def _outcome(self, body: bytes, processor: RequestProcessor) -> Outcome:
         limit = self._spec.max_response_bytes
@@ -226,7 +230,6 @@ class HandlerHost:
             return refusal
         logger.error("model %s failed on %s\n%s", self._spec.model_name, ids, trace_of(err), extra=extra)
         if isinstance(err, MemoryError) or "CUDA" in plain_text(err):
-            self.has_lost_its_gpu = not gpu_is_usable()
             return OutOfResources("Out of resources", line_of(err))
         return HandlerFailed(detail=line_of(err))
 
@@ -269,8 +272,9 @@ def _parts_of(
     return send
 
 
-def _unless_over(outcome: Outcome, goes_on: bool) -> Outcome:
-    """A response as what it is when a stopping criterion says that there is more to come."""
+def _unless_over(outcome: Outcome, is_over: Any) -> Outcome:
+    """A response as what it is when a stopping criterion says, by anything false, that there is more."""
+    goes_on = is_over is not None and not is_over
     return Unfinished(outcome) if goes_on and isinstance(outcome, InferResponse) else outcome
 
 

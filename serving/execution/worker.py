@@ -10,9 +10,11 @@ import contextlib
 import faulthandler
 import gc
 import logging
+import multiprocessing.process
 import os
 import socket
 import sys
+import threading
 
 from torchere.handlers import ts_alias
 from torchere.handlers.shared_models import SharedModels
@@ -41,12 +43,16 @@ from torchere.serving.types import InferResponse
 
 
 class Worker:
-    """Answers the messages of one server. Single-threaded. `lines` gives its log records their form."""
+    """Answers the messages of one server, in the thread that calls `serve`.
+
+    `lines` gives its log records their form.
+    """
 
     def __init__(self, connection: socket.socket, lines: WorkerFormatter) -> None:
         self._connection = connection
         self._lines = lines
         self._frames = FrameReader(connection)
+        self._sending = threading.Lock()  # handlers send parts of answers from threads of theirs
         self._host: HandlerHost | None = None
 
     def serve(self) -> None:
@@ -79,6 +85,8 @@ class Worker:
         self._lines.token = message.log_token
         model_dir = message.spec.archive_dir
         os.chdir(model_dir)  # handlers open files of their archive by bare name
+        # Processes that multiprocessing spawns begin where it was imported: with us, before that.
+        multiprocessing.process.ORIGINAL_DIR = model_dir  # type: ignore[attr-defined]
         search_path = [os.environ.get("PYTHONPATH"), model_dir]  # for Python processes the handler starts
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, search_path))
         self._host = HandlerHost(message.spec, message.gpu_id, SharedModels())
@@ -89,8 +97,10 @@ class Worker:
         def send_partial(index: int, part: InferResponse) -> None:
             self._send(Partial(message.run_id, index, part))
 
-        report = self._loaded().run(message.requests, send_partial)
-        self._connection.sendall(encode_report(message.run_id, report))
+        host = self._loaded()
+        report = host.run(message.requests, send_partial)
+        with self._sending:
+            self._connection.sendall(encode_report(message.run_id, report, host.has_lost_its_gpu))
 
     def _loaded(self) -> HandlerHost:
         if self._host is None:
@@ -98,7 +108,9 @@ class Worker:
         return self._host
 
     def _send(self, message: FromWorker) -> None:
-        self._connection.sendall(encode_frame(message))
+        frame = encode_frame(message)
+        with self._sending:
+            self._connection.sendall(frame)
 
     def _receive(self) -> ToWorker | None:
         payload = self._frames.next()
@@ -128,3 +140,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":  # spawned by a handler, whose file it imports by its plain name
+    ts_alias.install()

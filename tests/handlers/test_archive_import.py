@@ -262,3 +262,16 @@ def test_an_archive_opens_while_other_threads_import(write_archive: WriteArchive
         thread.join()
         for number in range(500):
             sys.path_importer_cache.pop(f"/nowhere/{number}", None)
+
+
+def test_what_a_handler_writes_can_be_imported(write_archive: Callable[..., Path]) -> None:
+    source = """
+from pathlib import Path
+try:
+    import written_later
+except ImportError:
+    Path(__file__).with_name("written_later.py").write_text("V = 7")
+    import written_later
+"""
+    archive = open_archive("writer", "1.0", str(write_archive({"m.py": source})))
+    assert archive.load("m").written_later.V == 7

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from torchere.handlers.shared_models import SharedModels
 
 
 def test_system_properties_are_those_of_the_contract(make_context: Any, tmp_path: Path) -> None:
@@ -94,3 +97,24 @@ def test_the_name_of_the_sequence_header_comes_from_the_environment(
     context = make_context(tmp_path)
     begin(context, 1, seq="7")
     assert context.get_sequence_id(0) == "7"
+
+
+def test_torchserves_private_names_lead_to_the_same(make_context: Any, begin: Any, tmp_path: Path) -> None:
+    context = make_context(tmp_path)
+    begin(context, 1, **{"X-Test": "yes"})
+    assert context._system_properties is context.system_properties
+    assert context._request_processor is context.request_processor
+    assert context._request_processor[0]._request_header == {"X-Test": "yes"}
+
+
+def test_a_deep_copy_has_facts_of_its_own_and_reports_to_the_same(make_context: Any, tmp_path: Path) -> None:
+    context = make_context(tmp_path, config={"handler": {"depth": 1}}, shared_models=SharedModels())
+    copied = copy.deepcopy(context)
+    copied.manifest["model"]["modelFile"] = "other.py"
+    copied.system_properties["model_dir"] = "elsewhere"
+    copied.model_yaml_config["handler"]["depth"] = 2
+    assert "modelFile" not in context.manifest["model"]
+    assert context.system_properties["model_dir"] == str(tmp_path)
+    assert context.model_yaml_config == {"handler": {"depth": 1}}
+    copied.metrics.add_counter("Cats", 1)
+    assert [sample.name for sample in context.metrics.drain()] == ["Cats"]

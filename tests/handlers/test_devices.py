@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import functools
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -12,10 +16,15 @@ def test_without_an_accelerator_it_is_the_cpu() -> None:
     assert choose_device(None) == ("cpu", torch.device("cpu"))
 
 
-def test_a_gpu_that_is_not_there_falls_back_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_not_there_falls_back_to_the_cpu_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    assert choose_device(0).map_location == "cpu"
+    assert choose_device(None).map_location == "cpu"
+    assert caplog.text == ""
+    assert choose_device(3).map_location == "cpu"
+    assert "GPU 3 is to be used, and torch can't" in caplog.text
 
 
 def test_a_cuda_gpu_is_taken_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,28 +60,97 @@ def test_what_is_on_its_device_stays_as_it_is() -> None:
     assert to_device(tensor, "cpu") is tensor
 
 
-def test_without_cuda_a_gpu_is_not_asked() -> None:
-    assert gpu_is_usable()
+PINNED = "pin_memory", "to(cuda:3, non_blocking=True)"
+PLAIN = ("to(cuda:3)",)
+LARGE = torch.zeros(1, 100_000)
 
 
-@pytest.mark.parametrize(("error", "usable"), [(None, True), (RuntimeError("device-side assert"), False)])
-def test_a_gpu_that_fails_again_is_lost(
-    error: Exception | None, usable: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("value", "is_pinned", "copied"),
+    [
+        pytest.param(LARGE, False, PINNED, id="large"),
+        pytest.param(torch.zeros(10), False, PLAIN, id="small"),
+        pytest.param(LARGE, True, PLAIN, id="pinned by its owner, who may write to it again"),
+        pytest.param(LARGE.expand(8, -1), False, PLAIN, id="one row for all"),
+        pytest.param(LARGE.reshape(100, 1000).T, False, PLAIN, id="transposed"),
+        pytest.param(LARGE.to_sparse(), False, PLAIN, id="sparse"),
+    ],
+)
+def test_only_what_torch_can_pin_is_copied_without_waiting(
+    value: torch.Tensor, is_pinned: bool, copied: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def synchronize() -> None:
-        if error is not None:
-            raise error
+    calls = []
+
+    def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
+        calls.append("pin_memory")
+        torch.empty_strided(tensor.shape, tensor.stride()).copy_(tensor)  # as torch does it
+        return tensor
+
+    def to(tensor: torch.Tensor, device: torch.device, **how: bool) -> torch.Tensor:
+        calls.append(f"to({device}{''.join(f', {name}={value}' for name, value in how.items())})")
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: is_pinned)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    assert to_device(value, torch.device("cuda:3")) is value
+    assert tuple(calls) == copied
+
+
+def test_without_cuda_a_gpu_is_not_asked() -> None:
+    assert gpu_is_usable(3, free_memory=True)
+
+
+@pytest.mark.parametrize("failing", ["", "empty_cache", "synchronize"])
+@pytest.mark.parametrize("free_memory", [True, False])
+def test_a_gpu_that_fails_again_is_lost(
+    failing: str, free_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def call(name: str, *args: int) -> None:
+        calls.append((name, *args))
+        if name == failing:
+            raise RuntimeError("CUDA error: device-side assert triggered")
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    assert gpu_is_usable() is usable
+    for name in ("empty_cache", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, functools.partial(call, name))
+    assert gpu_is_usable(3, free_memory) is (failing not in [name for name, *_ in calls])
+    assert ("empty_cache",) in calls or not free_memory
+    assert ("synchronize", 3) in calls or failing == "empty_cache"
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_gpu
 def test_large_tensors_get_there_unharmed_while_their_memory_is_used_again() -> None:
     gpu = torch.device("cuda:0")
-    own_stream(0)
-    copies = [to_device(torch.full((1 << 20,), float(number)), gpu) for number in range(50)]
-    assert [copy.mean().item() for copy in copies] == [float(number) for number in range(50)]
-    assert torch.cuda.current_stream() != torch.cuda.default_stream()
+    with torch.cuda.stream(torch.cuda.current_stream(gpu)):  # which is this thread's again afterwards
+        own_stream(0)
+        copies = [to_device(torch.full((1 << 20,), float(number)), gpu) for number in range(50)]
+        assert [copy.mean().item() for copy in copies] == [float(number) for number in range(50)]
+        assert torch.cuda.current_stream() != torch.cuda.default_stream()
+
+
+TRIPPING = """
+import os, torch
+from torchere.handlers.devices import gpu_is_usable
+gpu = torch.cuda.device_count() - 1
+table, places = torch.zeros(4, device=f"cuda:{gpu}"), torch.tensor([9], device=f"cuda:{gpu}")
+before = gpu_is_usable(gpu, free_memory=True)
+try:
+    table[places].tolist()
+except RuntimeError:
+    os.write(1, str((before, gpu_is_usable(gpu, free_memory=False))).encode())
+os._exit(0)
+"""
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_an_index_out_of_range_costs_a_process_the_last_gpu_as_well_as_the_first() -> None:
+    done = subprocess.run([sys.executable, "-c", TRIPPING], capture_output=True, check=True, timeout=120)
+    assert done.stdout == b"(True, False)"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import uuid
 
 from torchere.handlers.metric_types import Dimension
 from torchere.handlers.metrics import MetricsCache
@@ -49,3 +50,10 @@ def test_a_store_of_ones_own_can_be_emitted() -> None:
     store.add_counter("N", 1)
     emit_metrics(store.store)
     assert [sample.name for sample in cache.drain()] == ["N"]
+
+
+def test_a_store_made_by_hand_belongs_to_no_request() -> None:
+    store = MetricsStore(uuid.uuid4(), "m")
+    store.add_counter("Cats", 1)
+    store.add_time("Walk", 2.5, 0)
+    assert [(sample.name, sample.request_ids) for sample in store.store] == [("Cats", ()), ("Walk", ())]

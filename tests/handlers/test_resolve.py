@@ -266,3 +266,23 @@ def test_the_operators_default_handler_may_be_an_installed_module(
     assert load_entry_point(name, context, installed=True)([{"body": b""}], context) == ["installed"]
     with pytest.raises(HandlerLoadError, match="install its package"):
         load_entry_point("no_such_package_here.service", context, installed=True)
+
+
+def test_the_operators_default_handler_may_be_a_file_anywhere(
+    tmp_path: Path, make_context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As SageMaker's inference toolkit names its own, by the path of an installed module's file."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "beside_json.py").write_text("WORD = 'beside'\n")
+    (tmp_path / "json.py").write_text(  # a name that is taken
+        "import beside_json\nclass Service:\n    def initialize(self, context): pass\n"
+        "    def handle(self, data, context): return [beside_json.WORD] * len(data)\n"
+    )
+    (tmp_path / "model").mkdir()
+    context = make_context(tmp_path / "model")
+    name = f"{tmp_path}/json.py:handle"
+    with pytest.raises(HandlerLoadError, match="paths that leave the archive are refused"):
+        load_entry_point(name, context)
+    assert load_entry_point(name, context, installed=True)([{"body": b""}], context) == ["beside"]
+    with pytest.raises(HandlerLoadError, match=r"gone\.py can't be imported"):
+        load_entry_point(f"{tmp_path}/gone.py", context, installed=True)

@@ -35,6 +35,25 @@ def test_a_wrong_number_of_parts_is_refused_before_any_is_sent(
     assert partials == []
 
 
+def test_parts_go_to_the_requests_that_the_map_names(make_context: Any, begin: Any, tmp_path: Path) -> None:
+    context = make_context(tmp_path)
+    partials = begin(context, 3)
+    send(["c"], {0: context.request_ids[2]}, "", 200, context)  # of a micro-batch, with indices of its own
+    send({"more": object(), 0: "a", 1: "b"}, {0: context.request_ids[0]}, "", 200, context)
+    send(["b", "padding"], {0: context.request_ids[1]}, "", 200, context)
+    assert partials == [(2, b"c"), (0, b"a"), (1, b"b")]
+
+
+def test_a_part_for_a_request_of_another_batch_is_refused(
+    make_context: Any, begin: Any, tmp_path: Path
+) -> None:
+    context = make_context(tmp_path)
+    partials = begin(context, 1)
+    with pytest.raises(ValueError, match="KeyError: 'gone'"):
+        send(["a", "b"], {0: context.request_ids[0], 1: "gone"}, "", 200, context)
+    assert partials == []
+
+
 def test_a_code_other_than_200_becomes_the_status(make_context: Any, begin: Any, tmp_path: Path) -> None:
     context = make_context(tmp_path)
     begin(context, 1)

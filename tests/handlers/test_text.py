@@ -70,3 +70,13 @@ def test_a_vocabulary_of_the_wrong_type_is_refused(scripted_doubler: Path, make_
     context = make_context(scripted_doubler, model={"serializedFile": "doubler.pt"})
     with pytest.raises(RuntimeError, match="holds a list"):
         TextHandler().initialize(context)
+
+
+def test_what_subclasses_that_explain_use_is_there() -> None:
+    handler = TextHandler()
+    assert (handler.input_text, handler.lig) == (None, None)
+    assert handler.get_word_token(["\u0120cat", "s"]) == ["cat", "s"]
+    summary = handler.summarize_attributions(torch.tensor([[0.0, 0.0], [1.0, 1.0]]))
+    assert torch.allclose(
+        summary, torch.full((2, 2), 0.5 / 2**0.5)
+    )  # shares of 0.5, and each token's sum is 1

@@ -49,6 +49,18 @@ def test_the_imports_handlers_write_give_our_classes() -> None:
     assert scope["ts"].__version__ == "0.12.0"  # type: ignore[attr-defined]
 
 
+def test_importing_the_package_is_enough_for_what_is_below_it() -> None:
+    code = (
+        "from torchere.handlers import ts_alias; ts_alias.install(); import ts;"
+        "print(ts.context.Context.__name__, ts.utils.util.PredictionException('no', 418));"
+        "print(hasattr(ts, 'launcher'), hasattr(ts.torch_handler, 'nothing'))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.splitlines() == ["Context no : 418", "False False"]
+
+
 @pytest.mark.parametrize("name", sorted(ts_alias.NOT_SHIPPED))
 def test_what_we_do_not_ship_says_so(name: str) -> None:
     with pytest.raises(ImportError, match="is not part of torchere"):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 from pathlib import Path
@@ -135,3 +136,13 @@ def test_explanations_add_up_to_the_score(handler: ImageClassifier, make_context
     difference = handler.model(batch)[0, 2] - handler.model(torch.zeros_like(batch))[0, 2]
     assert torch.tensor(answer).shape == batch.shape
     assert torch.tensor(answer).sum().item() == pytest.approx(difference.item(), abs=1e-5)
+
+
+def test_captum_is_asked_for_only_by_subclasses_that_explain_with_it(handler: ImageClassifier) -> None:
+    if importlib.util.find_spec("captum") is None:
+        with pytest.raises(ImportError, match="captum"):
+            _ = handler.ig
+    else:
+        assert handler.ig is handler.ig
+    handler.ig = "of the handler's own"
+    assert handler.ig == "of the handler's own"

@@ -208,11 +208,15 @@ def test_a_handler_that_says_so_gets_tensors_in_the_memory_of_the_request(
     assert sent.any() == changed
 
 
-ASSERTING = """
+FAILING = """
+    import weakref
+    from ts.utils.util import PredictionException
     class Handler:
         def initialize(self, context): pass
         def handle(self, data, context):
-            raise RuntimeError("CUDA error: device-side assert triggered")
+            tensors = set()
+            self.batch = weakref.ref(tensors)
+            raise {}
 """
 
 
@@ -241,15 +245,46 @@ def test_a_worker_without_its_gpu_answers_and_ends() -> None:
     assert isinstance(report_from_done(done, 1).outcomes[0], OutOfResources)
 
 
-@pytest.mark.parametrize(("usable", "lost"), [(True, False), (False, True)])
-def test_an_error_of_cuda_is_a_lack_of_resources_and_maybe_the_end_of_the_gpu(
-    make_spec: Callable[..., LoadSpec], monkeypatch: pytest.MonkeyPatch, usable: bool, lost: bool
+@pytest.mark.parametrize(
+    ("error", "outcome", "frees"),
+    [
+        pytest.param("RuntimeError('CUDA out of memory. Tried')", OutOfResources, True, id="memory"),
+        pytest.param("RuntimeError('cuDNN error: CUDNN_STATUS')", HandlerFailed, False, id="another library"),
+        pytest.param("PredictionException('CUDA error: assert', 500)", HandlerFailed, False, id="a refusal"),
+    ],
+)
+@pytest.mark.parametrize("usable", [True, False])
+def test_after_any_failure_the_gpu_of_the_executor_is_asked_when_the_exception_has_let_go_of_it(
+    make_spec: Callable[..., LoadSpec],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    error: str,
+    outcome: type,
+    frees: bool,
+    usable: bool,
 ) -> None:
-    monkeypatch.setattr(host_module, "gpu_is_usable", lambda: usable)
-    host = HandlerHost(make_spec(ASSERTING), None, SharedModels())
+    asked = []
+
+    def gpu_is_usable(gpu_id: int | None, free_memory: bool) -> bool:
+        asked.append((gpu_id, free_memory, handler.batch()))
+        return usable
+
+    monkeypatch.setattr(host_module, "own_stream", lambda _: None)
+    monkeypatch.setattr(host_module, "gpu_is_usable", gpu_is_usable)
+    host = HandlerHost(make_spec(FAILING.format(error)), 5, SharedModels())
     host.load()
+    handler: Any = host._loaded().instance
 
     report = host.run([InferRequest("id", ())], None)
 
-    assert isinstance(report.outcomes[0], OutOfResources)
-    assert host.has_lost_its_gpu is lost
+    assert isinstance(report.outcomes[0], outcome)
+    assert asked == [(5, frees, None)]
+    assert host.has_lost_its_gpu is not usable
+
+
+def test_an_answer_asks_no_gpu(make_spec: Callable[..., LoadSpec], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_module, "gpu_is_usable", lambda *_: False)
+    host = HandlerHost(make_spec(HEADERS_SEEN), None, SharedModels())
+    host.load()
+    host.run([InferRequest("id", ())], None)
+    assert not host.has_lost_its_gpu
