@@ -67,7 +67,7 @@ class Admission(ABC):
         self._pumping_soon = False
         self._was_alone = False  # the last batch was a single request, and none was left behind
         self._batches: set[RunningBatch] = set()  # that executors have
-        self._closed: ServingError | None = None
+        self._closed = self._closed_for_good = False
         self._idle: asyncio.Event | None = None  # somebody waits until nothing is in
 
     @property
@@ -110,8 +110,8 @@ class Admission(ABC):
             Quarantined: it crashed executors before.
         """
         now_s = self._now()
-        if self._closed is not None:
-            raise self._closed
+        if self._closed:
+            raise Unavailable(self.refusal)
         if request.deadline_s <= now_s:
             raise DeadlineExceeded(LATE)
         pending = Pending(request, group, now_s, reply)
@@ -270,13 +270,13 @@ class Admission(ABC):
         """How long a batch is expected to be in an executor; 0 before the first."""
         return self._service_time.mean_s
 
-    def close_admission(self, reason: ServingError | None = None) -> None:
+    def close_admission(self, *, for_good: bool = False) -> None:
         """Refuse what comes from now on; what is in goes on."""
-        self._closed = reason or Unavailable(self.refusal)
+        self._closed, self._closed_for_good = True, self._closed_for_good or for_good
 
     def open_admission(self) -> None:
-        """Admit again."""
-        self._closed = None
+        """Admit again, unless it is closed for good."""
+        self._closed = self._closed_for_good
 
     async def drain(self, timeout_s: float) -> bool:
         """Wait until everything that is in is answered; False when the time was not enough."""

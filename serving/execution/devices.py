@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import math
 import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+
+from torchere.serving.execution.executor import ExecutorStatus
+
+logger = logging.getLogger(__name__)
 
 CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
@@ -27,7 +34,31 @@ def gpu_count(most: int | None) -> int:
     """
     torch = importlib.import_module("torch")  # seconds, and a command that serves nothing needs none
     there: int = torch.cuda.device_count()
-    return there if most is None else min(most, there)
+    if most is None or most <= there:
+        return there if most is None else most
+    logger.warning("number_of_gpu=%d, and CUDA shows %d GPUs", most, there)
+    return there
+
+
+def new_places(
+    count: int, next_id: Callable[[], int], gpu_ids: tuple[int, ...], others: Iterable[ExecutorStatus]
+) -> Iterator[tuple[int, int | None]]:
+    """(id, GPU) of each new executor of a version: the GPU it uses least, in turn where several are that.
+
+    Args:
+        count: of new ones; fewer than 1: none.
+        next_id: gives ids.
+        gpu_ids: those the version may use, one that it may use more as often as that; empty: none.
+        others: the executors that the version has.
+    """
+    taken = Counter(status.gpu_id for status in others)
+    for _ in range(count):
+        executor_id = next_id()
+        first = executor_id % max(1, len(gpu_ids))
+        in_turn = gpu_ids[first:] + gpu_ids[:first]
+        gpu_id = min(in_turn, key=lambda one: taken[one] / gpu_ids.count(one), default=None)
+        taken[gpu_id] += 1
+        yield executor_id, gpu_id
 
 
 def intra_op_threads(cores: int, executors: int) -> int:

@@ -6,13 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from enum import Enum
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
 from torchere.handlers.metric_types import MetricDeclaration, MetricSample
 from torchere.serving.errors import ServingError
 from torchere.serving.types import InferRequest, InferResponse
+
+Executor = TypeVar("Executor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,12 @@ class ExecutorStatus:
 def age_s(status: ExecutorStatus) -> float:
     """Seconds since an executor was (last) started."""
     return (datetime.now(timezone.utc) - status.started_at).total_seconds()
+
+
+def those_that_stay(executors: Sequence[Executor], count: int, in_service: Sequence[bool]) -> list[Executor]:
+    """The `count` of them that are kept, in their order: first go those not in service, then the youngest."""
+    places = sorted(range(len(executors)), key=lambda place: not in_service[place])[:count]
+    return [executors[place] for place in sorted(places)]
 
 
 HandlerMetric: TypeAlias = MetricSample

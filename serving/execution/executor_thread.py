@@ -67,8 +67,12 @@ class ExecutorThread:
         self._commands.put(None)
 
     def retire(self) -> None:
-        """End, after the batches that were given before."""
-        self.inbox.put(None)
+        """End, after the batches that were given before; one that does not serve yet, at once."""
+        if self.ready:
+            self.inbox.put(None)
+        else:
+            self.left_behind = True  # or it would serve after all, if it is just about to
+            self.abandon()
 
     def abandon(self) -> None:
         """End a thread that does not serve yet."""

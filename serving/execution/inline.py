@@ -26,10 +26,12 @@ class InlineChoice:
     """Watches the runs of one version. Not thread-safe: the event loop asks and tells.
 
     `allowed` False keeps it off for good: handlers with code of their own may sleep or wait for others.
+    `on_gpu` does, too: to wait for a GPU takes processor time without the GIL, and looks like work with it.
     """
 
-    def __init__(self, allowed: bool) -> None:
-        self.allowed = allowed
+    def __init__(self, allowed: bool, on_gpu: bool = False) -> None:
+        self.allowed = allowed and not on_gpu
+        self._on_gpu = on_gpu
         self.active = False  # whether the next batch is to run on the loop
         self._wanted = FIRST_TRIAL
         self._seen = 0
@@ -44,7 +46,7 @@ class InlineChoice:
 
         Those that wait share the next batch then. Not so for a handler that waits for something else.
         """
-        return self._quick and self._wall_s <= QUICK_WALL_S
+        return self._quick and self._wall_s <= QUICK_WALL_S and not self._on_gpu
 
     @property
     def _quick(self) -> bool:

@@ -15,6 +15,8 @@ from typing import Protocol
 
 from torchere.serving.execution.fork_client import ForkServer, Spawned, spawn
 
+FORKS_AT_ONCE = 64  # each holds six descriptors until it is there; a socket takes 278 requests at most
+
 
 @dataclass(frozen=True, slots=True)
 class Launched:
@@ -94,9 +96,14 @@ class ForkLauncher:
         self._environment = environment
         self._spawned = spawned
         self._fork_server: ForkServer | None = None
+        self._turns = asyncio.Semaphore(FORKS_AT_ONCE)
 
     async def launch(self) -> Launched:
-        """Have the fork server make one."""
+        """Have the fork server make one, when it is its turn."""
+        async with self._turns:
+            return await self._launch()
+
+    async def _launch(self) -> Launched:
         if self._fork_server is None or self._fork_server.lost:
             self._fork_server = ForkServer(self._spawned or spawn(self._environment))
             self._spawned = None
@@ -127,10 +134,10 @@ class ForkLauncher:
 
 
 def worker_environment(hidden: str | None = None) -> dict[str, str]:
-    """The environment of a worker: the server's, without the variables that `hidden` (a regex) matches."""
-    passed = {name: value for name, value in os.environ.items() if not (hidden and re.match(hidden, name))}
+    """The environment of a worker: the server's, without what `hidden` (a regex) names as a whole."""
+    kept = {name: value for name, value in os.environ.items() if not (hidden and re.fullmatch(hidden, name))}
     # The folder the server was started in must not shadow modules of torchere or torch (Python 3.11 on).
-    return {**passed, "PYTHONSAFEPATH": "1"}
+    return {**kept, "PYTHONSAFEPATH": "1"}
 
 
 def _nothing() -> None:

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
+from torchere.serving.execution.devices import new_places
 from torchere.serving.execution.executor import (
     BatchSink,
     ExecutorState,
@@ -18,6 +19,7 @@ from torchere.serving.execution.executor import (
     LoadedCallback,
     LoadSpec,
     LostCallback,
+    those_that_stay,
 )
 from torchere.serving.execution.heartbeat import HeartbeatSettings
 from torchere.serving.execution.inflight import InFlight
@@ -118,9 +120,13 @@ class ProcessPool:
     async def resize(self, count: int) -> None:
         """Start or stop workers; see `ExecutorPool`. A surplus worker finishes its batches first."""
         await self._drop([slot for slot in self._slots if slot.status.state is ExecutorState.FAILED])
-        surplus, self._slots = self._slots[count:], self._slots[:count]
+        staying = those_that_stay(self._slots, count, [slot.in_service for slot in self._slots])
+        surplus = [slot for slot in self._slots if slot not in staying]
+        self._slots = staying
         await asyncio.gather(*(slot.retire() for slot in surplus))
-        fresh = [self._new_slot() for _ in range(count - len(self._slots))]
+        new = count - len(self._slots)
+        places = new_places(new, self._next_id, self._spec.gpu_ids, self.statuses())
+        fresh = [Slot(self._slot_settings, *place) for place in places]
         self._slots += fresh
         await self._bring_up(fresh, [slot.start() for slot in fresh])
 
@@ -168,10 +174,3 @@ class ProcessPool:
         """Answer what is inside and stop the workers."""
         slots, self._slots = self._slots, []
         await asyncio.gather(*(slot.close() for slot in slots))
-
-    def _new_slot(self) -> Slot:
-        gpu_ids = self._spec.gpu_ids
-        executor_id = self._next_id()
-        return Slot(
-            self._slot_settings, executor_id, gpu_ids[executor_id % len(gpu_ids)] if gpu_ids else None
-        )

@@ -133,6 +133,7 @@ class Slot:
                 batch.when_free(self._listen_again)
             return
         del self._inside[message.run_id]
+        self._worker.leaves = message.is_last
         self._losses = 0
         self._mean_run_s = _MEMORY * self._mean_run_s + (1 - _MEMORY) * message.handler_s
         self._depth = self._settings.depth or depth(self._mean_run_s)
@@ -191,7 +192,7 @@ class Slot:
         self._silence.over()
         self._emptied.set()
         # A worker that owed a sign of life when they were sent has begun none of them.
-        begun = 0 if self._heartbeat.owes_answer else 1
+        begun = 0 if self._heartbeat.owes_answer or self._worker.leaves else 1
         for batch in reversed(batches[begun:]):  # the last one first: each goes to the front of its queue
             batch.give_back()
         for batch in batches[:begun]:

@@ -10,7 +10,6 @@ import asyncio
 import gc
 import logging
 import queue
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -18,6 +17,7 @@ from datetime import datetime, timezone
 from torchere.handlers.resolve import BUILT_IN_HANDLERS, UNEVEN_HANDLERS
 from torchere.handlers.shared_models import SharedModels
 from torchere.serving.errors import DeadlineExceeded, ExecutorDied, LoadFailed
+from torchere.serving.execution.devices import new_places
 from torchere.serving.execution.executor import (
     BatchReport,
     BatchSink,
@@ -27,11 +27,13 @@ from torchere.serving.execution.executor import (
     LoadedCallback,
     LoadSpec,
     age_s,
+    those_that_stay,
 )
 from torchere.serving.execution.executor_thread import ExecutorThread, Inbox
 from torchere.serving.execution.host import HandlerHost
 from torchere.serving.execution.inflight import InFlight
 from torchere.serving.execution.inline import InlineChoice
+from torchere.serving.execution.letting_go import LettingGo
 from torchere.serving.execution.offload import Offload
 from torchere.serving.execution.on_loop import OnLoop
 from torchere.serving.types import InferRequest, InferResponse
@@ -39,7 +41,6 @@ from torchere.serving.types import InferRequest, InferResponse
 logger = logging.getLogger(__name__)
 
 MAX_LEFT_BEHIND = 3  # threads that hang, for each there is to be; after that the rest stay as they are
-LET_GO_S = 1.0  # after the last thread told its end: by then it is over
 HostMaker = Callable[[LoadSpec, int | None, SharedModels], HandlerHost]
 
 
@@ -65,20 +66,18 @@ class ThreadPool:
         self._next_id = next_id
         self._on_free = on_free
         self._on_loaded = on_loaded
-        self._loop = asyncio.get_running_loop()
         self._shared = SharedModels()
         self._shared_inbox: Inbox = queue.SimpleQueue()
         self._threads: list[ExecutorThread] = []
         self._retiring: list[ExecutorThread] = []  # they finish what they are at, and end
         even = spec.handler in BUILT_IN_HANDLERS and spec.handler not in UNEVEN_HANDLERS
-        self._inline = InlineChoice(allowed=even and not spec.pinned)
+        self._inline = InlineChoice(allowed=even and not spec.pinned, on_gpu=bool(spec.gpu_ids))
         self._here = OnLoop(self._inline, on_free, offload)  # loaded with the first executors
         self._overdue = 0  # batches inside that were answered for the executor, which has not come back
         self._left: set[InFlight] = set()  # batches that threads hang in which were left behind
-        self._restarts: set[asyncio.Task[None]] = set()
+        self._restarts: dict[ExecutorThread, asyncio.Task[None]] = {}
         self._inside: dict[InFlight, ExecutorThread | None] = {}  # None: whichever thread takes it
-        self._hosts: weakref.WeakSet[HandlerHost] = weakref.WeakSet()  # those that are still in memory
-        self._traces: list[weakref.ref[object]] = []  # of what a closed pool is to let go of
+        self._letting_go = LettingGo()
 
     @property
     def size(self) -> int:
@@ -127,12 +126,19 @@ class ThreadPool:
     async def resize(self, count: int) -> None:
         """Start or stop threads; see `ExecutorPool`. A surplus thread ends after the batches before it."""
         self._threads = [one for one in self._threads if one.status.state is not ExecutorState.FAILED]
-        surplus, self._threads = self._threads[count:], self._threads[:count]
+        staying = those_that_stay(self._threads, count, [thread.ready for thread in self._threads])
+        surplus = [thread for thread in self._threads if thread not in staying]
+        self._threads = staying
         self._here.may_offload = count > 1
-        self._retiring += surplus
         for thread in surplus:
+            if thread.ready:
+                self._retiring.append(thread)
+            elif thread in self._restarts:
+                self._restarts[thread].cancel()
             thread.retire()
-        fresh = [self._new_thread() for _ in range(count - len(self._threads))]
+        new = count - len(self._threads)
+        places = new_places(new, self._next_id, self._spec.gpu_ids, self.statuses())
+        fresh = [self._new_thread(*place) for place in places]
         self._threads += fresh
         try:
             # One after the other: the first loads the weights, the others find them loaded.
@@ -155,10 +161,10 @@ class ThreadPool:
                 if not thread.ready:
                     self._forget(thread)
             raise
-        if self._here.wants_host and self._threads and self._shared.shares_all and not self._spec.gpu_ids:
+        if self._here.wants_host and self._threads and self._shared.shares_all:
             host = self._make_host(self._spec, None, self._shared)
             await asyncio.to_thread(host.load)  # quick: the weights are there
-            self._hosts.add(host)
+            self._letting_go.watch(host)
             self._here.take(host)
         gc.freeze()  # what is loaded stays: a walk over it would hold up the loop for a tenth of a second
         self._on_free()
@@ -206,7 +212,7 @@ class ThreadPool:
         )
         thread = batch.taker
         may_leave = len(self._left) < MAX_LEFT_BEHIND * max(1, self.size)
-        if isinstance(thread, ExecutorThread) and thread in self._threads and may_leave:
+        if isinstance(thread, ExecutorThread) and may_leave:
             self._leave_behind(thread, batch, cause)
         else:
             batch.overdue = True
@@ -218,7 +224,17 @@ class ThreadPool:
         self._inside.pop(batch, None)
         self._left.add(batch)
         thread.left_behind = True
-        fresh = self._new_thread(thread.status.executor_id)
+        if thread.inbox is not self._shared_inbox:
+            thread.inbox.put(None)  # it may be through just now, and wait for what is never sent
+        if thread in self._retiring:
+            self._retiring.remove(thread)
+            if thread.inbox is self._shared_inbox and self._threads:
+                # Its order to end lies there, for whichever takes it: one that serves is to end in its place.
+                self._retiring.append(self._threads[0])
+                self._threads[0] = thread
+        if thread not in self._threads:
+            return
+        fresh = self._new_thread(thread.status.executor_id, thread.status.gpu_id)
         fresh.status = replace(
             fresh.status,
             state=ExecutorState.RESTARTING,
@@ -227,9 +243,8 @@ class ThreadPool:
             losses=thread.status.losses + 1,
         )
         self._threads[self._threads.index(thread)] = fresh
-        task = asyncio.ensure_future(self._bring_up(fresh))
-        self._restarts.add(task)
-        task.add_done_callback(self._restarts.discard)
+        self._restarts[fresh] = task = asyncio.ensure_future(self._bring_up(fresh))
+        task.add_done_callback(lambda _: self._restarts.pop(fresh))
 
     async def _bring_up(self, thread: ExecutorThread) -> None:
         try:
@@ -244,20 +259,22 @@ class ThreadPool:
 
     async def close(self) -> None:
         """Answer what is inside, end the threads, let go of the weights."""
-        for batch in tuple(self._inside):
-            batch.fail(ExecutorDied("the version was unloaded"))
-        self._traces = [trace for host in self._hosts for trace in host.traces()]
+        self._letting_go.closed()
         await self.resize(0)
+        # Who is still in a call ends behind it, and has nothing to do with the executors of the next load.
+        self._shared_inbox = queue.SimpleQueue()
+        inside, self._inside, self._overdue = self._inside, {}, 0
+        for batch in inside:
+            batch.overdue = False
+            batch.fail(ExecutorDied("the version was unloaded"))
         self._shared = SharedModels()
         await self._here.close()
-        self._let_go()
+        if not self._retiring:
+            self._letting_go.none_in_a_call()
 
-    def _new_thread(self, executor_id: int | None = None) -> ExecutorThread:
-        gpu_ids = self._spec.gpu_ids
-        executor_id = self._next_id() if executor_id is None else executor_id
-        gpu_id = gpu_ids[executor_id % len(gpu_ids)] if gpu_ids else None
+    def _new_thread(self, executor_id: int, gpu_id: int | None) -> ExecutorThread:
         host = self._make_host(self._spec, gpu_id, self._shared)
-        self._hosts.add(host)
+        self._letting_go.watch(host)
         inbox: Inbox = queue.SimpleQueue() if self._spec.pinned else self._shared_inbox
         return ExecutorThread(executor_id, gpu_id, host, self, inbox)
 
@@ -273,25 +290,8 @@ class ThreadPool:
             self._threads[self._threads.index(thread)] = self._retiring.pop()
         elif thread in self._retiring:
             self._retiring.remove(thread)
-        self._let_go()
-
-    def _let_go(self) -> None:
-        """See to it that a closed pool's handlers are freed, once none is in a call any more."""
-        if self._traces and not self._retiring:
-            self._loop.call_later(LET_GO_S, _collect, self._traces)
-            self._traces = []
-
-
-def _collect(traces: list[weakref.ref[object]]) -> None:
-    """Free what holds itself by a circle of references, as handlers of archives may.
-
-    It was frozen, so no collector looks at it; and looking at all there is holds up the loop for a tenth of a
-    second, so that is not done for what is gone.
-    """
-    if any(trace() is not None for trace in traces):
-        gc.unfreeze()
-        gc.collect()
-        gc.freeze()
+        if not self._retiring:
+            self._letting_go.none_in_a_call()
 
 
 def _moved_bytes(requests: Sequence[InferRequest], report: BatchReport) -> int:

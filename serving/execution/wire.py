@@ -101,6 +101,7 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=13):
     handler_s: float
     metrics: tuple[HandlerMetric, ...]
     stages_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    is_last: bool = False  # the worker ends now, and begins none of those that were sent behind this one
 
 
 ToWorker: TypeAlias = Load | WarmUp | Run | Ping
@@ -128,21 +129,21 @@ def encode_frame(message: ToWorker | FromWorker) -> bytearray:
     return frame
 
 
-def done_from_report(run_id: int, report: BatchReport) -> Done:
+def done_from_report(run_id: int, report: BatchReport, is_last: bool = False) -> Done:
     """A worker's report as a message."""
     outcomes = tuple(_encode_outcome(outcome) for outcome in report.outcomes)
-    return Done(run_id, outcomes, report.handler_s, report.metrics, report.stages_s)
+    return Done(run_id, outcomes, report.handler_s, report.metrics, report.stages_s, is_last)
 
 
-def encode_report(run_id: int, report: BatchReport) -> bytearray:
+def encode_report(run_id: int, report: BatchReport, is_last: bool = False) -> bytearray:
     """A worker's report as a frame; what can't be sent costs the metrics, or else the answers."""
     for rest in (report, BatchReport(report.outcomes, report.handler_s)):
         try:
-            return encode_frame(done_from_report(run_id, rest))
+            return encode_frame(done_from_report(run_id, rest, is_last))
         except (TypeError, ValueError, OverflowError) as err:
             logger.error("what came of a batch can't be sent as it is: %s", err)
     failed = [HandlerFailed(detail="the answer can't be sent; the log says why")] * len(report.outcomes)
-    return encode_frame(done_from_report(run_id, BatchReport(failed, report.handler_s)))
+    return encode_frame(done_from_report(run_id, BatchReport(failed, report.handler_s), is_last))
 
 
 def report_from_done(done: Done, expected: int) -> BatchReport:

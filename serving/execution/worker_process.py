@@ -39,6 +39,7 @@ logger = logging.getLogger("torchere.worker")
 
 MAX_LOG_LINE_BYTES = 8192  # a longer line of a handler's output is cut into pieces of this size
 KILL_GRACE_S = 2.0
+KILLED_GRACE_S = 10.0  # the kernel may take seconds to free much memory, on a GPU, too
 
 
 class WorkerProcess:
@@ -79,6 +80,7 @@ class WorkerProcess:
         self._output: asyncio.Task[None] | None = None
         self._reaper: asyncio.Task[None] | None = None
         self.lost: asyncio.Future[Loss] = self._loop.create_future()
+        self.leaves = False  # it ends by itself, and has begun nothing that was sent behind its last answer
 
     @property
     def pid(self) -> int:
@@ -185,7 +187,12 @@ class WorkerProcess:
 
     async def _kill_and_reap(self, loss: Loss) -> None:
         self.kill(loss)
-        await self.lost
+        try:
+            await asyncio.wait_for(asyncio.shield(self.lost), KILLED_GRACE_S)
+        except asyncio.TimeoutError:  # in a driver that hangs it takes no signal; nobody waits for that
+            logger.error("process %d of worker %d does not end by SIGKILL", self.pid, self._executor_id)
+            if not self.lost.done():
+                self.lost.set_result(loss)
 
     async def stop(self) -> None:
         """Let the process end by itself (its socket closes), with a bound."""

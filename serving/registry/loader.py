@@ -36,6 +36,7 @@ from torchere.serving.execution.send_ahead import MOST_AHEAD
 from torchere.serving.execution.threads import ThreadPool
 from torchere.serving.registry.effective import Asked, effective_settings
 from torchere.serving.registry.environments import Environment
+from torchere.serving.registry.names import check_runtime
 from torchere.serving.registry.observer import RegistryObserver, VersionObserver
 from torchere.serving.registry.store import StoredArchive
 from torchere.serving.registry.version import Origin, Version
@@ -44,7 +45,6 @@ from torchere.serving.types import ModelKey
 
 logger = logging.getLogger(__name__)
 
-RUNTIMES = ("python", "python3", "LSP")
 FIRST_EXECUTOR_ID = 9000  # TorchServe numbers its workers by port, from 9000; tools show these ids
 
 
@@ -88,7 +88,7 @@ class Loader:
         """A version in state NEW.
 
         Raises:
-            InvalidRequest: no handler is named anywhere, or the runtime is not one of `RUNTIMES`.
+            InvalidRequest: no handler is named anywhere, or the runtime is none.
         """
         model = archive.manifest.get("model") or {}
         handler = handler or model.get("handler") or self._server.default_handler
@@ -105,7 +105,7 @@ class Loader:
         origin = Origin(
             archive=archive,
             handler=handler,
-            runtime=_checked_runtime(runtime or archive.manifest.get("runtime") or "python"),
+            runtime=check_runtime(runtime or archive.manifest.get("runtime") or "python"),
             isolation="process" if crashed else isolation,
             loaded_at_startup=loaded_at_startup,
             isolation_reason=crashed,
@@ -237,7 +237,8 @@ def _batcher(
         )
     batcher = Batcher(settings.batch, pool, observer=observer, now=time.monotonic, refusal=text)
     if settings.sequences_unbounded:
-        batcher.close_admission()  # the contract: without sequenceMaxIdleMSec every request is refused
+        # The contract: without sequenceMaxIdleMSec every request is refused.
+        batcher.close_admission(for_good=True)
     return batcher
 
 
@@ -257,9 +258,3 @@ class _Pump:
     def __call__(self) -> None:
         if self.batcher is not None:
             asyncio.get_running_loop().call_soon(self.batcher.pump)
-
-
-def _checked_runtime(runtime: str) -> str:
-    if runtime not in RUNTIMES:
-        raise InvalidRequest(f"Invalid RuntimeType value: {runtime}")
-    return runtime

@@ -1,4 +1,4 @@
-"""What models and versions may be called, and what one is called that nobody named."""
+"""What models, versions and runtimes may be called, and what a model is called that nobody named."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torchere.archiver.manifest import Manifest
 from torchere.serving.errors import InvalidArchive, InvalidRequest
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-.]{0,254}")  # the archiver's rule, with a bound
+RUNTIMES = ("python", "python3", "LSP")
 
 
 def default_model_name(url: str) -> str:
@@ -29,6 +30,13 @@ def check_model_name(name: str) -> str:
             "letters, digits, '_', '-' or '.', at most 255 in all."
         )
     return name
+
+
+def check_runtime(runtime: str) -> str:
+    """The runtime, if it is one of TorchServe's; raises `InvalidRequest`."""
+    if runtime not in RUNTIMES:
+        raise InvalidRequest(f"Invalid RuntimeType value: {runtime}")
+    return runtime
 
 
 def check_version_name(archive: str, manifest: Manifest) -> str:

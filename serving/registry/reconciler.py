@@ -108,8 +108,9 @@ class Reconciler:
         version.enter(VersionState.FAILED)
 
     async def _resize(self, version: Version) -> None:
+        target = version.target
         await self._bring_up(version)
-        if version.failure is not None:
+        if version.failure is not None and version.target == target:
             version.target = version.pool.size  # or the next step would try the same again at once
         version.batcher.pump()
 

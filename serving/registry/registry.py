@@ -28,7 +28,12 @@ from torchere.serving.registry.download import Download
 from torchere.serving.registry.environments import EnvironmentBuilder, plan_environment
 from torchere.serving.registry.fetching import Fetching, delete
 from torchere.serving.registry.loader import Loader
-from torchere.serving.registry.names import check_model_name, check_version_name, default_model_name
+from torchere.serving.registry.names import (
+    check_model_name,
+    check_runtime,
+    check_version_name,
+    default_model_name,
+)
 from torchere.serving.registry.observer import RegistryObserver
 from torchere.serving.registry.policy import scaled_target
 from torchere.serving.registry.reconciler import Reconciler
@@ -91,6 +96,8 @@ class Registry:
             Unavailable: too many downloads or installations wait already.
             Conflict: the same name and version is registered. Nothing has changed in all these cases.
         """
+        if wanted.runtime:
+            check_runtime(wanted.runtime)  # before anything is fetched
         downloaded = await self._fetching.fetch(wanted.url, wanted.at_startup)
         try:
             version = await self._built(wanted, downloaded)

@@ -121,3 +121,17 @@ def test_describe_shows_how_a_stateful_model_is_set(server: Any) -> None:
         60000,
     )
     assert server.call("GET", "/models/countdown", api="management").json()[0]["continuousBatching"] is True
+
+
+def test_sequences_that_may_idle_for_ever_are_refused_also_after_the_model_was_loaded_again(
+    pack: Any, open_server: Any
+) -> None:
+    config = "minWorkers: 1\nmaxWorkers: 1\nsequenceBatching: true\n"
+    archive = pack("endless", {"h.py": SUMS, "c.yaml": config}, handler="h.py", configFile="c.yaml")
+    assert open_server.register(archive).status == 200
+    statuses = [open_server.call("POST", "/predictions/endless", b"1").status]
+    for count in (0, 1):
+        path = f"/models/endless?min_worker={count}&max_worker={count}&synchronous=true"
+        assert open_server.call("PUT", path, api="management").status == 200
+        statuses.append(open_server.call("POST", "/predictions/endless", b"1").status)
+    assert statuses == [503, 503, 503]

@@ -1,6 +1,9 @@
 """The batcher with executors and a clock that the test moves by hand."""
 
 import asyncio
+import contextlib
+import gc
+import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from datetime import datetime, timezone
 from functools import wraps
@@ -372,6 +375,35 @@ async def test_draining_refuses_new_requests_and_waits_for_the_old() -> None:
     stage.pool.finish()
     assert await stage.batcher.drain(0.0)
     assert (await pending.answer).body == b"a"
+
+
+@run
+async def test_what_is_closed_for_good_is_not_opened_again() -> None:
+    stage = Stage(BatchSettings())
+    stage.batcher.close_admission(for_good=True)
+    stage.batcher.close_admission()
+    stage.batcher.open_admission()
+    with pytest.raises(Unavailable):
+        stage.submit("a")
+
+
+class Body(bytearray):
+    """Bytes that tell when they are freed."""
+
+
+@run
+async def test_a_request_that_was_refused_is_not_held() -> None:
+    stage = Stage(BatchSettings())
+    stage.batcher.close_admission()
+    freed = []
+    for number in range(3):
+        body = Body(b"large")
+        freed.append(weakref.ref(body))
+        with contextlib.suppress(Unavailable):
+            stage.batcher.submit(InferRequest(str(number), (Parameter("body", body),)), print)
+        del body
+    gc.collect()
+    assert [body() for body in freed] == [None] * 3
 
 
 @run

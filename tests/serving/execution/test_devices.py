@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from torchere.serving.execution.devices import available_cores, gpu_count, intra_op_threads
+from torchere.serving.execution.devices import available_cores, gpu_count, intra_op_threads, new_places
+from torchere.serving.execution.executor import ExecutorState, ExecutorStatus
+from torchere.serving.execution.threads import ThreadPool
 
 
 @pytest.mark.parametrize(
@@ -32,7 +38,58 @@ def test_without_a_quota_the_affinity_counts(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize(("most", "expected"), [(None, 4), (2, 2), (9, 4), (0, 0)])
 def test_no_more_gpus_are_used_than_there_are_and_the_operator_says(
-    most: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
+    most: int | None, expected: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert gpu_count(most) == expected
+    assert ("number_of_gpu=9, and CUDA shows 4 GPUs" in caplog.text) is (most == 9)
+
+
+def on(*gpu_ids: int | None) -> list[ExecutorStatus]:
+    """A version's executors, by their GPUs."""
+    began = datetime.now(timezone.utc)
+    return [ExecutorStatus(9000, ExecutorState.READY, began, 1, gpu_id=gpu_id) for gpu_id in gpu_ids]
+
+
+@pytest.mark.parametrize(
+    ("first_id", "count", "gpu_ids", "others", "expected"),
+    [
+        pytest.param(9000, 4, (0, 1), (), [0, 1, 0, 1], id="in turn"),
+        pytest.param(9001, 2, (0, 1, 2), (), [1, 2], id="versions of one executor begin at different GPUs"),
+        pytest.param(9002, 1, (0, 1), (0,), [1], id="an executor of another version came between"),
+        pytest.param(9008, 2, (0, 1, 2, 3), (0, 1), [2, 3], id="up again after it was scaled down"),
+        pytest.param(9000, 3, (0, 0, 1), (), [0, 1, 0], id="named twice it is used twice as much"),
+        pytest.param(9000, 2, (), (None,), [None, None], id="without GPUs"),
+        pytest.param(9000, -1, (0,), (0, 0), [], id="none is new"),
+    ],
+)
+def test_the_executors_of_a_version_are_spread_evenly_over_its_gpus(
+    first_id: int, count: int, gpu_ids: tuple[int, ...], others: tuple[int | None, ...], expected: list[Any]
+) -> None:
+    next_id = itertools.count(first_id).__next__
+    places = list(new_places(count, next_id, gpu_ids, on(*others)))
+    assert places == list(zip(itertools.count(first_id), expected, strict=False))
+
+
+def test_a_version_that_is_scaled_up_takes_the_gpu_that_it_does_not_use_yet(
+    make_spec: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    async def main() -> None:
+        ids = itertools.count(9000, 2)  # with the executors of another version between
+        pool = ThreadPool(
+            make_spec(gpu_ids=(0, 1)),
+            response_timeout_s=30,
+            startup_timeout_s=30,
+            next_id=ids.__next__,
+            on_free=lambda: None,
+            on_loaded=lambda executor_id, load_s: None,
+        )
+        for count in (1, 2):
+            await pool.resize(count)
+            await pool.warm_up()
+        assert [status.gpu_id for status in pool.statuses()] == [0, 1]
+        await pool.close()
+
+    asyncio.run(main())

@@ -69,3 +69,10 @@ def test_one_slow_run_on_the_loop_ends_it_and_the_next_trial_is_longer(cpu_s: fl
 
 def test_a_handler_with_code_of_its_own_never_runs_on_the_loop() -> None:
     assert not after_quick_runs(10 * FIRST_TRIAL, allowed=False).active
+
+
+def test_what_waits_for_a_gpu_is_neither_for_the_loop_nor_for_one_thread_at_a_time() -> None:
+    choice = InlineChoice(allowed=True, on_gpu=True)
+    for _ in range(FIRST_TRIAL):
+        choice.ran_in_thread(QUICK_S, QUICK_S)
+    assert (choice.active, choice.one_at_a_time) == (False, False)

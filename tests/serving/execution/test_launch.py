@@ -3,12 +3,15 @@
 import asyncio
 import os
 import signal
+import socket
+import subprocess
+import sys
 from typing import Any
 
 import psutil
 import pytest
 
-from torchere.serving.execution.fork_client import spawn
+from torchere.serving.execution.fork_client import Spawned, spawn
 from torchere.serving.execution.launch import ExecLauncher, ForkLauncher, Launched, worker_environment
 
 LAUNCHERS = {"fork": ForkLauncher, "exec": ExecLauncher}
@@ -96,9 +99,30 @@ def test_a_spawned_process_that_nobody_used_is_ended_with_the_launcher() -> None
     spawned.end()
 
 
+def test_more_workers_than_a_fork_server_can_be_asked_for_at_once_wait_for_their_turn() -> None:
+    async def main() -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        still_importing = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        launcher = ForkLauncher(worker_environment(), Spawned(still_importing, ours))
+        launches = [asyncio.ensure_future(launcher.launch()) for _ in range(400)]
+        for _ in range(10):
+            await asyncio.sleep(0)
+        failures = [launch.exception() for launch in launches if launch.done()]
+        for launch in launches:
+            launch.cancel()
+        await asyncio.gather(*launches, return_exceptions=True)
+        await launcher.close()
+        theirs.close()
+        still_importing.communicate()
+        assert failures == []
+
+    asyncio.run(main())
+
+
 def test_hidden_variables_do_not_reach_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "x")
     monkeypatch.setenv("OPEN_TOKEN", "y")
     passed = worker_environment("SECRET.*")
     assert "SECRET_TOKEN" not in passed
     assert passed["OPEN_TOKEN"] == "y"
+    assert "SECRET_TOKEN" in worker_environment("SECRET")  # of a part of a name nothing follows

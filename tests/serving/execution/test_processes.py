@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from torchere.serving.errors import (
     LoadFailed,
     OutOfResources,
 )
-from torchere.serving.execution import worker_process
+from torchere.serving.execution import launch, worker_process
 from torchere.serving.execution.executor import ExecutorState, LoadSpec
 from torchere.serving.execution.heartbeat import HeartbeatSettings
 from torchere.serving.execution.launch import ForkLauncher, worker_environment
@@ -422,6 +423,26 @@ def test_a_worker_that_is_stopped_while_idle_loses_no_request_and_is_replaced(
     asyncio.run(main())
 
 
+def test_a_worker_that_cannot_be_killed_does_not_hold_up_the_stop(
+    make_spec: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one in a driver that hangs: no signal reaches it."""
+    monkeypatch.setattr(worker_process, "KILL_GRACE_S", 0.05)
+    monkeypatch.setattr(worker_process, "KILLED_GRACE_S", 0.05)
+
+    async def main() -> None:
+        async with pool_of(make_spec()) as pool:
+            pid = pool.statuses()[0].pid
+            os.kill(pid, signal.SIGSTOP)
+            with monkeypatch.context() as patch:
+                patch.setattr(launch.Launched, "kill", lambda _: None)
+                await asyncio.wait_for(pool.close(), 30)
+            os.kill(pid, signal.SIGKILL)
+
+    asyncio.run(main())
+    assert "does not end by SIGKILL" in caplog.text
+
+
 def test_a_batch_sent_to_a_worker_that_had_stopped_before_is_given_back(
     make_spec: Any, make_sink: Any, make_request: Any
 ) -> None:
@@ -485,5 +506,69 @@ def test_an_executor_that_gave_up_is_tried_again_when_somebody_scales(
             await pool.warm_up()
             pool.submit([make_request("hi")], after)
             assert (await after.outcome()).body == b"hi!"
+
+    asyncio.run(main())
+
+
+def test_scaling_down_keeps_the_worker_that_serves_rather_than_one_that_was_lost(
+    make_spec: Any, make_sink: Any, make_request: Any, tmp_path: Path
+) -> None:
+    source = """
+        import os
+        class Handler:
+            def initialize(self, context):
+                assert not os.path.exists("cold")
+            def handle(self, data, context):
+                return [str(os.getpid())]
+    """
+
+    async def main() -> None:
+        async with pool_of(make_spec(source), count=2) as pool:
+            (tmp_path / "cold").touch()
+            lost, kept = (status.pid for status in pool.statuses())
+            os.kill(lost, signal.SIGKILL)
+            while not pool.statuses()[0].losses:
+                await asyncio.sleep(0.01)
+            await pool.resize(1)
+            sink = make_sink()
+            assert pool.free
+            pool.submit([make_request("pid")], sink)
+            assert (await sink.outcome()).body == str(kept).encode()
+
+    asyncio.run(main())
+
+
+def test_batches_sent_ahead_to_a_worker_that_has_lost_its_gpu_are_all_given_back(
+    make_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    source = """
+        import time, torch
+        torch.cuda.is_initialized = lambda: True
+        torch.cuda.empty_cache = torch.cuda.synchronize = lambda *_: None
+        def fail(*_):
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        class Handler:
+            def initialize(self, context): pass
+            def handle(self, data, context):
+                if bytes(data[0]["body"]) == b"assert":
+                    torch.cuda.empty_cache = torch.cuda.synchronize = fail
+                    time.sleep(0.2)
+                    fail()
+                return ["ok"]
+    """
+
+    async def main() -> None:
+        async with pool_of(make_spec(source)) as pool:
+            while pool.free < 3:
+                quick = make_sink()
+                pool.submit([make_request("x")], quick)
+                await quick.outcome()
+            first, *ahead = (make_sink() for _ in range(3))
+            pool.submit([make_request("assert")], first)
+            for sink in ahead:
+                pool.submit([make_request("x")], sink)
+            assert isinstance(await first.outcome(), OutOfResources)
+            assert await asyncio.wait_for(asyncio.gather(*(sink.given_back for sink in ahead)), 30)
+            await until_free(pool)
 
     asyncio.run(main())

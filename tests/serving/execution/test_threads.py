@@ -5,6 +5,8 @@ import gc
 import itertools
 import json
 import threading
+import time
+import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -15,7 +17,7 @@ import pytest
 import torch
 
 from torchere.serving.errors import DeadlineExceeded, ExecutorDied, HandlerFailed, LoadFailed
-from torchere.serving.execution import threads
+from torchere.serving.execution import letting_go
 from torchere.serving.execution.executor import ExecutorState, LoadSpec
 from torchere.serving.execution.inline import FIRST_TRIAL
 from torchere.serving.execution.threads import MAX_LEFT_BEHIND, ThreadPool
@@ -296,7 +298,7 @@ def test_a_closed_pool_lets_go_of_its_handlers(
     gc.disable()  # it would not look at what is frozen anyway, but may come before that
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(threads, "LET_GO_S", after_s)
+            patch.setattr(letting_go, "LET_GO_S", after_s)
             asyncio.run(main())
     finally:
         gc.enable()
@@ -330,8 +332,42 @@ def test_a_closed_pool_lets_go_of_a_handler_that_was_in_a_call_for_longer(
         (folder / "go").touch()
         await asyncio.wait_for(until((folder / "freed").exists), 30)
 
-    monkeypatch.setattr(threads, "LET_GO_S", 0.01)
+    monkeypatch.setattr(letting_go, "LET_GO_S", 0.01)
     asyncio.run(main())
+
+
+class Circle:
+    """Stands for a handler and its host."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+    def traces(self) -> list[Any]:
+        return [weakref.ref(self)]
+
+
+def test_a_thread_that_takes_its_time_to_end_keeps_a_handler_no_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        letting_go_of = letting_go.LettingGo()
+        host, looked = Circle(), asyncio.Event()
+        collect = gc.collect
+        monkeypatch.setattr(gc, "collect", lambda: (looked.set(), collect()))
+        letting_go_of.watch(host)  # type: ignore[arg-type]
+        letting_go_of.closed()
+        letting_go_of.none_in_a_call()
+        await asyncio.wait_for(looked.wait(), 30)
+        gone = weakref.ref(host)
+        del host
+        await asyncio.wait_for(until(lambda: gone() is None), 30)
+
+    monkeypatch.setattr(letting_go, "LET_GO_S", 0.01)
+    gc.disable()
+    try:
+        asyncio.run(main())
+    finally:
+        gc.enable()
 
 
 async def until(is_so: Callable[[], bool]) -> None:
@@ -380,5 +416,115 @@ def test_scaling_up_to_a_warm_up_that_fails_and_down_again_costs_no_executor(
             sink = make_sink()
             pool.submit([make_request("x")], sink)
             assert (await sink.outcome()).body == b"warm"
+
+    asyncio.run(main())
+
+
+IN_CALLS = """
+    import pathlib, time
+    class Handler:
+        def initialize(self, context):
+            self.folder = pathlib.Path(context.system_properties["model_dir"])
+            while (self.folder / "slow load").exists():
+                time.sleep(0.005)
+        def handle(self, data, context):
+            word = bytes(data[0]["body"]).decode()
+            if word != "hi":
+                (self.folder / f"in {word}").touch()
+                while not (self.folder / f"out of {word}").exists():
+                    time.sleep(0.005)
+            return [word + "!"] * len(data)
+"""
+
+
+def test_a_pool_that_is_loaded_again_does_not_wait_for_a_call_of_before(
+    make_spec: Any, make_sink: Any, make_request: Any, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec(IN_CALLS)) as pool:
+            before, after = make_sink(), make_sink()
+            pool.submit([make_request("long")], before)
+            await asyncio.wait_for(until((tmp_path / "in long").exists), 30)
+            await pool.close()
+            assert isinstance(await before.outcome(), ExecutorDied)
+            await pool.resize(1)
+            await pool.warm_up()
+            await asyncio.sleep(0)
+            assert (pool.in_service, pool.free) == (1, 1)
+            pool.submit([make_request("hi")], after)
+            assert (await after.outcome()).body == b"hi!"
+            (tmp_path / "out of long").touch()
+            await asyncio.wait_for(until(lambda: len(executor_threads_alive()) == 1), 30)
+            assert (pool.in_service, pool.free) == (1, 1)
+        await asyncio.to_thread(_join_executors)
+        assert executor_threads() == set()
+
+    asyncio.run(main())
+
+
+def test_a_thread_that_hangs_while_it_is_to_end_takes_no_other_with_it(
+    make_spec: Any, make_sink: Any, make_request: Any, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec(IN_CALLS), count=2, response_timeout_s=1.0) as pool:
+            sinks = {word: make_sink() for word in ("a", "b")}
+            for word, sink in sinks.items():
+                pool.submit([make_request(word)], sink)
+                await asyncio.wait_for(until((tmp_path / f"in {word}").exists), 30)
+            threads_of = {batch.requests[0].request_id: batch.taker for batch in pool._inside}
+            await pool.resize(1)
+            (ending,) = pool._retiring
+            hangs = next(word for word, thread in threads_of.items() if thread is ending)
+            ends = "ab".replace(hangs, "")
+            (tmp_path / f"out of {ends}").touch()
+            assert (await sinks[ends].outcome()).body == f"{ends}!".encode()
+            assert isinstance(await sinks[hangs].outcome(), DeadlineExceeded)
+            await asyncio.wait_for(until(lambda: pool.free == 1), 30)
+            after = make_sink()
+            pool.submit([make_request("hi")], after)
+            assert (await after.outcome()).body == b"hi!"
+            (tmp_path / f"out of {hangs}").touch()
+        await asyncio.to_thread(_join_executors)
+        assert executor_threads() == set()
+
+    asyncio.run(main())
+
+
+def test_scaling_down_keeps_the_thread_that_serves_rather_than_one_that_is_on_its_way(
+    make_spec: Any, make_sink: Any, make_request: Any, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec(IN_CALLS), count=2, response_timeout_s=0.05) as pool:
+            (tmp_path / "slow load").touch()
+            hung, after = make_sink(), make_sink()
+            pool.submit([make_request("a")], hung)
+            assert isinstance(await hung.outcome(), DeadlineExceeded)
+            await pool.resize(1)
+            assert [status.state for status in pool.statuses()] == [ExecutorState.READY]
+            (tmp_path / "slow load").unlink()
+            (tmp_path / "out of a").touch()
+            await asyncio.wait_for(until(lambda: len(executor_threads_alive()) == 1), 30)
+            pool.submit([make_request("hi")], after)
+            assert (await after.outcome()).body == b"hi!"
+        await asyncio.to_thread(_join_executors)
+        assert executor_threads() == set()
+
+    asyncio.run(main())
+
+
+def test_a_thread_that_comes_back_at_the_moment_it_is_given_up_ends_also_where_it_has_an_inbox_of_its_own(
+    make_spec: Any, make_sink: Any, make_request: Any, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec(IN_CALLS, pinned=True)) as pool:
+            given_up = make_sink()
+            pool.submit([make_request("a")], given_up, 9000)
+            (batch,) = pool._inside
+            await asyncio.wait_for(until((tmp_path / "in a").exists), 30)
+            (tmp_path / "out of a").touch()
+            time.sleep(0.2)  # the loop stands still, and the thread waits for its next batch by then
+            pool._timed_out(batch)
+            assert isinstance(await given_up.outcome(), DeadlineExceeded)
+            await asyncio.wait_for(until(lambda: len(executor_threads_alive()) == 1), 30)
 
     asyncio.run(main())

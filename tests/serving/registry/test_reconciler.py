@@ -187,6 +187,24 @@ def test_a_resize_that_fails_is_not_tried_in_a_loop() -> None:
     asyncio.run(main())
 
 
+def test_what_is_wanted_while_a_resize_fails_is_not_forgotten() -> None:
+    async def main() -> None:
+        stage = Stage()
+        await stage.settle()
+        stage.pool.failure = LoadFailed("Failed to start", "out of memory")
+        stage.pool.gate.clear()
+        stage.version.target = 5
+        stage.reconciler.wake(stage.version)
+        while "resize 5" not in stage.pool.calls:
+            await asyncio.sleep(0)
+        stage.version.target = 0
+        stage.pool.gate.set()
+        assert await stage.settle() is VersionState.NEW
+        assert (stage.version.target, stage.pool.size) == (0, 0)
+
+    asyncio.run(main())
+
+
 def test_a_resize_that_fails_in_a_way_nobody_foresaw_is_told() -> None:
     async def main() -> None:
         stage = Stage()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from torchere.archiver.reader import Archive
+from torchere.serving.errors import InvalidRequest
 from torchere.serving.observation import RegistryMetrics
 from torchere.serving.registry.effective import Asked
 from torchere.serving.registry.registry import Registry
@@ -47,6 +48,15 @@ def test_what_is_discarded_late_leaves_what_has_its_name_by_now(tmp_path: Path) 
             await first.settled.wait()
             assert registry.find("m", "1.0") is second
             assert second.wanted
+
+    asyncio.run(main())
+
+
+def test_a_runtime_that_is_none_is_refused_before_the_archive_is_looked_for(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with registry_of(tmp_path) as registry:
+            with pytest.raises(InvalidRequest, match="Invalid RuntimeType value: InvalidRuntime"):
+                await registry.register(Wanted("not-there.mar", Asked(), runtime="InvalidRuntime"))
 
     asyncio.run(main())
 
