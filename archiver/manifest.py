@@ -63,8 +63,9 @@ class Manifest:
         """Read a manifest; `archive` only names the culprit in errors.
 
         Raises:
-            ArchiveError: It is not JSON, lacks `model` or a known `runtime`, or a member has a wrong type or
-                points outside the archive. A missing `modelName` is allowed: registration may give it.
+            ArchiveError: It is not JSON, lacks `model` or has an unknown `runtime`, or a member has a wrong
+                type or points outside the archive. A missing `modelName` is allowed: registration may give
+                it.
         """
         return _Parser(text, archive).manifest()
 
@@ -108,7 +109,8 @@ class _Parser:
         if whole.get("model") is None:
             raise self._refuse("Missing Model entry in manifest file.", "add a 'model' object")
         model = self._object(whole["model"], "model")
-        if whole.get("runtime") not in RUNTIMES:
+        runtime = whole.get("runtime", "python")  # TorchServe's default, where the member is left out
+        if runtime not in RUNTIMES:
             raise self._refuse(
                 "Runtime is not defined or invalid.", f"set 'runtime' to one of {', '.join(RUNTIMES)}"
             )
@@ -116,9 +118,9 @@ class _Parser:
         return Manifest(
             model_name=self._optional_text(model, "modelName"),
             model_version=self._version(model),
-            runtime=whole["runtime"],
-            created_on=self._optional_text(whole, "createdOn"),
-            archiver_version=self._optional_text(whole, "archiverVersion"),
+            runtime=runtime,
+            created_on=self._remark(whole, "createdOn"),
+            archiver_version=self._remark(whole, "archiverVersion"),
             digests=self._digests(whole.get("torchere")),
             unknown={key: value for key, value in whole.items() if key not in _TOP_MEMBERS},
             unknown_in_model={key: value for key, value in model.items() if key not in known},
@@ -152,6 +154,11 @@ class _Parser:
             raise self._refuse(f"{key} is {ascii(value)[:60]}", "make it a text in quotes")
         return value
 
+    def _remark(self, members: Mapping[str, Any], key: str) -> str | None:
+        """A text that nothing depends on: a number will do."""
+        value = members.get(key)
+        return str(value) if isinstance(value, (int, float)) else self._optional_text(members, key)
+
     def _version(self, model: Mapping[str, Any]) -> str:
         if "modelVersion" not in model:
             return DEFAULT_VERSION
@@ -165,7 +172,7 @@ class _Parser:
         return self._optional_text(model, "modelVersion") or ""
 
     def _file(self, model: Mapping[str, Any], member: str) -> str | None:
-        name = self._optional_text(model, member)
+        name = (self._optional_text(model, member) or "").removeprefix("./")
         path = name.partition(":")[0] if name and member == "handler" else name
         if path and (problem := problem_with(path)):
             raise self._refuse(f"{member} is {name!a}: {problem}", "name a file inside the archive")

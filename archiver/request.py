@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from torchere.archiver.errors import PackingError
-from torchere.archiver.manifest import EPOCH_S, FORMAT_VERSION, RUNTIMES, Manifest, created_on
+from torchere.archiver.manifest import (
+    DEFAULT_VERSION,
+    EPOCH_S,
+    FORMAT_VERSION,
+    RUNTIMES,
+    Manifest,
+    created_on,
+)
 
 ArchiveFormat = Literal["default", "zip-store", "tgz", "no-archive"]
 FORMATS: tuple[str, ...] = get_args(ArchiveFormat)
@@ -97,7 +104,7 @@ class ArchiveRequest:
         """The manifest of the archive whose files have these digests."""
         return Manifest(
             model_name=self.model_name,
-            model_version=self.version,
+            model_version=self.version or DEFAULT_VERSION,
             serialized_file=_base_name(self.serialized_file),
             handler=_base_name(self.handler),
             model_file=_base_name(self.model_file),

@@ -97,11 +97,12 @@ def configure(
     environ = environ or {}
     outcome = _Outcome()
     from_file = list(_known(entries, environ, outcome.findings))
-    open_gates = {given.key.name for given in from_file if given.text.lower() == "true"}
+    texts = {given.key.name: given.text for given in from_file}  # of duplicates the last one counts
+    open_gates = {name for name, text in texts.items() if text.lower() == "true"}
     sources = (
         _from_environment(environ, open_gates, outcome.findings),
         [_Given(KEYS[name], text, COMMAND_LINE) for name, text in (overrides or {}).items()],
-        from_file[::-1],  # of duplicates the last one counts
+        from_file[::-1],  # likewise
     )
     winners: dict[str, _Given] = {}
     for given in (given for source in sources for given in source):

@@ -49,7 +49,7 @@ def _contents(archive: Archive, settings: ServerSettings) -> Iterator[_Found]:
     manifest = archive.manifest
     if manifest.runtime == "LSP":
         yield "runtime", "unsupported", "the C++ backend is not supported; use a Python handler"
-    yield _handler(archive, manifest.handler or settings.default_handler)
+    yield _handler(archive, manifest.handler or settings.default_handler, settings.default_handler)
     yield from _config(archive, manifest)
     if manifest.requirements_file:
         yield _requirements(manifest, settings)
@@ -58,7 +58,7 @@ def _contents(archive: Archive, settings: ServerSettings) -> Iterator[_Found]:
             yield from _source(archive, entry.name)
 
 
-def _handler(archive: Archive, handler: str | None) -> _Found:
+def _handler(archive: Archive, handler: str | None, default: str | None) -> _Found:
     if handler is None:
         return (
             "handler",
@@ -73,6 +73,8 @@ def _handler(archive: Archive, handler: str | None) -> _Found:
     name = stem.removeprefix("ts.torch_handler.")
     if name in BUILT_IN_HANDLERS:
         return "handler", "same", f"{name}, built in"
+    if handler == default and name not in HANDLERS_NOT_SHIPPED:
+        return "handler", "same", f"{handler}, by default_service_handler; have it beside the server"
     reason = HANDLERS_NOT_SHIPPED.get(name, "it is neither in the archive nor built in")
     return "handler", "unsupported", f"{handler}: {reason}"
 

@@ -27,7 +27,8 @@ MISSED_KEYS = frozenset(
 OTHER_DEFAULTS = {
     "allowed_urls": "TorchServe fetches archives from any URL unless told otherwise; here only from URLs "
     "that match allowed_urls, and from none without it",
-    "metrics_mode": "TorchServe's default is log; here it is prometheus, so that the metrics API answers",
+    "metrics_mode": "TorchServe's default is log; here it is prometheus, so that the metrics API answers, "
+    "and ts_metrics.log and model_metrics.log are not written",
 }
 OTHER_MEANING = {
     "install_py_dep_per_model": "packages go into a folder, or a virtual environment, of the version; a "

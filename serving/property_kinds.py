@@ -227,15 +227,11 @@ def _read_defaults(text: str) -> _Models:
     return models
 
 
-def _count(value: object, key: str, model: str) -> int:
-    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 10:
-        value = int(value)  # TorchServe takes numbers in quotes
-    if type(value) is not int or value < 0:
+def _count(value: object, key: str, model: str, signed: bool = False) -> int:
+    if isinstance(value, str) and _WHOLE.fullmatch(value):
+        value = int(value)  # TorchServe takes numbers in quotes, and scripts write them so
+    if type(value) is not int or (value < 0 and not signed):
         raise ValueError(f"{key} of {model} is {value!r}, expected a whole number")
-    return _bounded(value, key, model)
-
-
-def _bounded(value: int, key: str, model: str) -> int:
     if value > largest(key):
         raise ValueError(f"{key} of {model} is too large, expected at most {largest(key)}")
     return value
@@ -256,9 +252,8 @@ def _snapshot_model(name: str, version: str, settings: dict[str, object]) -> Sna
     if not isinstance(default, bool):
         raise ValueError(f"defaultVersion of {name} {version} is {default!r}, expected true or false")
     rest = {key: value for key, value in settings.items() if key not in ("marName", "defaultVersion")}
-    for key in _COUNTS:
-        if isinstance(number := rest.get(key), int):
-            _bounded(number, key, f"{name} {version}")
+    # TorchServe's own hold numbers below 0: what a registration left out.
+    rest |= {key: _count(rest[key], key, f"{name} {version}", signed=True) for key in _COUNTS if key in rest}
     return SnapshotModel(name, version, archive, default, rest)
 
 

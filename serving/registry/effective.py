@@ -1,7 +1,9 @@
 """Which source of a setting wins: a pure function of all of them.
 
 TorchServe's precedence (contract, "Precedence of effective values"): the API, the archive's model config, the
-`models={...}` property, the server's defaults; for time-outs the model config comes first.
+`models={...}` property, the server's defaults; for time-outs the model config comes first. How many executors
+there are the model config says, then the call; at the start, where there is none, `models={...}`, then the
+default.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ class Asked:
     batch_size: int | None = None
     max_batch_delay_ms: int | None = None
     executors: int = 0
+    executors_by_default: bool = False  # at the start: `models={...}` may say another number
     response_timeout_s: float | None = None
     startup_timeout_s: float | None = None
 
@@ -101,6 +104,8 @@ def _first(*candidates: object, fallback: int) -> int:
 def _executors(asked: Asked, config: ModelConfig, defaults: dict[str, object]) -> tuple[int, int]:
     if config.min_workers and config.max_workers and config.max_workers >= config.min_workers:
         return config.min_workers, config.max_workers
+    if not asked.executors_by_default:
+        return asked.executors, asked.executors
     low, high = (_first(defaults.get(key), fallback=0) for key in ("minWorkers", "maxWorkers"))
     if low > high > 0:
         return asked.executors, asked.executors

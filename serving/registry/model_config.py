@@ -151,10 +151,11 @@ class _IntegerReader:
             return None
         if value > largest(key):
             raise InvalidArchive(f"{key} in the model config is too large, expected at most {largest(key)}")
-        return value if value >= minimum else (1 if minimum == 1 and key in _CLAMPED else None)
+        return value if value >= minimum else (minimum if key in _CLAMPED else None)
 
 
-_CLAMPED = ("minWorkers", "batchSize")  # TorchServe raises these to 1 rather than ignoring them
+# TorchServe raises these to the least rather than ignoring them.
+_CLAMPED = ("minWorkers", "batchSize", "maxRetryTimeoutInSec")
 
 
 def _choice(raw: dict[str, Any], key: str, allowed: tuple[str, ...], default: Any) -> Any:

@@ -35,7 +35,7 @@ def startup_models(
     items = list(server.load_models)
     if [item.lower() for item in items] == ["all"]:
         items = list(stored())
-    executors = Asked(executors=server.startup_executors(gpus))
+    executors = Asked(executors=server.startup_executors(gpus), executors_by_default=True)
     wanted = [_from_item(item, executors) for item in items]
     return wanted + [_from_snapshot(model) for model in server.snapshot_models]
 

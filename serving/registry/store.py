@@ -61,7 +61,7 @@ class StoredArchive:
     signature: str | None = None  # text of MAR-INF/signature.json
     temporary: bool = True  # ours to delete
     file_name: str = ""  # in the model store
-    outside_store: bool = False  # a folder that the operator named by its path
+    outside_store: bool = False  # a folder named by its path, which does not lie directly in the store
     downloaded: Path | None = None  # the copy in the model store of what came from a URL
     environment: Environment | None = None  # None: the server's
     tensors: Signature | None = None  # what signature.json says that the model takes and gives
@@ -116,8 +116,8 @@ class Store:
         """Find an archive and read what it says of itself; nothing is unpacked.
 
         Args:
-            url: A name in the store; of a path, the last component counts.
-            trusted: The operator's own words, not a client's: the path of a folder is taken as it is.
+            url: A name in the store, or the full path of a folder below it; else its last component counts.
+            trusted: The operator's own words, not a client's: the path of a folder may lead anywhere.
 
         Raises:
             ModelNotFound: nothing of that name is in the store, with the contract's texts.
@@ -245,8 +245,8 @@ class Store:
             raise ModelNotFound(f"Relative path is not allowed in url: {url}")
         if is_remote(url):
             raise DownloadFailed(f"Failed to download archive from: {url}", "it was not downloaded before")
-        if trusted and Path(url).is_absolute() and _exists(Path(url)) and Path(url).is_dir():
-            return Path(url)
+        if folder := self._folder_at(url, trusted):
+            return folder
         root = self._configured()
         name = url.rstrip("/").rpartition("/")[2]
         path = root / name
@@ -255,6 +255,15 @@ class Store:
         if path.resolve().parent != root and not path.is_symlink():
             raise ModelNotFound(f"Model not found at: {url}")
         return path
+
+    def _folder_at(self, url: str, trusted: bool) -> Path | None:
+        """The folder that a full path names, if it may be named so."""
+        path = Path(url)
+        if not (path.is_absolute() and _exists(path) and path.is_dir()):
+            return None
+        root = self._root
+        is_below = root is not None and path != root and path.parent.resolve().is_relative_to(root)
+        return path if trusted or is_below else None
 
 
 def _exists(path: Path) -> bool:

@@ -73,6 +73,20 @@ def test_a_version_given_as_a_number_is_taken_as_it_is_spelt() -> None:
     assert Manifest.parse(text, "m.mar").model_version == "1.10"
 
 
+def test_without_a_runtime_it_is_python() -> None:
+    assert Manifest.parse('{"model": {"modelName": "m"}}', "m.mar").runtime == "python"
+
+
+def test_a_file_may_be_named_from_the_archives_root() -> None:
+    manifest = parse(model={"handler": "./service.py:handle", "configFile": "./model-config.yaml"})
+    assert (manifest.handler, manifest.config_file) == ("service.py:handle", "model-config.yaml")
+
+
+def test_when_and_by_what_it_was_packed_may_be_numbers() -> None:
+    manifest = parse(createdOn=1735689599, archiverVersion=1.0)
+    assert (manifest.created_on, manifest.archiver_version) == ("1735689599", "1.0")
+
+
 @pytest.mark.parametrize(
     ("members", "reason"),
     [
@@ -83,6 +97,7 @@ def test_a_version_given_as_a_number_is_taken_as_it_is_spelt() -> None:
         ({"model": {"modelVersion": None}}, "Model version is not defined."),
         ({"model": []}, "model is a list"),
         ({"model": {"modelName": 7}}, "modelName is 7"),
+        ({"createdOn": ["today"]}, "createdOn is ['today']"),
         ({"model": {"modelName": "\ud800"}}, "modelName is"),
         ({"model": {"modelVersion": True}}, "modelVersion is True"),
         ({"model": {"serializedFile": "../../etc/passwd"}}, "leaves the archive"),

@@ -86,3 +86,7 @@ def test_the_manifest_names_files_by_their_base_names() -> None:
         "model.pt",
         "model.py",
     )
+
+
+def test_an_empty_version_is_no_version() -> None:
+    assert request_of(version="").manifest({}).model_version == "1.0"

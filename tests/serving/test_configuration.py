@@ -136,6 +136,12 @@ def test_without_its_gate_the_environment_is_not_used_and_said_so() -> None:
     assert "the file must say enable_envvars_config=true" in warnings("", environ)[0]
 
 
+def test_of_a_gate_that_is_there_twice_the_last_one_counts() -> None:
+    environ = {"TS_ENABLE_MODEL_API": "true"}
+    shut = "enable_envvars_config=true\nenable_envvars_config=false"
+    assert settings(shut, environ).model_api_enabled is False
+
+
 def test_allowed_urls_from_the_environment_need_a_second_gate() -> None:
     environ = {"TS_ALLOWED_URLS": "https://a/.*,s3://.*"}
     one = "enable_envvars_config=true"

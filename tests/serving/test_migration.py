@@ -97,12 +97,16 @@ def test_a_handler_is_in_the_archive_or_built_in(tmp_path: Path, handler: str, v
     assert ("unsupported" in found) is (verdict == "unsupported")
 
 
-def test_an_archive_without_handler_needs_a_default_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("default", "verdict"),
+    [("image_classifier", "same"), ("package.service:handle", "same"), ("vllm_handler", "unsupported")],
+)
+def test_an_archive_without_handler_needs_a_default_one(tmp_path: Path, default: str, verdict: str) -> None:
     pack(tmp_path / "m.mar")
     assert verdicts(of_store(tmp_path))["handler"] == "unsupported"
-    (tmp_path / "c.properties").write_text("default_service_handler=image_classifier")
+    (tmp_path / "c.properties").write_text(f"default_service_handler={default}")
     report = check_migration(tmp_path / "c.properties", tmp_path, None, {})
-    assert verdicts(report)["handler"] == "same"
+    assert verdicts(report)["handler"] == verdict
 
 
 def test_keys_of_a_model_config_are_told_one_by_one(tmp_path: Path) -> None:

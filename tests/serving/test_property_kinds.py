@@ -117,6 +117,11 @@ def test_grpc_hosts_and_ports_come_together_in_one_address() -> None:
             '"maxWorkers":1,"batchSize":1,"maxBatchDelay":99999999999}}}}',
             "maxBatchDelay of a 1.0 is too large, expected at most 2147483647",
         ),
+        (
+            'model_snapshot={"models":{"a":{"1.0":{"defaultVersion":true,"marName":"a.mar","minWorkers":"one",'
+            '"maxWorkers":1,"batchSize":1,"maxBatchDelay":1}}}}',
+            "minWorkers of a 1.0 is 'one', expected a whole number",
+        ),
         ("model_store=$$NOPE$$", "Invalid Environment Variable NOPE"),
     ],
 )
@@ -189,6 +194,12 @@ def test_a_snapshot_says_what_to_load_and_with_what_settings() -> None:
     made = settings(SNAPSHOT)
     assert made.snapshot_models == (SnapshotModel("noop", "1.11", "noop.mar", True, rest),)
     assert warnings(SNAPSHOT) == []
+
+
+def test_numbers_of_a_snapshot_may_be_in_quotes_and_below_zero() -> None:
+    text = SNAPSHOT.replace('"minWorkers":1', '"minWorkers":"3"').replace('Delay":100', 'Delay":-10000')
+    (model,) = settings(text).snapshot_models
+    assert (model.settings["minWorkers"], model.settings["maxBatchDelay"]) == (3, -10000)
 
 
 @pytest.mark.parametrize(

@@ -69,8 +69,14 @@ def test_a_model_config_without_timeouts_does_not_take_the_servers() -> None:
     ],
 )
 def test_executor_counts(config: ModelConfig, defaults: dict[str, object], expected: tuple[int, int]) -> None:
-    got = settings(Asked(executors=1), config, defaults)
+    got = settings(Asked(executors=1, executors_by_default=True), config, defaults)
     assert (got.min_executors, got.max_executors) == expected
+
+
+@pytest.mark.parametrize("asked", [0, 1, 4])
+def test_the_models_property_has_no_say_in_how_many_executors_a_call_asks_for(asked: int) -> None:
+    got = settings(Asked(executors=asked), defaults={"minWorkers": 2, "maxWorkers": 3, "batchSize": 5})
+    assert (got.min_executors, got.max_executors, got.batch.max_batch_size) == (asked, asked, 5)
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,12 @@ def test_a_number_beyond_all_bounds_is_refused(text: str, bound: int) -> None:
         parse_model_config(text)
 
 
+def test_what_is_below_the_least_is_the_least_or_not_said() -> None:
+    config = parse_model_config("minWorkers: 0\nbatchSize: -3\nmaxRetryTimeoutInSec: -4\nresponseTimeout: 0")
+    assert (config.min_workers, config.batch_size, config.max_retry_timeout_s) == (1, 1, 0)
+    assert config.response_timeout_s is None
+
+
 def test_a_delay_of_zero_behaves_as_unset() -> None:
     assert parse_model_config("maxBatchDelay: 0").max_batch_delay_ms is None
 

@@ -204,3 +204,30 @@ def test_a_folder_by_its_path_is_for_the_operator_alone(store: Store, tmp_path: 
     assert (stored.file_name, stored.outside_store, stored.manifest) == ("model", True, {})
     assert (stored.directory / "model.pt").read_bytes() == b"weights"
     assert store.has(str(folder), trusted=True)
+
+
+def test_a_folder_below_the_store_is_found_by_its_full_path(store: Store, root: Path) -> None:
+    (root / "c0ffee" / "model").mkdir(parents=True)
+    (root / "c0ffee" / "model" / "model.pt").write_bytes(b"weights")
+    url = f"{root}/c0ffee/model/"  # where SageMaker puts the models of an endpoint that has many
+    stored = store.unpack(url, store.open(url))
+    assert (stored.file_name, stored.outside_store) == ("model", True)
+    assert (stored.directory / "model.pt").read_bytes() == b"weights"
+    store.remove(stored)
+
+
+def test_a_full_path_does_not_lead_a_client_out_of_the_store(
+    store: Store, root: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "ml" / "model").mkdir(parents=True)
+    (root / "way").symlink_to(tmp_path / "ml")
+    for url in (f"{root}/way/model", f"{root}/", f"{root}"):
+        with pytest.raises(ModelNotFound, match="Model not found at"):
+            store.open(url)
+
+
+def test_a_store_that_is_the_whole_disk_is_no_model(tmp_path: Path) -> None:
+    store = Store(Path("/"), Limits(), tmp_path)
+    with pytest.raises(ModelNotFound, match="Model not found at: /"):
+        store.open("/")
+    store.close()
