@@ -5,6 +5,7 @@
 #   torchserve --start ...    a command line for TorchServe; kept in the foreground, so that the container lives and
 #                             dies with its server (TorchServe's image goes on without one)
 #   'torchserve --start ...'  the same as one word; TorchServe's image evaluates it
+#   words with $NAME in them, or with & or ; between them, are for the shell, as there: Docker itself fills nothing in
 #   anything else             is run as it is
 set -eu
 
@@ -12,15 +13,19 @@ home=/home/model-server
 
 if [ $# -eq 1 ]; then
   case $1 in
-    *[\;\&\|\$\`\<\>\(\)\'\"]*) exec sh -c "$1" ;;
-    *' '*) # words separated by blanks, without looking for file names in them
-      set -f
-      # shellcheck disable=SC2086
-      set -- $1
-      set +f
-      ;;
+    *[\;\&\|\`\<\>\(\)\'\"]*) exec sh -c "$1" ;;
+    torchserve\ *) ;;
+    *\$*) exec sh -c "$1" ;;
   esac
+  set -f # words separated by blanks, without looking for file names in them
+  # shellcheck disable=SC2086
+  set -- $1
+  set +f
 fi
+
+for word; do
+  case $word in '&' | '&&' | ';') exec sh -c "$*" ;; esac
+done
 
 if [ $# -eq 0 ] || [ "$1" = serve ]; then
   [ $# -eq 0 ] || shift
@@ -28,6 +33,11 @@ if [ $# -eq 0 ] || [ "$1" = serve ]; then
 fi
 
 if [ "$1" = torchserve ]; then
+  for word; do
+    case $word in *\$*) word=$(eval "printf %s \"$word\"") ;; esac
+    set -- "$@" "$word"
+    shift
+  done
   case " $* " in
     *' --foreground '* | *' --stop '* | *' -v '* | *' --version '* | *' -h '* | *' --help '*) ;;
     *) shift && set -- torchserve --foreground "$@" ;;

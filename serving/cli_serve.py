@@ -66,7 +66,8 @@ def _planned_and_served(options: argparse.Namespace) -> int:
     wanted = options.log_format or log_format(os.environ)
     as_json = not sys.stdout.isatty() if wanted == "auto" else wanted == "json"
     if plan.settings.supervise and journal is None:
-        command = vitals.supervised_command([sys.executable, *sys.orig_argv[1:]], as_json)
+        words = [sys.executable, *sys.orig_argv[1:]]
+        command = vitals.supervised_command(words, as_json, options.process_name)
         os.execv(command[0], command)
     from torchere.serving.execution.allocator import keep_freed_memory  # noqa: PLC0415 - not needed for --help
 

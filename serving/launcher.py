@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -18,9 +19,11 @@ import psutil
 
 from torchere.serving.properties import ConfigurationError
 
-# Tools that look for a running TorchServe (SageMaker's among them) search command lines for this.
+# Tools that look for a running TorchServe search command lines for this. SageMaker's toolkit wants it as a
+# word of its own, in one process and no more.
 PROCESS_NAME = "org.pytorch.serve.ModelServer"
 STOP_WAIT_S = 60.0  # TorchServe's
+_LOOK_S = 0.05  # between two looks whether it has ended: it may be no child of ours, that tells
 
 ALREADY_RUNNING = "TorchServe is already running, please use torchserve --stop to stop TorchServe."
 ORPHAN = "Removing orphan pid file."
@@ -39,7 +42,7 @@ def server_command(arguments: Sequence[str]) -> list[str]:
     """The command that runs `torchere serve` with these arguments, to be found by `PROCESS_NAME`."""
     # -P keeps the current directory off the import path: a stray torch.py there must not be ours.
     safe_path = ["-P"] if sys.version_info >= (3, 11) else []
-    module = ["-m", "torchere.serving", "serve", f"--process-name={PROCESS_NAME}"]
+    module = ["-m", "torchere.serving", "serve", "--process-name", PROCESS_NAME]
     return [sys.executable, *safe_path, *module, *arguments]
 
 
@@ -50,9 +53,13 @@ def may_start(file: Path, say: Callable[[str], None] = print) -> bool:
     if running(read_pid(file)):
         say(ALREADY_RUNNING)
         return False
+    _remove_orphan(file, say)
+    return True
+
+
+def _remove_orphan(file: Path, say: Callable[[str], None]) -> None:
     say(ORPHAN)
     file.unlink(missing_ok=True)
-    return True
 
 
 def start_in_background(command: Sequence[str], file: Path) -> subprocess.Popen[bytes]:
@@ -83,9 +90,10 @@ def stop(file: Path, wait_s: float = 0.0, say: Callable[[str], None] = print) ->
         The exit status: 0, or 1 when the server belongs to another user.
     """
     pid = read_pid(file)
-    if pid is None:
+    if pid is None or not running(pid):
+        if file.exists():
+            _remove_orphan(file, say)
         say(NOT_RUNNING)
-        file.unlink(missing_ok=True)
         return 0
     try:
         say(_terminate(pid, wait_s))
@@ -98,22 +106,20 @@ def stop(file: Path, wait_s: float = 0.0, say: Callable[[str], None] = print) ->
 
 
 def _terminate(pid: int, wait_s: float) -> str:
-    if not running(pid):
-        return ALREADY_STOPPED
     try:
-        process = psutil.Process(pid)
-        process.terminate()
-        if wait_s:
-            process.wait(timeout=wait_s)
+        psutil.Process(pid).terminate()
     except psutil.NoSuchProcess:
         return ALREADY_STOPPED
-    except psutil.TimeoutExpired:
-        return TOO_LONG
+    given_up_s = time.monotonic() + wait_s
+    while wait_s and running(pid):
+        if time.monotonic() > given_up_s:
+            return TOO_LONG
+        time.sleep(_LOOK_S)
     return STOPPED
 
 
 def running(pid: int | None) -> bool:
-    """Whether that process is there and is a server."""
+    """Whether that process is there and is a server. One that has ended and waits for its parent is not."""
     if pid is None:
         return False
     try:

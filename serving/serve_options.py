@@ -7,6 +7,7 @@ Saying how they are used takes none of the modules that make settings of them.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -182,7 +183,7 @@ def _overrides(options: argparse.Namespace, restored: str) -> dict[str, str]:
 def _require_files(options: argparse.Namespace) -> None:
     for flag, value in (("--log-config", options.log_config), ("--cpp-log-config", options.cpp_log_config)):
         if value and not Path(value).is_file():
-            raise LaunchRefused(f"{flag} file not found: {value}")
+            raise LaunchRefused(f"{flag} file not found: {os.path.realpath(value)}")
 
 
 def _require_stores(model_store: Path | None, workflow_store: str | None) -> None:

@@ -1,6 +1,6 @@
 """A small parent process that starts a server, and starts it again when it crashed.
 
-    python -m torchere.serving.supervisor text|json -- COMMAND OF THE SERVER ...
+    python -m torchere.serving.supervisor text|json [NAME TO BE FOUND BY] -- COMMAND OF THE SERVER ...
 
 Whoever sees this process sees the server: signals are handed on once each, its exit status is the server's,
 and the server dies with it. The server runs in a process group of its own, so that what a terminal or a
@@ -202,11 +202,11 @@ def end_like(code: int) -> int:
 
 def main(arguments: Sequence[str]) -> int:
     """Entry point; returns the exit status."""
-    log_format, separator, *command = arguments
-    if separator != "--" or not command:
-        print("usage: python -m torchere.serving.supervisor text|json -- COMMAND ...", file=sys.stderr)
+    command = arguments[arguments.index("--") + 1 :] if "--" in arguments else ()
+    if not command:
+        print("usage: python -m torchere.serving.supervisor text|json [NAME] -- COMMAND ...", file=sys.stderr)
         return 2
-    return end_like(Supervisor(command, log_format == "json").run())
+    return end_like(Supervisor(command, arguments[0] == "json").run())
 
 
 if __name__ == "__main__":

@@ -14,11 +14,15 @@ from torchere.serving.execution.parent import die_with_parent
 BEAT_EVERY_S = 1.0
 
 
-def supervised_command(command: Sequence[str], as_json: bool) -> list[str]:
-    """The command that runs `command` under a supervisor; exec it, so that process id and signals stay."""
+def supervised_command(command: Sequence[str], as_json: bool, name: str | None = None) -> list[str]:
+    """The command that runs `command` under a supervisor; exec it, so that process id and signals stay.
+
+    The `name` that tools look for, which follows `--process-name`, is then the supervisor's alone.
+    """
     safe_path = ["-P"] if sys.version_info >= (3, 11) else []
-    log_format = "json" if as_json else "text"
-    return [sys.executable, *safe_path, "-m", "torchere.serving.supervisor", log_format, "--", *command]
+    words = ["json" if as_json else "text", *([name] if name else [])]
+    server = [word for word in command if not name or word not in ("--process-name", name)]
+    return [sys.executable, *safe_path, "-m", "torchere.serving.supervisor", *words, "--", *server]
 
 
 def open_journal(descriptors: str) -> Journal:

@@ -49,8 +49,10 @@ def test_the_pid_file_names_the_supervisor_and_stop_ends_both(
     while "Model server started." not in log.read_text():
         assert supervisor.is_running(), log.read_text()
         assert time.monotonic() < deadline_s, log.read_text()
-    assert any("org.pytorch.serve.ModelServer" in word for word in supervisor.cmdline())
     (server,) = supervisor.children()
+    # SageMaker's toolkit looks for the word, and refuses two processes with it.
+    assert "org.pytorch.serve.ModelServer" in supervisor.cmdline()
+    assert "org.pytorch.serve.ModelServer" not in server.cmdline()
     assert torchserve(*start) == 1
     assert "already running" in log.read_text()
     assert torchserve("--stop", "--foreground") == 0

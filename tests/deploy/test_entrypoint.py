@@ -24,9 +24,9 @@ def enter(root: Path, tmp_path: Path) -> Callable[..., list[str]]:
     fake = tmp_path / "torchserve"
     fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     fake.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
 
     def run(*arguments: str) -> list[str]:
+        environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
         done = subprocess.run(
             [root / "deploy/entrypoint.sh", *arguments],
             capture_output=True, text=True, env=environment, timeout=30, cwd=tmp_path, check=True,
@@ -63,6 +63,30 @@ def test_a_shell_command_in_one_word_is_run_by_the_shell(enter: Callable[..., li
     assert enter("torchserve --start; echo then") == ["--start", "then"]
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_variables_in_a_torchserve_command_are_filled_in(
+    enter: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    monkeypatch.setenv("MODEL_NAME", "net work")
+    words = ["torchserve", "--start", "--models", "$MODEL_NAME=${MODEL_NAME}.mar", "*.mar"]
+
+    told = enter(*([" ".join(words)] if together else words))
+
+    assert told == ["--foreground", "--start", "--models", "net work=net work.mar", "*.mar"]
+
+
+def test_a_variable_that_is_not_set_ends_the_container_with_its_name(root: Path) -> None:
+    command = [root / "deploy/entrypoint.sh", "torchserve", "--models", "$NO_SUCH_NAME.mar"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+
+    assert done.returncode != 0
+    assert "NO_SUCH_NAME" in done.stderr
+
+
+def test_a_word_between_two_commands_leaves_them_to_the_shell(enter: Callable[..., list[str]]) -> None:
+    assert sorted(enter("torchserve", "--start", "&", "echo", "then", ";", "wait")) == ["--start", "then"]
+
+
 @pytest.mark.parametrize("flag", ["--foreground", "--stop", "--version", "-v", "--help"])
 def test_what_ends_by_itself_or_is_in_the_foreground_is_left_alone(
     enter: Callable[..., list[str]], flag: str
@@ -72,6 +96,7 @@ def test_what_ends_by_itself_or_is_in_the_foreground_is_left_alone(
 
 def test_anything_else_is_run_as_it_is(enter: Callable[..., list[str]]) -> None:
     assert enter("echo", "a  b", "serve") == ["a  b serve"]
+    assert enter("sh", "-c", "name='$'; echo \"$name\" && echo then") == ["$", "then"]
 
 
 def test_the_exit_status_is_that_of_the_command(root: Path) -> None:

@@ -114,6 +114,13 @@ def test_it_runs_as_nobody_in_particular_and_is_asked_how_it_is(dockerfile: str)
     assert 'CMD ["serve"]' in last_stage
 
 
+def test_the_environment_keeps_its_pip(dockerfile: str) -> None:
+    # It installs what models require; without it `RUN pip` finds the base image's, of another environment.
+    assert re.search(r"^RUN python -m venv /opt/torchere$", dockerfile, re.MULTILINE)
+    assert "pip uninstall" not in dockerfile
+    assert "/opt/torchere/bin:$PATH" in dockerfile.rpartition("\nFROM ")[2]
+
+
 def test_hadolint_has_nothing_to_say(root: Path, tool: Callable[[str], str]) -> None:
     checked = subprocess.run(
         [tool("hadolint"), root / "deploy/Dockerfile"],

@@ -123,7 +123,7 @@ def test_the_images_command_line_starts_answers_and_stops(deployment: Deployment
     assert (status, list(answer)) == (200, ["y"])
     assert deployment.call("POST", "/predictions/echo", b"x")[0] == 200
     pid = deployment.pid
-    assert "org.pytorch.serve.ModelServer" in " ".join(psutil.Process(pid).cmdline())
+    assert "org.pytorch.serve.ModelServer" in psutil.Process(pid).cmdline()  # the very word
     again = deployment.ask(*command)
     assert (again.returncode, "already running" in again.stdout) == (1, True)
     assert deployment.stop() == "TorchServe has stopped.\n"

@@ -165,9 +165,12 @@ def test_wrong_usage_has_status_2(arguments: list[str], capsys: pytest.CaptureFi
             "--workflow-store directory not found: none",
         ),
         (["--model-store", "store", "--ts-config", "none"], "--ts-config file not found: none"),
-        (["--model-store", "store", "--log-config", "none"], "--log-config file not found: none"),
-        (["--model-store", "store", "--log", "none"], "--log-config file not found: none"),
-        (["--model-store", "store", "--cpp-log-config", "none"], "--cpp-log-config file not found: none"),
+        (["--model-store", "store", "--log-config", "none"], "--log-config file not found: {here}/none"),
+        (["--model-store", "store", "--log", "none"], "--log-config file not found: {here}/none"),
+        (
+            ["--model-store", "store", "--cpp-log-config", "none"],
+            "--cpp-log-config file not found: {here}/none",
+        ),
     ],
 )
 @pytest.mark.usefixtures("store")
@@ -175,7 +178,7 @@ def test_torchserve_refuses_in_torchserves_words(
     arguments: list[str], text: str, spawned: list[list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.torchserve_main(arguments) == 1
-    assert capsys.readouterr().out == f"{text}\n"
+    assert capsys.readouterr().out == text.format(here=Path.cwd()) + "\n"
     assert spawned == []
 
 
@@ -214,7 +217,7 @@ def test_torchserve_starts_our_serve_with_the_same_options(
     ]
     assert cli.torchserve_main(flags + foreground) == 0
     (command,) = spawned
-    assert command[command.index("serve") + 2 :] == [
+    assert command[command.index("serve") + 3 :] == [
         f"--model-store={store}",
         "--no-config-snapshots",
         "--disable-token-auth",

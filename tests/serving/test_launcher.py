@@ -57,7 +57,7 @@ def test_the_command_runs_our_serve_and_carries_the_name_tools_look_for() -> Non
     module = command.index("-m")
     assert command[module : module + 3] == ["-m", "torchere.serving", "serve"]
     assert command[-1] == "--model-store=/m"
-    assert any(PROCESS_NAME in word for word in command)
+    assert PROCESS_NAME in command
 
 
 def test_a_server_may_start_where_none_is_known(pid_file: Path) -> None:
@@ -113,7 +113,7 @@ def test_stopping_in_the_foreground_waits_for_the_end(pid_file: Path, spawn: Spa
     said: list[str] = []
     launcher.stop(pid_file, wait_s=30, say=said.append)
     assert said == ["TorchServe has stopped."]
-    assert not psutil.pid_exists(process.pid)  # ended, and collected by the wait
+    assert psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE  # ended; its parent is in no hurry
 
 
 def test_a_server_that_will_not_end_takes_too_long(pid_file: Path, spawn: Spawn) -> None:
@@ -127,7 +127,7 @@ def test_a_program_that_took_over_the_pid_is_left_alone(pid_file: Path, spawn: S
     process = spawn(name="an editor")
     said: list[str] = []
     assert launcher.stop(pid_file, say=said.append) == 0
-    assert said == ["TorchServe already stopped."]
+    assert said == ["Removing orphan pid file.", "TorchServe is not currently running."]
     assert process.poll() is None
     assert not pid_file.exists()
 
