@@ -29,7 +29,9 @@ class Client:
     Thread-safe. Close it, or use it in a `with` statement, to close its connections. Every method raises a
     `ClientError`: `AnswerError` with what the server said, `DeadlineExceeded`, `ConnectionFailed` or
     `UnreadableAnswer`; and takes `timeout_s`, the seconds for the whole call with all its attempts, which
-    the server is told, so that it does not work on what nobody waits for.
+    the server is told, so that it does not work on what nobody waits for. A server that falls silent within
+    an answer may be waited for as long again, since a time-out of httpx is that of one read; one that keeps
+    sending bits of a head is not given up while they come.
 
     Args:
         address: of the inference API.

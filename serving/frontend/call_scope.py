@@ -70,9 +70,9 @@ class CallScope:
         """The prediction got an error for an answer."""
         timeline.finish(self._code_of(error))
 
-    def cancelled(self) -> None:
-        """The client went away."""
-        self.finish(CANCELLED[self._transport])
+    def cancelled(self, timeline: Timeline) -> None:
+        """The client went away, and waits for the prediction no more."""
+        timeline.finish(CANCELLED[self._transport])
 
     def sending(self) -> None:
         """The answer goes out from now on."""

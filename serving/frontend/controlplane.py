@@ -119,7 +119,7 @@ class ControlPlane:
             await version.settled.wait()
         await self._registry.written()
         if version.failure is not None:
-            raise version.failure
+            raise version.failure.with_traceback(None)  # else it would keep the frames of each
         return Registered(version.key, executors, _progress(version))
 
     async def unregister(self, model: str, version: str | None) -> None:
@@ -172,8 +172,8 @@ class ControlPlane:
             return Progress.STARTED
         await _settled(target)
         await self._registry.written()
-        if target.failure is not None:
-            raise target.failure
+        if target.failure is not None and target.target:  # none are wanted: none have failed
+            raise target.failure.with_traceback(None)
         return _progress(target)
 
     async def set_default(self, model: str, version: str) -> None:

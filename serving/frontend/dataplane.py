@@ -97,7 +97,7 @@ class DataPlane:
             scope.failed(timeline, error)
             raise
         except asyncio.CancelledError:
-            scope.cancelled()
+            scope.cancelled(timeline)
             raise
         scope.answered(timeline)
         return response

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import Metric
-from prometheus_client.registry import Collector
 
 from torchere.serving.telemetry import catalogue
 from torchere.serving.telemetry.exposition import render
@@ -16,22 +15,6 @@ from torchere.serving.telemetry.openmetrics import render_openmetrics
 from torchere.serving.telemetry.process_metrics import ProcessMetrics
 from torchere.serving.telemetry.version_families import version_families
 from torchere.serving.telemetry.version_meter import MeterSnapshot
-
-
-class Reserved(Collector):
-    """Tells a registry that names are taken which it does not show itself."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self._names = tuple(names)
-
-    def describe(self) -> Iterable[Metric]:
-        """The families, of a type that reserves what all types do."""
-        for name in self._names:
-            yield Metric(name, "", "histogram")
-
-    def collect(self) -> Iterable[Metric]:
-        """Nothing."""
-        return ()
 
 
 @dataclass(frozen=True, slots=True)

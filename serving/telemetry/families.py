@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.registry import Collector
 
 Family = Counter | Gauge | Histogram
 
@@ -57,6 +58,22 @@ class Families:
     ) -> Histogram:
         """Declare a histogram; raises as `counter` does."""
         return Histogram(name, help_text("histogram", unit), labels, registry=self.registry, buckets=buckets)
+
+
+class Reserved(Collector):
+    """Tells a registry that names are taken which it does not show itself."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = tuple(names)
+
+    def describe(self) -> Iterable[Metric]:
+        """The families, of a type that reserves what all types do."""
+        for name in self._names:
+            yield Metric(name, "", "histogram")
+
+    def collect(self) -> Iterable[Metric]:
+        """Nothing."""
+        return ()
 
 
 def check_names(kind: str, name: str, labels: Sequence[str]) -> None:

@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 _FIELDS = "index,utilization.gpu,memory.used,memory.total"
 _TIMEOUT_S = 10.0  # it answers in under a second; with a hung driver, never
 
+_hung: list[subprocess.Popen[str]] = []  # was killed; with a hung driver that comes to nothing, either
+
 
 class GpuSample(NamedTuple):
     """One GPU at one moment; None where the device doesn't tell (utilisation under MIG, for one)."""
@@ -42,11 +44,27 @@ def sample_gpus() -> tuple[GpuSample, ...]:
         return ()
     command = [program, f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
+        return tuple(parse_gpus(_output(command)))
     except (OSError, subprocess.SubprocessError) as err:
         logger.warning("GPUs can't be sampled: %s", err)
         return ()
-    return tuple(parse_gpus(done.stdout))
+
+
+def _output(command: list[str]) -> str:
+    """What it prints. Unlike `subprocess.run`, this waits for nothing that can't be killed."""
+    if any(process.poll() is None for process in _hung):
+        raise subprocess.SubprocessError("the last nvidia-smi hangs still, as it does where the driver hangs")
+    _hung.clear()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        output, _ = process.communicate(timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        _hung.append(process)
+        raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return output
 
 
 def parse_gpus(text: str) -> Iterator[GpuSample]:

@@ -15,8 +15,8 @@ from torchere.handlers.metric_types import MetricDeclaration
 from torchere.serving.errors import ServingError
 from torchere.serving.settings import MetricsMode
 from torchere.serving.telemetry import catalogue
-from torchere.serving.telemetry.exposure import Exposure, Reserved, States
-from torchere.serving.telemetry.families import Families
+from torchere.serving.telemetry.exposure import Exposure, States
+from torchere.serving.telemetry.families import Families, Reserved
 from torchere.serving.telemetry.handler_metrics import HandlerMetrics, HandlerSample
 from torchere.serving.telemetry.load_metrics import LoadMetrics, VersionLoad, executors_of
 from torchere.serving.telemetry.meters import PLAIN, Meters

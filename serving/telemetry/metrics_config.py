@@ -21,7 +21,8 @@ from torchere.handlers.errors import (
     MetricsCacheTypeError,
     MetricsCacheValueError,
 )
-from torchere.serving.telemetry.families import KINDS, Families
+from torchere.serving.telemetry import catalogue
+from torchere.serving.telemetry.families import KINDS, Families, Reserved
 
 BUILT_IN_FILE = Path(__file__).with_name("metrics.yaml")
 HOSTNAME = "Hostname"  # the label that every handler metric gets in addition
@@ -135,6 +136,7 @@ def _metric(place: str, kind: str, entry: object) -> DeclaredMetric:
 def _check_names(config: MetricsConfig) -> None:
     """Declare all of it on a registry that is thrown away: the library knows which names clash."""
     families = Families()
+    families.registry.register(Reserved(catalogue.ALL_NAMES))
     for metric in (*config.server.values(), *config.model.values()):
         if metric.name.startswith(OWN_PREFIX):
             raise MetricsCacheValueError(f"{metric.name}: names that begin with {OWN_PREFIX} are taken")

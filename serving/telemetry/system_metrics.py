@@ -33,7 +33,7 @@ class SystemMetrics:
     async def sample_every(self, period_s: float, max_gpus: int | None = None) -> None:
         """Sample at once and then every `period_s`, until cancelled.
 
-        `max_gpus` is how many GPUs count; None: all. One sample runs in a thread at a time.
+        With `max_gpus` 0 GPUs are left out. One sample runs in a thread at a time.
         """
         while True:
             try:
@@ -58,7 +58,7 @@ class SystemMetrics:
         for name, value in values.items():
             self._server.bind(name, "Host")(value)
         if max_gpus != 0:
-            for gpu in self._gpus()[:max_gpus]:
+            for gpu in self._gpus():
                 self._take_gpu(gpu)
 
     def _take_gpu(self, gpu: GpuSample) -> None:

@@ -7,6 +7,7 @@ over, and cost nothing before.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ from torchere.serving.telemetry.trace_context import TraceContext
 
 _FIRST_STAGE = COLUMNS.index(STAGES[0])
 MAX_REMEMBERED = 10_000  # contexts of requests whose batch is not reported yet
+# For a collector that does not answer; the SDK tries each batch for as long, one after the other.
+CLOSE_S = 10.0
 
 
 class SpanMaker:
@@ -88,8 +91,10 @@ class SpanMaker:
         self._finished_span("load", load_s, labels)
 
     def close(self) -> None:
-        """Send what has not been sent. Blocks for as long as the exporter allows itself."""
-        self._provider.shutdown()
+        """Send what has not been sent, for `CLOSE_S` at most. Blocks."""
+        closing = threading.Thread(target=self._provider.shutdown, daemon=True)
+        closing.start()
+        closing.join(CLOSE_S)
 
     def _finished_span(
         self, name: str, duration_s: float, labels: dict[str, str | int], links: Sequence[Link] = ()
@@ -119,7 +124,7 @@ def exporting_provider(service: str, version: str) -> TracerProvider:
     resource = Resource.create({SERVICE_VERSION: version})
     if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
         resource = resource.merge(Resource({SERVICE_NAME: service}))
-    provider = TracerProvider(resource=resource)
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # `SpanMaker.close` sees to it
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return provider
 

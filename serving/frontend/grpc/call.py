@@ -13,7 +13,6 @@ from google.protobuf.message import DecodeError
 
 from torchere.serving.errors import ServingError
 from torchere.serving.frontend.access_log import access_log
-from torchere.serving.frontend.call_scope import current_call
 from torchere.serving.frontend.grpc.errors import Table, failure
 from torchere.serving.frontend.http2.header_blocks import Metadata
 from torchere.serving.frontend.http2.messages import INFLATED_IN_THREAD_BYTES, MessageFailed, Packed, Received
@@ -46,7 +45,7 @@ class Call:
         deadline_s: monotonic seconds after which the client waits no more, or `NO_DEADLINE`.
         read_s: monotonic seconds when its one message was there; 0: a call with many, or not yet.
         metadata: what the client sent, names in lower case; bytes under names that end in `-bin`.
-        timeline: of its prediction, where the call itself is one; else its scope knows.
+        timeline: of its prediction; None: it has none yet, or may have many.
     """
 
     __slots__ = ("_message", "deadline_s", "metadata", "method", "read_s", "started_s", "stream", "timeline")
@@ -108,18 +107,12 @@ class Call:
         self._over(code)
 
     def _over(self, code: StatusCode) -> None:
-        timeline = self.timeline
-        if timeline is not None:
-            timeline.finish(code.name)
-        else:
-            scope = current_call()
-            if scope is not None:
-                scope.finish(code.name)
-                timeline = scope.timeline
+        if self.timeline is not None:
+            self.timeline.finish(code.name)
         if access_log.enabled:
             client = self.stream.connection.client
             line = f"gRPC {self.method.path} HTTP/2.0"
-            access_log.add(client, line, code, self.started_s, timeline=timeline)
+            access_log.add(client, line, code, self.started_s, timeline=self.timeline)
 
 
 class OneRequest(Call, ABC):

@@ -13,6 +13,7 @@ from torchere.serving.frontend.http2.receiver import OVER, Receiver
 from torchere.serving.frontend.http2.status import StatusCode
 from torchere.serving.frontend.http2.stream import Stream
 from torchere.serving.frontend.keys import KeyKind, Keys
+from torchere.serving.telemetry.metrics import Metrics
 
 _OPERATOR_PATHS = operator_paths()
 FREE_PREFIX = "/grpc.health.v1.Health/"  # probes bring no token, as with /livez and /readyz
@@ -20,13 +21,16 @@ _NOT_POST, _NOT_GRPC = 405, 415
 _GRPC = "application/grpc"
 
 
-def dispatcher(openers: Openers, keys: Keys | None, kind: KeyKind) -> Callable[[Stream], Receiver]:
+def dispatcher(
+    openers: Openers, keys: Keys | None, kind: KeyKind, metrics: Metrics
+) -> Callable[[Stream], Receiver]:
     """What opens the calls of a port.
 
     Args:
         openers: its methods by path.
         keys: None when calls need none.
         kind: the key that its methods need, save those of operators, which need the management key.
+        metrics: count the calls without their key.
     """
 
     def open_call(stream: Stream) -> Receiver:
@@ -41,7 +45,8 @@ def dispatcher(openers: Openers, keys: Keys | None, kind: KeyKind) -> Callable[[
             )
         elif head.flaw:
             stream.end(head.flaw_code, head.flaw)
-        elif keys is not None and not _may(keys, kind, head.path, head.metadata):
+        elif keys is not None and (error := _refusal(keys, kind, head.path, head.metadata)) is not None:
+            metrics.refused(error)
             stream.end(StatusCode.PERMISSION_DENIED, UNAUTHORIZED)
         elif (opener := openers.get(head.path)) is not None:
             return opener(stream)
@@ -57,14 +62,15 @@ def _is_grpc(content_type: str) -> bool:
     return content_type.startswith(_GRPC) and content_type[len(_GRPC) : len(_GRPC) + 1] in ("", "+", ";")
 
 
-def _may(keys: Keys, kind: KeyKind, path: str, metadata: Metadata) -> bool:
+def _refusal(keys: Keys, kind: KeyKind, path: str, metadata: Metadata) -> Unauthorized | None:
+    """Why a call may not pass; None: it may."""
     if path.startswith(FREE_PREFIX):
-        return True
+        return None
     try:
         keys.authorize("management" if path in _OPERATOR_PATHS else kind, _authorization(metadata))
-    except Unauthorized:
-        return False
-    return True
+    except Unauthorized as error:
+        return error
+    return None
 
 
 def _authorization(metadata: Metadata) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, cast
 
 from google.protobuf.message import Message
 
-from torchere.serving.frontend.call_scope import CallScope
+from torchere.serving.frontend.call_scope import CANCELLED, CallScope
 from torchere.serving.frontend.grpc.call import Call, Method, OneRequest
 from torchere.serving.frontend.http2.messages import Packed, Received
 from torchere.serving.frontend.http2.receiver import Receiver
@@ -33,13 +33,14 @@ LATE_S = 0.1
 class RunningCall(Call):
     """A call with a task of its own; a `Receiver`."""
 
-    __slots__ = ("_answer", "_expiry", "_tasks", "task")
+    __slots__ = ("_answer", "_expiry", "_scope", "_tasks", "task")
 
     def __init__(self, method: Method, stream: Stream, answer: Answerer, tasks: set[Any]) -> None:
         super().__init__(method, stream)
         self._answer = answer
         self._tasks = tasks
         self._expiry: asyncio.TimerHandle | None = None
+        self._scope: CallScope | None = None
         self.task: asyncio.Task[None] | None = None
 
     def run(self, request: Any, *, many: bool) -> None:
@@ -53,8 +54,8 @@ class RunningCall(Call):
 
     def flawed(self, code: StatusCode, message: str) -> None:
         """What the client sends can't be taken."""
-        self.gone()
         super().flawed(code, message)
+        self.gone()
 
     def gone(self) -> None:
         """The client gave it up."""
@@ -63,10 +64,13 @@ class RunningCall(Call):
 
     async def _run(self, request: Any, *, many: bool) -> None:
         metadata = self.metadata
-        scope = CallScope("grpc", self.started_s, lambda: metadata, self.method.code_of, many=many)
-        scope.read_s = self.read_s
+        self._scope = CallScope("grpc", self.started_s, lambda: metadata, self.method.code_of, many=many)
+        self._scope.read_s = self.read_s
         try:
             await self._answer(self, request)
+        except asyncio.CancelledError:
+            self._scope.finish(CANCELLED["grpc"])  # without effect where it was ended from here
+            raise
         except Exception as error:  # the top of every call
             self.badly(error)
 
@@ -77,9 +81,14 @@ class RunningCall(Call):
         if self._expiry is not None:
             self._expiry.cancel()
 
+    def _over(self, code: StatusCode) -> None:
+        if self._scope is not None:
+            self.timeline = self._scope.timeline
+        super()._over(code)
+
     def _expire(self) -> None:
-        self.gone()
         self.failed(StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+        self.gone()
 
 
 class OneRequestCall(OneRequest, RunningCall):

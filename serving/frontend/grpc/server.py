@@ -61,7 +61,7 @@ class GrpcServer:
         limits = services.settings.limits
         self._age_s, self._age_grace_s = _ages(api, services.settings)
         self._listening = Listening(
-            dispatcher(openers, services.keys, api),
+            dispatcher(openers, services.keys, api, services.metrics),
             limits.max_request_bytes + _MESSAGE_OVERHEAD_BYTES,
             limits.max_response_bytes + _MESSAGE_OVERHEAD_BYTES,
             self._new_age_s,

@@ -1,13 +1,14 @@
 """What operators are told of versions that change while they wait."""
 
 import asyncio
+import traceback
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from torchere.serving.errors import Conflict, InvalidRequest, LoadFailed
-from torchere.serving.frontend.controlplane import ControlPlane, Registration
+from torchere.serving.frontend.controlplane import ControlPlane, Progress, Registration
 from torchere.serving.settings import ModelSettings, ServerSettings
 from torchere.serving.types import ModelKey
 
@@ -88,6 +89,19 @@ def test_a_registration_that_does_not_load_is_taken_back() -> None:
     failure = LoadFailed("Failed to start workers", "no weights")
     error, registry = outcome_of(register, failure=failure)
     assert (error, registry.discarded) == (failure, [registry.version])
+
+
+def test_a_version_that_failed_has_no_executors_if_none_are_wanted() -> None:
+    progress, _ = outcome_of(scale, target=0, failure=LoadFailed("Failed to start workers", "no weights"))
+    assert progress is Progress.DONE
+
+
+def test_a_failure_that_is_told_again_and_again_keeps_nobody_who_asked() -> None:
+    failure = LoadFailed("Failed to start workers", "no weights")
+    for _ in range(3):
+        error, _ = outcome_of(scale, failure=failure)
+        assert error is failure
+    assert len(traceback.extract_tb(failure.__traceback__)) == 1
 
 
 @pytest.mark.parametrize(

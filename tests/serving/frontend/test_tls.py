@@ -127,10 +127,10 @@ def test_a_new_pair_is_shown_to_new_rest_connections_and_old_ones_go_on(planes, 
                 await client.close()
             return old.organisation, new.organisation, answers
 
-    assert asyncio.run(main()) == ("first", "second", [b"HTTP/1.1 200 OK"] * 2)
+    assert uvloop.run(main()) == ("first", "second", [b"HTTP/1.1 200 OK"] * 2)
 
 
-# The server runs on uvloop; that of the standard library is tried where it tells a protocol from the next one.
+# The server runs on uvloop; the standard library's loop is tried where it tells a protocol from the next one.
 _OLD_TLS = pytest.mark.skipif(
     sys.version_info < (3, 11), reason="asyncio's TLS gives the rest of a record to the protocol before"
 )
@@ -197,7 +197,7 @@ def test_a_new_pair_is_shown_to_new_grpc_connections(planes, files, pairs):
             certificates.refresh()
             return before, [await grpc_health(address, first), await grpc_health(address, second)]
 
-    assert asyncio.run(main()) == (["SERVING", "UNAVAILABLE"], ["UNAVAILABLE", "SERVING"])
+    assert uvloop.run(main()) == (["SERVING", "UNAVAILABLE"], ["UNAVAILABLE", "SERVING"])
 
 
 def test_a_broken_new_pair_is_logged_and_the_old_one_goes_on(planes, files, pairs, caplog):
@@ -216,7 +216,7 @@ def test_a_broken_new_pair_is_logged_and_the_old_one_goes_on(planes, files, pair
             await client.close()
             return (*found, client.organisation)
 
-    assert asyncio.run(main()) == ("first", "SERVING", "second")
+    assert uvloop.run(main()) == ("first", "SERVING", "second")
     assert "The TLS certificate can't be used." in caplog.text
     assert "Those from before stay in force." in caplog.text
 

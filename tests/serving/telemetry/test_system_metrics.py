@@ -1,7 +1,9 @@
 import asyncio
+import subprocess
 
 import pytest
 
+from torchere.serving.telemetry import gpu_sampling
 from torchere.serving.telemetry.gpu_sampling import GpuSample, parse_gpus, sample_gpus
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.telemetry.system_metrics import SystemMetrics
@@ -44,8 +46,8 @@ def test_gpus_have_their_gauges():
     }
 
 
-@pytest.mark.parametrize(("max_gpus", "seen"), [(None, {"0", "1"}), (1, {"0"}), (0, set())])
-def test_no_more_gpus_are_shown_than_the_server_may_use(max_gpus, seen):
+@pytest.mark.parametrize(("max_gpus", "seen"), [(None, {"0", "1"}), (1, {"0", "1"}), (0, set())])
+def test_the_gpus_of_the_host_are_shown_unless_the_server_may_use_none(max_gpus, seen):
     taken = Taken()
     SystemMetrics(taken, lambda: (GpuSample(0, 1, 1, 1), GpuSample(1, 1, 1, 1))).sample(max_gpus)
     assert {key[2] for key in taken.values if "GPU" in key[0]} == seen
@@ -105,6 +107,23 @@ def test_a_driver_that_fails_means_no_gpus(tmp_path, monkeypatch, caplog):
     fake_driver(tmp_path, monkeypatch, "exit 9")
     assert sample_gpus() == ()
     assert "GPUs can't be sampled" in caplog.text
+
+
+def test_a_driver_that_hangs_holds_nothing_up_and_is_left_alone(tmp_path, monkeypatch, caplog):
+    fake_driver(tmp_path, monkeypatch, "exec sleep 60")
+    monkeypatch.setattr(gpu_sampling, "_TIMEOUT_S", 0.01)
+    kill = subprocess.Popen.kill
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda _: None)  # it takes no signal
+    assert sample_gpus() == ()
+    assert sample_gpus() == ()
+    assert "timed out" in caplog.records[0].getMessage()
+    assert "hangs still" in caplog.records[1].getMessage()
+    (hung,) = gpu_sampling._hung
+    kill(hung)
+    hung.communicate()
+    fake_driver(tmp_path, monkeypatch, "echo 0, 1, 2, 4")
+    monkeypatch.setattr(gpu_sampling, "_TIMEOUT_S", 10.0)
+    assert sample_gpus() == (GpuSample(0, 1.0, 2.0, 4.0),)
 
 
 def test_without_a_driver_there_are_no_gpus(tmp_path, monkeypatch):

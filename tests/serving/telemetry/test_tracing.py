@@ -1,6 +1,7 @@
 """Spans as the SDK's exporter in memory gets them."""
 
 import gzip
+import socket
 import subprocess
 import sys
 import threading
@@ -198,6 +199,22 @@ def test_spans_reach_a_collector_before_the_server_ends(monkeypatch):
     ((path, request),) = got
     (span,) = request.resource_spans[0].scope_spans[0].spans
     assert (path, span.name) == ("/v1/traces", "load")
+
+
+def test_a_collector_that_does_not_answer_holds_the_end_up_for_a_bounded_time(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3")
+        monkeypatch.setattr(tracing, "CLOSE_S", 0.0)
+        spans = open_tracing("1")
+        spans.load("m", "1.0", 9000, 0.5)
+        spans.close()
+        asked, _ = silent.accept()
+        (export,) = [thread for thread in threading.enumerate() if thread.name.startswith("OtelBatch")]
+        still_asking = export.is_alive()
+        asked.close()
+        export.join(20)
+    assert still_asking
 
 
 def test_tracing_without_its_packages_is_refused_with_advice(monkeypatch):

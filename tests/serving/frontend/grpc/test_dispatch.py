@@ -6,9 +6,11 @@ import pytest
 
 from torchere.serving.frontend.grpc.dispatch import dispatcher
 from torchere.serving.frontend.http2.header_blocks import request_head
+from torchere.serving.telemetry.metrics import Metrics
 
 PATH = "/test.Service/echo"
 OPENED = object()
+METRICS = Metrics()
 
 
 class FakeStream:
@@ -34,9 +36,9 @@ class FakeStream:
         self.answered = (status, code, message)
 
 
-def opened(keys=None, kind="inference", **changed):
+def opened(keys=None, kind="inference", metrics=METRICS, **changed):
     stream = FakeStream(**changed)
-    receiver = dispatcher({PATH: lambda stream: OPENED}, keys, kind)(stream)
+    receiver = dispatcher({PATH: lambda stream: OPENED}, keys, kind, metrics)(stream)
     return "opened" if receiver is OPENED else stream.answered
 
 
@@ -78,8 +80,15 @@ def test_without_its_key_a_call_is_not_opened(planes):
     assert opened(planes.keys, authorization="Bearer inference") == "opened"
 
 
+def test_calls_without_their_key_are_counted(planes):
+    for authorization in ("", "Bearer management", "Bearer inference"):
+        opened(planes.keys, metrics=planes.metrics, authorization=authorization)
+    found = planes.metrics.exposition({"torchere_requests_rejected_total"})
+    assert 'rejected_total{model="",version="",reason="auth",} 2.0' in found
+
+
 def test_what_still_comes_of_a_call_that_was_refused_is_passed_over():
     stream = SimpleNamespace(head=request_head([]), refuse=lambda *told: None)
-    receiver = dispatcher({}, None, "inference")(stream)
+    receiver = dispatcher({}, None, "inference", METRICS)(stream)
     told = [receiver.message(b"m"), receiver.half_closed(), receiver.flawed(13, "no"), receiver.gone()]
     assert told == [None] * 4

@@ -14,6 +14,7 @@ from hpack import Encoder
 from hyperframe.frame import DataFrame, HeadersFrame, RstStreamFrame, SettingsFrame
 
 from torchere.serving.errors import InvalidRequest
+from torchere.serving.frontend.call_scope import current_call
 from torchere.serving.frontend.grpc import running
 from torchere.serving.frontend.grpc.call import Method
 from torchere.serving.frontend.grpc.dispatch import dispatcher
@@ -23,6 +24,7 @@ from torchere.serving.frontend.http2.connection import Connection
 from torchere.serving.frontend.http2.listening import Listening
 from torchere.serving.frontend.http2.messages import MessageFailed, Packed
 from torchere.serving.frontend.http2.status import StatusCode
+from torchere.serving.telemetry.metrics import Metrics
 
 LIMIT = 8 * 2**20
 CODE = grpc.StatusCode
@@ -34,6 +36,9 @@ class Service:
     def __init__(self):
         self.began, self.closed, self.go = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.made = 0
+        self.metrics = Metrics()
+        self.meter = self.metrics.meter("m", "1")
+        self.metrics.show(self.meter)
 
     async def echo(self, request, call):
         return request
@@ -54,6 +59,12 @@ class Service:
             for _ in range(2000):
                 yield BytesValue(value=bytes(10_000))
                 self.made += 1
+
+    async def predict(self, request, call):
+        current_call().begin(self.metrics, "id").meter = self.meter
+        with self.watched():
+            yield BytesValue()
+            await asyncio.Event().wait()
 
     async def each(self, requests, call):
         with self.watched():
@@ -95,11 +106,13 @@ async def serving(**options):
         f"/{method(name).path}": one_to_one(method(name), getattr(service, name), tasks)
         for name in ("echo", "hang", "fail")
     }
-    openers["/test.Service/flow"] = to_many(method("flow"), service.flow, tasks, from_many=False)
+    for name in ("flow", "predict"):
+        implementation = getattr(service, name)
+        openers[f"/test.Service/{name}"] = to_many(method(name), implementation, tasks, from_many=False)
     for name in ("each", "slow", "deaf", "stuck"):
         implementation = getattr(service, name)
         openers[f"/test.Service/{name}"] = to_many(method(name), implementation, tasks, from_many=True)
-    listening = Listening(dispatcher(openers, None, "inference"), LIMIT, LIMIT, **options)
+    listening = Listening(dispatcher(openers, None, "inference", service.metrics), LIMIT, LIMIT, **options)
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: Connection(listening), "127.0.0.1", 0)
     target = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
@@ -234,6 +247,26 @@ def test_a_client_that_cancels_ends_the_task(begin):
             return len(served.tasks), len(connection._streams)
 
     assert run(main()) == (0, 0)
+
+
+@pytest.mark.parametrize("end", ["CANCELLED", "DEADLINE_EXCEEDED"])
+def test_a_stream_that_ends_early_counts_as_what_ended_it(monkeypatch, end):
+    if end == "DEADLINE_EXCEEDED":
+        monkeypatch.setattr(running, "LATE_S", -19.8)  # long before the client gives up
+
+    async def main():
+        async with serving() as served:
+            call = streaming(served, "predict")
+            await call.read()
+            if end == "CANCELLED":
+                call.cancel()
+            await served.service.closed.wait()
+            await asyncio.wait(served.tasks, timeout=10) if served.tasks else None
+            text = served.service.metrics.exposition()
+            return [line for line in text.splitlines() if line.startswith("torchere_requests_total{")]
+
+    labels = 'model="m",version="1",protocol="grpc"'
+    assert run(main()) == [f'torchere_requests_total{{{labels},code="{end}",}} 1.0']
 
 
 def test_a_client_that_loses_its_connection_ends_the_tasks():
