@@ -22,6 +22,8 @@ def integer(values: Mapping[str, object], name: str) -> int | None:
     value = values.get(name)
     if value is None or value == "":
         return None
+    if isinstance(value, float) and value.is_integer():  # some write each number so: 1.0
+        value = int(value)
     if isinstance(value, (int, str)) and not isinstance(value, bool):
         try:
             number = int(value)
@@ -49,10 +51,16 @@ def text(values: Mapping[str, object], name: str) -> str | None:
 
 
 def flag(values: Mapping[str, object], name: str, default: bool) -> bool:
-    """The truth value called `name`: every text but `true`, in any case, is false."""
+    """The truth value called `name`: every text but `true`, in any case, is false.
+
+    Raises:
+        InvalidRequest: there is a value, and it is neither that nor a text.
+    """
     value = values.get(name)
     if value is None:
         return default
+    if not isinstance(value, (bool, str)):
+        raise InvalidRequest(f"Parameter {name} must be true or false, found: {str(value)[:100]!r}")
     return value is True or str(value).lower() == "true"
 
 

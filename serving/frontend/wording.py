@@ -9,6 +9,7 @@ PROCESSING = "Processing worker updates..."
 IN_PROGRESS = "Workers scaling in progress..."
 NO_SUCH_RESOURCE = "Requested resource is not found, please refer to API document."
 NO_SUCH_METHOD = "Requested method is not allowed, please refer to API document."
+NO_MODEL_NAMED = "Parameter model_name is required."
 
 
 def health(healthy: bool) -> str:

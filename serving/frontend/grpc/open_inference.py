@@ -26,7 +26,6 @@ from torchere.serving.frontend.grpc.protos.open_inference_pb2 import (
 from torchere.serving.frontend.grpc.service import Coded, Implementation
 from torchere.serving.frontend.http2.stream import Stream
 from torchere.serving.frontend.open_inference.errors import as_client_knows
-from torchere.serving.frontend.open_inference.json_form import BytesAs
 from torchere.serving.frontend.open_inference.service import Outcome, TensorService, whole
 from torchere.serving.frontend.open_inference.tensor_answer import (
     TensorAnswer,
@@ -51,12 +50,13 @@ Reader: TypeAlias = Callable[[InferResponse], TensorAnswer]
 class Tensors(NamedTuple):
     """What the calls of a service need.
 
-    `bytes_as` says how elements of BYTES go into the JSON of an envelope: TorchServe's service writes base64.
+    `as_torchserve` is for the service under TorchServe's name: its codes of errors, base64 for elements of
+    BYTES in the JSON for an envelope, and JSON for those of its answer.
     """
 
     shared: Shared
     service: TensorService
-    bytes_as: BytesAs
+    as_torchserve: bool
 
     def asked(self, request: TensorMessage, call: Call) -> tuple[Asked, Reader]:
         """What a message asks, and what reads the answer.
@@ -76,9 +76,10 @@ class Tensors(NamedTuple):
             request_id=new_request_id(),
             headers=_headers(call),
             deadline_s=call.deadline_s,
-            bytes_as=self.bytes_as,
+            bytes_as="base64" if self.as_torchserve else "text",
         )
-        return Asked(model, version, asked), read_json if self.service.enveloped(facts) else read_framed
+        of_envelope = partial(read_json, quoted=self.as_torchserve)
+        return Asked(model, version, asked), of_envelope if self.service.enveloped(facts) else read_framed
 
 
 class _ModelInfer(DirectCall):
@@ -102,7 +103,9 @@ class _ModelInfer(DirectCall):
 
     def reply(self, outcome: Outcome | ServingError) -> None:
         """Answer the client; `Reply` of the prediction."""
-        super().reply(as_client_knows(outcome) if isinstance(outcome, ServingError) else outcome)
+        if isinstance(outcome, ServingError) and not self._tensors.as_torchserve:
+            outcome = as_client_knows(outcome)
+        super().reply(outcome)
 
     def _take_parts(self, response: StreamedResponse) -> None:
         if self._prediction is not None:

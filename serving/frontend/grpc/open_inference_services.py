@@ -29,16 +29,16 @@ _TORCHSERVE_MODELS: Table = {
 def open_inference_services(
     dataplane: DataPlane, controlplane: ControlPlane, services: Services
 ) -> list[Callable[[set[Any]], Openers]]:
-    """Both services. They differ in codes of errors, and in how BYTES reach an envelope."""
+    """Both services. They differ in codes of errors, and in how BYTES pass an envelope."""
     tensors = TensorService(dataplane, services.settings.service_envelope)
     shared = Shared(dataplane, services.metrics)
-    as_text = TensorCalls(Tensors(shared, tensors, "text")).methods()
-    as_base64 = TensorCalls(Tensors(shared, tensors, "base64")).methods()
-    public = ModelCalls(dataplane, controlplane, unknown_is_unready=True).methods()
-    torchserves = ModelCalls(dataplane, controlplane, unknown_is_unready=False).methods()
+    public = TensorCalls(Tensors(shared, tensors, as_torchserve=False)).methods()
+    torchserves = TensorCalls(Tensors(shared, tensors, as_torchserve=True)).methods()
+    public_models = ModelCalls(dataplane, controlplane, unknown_is_unready=True).methods()
+    torchserves_models = ModelCalls(dataplane, controlplane, unknown_is_unready=False).methods()
     return [
+        service(SERVICE, public_models, OPEN_INFERENCE, PUBLIC_NAME),
         service(SERVICE, public, OPEN_INFERENCE, PUBLIC_NAME),
-        service(SERVICE, as_text, OPEN_INFERENCE, PUBLIC_NAME),
-        service(SERVICE, torchserves, _TORCHSERVE_MODELS, TORCHSERVE_NAME),
-        service(SERVICE, as_base64, INFERENCE, TORCHSERVE_NAME),
+        service(SERVICE, torchserves_models, _TORCHSERVE_MODELS, TORCHSERVE_NAME),
+        service(SERVICE, torchserves, INFERENCE, TORCHSERVE_NAME),
     ]

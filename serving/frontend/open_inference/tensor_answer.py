@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from torchere.handlers.tensors import DATATYPES, Datatype, TensorError
+from torchere.handlers.tensors import BYTES, DATATYPES, Datatype, TensorError
 from torchere.handlers.tensors_answer import FRAME, Encoded, Wish, encode_outputs, wanted_outputs
 from torchere.handlers.tensors_bytes import bytes_from_tensor, tensor_from_bytes
 from torchere.handlers.tensors_json import NO_JSON, tensor_from_json
@@ -53,6 +53,7 @@ class _Head(msgspec.Struct):
 
 
 _decoder = msgspec.json.Decoder(_Head)
+_encoder = msgspec.json.Encoder()
 
 
 def read_framed(response: InferResponse) -> TensorAnswer:
@@ -95,18 +96,21 @@ def encode_answer(answer: TensorAnswer, request: TensorRequest) -> Encoded:
         raise InvalidRequest(str(err)) from err
 
 
-def read_json(response: InferResponse) -> TensorAnswer:
+def read_json(response: InferResponse, *, quoted: bool = False) -> TensorAnswer:
     """The answer of a handler that writes the protocol's JSON itself, as the `kservev2` envelope does.
+
+    It calls BYTES whatever is no number; elements that are no texts become their JSON. With `quoted` texts do
+    so, too, which is how TorchServe gives them to its gRPC clients.
 
     Raises:
         ServingError: the handler made an error of it, or wrote something else.
     """
     if response.status >= 400:
         raise refused_by_handler(response)
-    return _answer(response.body, 0, len(response.body))
+    return _answer(response.body, 0, len(response.body), quoted=quoted)
 
 
-def _answer(body: bytes, start: int, end: int) -> TensorAnswer:
+def _answer(body: bytes, start: int, end: int, *, quoted: bool = False) -> TensorAnswer:
     view = memoryview(body)
     raw: bytes | memoryview
     try:
@@ -119,21 +123,28 @@ def _answer(body: bytes, start: int, end: int) -> TensorAnswer:
         if isinstance(size, int):
             raw, end = view[end : end + size], end + size
         else:
-            raw = _raw_of_json(output, f"outputs[{index}]")
+            raw = _raw_of_json(output, f"outputs[{index}]", quoted=quoted)
         datatype = DATATYPES[output.datatype]
         outputs.append(OutputTensor(output.name, datatype, tuple(output.shape), raw, output.parameters))
     version = "" if head.model_version is None else str(head.model_version)
     return TensorAnswer(head.model_name, version, head.id or "", tuple(outputs))
 
 
-def _raw_of_json(output: _Output, where: str) -> bytes:
+def _raw_of_json(output: _Output, where: str, *, quoted: bool) -> bytes:
     datatype = DATATYPES.get(output.datatype)
     if datatype is None:
         raise _no_tensors(f"{where}.datatype is {output.datatype!r}")
+    data = _as_texts(output.data, quoted=quoted) if datatype is BYTES else output.data
     try:
-        return bytes_from_tensor(tensor_from_json(output.data, datatype, output.shape, where), datatype)
+        return bytes_from_tensor(tensor_from_json(data, datatype, output.shape, where), datatype)
     except TensorError as err:
         raise _no_tensors(str(err)) from err
+
+
+def _as_texts(data: Any, *, quoted: bool) -> Any:
+    if isinstance(data, list):
+        return [_as_texts(one, quoted=quoted) for one in data]
+    return data if isinstance(data, str) and not quoted else _encoder.encode(data).decode()
 
 
 def _no_tensors(cause: str) -> ServingError:

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from torchere.serving.errors import NotFound
+from torchere.serving.errors import InvalidRequest, NotFound
 from torchere.serving.frontend import wording
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.description import pretty
@@ -33,9 +33,13 @@ def prediction_options(dataplane: DataPlane) -> APIRouter:
 
     async def describe(request: Request) -> Response:
         target = prediction_target(request.scope["path"]) if request.method == "OPTIONS" else None
-        model = target and (target.model or request.query_params.get("model_name"))
-        if target is None or not model:
+        if target is None:
             raise NotFound(wording.NO_SUCH_RESOURCE)
+        model = target.model
+        if model is None:
+            model = request.query_params.get("model_name", dataplane.sole_startup_model())
+        if model is None:
+            raise InvalidRequest(wording.NO_MODEL_NAMED)
         dataplane.check_exists(model, target.version)
         signature = dataplane.signature_text(model, target.version)
         return json_answer(pretty(prediction_document(model, signature)))

@@ -7,7 +7,8 @@ import time
 
 from starlette.types import Receive, Scope, Send
 
-from torchere.serving.errors import ServingError, Unauthorized
+from torchere.serving.errors import NotFound, ServingError, Unauthorized
+from torchere.serving.frontend import wording
 from torchere.serving.frontend.access_log import access_log
 from torchere.serving.frontend.keys import Keys
 from torchere.serving.frontend.rest.authorisation import Surfaces, required_key
@@ -86,6 +87,8 @@ class Listener:
             if target is not None:
                 await self._predictor.predict(call, target, receive)
                 return
+        if path.endswith("\n"):  # the framework would take it for the path without, whose key may be another
+            raise NotFound(wording.NO_SUCH_RESOURCE)
         scope["path"] = path
         await self.routes(scope, receive, call.framed_send)
 

@@ -124,9 +124,9 @@ class ModelRoutes:
         await self._controlplane.set_default(model, version)
         return status_answer(wording.default_set(ModelKey(model, version)))
 
-    async def describe_api(self, model: str) -> Response:
+    async def describe_api(self, request: Request, model: str) -> Response:
         """The OpenAPI document of what may be done with a model."""
-        self._controlplane.describe(model, None)
+        self._controlplane.describe(model, request.path_params.get("version"))
         return json_answer(description.pretty(management_document(model)))
 
     async def kserve_ready(self, model: str) -> Response:

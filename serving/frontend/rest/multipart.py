@@ -84,12 +84,13 @@ class _Collector:
         self._field = self._value = b""
 
     def _end_part(self) -> None:
-        options = parse_options_header(self._headers.get(b"content-disposition", b""))[1]
+        disposition = self._headers.get(b"content-disposition", b"")
+        options = parse_options_header(disposition)[1]
         name = options.get(b"name")
         if name is None:
             raise InvalidRequest("A part of the multipart body has no name in its Content-Disposition.")
         content_type = ""
-        if b"filename" in options:
+        if b"filename" in options or b"filename*=" in disposition:  # some write no other, though none may
             given = self._headers.get(b"content-type", b"application/octet-stream")
             content_type = given.decode("latin-1").partition(";")[0].strip()
         self.parameters.append(Parameter(name.decode("utf-8", "replace"), b"".join(self._data), content_type))

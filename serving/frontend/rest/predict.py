@@ -61,9 +61,9 @@ class Predictor:
             parameters = await asyncio.to_thread(body_parameters, head.content_type, bytes(body))
         else:
             parameters = body_parameters(head.content_type, bytes(body))
-        if target.takes_query:
-            parameters = form_parameters(call.scope["query_string"]) + parameters
-        model = target.model if target.model is not None else self._model_named_in(parameters)
+        query = form_parameters(call.scope["query_string"]) if target.takes_query else ()
+        model = target.model if target.model is not None else self._model_named(query, parameters)
+        parameters = query + parameters
         headers = request_headers(call.scope) + target.headers
         request = infer_request(call.request_id, head, parameters, headers, call.started_s)
         with self._watch.watching(receive):
@@ -84,15 +84,17 @@ class Predictor:
         with self._watch.watching(receive):
             return await self._tensors.predict(call, target, head, body)
 
-    def _model_named_in(self, parameters: tuple[Parameter, ...]) -> str:
-        # Query parameters come first in `parameters`, so they win over a field of a form.
-        for parameter in parameters:
-            if parameter.name == "model_name":
-                return parameter.value.decode("utf-8", "replace")
-        sole = self._dataplane.sole_startup_model()
-        if sole is None:
-            raise InvalidRequest("Parameter model_name is required.")
-        return sole
+    def _model_named(self, query: tuple[Parameter, ...], fields: tuple[Parameter, ...]) -> str:
+        # What a form holds is for the handler where the start loaded one model only.
+        for model in (_name_in(query), self._dataplane.sole_startup_model(), _name_in(fields)):
+            if model is not None:
+                return model
+        raise InvalidRequest(wording.NO_MODEL_NAMED)
+
+
+def _name_in(parameters: tuple[Parameter, ...]) -> str | None:
+    named = (one.value for one in parameters if one.name == "model_name")
+    return next((value.decode("utf-8", "replace") for value in named), None)
 
 
 class Answering(Protocol):

@@ -215,6 +215,8 @@ class RequestReader(HttpToolsProtocol):
         super().on_url(url)
         for name, value in self.spelled_headers:
             super().on_header(name, value)
+        if self.parser.get_http_version() == "1.0":
+            self.expect_100_continue = False  # such a client takes that for its answer (RFC 9110, 15.2)
         super().on_headers_complete()
         scope[CYCLE] = weakref.ref(self.cycle)  # which holds the scope
 

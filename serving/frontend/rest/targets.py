@@ -40,8 +40,11 @@ class Target(NamedTuple):
 def prediction_target(path: str) -> Target | None:
     """Return what a percent-decoded path asks to be predicted; None when it is another kind of path."""
     segments = path.rstrip("/").split("/")[1:]
-    if not segments:
-        return None
+    target = _target(segments) if segments else None
+    return None if target is None or target.version == "" else target  # which is none, and not the default
+
+
+def _target(segments: list[str]) -> Target | None:
     first = segments[0]
     if first == "predictions":
         return _named(segments, EXPLAIN_NO)
@@ -64,12 +67,12 @@ def _kserve(segments: list[str]) -> Target | None:
         return None
     if segments[0] == "v2":
         return _open_inference(segments[2], segments[3:])
-    model, colon, verb = segments[2].partition(":")
-    if len(segments) > 3 or not colon:
+    model = segments[2].partition(":")[0]
+    if len(segments) > 3:
         return None
-    if verb.startswith("predict"):
+    if ":predict" in segments[2]:
         return Target(model, headers=EXPLAIN_NO)
-    return Target(model, headers=EXPLAIN_YES) if verb.startswith("explain") else None
+    return Target(model, headers=EXPLAIN_YES) if ":explain" in segments[2] else None
 
 
 def _open_inference(model: str, rest: list[str]) -> Target | None:

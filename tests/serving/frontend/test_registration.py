@@ -24,12 +24,16 @@ def test_numbers_come_as_text_from_a_query_and_as_numbers_from_json():
     assert (wish.batch_size, wish.initial_executors, wish.response_timeout_s) == (3, 2, 7)
 
 
+def test_json_may_write_a_whole_number_with_a_point():
+    assert integer({"initial_workers": 2.0}, "initial_workers") == 2
+
+
 def test_the_defaults_of_torchserve_sent_explicitly_count_as_unset():
     wish = registration({"url": "a.mar", "batch_size": "-1", "max_batch_delay": "-100"})
     assert (wish.batch_size, wish.max_batch_delay_ms) == (None, None)
 
 
-@pytest.mark.parametrize("value", ["abc", "1.5", 1.5, True, [], "9" * 5000])
+@pytest.mark.parametrize("value", ["abc", "1.5", 1.5, float("inf"), True, [], "9" * 5000])
 def test_what_is_no_whole_number_is_refused_by_name(value):
     with pytest.raises(InvalidRequest, match="batch_size must be a whole number"):
         integer({"batch_size": value}, "batch_size")
@@ -55,6 +59,12 @@ def test_true_in_any_case_is_true(value, expected):
     assert flag({"synchronous": value}, "synchronous", default=False) is expected
 
 
-@pytest.mark.parametrize("value", ["false", "1", "yes", "", False, 1])
+@pytest.mark.parametrize("value", ["false", "1", "yes", "", False])
 def test_every_other_text_is_false(value):
     assert flag({"synchronous": value}, "synchronous", default=True) is False
+
+
+@pytest.mark.parametrize("value", [1, 0.0, [], {}])
+def test_what_is_neither_a_truth_value_nor_a_text_is_refused_by_name(value):
+    with pytest.raises(InvalidRequest, match="synchronous must be true or false, found: "):
+        flag({"synchronous": value}, "synchronous", default=True)

@@ -228,6 +228,15 @@ def test_what_becomes_of_a_request_has_its_code(oip, planes, error, code):
     assert oip.refused("ModelInfer", request(raw=RAW)) == (code, error.message)
 
 
+def test_torchserves_service_keeps_the_code_of_a_handler_that_fails(oip, planes):
+    async def fail(asked):
+        raise HandlerFailed("Prediction failed")
+
+    planes.data.behave = fail
+    refused = oip.refused("ModelInfer", request(raw=RAW), name=TORCHSERVE_NAME)
+    assert refused == ("UNAVAILABLE", "Prediction failed\norg.pytorch.serve.http.InternalServerException")
+
+
 def test_a_503_of_the_handlers_is_its_own(oip, planes):
     async def refuse(asked):
         return InferResponse(b"Prediction failed", (), 503)
@@ -396,19 +405,22 @@ def test_an_envelope_gets_the_json_of_each_service(oip, planes):
     async def enveloped(asked):
         return InferResponse(
             b'{"id": "7", "model_name": "echo", "model_version": "1.0", "outputs":'
-            b' [{"name": "y", "datatype": "INT64", "shape": [2], "data": [1, 2]}]}'
+            b' [{"name": "y", "datatype": "INT64", "shape": [2], "data": [1, 2]},'
+            b' {"name": "z", "datatype": "BYTES", "shape": [2], "data": ["a", {"b": 1}]}]}'
         )
 
     planes.data.behave = enveloped
     wanted = typed("BYTES", "bytes_contents", [b"hi"])
-    bodies = []
+    bodies, texts = [], []
     for name in (PUBLIC_NAME, TORCHSERVE_NAME):
         answer = oip.ask("ModelInfer", wanted, name=name, settings={"service_envelope": "kservev2"})
         assert list(answer.outputs[0].contents.int64_contents) == [1, 2]
+        texts.append(list(answer.outputs[1].contents.bytes_contents))
         (parameter,) = planes.data.asked[-1][2].parameters
         bodies.append(parameter.value)
     assert b'"data":["hi"]' in bodies[0]
     assert b'"data":["aGk="]' in bodies[1]
+    assert texts == [[b"a", b'{"b":1}'], [b'"a"', b'{"b":1}']]
     streamed = [request(raw=RAW)]
     (answer,) = oip.streams(streamed, service_envelope="kservev2")
     assert answer.infer_response.id == "7"

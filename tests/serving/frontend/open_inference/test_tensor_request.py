@@ -11,6 +11,7 @@ from torchere.archiver.signature import Signature, TensorSpec
 from torchere.handlers.encode import decode_input
 from torchere.handlers.tensors import BYTES, DATATYPES
 from torchere.handlers.tensors_answer import OPEN_INFERENCE, WantedOutput, read_wish
+from torchere.handlers.tensors_bytes import split_elements
 from torchere.serving.errors import HandlerFailed, InvalidRequest, ServingError
 from torchere.serving.frontend.open_inference.errors import as_client_knows
 from torchere.serving.frontend.open_inference.json_form import request_json
@@ -153,6 +154,14 @@ def test_an_envelopes_answer_is_read_and_put_into_the_clients_form() -> None:
     assert encode_answer(answer, TensorRequest(())).json_bytes is None
     with pytest.raises(InvalidRequest, match=r"^outputs\[0\]\.name: found 'z'"):
         encode_answer(answer, TensorRequest((), outputs=(WantedOutput("z"),)))
+
+
+def test_bytes_of_an_envelope_that_are_no_texts_become_their_json() -> None:
+    body = b'{"outputs":[{"name":"y","datatype":"BYTES","data":[{"cat": 0.5}, "a", null],"shape":[3]}]}'
+    raw = read_json(InferResponse(body)).outputs[0].raw
+    assert split_elements(raw, "y") == [b'{"cat":0.5}', b"a", b"null"]
+    raw = read_json(InferResponse(body), quoted=True).outputs[0].raw
+    assert split_elements(raw, "y") == [b'{"cat":0.5}', b'"a"', b"null"]
 
 
 @pytest.mark.parametrize(

@@ -233,9 +233,11 @@ def test_paths_of_other_apis_are_not_found(ask, target):
     assert (answer.status, answer.json["type"]) == (404, "ResourceNotFoundException")
 
 
-def test_options_on_a_model_gives_its_document(ask):
+def test_options_on_a_model_gives_its_document(ask, planes):
     document = ask("management", "OPTIONS", "/models/echo").json
     assert document["info"]["title"] == "RESTful Management API for: echo"
+    assert ask("management", "OPTIONS", "/models/echo/1.0").json == document
+    assert planes.control.calls == [("describe", "echo", None), ("describe", "echo", "1.0")]
 
 
 def test_kserve_v1_asks_whether_a_model_is_ready(ask):

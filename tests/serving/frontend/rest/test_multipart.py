@@ -31,6 +31,11 @@ def test_a_file_that_names_no_type_is_octets():
     assert multipart_parameters(TYPE, body) == [Parameter("data", b"1", "application/octet-stream")]
 
 
+def test_a_file_may_have_an_extended_name_only():
+    named = part("name=\"data\"; filename*=UTF-8''%C3%A4.json", b"{}", "Content-Type: application/json")
+    assert multipart_parameters(TYPE, named + b"--xyz--") == [Parameter("data", b"{}", "application/json")]
+
+
 def test_a_value_may_hold_line_breaks_and_what_looks_like_a_boundary():
     value = b"a\r\n--xy\r\n--x\r\n\r\n"
     body = part('name="a"', value) + b"--xyz--"

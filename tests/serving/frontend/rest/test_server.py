@@ -199,6 +199,14 @@ def test_a_client_that_waits_for_a_go_ahead_gets_one(planes):
     assert asyncio.run(main()).startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK")
 
 
+def test_a_client_of_http_1_0_is_not_told_to_go_on(planes):
+    async def main():
+        async with serving(planes) as (talk, _):
+            return await talk((OLD % b"close").replace(b"Content", b"Expect: 100-continue\r\nContent"))
+
+    assert asyncio.run(main()).startswith(b"HTTP/1.1 200 OK")
+
+
 def test_a_streamed_answer_is_one_http_chunk_a_part(planes):
     async def parts():
         for part in (b"part0 ", b"part1 ", b"end"):

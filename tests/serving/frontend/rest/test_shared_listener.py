@@ -48,6 +48,15 @@ def test_a_shared_port_asks_for_one_key(ask, planes, target, key):
     assert ask(SHARED, "GET", target, keys=planes.keys, authorization=f"Bearer {other}").status == 400
 
 
+@pytest.mark.parametrize("target", ["/models\n", "/models\n/", "/workflows\n", "/log-level\n"])
+def test_a_line_break_at_the_end_of_a_path_is_no_way_round_the_key(ask, planes, target):
+    with_key = {"keys": planes.keys, "authorization": "Bearer inference"}
+    for method in ("GET", "POST", "PUT"):
+        answer = ask(SHARED, method, f"{target}?url=a.mar", **with_key)
+        assert (answer.status, answer.json["type"]) == (404, "ResourceNotFoundException")
+    assert planes.control.calls == []
+
+
 def test_three_addresses_make_three_listeners():
     settings = ServerSettings()
     assert listeners(settings) == [

@@ -17,6 +17,7 @@ NO_PATH = (("url_path", ""), *EXPLAIN_NO)
         ("/explanations/m", Target("m", None, (("url_path", ""), *EXPLAIN_YES))),
         ("/v1/models/m:predict", Target("m", None, EXPLAIN_NO)),
         ("/v1/models/m:explain", Target("m", None, EXPLAIN_YES)),
+        ("/v1/models/m:1:explain:predict", Target("m", None, EXPLAIN_NO)),
         ("/v2/models/m/infer", Target("m", None, EXPLAIN_NO, verb="infer")),
         ("/v2/models/m/versions/1/infer", Target("m", "1", EXPLAIN_NO, verb="infer")),
         ("/v2/models/m/generate", Target("m", None, EXPLAIN_NO, verb="generate")),
@@ -54,6 +55,7 @@ def test_prediction_paths_name_their_target(path, target):
             "/v2/models/m/versions/1/explain",
         ),
         *("/v2/models/m/infer/more", "/ping/predict", "/models/predict"),
+        *("/predictions/m//x", "/explanations/m//x", "/m//predict", "/v2/models/m/versions//infer"),
         *("/a/b/c/predict", "/predict", "/m/predict/more", "/invocations/more", "/v1/models/m:other"),
     ],
 )
