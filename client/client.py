@@ -100,7 +100,7 @@ class Client:
 
         Args:
             model: its name.
-            data: `bytes` as they are, `str` as text, a path as the file it names, anything else as JSON.
+            data: `bytes` as they are, `str` as text, a path as its file, else as JSON, arrays as lists.
             version: None is the model's default one.
             content_type: instead of the one that belongs to `data`.
             files: a form of several parts, instead of `data`.

@@ -88,9 +88,18 @@ def merged(*several: Mapping[str, str]) -> dict[str, str]:
 
 
 def json_body(value: object) -> bytes:
-    """`value` as compact JSON in UTF-8.
+    """`value` as compact JSON in UTF-8; arrays and tensors become lists.
 
     Raises:
         TypeError, ValueError: it holds what JSON has no form for.
     """
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, default=_as_list).encode()
+
+
+def _as_list(value: object) -> object:
+    as_list = getattr(value, "tolist", None)  # of NumPy, torch and pandas, none of which is needed here
+    if as_list is None:
+        raise TypeError(
+            f"a {type(value).__name__} has no form in JSON; expected numbers, texts, lists, dicts"
+        )
+    return as_list()

@@ -173,7 +173,13 @@ def result(answer: Answer) -> InferResult:
 def _tensors(inputs: Inputs) -> list[Tensor]:
     if isinstance(inputs, Mapping):
         return [tensors.tensor(name, value) for name, value in inputs.items()]
-    return list(inputs)
+    given = list(inputs)
+    for one in given:
+        if not isinstance(one, Tensor):
+            raise TypeError(
+                f"the inputs are a {type(inputs).__name__}; expected a dict of arrays by name, or Tensors"
+            )
+    return given
 
 
 def _message(inputs: list[Tensor], options: InferOptions) -> tuple[dict[str, Any], list[bytes]]:

@@ -68,7 +68,8 @@ def tensor(name: str, value: object, datatype: str | None = None) -> Tensor:
         name: of the input.
         value: an array, a number, a nested list; a `Tensor` is only renamed.
         datatype: the protocol's name; None takes the one of the array. Text and `bytes` are BYTES, an array
-            of `ml_dtypes.bfloat16` is BF16; "BF16" also takes floats, and rounds them to it.
+            of `ml_dtypes.bfloat16` is BF16; "BF16" also takes floats, and rounds them to it. Floats that are
+            in no array are FP32, as torch has it: nearly all models take that.
 
     Raises:
         TypeError: the array's type has no name in the protocol.
@@ -79,7 +80,9 @@ def tensor(name: str, value: object, datatype: str | None = None) -> Tensor:
     import numpy as np  # noqa: PLC0415 - only who sends arrays needs it
 
     array = np.asarray(value)
-    datatype = datatype or datatype_of(array)
+    if datatype is None:
+        are_floats = array.dtype == np.float64 and not hasattr(value, "dtype")
+        datatype = "FP32" if are_floats else datatype_of(array)
     if datatype not in DATATYPES:
         raise ValueError(f"input {name!r}: found datatype {datatype!r}, expected one of {sorted(DATATYPES)}")
     return Tensor(name, datatype, array.shape, _data(array, datatype))

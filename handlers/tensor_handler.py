@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ from torchere.handlers.tensors_batch import Group, Member, check_results, flatte
 from torchere.handlers.tensors_npy import NPY_TYPE, write_npy
 from torchere.handlers.tensors_rows import Example, example_of, layout_of, tensors_of
 from torchere.handlers.timer import timed
+
+logger = logging.getLogger(__name__)
 
 
 class Batch(NamedTuple):
@@ -77,20 +80,42 @@ class TensorHandler(BaseHandler):
             self.model = onnx.as_function(self.model)
 
     def warmup_data(self) -> list[dict[str, object]] | None:
-        """One row of zeros, where the shapes are fixed; None where the model's liking is not known."""
+        """One row of zeros, where the shapes are fixed, or of ones: lengths and masks may not be zero.
+
+        None where the model's liking is not known. Rows that are made up prove nothing about a model that
+        refuses them.
+        """
         shapes = [spec.shape[1:] if spec.batched else spec.shape for spec in self.signature.inputs]
         if any(ANY in shape for shape in shapes):
             return None
-        row: dict[str, object] = {}
-        for spec, shape in zip(self.signature.inputs, shapes, strict=True):
-            dtype = DATATYPES[spec.datatype]
-            sizes = (1, *shape) if spec.batched else shape
-            row[spec.name] = (
-                torch.zeros(sizes, dtype=torch_dtype(dtype))
-                if dtype.numpy is None
-                else np.zeros(sizes, dtype.numpy)
-            )
-        return [row]
+        for number in (0, 1):
+            row: dict[str, object] = {}
+            for spec, shape in zip(self.signature.inputs, shapes, strict=True):
+                dtype = DATATYPES[spec.datatype]
+                sizes = (1, *shape) if spec.batched else shape
+                row[spec.name] = (
+                    torch.full(sizes, number, dtype=torch_dtype(dtype))
+                    if dtype.numpy is None
+                    else np.full(sizes, number, dtype.numpy)
+                )
+            refusal = self._refusal(row)
+            if refusal is None:
+                return [row]
+        last_line = "".join(str(refusal).strip().splitlines()[-1:])  # in which TorchScript says what it was
+        logger.warning("not warmed up, as the model takes neither zeros nor ones: %s", last_line)
+        return None
+
+    def _refusal(self, row: dict[str, object]) -> Exception | None:
+        """What the model raises at a row; lack of memory, which is not the row's fault, is raised."""
+        (group,) = self._groups([example_of(row, self.layout, "")])
+        try:
+            with torch.inference_mode():
+                self.model(*(to_device(tensor, self.device) for tensor in group.inputs))
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as err:  # the model's own: it may raise anything
+            return err
+        return None
 
     def describe_handle(self) -> Any:
         """The signature."""

@@ -200,7 +200,7 @@ def _of_raw(value: bytes | bytearray, spec: TensorSpec) -> Any:
         expected = f"JSON or a .npy file, as {_wanted(spec)}"
         raise TensorError(spec.name, f"{len(value)} raw bytes", expected)
     row_bytes = math.prod(inner) * datatype.item_bytes
-    rows = len(value) // row_bytes if row_bytes else 0
+    rows = max(1, len(value) // row_bytes) if row_bytes else 0
     shape_now = (rows, *inner) if spec.batched else inner
     return tensor_from_bytes(value, datatype, shape_now, spec.name, writable=True)
 

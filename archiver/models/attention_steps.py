@@ -84,9 +84,9 @@ def without_padding(
 
     That is what `nn.TransformerEncoder` gives for a row alone, when it leaves padding out by a nested tensor.
     Of a batch it asks this for all rows together, so that a row's answer would depend on the others'. Padding
-    is what is true, or not 0.
+    is what is true, or not 0; that of states without a batch is not left out.
     """
-    if padding is None or mask is not None:
+    if padding is None or padding.dim() != 2 or mask is not None:
         return states
     padded = padding != 0
     at_end = (padded[:, 1:] >= padded[:, :-1]).all(1, keepdim=True)

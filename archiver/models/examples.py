@@ -45,7 +45,10 @@ class Example:
         if self.names is None:
             return self.tensors
         if unknown := [name for name in self.names if name not in wanted]:
-            raise ModelRefused(f"the example has the input {unknown[0]!r}; the model has {', '.join(wanted)}")
+            raise ModelRefused(
+                f"the example has the input {unknown[0]!r}; the model has {', '.join(wanted)}; a forward "
+                "that takes a dict of tensors can't be run: let it, or a module around it, take each alone"
+            )
         given = dict(zip(self.names, self.tensors, strict=True))
         present = [name for name in wanted if name in given]
         if present != list(wanted[: len(present)]):

@@ -101,8 +101,15 @@ def check_tensor(name: str, tensor: torch.Tensor) -> None:
         raise ModelRefused(f"{name!r} is a {odd} tensor; expected a dense one with values")
     if tensor.dtype not in DATATYPES:
         raise ModelRefused(
-            f"{name!r} is a tensor of {tensor.dtype}, which the Open Inference Protocol has no name for"
+            f"{name!r} is a tensor of {tensor.dtype}, which the Open Inference Protocol has no name for; "
+            f"{_instead(tensor.dtype)}"
         )
+
+
+def _instead(dtype: torch.dtype) -> str:
+    if dtype.is_complex:
+        return "expected real numbers: let the model take and give torch.view_as_real of it, or a part of it"
+    return f"expected one of {', '.join(DATATYPES.values())}"
 
 
 def _shapes(example: Tensors) -> str:

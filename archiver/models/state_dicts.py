@@ -26,7 +26,7 @@ _LIGHTNING_KEY = "pytorch-lightning_version"
 
 @dataclass(frozen=True)
 class Weights:
-    """What a file of weights holds: a state dict, or (only if pickles are allowed) a whole module."""
+    """What a file of weights holds: a state dict, and (only if pickles are allowed) the module it is of."""
 
     kind: str
     tensors: StateDict
@@ -68,14 +68,20 @@ def _unpickled(path: Path, allow_pickle: bool) -> Any:
             f"{path}: its pickle holds more than tensors{names}, and reading it could run any code; save the "
             "weights alone with torch.save(model.state_dict(), ...), or trust the file with --allow-pickle"
         ) from error
-    except (RuntimeError, EOFError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (ImportError, AttributeError) as error:
+        raise ModelRefused(
+            f"{path}: the code of what was pickled is not here: {error}; set PYTHONPATH to its folder, or, "
+            "where it was a notebook or a script (__main__), save the weights alone with "
+            "torch.save(model.state_dict(), ...) and give --model-file"
+        ) from error
+    except (RuntimeError, EOFError, ValueError, KeyError, TypeError, IndexError) as error:
         first = (str(error).splitlines() or [""])[0]
         raise ModelRefused(f"{path}: damaged, or not written by torch.save: {first[:200]}") from error
 
 
 def _weights_of(path: Path, found: Any) -> Weights:
     if isinstance(found, torch.nn.Module):
-        return Weights("pickled module", {}, found)
+        return Weights("pickled module", dict(found.state_dict()), found)
     if isinstance(found, dict):
         kind = "Lightning checkpoint" if _LIGHTNING_KEY in found else "state dict"
         inner = [found.get(key) for key in _WRAPPERS]

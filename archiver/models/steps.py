@@ -43,4 +43,6 @@ def refusing(name: str) -> Iterator[None]:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no text"]
         # TorchScript's interpreter begins with where it was, and ends with what was wrong there.
         cause = lines[-1] if "in the TorchScript interpreter" in lines[0] else lines[0]
+        if cause.startswith("Constraints violated"):  # torch.export says in the next line what is wrong
+            cause = ": ".join([cause.partition("!")[0], *(line.lstrip("- ") for line in lines[1:2])])
         raise ModelRefused(f"{name} failed: {type(error).__name__}: {cause[:300]}") from error

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.attention_layers import Encoder
 from torchere.archiver.models.dynamic import Tensors
 from torchere.archiver.models.input_names import input_names
 from torchere.archiver.models.precision import FINE, differing
@@ -35,7 +36,7 @@ def trace(module: torch.nn.Module, example: Tensors, say: Say) -> torch.jit.Scri
     """
     with torch.no_grad():
         is_plain = _is_plain(module(*_copies(example)))
-        with _baked() as places:
+        with _plain_encoders(module), _baked() as places:
             made: Any = torch.jit.trace(  # type: ignore[no-untyped-call]
                 module if is_plain else _Flat(module), _copies(example), strict=False, check_trace=False
             )
@@ -77,6 +78,32 @@ class _Flat(torch.nn.Module):
     def forward(self, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         """What `run_on` gives."""
         return dict(named_results(self.module(*inputs)))
+
+
+@contextmanager
+def _plain_encoders(module: torch.nn.Module) -> Iterator[None]:
+    """While entered, encoders in the module are such that a trace of them is right wherever padding lies.
+
+    Torch's leave padding out where it is at the end of all rows. A trace keeps this branch, which mixes up
+    the tokens of rows that have their padding elsewhere.
+    """
+    changed = [
+        (parent, name, layer)
+        for parent in module.modules()
+        for name, layer in parent._modules.items()
+        if type(layer) is torch.nn.TransformerEncoder and _leaves_out_padding(layer)
+    ]
+    for parent, name, layer in changed:
+        parent._modules[name] = Encoder(layer).eval()
+    try:
+        yield
+    finally:
+        for parent, name, layer in changed:
+            parent._modules[name] = layer
+
+
+def _leaves_out_padding(layer: Any) -> bool:
+    return bool(layer.use_nested_tensor and not layer._forward_hooks and not layer._forward_pre_hooks)
 
 
 def _is_plain(result: Any) -> bool:

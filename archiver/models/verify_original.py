@@ -19,13 +19,14 @@ class Original:
     def __init__(self, run: Callable[..., Any], samples: Samples) -> None:
         self._run, self._samples = run, samples
         self._first: Outputs | None = None
-        self._constant = True
+        self._constant = self._empty = True
 
     def beside(self, packed: Callable[..., Any]) -> Iterator[tuple[Outputs, Outputs]]:
         """The answers of both to each sample."""
         for sample in self._samples:
             wanted = answers(self._run, sample)
             self._first = self._first or wanted
+            self._empty = self._empty and not any(one.numel() for one in wanted)
             self._constant = self._constant and _alike(self._first, wanted)
             yield wanted, answers(packed, sample)
 
@@ -37,6 +38,12 @@ class Original:
                 f"the original itself drifts by {off:.3g} between two runs on one input: something in it is "
                 "random (F.dropout without training=self.training, noise), or it keeps state"
             )
+        if self._empty:
+            found.append(
+                "the original gives nothing for these samples, so that nothing was compared: give --samples "
+                "in which it finds something"
+            )
+            return tuple(found)
         differ = any(not _alike(self._samples[0], sample) for sample in self._samples)
         if differ and self._constant:
             found.append(

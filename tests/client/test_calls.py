@@ -41,6 +41,8 @@ def busy(**headers: str) -> httpx.Response:
         (b"\0\1", "application/octet-stream", b"\0\1"),
         ("é", "text/plain; charset=utf-8", "é".encode()),
         ({"x": [1.5]}, "application/json", b'{"x":[1.5]}'),
+        ({"x": np.array([1.5]), "n": np.int64(2)}, "application/json", b'{"x":[1.5],"n":2}'),
+        (np.array([[1, 2]]), "application/json", b"[[1,2]]"),
         (None, "application/octet-stream", b""),
     ],
 )
@@ -51,6 +53,13 @@ def test_data_is_sent_with_its_type(call: Caller, data: object, content_type: st
     (request,) = server.requests
     assert (request.method, request.url.path) == ("POST", "/predictions/net/1.0")
     assert (request.headers["content-type"], request.content) == (content_type, body)
+
+
+def test_what_can_t_be_sent_is_named(call: Caller) -> None:
+    with pytest.raises(TypeError, match=r"a set has no form in JSON; expected numbers, texts, lists, dicts"):
+        call(Server(ok()), lambda client: client.predict("net", {"x": {1}}))
+    with pytest.raises(TypeError, match=r"the inputs are a ndarray; expected a dict of arrays by name"):
+        call(Server(ok()), lambda client: client.infer("net", np.ones(2)))
 
 
 def test_a_path_is_sent_as_the_file_it_names(call: Caller, tmp_path: Path) -> None:

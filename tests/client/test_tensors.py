@@ -37,6 +37,16 @@ def test_every_array_comes_back_from_its_bytes(datatype: str) -> None:
     assert made.numpy().dtype == array.dtype
 
 
+@pytest.mark.parametrize(
+    ("value", "datatype"),
+    [([[0.5, 1.0]], "FP32"), (0.5, "FP32"), ([1, 2], "INT64"), ([0.5, 1], "FP32"), (np.float64(0.5), "FP64")],
+)
+def test_floats_in_no_array_are_what_models_take(value: Any, datatype: str) -> None:
+    made = tensor("x", value)
+    assert made.datatype == datatype
+    assert made.numpy().tolist() == np.asarray(value).tolist()
+
+
 @pytest.mark.parametrize("datatype", ARRAYS)
 def test_every_array_comes_back_from_json(datatype: str) -> None:
     made = tensor("x", ARRAYS[datatype])

@@ -45,6 +45,19 @@ class Forgetful(torch.nn.Module):
         return x[1:]
 
 
+class Picky(torch.nn.Module):
+    """Takes lengths of at least `least`, as packed sequences do."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.least = least
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if bool((x < self.least).any()):
+            raise ValueError("a length is too small")
+        return x * 2
+
+
 def spec(name: str, shape: tuple[int, ...], datatype: str = "FP32") -> TensorSpec:
     return TensorSpec(name, datatype, shape)
 
@@ -221,7 +234,7 @@ def test_an_npy_file_holds_one_output(make_handler: Callable[..., Asked]) -> Non
         ("word", "input: found text that is no JSON"),
         (npy(np.array([1, 2, 3])), "input: found INT64, expected FP32"),
         (npy(np.array(["a"])), "a .npy file of <U1"),
-        (bytearray(b"\x80\x04\x95"), "input: found 3 bytes, expected 0 bytes"),
+        (bytearray(b"\x80\x04\x95"), "input: found 3 bytes, expected 12 bytes for FP32 of shape [1, 3]"),
     ],
 )
 def test_a_body_that_is_no_example_is_refused_by_its_field(
@@ -278,6 +291,21 @@ def test_the_warm_up_is_a_row_of_zeros_where_shapes_are_fixed(make_handler: Call
     assert rows is not None
     assert asked.rows(*rows) == [[[0, 0, 0]]]
     assert make_handler(Doubled(), FREE).handler.warmup_data() is None
+
+
+def test_a_model_that_refuses_made_up_rows_is_served_all_the_same(
+    make_handler: Callable[..., Asked], caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = make_handler(Picky(1), ONE).handler.warmup_data()
+    assert rows is not None
+    assert np.asarray(rows[0]["input"]).tolist() == [[1, 1, 1]]
+    assert caplog.messages == []
+    asked = make_handler(Picky(2), ONE)
+    assert asked.handler.warmup_data() is None
+    (line,) = caplog.messages
+    assert line.startswith("not warmed up, as the model takes neither zeros nor ones: ")
+    assert "a length is too small" in line
+    assert asked.body([2, 2, 3]) == [4, 4, 6]
 
 
 def test_describe_tells_the_signature(make_handler: Callable[..., Asked]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -115,6 +116,30 @@ def test_a_pickled_module_is_taken_only_if_it_is_trusted(forms: Any, pack: Pack,
     rows = torch.rand(2, 8)
     answers = serve(pack(**given, allow_pickle=True), [{"body": row.tolist()} for row in rows])
     check_answers(forms, answers, rows)
+
+
+def test_a_pickled_module_fills_the_class_of_a_model_file(forms: Any, pack: Pack, serve: Serve) -> None:
+    archive = pack(
+        serialized_file=forms.file("whole.weights"),
+        model_file=forms.file("net_module.py"),
+        example=forms.file("example.npy"),
+        allow_pickle=True,
+    )
+    rows = torch.rand(2, 8)
+    check_answers(forms, serve(archive, [{"body": row.tolist()} for row in rows]), rows)
+
+
+def test_a_pickled_module_whose_code_is_elsewhere_is_refused_with_a_way_out(
+    pack: Pack, tmp_path: Path
+) -> None:
+    class_of_a_notebook = type("Net", (torch.nn.Linear,), {"__module__": "__main__"})
+    sys.modules["__main__"].Net = class_of_a_notebook  # type: ignore[attr-defined]
+    torch.save(class_of_a_notebook(2, 2), tmp_path / "net.pt")
+    del sys.modules["__main__"].Net  # type: ignore[attr-defined]
+    with pytest.raises(
+        ModelRefused, match=r"code of what was pickled is not here: .*'Net'.*give --model-file"
+    ):
+        pack(serialized_file=tmp_path / "net.pt", allow_pickle=True, model_format="export")
 
 
 def test_an_exported_program_goes_with_its_own_example_and_ranges(forms: Any, pack: Pack) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.running import run_on
 from torchere.archiver.models.steps import refusing
 
 
@@ -26,3 +27,19 @@ def test_a_torchscript_that_fails_is_refused_with_its_cause() -> None:
 def test_of_other_failures_the_first_line_counts() -> None:
     with pytest.raises(ModelRefused, match=r"^running failed: ValueError: one$"), refusing("running"):
         raise ValueError("\n one\ntwo")
+
+
+def test_of_sizes_that_an_export_has_fixed_it_is_said_which() -> None:
+    class Flat(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.reshape(14)
+
+    shapes = ({1: torch.export.Dim("length", min=2, max=9)},)
+    cause = r"^exporting failed: UserError: Constraints violated \(length\): .*length.*constant \(7\)"
+    with pytest.raises(ModelRefused, match=cause), refusing("exporting"):
+        torch.export.export(Flat(), (torch.randn(2, 7),), dynamic_shapes=shapes)
+
+
+def test_a_complex_result_is_refused_with_a_way_out() -> None:
+    with pytest.raises(ModelRefused, match=r"complex64.*expected real numbers: .*torch\.view_as_real"):
+        run_on(torch.fft.fft, (torch.randn(2, 4),))

@@ -165,3 +165,29 @@ def test_packed_with_its_signature(pack: Callable[..., Path], tmp_path: Path) ->
         ("a.c", "INT64"),
         ("a.b", "BOOL"),
     ]
+
+
+class Sentences(nn.Module):
+    """An encoder of torch's, which leaves out padding at the end of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(8))
+
+    def forward(self, x: torch.Tensor, padded: torch.Tensor) -> torch.Tensor:
+        answer: torch.Tensor = self.encoder(x, src_key_padding_mask=padded)
+        return answer
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_traced_encoder_is_right_wherever_the_padding_is() -> None:
+    torch.manual_seed(0)
+    model = Sentences().eval().requires_grad_(False)
+    behind = torch.tensor([[False, False, False, False], [False, False, True, True]])
+    traced = to_torchscript(model, (torch.randn(2, 4, 8), behind))
+    assert type(model.encoder) is nn.TransformerEncoder
+    for padded in (behind, behind.flip(1), behind.roll(1, 1), torch.zeros_like(behind)):
+        x = torch.randn(2, 4, 8)
+        rows = [model(x[row : row + 1], padded[row : row + 1]) for row in range(2)]
+        torch.testing.assert_close(traced(x, padded), torch.cat(rows))

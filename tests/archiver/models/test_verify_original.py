@@ -71,3 +71,9 @@ def test_a_channel_that_went_silent_is_refused_though_the_drift_is_small() -> No
     assert not report.accepted
     with pytest.raises(DriftRefused, match=r"has lost outputs of.*1 of 2 channels \(dimension 1: 1\)"):
         refuse_drift(report)
+
+
+def test_an_original_that_finds_nothing_is_told() -> None:
+    text = "gives nothing for these samples, so that nothing was compared"
+    assert text in report_of(lambda x: x[x > 100]).table()
+    assert text not in report_of(lambda x: x[x > 0]).table()
