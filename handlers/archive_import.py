@@ -116,6 +116,8 @@ class ArchiveModules:
             module = builtins.__import__(name, globals, locals, fromlist or (), level)
             return self._importlib if module is importlib else module
         module = builtins.__import__(f"{self.prefix}.{name}", globals, locals, fromlist or (), 0)
+        if self.is_alone and name not in sys.modules and self.plain_name(name) is not None:
+            sys.modules[name] = sys.modules[f"{self.prefix}.{name}"]  # pickle takes it from there
         # `import a.b` binds `a`; with a prefix in front, `__import__` gave us the root package instead.
         return module if fromlist else sys.modules[f"{self.prefix}.{top}"]
 
@@ -144,9 +146,9 @@ class _ArchiveLoader(SourceFileLoader):
         super().__init__(fullname, path)
         self._archive = archive
 
-    def get_code(self, fullname: str) -> Any:
-        """The code, whichever of its names the module is asked for by."""
-        return super().get_code(self.name)
+    def get_filename(self, name: str | None = None) -> str:
+        """The file, by which code and source are found, whichever of its names the module is asked for by."""
+        return super().get_filename(self.name)
 
     def exec_module(self, module: ModuleType) -> None:
         vars(module)["__builtins__"] = self._archive.builtins
@@ -156,12 +158,16 @@ class _ArchiveLoader(SourceFileLoader):
             return
         # Before its code runs: what classes, pickles and loggers are named by, in child processes, too.
         module.__name__ = plain
+        is_reload = plain in sys.modules
         sys.modules[plain] = module
         try:
             super().exec_module(module)
         except BaseException:
-            sys.modules.pop(plain, None)
+            if not is_reload:
+                sys.modules.pop(plain, None)
             raise
+        # Code may put something else in its module's place, by the one name that it knows.
+        sys.modules[self.name] = sys.modules.get(plain, module)
 
     def set_data(self, path: str, data: Any, *, _mode: int = 0o666) -> None:
         """Write no bytecode: the directory of an archive may be read-only, and is compared by digest."""

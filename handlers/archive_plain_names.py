@@ -8,6 +8,7 @@ own imports use, so that each class exists once.
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader
@@ -33,6 +34,9 @@ class _PlainNameFinder:
         """A spec that leads to the private module; the parameters are the import system's."""
         if not self.archive.owns(fullname.partition(".")[0]) or self.archive.plain_name(fullname) is None:
             return None
+        private = f"{self.archive.prefix}.{fullname}"
+        if private not in sys.modules and importlib.util.find_spec(private) is None:
+            return None
         return ModuleSpec(fullname, _PlainNameLoader(self.archive))
 
 
@@ -45,12 +49,13 @@ class _PlainNameLoader(Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = self._archive.load(spec.name)
-        self._own_spec = module.__spec__
+        self._own_spec = getattr(module, "__spec__", None)  # code may have put anything in a module's place
         return module
 
     def exec_module(self, module: ModuleType) -> None:
         # It ran when it was loaded. The import system has put the plain name's spec on it meanwhile.
-        module.__spec__ = self._own_spec
+        if self._own_spec is not None:
+            module.__spec__ = self._own_spec
 
 
 def give_plain_names(archive: ArchiveModules) -> None:

@@ -127,6 +127,9 @@ def run(descriptor: int) -> None:
     logging.basicConfig(level=logging.INFO, handlers=[to_server])
     ts_alias.install()
     connection = socket.socket(fileno=descriptor)
+    # Or the server would not see it close as long as a process lives that the handler has started.
+    connection.set_inheritable(False)
+    os.register_at_fork(after_in_child=connection.close)
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the server is gone; so are we
         Worker(connection, lines).serve()
 

@@ -5,9 +5,11 @@ import importlib.util
 import json
 import multiprocessing
 import pickle
+import py_compile
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from importlib.abc import InspectLoader
 from pathlib import Path
 
 import pytest
@@ -15,11 +17,16 @@ import pytest
 from torchere.handlers.archive_import import ArchiveModules, forget_archive, open_archive
 from torchere.handlers.archive_plain_names import give_plain_names
 
+_OTHER = "import sys\nclass Other: one = 1\nsys.modules[__name__] = Other()\n"
 _FILES = {
     "plain_net.py": "from plain_parts import blocks\nclass Net: pass\n",
     "plain_parts/__init__.py": "",
     "plain_parts/blocks.py": "from . import leaf\nclass Block: pass\n",
-    "plain_parts/leaf.py": "",
+    "plain_parts/leaf.py": "green = 1\n",
+    "plain_other.py": _OTHER,
+    "plain_parts/other.py": _OTHER,
+    "plain_using.py": "import plain_other as top\nfrom plain_parts import other\ngreen = top.one + 1\n",
+    "plain_asking.py": "from plain_parts import none\n",
     "plain_folder/inner.py": "def square(x): return x * x\n",
     "plain_broken.py": "import plain_net\nraise ValueError('broken')\n",
     "plain_reader.py": "import pickle\nfrom plain_net import Net\n"
@@ -58,6 +65,13 @@ def test_code_of_the_archive_reads_such_a_pickle_itself(archive: ArchiveModules)
     assert archive.load("plain_reader").read(_NET)
 
 
+def test_so_it_does_where_the_module_is_there_as_bytecode_only(archive: ArchiveModules) -> None:
+    source = Path(archive.model_dir, "plain_net.py")
+    py_compile.compile(str(source), str(source.with_suffix(".pyc")))
+    source.unlink()
+    assert archive.load("plain_reader").read(_NET)
+
+
 def test_modules_and_classes_call_themselves_by_their_plain_names(archive: ArchiveModules) -> None:
     module = archive.load("plain_parts.blocks")
     assert (module.__name__, module.Block.__module__) == ("plain_parts.blocks", "plain_parts.blocks")
@@ -89,6 +103,38 @@ def test_a_module_that_fails_has_no_name_left(archive: ArchiveModules) -> None:
     with pytest.raises(ValueError, match="broken"):
         importlib.import_module("plain_broken")
     assert "plain_broken" not in sys.modules
+
+
+def test_a_module_that_is_not_there_is_missed_under_its_plain_name(archive: ArchiveModules) -> None:
+    assert importlib.util.find_spec("plain_parts.none") is None
+    with pytest.raises(ModuleNotFoundError) as missed:
+        importlib.import_module("plain_parts.none")
+    assert missed.value.name == "plain_parts.none"
+    with pytest.raises(ImportError, match="cannot import name 'none' from 'plain_parts'"):
+        archive.load("plain_asking")
+
+
+def test_a_loader_gives_the_source_for_the_name_its_module_has(archive: ArchiveModules) -> None:
+    module = archive.load("plain_parts.leaf")
+    assert isinstance(module.__loader__, InspectLoader)
+    assert module.__loader__.get_source(module.__name__) == _FILES["plain_parts/leaf.py"]
+    assert not module.__loader__.is_package(module.__name__)
+
+
+def test_a_module_may_put_something_else_in_its_place(archive: ArchiveModules) -> None:
+    assert vars(archive.load("plain_using"))["green"] == 2
+    assert importlib.import_module("plain_other") is archive.load("plain_other")
+    assert importlib.import_module("plain_parts.other") is archive.load("plain_parts.other")
+    del sys.modules["plain_other"]
+    assert importlib.import_module("plain_other") is archive.load("plain_other")
+
+
+def test_a_reload_that_fails_leaves_the_module_as_it_is(archive: ArchiveModules) -> None:
+    module = archive.load("plain_net")
+    Path(archive.model_dir, "plain_net.py").write_text("raise ValueError('broken')")
+    with pytest.raises(ValueError, match="broken"):
+        importlib.reload(module)
+    assert sys.modules["plain_net"] is module
 
 
 def test_what_was_loaded_by_hand_keeps_its_name(archive: ArchiveModules) -> None:

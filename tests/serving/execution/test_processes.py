@@ -120,6 +120,33 @@ def test_a_lost_worker_says_why_and_comes_back(
     asyncio.run(main())
 
 
+FORKING = """
+    import multiprocessing, os, signal, time
+    class Handler:
+        def initialize(self, context): pass
+        def handle(self, data, context):
+            child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+            child.start()
+            open("child", "w").write(str(child.pid))
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_worker_is_lost_at_once_also_when_a_process_that_it_forked_lives_on(
+    make_spec: Any, make_sink: Any, make_request: Any, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec(FORKING), response_timeout_s=10.0) as pool:
+            sink = make_sink()
+            pool.submit([make_request("a")], sink)
+            assert isinstance(await sink.outcome(), ExecutorDied)
+
+    try:
+        asyncio.run(main())
+    finally:
+        os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+
+
 def test_the_neighbour_of_a_lost_worker_does_not_notice(
     make_spec: Any, make_sink: Any, make_request: Any
 ) -> None:
