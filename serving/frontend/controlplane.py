@@ -114,12 +114,12 @@ class ControlPlane:
         if executors and not wish.synchronous:
             return Registered(version.key, executors, Progress.STARTED)
         await _settled(version)
-        if version.failure is not None:
+        if (failure := version.failure) is not None:  # now: what fails while we write is another call's
             self._registry.discard(version)
             await version.settled.wait()
         await self._registry.written()
-        if version.failure is not None:
-            raise version.failure.with_traceback(None)  # else it would keep the frames of each
+        if failure is not None:
+            raise failure.with_traceback(None)  # else it would keep the frames of each
         return Registered(version.key, executors, _progress(version))
 
     async def unregister(self, model: str, version: str | None) -> None:
@@ -171,9 +171,10 @@ class ControlPlane:
         if not synchronous:
             return Progress.STARTED
         await _settled(target)
+        failure = target.failure if target.target else None  # none are wanted: none have failed
         await self._registry.written()
-        if target.failure is not None and target.target:  # none are wanted: none have failed
-            raise target.failure.with_traceback(None)
+        if failure is not None:
+            raise failure.with_traceback(None)
         return _progress(target)
 
     async def set_default(self, model: str, version: str) -> None:

@@ -99,8 +99,9 @@ class Reconciler:
             self._loads.pop(version, None)
 
     async def _fail(self, version: Version, err: LoadFailed) -> None:
-        if version.pool.in_service:  # threads serve from the first one on that is warm
+        if version.pool.in_service:  # executors serve from the first one on that is warm
             version.batcher.close_admission()
+            version.batcher.pump()  # nobody told who waits that there is one
             await version.batcher.drain(self._drain_timeout_s)
             version.batcher.open_admission()  # for the next attempt
         await version.pool.close()

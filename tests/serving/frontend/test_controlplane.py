@@ -145,3 +145,22 @@ def test_a_change_is_in_the_snapshot_before_it_is_answered(change: Any) -> None:
         return early
 
     assert asyncio.run(main()) is False
+
+
+@pytest.mark.parametrize("change", [register, scale])
+def test_what_another_call_makes_of_a_version_while_a_change_is_written_is_not_its_failure(
+    change: Any,
+) -> None:
+    async def main() -> list[Any]:
+        registry = LoadingRegistry()
+        registry.is_written.clear()
+        registry.version.settled.set()
+        plane = ControlPlane(registry, None, ServerSettings(model_api_enabled=True))  # type: ignore[arg-type]
+        asked = asyncio.ensure_future(change(plane))
+        await asyncio.sleep(0.01)
+        registry.version.failure = LoadFailed("Model slow was unregistered.", "It was loading.")
+        registry.is_written.set()
+        await asked
+        return registry.discarded
+
+    assert asyncio.run(main()) == []

@@ -136,6 +136,27 @@ def test_what_an_executor_runs_already_when_another_does_not_load_is_answered_fi
     asyncio.run(main())
 
 
+def test_who_waited_when_one_executor_got_ready_and_the_next_did_not_is_answered_by_the_first() -> None:
+    async def main() -> None:
+        stage = Stage(executors=2)
+        waiting = AwaitedReply()
+        stage.version.batcher.submit(InferRequest("a", ()), waiting)
+
+        async def warm_up_half() -> None:
+            stage.pool.in_service = stage.pool.free = 1
+            raise LoadFailed("Failed to start", "no memory for a second one")
+
+        stage.pool.warm_up = warm_up_half  # type: ignore[method-assign]
+        stage.reconciler.wake(stage.version)
+        while not hasattr(stage.pool, "sink"):
+            await asyncio.sleep(0)
+        stage.pool.sink.done(BatchReport([InferResponse(b"whole")]))
+        assert (await waiting.future).body == b"whole"
+        assert await stage.settle() is VersionState.FAILED
+
+    asyncio.run(asyncio.wait_for(main(), 5))
+
+
 def test_a_load_that_fails_in_a_way_nobody_foresaw_is_a_failed_load_and_not_a_load_for_ever() -> None:
     async def main() -> None:
         stage = Stage()
