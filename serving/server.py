@@ -205,14 +205,15 @@ class Server:
 async def run(
     settings: ServerSettings, journal: Journal | None = None, prepared: Prepared | None = None
 ) -> int:
-    """Serve until SIGTERM or SIGINT; a second signal ends the process at once.
+    """Serve until SIGTERM, SIGINT or SIGHUP; a second signal ends the process at once.
 
     Returns the exit status: 0 after an orderly stop, 1 when the server could not start.
     """
     stop = asyncio.Event()
     if settings.install_signal_handlers:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, _on_signal, number, stop, journal)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
+                asyncio.get_running_loop().add_signal_handler(number, _on_signal, number, stop, journal)
     server = Server(settings, journal, prepared)
     try:
         endpoints = await _started(server, stop)

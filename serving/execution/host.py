@@ -228,7 +228,7 @@ class HandlerHost:
             refusal = refusal_of(err)
             logger.warning("model %s refused %s: %s", self._spec.model_name, ids, refusal, extra=extra)
             return refusal
-        logger.error("model %s failed on %s\n%s", self._spec.model_name, ids, trace_of(err), extra=extra)
+        _log_failure(f"model {self._spec.model_name} failed on {ids}", err, extra)
         if isinstance(err, MemoryError) or "CUDA" in plain_text(err):
             return OutOfResources("Out of resources", line_of(err))
         return HandlerFailed(detail=line_of(err))
@@ -245,6 +245,13 @@ class HandlerHost:
             isinstance(err, RuntimeError) and "CUDA" in plain_text(err)
         )
         return LoadFailed(load_failed_text(spec.model_name, spec.model_version), detail, out_of_memory)
+
+
+def _log_failure(message: str, err: BaseException, extra: dict[str, str]) -> None:
+    # Not `exc_info=err`: whoever keeps the record for a while would keep all that is on the GPU with it.
+    record = logger.makeRecord(logger.name, logging.ERROR, __file__, 0, message, (), None, extra=extra)
+    record.exc_text = trace_of(err)
+    logger.handle(record)
 
 
 def _headers_of(request: InferRequest) -> dict[str, Any]:

@@ -55,7 +55,9 @@ def _output(command: list[str]) -> str:
     if any(process.poll() is None for process in _hung):
         raise subprocess.SubprocessError("the last nvidia-smi hangs still, as it does where the driver hangs")
     _hung.clear()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, errors="replace"
+    )
     try:
         output, _ = process.communicate(timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired:

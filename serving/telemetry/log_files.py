@@ -6,9 +6,7 @@ handlers print) and `ts_log.log` (everything).
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import logging.handlers
 from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache
@@ -16,16 +14,15 @@ from pathlib import Path
 
 from torchere.serving.telemetry.access_lines import AccessLine, LineFormatter
 from torchere.serving.telemetry.logging import ACCESS_LOGGER, escape, trace_of
+from torchere.serving.telemetry.rotating_file import RotatingFile
 
 logger = logging.getLogger(__name__)
 
-MAX_FILE_BYTES = 100 * 2**20  # TorchServe's; it compresses old files and rotates daily as well
-KEPT_FILES = 5
 MODEL_LOGGER = "MODEL_LOG"
 _LEVELS = {"WARNING": "WARN", "CRITICAL": "FATAL"}  # where log4j's names are others
 
 
-class _LogFile(logging.handlers.RotatingFileHandler):
+class _LogFile(RotatingFile):
     """Ours, so that adding again replaces it. `form` is for lines of the access log; None: it takes none."""
 
     def __init__(
@@ -35,9 +32,8 @@ class _LogFile(logging.handlers.RotatingFileHandler):
         lines: logging.Formatter,
         form: Callable[[AccessLine], str] | None = None,
     ) -> None:
-        super().__init__(path, maxBytes=MAX_FILE_BYTES, backupCount=KEPT_FILES, encoding="utf-8")
+        super().__init__(path, lines)
         self.addFilter(takes)
-        self.setFormatter(lines)
         self._form = form
 
     def access_text(self, line: AccessLine) -> str:
@@ -45,16 +41,8 @@ class _LogFile(logging.handlers.RotatingFileHandler):
         return "" if self._form is None else f"{self._form(line)}\n"
 
     def write_access(self, text: str, lines: int) -> None:
-        """Write many lines of the access log at once; the file is rotated before them, if at all."""
-        with self.lock or contextlib.nullcontext():
-            try:
-                if self.stream is not None and self.stream.tell() + len(text) >= self.maxBytes:
-                    self.doRollover()
-                if self.stream is not None:  # None: it was closed
-                    self.stream.write(text)
-                    self.flush()
-            except OSError:  # as with any other line
-                self.handleError(logging.makeLogRecord({"msg": f"{lines} lines of the access log"}))
+        """Write many lines of the access log at once."""
+        self.write(text, lines)
 
 
 class AccessFormatter(LineFormatter):

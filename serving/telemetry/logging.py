@@ -18,6 +18,7 @@ from json.encoder import encode_basestring_ascii as _quoted  # text as json.dump
 from typing import TYPE_CHECKING, Any, TextIO
 
 from torchere.serving.telemetry.access_lines import AccessLine, LineFormatter
+from torchere.serving.telemetry.lost_lines import SaysWhatIsLost
 from torchere.serving.telemetry.outlet import Outlet, may_stand_still
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ _OWN_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"
 _HIDDEN_PREFIX = "_"  # extras for other handlers
 
 
-class _Handler(_StreamHandler):
+class _Handler(SaysWhatIsLost, _StreamHandler):
     """Ours, so that configuring again replaces it and leaves the handlers of others alone.
 
     Who logs does not wait for whoever reads the stream: see `outlet.py`.

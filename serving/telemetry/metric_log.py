@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import logging.handlers
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from torchere.serving.telemetry.exposition import java_double
-from torchere.serving.telemetry.log_files import KEPT_FILES, MAX_FILE_BYTES, AccessFormatter
+from torchere.serving.telemetry.log_files import AccessFormatter
+from torchere.serving.telemetry.rotating_file import RotatingFile
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ MODEL_LOGGER = "MODEL_METRICS"
 FILES = {SERVER_LOGGER: "ts_metrics.log", MODEL_LOGGER: "model_metrics.log"}
 
 
-class _MetricFile(logging.handlers.RotatingFileHandler):
+class _MetricFile(RotatingFile):
     """Ours, so that opening again replaces it."""
 
 
@@ -77,7 +77,7 @@ def open_metric_files(directory: Path) -> bool:
     close_metric_files()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        files = {name: _metric_file(directory / file) for name, file in FILES.items()}
+        files = {name: _MetricFile(directory / file, AccessFormatter()) for name, file in FILES.items()}
     except OSError as err:
         logger.warning("no metric files in %s: %s", directory, err.strerror)
         return False
@@ -94,9 +94,3 @@ def close_metric_files() -> None:
         for old in [old for old in metric_logger.handlers if isinstance(old, _MetricFile)]:
             metric_logger.removeHandler(old)
             old.close()
-
-
-def _metric_file(path: Path) -> _MetricFile:
-    file = _MetricFile(path, maxBytes=MAX_FILE_BYTES, backupCount=KEPT_FILES, encoding="utf-8")
-    file.setFormatter(AccessFormatter())  # the same pattern: time, dash, message
-    return file

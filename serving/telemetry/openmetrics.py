@@ -1,7 +1,11 @@
 """Metrics as OpenMetrics text 1.0, which can carry exemplars, for scrapers that ask for it. Pure.
 
 The format wants counters to end in `_total`. TorchServe's do not, and a Prometheus, which asks for this
-format unless told otherwise, must find them under their names: such a counter is shown as `unknown`.
+format unless told otherwise, must find them under their names: such a counter is shown as a gauge.
+
+KServe's queue proxy hands on what Prometheus asks for, and reads the answer as plain text whatever it is, up
+to the first line that is none. A type `unknown` is such a line, and so is an exemplar: families that have one
+come last.
 """
 
 from __future__ import annotations
@@ -46,6 +50,7 @@ def render_openmetrics(
     for family in wanted:
         family.samples = [sample for sample in family.samples if not names or sample.name in names]
     kept = [family for family in wanted if family.samples or not names]
+    kept.sort(key=_has_exemplar)
     text: bytes = generate_latest(_Families(kept))  # type: ignore[no-untyped-call]
     return text.decode()
 
@@ -60,13 +65,17 @@ class _Families(Collector):
         return self._families
 
 
+def _has_exemplar(family: Metric) -> bool:
+    return any(sample.exemplar is not None for sample in family.samples)
+
+
 def _renamed(family: Metric, name: str) -> Metric:
     """The family as this format wants it, from one whose counter is called `name`."""
     if family.type != "counter":
         renamed = Metric(family.name, family.documentation, family.type)
         renamed.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
         return renamed
-    kind = "counter" if name.endswith("_total") else "unknown"
+    kind = "counter" if name.endswith("_total") else "gauge"
     renamed = Metric(name.removesuffix("_total"), family.documentation, kind)
     for sample in family.samples:
         if not sample.name.endswith("_created"):

@@ -30,11 +30,12 @@ class WorkerFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """The line, without its end."""
+        trace = self.formatException(record.exc_info) if record.exc_info else record.exc_text or ""
         fields = {
             "level": min(max(record.levelno, logging.NOTSET), logging.CRITICAL),
             "logger": record.name,
             "message": _shortened(record.getMessage()),
-            "exception": _shortened(self.formatException(record.exc_info)) if record.exc_info else "",
+            "exception": _shortened(trace),
             "extra": {
                 name: str(value)
                 for name, value in vars(record).items()

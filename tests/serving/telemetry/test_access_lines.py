@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from torchere.serving.telemetry import log_files
+from torchere.serving.telemetry import log_files, rotating_file
 from torchere.serving.telemetry.access_lines import AccessLine, AccessLog
 from torchere.serving.telemetry.logging import JsonFormatter, TextFormatter, configure, escape
 from torchere.serving.telemetry.metrics import Metrics
@@ -209,7 +209,7 @@ def test_standard_output_takes_many_lines_at_once():
 
 
 def test_files_take_many_lines_at_once_and_are_rotated(tmp_path, monkeypatch):
-    monkeypatch.setattr(log_files, "MAX_FILE_BYTES", 500)
+    monkeypatch.setattr(rotating_file, "MAX_FILE_BYTES", 500)
     assert log_files.add_log_files(tmp_path)
     try:
         files = [h for h in logging.getLogger().handlers if isinstance(h, log_files._LogFile)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchere.serving.telemetry import log_files
+from torchere.serving.telemetry import rotating_file
 from torchere.serving.telemetry.log_files import add_log_files, remove_log_files
 from torchere.serving.telemetry.worker_lines import WorkerFormatter, relay
 
@@ -76,7 +76,7 @@ def test_so_does_one_of_a_worker(tmp_path: Path) -> None:
 
 
 def test_files_rotate_by_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_files, "MAX_FILE_BYTES", 200)
+    monkeypatch.setattr(rotating_file, "MAX_FILE_BYTES", 200)
     add_log_files(tmp_path)
     for number in range(40):
         logging.getLogger("torchere.x").info("line %d", number)

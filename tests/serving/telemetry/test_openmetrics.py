@@ -40,11 +40,21 @@ def test_it_can_be_parsed_and_says_the_same_as_the_text_format(used):
 def test_torchserves_counters_keep_their_names(used):
     text = used.expose().text({"Requests2XX", "ts_inference_requests_total"}, openmetrics=True)
     assert text.splitlines()[1:3] == [
-        "# TYPE Requests2XX unknown",
+        "# TYPE Requests2XX gauge",
         'Requests2XX{Hostname="vm",Level="Host"} 1.0',
     ]
     assert "# TYPE ts_inference_requests counter" in text
     assert text.endswith("# EOF\n")
+
+
+def test_who_takes_it_for_plain_text_reads_all_up_to_the_families_with_exemplars(used):
+    families = used.expose().text(openmetrics=True).split("# HELP ")[1:]
+    kinds = {re.search(r"# TYPE \S+ (\S+)", family)[1] for family in families}
+    has_exemplars = ["# {" in family for family in families]
+
+    assert kinds == {"counter", "gauge", "histogram"}
+    assert any(has_exemplars)
+    assert has_exemplars == sorted(has_exemplars)
 
 
 def test_a_sampled_trace_is_the_exemplar_of_its_bucket(used):

@@ -103,6 +103,11 @@ def test_the_driver_is_asked_for_what_is_read(tmp_path, monkeypatch):
     assert sample_gpus() == (GpuSample(0, 1.0, 2.0, 4.0),)
 
 
+def test_what_is_no_text_costs_no_sample(tmp_path, monkeypatch):
+    fake_driver(tmp_path, monkeypatch, 'printf "\\377\\n0, 1, 2, 4\\n"')
+    assert sample_gpus() == (GpuSample(0, 1.0, 2.0, 4.0),)
+
+
 def test_a_driver_that_fails_means_no_gpus(tmp_path, monkeypatch, caplog):
     fake_driver(tmp_path, monkeypatch, "exit 9")
     assert sample_gpus() == ()

@@ -1,0 +1,126 @@
+"""Files of the log that somebody moves, removes, or fills the disk of."""
+
+import contextlib
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from torchere.serving.telemetry import rotating_file
+from torchere.serving.telemetry.logging import configure
+from torchere.serving.telemetry.rotating_file import RotatingFile
+
+PUTS: list[Callable[[RotatingFile, str], None]] = [
+    lambda file, text: file.handle(logging.makeLogRecord({"msg": text})),
+    lambda file, text: file.write(f"{text}\n", 1),
+]
+
+
+@pytest.fixture(params=PUTS, ids=["a record", "many lines"])
+def put(request: pytest.FixtureRequest) -> Callable[[RotatingFile, str], None]:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[RotatingFile]:
+    (tmp_path / "logs").mkdir()
+    file = RotatingFile(tmp_path / "logs/a.log", logging.Formatter())
+    yield file
+    file.close()
+
+
+def test_a_file_that_was_moved_gets_no_more_lines(file, put, tmp_path):
+    put(file, "one")
+    (tmp_path / "logs/a.log").rename(tmp_path / "logs/a.log-20261122")
+    put(file, "two")
+    assert (tmp_path / "logs/a.log-20261122").read_text() == "one\n"
+    assert (tmp_path / "logs/a.log").read_text() == "two\n"
+
+
+def test_one_that_was_moved_and_made_anew_by_another_is_gone_on_with(file, put, tmp_path):
+    put(file, "one")
+    (tmp_path / "logs/a.log").rename(tmp_path / "old")
+    (tmp_path / "logs/a.log").write_text("")
+    put(file, "two")
+    assert (tmp_path / "logs/a.log").read_text() == "two\n"
+
+
+def test_one_that_was_emptied_begins_at_its_beginning(file, put, tmp_path):
+    put(file, "one")
+    with (tmp_path / "logs/a.log").open("r+") as copied:
+        copied.truncate(0)
+    put(file, "two")
+    assert (tmp_path / "logs/a.log").read_text() == "two\n"
+
+
+def test_a_folder_that_was_removed_is_made_anew(file, put, tmp_path):
+    put(file, "one")
+    shutil.rmtree(tmp_path / "logs")
+    put(file, "two")
+    assert (tmp_path / "logs/a.log").read_text() == "two\n"
+
+
+def test_lines_come_again_when_the_file_can_be_made_again(put, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(rotating_file, "MAX_FILE_BYTES", 8)
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    file = RotatingFile(folder / "a.log", logging.Formatter())
+    put(file, "one")
+    folder.rename(tmp_path / "away")
+    folder.write_text("in the way")
+    put(file, "lost")
+    folder.unlink()
+    put(file, "two")
+    file.close()
+    assert (folder / "a.log").read_text() == "two\n"
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_full_disk_is_said_once_and_not_by_a_traceback_a_line(put, tmp_path, capsys):
+    (tmp_path / "a.log").symlink_to("/dev/full")
+    file = RotatingFile(tmp_path / "a.log", logging.Formatter())
+    for _ in range(100):
+        put(file, "lost")
+    file.close()
+    said = capsys.readouterr().err.splitlines()
+    assert said == [f"lines of {tmp_path / 'a.log'} are lost: No space left on device"]
+
+
+def test_so_it_is_where_standard_output_is_a_file(capsys):
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    with contextlib.suppress(OSError), open("/dev/full", "w") as stream:  # it can't be closed, either
+        configure("INFO", True, stream)
+        (ours,) = [handler for handler in root.handlers if handler not in before]
+        for _ in range(100):
+            ours.handle(logging.makeLogRecord({"msg": "lost"}))
+            ours.flush()
+        root.removeHandler(ours)
+        ours.close()
+        root.setLevel(level)
+    assert capsys.readouterr().err == "lines of standard output are lost: No space left on device\n"
+
+
+def test_what_is_wrong_with_a_record_is_shown_as_ever(file, capsys):
+    file.handle(logging.makeLogRecord({"msg": "%d", "args": ("x",)}))
+    assert "TypeError" in capsys.readouterr().err
+
+
+def test_a_closed_file_takes_no_more(file, put, tmp_path):
+    file.close()
+    put(file, "late")
+    assert (tmp_path / "logs/a.log").read_text() == ""
+
+
+def test_a_pipe_may_stand_for_a_file(put, tmp_path):
+    reading, writing = os.pipe()
+    (tmp_path / "a.log").symlink_to(f"/proc/self/fd/{writing}")
+    file = RotatingFile(tmp_path / "a.log", logging.Formatter())
+    put(file, "one")
+    file.close()
+    os.close(writing)
+    with open(reading) as pipe:
+        assert pipe.read() == "one\n"
