@@ -5,7 +5,8 @@
 #   torchserve --start ...    a command line for TorchServe; kept in the foreground, so that the container lives and
 #                             dies with its server (TorchServe's image goes on without one)
 #   'torchserve --start ...'  the same as one word; TorchServe's image evaluates it
-#   words with $NAME in them, or with & or ; between them, are for the shell, as there: Docker itself fills nothing in
+#   words with $NAME in them, or with &, | or ; between them, are for the shell, as there: Docker itself fills nothing
+#                             in, and a variable may hold several words
 #   anything else             is run as it is
 set -eu
 
@@ -24,7 +25,7 @@ if [ $# -eq 1 ]; then
 fi
 
 for word; do
-  case $word in '&' | '&&' | ';') exec sh -c "$*" ;; esac
+  case $word in '&' | '&&' | '|' | '||' | ';') exec sh -c "$*" ;; esac
 done
 
 if [ $# -eq 0 ] || [ "$1" = serve ]; then
@@ -33,9 +34,12 @@ if [ $# -eq 0 ] || [ "$1" = serve ]; then
 fi
 
 if [ "$1" = torchserve ]; then
+  set -f
   for word; do
-    case $word in *\$*) word=$(eval "printf %s \"$word\"") ;; esac
-    set -- "$@" "$word"
+    case $word in
+      *\$*) eval "set -- \"\$@\" $word" ;;
+      *) set -- "$@" "$word" ;;
+    esac
     shift
   done
   case " $* " in

@@ -47,7 +47,11 @@ def server_command(arguments: Sequence[str]) -> list[str]:
 
 
 def may_start(file: Path, say: Callable[[str], None] = print) -> bool:
-    """Whether no server runs; an orphan pid file is removed, with a word."""
+    """Whether no server runs; an orphan pid file is removed, with a word.
+
+    Raises:
+        ConfigurationError: it can't be removed.
+    """
     if not file.exists():
         return True
     if running(read_pid(file)):
@@ -59,7 +63,10 @@ def may_start(file: Path, say: Callable[[str], None] = print) -> bool:
 
 def _remove_orphan(file: Path, say: Callable[[str], None]) -> None:
     say(ORPHAN)
-    file.unlink(missing_ok=True)
+    try:
+        file.unlink(missing_ok=True)
+    except OSError as err:  # a file of another user, in the directory that is everybody's
+        raise _not_ours(file, err) from err
 
 
 def start_in_background(command: Sequence[str], file: Path) -> subprocess.Popen[bytes]:
@@ -88,6 +95,9 @@ def stop(file: Path, wait_s: float = 0.0, say: Callable[[str], None] = print) ->
 
     Returns:
         The exit status: 0, or 1 when the server belongs to another user.
+
+    Raises:
+        ConfigurationError: the pid file is an orphan and can't be removed.
     """
     pid = read_pid(file)
     if pid is None or not running(pid):
@@ -154,6 +164,10 @@ def write_pid(file: Path, pid: int) -> None:
             opened.write(f"{pid}\n")
         os.replace(draft, file)
     except OSError as err:
-        raise ConfigurationError(
-            f"{file}: {err.strerror}; the pid file must be writable: remove it, or set TMPDIR"
-        ) from err
+        raise _not_ours(file, err) from err
+
+
+def _not_ours(file: Path, err: OSError) -> ConfigurationError:
+    return ConfigurationError(
+        f"{file}: {err.strerror}; the pid file must be writable: remove it, or set TMPDIR"
+    )

@@ -67,12 +67,23 @@ def test_a_shell_command_in_one_word_is_run_by_the_shell(enter: Callable[..., li
 def test_variables_in_a_torchserve_command_are_filled_in(
     enter: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, together: bool
 ) -> None:
-    monkeypatch.setenv("MODEL_NAME", "net work")
+    monkeypatch.setenv("MODEL_NAME", "network")
     words = ["torchserve", "--start", "--models", "$MODEL_NAME=${MODEL_NAME}.mar", "*.mar"]
 
     told = enter(*([" ".join(words)] if together else words))
 
-    assert told == ["--foreground", "--start", "--models", "net work=net work.mar", "*.mar"]
+    assert told == ["--foreground", "--start", "--models", "network=network.mar", "*.mar"]
+
+
+def test_a_variable_may_hold_several_words_or_none(
+    enter: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MODELS", "a=a.mar *=b.mar")
+    monkeypatch.setenv("OPTIONS", "")
+    words = ("torchserve", "--start", "$OPTIONS", "--models", "$MODELS")
+
+    assert enter(*words) == ["--foreground", "--start", "--models", "a=a.mar", "*=b.mar"]
+    assert enter("torchserve", '"$MODELS"', "b  c") == ["--foreground", "a=a.mar *=b.mar", "b  c"]
 
 
 def test_a_variable_that_is_not_set_ends_the_container_with_its_name(root: Path) -> None:
@@ -85,6 +96,7 @@ def test_a_variable_that_is_not_set_ends_the_container_with_its_name(root: Path)
 
 def test_a_word_between_two_commands_leaves_them_to_the_shell(enter: Callable[..., list[str]]) -> None:
     assert sorted(enter("torchserve", "--start", "&", "echo", "then", ";", "wait")) == ["--start", "then"]
+    assert enter("torchserve", "--start", "|", "tr", "s", "S") == ["--Start"]
 
 
 @pytest.mark.parametrize("flag", ["--foreground", "--stop", "--version", "-v", "--help"])

@@ -83,6 +83,15 @@ def test_an_orphan_pid_file_is_removed_with_a_word(pid_file: Path, content: str)
     assert not pid_file.exists()
 
 
+def test_an_orphan_that_cannot_be_removed_is_named_with_what_to_do(pid_file: Path) -> None:
+    pid_file.mkdir()  # no unlink takes it, not even root's
+    for command in (launcher.may_start, launcher.stop):
+        with pytest.raises(
+            ConfigurationError, match="the pid file must be writable: remove it, or set TMPDIR"
+        ):
+            command(pid_file, say=lambda _: None)
+
+
 def test_another_program_with_that_pid_is_no_server(pid_file: Path, spawn: Spawn) -> None:
     spawn(name="an editor")
     said: list[str] = []
