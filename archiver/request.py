@@ -101,7 +101,10 @@ class ArchiveRequest:
         return Path(file if file.endswith(suffix) else f"{file}{suffix}")
 
     def manifest(self, digests: Mapping[str, str]) -> Manifest:
-        """The manifest of the archive whose files have these digests."""
+        """The manifest of the archive whose files have these digests.
+
+        A folder records none: weights are moved into it, and its files edited, after it was made.
+        """
         return Manifest(
             model_name=self.model_name,
             model_version=self.version or DEFAULT_VERSION,
@@ -113,7 +116,7 @@ class ArchiveRequest:
             runtime=self.runtime,
             created_on=created_on(self.epoch_s),
             archiver_version=FORMAT_VERSION,
-            digests=digests,
+            digests=None if self.archive_format == "no-archive" else digests,
         )
 
 

@@ -18,21 +18,32 @@ def is_unfinished(name: str) -> bool:
 
 
 @contextmanager
-def staged(target: Path) -> Iterator[Path]:
+def staged(target: Path, *, merge: bool = False) -> Iterator[Path]:
     """Give a path beside `target` (same file system, not yet existing) to write a file or directory to.
 
     When the block ends well it is renamed to `target`, replacing a file or directory that is there; when the
-    block raises, whatever was written is removed and `target` is as it was.
+    block raises, whatever was written is removed and `target` is as it was. With `merge` a directory that is
+    there keeps what the new one has not.
     """
     work = _sibling(target, "part")
     try:
         yield work
-        if target.is_dir() and not target.is_symlink():
+        if target.is_dir() and merge:
+            _merge(work, target)
+        elif target.is_dir() and not target.is_symlink():
             _swap(work, target)
         else:
             os.replace(work, target)
     finally:
         _remove(work)
+
+
+def _merge(work: Path, target: Path) -> None:
+    """Put each file of a directory into another."""
+    for file in sorted(path for path in work.rglob("*") if path.is_file()):
+        place = target / file.relative_to(work)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(file, place)
 
 
 def _swap(work: Path, target: Path) -> None:

@@ -45,7 +45,7 @@ def write_archive(request: ArchiveRequest, progress: Progress | None = None) -> 
     target = request.target
     _prepare(request)
     inputs = gather(request)
-    with _saying_what_does_not_fit(target), staged(target) as work:
+    with _saying_what_does_not_fit(target), staged(target, merge=True) as work:
         with open_sink(request.archive_format, work, request.model_name) as sink:
             digests = {item.name: _add(sink, item, request, progress) for item in inputs}
             manifest = request.manifest(digests).dump().encode()

@@ -1,7 +1,7 @@
 """Sequences: requests that belong together, in order, on one executor. Bookkeeping only; `now` is passed in.
 
 Contract: TorchServe's stateful batching. A sequence begins with its first request, lives on one executor, has
-at most one request in a batch, and ends when it idled or lived for too long, or its handler says so.
+at most one new request in a batch, and ends when it idled or lived for too long, or its handler says so.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Sequence:
         self.name = name
         self.executor_id = executor_id
         self.waiting: deque[Pending] = deque()
-        self.running = False
+        self.running: set[Pending] = set()  # taken and not answered; unfinished ones, too
         self.began_s = self.touched_s = now_s
 
     def expires_s(self, settings: SequenceSettings) -> float:
@@ -76,11 +76,19 @@ class SequenceTable:
         able = (s for s in ready if s.executor_id in (None, executor_id))
         return sorted(able, key=lambda sequence: sequence.waiting[0].enqueued_s)[:limit]
 
+    def joining(self, going_on: Iterable[Pending], limit: int) -> list[Sequence]:
+        """Sequences whose next request may run beside their own among `going_on`: at most `limit`."""
+        between_batches = set(going_on)
+        ready = (s for s in self._sequences.values() if s.waiting and s.running)
+        able = (s for s in ready if s.running <= between_batches)
+        return sorted(able, key=lambda sequence: sequence.waiting[0].enqueued_s)[:limit]
+
     def take(self, sequence: Sequence, executor_id: int) -> Pending:
         """Take the next request of a sequence to that executor, where the sequence lives from now on."""
         sequence.executor_id = executor_id
-        sequence.running = True
-        return sequence.waiting.popleft()
+        pending = sequence.waiting.popleft()
+        sequence.running.add(pending)
+        return pending
 
     def give_back(self, name: str, pending: Pending) -> bool:
         """Put a request that was not begun in front again; False when its sequence is over."""
@@ -90,10 +98,10 @@ class SequenceTable:
         sequence.waiting.appendleft(pending)
         return True
 
-    def done(self, name: str, now_s: float) -> None:
-        """The request of the sequence that ran is answered."""
+    def done(self, name: str, pending: Pending, now_s: float) -> None:
+        """A request of the sequence that ran is answered."""
         if (sequence := self._sequences.get(name)) is not None:
-            sequence.running = False
+            sequence.running.discard(pending)
             sequence.touched_s = now_s
 
     def end(self, names: Iterable[str]) -> list[Pending]:

@@ -2,7 +2,8 @@
 
 Contract: with `sequenceBatching`, requests of one sequence run in order on one executor; with
 `continuousBatching`, a request whose stopping criterion says "more" is in the next batch of the same executor
-again, with its id and without parameters, and newcomers join it there.
+again, with its id and without parameters, and newcomers join it there. With both, the next request of a
+sequence joins its own unfinished one, which it may be to stop; for that a batch may have twice its size.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class StatefulBatcher(Admission):
         while True:
             going_on = self._going_on.pop(executor_id, [])
             room = self._settings.max_batch_size - len(going_on)
-            heads = self._heads(executor_id, room)
+            heads = self._heads(executor_id, going_on)
             newcomers = self._queue_run(room - len(heads), alone=bool(going_on or heads))
             if not going_on:  # what goes on does not wait for company
                 view = self._view([sequence.waiting[0].enqueued_s for sequence in heads], newcomers)
@@ -142,11 +143,13 @@ class StatefulBatcher(Admission):
             if len(late) < len(taken):
                 return math.inf
 
-    def _heads(self, executor_id: int, room: int) -> list[Sequence]:
+    def _heads(self, executor_id: int, going_on: list[Pending]) -> list[Sequence]:
         """The sequences that come next; those after a describe call, which runs by itself, wait for it."""
         if self._table is None:
             return []
-        heads = self._table.heads(executor_id, room)
+        size = self._settings.max_batch_size
+        heads = self._table.joining(going_on, 2 * size - len(going_on))
+        heads += self._table.heads(executor_id, max(0, size - len(going_on) - len(heads)))
         if self._queue and self._queue[0].group:
             first_s = self._queue[0].enqueued_s
             heads = [sequence for sequence in heads if sequence.waiting[0].enqueued_s <= first_s]
@@ -193,7 +196,7 @@ class StatefulBatcher(Admission):
 
     def _sequence_done(self, pending: Pending) -> None:
         if self._table is not None and not pending.group:
-            self._table.done(sequence_of(pending.request), self._now())
+            self._table.done(sequence_of(pending.request), pending, self._now())
 
     def _end_sequences_of(self, outcome: Outcome) -> None:
         if self._table is None or isinstance(outcome, (ServingError, Unfinished)):

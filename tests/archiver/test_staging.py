@@ -31,6 +31,20 @@ def test_a_directory_replaces_a_directory(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["x"]
 
 
+def test_a_directory_that_is_merged_keeps_what_the_new_one_has_not(tmp_path: Path) -> None:
+    target = tmp_path / "x"
+    (target / "weights").mkdir(parents=True)
+    (target / "weights" / "big").write_text("big")
+    (target / "handler.py").write_text("old")
+    with staged(target, merge=True) as work:
+        (work / "weights").mkdir(parents=True)
+        (work / "weights" / "new").write_text("new")
+        (work / "handler.py").write_text("new")
+    found = {str(p.relative_to(target)): p.read_text() for p in target.rglob("*") if p.is_file()}
+    assert found == {"weights/big": "big", "weights/new": "new", "handler.py": "new"}
+    assert os.listdir(tmp_path) == ["x"]
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 def test_a_failing_block_leaves_everything_as_it_was(tmp_path: Path, error: type[BaseException]) -> None:
     target = tmp_path / "x"

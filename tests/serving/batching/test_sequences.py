@@ -23,9 +23,10 @@ def test_a_sequence_stays_on_the_executor_that_took_it_first() -> None:
     sequences.add("s", pending("a"), 0.0)
     sequences.add("s", pending("b"), 0.0)
     (sequence,) = sequences.heads(9000, 4)
-    assert sequences.take(sequence, 9000).request.request_id == "a"
+    taken = sequences.take(sequence, 9000)
+    assert taken.request.request_id == "a"
     assert sequences.heads(9000, 4) == []  # one at a time
-    sequences.done("s", 1.0)
+    sequences.done("s", taken, 1.0)
     assert sequences.heads(9001, 4) == []
     assert [s.name for s in sequences.heads(9000, 4)] == ["s"]
 
@@ -50,8 +51,7 @@ def test_an_idle_sequence_ends_and_makes_room() -> None:
     sequences = table(max_sequences=1)
     sequences.add("s", pending("a"), 0.0)
     (sequence,) = sequences.heads(1, 1)
-    sequences.take(sequence, 1)
-    sequences.done("s", 5.0)
+    sequences.done("s", sequences.take(sequence, 1), 5.0)
     assert sequences.next_expiry_s() == 15.0
     assert sequences.expire(15.0) == []
     sequences.add("t", pending("b"), 15.0)
@@ -70,8 +70,7 @@ def test_sequences_of_a_lost_executor_go_on_elsewhere() -> None:
     sequences = table()
     sequences.add("s", pending("a"), 0.0)
     (sequence,) = sequences.heads(1, 1)
-    sequences.take(sequence, 1)
-    sequences.done("s", 0.0)
+    sequences.done("s", sequences.take(sequence, 1), 0.0)
     sequences.add("s", pending("b"), 0.0)
     sequences.keep_on([2])
     assert [s.name for s in sequences.heads(2, 1)] == ["s"]

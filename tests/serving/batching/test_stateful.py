@@ -153,6 +153,42 @@ async def test_an_unfinished_request_is_in_the_next_batch_again_without_paramete
 
 
 @run
+async def test_the_next_request_of_a_sequence_joins_its_unfinished_one_and_may_end_it() -> None:
+    stage = Stage(1, 2, size=1, sequences=SEQUENCES)
+    streamed = stage.submit("stream", "s")
+    stage.pool.finish(1, [Unfinished(InferResponse(b"."))])
+    stop, after = stage.submit("stop", "s"), stage.submit("after", "s")
+    other = stage.submit("other", "t")
+    assert (stage.running(1), stage.running(2)) == (["stream"], ["other"])
+    stage.pool.finish(1, [Unfinished(InferResponse(b"."))])
+    assert stage.running(1) == ["stream", "stop"]  # more than the batch's size, and one at a time
+    stage.pool.finish(1, [InferResponse(b"end"), InferResponse(b"stopped")])
+    assert stage.running(1) == ["after"]
+    stage.pool.finish(1)
+    stage.pool.finish(2)
+    assert isinstance(await streamed.answer, StreamedResponse)
+    assert [(await answer).body for answer in (stop.answer, after.answer, other.answer)] == [
+        b"stopped",
+        b"after",
+        b"other",
+    ]
+    assert await stage.batcher.drain(0.0)
+
+
+@run
+async def test_unfinished_requests_of_a_sequence_fill_no_more_than_two_batches() -> None:
+    stage = Stage(1, size=1, sequences=SEQUENCES)
+    for name in ("a", "b", "c"):
+        stage.submit(name, "s")
+    stage.submit("other", "t")
+    for beside in (["a", "b"], ["a", "b"]):
+        stage.pool.finish(1, [Unfinished(InferResponse(b".")) for _ in stage.running(1)])
+        assert stage.running(1) == beside
+    stage.pool.finish(1, [Unfinished(InferResponse(b".")), InferResponse(b"end")])
+    assert stage.running(1) == ["a", "c"]
+
+
+@run
 async def test_an_unfinished_request_whose_parts_are_not_read_is_in_no_further_batch() -> None:
     stage = Stage(1)
     stage.batcher.unread_limit_bytes = 1
