@@ -18,6 +18,7 @@ from weakref import WeakSet
 
 MAX_WAITING_BYTES = 32 << 20
 TERMINAL_WAIT_S = 0.05  # once until a terminal takes lines again
+LAST_WAIT_MS = 1000  # for a reader, at the end of the process
 _CHUNK = 1000  # texts in one write
 
 Given = TypeVar("Given")
@@ -92,9 +93,9 @@ class Outlet:
             self._texts.append(data)
             self._held += len(data)
             self._closing = False
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name="log", daemon=True)
-                self._thread.start()
+            if (self._thread is None or not self._thread.is_alive()) and not self._begin_thread():
+                self._write_last(lines)
+                return
             self._changed.notify_all()
             if is_first and self._is_terminal:  # or what is printed next would stand before it
                 self.flush(TERMINAL_WAIT_S)
@@ -109,6 +110,24 @@ class Outlet:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
+
+    def _begin_thread(self) -> bool:
+        thread = threading.Thread(target=self._run, name="log", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # from Python 3.12 on there are no new ones at the end of the process
+            return False
+        self._thread = thread
+        return True
+
+    def _write_last(self, lines: int) -> None:
+        """Write what waits, so many lines, as nobody else will; a reader that stands is waited for once."""
+        rest, self._texts, self._held = b"".join(self._texts), [], 0
+        while rest and _has_room(self._descriptor, LAST_WAIT_MS):
+            rest = self._write_at_once(rest)
+        if rest:
+            self.dropped += lines
+            self._limit = 0
 
     def _write_at_once(self, data: bytes) -> bytes:
         """Write what the reader has room for; returns the rest."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from torchere.serving.telemetry import outlet
 from torchere.serving.telemetry.outlet import Outlet, may_stand_still
 
 LONG_S = 20.0
@@ -52,6 +53,36 @@ def test_texts_come_out_in_their_order(pipe: Pipe) -> None:
     pipe.outlet.put("end\n")
     assert pipe.read("end\n").split() == [*map(str, range(3000)), "end"]
     assert pipe.outlet.flush(LONG_S)
+
+
+def no_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+
+def test_at_the_end_of_the_process_a_slow_reader_gets_all_without_a_thread(
+    pipe: Pipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    reader = threading.Thread(target=lambda: seen.append(pipe.read("end\n")))
+    reader.start()
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    for number in range(30_000):
+        pipe.outlet.put(f"{number}\n")
+    pipe.outlet.put("end\n")
+    reader.join()
+    assert seen[0].split() == [*map(str, range(30_000)), "end"]
+    assert pipe.outlet.dropped == 0
+
+
+def test_at_the_end_of_the_process_a_reader_that_stands_is_waited_for_once(
+    pipe: Pipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    monkeypatch.setattr(outlet, "LAST_WAIT_MS", 10)
+    pipe.outlet.put("x" * 200_000, lines=2)
+    monkeypatch.setattr(outlet, "LAST_WAIT_MS", None)  # it would wait for ever
+    pipe.outlet.put("y" * 200_000, lines=3)
+    assert pipe.outlet.dropped == 5
 
 
 def test_what_the_encoding_lacks_is_written_as_an_escape(pipe: Pipe) -> None:
