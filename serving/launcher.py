@@ -117,19 +117,28 @@ def stop(file: Path, wait_s: float = 0.0, say: Callable[[str], None] = print) ->
 
 def _terminate(pid: int, wait_s: float) -> str:
     try:
-        psutil.Process(pid).terminate()
+        process = psutil.Process(pid)
+        process.terminate()
     except psutil.NoSuchProcess:
         return ALREADY_STOPPED
     given_up_s = time.monotonic() + wait_s
-    while wait_s and running(pid):
+    while wait_s and not _has_ended(process):
         if time.monotonic() > given_up_s:
             return TOO_LONG
         time.sleep(_LOOK_S)
     return STOPPED
 
 
+def _has_ended(process: psutil.Process) -> bool:
+    """Whether it is gone, or waits for its parent to ask what became of it: its ports are free."""
+    try:
+        return not process.is_running() or bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
 def running(pid: int | None) -> bool:
-    """Whether that process is there and is a server. One that has ended and waits for its parent is not."""
+    """Whether that process is there and is a server."""
     if pid is None:
         return False
     try:

@@ -404,8 +404,14 @@ def test_a_method_that_stops_reading_ends_the_call_well():
                     yield BytesValue(value=b"more")
                     await asyncio.sleep(0)
 
-            call = both(served, "deaf", requests())
-            return [answer.value async for answer in call], await call.code()
+            while True:
+                call = both(served, "deaf", requests())
+                try:
+                    return [answer.value async for answer in call], await call.code()
+                except grpc.aio.AioRpcError as err:
+                    # The client's own word, where it was just sending when the end came: once in many runs.
+                    if "execute_batch" not in str(err.debug_error_string()):
+                        raise
 
     assert run(main()) == ([b"enough"], CODE.OK)
 
