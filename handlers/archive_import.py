@@ -65,12 +65,12 @@ class ArchiveModules:
         self._owned.add(name)
         return True
 
-    def plain_name(self, name: str) -> str | None:
-        """The name that a module of the archive, say `net` or `parts.blocks`, has in the whole process.
+    def has_plain_name(self, name: str) -> bool:
+        """Whether a module of the archive, say `net` or `parts.blocks`, is called so in the whole process.
 
-        None: it has none, as the process hosts other archives, or something else has the name.
+        It is not where the process hosts other archives, or something else has the name.
         """
-        return name if self.is_alone and not self._exists_elsewhere(name.partition(".")[0]) else None
+        return self.is_alone and not self._exists_elsewhere(name.partition(".")[0])
 
     def _look_up(self, name: str) -> bool:
         spec = PathFinder.find_spec(f"{self.prefix}.{name}", [self.model_dir])
@@ -116,7 +116,7 @@ class ArchiveModules:
             module = builtins.__import__(name, globals, locals, fromlist or (), level)
             return self._importlib if module is importlib else module
         module = builtins.__import__(f"{self.prefix}.{name}", globals, locals, fromlist or (), 0)
-        if self.is_alone and name not in sys.modules and self.plain_name(name) is not None:
+        if self.is_alone and name not in sys.modules and self.has_plain_name(name):
             sys.modules[name] = sys.modules[f"{self.prefix}.{name}"]  # pickle takes it from there
         # `import a.b` binds `a`; with a prefix in front, `__import__` gave us the root package instead.
         return module if fromlist else sys.modules[f"{self.prefix}.{top}"]
@@ -152,8 +152,8 @@ class _ArchiveLoader(SourceFileLoader):
 
     def exec_module(self, module: ModuleType) -> None:
         vars(module)["__builtins__"] = self._archive.builtins
-        plain = self._archive.plain_name(self.name.removeprefix(f"{self._archive.prefix}."))
-        if plain is None:
+        plain = self.name.removeprefix(f"{self._archive.prefix}.")
+        if not self._archive.has_plain_name(plain):
             super().exec_module(module)
             return
         # Before its code runs: what classes, pickles and loggers are named by, in child processes, too.

@@ -32,7 +32,7 @@ class _PlainNameFinder:
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """A spec that leads to the private module; the parameters are the import system's."""
-        if not self.archive.owns(fullname.partition(".")[0]) or self.archive.plain_name(fullname) is None:
+        if not self.archive.owns(fullname.partition(".")[0]) or not self.archive.has_plain_name(fullname):
             return None
         private = f"{self.archive.prefix}.{fullname}"
         if private not in sys.modules and importlib.util.find_spec(private) is None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import traceback
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -130,9 +131,10 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_change_is_in_the_snapshot_before_it_is_answered(change: Any) -> None:
-    async def main() -> bool:
+def change_being_written(change: Any, meanwhile: Callable[[LoadingRegistry], None]) -> tuple[bool, Any]:
+    """Whether a settled change is answered before its snapshot is written, and the registry behind it."""
+
+    async def main() -> tuple[bool, LoadingRegistry]:
         registry = LoadingRegistry()
         registry.is_written.clear()
         registry.version.settled.set()
@@ -140,27 +142,26 @@ def test_a_change_is_in_the_snapshot_before_it_is_answered(change: Any) -> None:
         asked = asyncio.ensure_future(change(plane))
         await asyncio.sleep(0.01)
         early = asked.done()
+        meanwhile(registry)
         registry.is_written.set()
         await asked
-        return early
+        return early, registry
 
-    assert asyncio.run(main()) is False
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_is_in_the_snapshot_before_it_is_answered(change: Any) -> None:
+    early, _ = change_being_written(change, lambda registry: None)
+    assert early is False
 
 
 @pytest.mark.parametrize("change", [register, scale])
 def test_what_another_call_makes_of_a_version_while_a_change_is_written_is_not_its_failure(
     change: Any,
 ) -> None:
-    async def main() -> list[Any]:
-        registry = LoadingRegistry()
-        registry.is_written.clear()
-        registry.version.settled.set()
-        plane = ControlPlane(registry, None, ServerSettings(model_api_enabled=True))  # type: ignore[arg-type]
-        asked = asyncio.ensure_future(change(plane))
-        await asyncio.sleep(0.01)
+    def fail(registry: LoadingRegistry) -> None:
         registry.version.failure = LoadFailed("Model slow was unregistered.", "It was loading.")
-        registry.is_written.set()
-        await asked
-        return registry.discarded
 
-    assert asyncio.run(main()) == []
+    _, registry = change_being_written(change, fail)
+    assert registry.discarded == []
