@@ -39,7 +39,7 @@ class Outflow:
 
     __slots__ = (
         *("_finished", "_hold", "_table_note", "_waiting", "_window", "_write"),
-        *("frame_bytes", "initial_window", "sends", "sent_bytes", "stopped"),
+        *("frame_bytes", "held_bytes", "initial_window", "sends", "sent_bytes", "stopped"),
     )
 
     def __init__(
@@ -57,6 +57,7 @@ class Outflow:
         self.frame_bytes = DEFAULT_FRAME_BYTES
         self.stopped = False  # the socket takes no more for now
         self.sends = self.sent_bytes = 0  # of what had to wait, or was long, or one of several
+        self.held_bytes = 0  # of answers that wait in their streams
         self._table_note = b""  # what the next header block has to begin with
 
     def take_room(self, stream: Stream, size: int) -> bool:

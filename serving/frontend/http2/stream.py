@@ -214,7 +214,7 @@ class Stream:
     def sent(self, size: int) -> None:
         """So much of what waited went out."""
         self.sent_bytes += size
-        self._waiting_bytes -= size
+        self._wait_for(-size)
         if self._waiting_bytes <= HIGH_WATER_BYTES:
             self._wake()
 
@@ -241,7 +241,7 @@ class Stream:
         self._ended = True
         self.outbox.clear()
         self.reader.behind.clear()
-        self._waiting_bytes = 0
+        self._wait_for(-self._waiting_bytes)
         self._wake()
         self.receiver.gone()
         self.receiver = OVER
@@ -260,8 +260,12 @@ class Stream:
         else:
             self.outbox.append(prefix)
             self.outbox += [memoryview(part) for part in parts if part]
-        self._waiting_bytes += PREFIX_BYTES + size
+        self._wait_for(PREFIX_BYTES + size)
         return True
+
+    def _wait_for(self, size: int) -> None:
+        self._waiting_bytes += size
+        self.connection.outflow.held_bytes += size
 
     def _goes_at_once(self, message: bytes) -> bool:
         """Whether a message can go out whole, with all that is around it; takes the room for it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
@@ -12,6 +14,8 @@ MAX_PARTS = 1000
 MAX_PART_HEADERS = 16
 MAX_PART_HEADER_BYTES = 4096
 
+logging.getLogger("python_multipart").setLevel(logging.ERROR)  # or anybody could fill the log with bad bodies
+
 
 def multipart_parameters(content_type: str, body: bytes) -> list[Parameter]:
     """Return one parameter a part, in order.
@@ -20,11 +24,15 @@ def multipart_parameters(content_type: str, body: bytes) -> list[Parameter]:
     whatever its part says.
 
     Raises:
-        InvalidRequest: no boundary, broken framing, a part without a name, or too many parts.
+        InvalidRequest: no boundary, broken framing, a part without a name, or too many parts, or lines
+            that begin as the boundary does and are none: for the parser these are as much work.
     """
     boundary = parse_options_header(content_type.encode("latin-1", "replace"))[1].get(b"boundary")
     if not boundary:
         raise InvalidRequest("multipart/form-data needs a boundary in its content type.")
+    line = b"--" + boundary
+    if body.startswith(line) + body.count(b"\r\n" + line) > MAX_PARTS + 1:  # one ends the last part
+        raise InvalidRequest(f"The multipart body has more than {MAX_PARTS} parts.")
     collector = _Collector()
     try:
         parser = MultipartParser(
@@ -36,7 +44,8 @@ def multipart_parameters(content_type: str, body: bytes) -> list[Parameter]:
         parser.write(body)
         parser.finalize()
     except FormParserError as err:
-        raise InvalidRequest(f"The multipart body is broken: {err}") from err
+        expected = "expected parts between the boundaries that the content type names"
+        raise InvalidRequest(f"The multipart body is broken: {err}; {expected}") from err
     if not collector.complete:
         raise InvalidRequest("The multipart body ends before its closing boundary.")
     return collector.parameters
@@ -66,8 +75,6 @@ class _Collector:
         }
 
     def _begin_part(self) -> None:
-        if len(self.parameters) >= MAX_PARTS:
-            raise InvalidRequest(f"The multipart body has more than {MAX_PARTS} parts.")
         self._headers, self._data = {}, []
 
     def _add_data(self, data: bytes, start: int, end: int) -> None:

@@ -23,6 +23,9 @@ from torchere.serving.frontend.rest.known_heads import HEAD_END
 
 MAX_REQUEST_LINE_BYTES = 4096  # TorchServe's limits; the parser itself has none
 MAX_HEADER_BYTES = 8192
+# Of what has no end yet: a head, a trailer, or what else stands around the chunks of a body. The parser keeps
+# a line until it ends, and copies it whenever more of it comes.
+MAX_ENDLESS_BYTES = 16_384
 # Of a body in chunks only the parser knows the end. It stands behind a `HEAD_END`, as others in the body may:
 # after so many pieces at one time they get longer, and what was sent ahead is lost if the end is within one.
 EXACT_PIECES = 64
@@ -76,7 +79,8 @@ class RequestReader(HttpToolsProtocol):
     flow: Flow
     spelled_headers: list[tuple[bytes, bytes]]  # of the present request
     _head_bytes: int
-    _body_bytes: int  # that were parsed
+    _body_bytes: int = 0  # that were parsed
+    _endless_bytes: int = 0  # that were parsed since a head ended or something of a body came
     _in_head: bool = True
     _head_begun: bool = False  # bytes of a head have come, and more are to come
     _between: bool = True  # the parser has had whole requests only
@@ -105,14 +109,39 @@ class RequestReader(HttpToolsProtocol):
             self._first = b"" if start else data
         if self.timeout_keep_alive_task is not None:
             self._unset_keepalive_if_required()
-        pieces = 0
-        while start < len(data):
-            start += self._parse(data[start : self._end_of_piece(data, start, pieces)])
-            pieces += 1
-            if self._between or self.transport.is_closing():
-                break
+        start = self._parse_one(data, start)
         if start < len(data):
             self._read_later(data, start)
+        elif self._is_for_nobody() and not self.transport.is_closing():
+            # uvloop reads up to 32 times before others have their turn, and no answer asks for less of this
+            self.flow.hold()
+            self.loop.call_soon(self._read_on)
+
+    def _parse_one(self, data: bytes, start: int) -> int:
+        """Parse up to the end of a request; returns where what the parser has not had begins."""
+        pieces = 0
+        while start < len(data):
+            before = self._in_head, self._body_bytes
+            size = self._parse(data[start : self._end_of_piece(data, start, pieces)])
+            start += size
+            pieces += 1
+            self._bound(size, self._between or (self._in_head, self._body_bytes) != before)
+            if self._between or self.transport.is_closing():
+                break
+        return start
+
+    def _is_for_nobody(self) -> bool:
+        """Whether more of a body comes that is answered."""
+        return not (self._between or self._in_head or self.is_unanswered())
+
+    def _read_on(self) -> None:
+        if self._ahead is None and not self.transport.is_closing():
+            self.flow.release()
+
+    def _bound(self, size: int, came_on: bool) -> None:
+        self._endless_bytes = 0 if came_on else self._endless_bytes + size
+        if self._endless_bytes > MAX_ENDLESS_BYTES:
+            self.refuse()
 
     def _read_later(self, data: bytes, start: int) -> None:
         start = _end_of_blank(data, start)

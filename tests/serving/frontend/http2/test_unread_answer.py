@@ -7,7 +7,9 @@ from h2.settings import SettingCodes
 from hyperframe.frame import SettingsFrame, WindowUpdateFrame
 
 from torchere.serving.frontend import unread
+from torchere.serving.frontend.http2 import connection
 from torchere.serving.frontend.http2.frames import ErrorCode
+from torchere.serving.frontend.http2.status import StatusCode
 
 TIMEOUT_S = 0.2
 WINDOW = SettingCodes.INITIAL_WINDOW_SIZE
@@ -123,3 +125,27 @@ def test_leave_for_one_call_does_not_keep_the_others(run, http2):
     assert reset == ErrorCode.CANCEL
     assert 0 < so_far < 90
     assert answer.messages == [bytes(90)]
+
+
+@pytest.mark.parametrize("way_out", ["takes them", "gives them up"])
+def test_who_takes_none_of_many_answers_gets_no_more_until_that_ends(run, http2, monkeypatch, way_out):
+    monkeypatch.setattr(connection, "MAX_HELD_BYTES", 150)
+    monkeypatch.setattr(unread, "UNREAD_TIMEOUT_S", 60)
+
+    async def main():
+        async with (
+            http2.listener(limit_bytes=90 // 4) as served,
+            http2.peer(served, settings={WINDOW: 0}, eats=False) as peer,
+        ):
+            ids = [peer.begin("/echo", bytes(20)) for _ in range(9)]  # 25 bytes each
+            await peer.round_trip()
+            for stream_id in ids:
+                if way_out == "takes them":
+                    peer.h2.increment_flow_control_window(100, stream_id)
+                else:
+                    peer.h2.reset_stream(stream_id)
+            peer.begin("/echo", bytes(20))
+            await peer.round_trip()
+            return [call.stream.head.flaw_code == StatusCode.RESOURCE_EXHAUSTED for call in served.calls]
+
+    assert run(main()) == [*[False] * 7, True, True, False]

@@ -53,17 +53,30 @@ def test_names_may_be_utf8():
         ("multipart/form-data", b"", "needs a boundary"),
         (TYPE, b"", "ends before its closing boundary"),
         (TYPE, part('name="a"', b"1"), "ends before its closing boundary"),
-        (TYPE, b"--other\r\n\r\n", "broken"),
+        (TYPE, b"--other\r\n\r\n", "broken: .*; expected parts between the boundaries"),
         (TYPE, b'--xyz\r\nContent-Disposition: form-data; filename="a"\r\n\r\nb\r\n--xyz--', "has no name"),
         (TYPE, b"--xyz\r\n\r\nb\r\n--xyz--", "has no name"),
         (TYPE, part('name="a"', b"1", "X-Long: " + "a" * 5000) + b"--xyz--", "broken"),
         (TYPE, part('name="a"', b"1", *["X-Many: 1"] * 40) + b"--xyz--", "broken"),
         (TYPE, part('name="a"', b"1") * (MAX_PARTS + 1) + b"--xyz--", f"more than {MAX_PARTS} parts"),
+        (TYPE, part('name="a"', b"\r\n--xyz!" * 1001) + b"--xyz--", f"more than {MAX_PARTS} parts"),
     ],
 )
 def test_what_is_broken_or_too_much_is_refused_with_its_cause(content_type, body, cause):
     with pytest.raises(InvalidRequest, match=cause):
         multipart_parameters(content_type, body)
+
+
+@pytest.mark.parametrize("before", [b"", b"\r\n"])
+def test_as_many_parts_as_may_be_are_read(before):
+    body = before + part('name="a"', b"1") * MAX_PARTS + b"--xyz--\r\n"
+    assert multipart_parameters(TYPE, body) == [Parameter("a", b"1")] * MAX_PARTS
+
+
+def test_nobody_can_fill_the_log_with_bad_bodies(caplog):
+    with pytest.raises(InvalidRequest, match="broken"):
+        multipart_parameters(TYPE, b"--xyz\r\nContent Disposition: form-data\r\n\r\nb\r\n--xyz--")
+    assert not caplog.records
 
 
 @given(st.binary(max_size=400))

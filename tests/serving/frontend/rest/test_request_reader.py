@@ -2,15 +2,22 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import shutil
 import weakref
 
 import pytest
+import uvloop
 from uvicorn.protocols.http import httptools_impl
 
 from torchere.serving.frontend.rest.app import inference_app
-from torchere.serving.frontend.rest.request_reader import EXACT_PIECES
+from torchere.serving.frontend.rest.request_reader import (
+    EXACT_PIECES,
+    MAX_ENDLESS_BYTES,
+    MAX_HEADER_BYTES,
+    MAX_REQUEST_LINE_BYTES,
+)
 from torchere.serving.frontend.rest.server import RestServer
 from torchere.serving.settings import Address
 from torchere.serving.types import InferResponse, StreamedResponse
@@ -268,6 +275,32 @@ def test_a_trailer_is_bounded_as_a_head_is(planes):
     assert [status for status, _ in found] == [400]
 
 
+ENDLESS = {
+    "a value": (PING[:-4] + b"\r\nX: ", b"a"),
+    "a name": (PING[:-2], b"a"),
+    "blanks": (PING[:-4] + b"\r\nX:", b" "),
+    "a trailer": (chunked(b"abc")[:-2] + b"X: ", b"a"),
+    "a chunk's extension": (chunked(b"abc")[:-5] + b"3;", b"a"),
+    "a chunk's length": (chunked(b"abc")[:-5], b"0"),
+}
+
+
+@pytest.mark.parametrize(("begun", "more"), ENDLESS.values(), ids=ENDLESS)
+def test_what_has_no_end_is_refused_before_it_comes(planes, begun, more):
+    said = said_to(planes, PING, begun, *[more * 4096] * (MAX_ENDLESS_BYTES // 4096 + 1))
+    assert [status for status, _ in answers(said)] == [200, 400]
+    assert not planes.data.asked
+
+
+@pytest.mark.parametrize("size", [100, 5000])
+def test_a_head_as_long_as_may_be_is_read_in_pieces(planes, size):
+    target = b"/predictions/echo?" + b"a" * (MAX_REQUEST_LINE_BYTES - 18)
+    long = b"X: " + b"a" * (MAX_HEADER_BYTES - 60) + b"\r\n"
+    text = plain(b"abc", long + CLOSE).replace(b"/predictions/echo", target)
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    assert answers(said_to(planes, *pieces)) == [(200, b"abc")]
+
+
 def test_what_is_no_http_waits_for_the_answer_before(planes):
     async def late(request):
         await asyncio.sleep(0.1)
@@ -309,6 +342,39 @@ def test_a_broken_body_of_a_request_that_is_answered_just_ends_the_connection(pl
             return answer + await asyncio.wait_for(reader.read(), 20)
 
     assert [status for status, _ in answers(asyncio.run(main()))] == [200]
+
+
+def test_a_body_that_nobody_reads_leaves_turns_to_others(planes):
+    head = b"GET /ping HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    body = chunked(*[b"abcd"] * 200_000).removeprefix(chunked()[: -len(b"0\r\n\r\n")])
+    came = [0]
+
+    async def main() -> bytes:
+        loop = asyncio.get_running_loop()
+        app = inference_app(planes.data, planes.control, planes.services())
+        server = RestServer(app, Address(port=0), drain_timeout_s=2)
+        address = await server.start()
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        writer.write(head)
+        await reader.readuntil(b"}\n")
+        (connection,) = server._server.server_state.connections
+
+        def turn() -> None:
+            came.append(max(came[-1], connection._body_bytes))
+            if connection._body_bytes or came[-1] == 0:
+                loop.call_soon(turn)
+
+        turn()
+        writer.write(body + LAST_PING)
+        answer = await asyncio.wait_for(reader.read(), 20)
+        writer.close()
+        await server.stop()
+        return answer
+
+    found = answers(uvloop.run(main()))
+    assert [status for status, _ in found] == [200]
+    assert came[-1] == 800_000
+    assert max(after - before for before, after in itertools.pairwise(came)) < 400_000
 
 
 ENDS = [b"\r\n\r\n" * 5000]

@@ -1,0 +1,55 @@
+"""However much a client sends at once: others have their turn in between, and nothing of it is lost."""
+
+import asyncio
+
+import pytest
+from hyperframe.frame import DataFrame
+
+from torchere.serving.frontend.http2 import connection, listening
+
+CALLS = 200
+BOUNDS = {
+    "one read of many calls": [(connection, "TURN_S", 0), (connection, "STEP_BYTES", 20)],
+    "many reads in a row": [(connection, "AGAIN_S", 0), (listening, "LANDING_BYTES", 20)],
+}
+
+
+@pytest.mark.parametrize("bounds", BOUNDS.values(), ids=BOUNDS)
+def test_many_calls_that_come_at_once_leave_turns_to_others(run, http2, monkeypatch, bounds):
+    for module, name, value in bounds:
+        monkeypatch.setattr(module, name, value)
+    taken = set()
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        async with http2.listener() as served, http2.wire(served) as wire:
+
+            def turn():
+                taken.add(len(served.calls))
+                if len(served.calls) < CALLS:
+                    loop.call_soon(turn)
+
+            turn()
+            wire.greet(wire.calls("/echo", CALLS, flags=5))
+            return [(await wire.next(DataFrame)).stream_id for _ in range(CALLS)]
+
+    assert run(main()) == list(range(1, 2 * CALLS, 2))
+    assert len(taken) > CALLS / 4
+
+
+def test_a_client_that_leaves_before_its_turn_is_let_go(run, http2, monkeypatch):
+    for module, name, value in BOUNDS["one read of many calls"]:
+        monkeypatch.setattr(module, name, value)
+
+    async def main():
+        async with http2.listener() as served:
+            async with http2.wire(served) as wire:
+                wire.greet(wire.calls("/echo", CALLS, flags=5))
+                while not served.calls:
+                    await asyncio.sleep(0)
+                wire.writer.transport.abort()
+            while served.listening.connections:
+                await asyncio.sleep(0.001)
+            return len(served.calls)
+
+    assert 0 < run(main()) <= CALLS
