@@ -59,5 +59,5 @@ bench: install  ## measure what the documents claim, beside what it is compared 
 wheel: install  ## build the wheel and the source distribution into dist/
 	$(BIN)/python -m build
 
-clean:  ## remove what the other verbs made
+clean:  ## remove what the other verbs made, but .tools and .peers
 	rm -rf $(VENV) .demo dist build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

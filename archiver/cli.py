@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from torchere.archiver.building import DEFAULT_HANDLER
 from torchere.archiver.convert import convert_archive
-from torchere.archiver.errors import ArchiveError, ModelRefused, PackingError
+from torchere.archiver.errors import ArchiveError, ModelRefused, PackingError, plainly
 from torchere.archiver.inspection import inspect_archive
 from torchere.archiver.manifest import DEFAULT_VERSION, EPOCH_S, RUNTIMES
 from torchere.archiver.missing import check_inputs
@@ -64,7 +64,8 @@ def add_archive_arguments(parser: argparse.ArgumentParser, *, models: bool = Fal
     add("--model-name", required=True, metavar="NAME", help="name of the model and of the archive's file")
     default = {"default": DEFAULT_VERSION} if models else {"required": True}
     told = f" (default: {DEFAULT_VERSION})" if models else ""
-    add("-v", "--version", metavar="V", help=f"version of the model, any text{told}", **default)
+    what = f"version of the model, any text without a slash{told}"
+    add("-v", "--version", metavar="V", help=what, **default)
     add(
         "--handler",
         required=not models,
@@ -144,7 +145,7 @@ def _status_of(command: str, action: Callable[[], object]) -> int:
         print(f"{command}: {error}", file=sys.stderr)
         return 2
     except (PackingError, OSError) as error:
-        print(f"{command}: {error}", file=sys.stderr)
+        print(f"{command}: {plainly(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

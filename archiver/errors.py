@@ -40,6 +40,13 @@ class ModelRefused(PackingError):
         super().__init__(one_line(" ".join(text.split())))
 
 
+def plainly(error: BaseException) -> str:
+    """What an error says; the system's own as "FILE: reason", without its number."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
 def _shown(entry: str) -> str:
     """The name in quotes with everything unprintable escaped, cut where it stops being useful."""
     quoted = ascii(entry)

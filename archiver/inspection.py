@@ -13,6 +13,7 @@ from torchere.archiver.entries import ArchiveLimits, Chunks, Entry
 from torchere.archiver.errors import one_line
 from torchere.archiver.names import MANIFEST_NAME
 from torchere.archiver.reader import Archive, open_archive
+from torchere.archiver.request import BUILT_IN_HANDLERS
 from torchere.archiver.weights import HEAD_BYTES, SUFFIXES, Weights, classify
 
 _MAX_CONFIG_BYTES = 2**18
@@ -135,6 +136,8 @@ def _handler_sentence(handler: str | None, names: set[str]) -> str:
     for file in _handler_files(handler):
         if file in names:
             return f"handler: {handler} (Python code in {file})"
+    if handler in BUILT_IN_HANDLERS:
+        return f"handler: {handler} (built into the server)"
     return f"handler: {handler} (no such file in the archive: one of the server's own, or missing)"
 
 

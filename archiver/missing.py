@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from glob import has_magic
 from pathlib import Path
 
+from torchere.archiver.building import BuildOptions
 from torchere.archiver.errors import PackingError
 from torchere.archiver.request import BUILT_IN_HANDLERS, ArchiveRequest
 
@@ -33,6 +34,17 @@ def check_inputs(request: ArchiveRequest) -> None:
                 f"--extra-files {path}: no such file or folder{_place(path)}; check the path (a comma begins "
                 "the next one)"
             )
+
+
+def check_examples(options: BuildOptions) -> None:
+    """Look for the files that a model is run on.
+
+    Raises:
+        PackingError: as `check_inputs`.
+    """
+    for flag, path in (("--example", options.example), ("--samples", options.samples)):
+        if path is not None and _is_missing(path):
+            raise PackingError(f"{flag} {path}: no such file or folder{_place(path)}; check the path")
 
 
 def _named(request: ArchiveRequest) -> Iterator[tuple[str, Path]]:

@@ -1,4 +1,4 @@
-"""All or nothing: work goes into a hidden sibling of the target, which takes its place only when complete."""
+"""Work goes into a hidden sibling of the target, and takes its place only when it is complete."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_UNFINISHED = re.compile(r"\.torchere-[0-9a-f]{16}\.(part|old)")
+_UNFINISHED = re.compile(r"\.torchere-[0-9a-f]{16}\.part")
 
 
 def is_unfinished(name: str) -> bool:
@@ -21,17 +21,19 @@ def is_unfinished(name: str) -> bool:
 def staged(target: Path, *, merge: bool = False) -> Iterator[Path]:
     """Give a path beside `target` (same file system, not yet existing) to write a file or directory to.
 
-    When the block ends well it is renamed to `target`, replacing a file or directory that is there; when the
-    block raises, whatever was written is removed and `target` is as it was. With `merge` a directory that is
-    there keeps what the new one has not.
+    When the block ends well it is renamed to `target`, replacing a file that is there; when the block raises,
+    whatever was written is removed and `target` is as it was. With `merge` a directory that is there takes
+    the new one's files and keeps its others; file by file, so that a failure half-way leaves some of each.
+
+    Raises:
+        OSError: nothing was written, it can't be renamed, or (without `merge`) `target` is a directory that
+            holds something.
     """
-    work = _sibling(target, "part")
+    work = target.with_name(f".torchere-{os.urandom(8).hex()}.part")  # as long for every target
     try:
         yield work
-        if target.is_dir() and merge:
+        if merge and target.is_dir():
             _merge(work, target)
-        elif target.is_dir() and not target.is_symlink():
-            _swap(work, target)
         else:
             os.replace(work, target)
     finally:
@@ -44,23 +46,6 @@ def _merge(work: Path, target: Path) -> None:
         place = target / file.relative_to(work)
         place.parent.mkdir(parents=True, exist_ok=True)
         os.replace(file, place)
-
-
-def _swap(work: Path, target: Path) -> None:
-    """Put one directory in the place of another, which no single rename does."""
-    aside = _sibling(target, "old")
-    os.rename(target, aside)
-    try:
-        os.rename(work, target)
-    except OSError:
-        os.rename(aside, target)
-        raise
-    shutil.rmtree(aside)
-
-
-def _sibling(target: Path, purpose: str) -> Path:
-    # The name's length must not depend on the target's, which may be as long as a file system allows.
-    return target.with_name(f".torchere-{os.urandom(8).hex()}.{purpose}")
 
 
 def _remove(path: Path) -> None:

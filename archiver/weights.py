@@ -51,7 +51,7 @@ class Weights:
 def classify(name: str, head: bytes, file: BinaryIO | None) -> Weights:
     """Tell the kind from the first `HEAD_BYTES` and, for a zip or a pickle, from the whole `file`."""
     if head.startswith(b"PK") and file is not None:
-        return _classify_names(name, _names_in(file), file)
+        return _classify_records(name, _sizes_in(file), file)
     if head.startswith(b"\x80") and head[1:2] <= b"\x05":
         return _pickle(name, PICKLE, file)
     if head.startswith(b"\x7fELF"):
@@ -75,16 +75,16 @@ def classify_file(path: Path) -> Weights:
         return classify(path.name, head, file)
 
 
-def _classify_names(name: str, names: frozenset[str], file: BinaryIO) -> Weights:
+def _classify_records(name: str, sizes: dict[str, int], file: BinaryIO) -> Weights:
     """Tell the kind as torch does: by records, whose names have the file's own folder in front."""
-    records = {inner.partition("/")[2] for inner in names}
-    if records & {"archive_format", "serialized_exported_program.json"}:
+    records = {inner.partition("/")[2]: size for inner, size in sizes.items()}
+    if records.keys() & {"archive_format", "serialized_exported_program.json"}:
         return _package(name, records, file)
     if "constants.pkl" in records:
         return _torchscript(name, file)
     if "data.pkl" in records or any(record.endswith((".pkl", ".pt")) for record in records):
         return _pickle(name, TORCH_SAVE, file)
-    return Weights(name, "zip" if names else "damaged zip", False, "is not of a kind known here")
+    return Weights(name, "zip" if sizes else "damaged zip", False, "is not of a kind known here")
 
 
 def _torchscript(name: str, file: BinaryIO) -> Weights:
@@ -97,8 +97,9 @@ def _torchscript(name: str, file: BinaryIO) -> Weights:
     return Weights(name, TORCHSCRIPT, True, risk)
 
 
-def _package(name: str, records: set[str], file: BinaryIO) -> Weights:
-    pickled = any(record.endswith((".pkl", ".pt")) for record in records)
+def _package(name: str, records: dict[str, int], file: BinaryIO) -> Weights:
+    # Programs without example inputs have an empty record for them.
+    pickled = any(size and record.endswith((".pkl", ".pt")) for record, size in records.items())
     suffix = f"; {_PICKLE_RISK}" if pickled else ""
     if any(record.endswith(".so") or record.startswith(_COMPILED_FOLDER) for record in records):
         foreign = foreign_names_in(file, _size(file))
@@ -110,7 +111,7 @@ def _package(name: str, records: set[str], file: BinaryIO) -> Weights:
     return Weights(name, EXPORTED_PROGRAM, pickled, f"runs its graph{suffix}")
 
 
-def _native(records: set[str]) -> str:
+def _native(records: Iterable[str]) -> str:
     """How it runs: torch compiles the C++ of a package without a library, and loads what that gives."""
     if any(record.endswith(".so") for record in records):
         return "runs as native code in the server"
@@ -133,15 +134,16 @@ def _size(file: BinaryIO) -> int:
     return file.seek(0, os.SEEK_END)
 
 
-def _names_in(file: BinaryIO) -> frozenset[str]:
+def _sizes_in(file: BinaryIO) -> dict[str, int]:
     try:
         directory = read_directory(file, file.seek(0, os.SEEK_END))
         file.seek(directory.offset)
-        return frozenset(_decoded(file, min(directory.entries, _MAX_LISTED)))
+        return dict(_decoded(file, min(directory.entries, _MAX_LISTED)))
     except Malformed:
-        return frozenset()
+        return {}
 
 
-def _decoded(file: BinaryIO, count: int) -> Iterable[str]:
+def _decoded(file: BinaryIO, count: int) -> Iterable[tuple[str, int]]:
     for _ in range(count):
-        yield read_central(file).raw_name.decode("utf-8", "replace")
+        entry = read_central(file)
+        yield entry.raw_name.decode("utf-8", "replace"), entry.size

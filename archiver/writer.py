@@ -34,7 +34,8 @@ def write_archive(request: ArchiveRequest, progress: Progress | None = None) -> 
     """Write the archive that `request` describes and return its path.
 
     Files are read in chunks, never whole. The same files give the same bytes: entries are sorted, the
-    manifest comes last, times and modes are constants. A failed call leaves nothing behind.
+    manifest comes last, times and modes are constants. A failed call leaves nothing behind; in a folder that
+    was there (`no-archive` with `force`) some files may be new by then.
 
     Raises:
         PackingError: The request, a name or the output place is wrong; nothing was written.

@@ -149,9 +149,18 @@ def _data(array: Array, datatype: str) -> bytes:
         return b"".join(_LENGTH.pack(len(text)) + text for text in map(_bytes, array.reshape(-1).tolist()))
     if datatype == "BF16":
         return _bfloat16(array)
-    converted = array.astype(_NUMPY[datatype])
-    # Floats may be rounded; a whole number that comes out as another one is a mistake.
-    if converted.dtype.kind in "iub" and not (converted == array).all():
+    import numpy as np  # noqa: PLC0415
+
+    with np.errstate(over="ignore"):
+        converted = array.astype(_NUMPY[datatype])
+    # Floats may be rounded, but not to infinity; a whole number that comes out as another one is a mistake.
+    if converted.dtype.kind == "f":
+        fits = not np.isinf(converted).any() or np.array_equal(
+            np.isinf(converted), np.isinf(array.astype(np.float64))
+        )
+    else:
+        fits = (converted == array).all()
+    if not fits:
         raise ValueError(f"the values do not fit {datatype}")
     return converted.tobytes()
 

@@ -20,6 +20,7 @@ _LONGEST_TIMEOUT_MS = 86_400_000  # the most the server takes: a day
 _LONGEST_WAIT_S = 1_000_000.0  # sockets take no more than 24 days; who says more means no bound
 _SHORTEST_WAIT_S = 0.001  # 0 would not wait at all
 _AGENT = "torchere-client"
+_MAX_PORT = 65_535
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,4 +145,5 @@ def _is_http(address: str) -> bool:
         url = httpx.URL(address)
     except httpx.InvalidURL:
         return False
-    return url.scheme in ("http", "https") and bool(url.host)
+    # The system would take a larger port modulo 65536, which is another server's.
+    return url.scheme in ("http", "https") and bool(url.host) and (url.port or 0) <= _MAX_PORT

@@ -12,21 +12,33 @@ set -eu
 
 home=/home/model-server
 
+set -f # nothing here looks for file names; what is run in the end does as it likes
 if [ $# -eq 1 ]; then
   case $1 in
-    *[\;\&\|\`\<\>\(\)\'\"]*) exec sh -c "$1" ;;
-    torchserve\ *) ;;
-    *\$*) exec sh -c "$1" ;;
+    *[\;\&\|\`\<\>\(\)]*) exec sh -c "$1" ;;
+    torchserve\ * | serve\ *) eval "set -- $1" ;;
+    *[\$\'\"]*) exec sh -c "$1" ;;
+    *) # words separated by blanks
+      # shellcheck disable=SC2086
+      set -- $1
+      ;;
   esac
-  set -f # words separated by blanks, without looking for file names in them
-  # shellcheck disable=SC2086
-  set -- $1
-  set +f
+else
+  for word; do
+    case $word in '&' | '&&' | '|' | '||' | ';') exec sh -c "$*" ;; esac
+  done
+  case ${1-} in
+    torchserve | serve)
+      for word; do
+        case $word in
+          *\$*) eval "set -- \"\$@\" $word" ;;
+          *) set -- "$@" "$word" ;;
+        esac
+        shift
+      done
+      ;;
+  esac
 fi
-
-for word; do
-  case $word in '&' | '&&' | '|' | '||' | ';') exec sh -c "$*" ;; esac
-done
 
 if [ $# -eq 0 ] || [ "$1" = serve ]; then
   [ $# -eq 0 ] || shift
@@ -34,14 +46,6 @@ if [ $# -eq 0 ] || [ "$1" = serve ]; then
 fi
 
 if [ "$1" = torchserve ]; then
-  set -f
-  for word; do
-    case $word in
-      *\$*) eval "set -- \"\$@\" $word" ;;
-      *) set -- "$@" "$word" ;;
-    esac
-    shift
-  done
   case " $* " in
     *' --foreground '* | *' --stop '* | *' -v '* | *' --version '* | *' -h '* | *' --help '*) ;;
     *) shift && set -- torchserve --foreground "$@" ;;

@@ -77,10 +77,12 @@ def misfit(build: Build, torch_version: str, cpu_flags: frozenset[str] | None) -
     """
     if build.machine and build.machine != platform.machine():
         return Misfit(f"it was compiled for {build.machine}, and this is {platform.machine()}", fatal=True)
-    isa = _SAME_SET.get(build.isa or "", build.isa or "")
-    lacking = _X86_FLAGS.get(isa, frozenset()) - (cpu_flags or frozenset())
+    sets = (build.isa or "").split()  # torch names them one behind the other: "avx512 avx512_vnni"
+    needed = frozenset().union(*(_X86_FLAGS.get(_SAME_SET.get(one, one), frozenset()) for one in sets))
+    lacking = needed - (cpu_flags or frozenset())
     if cpu_flags is not None and lacking:
-        return Misfit(f"it was compiled for {isa}; this CPU lacks {', '.join(sorted(lacking))}", fatal=True)
+        names = ", ".join(sorted(lacking))
+        return Misfit(f"it was compiled for {build.isa}; this CPU lacks {names}", fatal=True)
     if build.torch and build.torch != torch_version.partition("+")[0]:
         return Misfit(f"it was compiled with torch {build.torch}; this is {torch_version}", fatal=False)
     return None

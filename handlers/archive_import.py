@@ -26,6 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torchere.handlers.archive_caches import forget_folder
 from torchere.handlers.context import Context
 
 ROOT = "_torchere_archive"
@@ -262,11 +263,7 @@ def _install(archive: ArchiveModules) -> None:
     sys.modules.setdefault(root, _package(root, []))
     sys.modules.setdefault(f"{root}.{model}", _package(f"{root}.{model}", []))
     sys.modules[f"{root}.{model}.{version}"] = _package(archive.prefix, [archive.model_dir])
-    # The directory may be younger than a listing of it. Not importlib.invalidate_caches(), which walks a
-    # dictionary that imports in other threads change under it, and then raises.
-    for place in tuple(sys.path_importer_cache):
-        if place == archive.model_dir or place.startswith(archive.model_dir + os.sep):
-            sys.path_importer_cache.pop(place, None)
+    forget_folder(archive.model_dir)  # it may be younger than a listing of it
 
 
 def _package(name: str, path: list[str]) -> ModuleType:
@@ -280,6 +277,10 @@ def _drop(archive: ArchiveModules) -> None:
     _by_prefix.pop(archive.prefix, None)
     for name in [n for n in tuple(sys.modules) if n == archive.prefix or n.startswith(archive.prefix + ".")]:
         del sys.modules[name]
+    model = archive.prefix.rpartition(".")[0]
+    if not any(prefix.startswith(f"{model}.") for prefix in _by_prefix):
+        sys.modules.pop(model, None)
+    forget_folder(archive.model_dir)
 
 
 def _archive_of(fullname: str) -> ArchiveModules | None:

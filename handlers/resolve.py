@@ -1,4 +1,4 @@
-"""From the handler string of a manifest to something that can be called with a batch.
+"""From the handler string of a manifest to the module that it names, and the entry point in it.
 
 A handler is a file of the archive (`my_handler.py`, `my_handler:function`) or the name of one that we ship.
 Nothing else is imported, so a manifest can't reach modules of the process (`os:system`) or of other folders.
@@ -6,14 +6,10 @@ Nothing else is imported, so a manifest can't reach modules of the process (`os:
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import importlib.util
-import inspect
 import re
 import sys
-import weakref
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +17,7 @@ from typing import Any
 from torchere.handlers import ts_alias
 from torchere.handlers.archive_import import ArchiveModules, archive_of
 from torchere.handlers.context import Context
+from torchere.handlers.entry_point import EntryPoint, entry_of, initialised
 from torchere.handlers.errors import HandlerLoadError
 
 BUILT_IN_HANDLERS = {
@@ -54,43 +51,9 @@ NOT_SHIPPED = {
 }
 """Names that TorchServe ships and we do not, and why."""
 
-Call = Callable[[Any, Context], Any]
 _HANDLER = re.compile(r"(?P<path>[^:]+?)(\.py)?(:(?P<function>[^:]+))?")
 _ABSOLUTE_FILE = re.compile(r"(?P<file>/[^:]+\.py)(:(?P<function>[^:]+))?")
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
-
-
-class EntryPoint:
-    """A handler that is loaded and initialised. Used by one executor at a time.
-
-    Args:
-        call: takes (data, context) and returns the answers, or a coroutine for them.
-        instance: the handler object behind it, None for the function form.
-        enveloped: an envelope stands before the handler, so example rows of the handler do not fit.
-    """
-
-    def __init__(self, call: Call, instance: Any = None, enveloped: bool = False) -> None:
-        self._call = call
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self.instance = instance
-        self.enveloped = enveloped
-
-    def __call__(self, data: list[Any] | None, context: Context) -> object:
-        """Run one batch; raises what the handler raises."""
-        answers = self._call(data, context)
-        return self._wait_for(answers) if inspect.iscoroutine(answers) else answers
-
-    def warmup_data(self) -> list[dict[str, object]] | None:
-        """Example rows for the first runs, as `data` would hold them; None when the handler has none."""
-        example = getattr(self.instance, "warmup_data", None)
-        return None if example is None or self.enveloped else example()
-
-    def _wait_for(self, answers: Any) -> object:
-        # One loop for the life of the handler: asynchronous clients it keeps stay bound to their loop.
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            weakref.finalize(self, self._loop.close)
-        return self._loop.run_until_complete(answers)
 
 
 def load_entry_point(
@@ -125,39 +88,11 @@ def _named(handler: str, context: Context, installed: bool) -> EntryPoint:
     held = next((name for name in (module_name, stem) if archive.owns(name.partition(".")[0])), None)
     if held is not None:
         ts_alias.install()
-        return _from_archive(archive, held, function, context)
+        return entry_of(_import_file(archive, held), function, context)
     if installed and module_name.removeprefix("ts.torch_handler.") not in BUILT_IN_HANDLERS:
         ts_alias.install()
-        return _entry_of(_installed(module_name), function, context)
+        return entry_of(_installed(module_name), function, context)
     return _built_in(handler, module_name, archive.model_dir, context)
-
-
-def _operators_own(handler: str, context: Context) -> EntryPoint | None:
-    """The handler in a file that the operator names by an absolute path; None for any other name."""
-    found = _ABSOLUTE_FILE.fullmatch(handler.strip())
-    if found is None:
-        return None
-    ts_alias.install()
-    return _entry_of(_outside(Path(found["file"])), found["function"] or "handle", context)
-
-
-def _outside(file: Path) -> ModuleType:
-    """The module in a file that is in no archive; as in TorchServe it may import what lies beside it."""
-    if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None
-    assert spec.loader is not None  # a name that ends in .py has both
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(file.stem, module)  # where pickle and dataclasses look for it
-    try:
-        spec.loader.exec_module(module)
-    except (ImportError, OSError) as err:
-        raise HandlerLoadError(
-            f"the default handler's file {file} can't be imported: {err}; install what it needs, or correct "
-            "default_service_handler"
-        ) from err
-    return module
 
 
 def _parse(handler: str) -> tuple[str, str]:
@@ -170,32 +105,6 @@ def _parse(handler: str) -> tuple[str, str]:
             "leave the archive are refused"
         )
     return path, match["function"] or "handle"
-
-
-def _from_archive(archive: ArchiveModules, module_name: str, function: str, context: Context) -> EntryPoint:
-    return _entry_of(_import_file(archive, module_name), function, context)
-
-
-def _installed(module_name: str) -> ModuleType:
-    try:
-        return importlib.import_module(module_name)
-    except ImportError as err:
-        raise HandlerLoadError(
-            f"the default handler's module {module_name!r} can't be imported: {err}; install its package in "
-            "the server's environment, or correct default_service_handler"
-        ) from err
-
-
-def _entry_of(module: ModuleType, function: str, context: Context) -> EntryPoint:
-    entry = getattr(module, function, None)
-    if entry is None:
-        handler_class = _only_class(module, function)
-        return _initialised(handler_class, module, context)
-    if not callable(entry):
-        raise HandlerLoadError(f"{function!r} in {module.__file__} is not callable; make it a function")
-    entry_point = EntryPoint(entry)
-    entry_point(None, context)  # the contract: called once without data, to load
-    return entry_point
 
 
 def _import_file(archive: ArchiveModules, module_name: str) -> ModuleType:
@@ -224,40 +133,14 @@ def _import_failure(archive: ArchiveModules, module_name: str, err: ImportError)
     return f"the handler file {file} was found, but an import in its code failed: {text}"
 
 
-def _only_class(module: ModuleType, function: str) -> type:
-    classes = list_classes_from_module(module)
-    file = module.__file__
-    if len(classes) != 1:
-        found = ", ".join(item.__name__ for item in classes) or "none"
-        raise HandlerLoadError(
-            "Expected only one class in custom service code or a function entry point "
-            f"[found: {found}]: {file} has no function {function!r}, so it must define exactly one class; "
-            "move the others to a file beside it"
-        )
-    for method in ("handle", "initialize"):
-        if not callable(getattr(classes[0], method, None)):
-            raise HandlerLoadError(
-                f"the class {classes[0].__name__} in {file} has no method {method!r}; a handler needs "
-                "initialize(context) and handle(data, context), or derive it from BaseHandler"
-            )
-    return classes[0]
-
-
-def _initialised(handler_class: type, module: ModuleType, context: Context) -> EntryPoint:
+def _installed(module_name: str) -> ModuleType:
     try:
-        instance: Any = handler_class()
-    except TypeError as err:
+        return importlib.import_module(module_name)
+    except ImportError as err:
         raise HandlerLoadError(
-            f"the class {handler_class.__name__} in {module.__file__} can't be constructed without "
-            f"arguments: {err}"
+            f"the default handler's module {module_name!r} can't be imported: {err}; install its package in "
+            "the server's environment, or correct default_service_handler"
         ) from err
-    instance.initialize(context)
-
-    def call(data: Any, ctx: Context) -> Any:
-        # Looked up at each call: handlers may replace their own `handle`, as MicroBatching's users do.
-        return instance.handle(data, ctx)
-
-    return EntryPoint(call, instance)
 
 
 def _built_in(handler: str, module_name: str, model_dir: str, context: Context) -> EntryPoint:
@@ -274,7 +157,39 @@ def _built_in(handler: str, module_name: str, model_dir: str, context: Context) 
         )
     module, class_name = BUILT_IN_HANDLERS[name].split(":")
     imported = importlib.import_module(module)
-    return _initialised(getattr(imported, class_name), imported, context)
+    return initialised(getattr(imported, class_name), imported, context)
+
+
+def _operators_own(handler: str, context: Context) -> EntryPoint | None:
+    """The handler in a file that the operator names by an absolute path; None for any other name."""
+    found = _ABSOLUTE_FILE.fullmatch(handler.strip())
+    if found is None:
+        return None
+    ts_alias.install()
+    return entry_of(_outside(Path(found["file"])), found["function"] or "handle", context)
+
+
+def _outside(file: Path) -> ModuleType:
+    """The module in a file that is in no archive; as in TorchServe it may import what lies beside it."""
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None  # a name that ends in .py has both
+    module = importlib.util.module_from_spec(spec)
+    is_first = sys.modules.setdefault(file.stem, module) is module  # where pickle and dataclasses look for it
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as err:
+        if is_first:
+            sys.modules.pop(file.stem, None)  # it is half a module
+        if not isinstance(err, (ImportError, OSError)):
+            raise
+        raise HandlerLoadError(
+            f"the default handler's file {file} can't be imported: {err}; install what it needs, or correct "
+            "default_service_handler"
+        ) from err
+    return module
 
 
 def _known(table: dict[str, str]) -> str:
@@ -288,13 +203,3 @@ def _envelope(name: str) -> Any:
         )
     module, class_name = ENVELOPES[name].split(":")
     return getattr(importlib.import_module(module), class_name)
-
-
-def list_classes_from_module(module: ModuleType, parent_class: type | None = None) -> list[type]:
-    """The classes that the module itself defines, by name; only subclasses of `parent_class` if given."""
-    defined = [
-        member
-        for _, member in inspect.getmembers(module, inspect.isclass)
-        if member.__module__ == module.__name__
-    ]
-    return [item for item in defined if parent_class is None or issubclass(item, parent_class)]

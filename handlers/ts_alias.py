@@ -53,7 +53,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
         "errors:PredictionException",
         "labels:load_label_mapping",
         "labels:map_class_to_label",
-        "resolve:list_classes_from_module",
+        "entry_point:list_classes_from_module",
         "compile_options:check_valid_pt2_backend",
     ),
     "ts.metrics": (),

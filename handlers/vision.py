@@ -122,8 +122,9 @@ def _numbers(value: object) -> torch.Tensor:
     try:
         return torch.FloatTensor(value)
     except (TypeError, ValueError, RuntimeError, OverflowError) as err:
+        why = f" ({err})" if isinstance(value, list) else ""  # of a list torch says which dimension is wrong
         raise PredictionException(
-            f"The request has a {type(value).__name__} that is not an image ({err}); expected the bytes of "
+            f"The request has a {type(value).__name__} that is not an image{why}; expected the bytes of "
             "an image file, base64 text, or nested lists of numbers in the shape of the model's input",
             400,
         ) from err

@@ -77,7 +77,11 @@ class VoiceActivity(BaseHandler):
         super().initialize(context)
 
     def _load_torchscript_model(self, model_pt_path: str) -> Any:
-        return load_torchscript(model_pt_path, self.device)  # not shared: it changes while it runs
+        model = load_torchscript(model_pt_path, self.device)  # not shared: it changes while it runs
+        if not hasattr(model, "reset_states"):
+            expected = "expected Silero VAD as TorchScript"
+            raise RuntimeError(f"{model_pt_path} has no method reset_states; {expected}")
+        return model
 
     def warmup_data(self) -> list[dict[str, object]] | None:
         """A tenth of a second of silence at each rate."""

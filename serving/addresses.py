@@ -35,11 +35,17 @@ def said_plainly(address: Address) -> Iterator[None]:
     """An operating system's refusal of an address, in words that say what to do."""
     try:
         yield
+    except UnicodeError as err:  # a label of the host's name is empty, or longer than 63 characters
+        raise ServingError(f"Cannot listen on {address}: {err}.", "Correct the host in the address.") from err
     except OSError as err:
-        advice = "Is another server running there? Set another address or port in the configuration."
+        advice = "Set another address or port in the configuration."
+        if err.errno == errno.EADDRINUSE:
+            advice = f"Is another server running there? {advice}"
         if err.errno in (errno.EMFILE, errno.ENFILE):
             advice = "Raise the limit of open files (ulimit -n)."
-        raise ServingError(f"Cannot listen on {address}: {err.strerror or err}.", advice) from err
+        # asyncio's own text has the address once more; the numbers of a host that is not found are below 0.
+        said = os.strerror(err.errno) if err.errno and err.errno > 0 else err.strerror or err
+        raise ServingError(f"Cannot listen on {address}: {said}.", advice) from err
 
 
 def _probe_unix(path: str) -> None:

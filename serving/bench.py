@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
+from torchere.archiver.errors import plainly
 from torchere.serving.bench_client import Client, ConnectionLost, Target, request_bytes
 from torchere.serving.bench_figures import LOST, Tally, progress, report
 
@@ -60,7 +61,7 @@ def run_bench(options: argparse.Namespace) -> int:
     try:
         run = plan(options)
     except (ValueError, OSError) as err:
-        print(err, file=sys.stderr)
+        print(f"torchere bench: {plainly(err)}", file=sys.stderr)
         return 1
     tally = Tally()
     started_s = time.perf_counter()

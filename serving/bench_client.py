@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 import urllib.parse
 from collections.abc import Mapping
@@ -23,6 +24,12 @@ class ConnectionLost(Exception):
     """The connection could not be made, or ended before the whole answer was there."""
 
 
+def _why(err: Exception) -> str:
+    """The system's words alone: asyncio's own have the address once more, as Python writes it."""
+    refused = isinstance(err, (ConnectionError, TimeoutError)) and err.errno
+    return os.strerror(refused) if refused else getattr(err, "strerror", None) or str(err)
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """Where requests go: the parts of an `http://` or `https://` URL."""
@@ -39,11 +46,16 @@ class Target:
         Raises:
             ValueError: it is no HTTP URL; the text says what was found.
         """
+        refusal = f"the address is {url!r}; expected http://host:port or https://host:port"
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"the address is {url!r}; expected http://host:port or https://host:port")
+            raise ValueError(refusal)
         tls = parts.scheme == "https"
-        return Target(parts.hostname, parts.port or (443 if tls else 80), parts.path or "/", tls)
+        try:
+            port = parts.port or (443 if tls else 80)
+        except ValueError as err:  # in words of its own, without the address
+            raise ValueError(refusal) from err
+        return Target(parts.hostname, port, parts.path or "/", tls)
 
 
 def request_bytes(target: Target, body: bytes, headers: Mapping[str, str]) -> bytes:
@@ -92,7 +104,7 @@ class Client:
                 _Connection, self._target.host, self._target.port, ssl=context
             )
         except (OSError, UnicodeError) as err:  # UnicodeError: the name of the host is none
-            raise ConnectionLost(str(err)) from err
+            raise ConnectionLost(_why(err)) from err
         return made
 
     def close(self) -> None:

@@ -77,17 +77,22 @@ def _planned_and_served(options: argparse.Namespace) -> int:
 
 
 def _prepared_and_served(plan: Plan, journal: Journal | None) -> int:
-    from torchere.serving.torch_mapping import map_torch_aside  # noqa: PLC0415 - not needed for --help
+    from torchere.serving.start_signals import SignalsKept  # noqa: PLC0415 - not needed for --help
+    from torchere.serving.torch_mapping import map_torch_aside  # noqa: PLC0415 - likewise
 
-    map_torch_aside()  # before what is imported here, or it would have nothing to go beside
-    from torchere.serving.preparation import preparation  # noqa: PLC0415 - imports NumPy
+    with SignalsKept() as kept:
+        map_torch_aside()  # before what is imported here, or it would have nothing to go beside
+        from torchere.serving.preparation import preparation  # noqa: PLC0415 - imports NumPy
 
-    with preparation(plan.settings) as prepared:
-        from torchere.serving.server import serve  # noqa: PLC0415 - imports torch
+        with preparation(plan.settings) as prepared:
+            from torchere.serving.server import serve  # noqa: PLC0415 - imports torch
 
-        if journal is None:
-            return serve(plan.settings, prepared=prepared)
-        return serve(replace(plan.settings, isolated=journal.history.isolated), journal, prepared)
+            if number := kept.let_go():
+                logger.info("signal %d: stopped before the start was over", number)
+                return 0
+            if journal is None:
+                return serve(plan.settings, prepared=prepared)
+            return serve(replace(plan.settings, isolated=journal.history.isolated), journal, prepared)
 
 
 def _log_as_asked(plan: Plan, options: argparse.Namespace, as_torchserve: bool, as_json: bool) -> None:

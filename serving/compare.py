@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchere.archiver.errors import ArchiveError, ModelRefused
+from torchere.archiver.errors import ArchiveError, ModelRefused, plainly
 from torchere.archiver.reader import Archive, open_archive
-from torchere.archiver.signature import SIGNATURE_NAME, SignatureError, parse
+from torchere.archiver.signature import SIGNATURE_NAME, Signature, SignatureError, parse
 from torchere.archiver.torchscript_options import TorchScriptOptions
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ class Contender:
     file: Path | None  # of the weights, in the unpacked archive
     load: TorchScriptOptions
     config: dict[str, Any]  # model-config.yaml
-    inputs: tuple[str, ...] | None  # names by signature.json
-    batched: bool
+    inputs: tuple[str, ...] | None  # their names in signature.json; None without one
+    batched: bool  # its inputs and outputs have a batch dimension
 
 
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +68,7 @@ def run_compare(options: argparse.Namespace) -> int:
     try:
         report = _compared(options)
     except (ArchiveError, ModelRefused, OSError) as error:
-        print(f"torchere compare: {error}", file=sys.stderr)
+        print(f"torchere compare: {plainly(error)}", file=sys.stderr)
         return 2
     print(report.to_json() if options.json else report.table())
     if options.picture:
@@ -77,7 +77,7 @@ def run_compare(options: argparse.Namespace) -> int:
         try:
             options.picture.write_text(picture(report), encoding="utf-8")
         except OSError as error:
-            print(f"torchere compare: {error}", file=sys.stderr)
+            print(f"torchere compare: {plainly(error)}", file=sys.stderr)
             return 2
     return 0 if report.accepted else 2
 
@@ -134,6 +134,8 @@ def read_samples(folder: Path, contender: Contender) -> list[tuple[torch.Tensor,
     """
     from torchere.archiver.models.examples import read_example  # noqa: PLC0415 - imports torch
 
+    if not folder.is_dir():
+        raise ModelRefused(f"--data {folder}: no such folder; expected one with inputs, a file each")
     files = [file for file in sorted(folder.iterdir()) if file.is_file() and not file.name.startswith(".")]
     if not files:
         raise ModelRefused(f"{folder} holds no files; expected inputs: .json, .pt, .npy or pictures")
@@ -166,12 +168,13 @@ def _picture(file: Path, config: dict[str, Any]) -> torch.Tensor:
 
 
 def _loaded(archive: Archive, root: Path, config: dict[str, Any]) -> Callable[..., Any]:
+    from torchere.archiver.models.steps import refusing  # noqa: PLC0415 - imports torch
     from torchere.handlers.base import BaseHandler  # noqa: PLC0415 - imports torch
     from torchere.handlers.context import Context  # noqa: PLC0415
     from torchere.handlers.version import __version__  # noqa: PLC0415
 
     handler = BaseHandler()
-    try:
+    with refusing(f"loading the model of {archive.path}"):  # a model file of the archive may raise anything
         handler.initialize(
             Context(
                 model_name=archive.manifest.model_name or root.name,
@@ -183,8 +186,6 @@ def _loaded(archive: Archive, root: Path, config: dict[str, Any]) -> Callable[..
                 model_yaml_config=config,
             )
         )
-    except (RuntimeError, ValueError) as error:
-        raise ModelRefused(f"{archive.path}: {error}") from error
     model: Callable[..., Any] = handler.model
     return model
 
@@ -209,7 +210,7 @@ def _options(archive: Archive, config: dict[str, Any]) -> TorchScriptOptions:
         raise ModelRefused(f"{archive.path}: {error}") from error
 
 
-def _signature(archive: Archive) -> Any:
+def _signature(archive: Archive) -> Signature | None:
     if all(entry.name != SIGNATURE_NAME for entry in archive.entries):
         return None
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchere.serving.properties import ConfigurationError, Entry, substitute
-from torchere.serving.property_keys import KEYS, METRICS_API, Key
+from torchere.serving.property_keys import KEYS, METRICS_API, NO_KEYSTORES, Key
 from torchere.serving.property_kinds import PATH, near
 from torchere.serving.settings import ServerSettings
 
@@ -190,8 +190,9 @@ def _take(given: _Given, outcome: _Outcome) -> None:
 
 
 def _unreadable(given: _Given, err: ValueError) -> Finding:
-    found = str(err) or f"found {_shown(given.text)!r}"
-    message = f"{found}, expected {given.key.kind.expected}"
+    message = str(err) or f"found {_shown(given.text)!r}"
+    if ", expected " not in message:  # of a member of the value, which says more than the kind can
+        message = f"{message}, expected {given.key.kind.expected}"
     if given.key.lenient:
         return given.finding("warning", f"{message}; the default stays")
     return given.finding("error", message)
@@ -210,9 +211,9 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[Finding]:
     needing += ["enable_grpc_ssl"] if values.get("grpc_tls_enabled") else []
     if any(tls_files):
         needing = ["certificate_file" if tls_files[0] else "private_key_file"]
-    for name in needing:
-        message = "TLS needs both certificate_file and private_key_file (PEM); set them"
-        yield Finding("error", "configuration", name, "", message)
+    if needing:
+        message = f"TLS needs both certificate_file and private_key_file (PEM); set them. {NO_KEYSTORES}"
+        yield Finding("error", "configuration", ", ".join(needing), "", message)
 
 
 def _about_keys(values: Mapping[str, Any]) -> Iterator[Finding]:

@@ -4,7 +4,8 @@ A crash in native code runs no line of ours, so whatever should be known afterwa
 the model that an executor thread is about to run, by one store into shared memory; that the event loop turns;
 and which models are served. The supervisor writes what the next server is to know of the crashes so far.
 
-Standard library only: the supervisor is small. Not thread-safe but for cells, each of which has one thread.
+Standard library only: the supervisor is small. Not thread-safe but for cells, each of which has one thread,
+and for the numbers of versions.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import mmap
 import os
 import struct
 import tempfile
+import threading
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 
@@ -21,7 +24,7 @@ _CELLS = 1024  # executor threads that can be told apart; more run unseen
 _NAMES = 1024  # versions with executor threads; likewise
 _NAME_BYTES = 520  # a model and a version of at most 255 each, in UTF-8 mostly far less
 _CELL = struct.Struct("=QQ")  # the thread's identity; the number of what it runs, 0 for nothing
-_HEADER_BYTES = 64  # state, beats
+_HEADER_BYTES = 64  # of which byte 0 is the state, and 8 to 15 the beats
 _CELLS_AT = _HEADER_BYTES
 _NAMES_AT = _CELLS_AT + _CELLS * _CELL.size
 _HISTORY_AT = _NAMES_AT + _NAMES * _NAME_BYTES
@@ -74,7 +77,7 @@ class History:
 class Cell:
     """Where one executor thread says what it is about to run. Use it in that thread only.
 
-    Setting `running` to a number of `Journal.number_of`, and back to 0, is one store to memory.
+    `begin` and `end` are one store to memory each, so that every batch can afford them.
     """
 
     __slots__ = ("_words",)
@@ -83,11 +86,11 @@ class Cell:
         self._words = words
 
     def begin(self, number: int) -> None:
-        """Native code may run from here on."""
+        """The version of this number (`Journal.number_of`) is run from here on."""
         self._words[1] = number
 
     def end(self) -> None:
-        """It has come back."""
+        """It has come back; nothing is run."""
         self._words[1] = 0
 
 
@@ -97,7 +100,10 @@ class Journal:
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self._map = mmap.mmap(descriptor, SIZE_BYTES)
-        self._names: dict[str, int] = {}
+        self._names: dict[str, int] = {}  # that are in use
+        self._uses: Counter[str] = Counter()
+        self._free_numbers = list(range(1, _NAMES + 1))[::-1]
+        self._naming = threading.RLock()  # what is collected may give a name up while another is taken
         self._free = list(range(_CELLS))[::-1]
         self._used: dict[int, int] = {}  # id of a cell: its place
 
@@ -109,7 +115,7 @@ class Journal:
         return cls(descriptor)
 
     def clear(self) -> None:
-        """Forget the server before; history and models stay."""
+        """Forget the state, beats and threads of the server before; history and models stay."""
         self._map[:_HISTORY_AT] = bytes(_HISTORY_AT)
 
     @property
@@ -131,13 +137,27 @@ class Journal:
         self._map[8:16] = (self.beats + 1).to_bytes(8, "little")
 
     def number_of(self, name: str) -> int:
-        """The number by which a cell names a version; 0, which names nothing, when there are too many."""
-        encoded = name.encode()[: _NAME_BYTES - _LENGTH.size]
-        if name not in self._names and len(self._names) < _NAMES:
-            number = len(self._names) + 1
-            self._put(_NAMES_AT + (number - 1) * _NAME_BYTES, encoded)
-            self._names[name] = number
-        return self._names.get(name, 0)
+        """The number by which a cell names a version; 0, which names nothing, when there are too many.
+
+        It is that of the version until `give_up` was called as often as this.
+        """
+        with self._naming:
+            self._uses[name] += 1
+            if name not in self._names and self._free_numbers:
+                self._names[name] = number = self._free_numbers.pop()
+                encoded = name.encode()[: _NAME_BYTES - _LENGTH.size]
+                self._put(_NAMES_AT + (number - 1) * _NAME_BYTES, encoded)
+            return self._names.get(name, 0)
+
+    def give_up(self, name: str) -> None:
+        """Somebody who asked for the number of a version needs it no more."""
+        with self._naming:
+            self._uses[name] -= 1
+            if not self._uses[name]:
+                del self._uses[name]
+                number = self._names.pop(name, 0)
+                if number:
+                    self._free_numbers.append(number)
 
     def open_cell(self, thread: int) -> Cell | None:
         """A cell for a thread, by its identity; None when there are too many."""

@@ -8,25 +8,23 @@ the new key beside the old one, move the clients over, take the old one away.
 from __future__ import annotations
 
 import functools
-import hmac
 import json
 import os
 import re
 import stat
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
 from torchere.serving.errors import NotAllowed, ServingError, Unauthorized
 from torchere.serving.reloading import Reloaded
 from torchere.serving.settings import ServerSettings
-from torchere.serving.tokens import REFUSED, KeyRing, TokenKind, bearer_key
+from torchere.serving.tokens import NAMES_IN_FILE, REFUSED, Key, KeyRing, TokenKind, bearer_key
 
 MAX_FILE_BYTES = 65_536
 _KEY = re.compile(r"[!-~]{8,}")  # what a header can carry; TorchServe's own keys have 8 characters
-_KINDS: dict[str, TokenKind] = {"inference": "inference", "management": "management", "API": "api"}
+_KINDS: dict[str, TokenKind] = {name: kind for kind, name in NAMES_IN_FILE.items()}
 _FORM = (
     'expected a JSON object like {"inference": "KEY", "management": "KEY"}; a list of keys, or '
     '{"key": "KEY", "expiration time": "2030-01-01T00:00:00Z"} as in key_file.json, may stand for each KEY'
@@ -34,16 +32,10 @@ _FORM = (
 
 
 class KeyFileUnusable(ServingError):
-    """The file of fixed keys can't be read, is open to others, or holds something else than keys."""
+    """The file of fixed keys can't be read, is open to others, or holds something other than keys."""
 
 
-@dataclass(frozen=True, slots=True)
-class _FixedKey:
-    secret: bytes = field(repr=False)
-    expires_at_s: float | None  # seconds since the epoch; None: never
-
-
-_Keys = Mapping[TokenKind, tuple[_FixedKey, ...]]
+_Keys = Mapping[TokenKind, tuple[Key, ...]]
 
 
 class FixedKeys:
@@ -70,10 +62,10 @@ class FixedKeys:
         Raises:
             Unauthorized: the value is missing or malformed, or no key of this kind, or has expired.
         """
-        offered = bearer_key(authorization)
-        # A list, not a generator: how long it takes must not tell which of the keys was nearest.
-        found = [self._opens(key, offered) for key in self._file.value[kind]]
-        if not any(found):
+        offered, now_s = bearer_key(authorization), self._clock()
+        # A list, not a generator: how long the check takes must not tell which of the keys matched.
+        accepted = [key.accepts(offered, now_s) for key in self._file.value[kind]]
+        if not any(accepted):
             raise Unauthorized(REFUSED)
 
     def renew(self, wanted: str | None, authorization: str | None) -> None:
@@ -87,10 +79,6 @@ class FixedKeys:
     def refresh(self) -> None:
         """Read the file again if it changed; blocks. One that can't be used leaves the keys as they are."""
         self._file.refresh()
-
-    def _opens(self, key: _FixedKey, offered: bytes) -> bool:
-        same = hmac.compare_digest(offered, key.secret)
-        return same and (key.expires_at_s is None or self._clock() < key.expires_at_s)
 
 
 def keys_of(settings: ServerSettings, *, keep: bool) -> KeyRing | FixedKeys | None:
@@ -128,10 +116,10 @@ def read_keys(path: Path) -> _Keys:
         raise _unusable(
             path, f"unknown member {unknown[0]!r}" if unknown else "neither inference nor management"
         )
-    keys: dict[TokenKind, tuple[_FixedKey, ...]] = dict.fromkeys(_KINDS.values(), ())
+    keys: dict[TokenKind, tuple[Key, ...]] = dict.fromkeys(_KINDS.values(), ())
     for name, entry in document.items():
         entries = entry if isinstance(entry, list) else [entry]
-        keys[_KINDS[name]] = tuple(_fixed_key(path, name, each) for each in entries)
+        keys[_KINDS[name]] = tuple(_key(path, name, each) for each in entries)
     return keys
 
 
@@ -151,14 +139,14 @@ def _read_private(path: Path) -> str:
     return text.decode("utf-8")
 
 
-def _fixed_key(path: Path, name: str, entry: object) -> _FixedKey:
+def _key(path: Path, name: str, entry: object) -> Key:
     plain = {"key": entry} if isinstance(entry, str) else entry
     if not isinstance(plain, dict) or not isinstance(plain.get("key"), str):
         raise _unusable(path, f"no key in {name!r}")
     if not _KEY.fullmatch(plain["key"]):
         found = f"a key in {name!r} is shorter than 8 characters, or has others than printable ASCII"
         raise _unusable(path, found)
-    return _FixedKey(plain["key"].encode(), _expiry(path, name, plain.get("expiration time")))
+    return Key(plain["key"], _expiry(path, name, plain.get("expiration time")))
 
 
 def _expiry(path: Path, name: str, text: object) -> float | None:

@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchere.archiver.names import MANIFEST_NAME
 from torchere.serving.migration_archive import archive_findings
 from torchere.serving.migration_config import config_findings, model_findings, snapshot_findings
 from torchere.serving.migration_finding import MigrationFinding, Verdict
 from torchere.serving.properties import ConfigurationError
-from torchere.serving.registry.store import ARCHIVE_SUFFIXES
+from torchere.serving.registry.store_folder import is_archive
 from torchere.serving.serve_options import newest_snapshot
 from torchere.serving.settings import ServerSettings
 
@@ -92,10 +91,8 @@ def _store(store: Path, settings: ServerSettings) -> Iterator[MigrationFinding]:
     if not store.is_dir():
         raise ConfigurationError(f"{store}: expected the folder of the model store")
     for path in sorted(store.iterdir()):
-        if path.name.startswith("."):
-            continue
-        if path.suffix == ".war":
+        if path.suffix == ".war" and not path.name.startswith("."):
             text = "workflows can't be registered; call its models one after the other"
             yield MigrationFinding(str(path), "workflow", "unsupported", text)
-        elif path.name.endswith(ARCHIVE_SUFFIXES) or (path / MANIFEST_NAME).is_file():  # as load_models=all
+        elif is_archive(path):
             yield from archive_findings(path, settings)

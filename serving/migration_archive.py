@@ -11,7 +11,7 @@ from torchere.archiver.manifest import Manifest
 from torchere.archiver.reader import Archive, open_archive
 from torchere.handlers.resolve import BUILT_IN_HANDLERS
 from torchere.handlers.resolve import NOT_SHIPPED as HANDLERS_NOT_SHIPPED
-from torchere.serving.errors import InvalidArchive
+from torchere.serving.errors import InvalidArchive, InvalidRequest
 from torchere.serving.migration_finding import MigrationFinding, Verdict
 from torchere.serving.migration_imports import MAX_SOURCE_BYTES, missing_imports
 from torchere.serving.registry.model_config import (
@@ -20,10 +20,10 @@ from torchere.serving.registry.model_config import (
     parse_model_config,
     unsupported_keys,
 )
+from torchere.serving.registry.names import check_model_name, check_version_name
 from torchere.serving.settings import ServerSettings
 
-# Keys of a model-config.yaml that TorchServe or its handlers act on and nothing here does.
-_Found = tuple[str, Verdict, str]
+_Found = tuple[str, Verdict, str]  # the fields of a `MigrationFinding` but its subject
 
 
 def archive_findings(path: Path, settings: ServerSettings) -> Iterator[MigrationFinding]:
@@ -33,7 +33,7 @@ def archive_findings(path: Path, settings: ServerSettings) -> Iterator[Migration
         archive.verify()
         found: list[_Found] = [("archive", "same", _identity(archive)), *_contents(archive, settings)]
     except ArchiveError as err:
-        found = [("archive", "unsupported", f"{err.reason}; {err.advice}")]
+        found = [("archive", "unsupported", f"{err.reason.rstrip('.')}; {err.advice}")]
     for item, verdict, text in found:
         yield MigrationFinding(str(path), item, verdict, text)
 
@@ -49,6 +49,7 @@ def _contents(archive: Archive, settings: ServerSettings) -> Iterator[_Found]:
     manifest = archive.manifest
     if manifest.runtime == "LSP":
         yield "runtime", "unsupported", "the C++ backend is not supported; use a Python handler"
+    yield from _unusable_names(archive)
     yield _handler(archive, manifest.handler or settings.default_handler, settings.default_handler)
     yield from _config(archive, manifest)
     if manifest.requirements_file:
@@ -56,6 +57,16 @@ def _contents(archive: Archive, settings: ServerSettings) -> Iterator[_Found]:
     for entry in archive.entries:
         if entry.name.endswith(".py"):
             yield from _source(archive, entry.name)
+
+
+def _unusable_names(archive: Archive) -> Iterator[_Found]:
+    manifest = archive.manifest
+    try:
+        check_version_name(archive.path.name, manifest)
+        if manifest.model_name:
+            check_model_name(manifest.model_name)
+    except (InvalidArchive, InvalidRequest) as err:
+        yield "name", "unsupported", err.message
 
 
 def _handler(archive: Archive, handler: str | None, default: str | None) -> _Found:
@@ -83,12 +94,13 @@ def _config(archive: Archive, manifest: Manifest) -> Iterator[_Found]:
     if not manifest.config_file:
         return
     try:
-        raw = parse_model_config(archive.read_text(manifest.config_file, MAX_CONFIG_BYTES)).raw
+        config = parse_model_config(archive.read_text(manifest.config_file, MAX_CONFIG_BYTES))
     except InvalidArchive as err:
         yield manifest.config_file, "unsupported", err.message
         return
-    for key, value in raw.items():
-        yield f"{manifest.config_file} {key}", *_config_key(key, value)
+    for key, value in config.raw.items():
+        verdict, text = _config_key(key, value)
+        yield f"{manifest.config_file} {key}", verdict, config.ignored.get(key, text)
 
 
 def _config_key(key: str, value: Any) -> tuple[Verdict, str]:
@@ -120,7 +132,11 @@ def _source(archive: Archive, name: str) -> Iterator[_Found]:
         yield name, "differs", f"not looked into: {err.reason}"
         return
     except (SyntaxError, ValueError, RecursionError) as err:
-        yield name, "unsupported", f"is no Python of this version: {err}"
+        yield name, "unsupported", f"is no Python of this version: {_why(err)}"
         return
     for sentence in missing:
         yield name, "unsupported", sentence
+
+
+def _why(err: Exception) -> str:
+    return f"{err.msg} in line {err.lineno}" if isinstance(err, SyntaxError) else str(err)

@@ -55,15 +55,15 @@ class VersionMetrics:
             metrics.tracing.batch(meter.model, meter.version, ids(), self.queue_length(), executor_s)
 
     def left_unread(self) -> None:
-        """Count it."""
+        """Count a streamed answer that was given up because its client read too slowly."""
         self.meter.cancelled[UNREAD] += 1
 
     def executor_loaded(self, executor_id: int, load_s: float) -> None:
-        """Keep the load time."""
+        """Record how long an executor took to load."""
         self._metrics.executor_loaded(self.meter, executor_id, load_s)
 
     def executor_lost(self, reason: str) -> None:
-        """Count it."""
+        """Count a lost executor; `reason` is a value of `LossKind`."""
         self.meter.restarts[reason] += 1
 
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchere.archiver.errors import plainly
 from torchere.serving.predict_report import body_text, tensors_text
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def add_predict_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ADDRESS",
         help=f"default: {REST_ADDRESS}, with --grpc {GRPC_ADDRESS}; https://host:port for TLS, with either",
     )
-    add("--token", metavar="KEY", help="the inference key of the server")
+    add("--token", metavar="KEY", help="the inference key of the server, as in its key_file.json")
     add("--timeout", type=float, default=60.0, metavar="S", help="seconds (default: %(default)g)")
     add("--v2", action="store_true", help="use the Open Inference Protocol, with --json or --npy")
     add("--grpc", action="store_true", help="use gRPC instead of REST")
@@ -72,7 +73,7 @@ def run_predict(options: argparse.Namespace) -> int:
         print(err, file=sys.stderr)
         return 1
     except (UsageError, OSError, EOFError, ValueError, TypeError) as err:
-        print(f"torchere predict: {err}", file=sys.stderr)
+        print(f"torchere predict: {plainly(err)}", file=sys.stderr)
         return 2
     print(said)
     return 0
@@ -145,7 +146,12 @@ def _arrays(options: argparse.Namespace) -> dict[str, Any]:
     arrays = {}
     for text in options.npy:
         name, separator, file = text.rpartition("=")
-        arrays[name if separator else ""] = np.load(file, allow_pickle=False)
+        try:
+            with Path(file).open("rb") as opened:  # not by np.load, which reads .npz and pickles, too
+                array = np.lib.format.read_array(opened, allow_pickle=False)
+        except (EOFError, ValueError) as err:
+            raise UsageError(f"--npy {file}: no .npy file; expected what numpy.save writes") from err
+        arrays[name if separator else ""] = array
     return arrays
 
 
@@ -158,7 +164,11 @@ def _tensors(arrays: dict[str, Any], known: tuple[TensorMetadata, ...]) -> list[
             names = ", ".join(datatypes) or "by name"
             raise UsageError(f"an array without a name; the model takes {names}")
         arrays = {next(iter(datatypes), _UNNAMED): arrays[""]}
-    return [tensor(name, value, datatypes.get(name)) for name, value in arrays.items()]
+    try:
+        return [tensor(name, value, datatypes.get(name)) for name, value in arrays.items()]
+    except (TypeError, ValueError) as err:
+        wanted = ", ".join(f"{one.name} {one.datatype}" for one in known)
+        raise UsageError(f"no arrays for the model's inputs ({wanted}): {err}") from err
 
 
 def _parsed(text: str) -> Any:

@@ -1,9 +1,9 @@
-"""What a server begins with a second core, before its own modules are imported.
+"""What a start does on a second core while the server's own modules are imported on the first.
 
 Importing torch keeps one core busy for one to two seconds, with the GIL held. Meanwhile threads that need no
 GIL unpack the archives of the start-up models and map torch's libraries (`torch_mapping.py`), and the fork
-server, if a model will need it, imports torch for itself. What predictions do without (the framework behind
-the other REST calls) is imported when the start is over: `frontend/rest/deferred.py`.
+server, if a model will need it, imports torch for itself. What predictions can do without (the framework
+behind the other REST calls) is imported when the start is over: `frontend/rest/deferred.py`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WITHOUT_TORCH = (
 
 @contextmanager
 def preparation(settings: ServerSettings) -> Iterator[Prepared]:
-    """Begin; at the end of the block everything that is left of it is taken away."""
+    """Begin all that; at the end of the block what nobody took over is ended, and deleted."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     store = store_of(settings)
     try:
@@ -68,7 +68,7 @@ def _fork_server(settings: ServerSettings, store: Store, wanted: Sequence[Wanted
 
 
 def _in_processes(settings: ServerSettings, store: Store, wanted: Wanted) -> bool:
-    """Whether the model will run in processes, as far as its archive tells unopened; only a guess."""
+    """Whether the model will run in processes, by its manifest and configuration alone: a guess."""
     try:
         archive = store.open(wanted.url, trusted=True)
         config = store.config_of(archive)

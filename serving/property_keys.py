@@ -53,12 +53,13 @@ _PORT = kinds.whole(0, kinds.MAX_PORT)
 _AGE = kinds.whole(1)
 _NO_NETTY = "there is no Netty here; event loops need no tuning"
 _NO_JVM = "there is no JVM here; remove it"
-_NO_KEYSTORE = (
-    "Java key stores are not read; convert it once with `openssl pkcs12 -in FILE -nodes`, "
-    "and set certificate_file and private_key_file"
+NO_KEYSTORES = (
+    "Java key stores are not read; convert one once with `openssl pkcs12 -in FILE -nodes` (of type JKS, "
+    "after `keytool -importkeystore -srckeystore FILE -destkeystore NEW -deststoretype PKCS12`)"
 )
+_NO_KEYSTORE = f"{NO_KEYSTORES}, and set certificate_file and private_key_file to what it prints"
 _NO_IPEX = "the Intel extension is retired; use torch.compile in the handler"
-_NO_LAUNCHER = "executors are pinned by threads per executor, not by a launcher; remove it"
+_NO_LAUNCHER = "the server divides the cores among its executors itself; remove it"
 _NO_SEQUENCES = "the header has its usual name, whatever stands here; let clients send that one"
 
 _LISTENERS = (

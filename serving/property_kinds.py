@@ -179,8 +179,12 @@ _Models: TypeAlias = dict[str, dict[str, dict[str, object]]]
 
 def _object(value: object, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"{what} is {type(value).__name__}, expected a JSON object")
+        raise ValueError(f"{what} is {_shown(value)}, expected a JSON object")
     return value
+
+
+def _shown(value: object) -> str:
+    return json.dumps(value)[:40]
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -231,7 +235,8 @@ def _count(value: object, key: str, model: str, signed: bool = False) -> int:
     if isinstance(value, str) and _WHOLE.fullmatch(value):
         value = int(value)  # TorchServe takes numbers in quotes, and scripts write them so
     if type(value) is not int or (value < 0 and not signed):
-        raise ValueError(f"{key} of {model} is {value!r}, expected a whole number")
+        least = "" if signed else " of 0 or more"
+        raise ValueError(f"{key} of {model} is {_shown(value)}, expected a whole number{least}")
     if value > largest(key):
         raise ValueError(f"{key} of {model} is too large, expected at most {largest(key)}")
     return value
@@ -248,9 +253,9 @@ def _snapshot_model(name: str, version: str, settings: dict[str, object]) -> Sna
         raise ValueError(f"version {version} of model {name} lacks {', '.join(missing)}")
     archive, default = settings["marName"], settings["defaultVersion"]
     if not isinstance(archive, str) or not archive:
-        raise ValueError(f"marName of {name} {version} is {archive!r}, expected a file name")
+        raise ValueError(f"marName of {name} {version} is {_shown(archive)}, expected a file name")
     if not isinstance(default, bool):
-        raise ValueError(f"defaultVersion of {name} {version} is {default!r}, expected true or false")
+        raise ValueError(f"defaultVersion of {name} {version} is {_shown(default)}, expected true or false")
     rest = {key: value for key, value in settings.items() if key not in ("marName", "defaultVersion")}
     # TorchServe's own hold numbers below 0: what a registration left out.
     rest |= {key: _count(rest[key], key, f"{name} {version}", signed=True) for key in _COUNTS if key in rest}

@@ -90,7 +90,8 @@ def plan_from(options: argparse.Namespace, environ: Mapping[str, str], restored:
     `restored` is the `model_snapshot` of a server that crashed: it is served again, whatever was asked for.
 
     Raises:
-        LaunchRefused: a file or directory that is named is not there, or no model store is named.
+        LaunchRefused: a file or directory that is named is not there, nor the current one, or no model store
+            is named.
         ConfigurationError: the configuration file can't be read, or holds a value that can't be used.
     """
     from torchere.serving.configuration import configure  # noqa: PLC0415 - not needed for --help
@@ -139,8 +140,15 @@ def config_file(options: argparse.Namespace, environ: Mapping[str, str]) -> Path
 
 
 def log_directory(environ: Mapping[str, str]) -> Path:
-    """Where log files and snapshots go: `LOG_LOCATION`, or `logs` in the current directory."""
-    return Path(environ.get("LOG_LOCATION") or "logs").absolute()
+    """Where log files and snapshots go: `LOG_LOCATION`, or `logs` in the current directory.
+
+    Raises:
+        LaunchRefused: the current directory was deleted.
+    """
+    try:
+        return Path(environ.get("LOG_LOCATION") or "logs").absolute()
+    except FileNotFoundError as err:
+        raise LaunchRefused("The current directory is not there any more; start in another one.") from err
 
 
 def log_format(environ: Mapping[str, str]) -> str:

@@ -12,31 +12,28 @@ import logging
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
 
 import torch
 
 from torchere.handlers.errors import MetricsCacheError
 from torchere.serving import __version__
-from torchere.serving.addresses import refuse_taken, said_plainly
 from torchere.serving.crash_journal import Journal, ServerState
 from torchere.serving.errors import ServingError
 from torchere.serving.fixed_keys import FixedKeys, keys_of
 from torchere.serving.frontend.access_log import access_log
 from torchere.serving.frontend.controlplane import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
-from torchere.serving.frontend.grpc.server import GrpcServer, grpc_listeners
-from torchere.serving.frontend.rest.app import listener_app, listeners
-from torchere.serving.frontend.rest.deferred import DeferredApp, build_after
-from torchere.serving.frontend.rest.server import RestServer
+from torchere.serving.frontend.rest.deferred import build_after
 from torchere.serving.frontend.services import CorsHeaders, Services
 from torchere.serving.frontend.tls import Certificates, certificates_of
 from torchere.serving.observation import RegistryMetrics
+from torchere.serving.ports import Endpoints, Ports
 from torchere.serving.preparation import SWITCH_INTERVAL_S
 from torchere.serving.registry.ahead import Prepared
 from torchere.serving.registry.registry import Registry
 from torchere.serving.reloading import Reloadable, watch
-from torchere.serving.settings import Address, ServerSettings
+from torchere.serving.settings import ServerSettings
 from torchere.serving.telemetry.logging import lost_lines, say
 from torchere.serving.telemetry.metric_log import close_metric_files, open_metric_files
 from torchere.serving.telemetry.metrics import Metrics
@@ -47,14 +44,6 @@ from torchere.serving.vitals import beat
 logger = logging.getLogger(__name__)
 
 STARTED_LINE = "Model server started."  # launchers wait for this line on stdout
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoints:
-    """Where a started server listens, by API ("inference", "management", "metrics")."""
-
-    rest: dict[str, Address] = field(default_factory=dict)
-    grpc: dict[str, Address] = field(default_factory=dict)
 
 
 class Server:
@@ -79,10 +68,7 @@ class Server:
             auto_detect=settings.metrics_auto_detect,
         )
         self._background: list[asyncio.Task[None]] = []  # cancelled at the end
-        self._routes: list[DeferredApp] = []  # of the REST ports
-        self._rest: list[RestServer] = []
-        self._scraped: list[RestServer] = []  # ports of metrics alone, which tell of the drain, too
-        self._grpc: list[GrpcServer] = []
+        self._ports = Ports(settings)
 
     async def start(self) -> Endpoints:
         """Register the start-up models and open the ports. Cancelled, it takes down what there is.
@@ -91,27 +77,20 @@ class Server:
             ServingError: a port is taken, or keys or certificate can't be used; what was opened is closed.
         """
         settings = self._settings
-        rest = [address for address, _ in listeners(settings)]
-        grpc = filter(None, (settings.grpc_inference_address, settings.grpc_management_address))
-        await asyncio.to_thread(refuse_taken, [*rest, *grpc])
+        await self._ports.refuse_if_taken()
         if settings.tracing_enabled:
             self._metrics.tracing = open_tracing(__version__)
         keys = keys_of(settings, keep=self._journal is not None and bool(self._journal.history.crashes))
         certificates = certificates_of(settings)
-        self._registry = Registry(
-            settings,
-            RegistryMetrics(self._metrics),
-            self._journal,
-            self._prepared,
-        )
+        self._registry = Registry(settings, RegistryMetrics(self._metrics), self._journal, self._prepared)
         self._dataplane = DataPlane(self._registry, self._metrics)
-        self._watch()
+        self._observe()
         controlplane = ControlPlane(self._registry, self._dataplane, settings)
         services = Services(settings, self._metrics, keys, __version__, _cors(settings), certificates)
         self._follow([each for each in (keys, certificates) if isinstance(each, FixedKeys | Certificates)])
         try:
             await self._registry.load_at_startup()
-            endpoints = await self._open_ports(controlplane, services)
+            endpoints = await self._ports.open(self._dataplane, controlplane, services)
             self._dataplane.opened()
             await self._registry.opened()
         except BaseException:
@@ -119,14 +98,14 @@ class Server:
             await self._end()
             raise
         loaded = [version.settled.wait() for version in self._registry.versions()]
-        self._background.append(asyncio.create_task(build_after(loaded, self._routes)))
+        self._background.append(asyncio.create_task(build_after(loaded, self._ports.routes)))
         if self._journal is not None:
             self._background.append(asyncio.create_task(beat(self._journal)))
             self._journal.state = ServerState.SERVING
         return endpoints
 
-    def _watch(self) -> None:
-        """Begin to record what is not told by events."""
+    def _observe(self) -> None:
+        """Begin to measure what no event reports: readiness, the loop's lag, the system."""
         settings, dataplane = self._settings, self._dataplane
         self._metrics.watch_server(
             ready=lambda: dataplane.readiness().ready,
@@ -145,52 +124,28 @@ class Server:
             self._background.append(asyncio.create_task(sampling))
 
     def _follow(self, files: Sequence[Reloadable]) -> None:
-        """Begin to look after files that may be replaced while we run."""
+        """Begin to read files again that are replaced while the server runs."""
         if files:
             self._background.append(asyncio.create_task(watch(files)))
-
-    async def _open_ports(self, controlplane: ControlPlane, services: Services) -> Endpoints:
-        endpoints = Endpoints()
-        for address, surfaces in listeners(self._settings):
-            app = listener_app(surfaces, self._dataplane, controlplane, services)
-            rest = RestServer(
-                app,
-                address,
-                drain_timeout_s=self._settings.drain_timeout_s,
-                certificates=services.certificates,
-            )
-            with said_plainly(address):
-                bound = await rest.start()
-            (self._scraped if surfaces == {"metrics"} else self._rest).append(rest)
-            self._routes.append(app.routes)
-            endpoints.rest.update(dict.fromkeys(surfaces, bound))
-        for grpc in grpc_listeners(self._dataplane, controlplane, services):
-            with said_plainly(grpc.address):
-                endpoints.grpc[grpc.api] = await grpc.start()
-            self._grpc.append(grpc)
-        return endpoints
 
     async def stop(self) -> None:
         """Take everything down; what was accepted is answered within `drain_timeout_s`."""
         self._dataplane.draining()
-        for rest in self._rest:
-            rest.drain()
+        self._ports.drain()
         await asyncio.sleep(self._settings.drain_delay_s)
         await self._end()
 
     async def _end(self) -> None:
+        """Close what is open, in order: metrics are served until the last version is unloaded."""
         self._registry.stopping()
-        await asyncio.gather(
-            *(rest.stop() for rest in self._rest),
-            *(grpc.stop(self._settings.drain_timeout_s) for grpc in self._grpc),
-        )
+        await self._ports.close()
         await self._registry.close()
-        await asyncio.gather(*(rest.stop() for rest in self._scraped))
+        await self._ports.close_metrics()
         for task in self._background:
             task.cancel()
-        await asyncio.to_thread(self._say_the_rest)
+        await asyncio.to_thread(self._flush)
 
-    def _say_the_rest(self) -> None:
+    def _flush(self) -> None:
         """Write and send what waits in buffers. Blocks."""
         close_metric_files()
         access_log.close()
@@ -233,7 +188,7 @@ async def run(
 
 
 async def _started(server: Server, stop: asyncio.Event) -> Endpoints | None:
-    """Start it; None when it was told to stop meanwhile, and is down again."""
+    """Start it; None: it was told to stop before it was up, and has been taken down again."""
     starting = asyncio.ensure_future(server.start())
     told = asyncio.ensure_future(stop.wait())
     try:
@@ -256,7 +211,20 @@ def serve(settings: ServerSettings, journal: Journal | None = None, prepared: Pr
         return asyncio.run(run(settings, journal, prepared))
     import uvloop  # noqa: PLC0415 - not to be had on Windows
 
+    _allow_many_files()
     return uvloop.run(run(settings, journal, prepared))
+
+
+def _allow_many_files() -> None:
+    """Take all the open files that the system grants, as Java does: most sessions begin with 1,024.
+
+    Each connection is one, and one too many is closed without a word.
+    """
+    import resource  # noqa: PLC0415 - not to be had on Windows
+
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(OSError, ValueError):  # where "unlimited" is more than the system gives
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _on_signal(number: int, stop: asyncio.Event, journal: Journal | None) -> None:

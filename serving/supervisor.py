@@ -56,7 +56,11 @@ class Supervisor:
         for end in (self._woken, wake):
             os.set_blocking(end, False)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-        for number in (*ENDING_SIGNALS, signal.SIGCHLD, signal.SIGTSTP):
+        handled = (*ENDING_SIGNALS, signal.SIGCHLD, signal.SIGTSTP)
+        # nohup has SIGHUP ignored, which the server inherits.
+        ignored = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else []
+        self._handled = [number for number in handled if number not in ignored]
+        for number in self._handled:
             signal.signal(number, lambda number, frame: None)  # the pipe tells
         self._pid = 0
         self._told_to_end = False
@@ -87,9 +91,8 @@ class Supervisor:
         self._journal.clear()
         os.ftruncate(self._trace, 0)
         os.lseek(self._trace, 0, os.SEEK_SET)
-        defaults = [*ENDING_SIGNALS, signal.SIGCHLD, signal.SIGTSTP]
         self._pid = os.posix_spawn(
-            self._command[0], self._command, os.environ, setpgroup=0, setsigdef=defaults
+            self._command[0], self._command, os.environ, setpgroup=0, setsigdef=self._handled
         )
 
     def _wait(self) -> tuple[int, float]:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
@@ -25,7 +25,7 @@ TokenKind = Literal["inference", "management", "api"]
 
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%S.%fZ"
 _KEY_BYTES = 6  # TorchServe's; 8 characters, and key_file.json readers may rely on it
-_NAMES_IN_FILE: dict[TokenKind, str] = {"management": "management", "inference": "inference", "api": "API"}
+NAMES_IN_FILE: dict[TokenKind, str] = {"management": "management", "inference": "inference", "api": "API"}
 _RENEWABLE: tuple[TokenKind, ...] = ("management", "inference")
 _BEARER = re.compile(r"Bearer\s+(\S+)", re.ASCII)
 
@@ -39,9 +39,16 @@ class KeyFileUnwritable(ServingError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Key:
-    secret: str
+class Key:
+    """One key, and how long it lets anybody pass."""
+
+    secret: str = field(repr=False)
     expires_at_s: float | None  # seconds since the epoch; None: never
+
+    def accepts(self, offered: bytes, now_s: float) -> bool:
+        """Whether `offered` is this key, and it has not expired; takes as long for any wrong key."""
+        same = hmac.compare_digest(offered, self.secret.encode())
+        return same and (self.expires_at_s is None or now_s < self.expires_at_s)
 
 
 class KeyRing:
@@ -55,7 +62,7 @@ class KeyRing:
         path: The key file; its directory must be there and writable.
         expiration_min: Minutes until an inference or management key expires; the API key never does.
         clock: Seconds since the epoch. Wall time, because the file states when a key expires.
-        keep: Go on with the keys in the file, if there are any: a server that crashed is up again.
+        keep: Go on with the keys that are in the file, if any: for a server that is up again after a crash.
 
     Raises:
         KeyFileUnwritable: the file could not be written.
@@ -74,7 +81,7 @@ class KeyRing:
         self._clock = clock
         self._writing = threading.Lock()
         kept = _kept_keys(path) if keep else None
-        self._keys: Mapping[TokenKind, _Key] = kept or {kind: self._new_key(kind) for kind in _NAMES_IN_FILE}
+        self._keys: Mapping[TokenKind, Key] = kept or {kind: self._new_key(kind) for kind in NAMES_IN_FILE}
         _write_private(path, _document(self._keys))
 
     def authorize(self, kind: TokenKind, authorization: str | None) -> None:
@@ -106,18 +113,15 @@ class KeyRing:
             _write_private(self.path, _document(keys))
             self._keys = keys
 
-    def _new_key(self, kind: TokenKind) -> _Key:
+    def _new_key(self, kind: TokenKind) -> Key:
         expires_at_s = self._clock() + self._lifetime_s if kind in _RENEWABLE else None
         value = "-"
         while value.startswith("-"):  # on a command line that would be an option
             value = secrets.token_urlsafe(_KEY_BYTES)
-        return _Key(value, expires_at_s)
+        return Key(value, expires_at_s)
 
     def _accepts(self, kind: TokenKind, authorization: str | None) -> bool:
-        key = self._keys[kind]
-        same = hmac.compare_digest(bearer_key(authorization), key.secret.encode())
-        alive = key.expires_at_s is None or self._clock() < key.expires_at_s
-        return same and alive
+        return self._keys[kind].accepts(bearer_key(authorization), self._clock())
 
 
 def bearer_key(authorization: str | None) -> bytes:
@@ -129,27 +133,27 @@ def bearer_key(authorization: str | None) -> bytes:
     return match.group(1).encode("utf-8", "surrogatepass") if match else b""
 
 
-def _kept_keys(path: Path) -> dict[TokenKind, _Key] | None:
+def _kept_keys(path: Path) -> dict[TokenKind, Key] | None:
     """The keys in a key file of ours; None when there is none, or something else in it."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        return {kind: _kept_key(document[name]) for kind, name in _NAMES_IN_FILE.items()}
+        return {kind: _kept_key(document[name]) for kind, name in NAMES_IN_FILE.items()}
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _kept_key(entry: Mapping[str, str]) -> _Key:
+def _kept_key(entry: Mapping[str, str]) -> Key:
     expires = entry.get("expiration time")
     if expires is None:
-        return _Key(entry["key"], None)
+        return Key(entry["key"], None)
     moment = datetime.strptime(expires, _TIME_FORMAT).replace(tzinfo=timezone.utc)
-    return _Key(entry["key"], moment.timestamp())
+    return Key(entry["key"], moment.timestamp())
 
 
-def _document(keys: Mapping[TokenKind, _Key]) -> str:
+def _document(keys: Mapping[TokenKind, Key]) -> str:
     """The key file's text: what TorchServe writes, in its order."""
     entries: dict[str, dict[str, str]] = {}
-    for kind, name in _NAMES_IN_FILE.items():
+    for kind, name in NAMES_IN_FILE.items():
         key = keys[kind]
         entries[name] = {"key": key.secret}
         if key.expires_at_s is not None:
@@ -159,7 +163,7 @@ def _document(keys: Mapping[TokenKind, _Key]) -> str:
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Put the text at `path` in one step, readable by the owner alone from its first byte on."""
+    """Put the text at `path` in one step; at no time can anybody but the owner read it."""
     # A random name that must be new: nobody can have put a link or an open file there.
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:

@@ -1,4 +1,7 @@
-"""What a connection sends in one turn of the event loop, in one system call: uvloop makes one a write."""
+"""Sends what a connection has to send in one turn of the event loop with one system call.
+
+uvloop makes a system call for each write.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Sequence
 Buffer = bytes | bytearray | memoryview
 Buffers = Sequence[Buffer]
 
-AT_ONCE_BYTES = 65_536  # that wait for the end of the turn; more goes out as it comes
+AT_ONCE_BYTES = 65_536  # wait for the end of the turn at most; beyond it all goes out at once
 
 
 class TurnWrites:
@@ -36,7 +39,7 @@ class TurnWrites:
         self._count(len(data))
 
     def write_promptly(self, data: Buffer) -> None:
-        """Send whole frames: the first of a turn now, for who has nothing else to do, the others together."""
+        """Send whole frames: the first of a turn now, as its reader may be idle, the others together."""
         is_first = not self._is_due
         self.write(data)
         if is_first and self._held:
@@ -82,7 +85,7 @@ class TurnWrites:
 
 
 def write_together(transport: asyncio.WriteTransport, buffers: Buffers) -> None:
-    """Send buffers in one system call, uncopied; the protocol is paused when more than that is left over.
+    """Send buffers in one system call, uncopied; pauses the protocol when too much is left over.
 
     `writelines` of asyncio's own loop does not pause it in Python 3.12 and 3.13.0; setting the limits does.
     """

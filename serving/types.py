@@ -26,10 +26,10 @@ class ModelKey(NamedTuple):
 
 
 class Parameter(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One named value of a request, as it came: the handler side decides how to decode it."""
+    """One named value of a request, as it came: the host around the handler decides how to decode it."""
 
     name: str
-    value: bytes  # before it left its first process a tensor's may be a view of the request's body
+    value: bytes  # in the process that received it a tensor may be a memoryview of the request's body
     content_type: str = ""  # without parameters, "" when the client named none
 
 

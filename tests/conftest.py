@@ -8,6 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes says something of the machine's minute, nothing of the code.
+settings.register_profile("without timing", deadline=None)
+settings.load_profile("without timing")
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = (ROOT / ".tools/bin", ROOT / ".tools/venv/bin")

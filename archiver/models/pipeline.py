@@ -25,6 +25,7 @@ from torchere.archiver.building import (
     Built,
 )
 from torchere.archiver.errors import ModelRefused
+from torchere.archiver.missing import check_examples
 from torchere.archiver.models.config_section import config_with, may_say, members_of
 from torchere.archiver.models.derive import signature_of
 from torchere.archiver.models.dynamic import Tensors, sizes_of
@@ -36,7 +37,7 @@ from torchere.archiver.models.loaded import LoadedModel
 from torchere.archiver.models.onnx_rows import tried_signature
 from torchere.archiver.models.optimize import has_convolutions, loaded, measured_gain, only_batch_varies
 from torchere.archiver.models.packing import Packed, write_model
-from torchere.archiver.models.quantise import Quantised, quantise
+from torchere.archiver.models.quantise import Quantised, check_method, quantise
 from torchere.archiver.models.report import REPORT_NAME
 from torchere.archiver.models.samples import example_of, inputs_of, read_samples
 from torchere.archiver.models.sources import Source, read_source
@@ -60,9 +61,11 @@ def build(options: BuildOptions, work: Path, say: Say) -> Built:
 
     Raises:
         ModelRefused: an input, an option or the result is refused; one line says why.
+        PackingError: an example is not there; likewise.
         OSError: a file can't be read or written.
     """
     options = _checked(options)
+    check_examples(options)
     beside = work / "beside"
     beside.mkdir()
     with step(say, "reading the model"):
@@ -91,6 +94,8 @@ def _checked(options: BuildOptions) -> BuildOptions:
         raise ModelRefused(
             "--quantize changes the model, and --format keep does not; expected another format"
         )
+    if options.quantize:
+        check_method(options.quantize)
     if options.script and wanted != TORCHSCRIPT:
         raise ModelRefused(f"--script makes TorchScript; expected --format torchscript instead of {wanted}")
     if options.isa and (wanted != AOTI or options.isa not in ISAS):

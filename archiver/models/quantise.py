@@ -72,7 +72,9 @@ def quantise(
         ModelRefused: the method is unknown, or not for this model or machine; the text says what to do.
         NoUsableEngine: no engine runs it.
     """
-    _check(method, target)
+    check_method(method)
+    if target not in FORMATS:
+        raise ModelRefused(f"--format is {target!r}; expected one of {', '.join(FORMATS)}")
     if method != "int8-trained":
         _check_weights(model, method)
     if method == "bf16":
@@ -94,11 +96,10 @@ def quantise(
     return Quantised(program, taken, None, (), ("quantised by torchao PT2E for oneDNN",))
 
 
-def _check(method: str, target: str) -> None:
+def check_method(method: str) -> None:
+    """Raises `ModelRefused` for what is no key of `METHODS`."""
     if method not in METHODS:
         raise ModelRefused(f"--quantize is {method!r}; expected one of {', '.join(METHODS)}")
-    if target not in FORMATS:
-        raise ModelRefused(f"--format is {target!r}; expected one of {', '.join(FORMATS)}")
 
 
 def _check_weights(model: LoadedModel, method: str) -> None:

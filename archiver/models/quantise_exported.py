@@ -40,7 +40,10 @@ def quantised_program(
         ModelRefused: torchao is not installed, or there is no sample.
     """
     if not samples:
-        raise ModelRefused("int8 needs samples to see how large activations are, and there are none")
+        raise ModelRefused(
+            "int8 needs samples to see how large activations are, and there are none; give some that are "
+            "like real requests with --samples"
+        )
     with _quiet():
         pt2e, quantizers = _torchao()
         graph = _exported(_folded(module, samples[0]), samples[0], batched)

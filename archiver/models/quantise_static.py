@@ -115,8 +115,8 @@ def calibrate(
     """
     if not samples:
         raise ModelRefused(
-            "int8-static needs samples to see how large activations are, and there are none; "
-            "give some that are like real requests"
+            "int8-static needs samples to see how large activations are, and there are none; give some that "
+            "are like real requests with --samples"
         )
     folded = fold(module, samples[0])
     clipped = clipped_by_format(folded.module, kept)

@@ -45,4 +45,5 @@ def refusing(name: str) -> Iterator[None]:
         cause = lines[-1] if "in the TorchScript interpreter" in lines[0] else lines[0]
         if cause.startswith("Constraints violated"):  # torch.export says in the next line what is wrong
             cause = ": ".join([cause.partition("!")[0], *(line.lstrip("- ") for line in lines[1:2])])
-        raise ModelRefused(f"{name} failed: {type(error).__name__}: {cause[:300]}") from error
+        kind = f"{type(error).__name__}: "  # which TorchScript's own text has already
+        raise ModelRefused(f"{name} failed: {kind}{cause.removeprefix(kind)[:300]}") from error

@@ -112,7 +112,7 @@ def _settings(isa: str | None, freezing: bool) -> dict[str, Any]:
     found = {str(item) for item in valid_vec_isa_list()}
     if isa is not None and isa not in found:
         raise ModelRefused(f"--isa is {isa}, and this machine has {', '.join(sorted(found)) or 'none'}")
-    wanted = isa or str(pick_vec_isa())
+    wanted = isa or str(pick_vec_isa()).partition(" ")[0]  # "avx512 avx512_vnni": the level comes first
     # The kernels ask how many threads they may use, instead of taking the number of this machine. All of
     # them are one file for the C++ compiler, so more processes than one would only start and wait.
     settings: dict[str, Any] = {"cpp.dynamic_threads": True, "freezing": freezing, "compile_threads": 1}

@@ -168,8 +168,7 @@ class Admission(ABC):
         """Nobody takes the rest of a streamed answer."""
         if isinstance(reason, LeftUnread):
             self._observer.left_unread()
-            request_id = pending.request.request_id
-            logger.warning("request %s: %s %s", request_id, reason, reason.detail)
+            logger.warning("request %s: %s %s", pending.request.request_id, reason, reason.detail)
         self.withdraw(pending, reason)
 
     def _screen(self, pending: Pending) -> None:
@@ -207,16 +206,17 @@ class Admission(ABC):
     ) -> list[Pending]:
         """Run those of the requests taken that are live; answers the others, which it returns."""
         now_s = self._now()
-        live = [pending for pending in taken if self._is_live(pending, now_s)]
+        live: list[Pending] = []
+        late: list[Pending] = []
+        for pending in taken:
+            (live if self._is_live(pending, now_s) else late).append(pending)
         batch = RunningBatch(self, live, now_s, executor_id, rounds)
         if live:
             self._batches.add(batch)  # whoever is answered may end another request, which asks what is in
-        late = [pending for pending in taken if pending not in live] if len(live) < len(taken) else []
         for pending in late:
             pending.finish(DeadlineExceeded(LATE))
         if live:
-            requests = [pending.request for pending in live]
-            self._pool.submit(requests, batch, executor_id, behind=self.queue_length)
+            self._pool.submit([one.request for one in live], batch, executor_id, behind=self.queue_length)
         self._settle()
         return late
 
@@ -237,7 +237,7 @@ class Admission(ABC):
         """Give each request its outcome; False when they are to run once more instead."""
 
     def batch_returned(self, batch: RunningBatch) -> None:
-        """An executor was lost before it began with the batch."""
+        """No executor began with the batch: it was lost before, or nobody waits any more."""
         self._batches.discard(batch)
         self._put_back(batch.pendings)
 

@@ -17,7 +17,7 @@ class BatchOwner(Protocol):
         """The executor is through with it."""
 
     def batch_returned(self, batch: RunningBatch) -> None:
-        """The executor was lost before it began with it."""
+        """No executor began with it."""
 
     def unread_parts(self, pending: Pending) -> UnreadParts:
         """Where the parts of a streamed answer wait for its client."""
@@ -41,6 +41,11 @@ class RunningBatch:
         self.dispatched_s = dispatched_s
         self.executor_id = executor_id
         self.rounds = rounds  # how many batches, this one the last, its executor has before it is done
+
+    @property
+    def wanted(self) -> bool:
+        """See `BatchSink.wanted`."""
+        return any(pending.open for pending in self.pendings)
 
     def partial(self, index: int, part: InferResponse) -> UnreadParts | None:
         """Hand on a part of a streamed answer; one for a request that is not in the batch is dropped."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 WINDOW_S = 0.5
-HIGH_SHARE = 0.25  # of a core, from which on a second one is worth a process
-LOW_SHARE = 0.1  # and below which it is not
-PILED_SHARE = 0.5  # of the work: with less, requests seldom wait for one another
+HIGH_SHARE = 0.25  # of a core: from here on a worker process is worth starting
+LOW_SHARE = 0.1  # of a core: below this one that runs is not worth keeping
+PILED_SHARE = 0.5  # of the work has to come in batches that pile up; else requests seldom wait for others
 
 
 class Demand:
@@ -18,10 +18,10 @@ class Demand:
         self._last_high_s = 0.0
 
     def add(self, now_s: float, work_s: float, *, is_piled: bool) -> bool:
-        """A batch comes that takes `work_s`; `is_piled`: at least as many requests wait behind it.
+        """Count a batch that takes `work_s` on the loop; `is_piled`: there are requests enough for two.
 
         Returns:
-            Whether that was too much for one core in the window that ends now.
+            Whether a window ends now, and what came in it was too much for one core.
         """
         self._work_s += work_s
         self._piled_s += work_s if is_piled else 0.0
@@ -35,5 +35,5 @@ class Demand:
         return share >= HIGH_SHARE and piled_share >= PILED_SHARE
 
     def low_for_s(self, now_s: float) -> float:
-        """For how long there has been next to nothing to do."""
+        """Seconds since a window last had more than next to nothing to do."""
         return now_s - self._last_high_s

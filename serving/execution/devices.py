@@ -28,11 +28,11 @@ def available_cores(cpu_max: Path = CGROUP_CPU_MAX) -> int:
 
 
 def gpu_count(most: int | None) -> int:
-    """How many GPUs the executors of this server may use: those CUDA shows to it, at most `most`.
+    """How many GPUs the executors of this server may use: those CUDA shows to it, at most `most` (None: all).
 
     Makes no CUDA context, which costs hundreds of megabytes on each GPU and would not survive a fork.
     """
-    torch = importlib.import_module("torch")  # seconds, and a command that serves nothing needs none
+    torch = importlib.import_module("torch")  # takes seconds; commands that serve nothing come by here, too
     there: int = torch.cuda.device_count()
     if most is None or most <= there:
         return there if most is None else most
@@ -43,13 +43,13 @@ def gpu_count(most: int | None) -> int:
 def new_places(
     count: int, next_id: Callable[[], int], gpu_ids: tuple[int, ...], others: Iterable[ExecutorStatus]
 ) -> Iterator[tuple[int, int | None]]:
-    """(id, GPU) of each new executor of a version: the GPU it uses least, in turn where several are that.
+    """The id and the GPU of each new executor of a version: the GPU with fewest of them, in turn if several.
 
     Args:
-        count: of new ones; fewer than 1: none.
-        next_id: gives ids.
-        gpu_ids: those the version may use, one that it may use more as often as that; empty: none.
-        others: the executors that the version has.
+        count: How many are new; none when it is below 1.
+        next_id: Gives ids.
+        gpu_ids: The GPUs the version may use; one that stands there twice gets twice as many. Empty: the CPU.
+        others: The executors that the version has already.
     """
     taken = Counter(status.gpu_id for status in others)
     for _ in range(count):

@@ -67,16 +67,12 @@ def those_that_stay(executors: Sequence[Executor], count: int, in_service: Seque
     return [executors[place] for place in sorted(places)]
 
 
-HandlerMetric: TypeAlias = MetricSample
-"""One value a handler reported through `context.metrics`."""
-
-
 class BatchReport(msgspec.Struct, frozen=True):
     """What running one batch gave: `outcomes[i]` answers `requests[i]`."""
 
     outcomes: Sequence[Outcome]
     handler_s: float = 0.0  # wall time in the handler
-    metrics: tuple[HandlerMetric, ...] = ()
+    metrics: tuple[MetricSample, ...] = ()  # what the handler reported through `context.metrics`
     cpu_s: float = 0.0  # processor time of the executor's thread, encoding and decoding included
     # Parts of handler_s: preprocess, inference and postprocess, as far as the handler tells.
     stages_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
@@ -90,14 +86,18 @@ class BatchReport(msgspec.Struct, frozen=True):
 
 
 class Hold(Protocol):
-    """Has an executor wait with the next part, because a client has many to take; never for long."""
+    """Makes an executor wait before its next part, because a client has many to take; never for long."""
 
     def when_over(self, go_on: Callable[[], None]) -> None:
         """Call `go_on` when it may make more."""
 
 
 class BatchSink(Protocol):
-    """Where an executor puts what a batch gives. Called on the event loop only."""
+    """Where an executor puts what a batch gives. Called on the event loop only, but for `wanted`."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody still waits for an answer of the batch; asked in any thread."""
 
     def partial(self, index: int, part: InferResponse) -> Hold | None:
         """One more part of the streamed answer of request `index`; a hold when the executor is to wait now.
@@ -110,7 +110,7 @@ class BatchSink(Protocol):
         """The batch is over. Exactly one call of this or of `returned` ends a batch, whatever happened."""
 
     def returned(self) -> None:
-        """The executor was lost before it began with the batch: it may be submitted again."""
+        """The executor never began with the batch: what is still wanted of it may be submitted again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class ExecutorPool(Protocol):
         """Whether `submit` runs the batch before it returns: worth waiting for all that came in this turn."""
 
     def portion(self, waiting: int) -> int:
-        """How many of those that wait, and could all be one batch, are better off as the first of two."""
+        """How many of `waiting` requests, which fit into one batch, to submit at once; the rest come next."""
 
     async def resize(self, count: int) -> None:
         """Start or stop executors until there are `count`; new ones are loaded, but not in service yet.

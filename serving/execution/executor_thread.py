@@ -30,6 +30,9 @@ class ThreadOwner(Protocol):
     def finished(self, batch: InFlight, report: BatchReport) -> None:
         """A batch is through."""
 
+    def untouched(self, batch: InFlight) -> None:
+        """A batch was not begun: nobody waits for it any more."""
+
     def stopped(self, thread: ExecutorThread) -> None:
         """A thread has ended, after everything that was given before."""
 
@@ -108,10 +111,13 @@ class ExecutorThread:
             batch = self.inbox.get()
             if batch is None:
                 break
-            batch.taker = self
-            report = self._host.run(batch.requests, self._partial_sink(batch))
-            self._tell(owner.finished, batch, report)
-            del batch, report  # or the last batch's tensors stay alive while the thread is idle
+            if batch.take(self):
+                report = self._host.run(batch.requests, self._partial_sink(batch))
+                self._tell(owner.finished, batch, report)
+                del report  # or the last batch's tensors stay alive while the thread is idle
+            else:
+                self._tell(owner.untouched, batch)
+            del batch
         else:
             return
         if self.left_behind:

@@ -36,10 +36,12 @@ class Spawned:
 
 
 def spawn(environment: Mapping[str, str]) -> Spawned:
-    """Start the process of a fork server, from a thread that lives as long as it shall; needs no event loop.
+    """Start the process of a fork server; needs no event loop.
+
+    The kernel ends the process with the thread that calls this (`parent.py`), so it has to be one that stays.
 
     Raises:
-        OSError: the system would not.
+        OSError: the system would not start it.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-m", "torchere.serving.execution.fork_server", str(theirs.fileno())]
@@ -100,13 +102,13 @@ class ForkServer:
         if not message:
             self._lose()
             return
-        kind, pid, *code = message.split()
+        kind, number, *code = message.split()
         if kind == b"P":
-            self._forked(int(pid))
+            self._forked(int(number))
         elif kind == b"E":
-            self._not_forked(int(pid))
-        elif int(pid) in self._exits:
-            self._settle(self._exits.pop(int(pid)), int(code[0]))
+            self._not_forked(int(number))
+        elif int(number) in self._exits:
+            self._settle(self._exits.pop(int(number)), int(code[0]))
 
     def _forked(self, pid: int) -> None:
         self._exits[pid] = self._loop.create_future()
@@ -114,13 +116,13 @@ class ForkServer:
         if not forked.done():
             forked.set_result((pid, self._exits[pid]))
 
-    def _not_forked(self, number: int) -> None:
+    def _not_forked(self, error_number: int) -> None:
         forked = self._forks.popleft()
         if not forked.done():
-            forked.set_exception(OSError(number, os.strerror(number)))
+            forked.set_exception(OSError(error_number, os.strerror(error_number)))
 
     def _lose(self) -> None:
-        """Nothing more will come from it: its workers are ended by the kernel, which is signal 9."""
+        """Nothing more will come from it; the kernel ends its workers with it, by signal 9."""
         if self.lost:
             return
         self.lost = True

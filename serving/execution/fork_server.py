@@ -18,6 +18,7 @@ import socket
 import sys
 import traceback
 from contextlib import suppress
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -89,7 +90,7 @@ class ForkServer:
                 except BlockingIOError:
                     select.select([], [self._control], [])
 
-    def _become_worker(self, connection: int, output: int) -> None:
+    def _become_worker(self, connection: int, output: int) -> NoReturn:
         code = 1
         try:
             signal.set_wakeup_fd(-1)

@@ -19,9 +19,10 @@ from torchere.handlers.archive_plain_names import give_plain_names
 from torchere.handlers.context import Context, RequestProcessor
 from torchere.handlers.devices import gpu_is_usable, own_stream
 from torchere.handlers.encode import Lent, decode_input
+from torchere.handlers.entry_point import EntryPoint
 from torchere.handlers.errors import HandlerLoadError, PredictionException, UnsupportedOutput
 from torchere.handlers.metrics import MetricsCache
-from torchere.handlers.resolve import EntryPoint, load_entry_point
+from torchere.handlers.resolve import load_entry_point
 from torchere.handlers.shared_models import SharedModels
 from torchere.handlers.tensors_answer import AnswerEncoder
 from torchere.serving.errors import DeadlineExceeded, HandlerFailed, LoadFailed, OutOfResources, ServingError
@@ -33,6 +34,7 @@ from torchere.serving.types import InferRequest, InferResponse
 logger = logging.getLogger(__name__)
 
 SERVER_VERSION = "0.12.0"  # what handlers read as `server_version`: the contract we keep
+_WARM_UP_RUNS = 3  # TorchScript's profiling executor specialises on the second run, and settles by the third
 PartialSink = Callable[[int, InferResponse], object]
 
 
@@ -58,7 +60,7 @@ class HandlerHost:
             shared_models=shared_models,
         )
         self._entry_point: EntryPoint | None = None
-        self._borrows = False
+        self._borrows = False  # the handler takes tensors where they lie in the request
         self._encoder = AnswerEncoder(spec.model_name, spec.model_version, spec.archive_dir)
         self._context.encoder = self._encoder
         self._cpu_time: Callable[[], float] = time.thread_time
@@ -69,7 +71,7 @@ class HandlerHost:
     def own_process(self) -> None:
         """Nothing else is hosted in this process: the archive's modules get their plain names, too."""
         give_plain_names(archive_of(self._context))
-        self._cpu_time = float  # a system call, for what is of interest among threads only
+        self._cpu_time = float  # always 0.0: only among threads is it of use, and asking is a system call
         self._is_alone = True
 
     def load(self) -> None:
@@ -110,9 +112,9 @@ class HandlerHost:
         except BaseException as err:  # as in `load`
             logger.exception("the warm-up of %s failed", self._spec.model_name)
             raise self._load_failed(f"the warm-up request failed with {line_of(err)}", err) from err
-        self._metrics.drain()  # the warm-up's are nobody's
+        self._metrics.drain()  # those of the warm-up belong to no request
         for sample in of_load:
-            self._metrics.record(sample)  # goes with the first batch
+            self._metrics.record(sample)  # goes out with the first batch
 
     def run(self, requests: Sequence[InferRequest], send_partial: PartialSink | None) -> BatchReport:
         """Run one batch; failures become outcomes, so this does not raise.
@@ -128,7 +130,7 @@ class HandlerHost:
     def _run_live(
         self, requests: Sequence[InferRequest], send_partial: PartialSink | None, now_s: float
     ) -> BatchReport:
-        """Run those whose deadline is after `now_s`, as if there were no others."""
+        """Run those whose deadline is after `now_s` as one batch; the others are told that they are late."""
         places = [place for place, request in enumerate(requests) if request.deadline_s > now_s]
         live = [requests[place] for place in places]
 
@@ -146,7 +148,7 @@ class HandlerHost:
         cpu_started_s = self._cpu_time()
         processors = [RequestProcessor(request.request_id, _headers_of(request)) for request in requests]
         self._context.begin_batch(processors, _parts_of(processors, send_partial))
-        # Requests of a batch that fails as a whole are run again, alone, and have to be what they were.
+        # The requests of a batch that fails as a whole are run again one by one, so they may not be changed.
         lent: Lent = "own" if not self._borrows else "write" if len(requests) == 1 else "read"
         rows = [self._row(request, lent) for request in requests]
         started = time.perf_counter()
@@ -172,7 +174,7 @@ class HandlerHost:
         return LoadFailed(text, f"not loaded within startup_timeout={timeout_s:g} s")
 
     def traces(self) -> list[weakref.ref[Any]]:
-        """What tells, later, whether this and its handler are still in memory."""
+        """Weak references that tell later whether this and its handler are still in memory."""
         instance = self._entry_point.instance if self._entry_point is not None else None
         held = [self] if instance is None or not hasattr(instance, "__weakref__") else [self, instance]
         return [weakref.ref(one) for one in held]
@@ -248,6 +250,8 @@ class HandlerHost:
 
 
 def _log_failure(message: str, err: BaseException, extra: dict[str, str]) -> None:
+    if not logger.isEnabledFor(logging.ERROR):
+        return
     # Not `exc_info=err`: whoever keeps the record for a while would keep all that is on the GPU with it.
     record = logger.makeRecord(logger.name, logging.ERROR, __file__, 0, message, (), None, extra=extra)
     record.exc_text = trace_of(err)
@@ -279,13 +283,10 @@ def _parts_of(
     return send
 
 
-def _unless_over(outcome: Outcome, is_over: Any) -> Outcome:
-    """A response as what it is when a stopping criterion says, by anything false, that there is more."""
+def _unless_over(outcome: Outcome, is_over: object) -> Outcome:
+    """The outcome; `Unfinished` when its stopping criterion said anything false but None: there is more."""
     goes_on = is_over is not None and not is_over
     return Unfinished(outcome) if goes_on and isinstance(outcome, InferResponse) else outcome
-
-
-_WARM_UP_RUNS = 3  # TorchScript's profiling executor specialises on the second run, and settles by the third
 
 
 def load_failed_text(model: str, version: str) -> str:

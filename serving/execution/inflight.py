@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Callable, Sequence
 
 from torchere.serving.errors import ServingError
@@ -22,6 +24,7 @@ class InFlight:
         "overdue",
         "requests",
         "sink",
+        "taken_s",
         "taker",
     )
 
@@ -31,10 +34,16 @@ class InFlight:
         self.answered = False
         self.overdue = False  # it was answered because the executor did not come back
         self.taker: object = None  # the executor thread that runs it, once one does
+        self.taken_s = math.inf  # monotonic, when it took it
         self._timer: asyncio.TimerHandle | None = None
         self._holds: tuple[Hold, ...] = ()
         self._when_free: tuple[Callable[[], None], ...] = ()
         self._watch: Callable[[], None] | None = None  # goes on when it is not held any more
+
+    def take(self, taker: object) -> bool:
+        """An executor thread begins with it, and tells in its own thread; False: nobody wants it any more."""
+        self.taker, self.taken_s = taker, time.monotonic()
+        return not self.answered and self.sink.wanted
 
     @property
     def held(self) -> bool:

@@ -7,13 +7,14 @@ slow run ends it.
 
 from __future__ import annotations
 
+import math
+
 QUICK_S = 0.0005  # of processor time, per batch, on average: below it a handover costs more than the run
-# A request that takes no longer than this is cheaper to run than to take in and to answer, so the loop is the
-# narrow place, whatever runs beside it; only that a whole batch must not hold it up for long.
+# To run such a request costs less than to take it in and to answer it, so the loop is the bottleneck whatever
+# runs beside it. Only a whole batch must not hold the loop up for long.
 QUICK_REQUEST_S = 0.0002
-# Of the loop, for each byte that it takes in or sends: over REST and gRPC half of what was measured or less.
-S_PER_BYTE = 5e-10
-LONGEST_QUICK_S = 0.005
+LONGEST_QUICK_S = 0.005  # of processor time, for a batch of such requests
+S_PER_BYTE = 5e-10  # of the loop, for a byte in or out: at most half of what was measured over REST and gRPC
 QUICK_WALL_S = 0.002  # a quick batch that takes longer in a thread waited for more than the GIL
 SLOW_CPU_S = 0.02  # of processor time: a single run on the loop that takes more ends it
 SLOW_WALL_S = 0.1  # likewise of wall time; more generous, because the process may have had to wait for a core
@@ -47,6 +48,11 @@ class InlineChoice:
         Those that wait share the next batch then. Not so for a handler that waits for something else.
         """
         return self._quick and self._wall_s <= QUICK_WALL_S and not self._on_gpu
+
+    @property
+    def mean_wall_s(self) -> float:
+        """How long a batch is in a thread, the running mean; infinite as long as there was none."""
+        return self._wall_s if self._seen else math.inf
 
     @property
     def _quick(self) -> bool:

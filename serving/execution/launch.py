@@ -8,7 +8,7 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -60,26 +60,19 @@ class ExecLauncher:
 
     async def launch(self) -> Launched:
         """Start an interpreter that imports everything itself."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *(self._python, "-m", "torchere.serving.execution.worker", str(theirs.fileno())),
-                pass_fds=(theirs.fileno(),),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                env=self._environment,
-                start_new_session=True,  # Ctrl+C in the terminal is for the server, which drains first
-            )
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        if process.stdout is None:
-            raise OSError("the worker has no output pipe")
-        exit_code = asyncio.ensure_future(process.wait())
-        return Launched(process.pid, ours, process.stdout, exit_code, close=_nothing)
+        return await _launched(self._start)
+
+    async def _start(self, worker_socket: int, output: int) -> tuple[int, asyncio.Future[int]]:
+        process = await asyncio.create_subprocess_exec(
+            *(self._python, "-m", "torchere.serving.execution.worker", str(worker_socket)),
+            pass_fds=(worker_socket,),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,  # asyncio's own pipe would stay open as long as what the worker has started lives
+            stderr=asyncio.subprocess.STDOUT,
+            env=self._environment,
+            start_new_session=True,  # Ctrl+C in the terminal is for the server, which drains first
+        )
+        return process.pid, asyncio.ensure_future(process.wait())
 
 
 class ForkLauncher:
@@ -107,23 +100,7 @@ class ForkLauncher:
         if self._fork_server is None or self._fork_server.lost:
             self._fork_server = ForkServer(self._spawned or spawn(self._environment))
             self._spawned = None
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        read_end, write_end = os.pipe()
-        pipe = os.fdopen(read_end, "rb", 0)
-        output = asyncio.StreamReader()
-        try:
-            pid, exit_code = await self._fork_server.fork(theirs.fileno(), write_end)
-            transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-                lambda: asyncio.StreamReaderProtocol(output), pipe
-            )
-        except BaseException:
-            ours.close()
-            pipe.close()
-            raise
-        finally:
-            theirs.close()
-            os.close(write_end)
-        return Launched(pid, ours, output, exit_code, close=transport.close)
+        return await _launched(self._fork_server.fork)
 
     async def close(self) -> None:
         """End the fork server, and with it every worker that is left."""
@@ -140,5 +117,22 @@ def worker_environment(hidden: str | None = None) -> dict[str, str]:
     return {**kept, "PYTHONSAFEPATH": "1"}
 
 
-def _nothing() -> None:
-    """Leave it to asyncio, which closes the pipe of its subprocess itself."""
+async def _launched(start: Callable[[int, int], Awaitable[tuple[int, asyncio.Future[int]]]]) -> Launched:
+    """A worker that `start` starts with its ends of a socket and of the pipe for its output."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    read_end, write_end = os.pipe()
+    pipe = os.fdopen(read_end, "rb", 0)
+    output = asyncio.StreamReader()
+    try:
+        pid, exit_code = await start(theirs.fileno(), write_end)
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(output), pipe
+        )
+    except BaseException:
+        ours.close()
+        pipe.close()
+        raise
+    finally:
+        theirs.close()
+        os.close(write_end)
+    return Launched(pid, ours, output, exit_code, close=transport.close)

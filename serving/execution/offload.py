@@ -1,10 +1,10 @@
 """A worker process beside the event loop, for tiny models that are asked for more than one core can answer.
 
-A batch that runs on the loop (`inline.py`) keeps a whole core busy with what holds the GIL, so threads would
-not help, and the other cores are idle. While batches pile up, they run in a process, which has a GIL of its
-own. It pays from two batches at a time on, so what would fit into one and is worth two becomes two: while
-the process runs one of them, the loop takes in and answers the other's requests. With less, both would wait
-for one another.
+A batch that runs on the loop (`inline.py`) holds the GIL nearly all the time, so threads would leave all
+cores but one idle. While batches pile up, a process, which has a GIL of its own, takes some of them. That
+helps only when two are under way: while the process runs one, the loop takes in and answers the requests of
+the other. So what fits into one batch, and is enough for two, is split. With less, each would only wait for
+the other.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from torchere.serving.types import InferRequest
 logger = logging.getLogger(__name__)
 
 ROOM = 4  # batches of many requests inside the worker at most; 2, 3 and 8 were not clearly better
-WORTH_TWO = 16  # requests that are better two batches; from 8 on it cost 8 clients a tenth of their rate
-UNUSED_S = 60.0  # after this long with little to do the worker ends; likewise between two attempts
+WORTH_TWO = 16  # requests that are better split; splitting from 8 on cost 8 clients a tenth of their rate
+UNUSED_S = 60.0  # with little to do for this long the worker ends; also the wait after a start that failed
 
 
 class Offload:
     """The worker of one version, there while it is needed. Lives on the event loop.
 
     Args:
-        name: of the version, for the log.
-        pool: without a worker, for one that takes `ROOM` batches.
+        name: What the log calls the version.
+        pool: Empty; its one worker, started when it is needed, may hold `ROOM` batches.
     """
 
     def __init__(self, name: str, pool: ProcessPool) -> None:
@@ -56,13 +56,13 @@ class Offload:
         return self._pool.load > 0
 
     def portion(self, waiting: int) -> int:
-        """As `ExecutorPool.portion`: half, where there is nothing for the process to do yet."""
+        """As `ExecutorPool.portion`: half of what is enough for two, when the process has nothing to do."""
         return waiting // 2 if self._wanted and waiting >= WORTH_TWO and not self.busy else waiting
 
     def wants(self, size: int, behind: int, work_s: float) -> bool:
-        """Whether a batch of `size` requests, behind which so many wait, is better off there.
+        """Whether a batch of `size` requests, with `behind` more waiting, is better run in the worker.
 
-        `work_s` is what it would take on the loop.
+        Counts it as demand, which may start the worker; `work_s` is what the batch would take on the loop.
         """
         now_s, is_piled = self._loop.time(), behind >= size or size >= WORTH_TWO
         if self._demand.add(now_s, work_s, is_piled=is_piled) and now_s >= self._not_before_s:

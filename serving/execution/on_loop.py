@@ -1,4 +1,4 @@
-"""Batches of a tiny model that run on the event loop itself, and those that pile up there."""
+"""Runs a tiny model's batches on the event loop itself, or in the worker process beside it."""
 
 from __future__ import annotations
 
@@ -16,32 +16,33 @@ _MEMORY = 0.9  # of the running mean, per batch
 
 
 class OnLoop:
-    """One loaded handler for the loop. Used on it only.
+    """The executor that is the event loop: one handler, used on the loop only.
 
-    `offload` None: what piles up waits.
+    `offload` takes what piles up; None: it waits for the loop.
     """
 
     def __init__(self, choice: InlineChoice, on_free: FreeCallback, offload: Offload | None) -> None:
         self._choice = choice
         self._on_free = on_free
-        self._worker = offload
+        self._worker = offload  # whether or not it may be used
         self.may_offload = False  # a second batch may run at the same time as one here
         self._loop = asyncio.get_running_loop()
         self.host: HandlerHost | None = None  # None: not loaded
-        self._resting = False  # a batch has run on the loop in this turn; others come first now
+        self._resting = False  # a batch has run in this turn of the loop, and other work comes first now
         self._request_s = 0.0  # processor time of a request in its batch, the running mean
 
     @property
     def wants_host(self) -> bool:
-        """Whether it may get batches, and has no handler yet."""
+        """Whether batches may come to run on the loop, and there is no handler for them yet."""
         return self._choice.allowed and self.host is None
 
     def take(self, host: HandlerHost) -> None:
-        """From now on there is a loaded handler."""
+        """Run batches by this handler, which is loaded."""
         self.host = host
 
     @property
     def _offload(self) -> Offload | None:
+        """The worker process, where it may be used."""
         return self._worker if self.may_offload else None
 
     @property
@@ -60,7 +61,7 @@ class OnLoop:
         return waiting if offload is None else offload.portion(waiting)
 
     def submit(self, requests: Sequence[InferRequest], sink: BatchSink, behind: int) -> None:
-        """Run one batch, behind which so many requests wait, before this returns or in the worker process."""
+        """Run one batch: here, before this returns, or in the worker process. `behind`: how many wait."""
         offload, size = self._offload, len(requests)
         if offload is not None and offload.wants(size, behind, size * self._request_s):
             offload.submit(requests, sink)

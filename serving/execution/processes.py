@@ -33,8 +33,8 @@ from torchere.serving.types import InferRequest
 class ProcessPool:
     """`ExecutorPool` of worker processes. Methods run on the event loop.
 
-    `depth`: batches of many requests inside a worker at most; `send_ahead.py` has the rule for single ones,
-    which counts while `sends_ahead`.
+    `depth` is how many batches a worker may hold. With `sends_ahead` and a batch size of 1 the rule of
+    `send_ahead.py` takes its place, unless the spec pins batches to executors.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ProcessPool:
     def free(self) -> int:
         """How many batches may be submitted now."""
         room = 0
-        for slot in self._slots:  # as in_service
+        for slot in self._slots:  # no generator, as in `in_service`
             room += slot.room
         return room
 
@@ -106,7 +106,7 @@ class ProcessPool:
         return False
 
     def portion(self, waiting: int) -> int:
-        """All of them: a worker takes a batch as it is."""
+        """All of them: workers run beside the loop, so there is nothing to split for."""
         return waiting
 
     def idle_ids(self) -> tuple[int, ...]:

@@ -25,7 +25,9 @@ class RecordedHost(HandlerHost):
     ) -> None:
         super().__init__(spec, gpu_id, shared_models)
         self._journal = journal
-        self._number = journal.number_of(str(ModelKey(spec.model_name, spec.model_version)))
+        name = str(ModelKey(spec.model_name, spec.model_version))
+        self._number = journal.number_of(name)
+        weakref.finalize(self, journal.give_up, name)
         self._cell: Cell | None = None
 
     def load(self) -> None:

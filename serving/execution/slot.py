@@ -47,7 +47,7 @@ class Slot:
             idle=lambda: not self._inside,
             ask=self._ask_for_life,
             on_change=self._suspicion_changed,
-            on_dead=self._silent,
+            on_dead=self._hung,
             now=settings.now,
         )
         self.in_service = False  # loaded, warm and alive
@@ -63,13 +63,17 @@ class Slot:
             self.status.gpu_id,
             self._settings.launcher,
             on_message=self._on_message,
-            on_gone=self._change,
+            on_gone=self._look_whether_in_service,
             oom=self._settings.oom,
         )
 
     def _change(self, **changes: Any) -> None:
+        """Change fields of the status."""
         self.status = replace(self.status, **changes)
-        # A worker that is gone may keep us waiting for seconds until it is known how it ended.
+        self._look_whether_in_service()
+
+    def _look_whether_in_service(self) -> None:
+        # The state alone is late: it may be seconds from the end of the connection until a loss is known.
         self.in_service = self.status.state is ExecutorState.READY and self._worker.reachable
 
     @property
@@ -111,7 +115,7 @@ class Slot:
             self._worker.run(run_id, batch.requests)
         except (ValueError, MemoryError) as err:
             failure = OutOfResources("Out of resources", f"the batch can't be sent to its worker: {err}")
-            asyncio.get_running_loop().call_soon(batch.fail, failure)  # who submits is not done submitting
+            asyncio.get_running_loop().call_soon(batch.fail, failure)  # our caller is not done with it
             return
         if not (self._inside or self._worker.is_paused):
             self._silence.watch()
@@ -145,25 +149,25 @@ class Slot:
         batch.answer(report_from_done(message, len(batch.requests)))
 
     def _heard(self) -> None:
-        """The worker said something; what was read already comes even while it is paused."""
+        """The worker said something. A paused one may be silent, though what was read still comes."""
         if not self._worker.is_paused:
             self._silence.broken()
 
     def _listen_again(self) -> None:
-        """The client of a streamed answer has taken in much of it, or was given up."""
+        """The client that held the worker up has taken in much of its answer, or was given up."""
         self._worker.resume()
         if self._inside:
             self._silence.watch()
 
     def _timed_out(self) -> None:
-        """The worker said nothing for too long: answer who waits, and replace it."""
+        """The worker said nothing of its batches for too long: answer who waits, and replace it."""
         timeout_s = self._settings.response_timeout_s
         self._change(state=ExecutorState.RESTARTING)
         self._empty(DeadlineExceeded(f"The model did not answer within {timeout_s:g} s."))
         self._worker.kill(Loss(LossKind.TIMEOUT, f"no answer within response_timeout={timeout_s:g} s"))
 
     def _ask_for_life(self) -> None:
-        """Of whichever worker is there by now."""
+        """Ask the worker in the slot now; the heartbeat outlives each of them."""
         self._worker.ping()
 
     def _suspicion_changed(self) -> None:
@@ -180,7 +184,7 @@ class Slot:
             )
             self._settings.on_free()
 
-    def _silent(self, silent_s: float) -> None:
+    def _hung(self, silent_s: float) -> None:
         """The worker hangs with nothing to do."""
         self._change(state=ExecutorState.RESTARTING)
         self._worker.kill(Loss(LossKind.HANG, f"hung: idle, and no sign of life for {silent_s:g} s"))

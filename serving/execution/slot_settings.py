@@ -1,9 +1,9 @@
-"""What the places for the worker processes of one pool have in common."""
+"""What all slots of one pool have in common."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torchere.serving.execution.executor import FreeCallback, LoadedCallback, LoadSpec, LostCallback
 from torchere.serving.execution.heartbeat import HeartbeatSettings
@@ -13,7 +13,7 @@ from torchere.serving.execution.oom import OomWatch
 
 @dataclass(frozen=True, slots=True)
 class SlotSettings:
-    """What all slots of a pool have in common."""
+    """What to load, how long it may take, and whom to tell."""
 
     spec: LoadSpec
     response_timeout_s: float
@@ -24,6 +24,6 @@ class SlotSettings:
     on_loaded: LoadedCallback
     now: Callable[[], float]
     oom: OomWatch
-    heartbeat: HeartbeatSettings = field(default_factory=HeartbeatSettings)
-    on_lost: LostCallback = lambda reason: None
-    depth: int | None = None  # batches inside a worker at most; None: as `send_ahead.py` says
+    heartbeat: HeartbeatSettings
+    on_lost: LostCallback
+    depth: int | None  # batches inside a worker at most; None: as `send_ahead.py` says

@@ -7,17 +7,14 @@ instance and its own context; the model itself is shared through `SharedModels`.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
-import queue
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from datetime import datetime, timezone
 
 from torchere.handlers.resolve import BUILT_IN_HANDLERS, UNEVEN_HANDLERS
 from torchere.handlers.shared_models import SharedModels
-from torchere.serving.errors import DeadlineExceeded, ExecutorDied, LoadFailed
-from torchere.serving.execution.devices import new_places
+from torchere.serving.errors import DeadlineExceeded, ExecutorDied
+from torchere.serving.execution.crew import Crew
 from torchere.serving.execution.executor import (
     BatchReport,
     BatchSink,
@@ -26,16 +23,15 @@ from torchere.serving.execution.executor import (
     FreeCallback,
     LoadedCallback,
     LoadSpec,
-    age_s,
-    those_that_stay,
 )
 from torchere.serving.execution.executor_thread import ExecutorThread, Inbox
 from torchere.serving.execution.host import HandlerHost
 from torchere.serving.execution.inflight import InFlight
 from torchere.serving.execution.inline import InlineChoice
-from torchere.serving.execution.letting_go import LettingGo
+from torchere.serving.execution.letting_go import LettingGo, freeze
 from torchere.serving.execution.offload import Offload
 from torchere.serving.execution.on_loop import OnLoop
+from torchere.serving.execution.send_ahead import ahead_of_threads
 from torchere.serving.types import InferRequest, InferResponse
 
 logger = logging.getLogger(__name__)
@@ -58,48 +54,51 @@ class ThreadPool:
         on_loaded: LoadedCallback,
         make_host: HostMaker = HandlerHost,
         offload: Offload | None = None,
+        sends_ahead: bool = True,
     ) -> None:
         self._spec = spec
         self._make_host = make_host
         self._response_timeout_s = response_timeout_s
-        self._startup_timeout_s = startup_timeout_s
-        self._next_id = next_id
         self._on_free = on_free
-        self._on_loaded = on_loaded
         self._shared = SharedModels()
-        self._shared_inbox: Inbox = queue.SimpleQueue()
-        self._threads: list[ExecutorThread] = []
-        self._retiring: list[ExecutorThread] = []  # they finish what they are at, and end
+        self._crew = Crew(
+            spec,
+            startup_timeout_s=startup_timeout_s,
+            next_id=next_id,
+            make_thread=self._new_thread,
+            on_loaded=on_loaded,
+            on_replaced=self._replaced,
+        )
         even = spec.handler in BUILT_IN_HANDLERS and spec.handler not in UNEVEN_HANDLERS
         self._inline = InlineChoice(allowed=even and not spec.pinned, on_gpu=bool(spec.gpu_ids))
         self._here = OnLoop(self._inline, on_free, offload)  # loaded with the first executors
+        self._sends_ahead = sends_ahead and not spec.pinned and spec.batch_size == 1
         self._overdue = 0  # batches inside that were answered for the executor, which has not come back
         self._left: set[InFlight] = set()  # batches that threads hang in which were left behind
-        self._restarts: dict[ExecutorThread, asyncio.Task[None]] = {}
         self._inside: dict[InFlight, ExecutorThread | None] = {}  # None: whichever thread takes it
         self._letting_go = LettingGo()
 
     @property
     def size(self) -> int:
         """How many executors there are to be."""
-        return len(self._threads)
+        return len(self._crew.threads)
 
     @property
     def in_service(self) -> int:
         """How many executors are loaded, warm and not stuck in a call."""
-        count = -self._overdue
-        for thread in self._threads:  # asked for with every request: no generator
-            count += thread.ready
-        return count if count > 0 else 0
+        return max(0, self._crew.ready - self._overdue)
 
     @property
     def free(self) -> int:
         """How many batches may be submitted now."""
         if self.on_loop:
             return 0 if self._inside or not self.in_service else self._here.free
-        loaded = sum([thread.ready for thread in self._threads])  # those that hang have a batch inside still
-        executors = min(1 + self._overdue, loaded) if self._inline.one_at_a_time else loaded
-        return max(0, executors - len(self._inside))
+        loaded = self._crew.ready  # those that hang have a batch inside still
+        if self._inline.one_at_a_time:
+            places = min(1 + self._overdue, loaded)
+        else:
+            places = loaded + self._sends_ahead * ahead_of_threads(loaded, self._inline.mean_wall_s)
+        return max(0, places - len(self._inside))
 
     @property
     def on_loop(self) -> bool:
@@ -115,58 +114,27 @@ class ThreadPool:
         busy = set(self._inside.values())
         return tuple(
             thread.status.executor_id
-            for thread in self._threads
+            for thread in self._crew.threads
             if thread.status.state is ExecutorState.READY and thread not in busy
         )
 
     def statuses(self) -> tuple[ExecutorStatus, ...]:
         """A snapshot of every executor, oldest first."""
-        return tuple([thread.status for thread in self._threads])
+        return self._crew.statuses()
 
     async def resize(self, count: int) -> None:
         """Start or stop threads; see `ExecutorPool`. A surplus thread ends after the batches before it."""
-        self._threads = [one for one in self._threads if one.status.state is not ExecutorState.FAILED]
-        staying = those_that_stay(self._threads, count, [thread.ready for thread in self._threads])
-        surplus = [thread for thread in self._threads if thread not in staying]
-        self._threads = staying
         self._here.may_offload = count > 1
-        for thread in surplus:
-            if thread.ready:
-                self._retiring.append(thread)
-            elif thread in self._restarts:
-                self._restarts[thread].cancel()
-            thread.retire()
-        new = count - len(self._threads)
-        places = new_places(new, self._next_id, self._spec.gpu_ids, self.statuses())
-        fresh = [self._new_thread(*place) for place in places]
-        self._threads += fresh
-        try:
-            # One after the other: the first loads the weights, the others find them loaded.
-            for thread in fresh:
-                await thread.start(self._startup_timeout_s)
-        except BaseException:
-            for thread in fresh:
-                self._forget(thread)
-            raise
+        await self._crew.resize(count)
 
     async def warm_up(self) -> None:
         """Warm up what was loaded and put it in service."""
-        fresh = [thread for thread in self._threads if thread.status.state is ExecutorState.STARTING]
-        try:
-            for thread in fresh:
-                await thread.warm_up(self._startup_timeout_s)
-                self._on_loaded(thread.status.executor_id, age_s(thread.status))
-        except BaseException:
-            for thread in fresh:
-                if not thread.ready:
-                    self._forget(thread)
-            raise
-        if self._here.wants_host and self._threads and self._shared.shares_all:
-            host = self._make_host(self._spec, None, self._shared)
+        await self._crew.warm_up()
+        if self._here.wants_host and self._crew.threads and self._shared.shares_all:
+            host = self._new_host(None)
             await asyncio.to_thread(host.load)  # quick: the weights are there
-            self._letting_go.watch(host)
             self._here.take(host)
-        gc.freeze()  # what is loaded stays: a walk over it would hold up the loop for a tenth of a second
+        freeze()
         self._on_free()
 
     def submit(
@@ -182,15 +150,13 @@ class ThreadPool:
             self._here.submit(requests, sink, behind)
             return
         batch = InFlight(requests, sink)
-        named = [thread for thread in self._threads if thread.status.executor_id == executor_id]
-        self._inside[batch] = named[0] if named else None
-        batch.watch(self._response_timeout_s, self._timed_out)
-        (named[0].inbox if named else self._shared_inbox).put(batch)
+        batch.watch(self._response_timeout_s, self._silent)
+        self._inside[batch] = self._crew.send(batch, executor_id)
 
     def partial(self, batch: InFlight, index: int, part: InferResponse) -> None:
         """Hand on a part of a streamed answer; its thread tells."""
         batch.partial(index, part)
-        batch.watch(self._response_timeout_s, self._timed_out)  # it bounds the silence only
+        batch.watch(self._response_timeout_s, self._silent)  # it bounds the silence only
 
     def finished(self, batch: InFlight, report: BatchReport) -> None:
         """Answer a batch; its thread tells."""
@@ -203,9 +169,21 @@ class ThreadPool:
             self._on_free()
         batch.answer(report)
 
+    def untouched(self, batch: InFlight) -> None:
+        """Give a batch back that no thread began with."""
+        self._inside.pop(batch, None)
+        batch.give_back()
+
+    def _silent(self, batch: InFlight) -> None:
+        left_s = batch.taken_s + self._response_timeout_s - time.monotonic()
+        if left_s > 0:  # it was sent ahead, and the one before it took so long, or still does
+            batch.watch(min(left_s, self._response_timeout_s), self._silent)
+        else:
+            self._timed_out(batch)
+
     def _timed_out(self, batch: InFlight) -> None:
-        # A thread can't be killed: it is left behind, and ends when the call returns.
         spec, timeout_s = self._spec, self._response_timeout_s
+        # A thread can't be killed: it is left behind, and ends when the call returns.
         cause = f"no answer within response_timeout={timeout_s:g} s"
         logger.error(
             "an executor thread of model %s version %s hangs: %s", spec.model_name, spec.model_version, cause
@@ -213,84 +191,47 @@ class ThreadPool:
         thread = batch.taker
         may_leave = len(self._left) < MAX_LEFT_BEHIND * max(1, self.size)
         if isinstance(thread, ExecutorThread) and may_leave:
-            self._leave_behind(thread, batch, cause)
+            self._inside.pop(batch, None)
+            self._left.add(batch)
+            self._crew.leave_behind(thread, cause)
         else:
             batch.overdue = True
             self._overdue += 1
         batch.fail(DeadlineExceeded(f"The model did not answer within {timeout_s:g} s."))
 
-    def _leave_behind(self, thread: ExecutorThread, batch: InFlight, cause: str) -> None:
-        """Put a fresh thread in the place of one that hangs in a batch."""
-        self._inside.pop(batch, None)
-        self._left.add(batch)
-        thread.left_behind = True
-        if thread.inbox is not self._shared_inbox:
-            thread.inbox.put(None)  # it may be through just now, and wait for what is never sent
-        if thread in self._retiring:
-            self._retiring.remove(thread)
-            if thread.inbox is self._shared_inbox and self._threads:
-                # Its order to end lies there, for whichever takes it: one that serves is to end in its place.
-                self._retiring.append(self._threads[0])
-                self._threads[0] = thread
-        if thread not in self._threads:
-            return
-        fresh = self._new_thread(thread.status.executor_id, thread.status.gpu_id)
-        fresh.status = replace(
-            fresh.status,
-            state=ExecutorState.RESTARTING,
-            last_failure=cause,
-            last_failure_at=datetime.now(timezone.utc),
-            losses=thread.status.losses + 1,
-        )
-        self._threads[self._threads.index(thread)] = fresh
-        self._restarts[fresh] = task = asyncio.ensure_future(self._bring_up(fresh))
-        task.add_done_callback(lambda _: self._restarts.pop(fresh))
-
-    async def _bring_up(self, thread: ExecutorThread) -> None:
-        try:
-            await thread.start(self._startup_timeout_s)
-            await thread.warm_up(self._startup_timeout_s)
-        except LoadFailed as err:  # the handler hangs or fails in a second instance, too
-            thread.abandon()
-            thread.status = replace(thread.status, state=ExecutorState.FAILED, last_failure=err.detail)
-        else:
-            self._on_loaded(thread.status.executor_id, age_s(thread.status))
+    def _replaced(self) -> None:
+        """A thread that took the place of a hung one serves, or never will."""
+        for batch in () if self._crew.ready else self._crew.take_back():
+            self.untouched(batch)  # nobody is left to take it
         self._on_free()
 
     async def close(self) -> None:
         """Answer what is inside, end the threads, let go of the weights."""
         self._letting_go.closed()
-        await self.resize(0)
-        # Who is still in a call ends behind it, and has nothing to do with the executors of the next load.
-        self._shared_inbox = queue.SimpleQueue()
+        await self._crew.close()
         inside, self._inside, self._overdue = self._inside, {}, 0
         for batch in inside:
             batch.overdue = False
             batch.fail(ExecutorDied("the version was unloaded"))
         self._shared = SharedModels()
         await self._here.close()
-        if not self._retiring:
-            self._letting_go.none_in_a_call()
+        self._let_go()
 
-    def _new_thread(self, executor_id: int, gpu_id: int | None) -> ExecutorThread:
+    def _new_host(self, gpu_id: int | None) -> HandlerHost:
         host = self._make_host(self._spec, gpu_id, self._shared)
         self._letting_go.watch(host)
-        inbox: Inbox = queue.SimpleQueue() if self._spec.pinned else self._shared_inbox
-        return ExecutorThread(executor_id, gpu_id, host, self, inbox)
+        return host
 
-    def _forget(self, thread: ExecutorThread) -> None:
-        if thread in self._threads:
-            self._threads.remove(thread)
-        thread.abandon()
+    def _new_thread(self, executor_id: int, gpu_id: int | None, inbox: Inbox) -> ExecutorThread:
+        return ExecutorThread(executor_id, gpu_id, self._new_host(gpu_id), self, inbox)
 
     def stopped(self, thread: ExecutorThread) -> None:
         """Forget a thread that has ended; it tells."""
-        # A shared inbox does not say which thread takes the order to end: any one does, and all are alike.
-        if thread in self._threads and self._retiring:
-            self._threads[self._threads.index(thread)] = self._retiring.pop()
-        elif thread in self._retiring:
-            self._retiring.remove(thread)
-        if not self._retiring:
+        self._crew.stopped(thread)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._crew.all_ended:
             self._letting_go.none_in_a_call()
 
 

@@ -13,8 +13,9 @@ from typing import TypeAlias
 
 import msgspec
 
+from torchere.handlers.metric_types import MetricSample
 from torchere.serving.errors import DeadlineExceeded, ExecutorDied, HandlerFailed, OutOfResources
-from torchere.serving.execution.executor import BatchReport, HandlerMetric, LoadSpec, Outcome, Unfinished
+from torchere.serving.execution.executor import BatchReport, LoadSpec, Outcome, Unfinished
 from torchere.serving.types import InferRequest, InferResponse
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
     spec: LoadSpec
     gpu_id: int | None
-    log_token: str = ""  # what the records of its log are known by: `telemetry/worker_lines.py`
+    log_token: str = ""  # marks the records of its log: `telemetry/worker_lines.py`
 
 
 class WarmUp(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -75,10 +76,10 @@ class Partial(msgspec.Struct, frozen=True, array_like=True, tag=12):
 class Failure(msgspec.Struct, frozen=True, array_like=True, tag=20):
     """The outcome of a request that has no response."""
 
-    code: str  # of the error
+    code: str  # `ServingError.code`
     message: str
     detail: str
-    status: int = 0  # that the handler chose, where it was the handler's failure
+    status: int = 0  # `HandlerFailed.status`; 0 for any other error
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, tag=21):
@@ -99,7 +100,7 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=13):
     run_id: int
     outcomes: tuple[Answer | More | Failure, ...]
     handler_s: float
-    metrics: tuple[HandlerMetric, ...]
+    metrics: tuple[MetricSample, ...]
     stages_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
     is_last: bool = False  # the worker ends now, and begins none of those that were sent behind this one
 
@@ -136,7 +137,10 @@ def done_from_report(run_id: int, report: BatchReport, is_last: bool = False) ->
 
 
 def encode_report(run_id: int, report: BatchReport, is_last: bool = False) -> bytearray:
-    """A worker's report as a frame; what can't be sent costs the metrics, or else the answers."""
+    """A worker's report as a frame, whatever is in it.
+
+    One that can't be sent goes without its metrics, or if that does not help, with errors for answers.
+    """
     for rest in (report, BatchReport(report.outcomes, report.handler_s)):
         try:
             return encode_frame(done_from_report(run_id, rest, is_last))

@@ -38,8 +38,8 @@ from torchere.serving.types import InferRequest
 logger = logging.getLogger("torchere.worker")
 
 MAX_LOG_LINE_BYTES = 8192  # a longer line of a handler's output is cut into pieces of this size
-KILL_GRACE_S = 2.0
-KILLED_GRACE_S = 10.0  # the kernel may take seconds to free much memory, on a GPU, too
+ENDING_GRACE_S = 2.0  # to end by itself once its socket is closed, and for the rest of its output
+KILLED_GRACE_S = 10.0  # after SIGKILL: the kernel may take seconds to free much memory, on a GPU, too
 
 
 class WorkerProcess:
@@ -195,12 +195,12 @@ class WorkerProcess:
                 self.lost.set_result(loss)
 
     async def stop(self) -> None:
-        """Let the process end by itself (its socket closes), with a bound."""
+        """Close its socket, which lets the process end by itself, and wait; kill it if it takes long."""
         self._killed = self._killed or Loss(LossKind.STOPPED, "stopped by the server")
         if self._transport is not None:
             self._transport.close()
         try:
-            await asyncio.wait_for(asyncio.shield(self.lost), KILL_GRACE_S)
+            await asyncio.wait_for(asyncio.shield(self.lost), ENDING_GRACE_S)
         except asyncio.TimeoutError:
             await self._kill_and_reap(Loss(LossKind.STOPPED, "did not stop when asked"))
 
@@ -238,7 +238,7 @@ class WorkerProcess:
         if self._launched is None:
             return
         try:
-            code = await asyncio.wait_for(asyncio.shield(self._launched.exit_code), KILL_GRACE_S)
+            code = await asyncio.wait_for(asyncio.shield(self._launched.exit_code), ENDING_GRACE_S)
         except asyncio.TimeoutError:
             self.kill(Loss(LossKind.PROTOCOL, "closed its socket without ending"))
             code = await self._launched.exit_code
@@ -258,7 +258,7 @@ class WorkerProcess:
     async def _read_out(self) -> None:
         """Log what it printed last, but do not wait for a child it left behind with the pipe open."""
         if self._output is not None:
-            await asyncio.wait({self._output}, timeout=KILL_GRACE_S)
+            await asyncio.wait({self._output}, timeout=ENDING_GRACE_S)
             self._output.cancel()
         if self._launched is not None:
             self._launched.close()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
-
-import psutil
 
 from torchere.serving.batching.pending import alone
 from torchere.serving.errors import (
@@ -273,13 +271,6 @@ def _progress(version: Version) -> Progress:
     return Progress.DONE if enough else Progress.PARTIAL
 
 
-def _with_memory(status: ExecutorStatus) -> ExecutorStatus:
-    try:
-        return replace(status, memory_bytes=psutil.Process(status.pid).memory_info().rss)
-    except psutil.Error:  # it is gone, or not started yet
-        return status
-
-
 def _describe(version: Version) -> VersionDescription:
     environment = version.origin.archive.environment
     return VersionDescription(
@@ -292,7 +283,7 @@ def _describe(version: Version) -> VersionDescription:
         failure=version.failure_text,
         loaded_at_startup=version.origin.loaded_at_startup,
         uses_venv=environment is not None and environment.python is not None,
-        executors=tuple(_with_memory(status) for status in version.pool.statuses()),
+        executors=version.pool.statuses(),
         queue_capacity=version.batcher.queue_capacity,
         queue_length=version.batcher.queue_length,
         isolation_reason=version.origin.isolation_reason,

@@ -1,12 +1,19 @@
-"""How `describe` and `list` look as JSON; REST and gRPC send the same text."""
+"""How `describe` and `list` look as JSON; REST and gRPC send the same text.
+
+How much memory a worker has is asked of the system here, as nobody else wants to know.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
 import msgspec
+import psutil
 
 from torchere.handlers.tensors_json import NO_JSON
 from torchere.serving.execution.executor import ExecutorState, ExecutorStatus
@@ -29,7 +36,7 @@ def version_json(version: VersionDescription) -> dict[str, Any]:
         "runtime": version.runtime,
         **_settings_json(version),
         "loadedAtStartup": version.loaded_at_startup,
-        "workers": [_executor_json(executor) for executor in version.executors],
+        "workers": [_executor_json(executor) for executor in _with_memory(version.executors)],
         "jobQueueStatus": {
             "remainingCapacity": version.queue_capacity,
             "pendingRequests": version.queue_length,
@@ -111,6 +118,14 @@ def _own_json(version: VersionDescription) -> dict[str, Any]:
     if version.quarantined:
         own["quarantinedRequests"] = version.quarantined
     return own
+
+
+def _with_memory(statuses: Sequence[ExecutorStatus]) -> tuple[ExecutorStatus, ...]:
+    memory: dict[int, int] = {}  # by process: that of threads, the server, is looked at once
+    for pid in {status.pid for status in statuses}:
+        with suppress(psutil.Error):  # it is gone, or not started yet
+            memory[pid] = psutil.Process(pid).memory_info().rss
+    return tuple(replace(status, memory_bytes=memory.get(status.pid, 0)) for status in statuses)
 
 
 def _executor_json(executor: ExecutorStatus) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from torchere.serving.batching.priority import HIGHEST, LOWEST
@@ -9,6 +10,7 @@ from torchere.serving.errors import InvalidRequest
 from torchere.serving.types import InferRequest
 
 HEADER = "x-torchere-priority"
+_NUMBER = re.compile(r"[+-]?[0-9]{1,3}")
 
 
 def parse_priority(value: str | bytes) -> int:
@@ -18,11 +20,9 @@ def parse_priority(value: str | bytes) -> int:
         InvalidRequest: it is no whole number from `LOWEST` to `HIGHEST`.
     """
     text = value if isinstance(value, str) else value.decode("latin-1")
-    digits = text.strip()
-    if len(digits) <= 3 and digits.removeprefix("-").removeprefix("+").isdecimal() and digits.isascii():
-        number = int(digits)
-        if LOWEST <= number <= HIGHEST:
-            return number
+    found = _NUMBER.fullmatch(text.strip())
+    if found and LOWEST <= int(found[0]) <= HIGHEST:
+        return int(found[0])
     raise InvalidRequest(
         f"Header {HEADER} must be a whole number from {LOWEST} to {HIGHEST}, found: {text[:100]!r}"
     )

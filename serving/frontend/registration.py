@@ -70,9 +70,9 @@ def registration(values: Mapping[str, object]) -> Registration:
     Raises:
         InvalidRequest: `url` is missing, or a value has the wrong type.
     """
-    url = values.get("url")
-    if not isinstance(url, str):
+    if values.get("url") is None:
         raise InvalidRequest("Parameter url is required.")
+    url = text(values, "url") or ""
     batch_size = integer(values, "batch_size")
     batch_delay = integer(values, "max_batch_delay")
     return Registration(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 
-# RFC 9562: the two top bits of the 17th digit are 10. What it becomes, by what was drawn for it.
+# RFC 9562: the 17th digit begins with the bits 10. The digit that was drawn, and what stands in its place.
 _VARIANT = dict(zip("0123456789abcdef", "89ab" * 4, strict=True))
-_DIGITS = 32
-# Drawn at once: asking the system lets go of the GIL, and another thread may keep it for a while.
-_DRAWN = 64
-_drawn: list[str] = []
+_DIGITS = 32  # of an id, hexadecimal
+# Ids drawn at once: asking the system lets go of the GIL, and another thread may keep it for a while.
+_DRAWN_AT_ONCE = 64
+_drawn: list[str] = []  # the digits of ids that nobody has yet
 os.register_at_fork(after_in_child=_drawn.clear)  # or both processes would give the same ids
 
 
@@ -18,7 +18,7 @@ def new_request_id() -> str:
     try:
         digits = _drawn.pop()
     except IndexError:
-        drawn = os.urandom(_DRAWN * _DIGITS // 2).hex()
+        drawn = os.urandom(_DRAWN_AT_ONCE * _DIGITS // 2).hex()
         _drawn.extend([drawn[at : at + _DIGITS] for at in range(_DIGITS, len(drawn), _DIGITS)])
         digits = drawn[:_DIGITS]
     variant = _VARIANT[digits[16]]

@@ -1,7 +1,7 @@
 """Where a listener's certificate comes from, and how a new one takes its place while the server runs.
 
-Every new connection is shaken hands with what was read last; connections that are up keep what they began
-with. Both frontends ask the same `Certificates`, so they never show different ones.
+The handshake of every new connection uses the pair that was read last; connections that are up keep theirs.
+Both frontends ask the same `Certificates`, so they never show different ones.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """A certificate chain and its key, of which OpenSSL said that they belong together."""
+    """A certificate chain and its key, after OpenSSL has checked that they belong together."""
 
     context: ssl.SSLContext
-    http2_context: ssl.SSLContext  # tells clients so, as those of gRPC demand (ALPN)
+    http2_context: ssl.SSLContext  # offers HTTP/2 by ALPN, without which gRPC's clients do not connect
 
 
 class Certificates:
@@ -75,10 +75,10 @@ def certificates_of(settings: ServerSettings) -> Certificates | None:
 
 
 class _CurrentContext(ssl.SSLContext):
-    """Stands for the context of the current pair.
+    """Stands for the context of the current pair, which each new connection asks for.
 
-    Loading a new pair into a context in use would do as well, until one half of the pair fails to load and
-    leaves the other half in it. Here a context is complete before anybody sees it.
+    A new pair is not loaded into a context in use: if its second file failed to load, the context would be
+    left with a new certificate and an old key.
     """
 
     certificates: Certificates
@@ -95,18 +95,24 @@ def read_pair(files: TlsFiles) -> KeyPair:
     """Read both files and let OpenSSL check them.
 
     Raises:
-        CertificateUnusable: see there; the text names both files and never holds what is in them.
+        CertificateUnusable: the text names both files and never holds what is in them.
     """
     try:
         pair = KeyPair(_context(files), _context(files))
     except (OSError, ValueError) as err:  # SSLError is an OSError
         raise CertificateUnusable(
             "The TLS certificate can't be used.",
-            f"{files.certificate} and {files.private_key}: {err}; expected a PEM chain and its PEM key, "
-            "without a pass phrase.",
+            f"{files.certificate} and {files.private_key}: {_said(err)}; expected a PEM chain and its PEM "
+            "key, without a pass phrase.",
         ) from err
     pair.http2_context.set_alpn_protocols(["h2"])
     return pair
+
+
+def _said(err: Exception) -> str:
+    """What the system or OpenSSL says, without its number or its line of C."""
+    said: str = getattr(err, "strerror", None) or str(err)
+    return said.partition(" (_ssl.c")[0]
 
 
 def _context(files: TlsFiles) -> ssl.SSLContext:

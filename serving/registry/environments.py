@@ -145,8 +145,16 @@ class EnvironmentBuilder:
                 with suppress(ProcessLookupError):  # it ended just now
                     os.killpg(process.pid, signal.SIGKILL)
                 await process.communicate()
-        text = output.decode(errors="replace").strip()[-SHOWN_OUTPUT_CHARACTERS:]
+        text = _errors_in(output.decode(errors="replace").strip())[-SHOWN_OUTPUT_CHARACTERS:]
         return "" if process.returncode == 0 else f"exit status {process.returncode}: {text}"
+
+
+def _errors_in(text: str) -> str:
+    """The errors of pip's output; all of it where there are none, or a build failed and drew its own."""
+    lines = text.splitlines()
+    errors = [line for line in lines if line.startswith("ERROR: ")]
+    built = any(line.lstrip().startswith("error: ") for line in lines)
+    return " ".join(errors) if errors and not built else text
 
 
 def _show_server_packages(venv: Path) -> None:

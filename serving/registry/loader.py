@@ -97,6 +97,9 @@ class Loader:
                 f"No handler is named for {key.name}: neither by the request, nor by the archive's manifest, "
                 "nor by default_service_handler."
             )
+        runtime = check_runtime(runtime or archive.manifest.get("runtime") or "python")
+        if runtime == "LSP":
+            logger.warning("%s: runtime LSP, the C++ backend, is not supported; use a Python handler", key)
         settings = effective_settings(asked, archive.config, self._defaults_of(key), self._server, self.gpus)
         isolation = _isolation(archive, settings, handler)
         crashed = self._server.isolated.get(str(key), "") if isolation == "thread" else ""
@@ -105,7 +108,7 @@ class Loader:
         origin = Origin(
             archive=archive,
             handler=handler,
-            runtime=check_runtime(runtime or archive.manifest.get("runtime") or "python"),
+            runtime=runtime,
             isolation="process" if crashed else isolation,
             loaded_at_startup=loaded_at_startup,
             isolation_reason=crashed,
@@ -164,6 +167,7 @@ class Loader:
             on_loaded=observer.executor_loaded,
             make_host=HandlerHost if self._journal is None else partial(RecordedHost, self._journal),
             offload=beside,
+            sends_ahead=not counts_all,
         )
 
     def _launcher_of(self, environment: Environment | None) -> Launcher:

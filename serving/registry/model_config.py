@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -10,8 +9,6 @@ import yaml
 
 from torchere.serving.errors import InvalidArchive
 from torchere.serving.settings import Isolation, largest
-
-logger = logging.getLogger(__name__)
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_ALIASES = 100  # a few anchors are fine; thousands are a bomb
@@ -41,6 +38,7 @@ class ModelConfig:
 
     present: bool = False
     raw: dict[str, Any] = field(default_factory=dict)
+    ignored: dict[str, str] = field(default_factory=dict)  # keys of a wrong type, and a sentence about each
     min_workers: int | None = None
     max_workers: int | None = None
     batch_size: int | None = None
@@ -66,37 +64,38 @@ class ModelConfig:
 def parse_model_config(text: str) -> ModelConfig:
     """Read the text of a `model-config.yaml`.
 
-    A key of a wrong type is ignored with a warning, as TorchServe does.
+    A key of a wrong type is ignored, as TorchServe does; `ignored` has it.
 
     Raises:
         InvalidArchive: not YAML, not a mapping, or larger, deeper or more self-referring than is sane; or a
             number beyond `largest`.
     """
     raw = _load_yaml(text)
-    integer = _IntegerReader(raw)
+    read = _Reader(raw)
     return ModelConfig(
         present=True,
         raw=raw,
-        min_workers=integer("minWorkers", 1),
-        max_workers=integer("maxWorkers", 0),
-        batch_size=integer("batchSize", 1),
-        max_batch_delay_ms=integer("maxBatchDelay", 1),  # 0 behaves as unset, as in TorchServe
-        response_timeout_s=integer("responseTimeout", 1),
-        startup_timeout_s=integer("startupTimeout", 1),
-        max_retry_timeout_s=integer("maxRetryTimeoutInSec", 0),
-        client_timeout_ms=integer("clientTimeoutInMills", 0),
-        job_queue_size=integer("jobQueueSize", 1),
-        device_type=_choice(raw, "deviceType", ("cpu", "gpu"), None),
-        device_ids=_device_ids(raw),
-        use_job_ticket=_flag(raw, "useJobTicket"),
-        sequence_batching=_flag(raw, "sequenceBatching"),
-        sequence_max_idle_ms=integer("sequenceMaxIdleMSec", 1),
-        sequence_timeout_ms=integer("sequenceTimeoutMSec", 0),
-        max_num_sequence=integer("maxNumSequence", 1),
-        max_sequence_job_queue_size=integer("maxSequenceJobQueueSize", 1),
-        continuous_batching=_flag(raw, "continuousBatching"),
-        isolation=_choice(raw, "isolation", ("auto", "thread", "process"), "auto"),
-        dispatch=_choice(raw, "dispatch", ("torchserve", "eager"), "torchserve"),
+        ignored=read.ignored,
+        min_workers=read.integer("minWorkers", 1),
+        max_workers=read.integer("maxWorkers", 0),
+        batch_size=read.integer("batchSize", 1),
+        max_batch_delay_ms=read.integer("maxBatchDelay", 1),  # 0 behaves as unset, as in TorchServe
+        response_timeout_s=read.integer("responseTimeout", 1),
+        startup_timeout_s=read.integer("startupTimeout", 1),
+        max_retry_timeout_s=read.integer("maxRetryTimeoutInSec", 0),
+        client_timeout_ms=read.integer("clientTimeoutInMills", 0),
+        job_queue_size=read.integer("jobQueueSize", 1),
+        device_type=read.choice("deviceType", ("cpu", "gpu"), None),
+        device_ids=read.device_ids(),
+        use_job_ticket=read.flag("useJobTicket"),
+        sequence_batching=read.flag("sequenceBatching"),
+        sequence_max_idle_ms=read.integer("sequenceMaxIdleMSec", 1),
+        sequence_timeout_ms=read.integer("sequenceTimeoutMSec", 0),
+        max_num_sequence=read.integer("maxNumSequence", 1),
+        max_sequence_job_queue_size=read.integer("maxSequenceJobQueueSize", 1),
+        continuous_batching=read.flag("continuousBatching"),
+        isolation=read.choice("isolation", ("auto", "thread", "process"), "auto"),
+        dispatch=read.choice("dispatch", ("torchserve", "eager"), "torchserve"),
     )
 
 
@@ -110,7 +109,7 @@ def _load_yaml(text: str) -> dict[str, Any]:
         _check_shape(text)
         raw = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError) as err:
-        raise InvalidArchive(f"The model config is not valid YAML: {_one_line(err)}") from err
+        raise InvalidArchive(f"The model config is not valid YAML: {_why(err)}") from err
     if raw is None:
         return {}
     if not isinstance(raw, dict):
@@ -132,59 +131,59 @@ def _check_shape(text: str) -> None:
             raise ValueError(f"more than {MAX_ALIASES} aliases or {MAX_DEPTH} levels")
 
 
-def _one_line(err: BaseException) -> str:
+def _why(err: Exception) -> str:
+    problem, mark = getattr(err, "problem", None), getattr(err, "problem_mark", None)
+    if problem and mark:  # of a parser: the rest of its text is drawn over several lines
+        return f"{problem} in line {mark.line + 1}, column {mark.column + 1}"
     return " ".join(str(err).split())
 
 
-class _IntegerReader:
-    """Takes an integer of at least `minimum` from a mapping; anything else there is said and ignored."""
+class _Reader:
+    """Takes what the server understands out of the mapping; what is of another type is noted in `ignored`."""
 
     def __init__(self, raw: dict[str, Any]) -> None:
         self._raw = raw
+        self.ignored: dict[str, str] = {}
 
-    def __call__(self, key: str, minimum: int) -> int | None:
+    def integer(self, key: str, minimum: int) -> int | None:
         value = self._raw.get(key)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int):
-            _warn(key, value, "an integer")
+            self._ignore(key, "an integer")
             return None
         if value > largest(key):
             raise InvalidArchive(f"{key} in the model config is too large, expected at most {largest(key)}")
         return value if value >= minimum else (minimum if key in _CLAMPED else None)
 
+    def choice(self, key: str, allowed: tuple[str, ...], default: Any) -> Any:
+        value = self._raw.get(key)
+        if value is None:
+            return default
+        if isinstance(value, str) and value.lower() in allowed:
+            return value.lower()
+        self._ignore(key, "one of " + ", ".join(allowed))
+        return default
+
+    def flag(self, key: str) -> bool:
+        value = self._raw.get(key, False)
+        if isinstance(value, bool):
+            return value
+        self._ignore(key, "true or false")
+        return False
+
+    def device_ids(self) -> tuple[int, ...]:
+        value = self._raw.get("deviceIds")
+        if value is None:
+            return ()
+        if isinstance(value, list) and all(type(item) is int and item >= 0 for item in value):
+            return tuple(value)
+        self._ignore("deviceIds", "a list of integers")
+        return ()
+
+    def _ignore(self, key: str, expected: str) -> None:
+        self.ignored[key] = f"is {self._raw[key]!r:.80}, expected {expected}; it is ignored"
+
 
 # TorchServe raises these to the least rather than ignoring them.
 _CLAMPED = ("minWorkers", "batchSize", "maxRetryTimeoutInSec")
-
-
-def _choice(raw: dict[str, Any], key: str, allowed: tuple[str, ...], default: Any) -> Any:
-    value = raw.get(key)
-    if value is None:
-        return default
-    if isinstance(value, str) and value.lower() in allowed:
-        return value.lower()
-    _warn(key, value, "one of " + ", ".join(allowed))
-    return default
-
-
-def _flag(raw: dict[str, Any], key: str) -> bool:
-    value = raw.get(key, False)
-    if isinstance(value, bool):
-        return value
-    _warn(key, value, "true or false")
-    return False
-
-
-def _device_ids(raw: dict[str, Any]) -> tuple[int, ...]:
-    value = raw.get("deviceIds")
-    if value is None:
-        return ()
-    if isinstance(value, list) and all(type(item) is int and item >= 0 for item in value):
-        return tuple(value)
-    _warn("deviceIds", value, "a list of integers")
-    return ()
-
-
-def _warn(key: str, value: object, expected: str) -> None:
-    logger.warning("model config: %s is %.80r, expected %s; it is ignored", key, value, expected)

@@ -29,6 +29,13 @@ class Reconciler:
         self._on_gone = on_gone
         self._tasks: dict[Version, asyncio.Task[None]] = {}
         self._loads: dict[Version, asyncio.Task[None]] = {}
+        self._drains: set[asyncio.Task[bool]] = set()
+
+    def hurry(self) -> None:
+        """End what is in versions that leave, now and from now on: requests had their time at the ports."""
+        self._drain_timeout_s = 0.0
+        for drain in self._drains:
+            drain.cancel()
 
     def wake(self, version: Version) -> None:
         """Something that is wanted of the version changed."""
@@ -102,7 +109,7 @@ class Reconciler:
         if version.pool.in_service:  # executors serve from the first one on that is warm
             version.batcher.close_admission()
             version.batcher.pump()  # nobody told who waits that there is one
-            await version.batcher.drain(self._drain_timeout_s)
+            await self._drained(version)
             version.batcher.open_admission()  # for the next attempt
         await version.pool.close()
         version.batcher.fail_queued(Unavailable(err.message, err.detail))
@@ -118,8 +125,8 @@ class Reconciler:
     async def _unload(self, version: Version) -> None:
         version.enter(VersionState.DRAINING)
         version.batcher.close_admission()
-        if not await version.batcher.drain(self._drain_timeout_s):
-            logger.warning("%s still had requests after %g s", version.key, self._drain_timeout_s)
+        if not await self._drained(version):
+            logger.warning("%s still had requests when its time was over", version.key)
         version.enter(VersionState.UNLOADING)
         version.retry = False
         await version.pool.close()
@@ -130,6 +137,18 @@ class Reconciler:
             version.batcher.open_admission()
         else:
             await self._remove(version)
+
+    async def _drained(self, version: Version) -> bool:
+        drain = asyncio.ensure_future(version.batcher.drain(self._drain_timeout_s))
+        self._drains.add(drain)
+        try:
+            return await drain
+        except asyncio.CancelledError:
+            if self._drain_timeout_s:  # not by `hurry`
+                raise
+            return False
+        finally:
+            self._drains.discard(drain)
 
     async def _remove(self, version: Version) -> None:
         version.batcher.close_admission()

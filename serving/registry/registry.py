@@ -9,8 +9,10 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from torchere.archiver.reader import Archive
 from torchere.handlers.archive_import import forget_archive
@@ -61,6 +63,8 @@ class Registry:
         self._observer = observer
         self._store = prepared.store if prepared else store_of(server)
         self._fetching = Fetching(self._store)
+        # Large archives keep them busy for long, while metrics and bodies of predictions need the others.
+        self._unpackers = ThreadPoolExecutor(thread_name_prefix="unpack")
         self._ahead = prepared.ahead if prepared else None
         variables = worker_environment(server.hidden_env_vars)
         self._environments = EnvironmentBuilder(variables, server.install_timeout_s)
@@ -68,6 +72,7 @@ class Registry:
         self._reconciler = Reconciler(server.unregister_timeout_s, self._gone)
         self._serving: routing.ServingMap = routing.EMPTY
         self._snapshots = SnapshotKeeper(server.snapshots, self.served, journal)
+        self._registering: WeakValueDictionary[ModelKey, asyncio.Lock] = WeakValueDictionary()
         self._closing = False
         self._missing: dict[str, str] = {}  # names, by archive: those of the start that are not there
         self._sweeping: asyncio.Future[None] | None = None
@@ -100,28 +105,35 @@ class Registry:
             check_runtime(wanted.runtime)  # before anything is fetched
         downloaded = await self._fetching.fetch(wanted.url, wanted.at_startup)
         try:
-            version = await self._built(wanted, downloaded)
+            key, archive = await self._opened(wanted, downloaded)
+            # Who has the same name waits to hear that it is taken, rather than unpack it all for that.
+            async with self._registering.setdefault(key, asyncio.Lock()):
+                self._refuse_twin(key)
+                version = await self._built(key, wanted, archive, downloaded)
+                self._serving = routing.with_version(self._serving, version)
         except BaseException:  # cancelled, too
             delete(downloaded)
             raise
-        self._serving = routing.with_version(self._serving, version)
         self._missing.pop(wanted.url, None)
         self._observer.registered(version, lambda: self._weight_of(version))
         self._reconciler.wake(version)
         self._snapshots.changed(version)
         return version
 
-    async def _built(self, wanted: Wanted, downloaded: Download | None) -> Version:
+    async def _opened(self, wanted: Wanted, downloaded: Download | None) -> tuple[ModelKey, Archive]:
         location = downloaded.path.name if downloaded else wanted.url
-        archive = await asyncio.to_thread(self._store.open, location, wanted.at_startup)
+        loop = asyncio.get_running_loop()
+        archive = await loop.run_in_executor(self._unpackers, self._store.open, location, wanted.at_startup)
         name = wanted.name or archive.manifest.model_name or default_model_name(location)
-        key = ModelKey(check_model_name(name), check_version_name(wanted.url, archive.manifest))
-        self._refuse_twin(key)
+        return ModelKey(check_model_name(name), check_version_name(wanted.url, archive.manifest)), archive
+
+    async def _built(
+        self, key: ModelKey, wanted: Wanted, archive: Archive, downloaded: Download | None
+    ) -> Version:
         stored = await self._unpacked(wanted, archive)
         try:
             plan = plan_environment(self._server.install_dependencies, stored.manifest, stored.config.raw)
             environment = await self._environments.build(key.name, stored.directory, plan)
-            self._refuse_twin(key)  # somebody may have been faster while this one was unpacked
             version = self._loader.build(
                 key,
                 replace(stored, downloaded=_ours(downloaded), environment=environment),
@@ -139,7 +151,8 @@ class Registry:
         return version
 
     async def _unpacked(self, wanted: Wanted, archive: Archive) -> StoredArchive:
-        unpacking = asyncio.ensure_future(asyncio.to_thread(self._unpack, wanted, archive))
+        loop = asyncio.get_running_loop()
+        unpacking = loop.run_in_executor(self._unpackers, self._unpack, wanted, archive)
         try:
             return await asyncio.shield(unpacking)
         except asyncio.CancelledError:  # its thread can't be stopped, only be undone
@@ -220,8 +233,7 @@ class Registry:
             ServingError: all of the store is to be served, and it can't be read.
         """
         self._sweeping = asyncio.ensure_future(asyncio.to_thread(self._store.sweep))
-        check_snapshot(self._server.snapshot_models, self._store.has)
-        for wanted in startup_models(self._server, self._store.names, self._loader.gpus):
+        for wanted in await asyncio.to_thread(self._wanted_at_startup):
             try:
                 await self.register(wanted)
             except ServingError as err:
@@ -236,6 +248,11 @@ class Registry:
         if self._ahead is not None:
             await asyncio.to_thread(self._ahead.close)
 
+    def _wanted_at_startup(self) -> list[Wanted]:
+        """Looks for each of them on the disk."""
+        check_snapshot(self._server.snapshot_models, self._store.has)
+        return startup_models(self._server, self._store.names, self._loader.gpus)
+
     async def opened(self) -> None:
         """The server answers now: snapshots are written from here on."""
         await self._snapshots.started()
@@ -245,9 +262,10 @@ class Registry:
         self._fetching.close()
 
     async def close(self) -> None:
-        """Take every version out and wait until all are gone."""
+        """Take every version out, with what still runs in it, and wait until all are gone."""
         await self._snapshots.stopping()
         self._closing = True
+        self._reconciler.hurry()
         self._fetching.close()
         leaving = list(self.versions())
         for version in leaving:
@@ -256,6 +274,7 @@ class Registry:
         await self._loader.close()
         if self._sweeping is not None:
             await self._sweeping
+        self._unpackers.shutdown(wait=False)
         await asyncio.to_thread(self._store.close)
 
     async def _gone(self, version: Version) -> None:

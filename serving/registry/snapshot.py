@@ -24,9 +24,11 @@ SnapshotKind = Literal["startup", "snapshot", "shutdown"]
 
 FIRST_LINE = "#Snapshot of torchere"  # tells our files from TorchServe's, which are never deleted
 NAME = re.compile(r"([0-9]{17})-(startup|snapshot|shutdown)\.cfg")
+_LOOKED_AT = 1000  # of the newest: TorchServe deletes none of its own, and whose one is only its text tells
 _DRAFT_PREFIX = ".snapshot-"
 _DRAFT_IDLE_S = 60.0  # nobody takes that long over one: a server was killed
 _PARTS = re.compile(r"(\d{4})(\d\d)(\d\d)(\d\d)(\d\d)(\d\d)(\d{3})", re.ASCII)
+_TO_ESCAPE = re.compile(r"[^ -~]|\\")
 _ESCAPES = {"\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t", "\f": "\\f"}
 
 
@@ -81,7 +83,7 @@ def snapshot_text(
 
 def property_line(key: str, value: str) -> str:
     """One line of a properties file that any Java reads back as this value."""
-    text = "".join(_escaped(character) for character in value)
+    text = _TO_ESCAPE.sub(lambda found: _escaped(found[0]), value)
     guard = "\\" if text.startswith(" ") else ""  # blanks after the separator are not part of a value
     return f"{key}={guard}{text}"
 
@@ -89,8 +91,6 @@ def property_line(key: str, value: str) -> str:
 def _escaped(character: str) -> str:
     if character in _ESCAPES:
         return _ESCAPES[character]
-    if " " <= character <= "~":
-        return character
     units = character.encode("utf-16-be", "surrogatepass")  # beyond the basic plane: two halves, two escapes
     return "".join(f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2))
 
@@ -150,7 +150,7 @@ def write_snapshot(
 
 def _prune(directory: Path, keep: int) -> None:
     names = sorted(name for name in os.listdir(directory) if NAME.fullmatch(name))
-    ours = [name for name in names if _is_ours(directory / name)]
+    ours = [name for name in names[-_LOOKED_AT:] if _is_ours(directory / name)]
     for name in ours[:-keep]:
         (directory / name).unlink(missing_ok=True)
 

@@ -20,8 +20,9 @@ logger = logging.getLogger(__name__)
 class SnapshotKeeper:
     """Writes the snapshots of one registry, or none without settings.
 
-    Lives on the event loop; files are written in a thread, one after the other. A snapshot that can't be
-    written is a warning, never an error. A supervised server's models are in its journal, too.
+    Lives on the event loop; files are written in a thread, one after the other, and changes that wait for
+    the same turn share the next one: each holds all models. A snapshot that can't be written is a warning,
+    never an error. A supervised server's models are in its journal, too.
     """
 
     def __init__(
@@ -38,6 +39,8 @@ class SnapshotKeeper:
         self._changes: set[asyncio.Task[None]] = set()
         self._waiting: dict[asyncio.Task[None], Version] = {}  # those of them whose version has not settled
         self._noted: ServingMap = EMPTY  # as it was when a table was made last
+        self._begun = 0  # snapshots, in their order
+        self._newest = 0  # the last of them that is in the directory
 
     async def started(self) -> None:
         """The server serves: write the first one, and one for each change from now on."""
@@ -95,13 +98,18 @@ class SnapshotKeeper:
             self._journal.models = json.dumps({"models": self._table()})
         if self._settings is None:
             return
+        begun = self._begun
         async with self._turn:
+            if kind == "snapshot" and self._newest > begun:
+                return  # one that was begun after this change holds it
+            self._begun = number = self._begun + 1
             table = self._table()
             settings = self._settings
             try:
                 await asyncio.to_thread(
                     write_snapshot, settings.directory, kind, settings.properties, table, settings.keep
                 )
+                self._newest = number
             except OSError as err:
                 text = "no snapshot in %s: %s; the next start will not know this state (off: --ncs)"
                 logger.warning(text, settings.directory, err)

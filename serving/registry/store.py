@@ -1,8 +1,7 @@
 """Where archives come from: the model store, one folder. Turns a name in it into an unpacked archive.
 
-What comes from an allowed URL is copied into the store first.
-
-Archives are unpacked into a folder of this server's own, which is removed on unregister and at the end.
+What an allowed URL leads to is copied into the store first. What is unpacked lies in a temporary folder that
+belongs to this server, and is deleted when its version is unregistered, or at the end.
 Everything here blocks on the disk: call it in a thread.
 """
 
@@ -10,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -23,12 +21,7 @@ from torchere.archiver.names import MANIFEST_NAME
 from torchere.archiver.reader import Archive, ArchiveLimits, open_archive
 from torchere.archiver.signature import Signature
 from torchere.handlers.signature import archive_signature
-from torchere.serving.errors import (
-    DownloadFailed,
-    InvalidArchive,
-    ModelNotFound,
-    ServingError,
-)
+from torchere.serving.errors import InvalidArchive, ServingError
 from torchere.serving.registry.allowed_urls import is_remote
 from torchere.serving.registry.download import PART_PREFIX, Download, Downloader, Interrupt
 from torchere.serving.registry.environments import Environment
@@ -40,14 +33,14 @@ from torchere.serving.registry.model_config import (
     parse_model_config,
     unsupported_keys,
 )
+from torchere.serving.registry.store_folder import StoreFolder
 from torchere.serving.registry.weight_sharing import WeightSharing, weights_file
 from torchere.serving.settings import Limits, ServerSettings
 
 logger = logging.getLogger(__name__)
 
-SIGNATURE_NAME = "MAR-INF/signature.json"
-MAX_TEXT_BYTES = 16 << 20  # a manifest or signature larger than this is not one
-ARCHIVE_SUFFIXES = (".mar", ".model", ".tar.gz", ".tgz")
+_OPENAPI_SIGNATURE_NAME = "MAR-INF/signature.json"  # TorchServe's; ours of tensors lies beside the weights
+_MAX_TEXT_BYTES = 16 << 20  # a manifest or signature larger than this is not one
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +52,11 @@ class StoredArchive:
     manifest: dict[str, Any] = field(default_factory=dict)  # as written; {} when the archive has none
     config: ModelConfig = field(default_factory=ModelConfig)
     signature: str | None = None  # text of MAR-INF/signature.json
-    temporary: bool = True  # ours to delete
     file_name: str = ""  # in the model store
-    outside_store: bool = False  # a folder named by its path, which does not lie directly in the store
+    outside_store: bool = False  # a folder that was named by its path and is no direct entry of the store
     downloaded: Path | None = None  # the copy in the model store of what came from a URL
     environment: Environment | None = None  # None: the server's
-    tensors: Signature | None = None  # what signature.json says that the model takes and gives
+    tensors: Signature | None = None  # what the archive's own signature.json says the model takes and gives
 
 
 class Store:
@@ -80,13 +72,13 @@ class Store:
         download_timeout_s: float = 600.0,
     ) -> None:
         self._downloader = Downloader(allowed_urls, limits.max_download_bytes, download_timeout_s)
-        self._root = root.resolve() if root else None
+        self._archives = StoreFolder(root)
         self._limits = ArchiveLimits(
             max_entries=limits.max_archive_entries, max_total_bytes=limits.max_archive_bytes
         )
         self._temp_dir = temp_dir
         self._download_timeout_s = download_timeout_s
-        self._folder = ClaimedFolder(temp_dir)
+        self._unpacked = ClaimedFolder(temp_dir)
         self._sharing = WeightSharing()
 
     def is_to_fetch(self, url: str) -> bool:
@@ -102,12 +94,12 @@ class Store:
             ModelNotFound: the URL is not allowed, or there is no store.
             DownloadFailed, ServingError: see there.
         """
-        return self._downloader.download(url, self._configured(), reuse, interrupt)
+        return self._downloader.download(url, self._archives.configured(), reuse, interrupt)
 
     def has(self, name: str, trusted: bool = False) -> bool:
         """Whether `open` would find something of that name."""
         try:
-            self._resolve(name, trusted)
+            self._archives.find(name, trusted)
         except ServingError:
             return False
         return True
@@ -115,16 +107,14 @@ class Store:
     def open(self, url: str, trusted: bool = False) -> Archive:
         """Find an archive and read what it says of itself; nothing is unpacked.
 
-        Args:
-            url: A name in the store, or the full path of a folder below it; else its last component counts.
-            trusted: The operator's own words, not a client's: the path of a folder may lead anywhere.
+        `url` and `trusted` as in `StoreFolder.find`.
 
         Raises:
-            ModelNotFound: nothing of that name is in the store, with the contract's texts.
-            DownloadFailed: a URL; `download` has to come first.
+            ModelNotFound: nothing of that name is in the store.
+            DownloadFailed: it is a URL; `download` has to come first.
             InvalidArchive: it is there and broken.
         """
-        path = self._resolve(url, trusted)
+        path = self._archives.find(url, trusted)
         try:
             return open_archive(path, self._limits)
         except ArchiveError as err:
@@ -150,12 +140,14 @@ class Store:
             ServingError: the disk would not take it; likewise.
         """
         config = self.config_of(archive)
+        name = archive.manifest.config_file
         for key in unsupported_keys(config.raw):
-            name = archive.manifest.config_file
             logger.warning("%s: %s in %s has no effect: %s", url, key, name, UNSUPPORTED_KEYS[key])
+        for key, remark in config.ignored.items():
+            logger.warning("%s: %s in %s %s", url, key, name, remark)
         try:
             manifest = _manifest_as_written(archive)
-            signature = _optional_text(archive, SIGNATURE_NAME)
+            signature = _optional_text(archive, _OPENAPI_SIGNATURE_NAME)
             directory = self._extracted(archive)
         except ArchiveError as err:
             if getattr(err.__cause__, "errno", None):  # the system said so, not the archive: a full disk
@@ -170,13 +162,13 @@ class Store:
             config,
             signature,
             file_name=archive.path.name,
-            outside_store=archive.path.parent.resolve() != self._root,
+            outside_store=archive.path.parent.resolve() != self._archives.path,
             tensors=archive_signature(directory),
         )
 
     def _extracted(self, archive: Archive) -> Path:
-        """A folder with what is in an archive, in one of its own; neither is there when that fails."""
-        folder = Path(tempfile.mkdtemp(dir=self._folder.path))
+        """A new folder with what is in the archive; nothing is left of it when that fails."""
+        folder = Path(tempfile.mkdtemp(dir=self._unpacked.path))
         try:
             archive.extract(folder / "model")
         except BaseException:
@@ -194,84 +186,25 @@ class Store:
         if stored.downloaded and not keep_download:
             stored.downloaded.unlink(missing_ok=True)
         self._sharing.leave(stored.directory)
-        if stored.temporary:
-            shutil.rmtree(stored.directory.parent, ignore_errors=True)
+        shutil.rmtree(stored.directory.parent, ignore_errors=True)
 
     def close(self) -> None:
         """Delete everything this store unpacked."""
-        self._folder.release()
+        self._unpacked.release()
 
     def sweep(self) -> None:
         """Delete what servers that were killed left in the temporary folder and in the store."""
         swept = sweep_folders(self._temp_dir)
-        if self._root is not None:
+        if self._archives.path is not None:
             # Nobody writes to a part for longer than a download may take.
-            swept += sweep_parts(self._root, PART_PREFIX, self._download_timeout_s)
+            swept += sweep_parts(self._archives.path, PART_PREFIX, self._download_timeout_s)
         if swept:
             names = ", ".join(str(path) for path in swept)
             logger.warning("deleted what a server that was killed had left: %s", names)
 
     def names(self) -> list[str]:
-        """Every archive in the store, packed or a folder, sorted: what `load_models=all` means.
-
-        Folders without a manifest are none, `lost+found` of a volume for one.
-
-        Raises:
-            ServingError: it can't be listed.
-        """
-        if self._root is None:
-            return []
-        try:
-            paths = list(self._root.iterdir())
-        except OSError as err:
-            text = f"{self._root}: {err.strerror}; expected a folder that this user may read."
-            raise ServingError("The model store can't be read.", text) from err
-        return sorted(
-            path.name
-            for path in paths
-            if not path.name.startswith(".")
-            and (path.name.endswith(ARCHIVE_SUFFIXES) or os.path.isfile(path / MANIFEST_NAME))
-        )
-
-    def _configured(self) -> Path:
-        if self._root is None:
-            raise ModelNotFound("Model store has not been configured.")
-        return self._root
-
-    def _resolve(self, url: str, trusted: bool) -> Path:
-        if not url:
-            raise ModelNotFound("empty url")
-        if ".." in url:
-            raise ModelNotFound(f"Relative path is not allowed in url: {url}")
-        if is_remote(url):
-            raise DownloadFailed(f"Failed to download archive from: {url}", "it was not downloaded before")
-        if folder := self._folder_at(url, trusted):
-            return folder
-        root = self._configured()
-        name = url.rstrip("/").rpartition("/")[2]
-        path = root / name
-        if not name or not _exists(path):
-            raise ModelNotFound(f"Model not found at: {url}", f"there is no {name!r} in {root}")
-        if path.resolve().parent != root and not path.is_symlink():
-            raise ModelNotFound(f"Model not found at: {url}")
-        return path
-
-    def _folder_at(self, url: str, trusted: bool) -> Path | None:
-        """The folder that a full path names, if it may be named so."""
-        path = Path(url)
-        if not (path.is_absolute() and _exists(path) and path.is_dir()):
-            return None
-        root = self._root
-        is_below = root is not None and path != root and path.parent.resolve().is_relative_to(root)
-        return path if trusted or is_below else None
-
-
-def _exists(path: Path) -> bool:
-    """Whether there is something; of what can't be the name of anything, there is nothing."""
-    try:
-        return path.exists()
-    except (ValueError, OSError):  # a NUL character; a name that is too long, a loop of links
-        return False
+        """What `load_models=all` means; see `StoreFolder.names`."""
+        return self._archives.names()
 
 
 def store_of(server: ServerSettings) -> Store:
@@ -292,7 +225,7 @@ def _manifest_as_written(archive: Archive) -> dict[str, Any]:
 
 def _optional_text(archive: Archive, name: str) -> str | None:
     present = any(entry.name == name for entry in archive.entries)
-    return archive.read_text(name, MAX_TEXT_BYTES) if present else None
+    return archive.read_text(name, _MAX_TEXT_BYTES) if present else None
 
 
 def _invalid(err: ArchiveError) -> InvalidArchive:

@@ -47,8 +47,7 @@ def java_double(value: float) -> str:
         return "+Inf" if value > 0 else "-Inf"
     value = float(value)
     if value == 0 or _PLAIN_FROM <= abs(value) < _PLAIN_TO:
-        plain = format(Decimal(repr(value)), "f")
-        return plain if "." in plain else f"{plain}.0"
+        return repr(value)  # Python's own switch to powers of ten lies outside of these
     digits = Decimal(repr(value)).normalize().as_tuple()
     mantissa = "".join(map(str, digits.digits))
     exponent = int(digits.exponent) + len(mantissa) - 1

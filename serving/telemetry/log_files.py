@@ -13,7 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from torchere.serving.telemetry.access_lines import AccessLine, LineFormatter
-from torchere.serving.telemetry.logging import ACCESS_LOGGER, escape, trace_of
+from torchere.serving.telemetry.logging import ACCESS_LOGGER, escape
+from torchere.serving.telemetry.record_parts import trace_of
 from torchere.serving.telemetry.rotating_file import RotatingFile
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,6 @@ import io
 import json
 import logging
 import math
-from collections.abc import Mapping
 from datetime import datetime, timezone
 from functools import lru_cache
 from json.encoder import encode_basestring_ascii as _quoted  # text as json.dumps writes it, sooner
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from torchere.serving.telemetry.access_lines import AccessLine, LineFormatter
 from torchere.serving.telemetry.lost_lines import SaysWhatIsLost
 from torchere.serving.telemetry.outlet import Outlet, may_stand_still
+from torchere.serving.telemetry.record_parts import extras_of, trace_of
 
 if TYPE_CHECKING:
     _StreamHandler = logging.StreamHandler[TextIO]
@@ -29,9 +29,6 @@ else:
 ACCESS_LOGGER = "ACCESS_LOG"
 FLUSH_TIMEOUT_S = 2.0  # for the reader of standard output, at the end of the process
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-
-_OWN_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-_HIDDEN_PREFIX = "_"  # extras for other handlers
 
 
 class _Handler(SaysWhatIsLost, _StreamHandler):
@@ -118,7 +115,7 @@ class JsonFormatter(LineFormatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        for name, value in _extras(record).items():
+        for name, value in extras_of(record).items():
             fields.setdefault(name, _plain(value))
         if trace := trace_of(self, record):
             fields["exception"] = trace
@@ -146,7 +143,7 @@ class TextFormatter(LineFormatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """The line, without its end."""
-        extras = "".join(f" {escape(name)}={escape(str(value))}" for name, value in _extras(record).items())
+        extras = "".join(f" {escape(name)}={escape(str(value))}" for name, value in extras_of(record).items())
         moment = _utc(record.created, "milliseconds")
         line = f"{moment} {record.levelname:<7} {escape(record.name)}: {escape(record.getMessage())}{extras}"
         trace = trace_of(self, record)
@@ -216,14 +213,6 @@ def escape(text: str) -> str:
     )
 
 
-def _extras(record: logging.LogRecord) -> Mapping[str, Any]:
-    return {
-        name: value
-        for name, value in vars(record).items()
-        if name not in _OWN_FIELDS and not name.startswith(_HIDDEN_PREFIX)
-    }
-
-
 def _plain(value: object) -> object:
     """The value if JSON has it, its `str` otherwise; NaN and infinity are not JSON."""
     if value is None or isinstance(value, str | bool | int):
@@ -233,18 +222,6 @@ def _plain(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return str(value)
-
-
-def trace_of(formatter: logging.Formatter, record: logging.LogRecord) -> str:
-    """The traceback and the stack of a record of this process or another; "" without."""
-    parts = []
-    if record.exc_info:
-        parts.append(formatter.formatException(record.exc_info))
-    elif record.exc_text:
-        parts.append(record.exc_text)  # a record that came from another process
-    if record.stack_info:
-        parts.append(formatter.formatStack(record.stack_info))
-    return "\n".join(parts)
 
 
 def _quoted_json(text: str) -> str:

@@ -13,9 +13,11 @@ import logging
 import secrets
 from collections.abc import Mapping
 
+from torchere.serving.telemetry.record_parts import OWN_FIELDS, extras_of, trace_of
+
 SEPARATOR = "\x1e"  # ASCII's record separator: nobody prints it by accident
-MAX_TEXT_CHARACTERS = 6000  # of a message or a traceback; the server cuts lines that are longer than 8 KB
-_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+MAX_TEXT_CHARACTERS = 6000  # of a message, a traceback or an extra
+MAX_LINE_BYTES = 8192  # the server cuts what is longer, and what is cut is no record
 
 
 def new_token() -> str:
@@ -29,24 +31,25 @@ class WorkerFormatter(logging.Formatter):
     token = ""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, without its end."""
-        trace = self.formatException(record.exc_info) if record.exc_info else record.exc_text or ""
+        """The line, without its end, at most `MAX_LINE_BYTES` long; texts lose their middle for that."""
+        longest = MAX_TEXT_CHARACTERS
+        while len(line := self._line(record, longest)) > MAX_LINE_BYTES and longest > 1:
+            longest //= 2  # JSON takes 6 or 12 bytes for a character that is not ASCII
+        return line
+
+    def _line(self, record: logging.LogRecord, longest: int) -> str:
         fields = {
             "level": min(max(record.levelno, logging.NOTSET), logging.CRITICAL),
             "logger": record.name,
-            "message": _shortened(record.getMessage()),
-            "exception": _shortened(trace),
-            "extra": {
-                name: str(value)
-                for name, value in vars(record).items()
-                if name not in _STANDARD and not name.startswith("_")
-            },
+            "message": _shortened(record.getMessage(), longest),
+            "exception": _shortened(trace_of(self, record), longest),
+            "extra": {name: _shortened(str(value), longest) for name, value in extras_of(record).items()},
         }
         return f"{SEPARATOR}{self.token}{json.dumps(fields)}"
 
 
 def relay(line: str, token: str, origin: Mapping[str, object], plain: logging.Logger) -> None:
-    """Log one line of a worker's output here: a record of it as what it was, anything else as text at INFO.
+    """Log one line of a worker's output here: a record in it as what it was, anything else as text at INFO.
 
     Args:
         line: without its end.
@@ -54,11 +57,13 @@ def relay(line: str, token: str, origin: Mapping[str, object], plain: logging.Lo
         origin: what every record says of where it came from; wins over what the worker says.
         plain: the logger for what is no record.
     """
-    mark = f"{SEPARATOR}{token}"
-    record = _record(line.removeprefix(mark), origin) if line.startswith(mark) else None
+    printed, mark, fields = line.partition(f"{SEPARATOR}{token}")  # progress bars end no line
+    record = _record(fields, origin) if mark else None
     if record is None:
         plain.info("%s", line, extra=dict(origin))
         return
+    if printed:
+        plain.info("%s", printed, extra=dict(origin))
     logger = logging.getLogger(record.name)
     if logger.isEnabledFor(record.levelno):
         logger.handle(record)
@@ -69,7 +74,7 @@ def _record(text: str, origin: Mapping[str, object]) -> logging.LogRecord | None
         fields = json.loads(text)
         level, name = fields["level"], str(fields["logger"])
         message, exception = str(fields["message"]), str(fields["exception"])
-        extra = {str(key): value for key, value in dict(fields["extra"]).items() if key not in _STANDARD}
+        extra = {str(key): value for key, value in dict(fields["extra"]).items() if key not in OWN_FIELDS}
     except (ValueError, KeyError, TypeError, RecursionError):  # cut, or not ours after all
         return None
     if type(level) is not int or not logging.NOTSET <= level <= logging.CRITICAL:
@@ -83,9 +88,9 @@ def _record(text: str, origin: Mapping[str, object]) -> logging.LogRecord | None
     )
 
 
-def _shortened(text: str) -> str:
+def _shortened(text: str, longest: int) -> str:
     """The text, or its beginning and its longer end, where a traceback says what it is about."""
-    if len(text) <= MAX_TEXT_CHARACTERS:
+    if len(text) <= longest:
         return text
-    head = MAX_TEXT_CHARACTERS // 4
-    return f"{text[:head]}\n[...]\n{text[head - MAX_TEXT_CHARACTERS :]}"
+    head = longest // 4
+    return f"{text[:head]}\n[...]\n{text[head - longest :]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,13 @@ def test_an_archive_that_says_nothing_is_reported_too(tmp_path: Path) -> None:
     assert report.code == ("handler: none named; the server's default handler",)
     assert json.loads(report.as_json())["manifest"] is None
     assert "Digests: not present" in report.as_text()
+
+
+def test_a_built_in_handler_is_told_as_such(tmp_path: Path) -> None:
+    path = tmp_path / "m.mar"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"model": {"handler": "image_classifier"}}))
+    assert inspect_archive(path).code == ("handler: image_classifier (built into the server)",)
 
 
 def test_files_that_are_named_but_missing_are_said_to_be(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ def zip_with(*names: str) -> io.BytesIO:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for name in names:
-            archive.writestr(f"model/{name}", b"")
+            archive.writestr(f"model/{name}", b"x")
     return buffer
 
 
@@ -37,6 +37,14 @@ def test_zips_are_known_by_their_records(names: tuple[str, ...], kind: str, pick
     found = classify("model.pt", b"PK\3\4", zip_with(*names))
     assert (found.kind, found.pickled) == (kind, pickled)
     assert ("any Python code" in found.risk) == (kind == "torch.save")
+
+
+def test_an_exported_program_without_example_inputs_has_no_pickle() -> None:
+    buffer = zip_with("archive_format", "models/model.json")
+    with zipfile.ZipFile(buffer, "a") as archive:
+        archive.writestr("model/data/sample_inputs/model.pt", b"")
+    found = classify("model.pt2", b"PK\3\4", buffer)
+    assert (found.kind, found.pickled) == ("ExportedProgram", False)
 
 
 def test_native_code_in_a_package_is_said() -> None:

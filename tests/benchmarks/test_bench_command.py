@@ -131,15 +131,16 @@ def test_a_server_that_is_not_there_is_lost_connections(capsys):
     with running(Model) as (url, _seen):
         pass
     assert bench(url, "echo") == 1
-    assert "x no answer (connection lost)" in capsys.readouterr().out
+    assert "x no answer (connection lost): Connection refused\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--url", "localhost:8080"], "expected http://host:port"),
+        (["--url", "http://h:99999"], "the address is 'http://h:99999/predictions/echo'; expected"),
         (["--header", "no colon"], "expected 'Name: value'"),
-        (["--body", "/no/such/file"], "No such file"),
+        (["--body", "/no/such/file"], "torchere bench: /no/such/file: No such file or directory\n"),
     ],
 )
 def test_what_cannot_be_sent_is_refused_in_words(capsys, arguments: list[str], said: str):

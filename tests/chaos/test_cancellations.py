@@ -13,7 +13,8 @@ from typing import Any
 
 import psutil
 
-from torchere.serving.server import Endpoints, Server
+from torchere.serving.ports import Endpoints
+from torchere.serving.server import Server
 from torchere.serving.settings import Address, ServerSettings
 
 CANCELLATIONS = int(os.environ.get("TORCHERE_CANCELLATIONS", "1000"))

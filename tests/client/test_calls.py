@@ -360,7 +360,9 @@ def test_a_description_is_a_list(call: Caller) -> None:
         call(Server(ok({})), lambda client: client.describe("a"))
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:8080", "ftp://host", "http://", "http://host:none"])
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:8080", "ftp://host", "http://", "http://host:none", "http://host:70000"]
+)
 def test_an_address_without_its_parts_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match=r"expected http://host:port"):
         Client(address)

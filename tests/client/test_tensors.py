@@ -82,10 +82,28 @@ def test_a_tensor_is_sent_as_it_is() -> None:
     assert tensor("new", Tensor("old", "FP32", (1,), b"1234")) == Tensor("new", "FP32", (1,), b"1234")
 
 
-@pytest.mark.parametrize(("value", "datatype"), [(300, "UINT8"), (1.5, "INT32"), (-1, "UINT64"), (2, "BOOL")])
+@pytest.mark.parametrize(
+    ("value", "datatype"),
+    [
+        (300, "UINT8"),
+        (1.5, "INT32"),
+        (-1, "UINT64"),
+        (2, "BOOL"),
+        (1e39, "FP32"),
+        (10**39, "FP32"),
+        (7e4, "FP16"),
+    ],
+)
 def test_values_that_do_not_fit_are_refused(value: Any, datatype: str) -> None:
     with pytest.raises(ValueError, match=f"do not fit {datatype}"):
         tensor("x", [value], datatype)
+
+
+def test_infinite_floats_stay_so_and_those_that_would_become_it_are_refused() -> None:
+    assert tensor("x", [np.inf, -np.inf, np.nan, 1.5]).numpy().tolist()[:2] == [np.inf, -np.inf]
+    with pytest.raises(ValueError, match="do not fit FP32"):
+        tensor("x", [1e39, np.inf])
+    assert tensor("x", np.array([1e39])).datatype == "FP64"
 
 
 def test_what_the_protocol_has_no_name_for_is_refused() -> None:

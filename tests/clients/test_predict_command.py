@@ -94,13 +94,13 @@ def test_no_server_is_status_1(capsys: pytest.CaptureFixture[str], protocol) -> 
     ("arguments", "said"),
     [
         (("--json", "{"), "--json is no JSON"),
-        (("--file", "/does/not/exist"), "No such file"),
+        (("--file", "/does/not/exist"), "torchere predict: /does/not/exist: No such file or directory"),
         (("--npy", "a=x.npy"), "need --v2"),
         (("--v2", "--file", "x"), "expected --json or --npy"),
         (("--json", "1", "--timeout", "-1"), "expected seconds above 0"),
         (("--json", "1", "--timeout", "inf", "--grpc"), "expected seconds above 0"),
         (("--json", "1", "--token", "a\n", "--grpc"), "the token holds a line break"),
-        (("--v2", "--npy", os.devnull), "No data left in file"),
+        (("--v2", "--npy", os.devnull), f"--npy {os.devnull}: no .npy file"),
     ],
 )
 def test_what_makes_no_request_is_status_2(predict, arguments, said: str) -> None:
@@ -118,3 +118,15 @@ def test_nothing_to_send_is_a_wrong_usage(target: Target) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["predict", "two"])
     assert ended.value.code == 2
+
+
+@pytest.mark.parametrize("kind", ["npz", "broken zip"])
+def test_a_file_of_several_arrays_or_of_something_else_is_refused(predict, tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "x.npz"
+    if kind == "npz":
+        np.savez(path, a=np.ones(3, "f4"))
+    else:
+        path.write_bytes(b"PK\x03\x04 and nothing of a zip file")
+    status, said, error = predict("identity_FP32", "--v2", "--npy", str(path))
+    assert (status, said) == (2, "")
+    assert f"--npy {path}: no .npy file" in error

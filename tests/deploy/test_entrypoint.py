@@ -59,6 +59,15 @@ def test_a_command_in_one_word_is_taken_apart(enter: Callable[..., list[str]]) -
     assert enter(one) == ["--foreground", "--start", "--model-store", "/m", "--models", "*.mar"]
 
 
+def test_a_command_in_one_word_may_have_quotes_and_stays_in_the_foreground(
+    enter: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MODELS", "a=a.mar $b=b.mar")
+    one = "torchserve --start --models \"$MODELS\" 'c  d'"
+
+    assert enter(one) == ["--foreground", "--start", "--models", "a=a.mar $b=b.mar", "c  d"]
+
+
 def test_a_shell_command_in_one_word_is_run_by_the_shell(enter: Callable[..., list[str]]) -> None:
     assert enter("torchserve --start; echo then") == ["--start", "then"]
 

@@ -205,3 +205,24 @@ def test_versions_live_side_by_side_and_the_default_moves(
     assert open_server.call("GET", "/predictions/v").body == b"two"
     assert open_server.call("DELETE", "/models/v/1.0", api="management").status == 200
     assert open_server.call("GET", "/predictions/v/1.0").status == 404
+
+
+def test_a_request_that_outlasts_the_drain_is_ended_and_not_waited_for(
+    pack: Any, start_server: Any, tmp_path: Path
+) -> None:
+    """Whatever kills the process waits for both delays of the configuration, and no longer."""
+    patient = pack("patient", {"h.py": PATIENT}, handler="h.py")
+    server = start_server("--models", patient, "--disable-token-auth", properties="drain_timeout_s=1\n")
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(
+            server.call,
+            "POST",
+            "/predictions/patient",
+            str(tmp_path / "never").encode(),
+            content_type="text/plain",
+        )
+        _until(lambda: "torchere_inflight 1.0" in _metrics(server))
+        server.process.terminate()
+        assert server.process.wait(45) == 0  # unregister_timeout is 120 s
+        assert answer.result(60).status == 500
+    assert "1 predictions accepted, 1 answered" in server.log()

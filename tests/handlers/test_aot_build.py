@@ -68,7 +68,14 @@ def test_a_cpu_that_has_the_instruction_set_fits(isa: str | None, flags: frozens
 
 
 @pytest.mark.parametrize(
-    ("isa", "lacking"), [("avx512", "avx512bw"), ("amx", "amx_tile"), ("avx512_amx", "amx")]
+    ("isa", "lacking"),
+    [
+        ("avx512", "avx512bw"),
+        ("avx512 avx512_vnni", "avx512_vnni"),
+        ("avx512 avx512_vnni amx_tile", "amx_tile"),
+        ("amx", "amx_tile"),
+        ("avx512_amx", "amx"),
+    ],
 )
 def test_a_cpu_that_lacks_the_instruction_set_would_die_of_it(isa: str, lacking: str) -> None:
     found = misfit(Build(isa=isa), "2.13.0", AVX2)

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import json
+import linecache
 import pickle
 import shutil
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
@@ -150,6 +152,26 @@ def test_forgetting_drops_every_module_and_the_next_one_starts_afresh(write_arch
     (directory / "model.py").write_text("NAME = 'new one'")
     assert _open(directory).load("model").NAME == "new one"
     assert old.NAME == "old"
+
+
+def test_nothing_in_the_process_remembers_an_archive_that_was_forgotten(write_archive: WriteArchive) -> None:
+    directory = write_archive({"model.py": "from parts.one import fail", "parts/one.py": "def fail(): 1 / 0"})
+    archive = _open(directory, "only here")
+    with pytest.raises(ZeroDivisionError) as raised:
+        archive.load("model").fail()
+    assert "1 / 0" in "".join(traceback.format_exception(raised.value))
+    forget_archive(str(directory))
+    kept = [*sys.path_importer_cache, *linecache.cache]
+    assert not [place for place in kept if place.startswith(archive.model_dir)]
+    assert archive.prefix.rpartition(".")[0] not in sys.modules
+
+
+def test_a_model_keeps_its_package_while_another_version_is_there(write_archive: WriteArchive) -> None:
+    source = {"model.py": "def late():\n    import helper\n    return helper.N", "helper.py": "N = 2"}
+    old, new = _open(write_archive({"model.py": ""})), _open(write_archive(source))
+    late = new.load("model").late
+    forget_archive(old.model_dir)
+    assert late() == 2
 
 
 def test_an_archive_is_found_by_its_folder_whether_it_was_opened_or_not(write_archive: WriteArchive) -> None:

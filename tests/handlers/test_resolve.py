@@ -286,3 +286,14 @@ def test_the_operators_default_handler_may_be_a_file_anywhere(
     assert load_entry_point(name, context, installed=True)([{"body": b""}], context) == ["beside"]
     with pytest.raises(HandlerLoadError, match=r"gone\.py can't be imported"):
         load_entry_point(f"{tmp_path}/gone.py", context, installed=True)
+
+
+def test_a_file_that_fails_leaves_no_half_module_behind(
+    tmp_path: Path, make_context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for error in ("ImportError", "RuntimeError"):
+        (tmp_path / "half_a_handler.py").write_text(f"raise {error}('no')\n")
+        with pytest.raises((HandlerLoadError, RuntimeError), match="no"):
+            load_entry_point(f"{tmp_path}/half_a_handler.py", make_context(tmp_path), installed=True)
+        assert "half_a_handler" not in sys.modules

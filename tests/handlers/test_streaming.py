@@ -25,13 +25,17 @@ def test_other_ranks_than_the_first_send_nothing(
     assert partials == []
 
 
-def test_a_wrong_number_of_parts_is_refused_before_any_is_sent(
-    make_context: Any, begin: Any, tmp_path: Path
+@pytest.mark.parametrize(
+    ("parts", "text"),
+    [(["a", "b"], "2 partial answers for a batch of 3"), (["a", "b", "c"], "KeyError: 'gone'")],
+)
+def test_parts_that_do_not_fit_the_batch_are_refused_before_any_is_sent(
+    make_context: Any, begin: Any, tmp_path: Path, parts: list[str], text: str
 ) -> None:
     context = make_context(tmp_path)
     partials = begin(context, 2)
-    with pytest.raises(ValueError, match="1 partial answers for a batch of 2"):
-        send(["a"], context.request_ids, "", 200, context)
+    with pytest.raises(ValueError, match=text):
+        send(parts, {**context.request_ids, 2: "gone"}, "", 200, context)
     assert partials == []
 
 
@@ -42,16 +46,6 @@ def test_parts_go_to_the_requests_that_the_map_names(make_context: Any, begin: A
     send({"more": object(), 0: "a", 1: "b"}, {0: context.request_ids[0]}, "", 200, context)
     send(["b", "padding"], {0: context.request_ids[1]}, "", 200, context)
     assert partials == [(2, b"c"), (0, b"a"), (1, b"b")]
-
-
-def test_a_part_for_a_request_of_another_batch_is_refused(
-    make_context: Any, begin: Any, tmp_path: Path
-) -> None:
-    context = make_context(tmp_path)
-    partials = begin(context, 1)
-    with pytest.raises(ValueError, match="KeyError: 'gone'"):
-        send(["a", "b"], {0: context.request_ids[0], 1: "gone"}, "", 200, context)
-    assert partials == []
 
 
 def test_a_code_other_than_200_becomes_the_status(make_context: Any, begin: Any, tmp_path: Path) -> None:

@@ -64,8 +64,8 @@ def test_an_envelope_may_hand_bodies_over_as_they_are(handler: ImageClassifier, 
     [
         ({"picture": b"x"}, "found the fields 'picture'; expected 'data' or 'body'"),
         ({"body": b""}, "an empty body"),
-        ({"body": {"a": 1}}, "a dict that is not an image"),
-        ({"body": [[1], "x"]}, "a list that is not an image"),
+        ({"body": {"a": 1}}, "a dict that is not an image; expected"),
+        ({"body": [[1], "x"]}, "a list that is not an image ("),
         ({"body": b"nonsense"}, "not an image"),
     ],
 )

@@ -163,6 +163,12 @@ def test_a_wrong_configuration_does_not_load(make: Any, settings: dict[str, Any]
         make(**settings)
 
 
+def test_another_model_than_silero_is_said_when_it_is_loaded(make: Any, tmp_path: Path) -> None:
+    torch.jit.save(torch.jit.script(torch.nn.ReLU()), str(tmp_path / "other.pt"))
+    with pytest.raises(RuntimeError, match=r"vad\.pt has no method reset_states; expected Silero VAD"):
+        make((tmp_path / "other.pt").read_bytes())
+
+
 def test_the_warm_up_is_answered(make: Any) -> None:
     answer = make()
     rows = answer.entry_point.warmup_data()

@@ -1,6 +1,7 @@
 """An address that another server listens on is refused before anything of that server's is touched."""
 
 import errno
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,9 +53,26 @@ def test_what_is_wrong_with_an_address_otherwise_is_left_to_whoever_binds_it() -
 
 
 @pytest.mark.parametrize(
-    ("number", "advice"), [(errno.EMFILE, "Raise the limit of open files"), (errno.EACCES, "Set another")]
+    ("number", "advice"),
+    [
+        (errno.EMFILE, "Raise the limit of open files"),
+        (errno.EACCES, "Set another"),
+        (errno.EADDRINUSE, "Is another server running there? Set another"),
+    ],
 )
 def test_the_advice_fits_what_the_system_said(number: int, advice: str) -> None:
     with pytest.raises(ServingError) as caught, said_plainly(Address(port=80)):
-        raise OSError(number, "found")
-    assert advice in caught.value.detail
+        raise OSError(number, "asyncio's words, ('127.0.0.1', 80)")
+    assert caught.value.detail.startswith(advice)
+    assert caught.value.message == f"Cannot listen on http://127.0.0.1:80: {os.strerror(number)}."
+
+
+def test_a_host_that_is_not_found_is_said_as_such() -> None:
+    with pytest.raises(ServingError, match="Name or service not known"), said_plainly(Address("h.invalid")):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+
+@pytest.mark.parametrize("host", ["..x", f"{'a' * 64}.example"])
+def test_a_host_that_no_name_can_be_is_refused_at_once(host: str) -> None:
+    with pytest.raises(ServingError, match=r"Cannot listen on .*label"):
+        refuse_taken([Address(host, 8080)])

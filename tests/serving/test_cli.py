@@ -191,6 +191,19 @@ def test_a_bad_temp_directory_is_refused(
     assert capsys.readouterr().out == expected
 
 
+def test_a_current_directory_that_was_deleted_is_refused(
+    tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    try:
+        assert cli.torchserve_main(["--start", "--model-store", str(store)]) == 1
+    finally:
+        monkeypatch.chdir(tmp_path)
+    assert "current directory is not there" in capsys.readouterr().out
+
+
 def test_a_bad_value_stops_the_launcher_before_anything_starts(
     store: Path, spawned: list[list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:

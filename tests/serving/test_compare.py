@@ -154,4 +154,32 @@ def test_what_is_missing_is_one_line_and_status_2(
     status = main(["compare", str(folder / "one.mar"), str(archive), "--data", str(data)])
 
     assert status == 2
-    assert capsys.readouterr().err.startswith("torchere compare: ")
+    said = capsys.readouterr().err
+    assert said.startswith("torchere compare: ")
+    assert "Errno" not in said
+    assert (f"--data {data}: no such folder" in said) == (wrong == "no data")
+
+
+def test_a_model_whose_own_code_raises_is_one_line_and_status_2(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "model.py").write_text("import not_there\n")
+    torch.save({}, folder / "broken.pt")
+    write_archive(
+        ArchiveRequest(
+            model_name="broken",
+            version="1.0",
+            handler="base_handler",
+            model_file=folder / "model.py",
+            serialized_file=folder / "broken.pt",
+            export_path=folder,
+        )
+    )
+
+    status = main(
+        ["compare", str(folder / "one.mar"), str(folder / "broken.mar"), "--data", str(folder / "data")]
+    )
+
+    assert status == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "broken.mar failed: ModuleNotFoundError: No module named 'not_there'" in line

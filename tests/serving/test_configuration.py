@@ -100,6 +100,7 @@ def test_an_unknown_key_names_its_nearest_neighbour_and_hides_its_value() -> Non
 def test_a_key_without_effect_says_what_to_do_instead() -> None:
     assert "has no effect: there is no JVM here" in warnings("vmargs=-Xmx4g")[0]
     assert "certificate_file and private_key_file" in warnings("keystore=k.p12")[0]
+    assert "keytool -importkeystore" in warnings("keystore=k.jks")[0]
 
 
 @pytest.mark.parametrize(

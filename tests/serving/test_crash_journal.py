@@ -75,3 +75,20 @@ def test_the_history_comes_back_as_it_was_and_is_bounded(journal: Journal) -> No
 def test_a_table_of_models_over_the_bound_is_not_kept_by_half(journal: Journal) -> None:
     journal.models = "x" * (17 << 20)
     assert journal.models == ""
+
+
+def test_the_numbers_of_versions_that_are_gone_are_used_again(journal: Journal) -> None:
+    stays = {journal.number_of("stays:1"), journal.number_of("stays:1")}
+    journal.give_up("stays:1")  # one of its two executors
+    for count in range(3000):
+        name = f"model:{count}"
+        stays.add(journal.number_of("stays:1"))
+        number = journal.number_of(name)
+        assert number not in {0, *stays}
+        cell = journal.open_cell(7)
+        assert cell is not None
+        cell.begin(number)
+        assert journal.running() == {7: name}
+        journal.close_cell(cell)
+        journal.give_up(name)
+    assert len(stays) == 1

@@ -117,6 +117,33 @@ def test_keys_of_a_model_config_are_told_one_by_one(tmp_path: Path) -> None:
     assert (found["c.yaml useVenv"], found["c.yaml parallelType"]) == ("differs", "unsupported")
 
 
+def test_a_key_that_neither_server_uses_is_told_as_such(tmp_path: Path) -> None:
+    pack(tmp_path / "m.mar", {"h.py": "", "c.yaml": "minWorkers: many"}, handler="h.py", configFile="c.yaml")
+    assert "minWorkers: is 'many', expected an integer; it is ignored" in of_store(tmp_path).as_text()
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ({"modelName": "a name"}, "Model name 'a name' contains special characters."),
+        ({"modelVersion": "1/2"}, "Model version '1/2' of m.mar is not usable"),
+    ],
+)
+def test_a_name_that_registering_refuses_is_unsupported(
+    tmp_path: Path, named: dict[str, str], said: str
+) -> None:
+    pack(tmp_path / "m.mar", {"h.py": ""}, handler="h.py", **named)
+    report = of_store(tmp_path)
+    assert verdicts(report)["name"] == "unsupported"
+    assert said in report.as_text()
+
+
+def test_python_that_does_not_parse_is_told_by_line(tmp_path: Path) -> None:
+    pack(tmp_path / "m.mar", {"h.py": "x = 1\nprint 'two'\n"}, handler="h.py")
+    (line,) = [line for line in of_store(tmp_path).as_text().splitlines() if "no Python" in line]
+    assert line.endswith(" in line 2")
+
+
 def test_what_cannot_be_used_at_all_is_unsupported(tmp_path: Path) -> None:
     (tmp_path / "bad.mar").write_text("no zip")
     (tmp_path / "flow.war").write_text("")

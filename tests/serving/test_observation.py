@@ -2,9 +2,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from torchere.handlers.metric_types import MetricSample
 from torchere.serving.batching.pending import Pending
 from torchere.serving.errors import HandlerFailed
-from torchere.serving.execution.executor import BatchReport, ExecutorState, HandlerMetric
+from torchere.serving.execution.executor import BatchReport, ExecutorState
 from torchere.serving.observation import RegistryMetrics, load_of
 from torchere.serving.registry.version import VersionState
 from torchere.serving.telemetry.load_metrics import ExecutorLoad, VersionLoad
@@ -50,7 +51,7 @@ def test_a_batch_that_failed_as_a_whole_has_no_prediction_time(metrics):
 
 def test_what_a_handler_reported_is_taken_over(metrics):
     labels = (("ModelName", "m"), ("Level", "Model"))
-    finish(metrics, [DONE], (HandlerMetric("HandlerTime", 7.0, "ms", "gauge", labels, ("r0",)),))
+    finish(metrics, [DONE], (MetricSample("HandlerTime", 7.0, "ms", "gauge", labels, ("r0",)),))
     assert lines(metrics, "HandlerTime{") == ['HandlerTime{ModelName="m",Level="Model",Hostname="vm",} 7.0']
 
 

@@ -101,10 +101,10 @@ def test_grpc_hosts_and_ports_come_together_in_one_address() -> None:
         ("blacklist_env_vars=(", "'(' is not a regular expression"),
         ("models={", "line 1: models: not JSON"),
         ('models={"a":{"1.0":{}},"a":{"2.0":{}}}', "models: 'a' is there twice, expected"),
-        ("models=[]", "the value is list, expected a JSON object"),
-        ('models={"a":{"1.0":3}}', "version 1.0 of model a is int, expected a JSON object"),
-        ('models={"a":{"1.0":{"batchSize":"x"}}}', "batchSize of a 1.0 is 'x', expected a whole number"),
-        ('models={"a":{"1.0":{"minWorkers":-1}}}', "minWorkers of a 1.0 is -1, expected a whole number"),
+        ("models=[]", "the value is [], expected a JSON object"),
+        ('models={"a":{"1.0":3}}', "version 1.0 of model a is 3, expected a JSON object"),
+        ('models={"a":{"1.0":{"batchSize":"x"}}}', 'batchSize of a 1.0 is "x", expected a whole number of'),
+        ('models={"a":{"1.0":{"minWorkers":-1}}}', "minWorkers of a 1.0 is -1, expected a whole number of"),
         ('models={"a":{"1.0":{"batchSize":99999999999}}}', "batchSize of a 1.0 is too large, expected at"),
         ("default_workers_per_model=1025", "found '1025', expected a whole number from 0 to 1024"),
         ("default_response_timeout=1e300", "expected seconds, at least 1 and at most 2147483647"),
@@ -120,13 +120,18 @@ def test_grpc_hosts_and_ports_come_together_in_one_address() -> None:
         (
             'model_snapshot={"models":{"a":{"1.0":{"defaultVersion":true,"marName":"a.mar","minWorkers":"one",'
             '"maxWorkers":1,"batchSize":1,"maxBatchDelay":1}}}}',
-            "minWorkers of a 1.0 is 'one', expected a whole number",
+            'minWorkers of a 1.0 is "one", expected a whole number',
         ),
         ("model_store=$$NOPE$$", "Invalid Environment Variable NOPE"),
     ],
 )
 def test_a_bad_value_stops_the_start_and_says_why(line: str, message: str) -> None:
     assert message in error(line)
+
+
+def test_what_was_expected_is_said_once() -> None:
+    said = error('models={"a":{"1.0":{"minWorkers":-1}}}')
+    assert said.endswith("minWorkers of a 1.0 is -1, expected a whole number of 0 or more")
 
 
 def test_deeply_nested_json_is_an_error_not_a_crash() -> None:
@@ -208,3 +213,4 @@ def test_numbers_of_a_snapshot_may_be_in_quotes_and_below_zero() -> None:
 )
 def test_tls_needs_both_of_its_files(text: str) -> None:
     assert "TLS needs both certificate_file and private_key_file" in error(text)
+    assert "-deststoretype PKCS12" in error(text)  # a refused start warns of no other key

@@ -4,12 +4,14 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from torchere.serving import server as server_module
+from torchere.serving import ports
 from torchere.serving.errors import ServingError
 from torchere.serving.server import Server, run
 from torchere.serving.settings import Address, ServerSettings
@@ -19,14 +21,14 @@ def settings_of(folder: Path, **changes: Any) -> ServerSettings:
     (folder / "store").mkdir()
     (folder / "temp").mkdir()
     port = Address(port=0)
-    ports = {"inference_address": port, "management_address": port, "metrics_address": None}
+    rest = {"inference_address": port, "management_address": port, "metrics_address": None}
     grpc = {"grpc_inference_address": port, "grpc_management_address": port}
     given: dict[str, Any] = {
         "model_store": folder / "store",
         "temp_dir": folder / "temp",
         "key_file": folder / "key_file.json",
         "system_metrics_enabled": False,
-        **ports,
+        **rest,
         **grpc,
         **changes,
     }
@@ -54,7 +56,7 @@ def test_a_start_that_fails_waits_for_no_load_balancer(
     def taken_since(addresses: object) -> None:
         """Nobody was there when it looked."""
 
-    monkeypatch.setattr(server_module, "refuse_taken", taken_since)
+    monkeypatch.setattr(ports, "refuse_taken", taken_since)
     with socket.create_server(("127.0.0.1", 0)) as running:
         taken = Address(port=running.getsockname()[1])
         settings = settings_of(tmp_path, grpc_management_address=taken, drain_delay_s=3600.0)
@@ -87,3 +89,24 @@ def test_a_signal_while_an_archive_is_fetched_at_the_start_ends_the_server(tmp_p
     assert asyncio.run(main()) == 0
     assert list((tmp_path / "store").iterdir()) == []
     assert list((tmp_path / "temp").iterdir()) == []
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from torchere.serving.server import serve
+from torchere.serving.settings import Address, ServerSettings
+
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
+status = serve(ServerSettings(inference_address=Address(port=int(sys.argv[1]))))
+print(status, resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no such limits")
+def test_a_server_takes_all_the_open_files_it_may_have() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as running:  # it ends at once
+        command = [sys.executable, "-c", LIMITED, str(running.getsockname()[1])]
+        ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert ended.stdout.split() == ["1", "True"]

@@ -88,6 +88,27 @@ def test_a_server_that_refuses_to_start_is_not_started_again(start: Start, tmp_p
     assert output == "no such store\n"
 
 
+def test_under_nohup_the_end_of_the_terminal_ends_neither_of_the_two(start: Start) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the processes we start inherit it
+    try:
+        process = start("""
+            serve()
+            while not Path("told").exists():
+                time.sleep(0.01)
+            journal.state = ServerState.ENDING
+            sys.exit(5)
+        """)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    server = until_serving(process)
+    for pid in (process.pid, server):
+        os.kill(pid, signal.SIGHUP)
+    time.sleep(0.3)  # for one of them to end
+    Path(f"/proc/{process.pid}/cwd").joinpath("told").touch()
+    process.communicate(timeout=60)
+    assert process.returncode == 5
+
+
 def test_a_server_that_crashed_is_started_again_and_the_log_says_why(start: Start) -> None:
     process = start("""
         serve()

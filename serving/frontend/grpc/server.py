@@ -107,18 +107,12 @@ class GrpcServer:
         def connection() -> Connection:
             return Connection(self._listening)
 
-        try:
-            if address.unix_path is not None:
-                Path(address.unix_path).unlink(missing_ok=True)  # left by a server that was killed
-                return await loop.create_unix_server(
-                    connection, address.unix_path, ssl=context, backlog=_BACKLOG
-                )
-            return await loop.create_server(
-                connection, address.host, address.port, ssl=context, backlog=_BACKLOG, reuse_port=False
-            )
-        except OSError as err:
-            shown = address.unix_path or f"{address.host}:{address.port}"
-            raise OSError(err.errno, f"gRPC can't bind {shown}: {err.strerror or err}") from err
+        if address.unix_path is not None:
+            Path(address.unix_path).unlink(missing_ok=True)  # left by a server that was killed
+            return await loop.create_unix_server(connection, address.unix_path, ssl=context, backlog=_BACKLOG)
+        return await loop.create_server(
+            connection, address.host, address.port, ssl=context, backlog=_BACKLOG, reuse_port=False
+        )
 
     def _new_age_s(self) -> float | None:
         if self._age_s is None:

@@ -93,6 +93,14 @@ def test_it_answers_as_the_model_does_for_any_batch(
     torch.testing.assert_close(found, forms.answer(rows)["scores"], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="levels are those of x86-64")
+def test_the_code_is_for_a_level_of_cpus_and_not_for_this_one_alone(unpacked: Path) -> None:
+    with zipfile.ZipFile(unpacked / "model.pt2") as package:
+        code = b"".join(package.read(name) for name in package.namelist() if name.endswith(".cpp"))
+    assert b"march=x86-64-v" in code  # in the compiler's command, which stands below it
+    assert b"march=native" not in code
+
+
 def test_the_fallback_is_an_exported_program_of_the_same_model(forms: Any, unpacked: Path) -> None:
     program = torch.export.load(unpacked / "model.exported.pt2")
     rows = torch.rand(5, 8)

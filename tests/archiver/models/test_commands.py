@@ -114,6 +114,24 @@ def test_what_is_not_there_is_one_line_before_any_step(
     assert lines[0].startswith(f"torchere archive: {said}")
 
 
+@pytest.mark.parametrize("flag", ["--example", "--samples"])
+def test_an_example_that_is_not_there_is_one_line_before_any_step(
+    forms: Any, archive_of: Command, capsys: Any, flag: str
+) -> None:
+    script = f"--serialized-file={forms.file('script.model')}"
+    assert archive_of(script, "--format=torchscript", f"{flag}=gone.npy") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"torchere archive: {flag} gone.npy: no such file or folder in ")
+
+
+def test_an_unknown_method_is_told_before_an_example_is_asked_for(
+    forms: Any, archive_of: Command, capsys: Any
+) -> None:
+    assert archive_of(f"--serialized-file={forms.file('script.model')}", "--quantize=int9") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("torchere archive: --quantize is 'int9'; expected one of int8-dynamic, ")
+
+
 def test_convert_finds_an_existing_output_and_a_missing_handler_before_any_step(
     forms: Any, archive_of: Command, tmp_path: Path, capsys: Any
 ) -> None:
@@ -261,7 +279,7 @@ def test_force_only_overwrites_and_a_drift_is_accepted_by_a_flag_of_its_own(
 
 def test_help_of_archive_tells_the_defaults(capsys: Any) -> None:
     said = help_of("archive", capsys)
-    assert "version of the model, any text (default: 1.0)" in said
+    assert "version of the model, any text without a slash (default: 1.0)" in said
     assert "keep: as it came (default: keep; torchscript with --quantize)" in said
     assert "with --format export or aoti int8-static" in said
 

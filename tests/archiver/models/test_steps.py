@@ -24,6 +24,11 @@ def test_a_torchscript_that_fails_is_refused_with_its_cause() -> None:
         scripted(torch.zeros(3))
 
 
+def test_what_torchscript_begins_with_is_not_said_twice() -> None:
+    with pytest.raises(ModelRefused, match=r"^running failed: RuntimeError: size$"), refusing("running"):
+        raise RuntimeError("It failed in the TorchScript interpreter.\nRuntimeError: size")
+
+
 def test_of_other_failures_the_first_line_counts() -> None:
     with pytest.raises(ModelRefused, match=r"^running failed: ValueError: one$"), refusing("running"):
         raise ValueError("\n one\ntwo")

@@ -256,6 +256,24 @@ async def test_a_withdrawn_request_leaves_the_queue() -> None:
 
 
 @run
+async def test_a_batch_is_wanted_until_the_last_of_its_clients_is_gone() -> None:
+    stage = Stage(BatchSettings(max_batch_size=2), free=0)
+    stays, goes = stage.submit("stays"), stage.submit("goes")
+    stage.pool.free = 1
+    stage.batcher.pump()
+    ((_, sink),) = stage.pool.batches
+    goes.answer.cancel()
+    stage.batcher.withdraw(goes.pending)
+    assert sink.wanted
+    stays.answer.cancel()
+    stage.batcher.withdraw(stays.pending)
+    assert not sink.wanted
+    assert not await stage.batcher.drain(0.0)
+    sink.returned()  # an executor does so that has not begun
+    assert await stage.batcher.drain(0.0)
+
+
+@run
 async def test_a_late_answer_is_dropped() -> None:
     stage = Stage(BatchSettings())
     late = stage.submit("late")

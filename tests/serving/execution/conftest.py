@@ -45,6 +45,8 @@ class Sink:
         self.report: asyncio.Future[BatchReport] = asyncio.get_running_loop().create_future()
         self.given_back: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
+    wanted = True
+
     def partial(self, index: int, part: InferResponse) -> None:
         self.parts.append((index, part))
 

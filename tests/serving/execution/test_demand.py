@@ -31,7 +31,7 @@ def test_batches_that_pile_up_and_keep_a_core_busy_are_too_much_once_a_window() 
         pytest.param(2 * HIGH_SHARE, 10**9, id="hardly any"),
     ],
 )
-def test_the_loop_is_left_alone_with(share: float, piled_every: int) -> None:
+def test_little_work_and_batches_that_seldom_pile_up_are_not_too_much(share: float, piled_every: int) -> None:
     assert not any(fed(share, piled_every=piled_every)[1])
 
 
@@ -42,12 +42,12 @@ def test_a_burst_after_a_long_pause_is_not_too_much() -> None:
 
 
 @pytest.mark.parametrize(("share", "is_low"), [(2 * LOW_SHARE, False), (LOW_SHARE / 2, True)])
-def test_how_long_there_has_been_little_to_do(share: float, is_low: bool) -> None:
+def test_only_windows_under_the_low_share_count_as_little_to_do(share: float, is_low: bool) -> None:
     low_for_s = fed(share, for_s=20.0)[0].low_for_s(START_S + 20)
     assert (low_for_s > 20) if is_low else (low_for_s <= 2 * WINDOW_S)
 
 
-def test_low_from_the_last_busy_window_on() -> None:
+def test_little_to_do_counts_from_the_last_busy_window_on() -> None:
     demand, _ = fed(2 * LOW_SHARE, piled_every=10**9)
     busy_until_s = START_S + 3 * WINDOW_S
     assert demand.low_for_s(busy_until_s + 60) == pytest.approx(60, abs=2 * WINDOW_S)

@@ -21,7 +21,9 @@ SETTINGS = HeartbeatSettings(ask_every_s=2.0, suspect_after_s=3.0, dead_after_s=
         (True, 100.0, 10.0, Step.REPLACE),
     ],
 )
-def test_what_silence_comes_to(idle: bool, quiet_s: float, unanswered_s: float | None, step: Step) -> None:
+def test_an_idle_worker_is_asked_then_suspected_then_replaced_and_a_busy_one_never_asked(
+    idle: bool, quiet_s: float, unanswered_s: float | None, step: Step
+) -> None:
     assert next_step(idle, quiet_s, unanswered_s, SETTINGS) is step
 
 

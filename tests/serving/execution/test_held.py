@@ -40,6 +40,8 @@ class Held:
         self.go_on = None
         self.is_over = False
 
+    wanted = True
+
     def partial(self, index, part):
         self.sink.partial(index, part)
         self.first.set()

@@ -1,6 +1,7 @@
 """What a handler is given, and what becomes of what it raises; the executors have tests of their own."""
 
 import json
+import logging
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -282,7 +283,18 @@ def test_after_any_failure_the_gpu_of_the_executor_is_asked_when_the_exception_h
     assert host.has_lost_its_gpu is not usable
 
 
-def test_an_answer_asks_no_gpu(make_spec: Callable[..., LoadSpec], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("level", "lines"), [(logging.ERROR, 1), (logging.CRITICAL, 0)])
+def test_a_failure_is_logged_unless_the_level_says_otherwise(
+    outcome: Callable[[str, InferRequest], Any], caplog: pytest.LogCaptureFixture, level: int, lines: int
+) -> None:
+    with caplog.at_level(level, host_module.__name__):
+        outcome(FAILING.format("ValueError('wrong')"), InferRequest("id", ()))
+    assert len([record for record in caplog.records if "failed on" in record.message]) == lines
+
+
+def test_a_batch_that_was_answered_does_not_ask_whether_the_gpu_is_usable(
+    make_spec: Callable[..., LoadSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(host_module, "gpu_is_usable", lambda *_: False)
     host = HandlerHost(make_spec(HEADERS_SEEN), None, SharedModels())
     host.load()

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -56,6 +57,27 @@ def test_a_killed_worker_tells_the_signal(kind: str) -> None:
         assert await end(worker) == -signal.SIGKILL
 
     run_with(kind, test)
+
+
+def test_nothing_of_a_worker_stays_open_while_what_it_has_started_lives(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nsleep 1000 &\necho $!\n")
+    python.chmod(0o755)
+
+    async def main() -> None:
+        open_before = psutil.Process().num_fds()
+        worker = await ExecLauncher(worker_environment(), str(python)).launch()
+        left_behind = int(await asyncio.wait_for(worker.output.readline(), 60))
+        try:
+            assert await asyncio.wait_for(worker.exit_code, 60) == 0
+            worker.connection.close()
+            worker.close()
+            await asyncio.sleep(0)
+            assert psutil.Process().num_fds() == open_before
+        finally:
+            os.kill(left_behind, signal.SIGKILL)
+
+    asyncio.run(main())
 
 
 def test_workers_of_a_lost_fork_server_are_lost_and_the_next_launch_starts_another() -> None:

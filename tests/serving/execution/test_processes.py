@@ -454,7 +454,7 @@ def test_a_worker_that_cannot_be_killed_does_not_hold_up_the_stop(
     make_spec: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As one in a driver that hangs: no signal reaches it."""
-    monkeypatch.setattr(worker_process, "KILL_GRACE_S", 0.05)
+    monkeypatch.setattr(worker_process, "ENDING_GRACE_S", 0.05)
     monkeypatch.setattr(worker_process, "KILLED_GRACE_S", 0.05)
 
     async def main() -> None:

@@ -37,6 +37,7 @@ async def pool_of(
         next_id=itertools.count(9000).__next__,
         on_free=freed.set,
         on_loaded=lambda executor_id, load_s: None,
+        sends_ahead=False,  # as `test_threads_ahead.py` has it
     )
     pool.freed = freed  # type: ignore[attr-defined]
     try:
@@ -336,6 +337,40 @@ def test_a_closed_pool_lets_go_of_a_handler_that_was_in_a_call_for_longer(
     asyncio.run(main())
 
 
+def test_what_a_handler_left_in_circles_is_not_kept_when_an_executor_is_added(
+    make_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    source = """
+        import pathlib, weakref
+        class Handler:
+            def initialize(self, context):
+                self.freed = pathlib.Path(context.system_properties["model_dir"]) / "freed"
+            def handle(self, data, context):
+                def circle():
+                    pass
+                circle.me = circle
+                weakref.finalize(circle, self.freed.touch)
+                return ["ok"]
+    """
+    spec = make_spec(source)
+
+    async def main() -> None:
+        async with pool_of(spec) as pool:
+            sink = make_sink()
+            pool.submit([make_request("x")], sink)
+            assert (await sink.outcome()).body == b"ok"
+            await pool.resize(2)
+            await pool.warm_up()
+            assert Path(spec.archive_dir, "freed").exists()
+
+    thresholds = gc.get_threshold()
+    gc.set_threshold(0)  # it would come by itself sooner or later, but not to what is frozen
+    try:
+        asyncio.run(main())
+    finally:
+        gc.set_threshold(*thresholds)
+
+
 class Circle:
     """Stands for a handler and its host."""
 
@@ -473,7 +508,7 @@ def test_a_thread_that_hangs_while_it_is_to_end_takes_no_other_with_it(
                 await asyncio.wait_for(until((tmp_path / f"in {word}").exists), 30)
             threads_of = {batch.requests[0].request_id: batch.taker for batch in pool._inside}
             await pool.resize(1)
-            (ending,) = pool._retiring
+            (ending,) = pool._crew._retiring
             hangs = next(word for word, thread in threads_of.items() if thread is ending)
             ends = "ab".replace(hangs, "")
             (tmp_path / f"out of {ends}").touch()

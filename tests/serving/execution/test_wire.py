@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from torchere.handlers.metric_types import MetricDeclaration
+from torchere.handlers.metric_types import MetricDeclaration, MetricSample
 from torchere.serving.errors import (
     DeadlineExceeded,
     ExecutorDied,
@@ -11,7 +11,7 @@ from torchere.serving.errors import (
     OutOfResources,
     ServingError,
 )
-from torchere.serving.execution.executor import BatchReport, HandlerMetric, LoadSpec
+from torchere.serving.execution.executor import BatchReport, LoadSpec
 from torchere.serving.execution.wire import (
     HEADER,
     Load,
@@ -54,7 +54,7 @@ def test_a_load_survives_the_way_to_a_worker() -> None:
 
 
 def test_a_report_survives_the_way_back() -> None:
-    metric = HandlerMetric("Time", 1.5, "ms", "gauge", (("Level", "Model"),), ("id",))
+    metric = MetricSample("Time", 1.5, "ms", "gauge", (("Level", "Model"),), ("id",))
     outcomes = [
         InferResponse(b"x", (("k", "v"),), 418, "teapot"),
         HandlerFailed("no", 513, "why"),
@@ -82,7 +82,7 @@ def test_a_failure_is_of_the_same_kind_on_both_sides(failure: ServingError) -> N
 
 
 def test_metrics_that_cannot_be_sent_cost_no_answer() -> None:
-    metric = HandlerMetric("\ud800", 1.0, "ms", "gauge", (), ())
+    metric = MetricSample("\ud800", 1.0, "ms", "gauge", (), ())
     answer = InferResponse(b"x")
     done = from_worker_decoder.decode(payload(encode_report(7, BatchReport([answer], 0.25, (metric,)))))
     assert report_from_done(done, 1).outcomes == [answer]

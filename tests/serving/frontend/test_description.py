@@ -1,5 +1,8 @@
 import dataclasses
 import json
+import os
+
+import psutil
 
 from torchere.serving.execution.executor import ExecutorState
 from torchere.serving.frontend.controlplane import ModelPage
@@ -15,6 +18,8 @@ FIELDS = [
     *("loadedAtStartup", "workers", "jobQueueStatus"),
 ]
 
+NO_PROCESS = 2**22 + 1  # a number that none can have
+
 
 def described(planes, **changes):
     changed = dataclasses.replace(planes.control.description, **changes)
@@ -26,16 +31,31 @@ def test_the_fields_come_in_the_known_order_and_ours_follow(planes):
 
 
 def test_a_ready_executor_is_a_ready_worker_with_its_start_in_utc(planes):
-    worker = described(planes)["workers"][0]
+    executor = dataclasses.replace(planes.control.description.executors[0], pid=NO_PROCESS)
+    worker = described(planes, executors=(executor,))["workers"][0]
     assert worker == {
         "id": "7",
         "startTime": "2026-01-02T03:04:05.678Z",
         "status": "READY",
         "memoryUsage": 0,
-        "pid": 42,
+        "pid": NO_PROCESS,
         "gpu": False,
         "gpuUsage": "N/A",
     }
+
+
+def test_threads_have_the_memory_of_the_server_which_is_looked_at_once(planes, monkeypatch):
+    looked_at = []
+    process = psutil.Process
+    monkeypatch.setattr(psutil, "Process", lambda pid: looked_at.append(pid) or process(pid))
+    thread = dataclasses.replace(planes.control.description.executors[0], pid=os.getpid())
+    gone = dataclasses.replace(thread, pid=NO_PROCESS)
+    workers = described(planes, executors=(thread, thread, thread, gone))["workers"]
+    *of_threads, of_nothing = (worker["memoryUsage"] for worker in workers)
+    assert len(set(of_threads)) == 1
+    assert of_threads[0] > 0
+    assert of_nothing == 0
+    assert sorted(looked_at) == [os.getpid(), NO_PROCESS]
 
 
 def test_an_executor_in_any_other_state_is_called_unloading(planes):

@@ -12,7 +12,9 @@ def test_a_small_whole_number_is_a_priority(text: str | bytes, priority: int) ->
     assert parse_priority(text) == priority
 
 
-@pytest.mark.parametrize("text", ["", "10", "-10", "high", "1.0", "--1", "٣", "1 2", b"\xff", "9" * 5000])
+@pytest.mark.parametrize(
+    "text", ["", "10", "-10", "high", "1.0", "--1", "-+5", "+", "٣", "1 2", b"\xff", "9" * 5000]
+)
 def test_anything_else_is_refused_with_what_was_found(text: str | bytes) -> None:
     with pytest.raises(InvalidRequest, match="x-torchere-priority must be a whole number from -9 to 9"):
         parse_priority(text)

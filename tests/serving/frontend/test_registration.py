@@ -14,6 +14,11 @@ def test_a_missing_url_is_refused_with_the_known_text():
         registration({})
 
 
+def test_a_url_that_is_no_text_is_not_called_missing():
+    with pytest.raises(InvalidRequest, match="Parameter url must be a text, found: '5'"):
+        registration({"url": 5})
+
+
 def test_an_empty_url_is_left_to_the_control_plane_which_has_its_own_text():
     assert registration({"url": ""}).url == ""
 

@@ -12,7 +12,7 @@ def test_an_id_is_a_random_uuid_in_its_usual_spelling():
         assert (parsed.version, parsed.variant) == (4, uuid.RFC_4122)
 
 
-def test_ids_differ():
+def test_a_thousand_ids_differ_from_one_another():
     assert len({new_request_id() for _ in range(1000)}) == 1000
 
 

@@ -227,7 +227,14 @@ def test_a_file_that_is_not_there_is_an_error_at_the_start(files, missing):
     with pytest.raises(CertificateUnusable) as caught:
         Certificates(files)
     assert str(files.certificate) in caught.value.detail
-    assert "No such file" in caught.value.detail
+    assert ": No such file or directory; expected a PEM chain" in caught.value.detail
+
+
+def test_what_is_no_pem_is_said_without_openssls_line_of_c(files):
+    write(files, b"no", b"pem")
+    with pytest.raises(CertificateUnusable) as caught:
+        Certificates(files)
+    assert "_ssl.c" not in caught.value.detail
 
 
 def test_a_key_with_a_pass_phrase_is_refused_and_nobody_is_asked_for_it(files):

@@ -13,6 +13,7 @@ from torchere.serving.errors import DependenciesFailed
 from torchere.serving.registry.environments import (
     EnvironmentBuilder,
     EnvironmentPlan,
+    _errors_in,
     plan_environment,
 )
 
@@ -101,6 +102,13 @@ def test_what_cannot_be_installed_is_said_with_pips_last_words(archive: Path) ->
         build(archive, EnvironmentPlan(requirements="broken.txt"))
     assert caught.value.message == "Custom pip package installation failed for model m"
     assert "No matching distribution found for no-such-package" in caught.value.detail
+    assert caught.value.detail.startswith("exit status 1: ERROR: ")
+    assert "\n" not in caught.value.detail
+
+
+def test_of_a_build_that_failed_all_of_pips_words_are_kept() -> None:
+    text = "  error: subprocess-exited-with-error\n  x.c:1: no such header\nERROR: Failed building wheel"
+    assert _errors_in(text) == text
 
 
 def test_a_venv_that_cannot_be_made_is_said(archive: Path) -> None:

@@ -1,7 +1,5 @@
 """`model-config.yaml` is outside input: typed, bounded, and nothing but data."""
 
-import logging
-
 import pytest
 
 from torchere.serving.errors import InvalidArchive
@@ -29,12 +27,20 @@ def test_an_empty_file_says_nothing_but_is_there(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ['batchSize: "4"', "batchSize: true", "batchSize: 1.5", "deviceIds: [a]", "isolation: sandbox"]
 )
-def test_a_wrong_type_is_said_and_ignored(text: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        config = parse_model_config(text)
+def test_a_wrong_type_is_ignored_and_noted(text: str) -> None:
+    config = parse_model_config(text)
     assert (config.batch_size, config.device_ids, config.isolation) == (None, (), "auto")
-    assert text.partition(":")[0] in caplog.text
-    assert "ignored" in caplog.text
+    key = text.partition(":")[0]
+    assert config.ignored[key].endswith("; it is ignored")
+
+
+def test_broken_yaml_is_told_by_line_without_the_parsers_drawing() -> None:
+    with pytest.raises(InvalidArchive) as caught:
+        parse_model_config("minWorkers: 1\na: [\n")
+    assert caught.value.message == (
+        "The model config is not valid YAML: expected the node content, but found '<stream end>' "
+        "in line 3, column 1"
+    )
 
 
 @pytest.mark.parametrize(

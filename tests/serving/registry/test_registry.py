@@ -4,19 +4,22 @@ import asyncio
 import json
 import threading
 import zipfile
+from collections import Counter
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from torchere.archiver.reader import Archive
-from torchere.serving.errors import InvalidRequest
+from torchere.serving.errors import Conflict, InvalidArchive, InvalidRequest
 from torchere.serving.observation import RegistryMetrics
 from torchere.serving.registry.effective import Asked
 from torchere.serving.registry.registry import Registry
 from torchere.serving.registry.startup import Wanted
 from torchere.serving.registry.store import Store, StoredArchive
+from torchere.serving.registry.version import Version
 from torchere.serving.settings import ServerSettings
 from torchere.serving.telemetry.metrics import Metrics
 
@@ -48,6 +51,17 @@ def test_what_is_discarded_late_leaves_what_has_its_name_by_now(tmp_path: Path) 
             await first.settled.wait()
             assert registry.find("m", "1.0") is second
             assert second.wanted
+
+    asyncio.run(main())
+
+
+def test_the_runtime_of_the_cpp_backend_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with registry_of(tmp_path) as registry:
+            await registry.register(Wanted("m.mar", Asked(), runtime="LSP"))
+            assert "m:1.0: runtime LSP, the C++ backend, is not supported" in caplog.text
 
     asyncio.run(main())
 
@@ -92,6 +106,54 @@ def test_a_registration_that_is_given_up_while_it_is_unpacked_leaves_no_folder(
     asyncio.run(main())
 
 
+def test_an_archive_that_takes_long_to_unpack_leaves_the_threads_of_others_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    unpack = Store.unpack
+
+    def slowly(self: Store, url: str, archive: Archive) -> StoredArchive:
+        begun.set()
+        go_on.wait(10)
+        return unpack(self, url, archive)
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        async with registry_of(tmp_path) as registry:
+            task = asyncio.create_task(registry.register(Wanted("m.mar", Asked())))
+            while not begun.is_set():
+                await asyncio.sleep(0)
+            await asyncio.wait_for(asyncio.to_thread(go_on.set), 5)
+            await task
+
+    monkeypatch.setattr(Store, "unpack", slowly)
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_of_many_with_the_same_name_one_is_unpacked_at_a_time_until_it_is_taken(
+    broken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unpacked: list[str] = []
+    unpack = Store.unpack
+
+    def watched(self: Store, url: str, archive: Archive) -> StoredArchive:
+        unpacked.append(url)
+        if len(unpacked) <= broken:
+            raise InvalidArchive("The archive is broken.")
+        return unpack(self, url, archive)
+
+    async def main() -> None:
+        async with registry_of(tmp_path) as registry:
+            many = [registry.register(Wanted("m.mar", Asked())) for _ in range(20)]
+            ends = [type(end) for end in await asyncio.gather(*many, return_exceptions=True)]
+            assert Counter(ends) == +Counter({Version: 1, Conflict: 19 - broken, InvalidArchive: broken})
+            assert len(unpacked) == 1 + broken
+
+    monkeypatch.setattr(Store, "unpack", watched)
+    asyncio.run(main())
+
+
 def test_a_registration_that_fails_after_it_was_unpacked_leaves_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,4 +167,23 @@ def test_a_registration_that_fails_after_it_was_unpacked_leaves_no_folder(
             assert folders(tmp_path) == []
 
     monkeypatch.setattr(Store, "share_weights", fail)
+    asyncio.run(main())
+
+
+def test_the_loop_goes_on_while_the_store_is_looked_through_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+
+    def slowly(self: Store) -> list[str]:
+        assert goes_on.wait(5)
+        return []
+
+    async def main() -> None:
+        async with registry_of(tmp_path, load_models=("all",)) as registry:
+            asyncio.get_running_loop().call_soon(goes_on.set)
+            await registry.load_at_startup()
+            assert not registry.served()
+
+    monkeypatch.setattr(Store, "names", slowly)
     asyncio.run(main())

@@ -149,6 +149,20 @@ def test_only_the_newest_of_ours_are_kept_and_none_of_anybody_else(tmp_path: Pat
     assert sorted(tmp_path.iterdir()) == sorted([theirs, tmp_path / "notes.txt", *written[2:]])
 
 
+def test_of_thousands_that_torchserve_wrote_only_the_newest_are_looked_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(2000):
+        (tmp_path / f"{20200101000000000 + number}-snapshot.cfg").write_text("#Saving snapshot\n")
+    opened: list[str] = []
+    path_open = Path.open
+    monkeypatch.setattr(Path, "open", lambda path, mode: opened.append(path.name) or path_open(path, mode))
+    written = [write_snapshot(tmp_path, "snapshot", [], TABLE, keep=1) for _ in range(2)]
+    assert [path.exists() for path in written] == [False, True]
+    assert len(opened) == 2000  # half of what is there, twice
+    assert len(list(tmp_path.iterdir())) == 2001
+
+
 def test_what_has_the_name_of_a_snapshot_and_cannot_be_read_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "20200101000000000-startup.cfg").mkdir()
     assert write_snapshot(tmp_path, "snapshot", [], TABLE, keep=3).is_file()

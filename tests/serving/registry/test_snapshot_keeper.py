@@ -2,6 +2,8 @@
 
 import asyncio
 import re
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +44,7 @@ def test_a_life_is_told_in_order(tmp_path: Path) -> None:
         keeper.changed()  # start-up models come before the first snapshot
         await keeper.started()
         keeper.changed()
+        await settle(keeper)
         keeper.changed()
         await settle(keeper)
         await keeper.stopping()
@@ -69,6 +72,53 @@ def test_a_change_is_written_when_its_version_settled_and_is_still_there(tmp_pat
 
     asyncio.run(life())
     assert kinds(tmp_path) == ["startup", "snapshot"]
+
+
+def tables_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, failing: int = 0) -> list[str]:
+    """What each snapshot held of six changes, of which five come while the first is written."""
+    written: list[str] = []
+    all_wait = threading.Event()
+    served: dict[str, Any] = {}
+    monkeypatch.setattr("torchere.serving.registry.snapshot_keeper.model_table", "".join)
+
+    def write(directory: Path, kind: str, properties: object, table: str, keep: int) -> None:
+        written.append(table)
+        if table == "a":
+            all_wait.wait()
+        if len(written) == failing:
+            raise OSError("the disk is full")
+
+    monkeypatch.setattr("torchere.serving.registry.snapshot_keeper.write_snapshot", write)
+
+    async def life() -> None:
+        keeper = keeper_of(tmp_path, served)
+        await keeper.started()
+        for name in "abcdef":
+            served[name] = None
+            keeper.changed()
+            if name == "a":
+                await until(lambda: len(written) == 2)
+        await asyncio.sleep(0)
+        all_wait.set()
+        await keeper.written()
+
+    asyncio.run(life())
+    return written
+
+
+async def until(happened: Callable[[], bool]) -> None:
+    while not happened():
+        await asyncio.sleep(0)
+
+
+def test_changes_that_wait_for_the_same_turn_share_one_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tables_of(tmp_path, monkeypatch) == ["", "a", "abcdef"]
+
+
+def test_a_snapshot_that_failed_is_not_relied_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tables_of(tmp_path, monkeypatch, failing=3) == ["", "a", "abcdef", "abcdef"]
 
 
 def test_the_end_does_not_wait_for_a_load(tmp_path: Path) -> None:

@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchere.serving.execution.worker_process import MAX_LOG_LINE_BYTES
 from torchere.serving.telemetry.logging import JsonFormatter
 from torchere.serving.telemetry.worker_lines import (
-    MAX_TEXT_CHARACTERS,
+    MAX_LINE_BYTES,
     SEPARATOR,
     WorkerFormatter,
     new_token,
@@ -53,10 +54,25 @@ def test_a_traceback_stays_in_one_piece(caplog):
     assert JsonFormatter().format(record).count("ValueError: 100 % wrong") == 1
 
 
+def test_the_stack_that_was_asked_for_comes_with_it(caplog):
+    record = relayed(caplog, line_of(stack_info="Stack (most recent call last):\n  here"))
+    assert JsonFormatter().format(record).count("here") == 1
+
+
 def test_what_a_handler_prints_is_text_at_info(caplog):
     record = relayed(caplog, "hello %s")
     assert (record.levelno, record.name, record.getMessage()) == (logging.INFO, "torchere.worker", "hello %s")
     assert record.model == "net"
+
+
+def test_a_record_behind_what_was_printed_without_a_line_end_stays_one(caplog):
+    with caplog.at_level(logging.DEBUG):
+        relay(f"loading:  50%{line_of()}", TOKEN, ORIGIN, PLAIN)
+    found = [(record.levelno, record.name, record.getMessage()) for record in caplog.records]
+    assert found == [
+        (logging.INFO, "torchere.worker", "loading:  50%"),
+        (logging.ERROR, "my.handler", "bad"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -86,10 +102,15 @@ def test_what_a_client_makes_a_handler_print_speaks_in_nobodys_name(caplog, toke
     assert (record.levelno, record.name) == (logging.INFO, "torchere.worker")
 
 
-def test_a_long_traceback_keeps_its_end_and_fits_into_a_line(caplog):
-    line = line_of(args=("x" * 20_000 + "the end",))
-    assert len(line) < MAX_TEXT_CHARACTERS + 1000
-    assert relayed(caplog, line).getMessage().endswith("the end")
+@pytest.mark.parametrize("letter", ["x", "ж", "\U0001f600", "\n"])
+def test_a_long_record_keeps_its_end_and_fits_into_a_line(caplog, letter):
+    text = letter * 20_000 + "the end"
+    line = line_of(args=(text,), exc_text=text, field=text)
+    assert len(line.encode()) <= MAX_LINE_BYTES <= MAX_LOG_LINE_BYTES
+    record = relayed(caplog, line)
+    assert record.getMessage().endswith("the end")
+    assert record.exc_text.endswith("the end")
+    assert record.levelno == logging.ERROR
 
 
 def test_a_record_below_the_level_of_its_logger_here_is_left_out(caplog):
