@@ -157,7 +157,7 @@ class Downloader:
                     if received > self._max_bytes:
                         raise _failed(source, f"it is larger than max_download_bytes={self._max_bytes}")
                     yield chunk
-        except (OSError, http.client.HTTPException) as err:
+        except (OSError, UnicodeError, http.client.HTTPException) as err:  # Unicode: no name of a host
             reason = GIVEN_UP if interrupt.asked else f"{type(err).__name__}: {err}"
             raise _failed(source, reason) from err
         interrupt.check(source)  # a body without a length ends where its connection does

@@ -10,6 +10,7 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
 from torchere.serving.errors import DownloadFailed, Unavailable
+from torchere.serving.registry.allowed_urls import is_remote
 from torchere.serving.registry.download import Download, Interrupt
 from torchere.serving.registry.store import Store
 from torchere.serving.registry.turns import Turns
@@ -36,7 +37,7 @@ class Fetching:
         Raises:
             Unavailable: too many downloads wait already.
         """
-        if not self._store.is_to_fetch(url):
+        if not is_remote(url):
             return None
         interrupt = Interrupt()
         # Its place is taken until the thread is through: one that asks for an address can't be interrupted.

@@ -22,7 +22,6 @@ from torchere.archiver.reader import Archive, ArchiveLimits, open_archive
 from torchere.archiver.signature import Signature
 from torchere.handlers.signature import archive_signature
 from torchere.serving.errors import InvalidArchive, ServingError
-from torchere.serving.registry.allowed_urls import is_remote
 from torchere.serving.registry.download import PART_PREFIX, Download, Downloader, Interrupt
 from torchere.serving.registry.environments import Environment
 from torchere.serving.registry.leftovers import ClaimedFolder, sweep_folders, sweep_parts
@@ -80,10 +79,6 @@ class Store:
         self._download_timeout_s = download_timeout_s
         self._unpacked = ClaimedFolder(temp_dir)
         self._sharing = WeightSharing()
-
-    def is_to_fetch(self, url: str) -> bool:
-        """Whether `url` is one, and no name in the store; touches no disk."""
-        return is_remote(url)
 
     def download(self, url: str, reuse: bool = False, interrupt: Interrupt | None = None) -> Download:
         """Fetch an archive into the store; see `Downloader.download`.

@@ -181,6 +181,13 @@ def test_a_redirect_never_leads_to_a_file(at: str, tmp_path: Path) -> None:
     assert caught.value.detail == "it redirects from http to file"
 
 
+def test_a_host_that_no_name_can_be_is_refused_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(DownloadFailed) as failed:
+        downloader((".*",)).download(f"http://{'a' * 64}.example/m.mar", tmp_path)
+    assert "UnicodeError" in failed.value.detail
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_more_bytes_than_allowed_are_not_taken(at: str, tmp_path: Path) -> None:
     with pytest.raises(DownloadFailed) as caught:
         downloader(max_bytes=len(BODY) - 1).download(f"{at}/good/a.mar", tmp_path)

@@ -24,9 +24,6 @@ class SlowStore:
         self.begun = threading.Semaphore(0)
         self.ended: list[str] = []
 
-    def is_to_fetch(self, url: str) -> bool:
-        return url.startswith("http")
-
     def download(self, url: str, reuse: bool, interrupt: Interrupt) -> Download:
         self.begun.release()
         while not self.finish.wait(0.005):

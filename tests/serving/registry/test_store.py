@@ -136,10 +136,6 @@ def test_a_url_is_copied_into_the_store_when_it_is_allowed(root: Path, tmp_path:
     store.close()
 
 
-def test_a_name_in_the_store_is_nothing_to_fetch(store: Store) -> None:
-    assert not store.is_to_fetch("m.mar")
-
-
 def test_s3_is_refused_unless_it_is_allowed(store: Store) -> None:
     with pytest.raises(ModelNotFound, match="does not match any allowed URL"):
         store.download("s3://bucket/m.mar")
