@@ -8,11 +8,12 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from torchere.archiver.building import BuildOptions
+from torchere.archiver.building import DEFAULT_HANDLER, BuildOptions, Built
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.missing import check_inputs
 from torchere.archiver.progress import Progress
 from torchere.archiver.request import ArchiveRequest
+from torchere.archiver.signature import SIGNATURE_NAME, parse
 from torchere.archiver.writer import check_target, write_archive
 
 Say = Callable[[str], None]
@@ -37,6 +38,8 @@ def pack_model(request: ArchiveRequest, options: BuildOptions, progress: Progres
 
     with tempfile.TemporaryDirectory(prefix="torchere-") as folder:
         built = build(options, Path(folder), say)
+        if request.handler == DEFAULT_HANDLER:
+            _refuse_texts(built)
         packed = dataclasses.replace(
             request,
             serialized_file=built.serialized_file,
@@ -48,3 +51,15 @@ def pack_model(request: ArchiveRequest, options: BuildOptions, progress: Progres
         path = write_archive(packed, progress)
     say(f"packed: {path} ({path.stat().st_size / 1e6:.1f} MB)" if path.is_file() else f"packed: {path}")
     return path
+
+
+def _refuse_texts(built: Built) -> None:
+    """The default handler goes by the signature, and gives models numbers only."""
+    file = built.beside / SIGNATURE_NAME
+    inputs = parse(file.read_text(encoding="utf-8")).inputs if file.is_file() else ()
+    texts = [spec.name for spec in inputs if spec.datatype == "BYTES"]
+    if texts:
+        raise ModelRefused(
+            f"{built.serialized_file}: the input {texts[0]!r} takes texts, and the handler "
+            f"{DEFAULT_HANDLER!r} gives models numbers only; name a --handler of your own"
+        )

@@ -75,16 +75,19 @@ def classify_file(path: Path) -> Weights:
         return classify(path.name, head, file)
 
 
-def _classify_records(name: str, sizes: dict[str, int], file: BinaryIO) -> Weights:
+def _classify_records(name: str, found: list[tuple[str, int]], file: BinaryIO) -> Weights:
     """Tell the kind as torch does: by records, whose names have the file's own folder in front."""
-    records = {inner.partition("/")[2]: size for inner, size in sizes.items()}
+    records: dict[str, int] = {}
+    for inner, size in found:  # an empty one does not hide another of its name
+        record = inner.partition("/")[2]
+        records[record] = max(size, records.get(record, 0))
     if records.keys() & {"archive_format", "serialized_exported_program.json"}:
         return _package(name, records, file)
     if "constants.pkl" in records:
         return _torchscript(name, file)
     if "data.pkl" in records or any(record.endswith((".pkl", ".pt")) for record in records):
         return _pickle(name, TORCH_SAVE, file)
-    return Weights(name, "zip" if sizes else "damaged zip", False, "is not of a kind known here")
+    return Weights(name, "zip" if found else "damaged zip", False, "is not of a kind known here")
 
 
 def _torchscript(name: str, file: BinaryIO) -> Weights:
@@ -134,13 +137,13 @@ def _size(file: BinaryIO) -> int:
     return file.seek(0, os.SEEK_END)
 
 
-def _sizes_in(file: BinaryIO) -> dict[str, int]:
+def _sizes_in(file: BinaryIO) -> list[tuple[str, int]]:
     try:
         directory = read_directory(file, file.seek(0, os.SEEK_END))
         file.seek(directory.offset)
-        return dict(_decoded(file, min(directory.entries, _MAX_LISTED)))
+        return list(_decoded(file, min(directory.entries, _MAX_LISTED)))
     except Malformed:
-        return {}
+        return []
 
 
 def _decoded(file: BinaryIO, count: int) -> Iterable[tuple[str, int]]:

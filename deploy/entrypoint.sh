@@ -16,7 +16,10 @@ set -f # nothing here looks for file names; what is run in the end does as it li
 if [ $# -eq 1 ]; then
   case $1 in
     *[\;\&\|\`\<\>\(\)]*) exec sh -c "$1" ;;
-    torchserve\ * | serve\ *) eval "set -- $1" ;;
+    torchserve\ * | serve\ *) # its lines are one; each of them by itself would be run here
+      line=$(printf '%s\n' "$1" | sed 's/\\$//' | tr '\n' ' ')
+      eval "set -- $line"
+      ;;
     *[\$\'\"]*) exec sh -c "$1" ;;
     *) # words separated by blanks
       # shellcheck disable=SC2086

@@ -15,8 +15,9 @@ def forget_folder(folder: str) -> None:
     From any thread. Not importlib.invalidate_caches(), which walks a dictionary that imports in other threads
     change under it, and then raises.
     """
-    caches: tuple[MutableMapping[str, Any], ...] = (sys.path_importer_cache, linecache.cache)
+    caches: tuple[MutableMapping[Any, Any], ...] = (sys.path_importer_cache, linecache.cache)
     for cache in caches:
         for place in tuple(cache):
-            if place == folder or place.startswith(folder + os.sep):
+            # The prompt of Python 3.13.0 keeps what is typed in under its code object.
+            if isinstance(place, str) and (place == folder or place.startswith(folder + os.sep)):
                 cache.pop(place, None)

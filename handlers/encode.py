@@ -22,7 +22,7 @@ from typing import Any, Literal
 import msgspec
 
 from torchere.handlers.errors import UnsupportedOutput
-from torchere.handlers.tensors import TENSOR_TYPE, parse_tensor_type
+from torchere.handlers.tensors import TENSOR_TYPE, TensorError, parse_tensor_type
 from torchere.handlers.tensors_bytes import tensor_from_bytes
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,9 @@ def decode_input(value: bytes, content_type: str, decode: bool = True, lent: Len
         Parsed JSON for exactly `application/json`, a `str` for types that begin with `text`, an array for a
         tensor of the Open Inference Protocol, a `bytearray` for everything else, and for what its content
         type does not describe: the handler decides about it.
+
+    Raises:
+        TensorError: elements of a tensor are none, as a length of BYTES that goes beyond the end.
     """
     try:
         if decode and content_type == "application/json":
@@ -65,6 +68,8 @@ def decode_input(value: bytes, content_type: str, decode: bool = True, lent: Len
             datatype, shape = parse_tensor_type(content_type)
             array: object = tensor_from_bytes(raw, datatype, shape, writable=lent == "own")
             return array
+    except TensorError:
+        raise
     except (ValueError, RecursionError) as err:
         logger.warning(
             "a value sent as %s can't be decoded (%s: %s); the handler gets its %d bytes as they are",

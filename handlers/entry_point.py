@@ -61,7 +61,15 @@ def entry_of(module: ModuleType, function: str, context: Context) -> EntryPoint:
     if not callable(entry):
         raise HandlerLoadError(f"{function!r} in {module.__file__} is not callable; make it a function")
     entry_point = EntryPoint(entry)
-    entry_point(None, context)  # the contract: called once without data, to load
+    try:
+        entry_point(None, context)  # the contract: called once without data, to load
+    except (TypeError, AttributeError) as err:
+        if "NoneType" not in str(err):
+            raise
+        raise HandlerLoadError(
+            f"the function {function!r} in {module.__file__} failed when it was called with data=None, as "
+            f"TorchServe does once to load it: {err}; return before data is used if it is None"
+        ) from err
     return entry_point
 
 

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import re
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -120,9 +121,10 @@ def _import_file(archive: ArchiveModules, module_name: str) -> ModuleType:
 
 
 def _import_failure(archive: ArchiveModules, module_name: str, err: ImportError) -> str:
-    file = f"{module_name.replace('.', '/')}.py"
     if isinstance(err, ModuleNotFoundError) and err.name == f"{archive.prefix}.{module_name}":
+        file = f"{module_name.replace('.', '/')}.py"
         return f"the archive holds no handler file {file}; add it with --handler and make the archive again"
+    file = _file_of(archive, module_name)
     text = str(err).replace(f"{archive.prefix}.", "")
     if isinstance(err, ModuleNotFoundError):
         missing = (err.name or "").replace(f"{archive.prefix}.", "")
@@ -130,7 +132,21 @@ def _import_failure(archive: ArchiveModules, module_name: str, err: ImportError)
             f"the handler file {file} was found, but its code imports {missing!r}, which is not there "
             f"({text}); add the file with --extra-files, or install the package in the server's environment"
         )
-    return f"the handler file {file} was found, but an import in its code failed: {text}"
+    what = "an import in its code failed" if file.endswith(".py") else "it can't be imported"
+    return f"the handler file {file} was found, but {what}: {text}"
+
+
+def _file_of(archive: ArchiveModules, module_name: str) -> str:
+    """The file in the archive where importing a module begins, or ends at what is no package."""
+    found, folders = f"{module_name.replace('.', '/')}.py", [archive.model_dir]
+    for part in module_name.split("."):
+        spec = PathFinder.find_spec(part, folders)
+        if spec is None:
+            break
+        if spec.origin is not None:
+            found = Path(spec.origin).relative_to(archive.model_dir).as_posix()
+        folders = list(spec.submodule_search_locations or ())
+    return found
 
 
 def _installed(module_name: str) -> ModuleType:

@@ -47,14 +47,15 @@ class Target:
             ValueError: it is no HTTP URL; the text says what was found.
         """
         refusal = f"the address is {url!r}; expected http://host:port or https://host:port"
-        parts = urllib.parse.urlsplit(url)
+        try:
+            parts = urllib.parse.urlsplit(url)
+            port = parts.port
+        except ValueError as err:  # in words of its own, without the address
+            raise ValueError(refusal) from err
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(refusal)
         tls = parts.scheme == "https"
-        try:
-            port = parts.port or (443 if tls else 80)
-        except ValueError as err:  # in words of its own, without the address
-            raise ValueError(refusal) from err
+        port = port or (443 if tls else 80)
         return Target(parts.hostname, port, parts.path or "/", tls)
 
 

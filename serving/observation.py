@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torchere.serving.batching.pending import Pending
+from torchere.serving.batching.running import RunningBatch
 from torchere.serving.errors import ServingError
 from torchere.serving.execution.executor import BatchReport, ExecutorState, Unfinished
 from torchere.serving.execution.loss import LossKind
@@ -27,9 +27,9 @@ class VersionMetrics:
         self._statistics = metrics.statistics.of(meter.model, meter.version)
         self.queue_length: Callable[[], int] = lambda: 0
 
-    def batch_finished(self, pendings: Sequence[Pending], report: BatchReport, executor_s: float) -> None:
+    def batch_finished(self, batch: RunningBatch, report: BatchReport, executor_s: float) -> None:
         """Count the batch and take over what its handler reported."""
-        metrics = self._metrics
+        metrics, pendings = self._metrics, batch.pendings
 
         def ids() -> Sequence[str]:
             return [pending.request.request_id for pending in pendings]
@@ -43,7 +43,7 @@ class VersionMetrics:
         metrics.batch_finished(
             self.meter,
             size=len(pendings),
-            executor_s=executor_s,
+            executor_s=executor_s / batch.rounds,  # those in front of it count for themselves
             handler_s=report.handler_s,
             succeeded_ids=None if len(failed_s) == len(pendings) else ids,
         )

@@ -150,7 +150,8 @@ def _arrays(options: argparse.Namespace) -> dict[str, Any]:
             with Path(file).open("rb") as opened:  # not by np.load, which reads .npz and pickles, too
                 array = np.lib.format.read_array(opened, allow_pickle=False)
         except (EOFError, ValueError) as err:
-            raise UsageError(f"--npy {file}: no .npy file; expected what numpy.save writes") from err
+            found = f"no .npy file of numbers or texts ({err})"
+            raise UsageError(f"--npy {file}: {found}; expected what numpy.save writes") from err
         arrays[name if separator else ""] = array
     return arrays
 

@@ -28,6 +28,8 @@ from torch.ao.quantization import (
 from torchere.archiver.errors import ModelRefused
 
 _RECURRENT = (nn.LSTM, nn.GRU)
+# Of bags torch's int8 has sums only, over all entries, and takes others for these; it knows no max_norm.
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _LARGE = 1_000_000  # weights of an embedding; smaller ones are not where the size is
 _WEIGHTS_7_BITS = PerChannelMinMaxObserver.with_args(
     dtype=torch.qint8, qscheme=torch.per_channel_symmetric, quant_min=-64, quant_max=63
@@ -109,4 +111,6 @@ def _configuration(layer: nn.Module) -> Any:
 
 
 def _is_large_embedding(layer: nn.Module) -> bool:
-    return type(layer) is nn.Embedding and layer.weight.numel() >= _LARGE
+    if type(layer) not in _EMBEDDINGS or layer.max_norm is not None or layer.weight.numel() < _LARGE:
+        return False
+    return type(layer) is nn.Embedding or (layer.mode == "sum" and layer.padding_idx is None)

@@ -78,12 +78,14 @@ same way.
 
 _LIMITS = """## What stays in fp32
 
-Dynamic int8 changes linear and recurrent layers and large embeddings only. Scores and mixing of attention,
-GELU and normalisations stay in fp32. So do the projections of `nn.MultiheadAttention` with `add_bias_kv`,
-`add_zero_attn` or hooks, of its subclasses, and of any model that answers its example otherwise once its
-attention is plain layers, or whose own code reads the weights of torch's. With `--format aoti` torch's
-attention and encoder layers stay as they are, and mostly in fp32. Convolutions stay in fp32 by
-`int8-dynamic`, transposed ones always. A layer that was given back is named in the report.
+Dynamic int8 changes linear and recurrent layers and large embeddings only: those of a million weights,
+without `max_norm`, and bags that sum, without `padding_idx`. With `--format export` and `aoti` it
+changes linear layers only. Scores and mixing of attention, GELU and normalisations stay in fp32. So do
+the projections of `nn.MultiheadAttention` with `add_bias_kv`, `add_zero_attn` or hooks, of its
+subclasses, and of any model that answers its example otherwise once its attention is plain layers, or
+whose own code reads the weights of torch's. With `--format aoti` torch's attention and encoder layers
+stay as they are, and mostly in fp32. Convolutions stay in fp32 by `int8-dynamic`, transposed ones
+always. A layer that was given back is named in the report.
 """
 
 

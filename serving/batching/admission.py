@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 class BatchObserver(Protocol):
     """Who wants to know what ran; called on the event loop after a batch is answered."""
 
-    def batch_finished(self, pendings: Sequence[Pending], report: BatchReport, executor_s: float) -> None:
-        """`executor_s` is from dispatch to report."""
+    def batch_finished(self, batch: RunningBatch, report: BatchReport, executor_s: float) -> None:
+        """`executor_s` is from dispatch to report; the executor ran `batch.rounds` batches in it."""
 
     def left_unread(self) -> None:
         """A streamed answer was given up, because its client read it too slowly."""
@@ -230,7 +230,7 @@ class Admission(ABC):
             self._service_time.observe(executor_s / batch.rounds)
             self._settle()
             self.pump()
-            self._observer.batch_finished(batch.pendings, report, executor_s)
+            self._observer.batch_finished(batch, report, executor_s)
 
     @abstractmethod
     def _answer(self, batch: RunningBatch, report: BatchReport) -> bool:

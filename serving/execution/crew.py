@@ -21,6 +21,7 @@ from torchere.serving.execution.executor import (
     those_that_stay,
 )
 from torchere.serving.execution.executor_thread import ExecutorThread, Inbox
+from torchere.serving.execution.host import load_failed_text
 from torchere.serving.execution.inflight import InFlight
 
 ThreadMaker = Callable[[int, int | None, Inbox], ExecutorThread]  # executor id, GPU, where its batches lie
@@ -29,7 +30,7 @@ ThreadMaker = Callable[[int, int | None, Inbox], ExecutorThread]  # executor id,
 class Crew:
     """The executor threads of one version. Methods run on the event loop.
 
-    `on_replaced` is called when a thread that took the place of a hung one serves, or failed to.
+    `on_change` is called when a thread begins to serve, or failed to take the place of a hung one.
     """
 
     def __init__(
@@ -40,14 +41,14 @@ class Crew:
         next_id: Callable[[], int],
         make_thread: ThreadMaker,
         on_loaded: LoadedCallback,
-        on_replaced: FreeCallback,
+        on_change: FreeCallback,
     ) -> None:
         self._spec = spec
         self._startup_timeout_s = startup_timeout_s
         self._next_id = next_id
         self._make_thread = make_thread
         self._on_loaded = on_loaded
-        self._on_replaced = on_replaced
+        self._on_change = on_change
         self._inbox: Inbox = queue.SimpleQueue()  # shared, unless batches are sent to an executor by its id
         self._retiring: list[ExecutorThread] = []  # they finish what they are at, and end
         self._restarts: dict[ExecutorThread, asyncio.Task[None]] = {}
@@ -106,7 +107,7 @@ class Crew:
         try:
             # One after the other: the first loads the weights, the others find them loaded.
             for thread in fresh:
-                await thread.start(self._startup_timeout_s)
+                await self._start(thread)
         except BaseException:
             for thread in fresh:
                 self._forget(thread)
@@ -124,9 +125,17 @@ class Crew:
                     self._forget(thread)
             raise
 
+    async def _start(self, thread: ExecutorThread) -> None:
+        try:
+            await thread.start(self._startup_timeout_s)
+        except RuntimeError as err:  # the system would not; what the handler raises comes as LoadFailed
+            text = load_failed_text(self._spec.model_name, self._spec.model_version)
+            raise LoadFailed(text, str(err)) from err
+
     async def _warm_up(self, thread: ExecutorThread) -> None:
         await thread.warm_up(self._startup_timeout_s)
         self._on_loaded(thread.status.executor_id, age_s(thread.status))
+        self._on_change()
 
     def _new_thread(self, executor_id: int, gpu_id: int | None) -> ExecutorThread:
         inbox: Inbox = queue.SimpleQueue() if self._spec.pinned else self._inbox
@@ -164,12 +173,12 @@ class Crew:
 
     async def _bring_up(self, thread: ExecutorThread) -> None:
         try:
-            await thread.start(self._startup_timeout_s)
+            await self._start(thread)
             await self._warm_up(thread)
         except LoadFailed as err:  # the handler hangs or fails in a second instance, too
             thread.abandon()
             thread.status = replace(thread.status, state=ExecutorState.FAILED, last_failure=err.detail)
-        self._on_replaced()
+            self._on_change()
 
     def stopped(self, thread: ExecutorThread) -> None:
         """Forget a thread that has ended."""

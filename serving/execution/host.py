@@ -18,16 +18,24 @@ from torchere.handlers.archive_import import archive_of
 from torchere.handlers.archive_plain_names import give_plain_names
 from torchere.handlers.context import Context, RequestProcessor
 from torchere.handlers.devices import gpu_is_usable, own_stream
-from torchere.handlers.encode import Lent, decode_input
+from torchere.handlers.encode import Lent
 from torchere.handlers.entry_point import EntryPoint
 from torchere.handlers.errors import HandlerLoadError, PredictionException, UnsupportedOutput
 from torchere.handlers.metrics import MetricsCache
 from torchere.handlers.resolve import load_entry_point
 from torchere.handlers.shared_models import SharedModels
 from torchere.handlers.tensors_answer import AnswerEncoder
-from torchere.serving.errors import DeadlineExceeded, HandlerFailed, LoadFailed, OutOfResources, ServingError
+from torchere.serving.errors import (
+    DeadlineExceeded,
+    HandlerFailed,
+    InvalidRequest,
+    LoadFailed,
+    OutOfResources,
+    ServingError,
+)
 from torchere.serving.execution.executor import BatchReport, LoadSpec, Outcome, Unfinished
 from torchere.serving.execution.plain import line_of, plain_text, refusal_of, response_of, trace_of
+from torchere.serving.execution.rows import headers_of, row_of
 from torchere.serving.telemetry.trace_context import trace_of_headers
 from torchere.serving.types import InferRequest, InferResponse
 
@@ -124,14 +132,19 @@ class HandlerHost:
         now_s = time.monotonic()
         for request in requests:
             if request.deadline_s <= now_s:
-                return self._run_live(requests, send_partial, now_s)
+                late = DeadlineExceeded("The deadline of the request passed before it was run.")
+                refusals = [late if request.deadline_s <= now_s else None for request in requests]
+                return self._run_some(requests, refusals, send_partial)
         return self._run(requests, send_partial)
 
-    def _run_live(
-        self, requests: Sequence[InferRequest], send_partial: PartialSink | None, now_s: float
+    def _run_some(
+        self,
+        requests: Sequence[InferRequest],
+        refusals: Sequence[ServingError | None],
+        send_partial: PartialSink | None,
     ) -> BatchReport:
-        """Run those whose deadline is after `now_s` as one batch; the others are told that they are late."""
-        places = [place for place, request in enumerate(requests) if request.deadline_s > now_s]
+        """Run those with None as one batch; the others are told what is against them."""
+        places = [place for place, refusal in enumerate(refusals) if refusal is None]
         live = [requests[place] for place in places]
 
         def send(index: int, part: InferResponse) -> None:
@@ -140,17 +153,19 @@ class HandlerHost:
 
         report = self._run(live, send) if live else BatchReport([])
         of_live = iter(report.outcomes)
-        late = DeadlineExceeded("The deadline of the request passed before it was run.")
-        outcomes = [next(of_live) if request.deadline_s > now_s else late for request in requests]
+        outcomes = [refusal or next(of_live) for refusal in refusals]
         return BatchReport(outcomes, report.handler_s, report.metrics, report.cpu_s, report.stages_s)
 
     def _run(self, requests: Sequence[InferRequest], send_partial: PartialSink | None) -> BatchReport:
         cpu_started_s = self._cpu_time()
-        processors = [RequestProcessor(request.request_id, _headers_of(request)) for request in requests]
-        self._context.begin_batch(processors, _parts_of(processors, send_partial))
         # The requests of a batch that fails as a whole are run again one by one, so they may not be changed.
         lent: Lent = "own" if not self._borrows else "write" if len(requests) == 1 else "read"
-        rows = [self._row(request, lent) for request in requests]
+        rows = [row_of(request, self._spec.decode_input, lent) for request in requests]
+        refusals = [row if isinstance(row, InvalidRequest) else None for row in rows]
+        if any(refusals):
+            return self._run_some(requests, refusals, send_partial)
+        processors = [RequestProcessor(request.request_id, headers_of(request)) for request in requests]
+        self._context.begin_batch(processors, _parts_of(processors, send_partial))
         started = time.perf_counter()
         failure: ServingError | None = None
         try:
@@ -183,13 +198,6 @@ class HandlerHost:
         if self._entry_point is None:
             raise RuntimeError("load() must succeed before a handler can run")
         return self._entry_point
-
-    def _row(self, request: InferRequest, lent: Lent) -> dict[str, Any]:
-        row: dict[str, Any] = {}
-        for parameter in request.parameters:
-            value, content_type = parameter.value, parameter.content_type
-            row[parameter.name] = decode_input(value, content_type, self._spec.decode_input, lent)
-        return row
 
     def _outcomes(self, answers: object, processors: Sequence[RequestProcessor]) -> list[Outcome]:
         if not isinstance(answers, list):
@@ -256,18 +264,6 @@ def _log_failure(message: str, err: BaseException, extra: dict[str, str]) -> Non
     record = logger.makeRecord(logger.name, logging.ERROR, __file__, 0, message, (), None, extra=extra)
     record.exc_text = trace_of(err)
     logger.handle(record)
-
-
-def _headers_of(request: InferRequest) -> dict[str, Any]:
-    """What a handler finds as headers: the type of each value under the value's name, then the real ones.
-
-    A handler learns of the type of an uploaded file in no other way.
-    """
-    headers: dict[str, Any] = {}
-    for parameter in request.parameters:
-        headers[parameter.name] = {"content-type": parameter.content_type}
-    headers.update(request.headers)
-    return headers
 
 
 def _parts_of(

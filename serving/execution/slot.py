@@ -105,6 +105,7 @@ class Slot:
         self._change(state=ExecutorState.READY)
         self._heartbeat.start()
         self._settings.on_loaded(self.status.executor_id, age_s(self.status))
+        self._settings.on_free()  # others may take long still
         if self._supervisor is None:
             self._supervisor = asyncio.ensure_future(self._supervise())
 

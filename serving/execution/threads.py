@@ -67,7 +67,7 @@ class ThreadPool:
             next_id=next_id,
             make_thread=self._new_thread,
             on_loaded=on_loaded,
-            on_replaced=self._replaced,
+            on_change=self._crew_changed,
         )
         even = spec.handler in BUILT_IN_HANDLERS and spec.handler not in UNEVEN_HANDLERS
         self._inline = InlineChoice(allowed=even and not spec.pinned, on_gpu=bool(spec.gpu_ids))
@@ -110,8 +110,8 @@ class ThreadPool:
         return self._here.portion(waiting) if self.on_loop else waiting
 
     def idle_ids(self) -> tuple[int, ...]:
-        """The executors that are in service and have nothing to do; meant for pinned pools."""
-        busy = set(self._inside.values())
+        """The executors that are in service and have nothing to do."""
+        busy = {thread or batch.taker for batch, thread in self._inside.items()}
         return tuple(
             thread.status.executor_id
             for thread in self._crew.threads
@@ -199,8 +199,8 @@ class ThreadPool:
             self._overdue += 1
         batch.fail(DeadlineExceeded(f"The model did not answer within {timeout_s:g} s."))
 
-    def _replaced(self) -> None:
-        """A thread that took the place of a hung one serves, or never will."""
+    def _crew_changed(self) -> None:
+        """A thread begins to serve, or failed to take the place of a hung one."""
         for batch in () if self._crew.ready else self._crew.take_back():
             self.untouched(batch)  # nobody is left to take it
         self._on_free()

@@ -14,7 +14,13 @@ from typing import TypeAlias
 import msgspec
 
 from torchere.handlers.metric_types import MetricSample
-from torchere.serving.errors import DeadlineExceeded, ExecutorDied, HandlerFailed, OutOfResources
+from torchere.serving.errors import (
+    DeadlineExceeded,
+    ExecutorDied,
+    HandlerFailed,
+    InvalidRequest,
+    OutOfResources,
+)
 from torchere.serving.execution.executor import BatchReport, LoadSpec, Outcome, Unfinished
 from torchere.serving.types import InferRequest, InferResponse
 
@@ -178,4 +184,6 @@ def _decode_outcome(outcome: Answer | More | Failure) -> Outcome:
         return OutOfResources(outcome.message, outcome.detail)
     if outcome.code == DeadlineExceeded.code:
         return DeadlineExceeded(outcome.message, outcome.detail)
+    if outcome.code == InvalidRequest.code:
+        return InvalidRequest(outcome.message, outcome.detail)
     return HandlerFailed(outcome.message, outcome.status, outcome.detail)

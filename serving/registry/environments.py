@@ -150,11 +150,11 @@ class EnvironmentBuilder:
 
 
 def _errors_in(text: str) -> str:
-    """The errors of pip's output; all of it where there are none, or a build failed and drew its own."""
-    lines = text.splitlines()
-    errors = [line for line in lines if line.startswith("ERROR: ")]
-    built = any(line.lstrip().startswith("error: ") for line in lines)
-    return " ".join(errors) if errors and not built else text
+    """Pip's output from its first error on, in one line; all where there is none, or a build drew its own."""
+    lines = [line.strip() for line in text.splitlines()]
+    first = next((index for index, line in enumerate(lines) if line.startswith("ERROR: ")), None)
+    built = any(line.startswith("error: ") for line in lines)
+    return text if first is None or built else " ".join(line for line in lines[first:] if line)
 
 
 def _show_server_packages(venv: Path) -> None:

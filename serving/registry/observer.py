@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from torchere.handlers.metric_types import MetricDeclaration
-from torchere.serving.batching.pending import Pending
+from torchere.serving.batching.running import RunningBatch
 from torchere.serving.execution.executor import BatchReport
 from torchere.serving.telemetry.version_meter import VersionMeter
 from torchere.serving.types import ModelKey
@@ -22,8 +22,8 @@ class VersionObserver(Protocol):
     def meter(self) -> VersionMeter:
         """What counts its requests."""
 
-    def batch_finished(self, pendings: Sequence[Pending], report: BatchReport, executor_s: float) -> None:
-        """A batch was answered; `executor_s` is from its dispatch to its report."""
+    def batch_finished(self, batch: RunningBatch, report: BatchReport, executor_s: float) -> None:
+        """A batch was answered, `executor_s` after its dispatch; the executor ran `batch.rounds` in that."""
 
     def left_unread(self) -> None:
         """A streamed answer was given up, because its client read it too slowly."""

@@ -47,6 +47,13 @@ def test_an_exported_program_without_example_inputs_has_no_pickle() -> None:
     assert (found.kind, found.pickled) == ("ExportedProgram", False)
 
 
+def test_an_empty_record_does_not_hide_a_pickle_of_the_same_name() -> None:
+    buffer = zip_with("archive_format", "data/sample_inputs/model.pt")
+    with zipfile.ZipFile(buffer, "a") as archive:
+        archive.writestr("decoy/data/sample_inputs/model.pt", b"")
+    assert classify("model.pt2", b"PK\3\4", buffer).pickled
+
+
 def test_native_code_in_a_package_is_said() -> None:
     assert (
         "native code" in classify("m.pt2", b"PK", zip_with("archive_format", "data/aotinductor/m/x.so")).risk

@@ -138,6 +138,7 @@ def test_a_server_that_is_not_there_is_lost_connections(capsys):
     ("arguments", "said"),
     [
         (["--url", "localhost:8080"], "expected http://host:port"),
+        (["--url", "http://[::1"], "the address is 'http://[::1/predictions/echo'; expected"),
         (["--url", "http://h:99999"], "the address is 'http://h:99999/predictions/echo'; expected"),
         (["--header", "no colon"], "expected 'Name: value'"),
         (["--body", "/no/such/file"], "torchere bench: /no/such/file: No such file or directory\n"),

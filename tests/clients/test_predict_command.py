@@ -120,6 +120,13 @@ def test_nothing_to_send_is_a_wrong_usage(target: Target) -> None:
     assert ended.value.code == 2
 
 
+def test_an_array_of_objects_is_said_to_be_one(predict, tmp_path: Path) -> None:
+    path = tmp_path / "x.npy"
+    np.save(path, np.array(["a", None], dtype=object))
+    status, _, error = predict("identity_FP32", "--v2", "--npy", str(path))
+    assert (status, "of numbers or texts (Object arrays" in error) == (2, True)
+
+
 @pytest.mark.parametrize("kind", ["npz", "broken zip"])
 def test_a_file_of_several_arrays_or_of_something_else_is_refused(predict, tmp_path: Path, kind: str) -> None:
     path = tmp_path / "x.npz"

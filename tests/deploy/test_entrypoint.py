@@ -72,6 +72,12 @@ def test_a_shell_command_in_one_word_is_run_by_the_shell(enter: Callable[..., li
     assert enter("torchserve --start; echo then") == ["--start", "then"]
 
 
+def test_a_command_of_several_lines_is_one_command(enter: Callable[..., list[str]]) -> None:
+    told = ["--foreground", "--start", "--models", "a=b c.mar"]
+    assert enter("torchserve --start\n  --models 'a=b c.mar'\n") == told
+    assert enter("torchserve --start \\\n  --models 'a=b c.mar'") == told
+
+
 @pytest.mark.parametrize("together", [True, False])
 def test_variables_in_a_torchserve_command_are_filled_in(
     enter: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, together: bool

@@ -166,6 +166,17 @@ def test_nothing_in_the_process_remembers_an_archive_that_was_forgotten(write_ar
     assert archive.prefix.rpartition(".")[0] not in sys.modules
 
 
+def test_what_was_typed_in_is_in_nobodys_way(
+    write_archive: WriteArchive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed_in = compile("1", "<stdin>", "eval")
+    monkeypatch.setitem(linecache.cache, typed_in, (1, None, ["1"], "<stdin>"))  # type: ignore[arg-type]
+    archive = _open(write_archive({"model.py": "N = 1"}), "typed in")
+    assert archive.load("model").N == 1
+    forget_archive(archive.model_dir)
+    assert typed_in in linecache.cache
+
+
 def test_a_model_keeps_its_package_while_another_version_is_there(write_archive: WriteArchive) -> None:
     source = {"model.py": "def late():\n    import helper\n    return helper.N", "helper.py": "N = 2"}
     old, new = _open(write_archive({"model.py": ""})), _open(write_archive(source))

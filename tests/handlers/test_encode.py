@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from torchere.handlers.encode import Lent, decode_input, encode_answer, json_texts
 from torchere.handlers.errors import UnsupportedOutput
-from torchere.handlers.tensors import DATATYPES, tensor_type
+from torchere.handlers.tensors import DATATYPES, TensorError, tensor_type
 
 _numbers = st.one_of(st.integers(), st.floats())
 _plain = st.integers() | st.booleans() | st.none() | st.text(max_size=3)
@@ -247,6 +247,12 @@ def test_without_decoding_everything_stays_bytes() -> None:
 def test_what_is_not_what_it_claims_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     decode_input(b"{broken", "application/json")
     assert "application/json can't be decoded" in caplog.text
+
+
+@pytest.mark.parametrize(("name", "raw"), [("BYTES", b"\2\0\0\0x"), ("BOOL", b"\2")])
+def test_elements_of_a_tensor_that_are_none_are_told(name: str, raw: bytes) -> None:
+    with pytest.raises(TensorError, match=r"^tensor.*: found .*, expected "):
+        decode_input(raw, tensor_type(DATATYPES[name], [1]))
 
 
 def test_json_nested_too_deeply_stays_bytes() -> None:

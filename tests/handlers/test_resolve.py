@@ -68,6 +68,7 @@ def test_the_class_imported_from_elsewhere_does_not_count(
         ("def handle(:", r"my\.py is not valid Python: .* in line 1"),
         ("import not_there", r"my\.py was found, but its code imports 'not_there'.*--extra-files"),
         ("from json import not_there", r"my\.py was found, but an import in its code failed"),
+        ("def handle(data, c): return len(data)", r"'handle' in .*my\.py .* data=None, as TorchServe does"),
         ("class A:\n    def __init__(self, x): pass\n    handle = initialize = print", "without arguments"),
     ],
 )
@@ -91,6 +92,12 @@ def test_a_missing_sibling_is_not_taken_for_a_missing_handler(
     context = make_context(write_archive({"my.py": "import pkg.absent", "pkg/__init__.py": ""}))
     with pytest.raises(HandlerLoadError, match=r"my\.py was found, but its code imports 'pkg\.absent'"):
         load_entry_point("my.py", context)
+
+
+def test_a_library_in_the_handlers_place_is_named(write_archive: WriteArchive, make_context: Any) -> None:
+    context = make_context(write_archive({"ok.so": "no library"}))
+    with pytest.raises(HandlerLoadError, match=r"file ok\.so was found, but it can't be imported: .*ok\.so"):
+        load_entry_point("ok.so", context)
 
 
 def test_what_initialize_raises_comes_through(write_archive: WriteArchive, make_context: Any) -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from torchere.handlers.metric_types import MetricSample
 from torchere.serving.batching.pending import Pending
+from torchere.serving.batching.running import RunningBatch
 from torchere.serving.errors import HandlerFailed
 from torchere.serving.execution.executor import BatchReport, ExecutorState
 from torchere.serving.observation import RegistryMetrics, load_of
@@ -25,15 +26,16 @@ def lines(metrics, start):
     return [line for line in metrics.exposition().splitlines() if line.startswith(start)]
 
 
-def finish(metrics, outcomes, reported=()):
-    """A batch whose requests waited 1 s each, ran 2 s, half of that in the handler."""
+def finish(metrics, outcomes, reported=(), rounds=1):
+    """A batch whose requests waited 1 s each, was out for 2 s, half of that in the handler."""
     pendings = [Pending(InferRequest(f"r{i}", ()), "", 10.0, print) for i in range(len(outcomes))]
     for pending in pendings:
         pending.dequeued_s = 11.0
     registry = RegistryMetrics(metrics)
     version = fake_version(registry.watch(KEY))
     registry.registered(version, lambda: 1.0)
-    version.observer.batch_finished(pendings, BatchReport(outcomes, 1.0, reported), 2.0)
+    batch = RunningBatch(None, pendings, 11.0, rounds=rounds)
+    version.observer.batch_finished(batch, BatchReport(outcomes, 1.0, reported), 2.0)
     return version.observer
 
 
@@ -42,6 +44,11 @@ def test_a_batch_is_counted_with_the_time_it_took(metrics):
     assert lines(metrics, "torchere_executor_busy_seconds_total{")[0].endswith(" 2.0")
     assert lines(metrics, "torchere_batch_size_sum{")[0].endswith(" 2.0")
     assert lines(metrics, "PredictionTime{")[0].endswith(" 1000.0")
+
+
+def test_the_time_that_others_were_in_front_of_a_batch_is_counted_once(metrics):
+    finish(metrics, [DONE], rounds=2)
+    assert lines(metrics, "torchere_executor_busy_seconds_total{")[0].endswith(" 1.0")
 
 
 def test_a_batch_that_failed_as_a_whole_has_no_prediction_time(metrics):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -14,6 +15,8 @@ from torchere.serving.frontend import wording
 from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.rest.body import BodyTooLarge, ClientGone
 from torchere.serving.frontend.rest.errors import error_body, status_and_type
+
+Handler: TypeAlias = Callable[[Request, Exception], Awaitable[Response]]
 
 ANY_METHOD = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"]
 
@@ -44,14 +47,24 @@ def answer_errors(app: FastAPI, *, show_detail: bool) -> None:
     The framework raises what is no `ServingError` again after it answered, so the listener gets to log it.
     """
 
-    def handler(convert: Callable[[Exception], ServingError]) -> Callable[[Request, Exception], Response]:
-        return lambda request, error: error_answer(convert(error), show_detail)
+    # All are coroutines: the framework runs anything else in a thread.
+    def handler(convert: Callable[[Exception], ServingError]) -> Handler:
+        async def answer(request: Request, error: Exception) -> Response:
+            return error_answer(convert(error), show_detail)
+
+        return answer
+
+    def empty(status: int) -> Handler:
+        async def answer(request: Request, error: Exception) -> Response:
+            return Response(status_code=status)
+
+        return answer
 
     app.add_exception_handler(ServingError, handler(_as_it_is))
     app.add_exception_handler(HTTPException, handler(_of_framework))
     app.add_exception_handler(Exception, handler(_of_bug))
-    app.add_exception_handler(BodyTooLarge, lambda request, error: Response(status_code=413))
-    app.add_exception_handler(ClientGone, lambda request, error: Response(status_code=499))
+    app.add_exception_handler(BodyTooLarge, empty(413))
+    app.add_exception_handler(ClientGone, empty(499))
 
 
 def _as_it_is(error: Exception) -> ServingError:

@@ -17,26 +17,6 @@ from torchere.serving.frontend.services import Services
 from torchere.serving.settings import Address, ServerSettings
 
 
-def inference_app(dataplane: DataPlane, controlplane: ControlPlane, services: Services) -> ASGIApp:
-    """The app of the inference port."""
-    return listener_app(frozenset({"inference"}), dataplane, controlplane, services)
-
-
-def management_app(dataplane: DataPlane, controlplane: ControlPlane, services: Services) -> ASGIApp:
-    """The app of the management port."""
-    return listener_app(frozenset({"management"}), dataplane, controlplane, services)
-
-
-def metrics_app(dataplane: DataPlane, controlplane: ControlPlane, services: Services) -> ASGIApp:
-    """The app of the metrics port."""
-    return listener_app(frozenset({"metrics"}), dataplane, controlplane, services)
-
-
-def shared_app(dataplane: DataPlane, controlplane: ControlPlane, services: Services) -> ASGIApp:
-    """The app of a port that answers all three APIs."""
-    return listener_app(frozenset({"inference", "management", "metrics"}), dataplane, controlplane, services)
-
-
 def listener_app(
     surfaces: Surfaces, dataplane: DataPlane, controlplane: ControlPlane, services: Services
 ) -> Listener:

@@ -78,10 +78,6 @@ class Call:
         await self._send({"type": "http.response.body", "body": body})
         self.finished()
 
-    async def answer_json(self, status: int, text: str) -> None:
-        """Send JSON text, closed by the newline that TorchServe ends it with."""
-        await self.answer(status, [_JSON], text.encode() + b"\n")
-
     async def answer_error(self, error: ServingError) -> None:
         """Send the JSON body of an error."""
         await self.answer(*error_answer(error, show_detail=self.show_detail))

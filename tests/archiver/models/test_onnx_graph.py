@@ -206,3 +206,14 @@ def test_packing_tries_the_rows(pack: Callable[..., Path], tmp_path: Path) -> No
     path = tmp_path / "m.onnx"
     path.write_bytes(softmax("time", "time", axis=0))
     assert not parse(open_archive(pack(serialized_file=path)).read_text("signature.json")).batched
+
+
+def test_texts_need_a_handler(pack: Callable[..., Path], tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    node = part(1, "x") + part(2, "y") + part(4, "StringNormalizer")
+    infos = part(11, tensor_info("x", 8, 1)) + part(12, tensor_info("y", 8, 1))
+    path.write_bytes(model(part(1, node) + part(2, "texts") + infos))
+    with pytest.raises(ModelRefused, match=r"the input 'x' takes texts.*name a --handler of your own"):
+        pack(serialized_file=path)
+    (tmp_path / "own.py").write_text("def handle(data, context): return data")
+    assert pack(str(tmp_path / "own.py"), serialized_file=path).is_file()

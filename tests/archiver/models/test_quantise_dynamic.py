@@ -95,6 +95,34 @@ def test_an_embedding_whose_weights_the_model_reads_itself_stays_in_fp32(
     )
 
 
+BAGS = {
+    "a bag that sums": (nn.EmbeddingBag(50, 8, mode="sum"), True),
+    "a bag of means": (nn.EmbeddingBag(50, 8, mode="mean"), False),
+    "a bag that leaves padding out": (nn.EmbeddingBag(50, 8, mode="sum", padding_idx=0), False),
+    "a bag with max_norm": (nn.EmbeddingBag(50, 8, mode="sum", max_norm=0.1), False),
+    "an embedding": (nn.Embedding(50, 8), True),
+    "an embedding with max_norm": (nn.Embedding(50, 8, max_norm=0.1), False),
+}
+
+
+@pytest.mark.skipif(not supported(), reason="this build of torch has no int8 engine")
+@pytest.mark.parametrize("what", BAGS)
+def test_large_embeddings_have_8_bits_where_torch_then_answers_alike(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(quantise_dynamic, "_LARGE", 100)
+    torch.manual_seed(0)
+    embedding, is_quantised = BAGS[what]
+    model = nn.Sequential(embedding, nn.Linear(8, 4)).eval()
+    ids = torch.randint(0, 50, (3, 5))
+
+    made, layers = dynamic(model)
+
+    assert layers == 1 + is_quantised
+    with torch.inference_mode():
+        torch.testing.assert_close(made(ids), model(ids), rtol=0.05, atol=0.1)
+
+
 @pytest.mark.skipif(not supported(), reason="this build of torch has no int8 engine")
 def test_what_fails_without_embeddings_fails_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantise_candidates, "_BUDGET_S", 0.01)

@@ -13,6 +13,7 @@ import pytest
 
 from torchere.serving.batching.batcher import Batcher
 from torchere.serving.batching.pending import AwaitedReply, Pending
+from torchere.serving.batching.running import RunningBatch
 from torchere.serving.errors import (
     DeadlineExceeded,
     ExecutorDied,
@@ -91,8 +92,8 @@ class Stage:
             refusal="no worker",  # type: ignore[arg-type]
         )
 
-    def batch_finished(self, pendings: Sequence[Pending], report: BatchReport, executor_s: float) -> None:
-        self.reports.append(len(pendings))
+    def batch_finished(self, batch: RunningBatch, report: BatchReport, executor_s: float) -> None:
+        self.reports.append(len(batch.pendings))
 
     def left_unread(self) -> None:
         self.unread += 1

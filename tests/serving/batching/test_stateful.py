@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from torchere.serving.batching.pending import AwaitedReply, Pending, alone
+from torchere.serving.batching.running import RunningBatch
 from torchere.serving.batching.stateful import SEQUENCE_END, SEQUENCE_ID, StatefulBatcher, begin_sequence
 from torchere.serving.errors import Cancelled, DeadlineExceeded, ExecutorDied, QueueFull, Unavailable
 from torchere.serving.execution.executor import (
@@ -74,7 +75,7 @@ class Stage:
             refusal="no worker",
         )
 
-    def batch_finished(self, pendings: Sequence[Pending], report: BatchReport, executor_s: float) -> None:
+    def batch_finished(self, batch: RunningBatch, report: BatchReport, executor_s: float) -> None:
         pass
 
     def left_unread(self) -> None:

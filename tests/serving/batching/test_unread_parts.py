@@ -1,6 +1,7 @@
 """How much of a streamed answer may lie unread, and what becomes of one that is read too slowly."""
 
 import asyncio
+import functools
 import gc
 import time
 import weakref
@@ -11,6 +12,7 @@ from torchere.serving.batching import unread_parts
 from torchere.serving.batching.unread_parts import (
     LEAST_LIMIT_BYTES,
     STEP_BYTES,
+    UnreadOfAll,
     UnreadParts,
     is_hopeless,
     limit_bytes,
@@ -32,18 +34,18 @@ def small(monkeypatch):
 class Given:
     """Parts, and why they were given up."""
 
-    def __init__(self, count=0):
+    def __init__(self, count=0, of_all=None):
         self.reasons = []
-        self.parts = UnreadParts(LIMIT, self.reasons.append)
+        self.parts = UnreadParts(LIMIT, self.reasons.append, of_all or UnreadOfAll())
         for _ in range(count):
             self.parts.add(PART)
 
 
 def run(test):
+    @functools.wraps(test)
     def wrapper(**fixtures):
         asyncio.run(asyncio.wait_for(test(**fixtures), 20))
 
-    wrapper.__name__ = test.__name__
     return wrapper
 
 
@@ -201,3 +203,100 @@ async def test_parts_that_were_given_up_are_freed_without_a_collector():
         assert gone() is None
     finally:
         gc.enable()
+
+
+@pytest.fixture
+def of_all(monkeypatch):
+    monkeypatch.setattr(unread_parts, "ALL_BYTES", 2 * LIMIT)
+    monkeypatch.setattr(unread_parts, "ALL_ANSWERS", 1)
+    return UnreadOfAll()
+
+
+@run
+async def test_what_lies_here_of_all_streams_is_counted_whatever_becomes_of_it(of_all):
+    one, two, three = (Given(2, of_all) for _ in range(3))
+    assert of_all.unread_bytes == 6 * STEP
+    await one.parts.take()
+    assert of_all.unread_bytes == 5 * STEP
+    two.parts.abandon()
+    await asyncio.sleep(0)
+    assert of_all.unread_bytes == 3 * STEP
+    three.parts.lose()
+    one.parts.end()
+    await one.parts.take()
+    assert of_all.unread_bytes == 0
+
+
+@run
+async def test_when_too_much_lies_here_of_all_streams_one_that_gets_more_is_held_until_its_client_takes_it(
+    of_all,
+):
+    others = [Given(4, of_all), Given(4, of_all)]
+    assert not any(other.parts.held for other in others)
+    given = Given(1, of_all)
+    assert given.parts.held
+    await given.parts.take()
+    assert not given.parts.held
+    for _ in range(3):  # the last two were on their way
+        given.parts.add(PART)
+    assert given.parts.held
+    await given.parts.take()
+    assert not given.parts.held
+
+
+def test_a_stream_is_held_no_longer_when_less_lies_here_of_the_others(monkeypatch, of_all):
+    monkeypatch.setattr(unread_parts, "HELD_S", 1.0)
+
+    async def main():
+        others = [Given(4, of_all), Given(4, of_all)]
+        given, gone_on = Given(1, of_all), asyncio.Event()
+        given.parts.when_over(gone_on.set)
+        await others[0].parts.take()
+        await gone_on.wait()
+        assert given.parts.unread_bytes == STEP
+        assert given.reasons == []
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_of_too_many_streams_one_that_gets_more_and_is_not_read_is_given_up(monkeypatch, of_all):
+    impatient(monkeypatch)
+
+    async def main():
+        others = [Given(4, of_all), Given(4, of_all)]
+        given, gone_on = Given(1, of_all), asyncio.Event()
+        given.parts.when_over(gone_on.set)
+        await gone_on.wait()
+        with pytest.raises(LeftUnread):
+            await given.parts.take()
+        await asyncio.sleep(0)
+        assert [type(reason) for reason in given.reasons] == [LeftUnread]
+        assert of_all.unread_bytes == sum(other.parts.unread_bytes for other in others) == 8 * STEP
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+@run
+async def test_of_too_many_streams_those_are_given_up_that_nobody_has_read_for_long(monkeypatch, of_all):
+    monkeypatch.setattr(unread_parts, "IDLE_S", 0.0)
+    read, unread = Given(4, of_all), Given(4, of_all)
+    unread.parts.end()
+    await read.parts.take()
+    given = Given(2, of_all)
+    assert (of_all.unread_bytes, unread.parts.unread_bytes, given.parts.held) == (5 * STEP, 0, False)
+    with pytest.raises(LeftUnread):
+        await unread.parts.take()
+    await asyncio.sleep(0)
+    assert [type(reason) for reason in unread.reasons] == [LeftUnread]
+    assert [await read.parts.take() for _ in range(3)] == [PART] * 3
+
+
+@run
+async def test_a_stream_that_is_given_up_as_it_gets_more_holds_its_executor_up_no_longer(monkeypatch, of_all):
+    given, other = Given(1, of_all), Given(0, of_all)
+    other.parts.add(bytes(2 * LIMIT))
+    monkeypatch.setattr(unread_parts, "IDLE_S", 0.0)
+    given.parts.add(PART)
+    assert not given.parts.held
+    with pytest.raises(LeftUnread):
+        await given.parts.take()

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from torchere.handlers.shared_models import SharedModels
-from torchere.handlers.tensors import DATATYPES, tensor_type
-from torchere.serving.errors import HandlerFailed, LoadFailed, OutOfResources
+from torchere.handlers.tensors import BYTES, DATATYPES, tensor_type
+from torchere.serving.errors import HandlerFailed, InvalidRequest, LoadFailed, OutOfResources
 from torchere.serving.execution import host as host_module
 from torchere.serving.execution.executor import BatchReport, LoadSpec
 from torchere.serving.execution.frames import FrameReader
@@ -33,6 +33,15 @@ REFUSING = """
         def initialize(self, context): pass
         def handle(self, data, context):
             raise PredictionException("no room", 413)
+"""
+
+
+LONGEST = """
+    class Handler:
+        def initialize(self, context): pass
+        def handle(self, data, context):
+            context.set_response_header(0, "batch", str(len(data)))
+            return [max(row["text"].tolist()) for row in data]
 """
 
 
@@ -87,6 +96,25 @@ SETTING = """
             {}
             return [b"x"]
 """
+
+
+def test_a_request_whose_tensor_lies_about_its_elements_is_refused_and_its_batch_mates_are_run(
+    make_spec: Callable[..., LoadSpec],
+) -> None:
+    good, wrong = b"\2\0\0\0hi", b"\7\0\0\0hi"
+    text = tensor_type(BYTES, [1])
+    requests = [InferRequest(str(raw), (Parameter("text", raw, text),)) for raw in (good, wrong, good)]
+    host = HandlerHost(make_spec(LONGEST), None, SharedModels())
+    host.load()
+
+    first, refused, last = host.run(requests, None).outcomes
+
+    assert (first, last) == (InferResponse(b"hi", (("batch", "2"),)), InferResponse(b"hi"))
+    assert isinstance(refused, InvalidRequest)
+    assert refused.message == (
+        "Input 'text' is wrong: tensor[0]: found a length of 7 with 2 bytes left, "
+        "expected a length within the data"
+    )
 
 
 @pytest.mark.parametrize(

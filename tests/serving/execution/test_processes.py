@@ -229,6 +229,40 @@ def test_batches_sent_ahead_to_a_lost_worker_are_given_back(
     asyncio.run(main())
 
 
+ONE_IS_WARM = """
+    import os, time
+    class Handler:
+        def initialize(self, context):
+            self.folder = context.system_properties["model_dir"]
+        def warmup_data(self):
+            return [{}]
+        def handle(self, data, context):
+            if not data[0] and not hasattr(self, "warm"):
+                try:
+                    os.close(os.open(os.path.join(self.folder, "first"), os.O_CREAT | os.O_EXCL))
+                except FileExistsError:
+                    while not os.path.exists(os.path.join(self.folder, "go")):
+                        time.sleep(0.005)
+                self.warm = True
+            return ["warm"] * len(data)
+"""
+
+
+def test_the_first_worker_that_is_warm_is_told_of(make_spec: Any, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec(ONE_IS_WARM)) as pool:
+            (tmp_path / "first").unlink()
+            await pool.resize(3)
+            pool.freed.clear()  # type: ignore[attr-defined]
+            warming = asyncio.ensure_future(pool.warm_up())
+            await asyncio.wait_for(pool.freed.wait(), 60)  # type: ignore[attr-defined]
+            assert (pool.in_service, warming.done()) == (2, False)
+            (tmp_path / "go").touch()
+            await warming
+
+    asyncio.run(main())
+
+
 LEAVES_A_CHILD = """
     import subprocess
     class Handler:
@@ -459,12 +493,13 @@ def test_a_worker_that_cannot_be_killed_does_not_hold_up_the_stop(
 
     async def main() -> None:
         async with pool_of(make_spec()) as pool:
-            pid = pool.statuses()[0].pid
-            os.kill(pid, signal.SIGSTOP)
+            worker = pool._slots[0]._worker
+            os.kill(worker.pid, signal.SIGSTOP)
             with monkeypatch.context() as patch:
                 patch.setattr(launch.Launched, "kill", lambda _: None)
                 await asyncio.wait_for(pool.close(), 30)
-            os.kill(pid, signal.SIGKILL)
+            os.kill(worker.pid, signal.SIGKILL)
+            await asyncio.wait_for(worker._reaper, 30)  # or its pipe would be open when the loop is not
 
     asyncio.run(main())
     assert "does not end by SIGKILL" in caplog.text

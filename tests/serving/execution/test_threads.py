@@ -90,6 +90,48 @@ def test_a_raising_handler_fails_its_request_and_lives_on(
     asyncio.run(main())
 
 
+def test_a_thread_in_a_call_is_not_idle(
+    make_spec: Any, make_sink: Any, make_request: Any, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec(IN_CALLS), count=2) as pool:
+            sink = make_sink()
+            pool.submit([make_request("a")], sink)
+            await asyncio.wait_for(until((tmp_path / "in a").exists), 30)
+            (batch,) = pool._inside
+            assert set(pool.idle_ids()) == {9000, 9001} - {batch.taker.status.executor_id}
+            (tmp_path / "out of a").touch()
+            await sink.outcome()
+            assert pool.idle_ids() == (9000, 9001)
+
+    asyncio.run(main())
+
+
+def test_a_thread_that_the_system_does_not_give_is_a_failed_executor(
+    make_spec: Any, make_sink: Any, make_request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def main() -> None:
+        async with pool_of(make_spec(IN_CALLS), response_timeout_s=0.05) as pool:
+            hung = make_sink()
+            with monkeypatch.context() as patch:
+                patch.setattr(threading.Thread, "start", refused)
+                pool.freed.clear()  # type: ignore[attr-defined]
+                pool.submit([make_request("a")], hung)
+                assert isinstance(await hung.outcome(), DeadlineExceeded)
+                await asyncio.wait_for(pool.freed.wait(), 30)  # type: ignore[attr-defined]
+                (status,) = pool.statuses()
+                assert (status.state, status.last_failure) == (ExecutorState.FAILED, "can't start new thread")
+                with pytest.raises(LoadFailed):
+                    await pool.resize(1)
+            await pool.resize(1)
+            (tmp_path / "out of a").touch()
+
+    asyncio.run(main())
+
+
 def test_a_slow_call_is_answered_in_time_and_its_late_answer_dropped(
     make_spec: Any, make_sink: Any, make_request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -422,6 +464,40 @@ WARMING = """
                 raise ValueError("cold")
             return ["warm"] * len(data)
 """
+
+
+ONE_IS_WARM = """
+    import os, time
+    class Handler:
+        def initialize(self, context):
+            self.folder = context.system_properties["model_dir"]
+        def warmup_data(self):
+            return [{}]
+        def handle(self, data, context):
+            if not data[0] and not hasattr(self, "warm"):
+                try:
+                    os.close(os.open(os.path.join(self.folder, "first"), os.O_CREAT | os.O_EXCL))
+                except FileExistsError:
+                    while not os.path.exists(os.path.join(self.folder, "go")):
+                        time.sleep(0.005)
+                self.warm = True
+            return ["warm"] * len(data)
+"""
+
+
+def test_the_first_thread_that_is_warm_is_told_of(make_spec: Any, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec(ONE_IS_WARM)) as pool:
+            (tmp_path / "first").unlink()
+            await pool.resize(3)
+            pool.freed.clear()  # type: ignore[attr-defined]
+            warming = asyncio.ensure_future(pool.warm_up())
+            await asyncio.wait_for(pool.freed.wait(), 30)  # type: ignore[attr-defined]
+            assert (pool.in_service, warming.done()) == (2, False)
+            (tmp_path / "go").touch()
+            await warming
+
+    asyncio.run(main())
 
 
 def test_a_warm_up_that_fails_leaves_no_thread_behind(make_spec: Any, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from torchere.serving.errors import (
     DeadlineExceeded,
     ExecutorDied,
     HandlerFailed,
+    InvalidRequest,
     OutOfResources,
     ServingError,
 )
@@ -73,7 +74,13 @@ def test_a_report_survives_the_way_back() -> None:
 
 @pytest.mark.parametrize(
     "failure",
-    [HandlerFailed("no", 504), HandlerFailed("no", 507), DeadlineExceeded("late"), OutOfResources("full")],
+    [
+        HandlerFailed("no", 504),
+        HandlerFailed("no", 507),
+        DeadlineExceeded("late"),
+        InvalidRequest("wrong"),
+        OutOfResources("full"),
+    ],
 )
 def test_a_failure_is_of_the_same_kind_on_both_sides(failure: ServingError) -> None:
     (back,) = report_from_done(done_from_report(7, BatchReport([failure])), 1).outcomes

@@ -111,6 +111,18 @@ def test_of_a_build_that_failed_all_of_pips_words_are_kept() -> None:
     assert _errors_in(text) == text
 
 
+def test_what_pip_says_about_its_error_in_further_lines_is_kept() -> None:
+    text = (
+        "Collecting a\nERROR: Cannot install a and b because these package versions have conflicting "
+        "dependencies.\n\nThe conflict is caused by:\n    a 1 depends on c==1\n    b 1 depends on c==2\n\n"
+        "ERROR: ResolutionImpossible: for help visit the pages of pip"
+    )
+    said = _errors_in(text)
+    assert said.startswith("ERROR: Cannot install a and b") and "\n" not in said
+    assert "a 1 depends on c==1 b 1 depends on c==2 ERROR: ResolutionImpossible" in said
+    assert _errors_in("ERROR: Exception:\nTraceback\n  x\nReadTimeoutError: late").endswith("late")
+
+
 def test_a_venv_that_cannot_be_made_is_said(archive: Path) -> None:
     (archive.parent / "venv").write_text("in the way")
     with pytest.raises(DependenciesFailed) as caught:

@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 
-from torchere.serving.frontend.rest.app import inference_app
+from torchere.serving.frontend.rest.app import listener_app
 from torchere.serving.frontend.rest.server import RestServer
 from torchere.serving.settings import Address
 
@@ -15,7 +15,7 @@ def talk(planes):
     """`talk(*messages, **settings)`: what a server says to these bytes, sent at once, until it closes."""
 
     async def main(messages: tuple[bytes, ...], settings: dict) -> bytes:
-        app = inference_app(planes.data, planes.control, planes.services(**settings))
+        app = listener_app(frozenset({"inference"}), planes.data, planes.control, planes.services(**settings))
         server = RestServer(app, Address(port=0), drain_timeout_s=2)
         address = await server.start()
         reader, writer = await asyncio.open_connection(address.host, address.port)

@@ -8,7 +8,7 @@ import pytest
 
 from torchere.serving.errors import HandlerFailed, LeftUnread
 from torchere.serving.frontend.rest import protocol
-from torchere.serving.frontend.rest.app import inference_app
+from torchere.serving.frontend.rest.app import listener_app
 from torchere.serving.frontend.rest.server import RestServer
 from torchere.serving.settings import Address
 from torchere.serving.types import InferResponse, StreamedResponse
@@ -37,7 +37,7 @@ def counted(planes, caplog):
             await asyncio.sleep(0.001)
 
     async def main(message: bytes, until: bytes | None) -> bytes:
-        app = inference_app(planes.data, planes.control, planes.services())
+        app = listener_app(frozenset({"inference"}), planes.data, planes.control, planes.services())
         server = RestServer(app, Address(port=0), drain_timeout_s=2)
         address = await server.start()
         reader, writer = await asyncio.open_connection(address.host, address.port)

@@ -10,7 +10,7 @@ import pytest
 
 from torchere.serving.errors import HandlerFailed, QueueFull, Unavailable
 from torchere.serving.frontend.rest import direct_predictions, predict
-from torchere.serving.frontend.rest.app import inference_app
+from torchere.serving.frontend.rest.app import listener_app
 from torchere.serving.frontend.rest.codec import INLINE_FORM_BYTES, body_parameters
 from torchere.serving.frontend.rest.direct_predictions import SMALL_BODY_BYTES
 from torchere.serving.frontend.rest.server import RestServer
@@ -141,7 +141,10 @@ def test_requests_sent_at_once_are_answered_in_their_order(planes, talk):
 
 def test_a_body_in_pieces_is_put_together(planes):
     async def main() -> bytes:
-        server = RestServer(inference_app(planes.data, planes.control, planes.services()), Address(port=0))
+        server = RestServer(
+            listener_app(frozenset({"inference"}), planes.data, planes.control, planes.services()),
+            Address(port=0),
+        )
         address = await server.start()
         reader, writer = await asyncio.open_connection(address.host, address.port)
         for piece in (plain(b"abcdef", headers=CLOSE)[:-3], b"d", b"ef"):
@@ -208,7 +211,9 @@ def test_a_stream_whose_client_left_is_given_up(planes):
     async def main() -> None:
         planes.data.behave = behave
         server = RestServer(
-            inference_app(planes.data, planes.control, planes.services()), Address(port=0), drain_timeout_s=1
+            listener_app(frozenset({"inference"}), planes.data, planes.control, planes.services()),
+            Address(port=0),
+            drain_timeout_s=1,
         )
         address = await server.start()
         reader, writer = await asyncio.open_connection(address.host, address.port)
@@ -227,7 +232,12 @@ def exchange(planes, *messages: bytes, before=None, keep_alive_s: float = 75):
 
     async def main() -> list[bytes]:
         server = RestServer(
-            inference_app(planes.data, planes.control, planes.services(max_request_bytes=100_000)),
+            listener_app(
+                frozenset({"inference"}),
+                planes.data,
+                planes.control,
+                planes.services(max_request_bytes=100_000),
+            ),
             Address(port=0),
             drain_timeout_s=2,
         )

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchere.serving.frontend.rest.app import inference_app
+from torchere.serving.frontend.rest.app import listener_app
 from torchere.serving.frontend.rest.server import RestServer
 from torchere.serving.settings import Address
 
@@ -17,7 +17,9 @@ FRAMEWORK = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
 @contextlib.asynccontextmanager
 async def serving(planes):
     server = RestServer(
-        inference_app(planes.data, planes.control, planes.services()), Address(port=0), drain_timeout_s=5
+        listener_app(frozenset({"inference"}), planes.data, planes.control, planes.services()),
+        Address(port=0),
+        drain_timeout_s=5,
     )
     address = await server.start()
     connections = []

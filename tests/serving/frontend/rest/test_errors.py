@@ -1,6 +1,12 @@
+import asyncio
+import threading
+
 import pytest
+from starlette.exceptions import HTTPException
 
 from torchere.serving import errors as e
+from torchere.serving.frontend.rest.app import listener_app
+from torchere.serving.frontend.rest.body import BodyTooLarge, ClientGone
 from torchere.serving.frontend.rest.errors import WorkflowNotFound, error_body, status_and_type
 
 
@@ -50,3 +56,18 @@ def test_the_detail_is_shown_to_operators_only():
     assert "detail" not in error_body(error, show_detail=False)
     assert error_body(error, show_detail=True)["detail"] == "exit code 7"
     assert "detail" not in error_body(e.ExecutorDied(), show_detail=True)
+
+
+@pytest.mark.parametrize("error", [None, e.Conflict("x"), HTTPException(405), BodyTooLarge(), ClientGone()])
+def test_no_thread_is_begun_for_the_answer_to_an_error(planes, ask_app, error):
+    planes.control.error = error
+
+    async def main():
+        surfaces = frozenset({"management"})
+        app = listener_app(surfaces, planes.data, planes.control, planes.services())
+        answer = await ask_app(app, "GET", "/models" if error else "/nowhere")
+        return answer.status, [thread.name for thread in threading.enumerate()]
+
+    status, names = asyncio.run(main())
+    assert status >= 400
+    assert "AnyIO worker thread" not in names

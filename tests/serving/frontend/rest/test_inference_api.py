@@ -343,11 +343,11 @@ def test_each_answer_has_a_line_in_the_access_log(ask, caplog):
 def test_the_configured_cors_headers_are_on_every_answer(planes, ask_app):
     import dataclasses
 
-    from torchere.serving.frontend.rest.app import inference_app
+    from torchere.serving.frontend.rest.app import listener_app
     from torchere.serving.frontend.services import CorsHeaders
 
     services = dataclasses.replace(planes.services(), cors=CorsHeaders("*", "GET, POST", ""))
-    app = inference_app(planes.data, planes.control, services)
+    app = listener_app(frozenset({"inference"}), planes.data, planes.control, services)
     for target in ("/ping", "/predictions/echo", "/nope"):
         headers = asyncio.run(ask_app(app, "GET", target)).headers
         assert headers["access-control-allow-origin"] == "*"

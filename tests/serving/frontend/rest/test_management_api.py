@@ -16,7 +16,7 @@ from torchere.serving.errors import (
     VersionNotFound,
 )
 from torchere.serving.frontend.controlplane import ModelPage, Progress, Registered, Registration
-from torchere.serving.frontend.rest.app import management_app
+from torchere.serving.frontend.rest.app import listener_app
 from torchere.serving.frontend.rest.server import RestServer
 from torchere.serving.settings import Address
 from torchere.serving.types import InferResponse, ModelKey
@@ -298,7 +298,7 @@ def test_a_registration_goes_on_when_its_client_leaves(planes):
             return Registered(ModelKey("echo", "1.0"), 1, Progress.DONE)
 
         planes.control.register = register
-        app = management_app(planes.data, planes.control, planes.services())
+        app = listener_app(frozenset({"management"}), planes.data, planes.control, planes.services())
         server = RestServer(app, Address(port=0), drain_timeout_s=2)
         address = await server.start()
         _, writer = await asyncio.open_connection(address.host, address.port)

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from torchere.serving.frontend.dataplane import Readiness
-from torchere.serving.frontend.rest.app import metrics_app
+from torchere.serving.frontend.rest.app import listener_app
 
 TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -76,7 +76,9 @@ def test_the_port_describes_itself_and_knows_nothing_else(ask):
 
 
 def test_in_log_mode_there_is_nothing_to_see(planes, ask_app):
-    app = metrics_app(planes.data, planes.control, planes.services(metrics_mode="log"))
+    app = listener_app(
+        frozenset({"metrics"}), planes.data, planes.control, planes.services(metrics_mode="log")
+    )
     answer = asyncio.run(ask_app(app, "GET", "/metrics"))
     assert (answer.status, answer.body) == (200, b"")
 
@@ -85,7 +87,9 @@ def test_in_legacy_mode_there_are_the_three_old_counters(planes, ask_app):
     meter = planes.metrics.meter("echo", "1.0")
     planes.metrics.show(meter)
     meter.accepted(named=False)
-    app = metrics_app(planes.data, planes.control, planes.services(metrics_mode="legacy"))
+    app = listener_app(
+        frozenset({"metrics"}), planes.data, planes.control, planes.services(metrics_mode="legacy")
+    )
     text = asyncio.run(ask_app(app, "GET", "/metrics")).body.decode()
     families = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
     assert families == {

@@ -11,7 +11,7 @@ import pytest
 import uvloop
 from uvicorn.protocols.http import httptools_impl
 
-from torchere.serving.frontend.rest.app import inference_app
+from torchere.serving.frontend.rest.app import listener_app
 from torchere.serving.frontend.rest.request_reader import (
     EXACT_PIECES,
     MAX_ENDLESS_BYTES,
@@ -53,7 +53,7 @@ def answers(said: bytes) -> list[tuple[int, bytes]]:
 @contextlib.asynccontextmanager
 async def connected(planes, keep_alive_s=75, **settings):
     """A server, and a client's reader and writer."""
-    app = inference_app(planes.data, planes.control, planes.services(**settings))
+    app = listener_app(frozenset({"inference"}), planes.data, planes.control, planes.services(**settings))
     server = RestServer(app, Address(port=0), drain_timeout_s=2)
     server._server.config.timeout_keep_alive = keep_alive_s
     address = await server.start()
@@ -240,7 +240,7 @@ def test_a_handler_sees_the_head_without_the_wish(planes):
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")
 def test_curl_may_ask_for_http2(planes):
     async def main() -> bytes:
-        app = inference_app(planes.data, planes.control, planes.services())
+        app = listener_app(frozenset({"inference"}), planes.data, planes.control, planes.services())
         server = RestServer(app, Address(port=0), drain_timeout_s=2)
         address = await server.start()
         url = f"http://127.0.0.1:{address.port}/predictions/echo"
@@ -351,7 +351,7 @@ def test_a_body_that_nobody_reads_leaves_turns_to_others(planes):
 
     async def main() -> bytes:
         loop = asyncio.get_running_loop()
-        app = inference_app(planes.data, planes.control, planes.services())
+        app = listener_app(frozenset({"inference"}), planes.data, planes.control, planes.services())
         server = RestServer(app, Address(port=0), drain_timeout_s=2)
         address = await server.start()
         reader, writer = await asyncio.open_connection(address.host, address.port)

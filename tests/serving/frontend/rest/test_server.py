@@ -8,7 +8,7 @@ import socket
 import pytest
 import uvloop
 
-from torchere.serving.frontend.rest.app import inference_app
+from torchere.serving.frontend.rest.app import listener_app
 from torchere.serving.frontend.rest.disconnect import SWEEP_S
 from torchere.serving.frontend.rest.server import RestServer
 from torchere.serving.settings import Address
@@ -20,7 +20,7 @@ POST = b"POST /predictions/echo HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n%s\
 @contextlib.asynccontextmanager
 async def serving(planes, **settings):
     """A server on a free port, and `talk(*pieces)`: what it answers until it closes the connection."""
-    app = inference_app(planes.data, planes.control, planes.services(**settings))
+    app = listener_app(frozenset({"inference"}), planes.data, planes.control, planes.services(**settings))
     server = RestServer(app, Address(port=0), drain_timeout_s=2)
     address = await server.start()
 
@@ -279,7 +279,7 @@ def test_stopping_lets_a_request_finish(planes):
             return InferResponse(b"done")
 
         planes.data.behave = behave
-        app = inference_app(planes.data, planes.control, planes.services())
+        app = listener_app(frozenset({"inference"}), planes.data, planes.control, planes.services())
         server = RestServer(app, Address(port=0), drain_timeout_s=5)
         address = await server.start()
         reader, writer = await asyncio.open_connection(address.host, address.port)
@@ -299,7 +299,7 @@ def test_a_unix_socket_serves_and_is_taken_away_at_the_end(planes, tmp_path):
     path = tmp_path / "t.sock"
 
     async def main():
-        app = inference_app(planes.data, planes.control, planes.services())
+        app = listener_app(frozenset({"inference"}), planes.data, planes.control, planes.services())
         server = RestServer(app, Address(unix_path=str(path)))
         await server.start()
         reader, writer = await asyncio.open_unix_connection(path)
@@ -316,7 +316,10 @@ def test_a_unix_socket_serves_and_is_taken_away_at_the_end(planes, tmp_path):
 def test_a_port_that_is_taken_is_an_error_at_the_start(planes):
     async def main():
         async with serving(planes) as (_, address):
-            await RestServer(inference_app(planes.data, planes.control, planes.services()), address).start()
+            await RestServer(
+                listener_app(frozenset({"inference"}), planes.data, planes.control, planes.services()),
+                address,
+            ).start()
 
     with pytest.raises(OSError, match="in use"):
         asyncio.run(main())
@@ -329,7 +332,7 @@ def test_a_tls_address_without_files_is_refused():
 
 def test_clients_that_come_at_once_are_taken_in_within_a_few_turns_of_the_loop(planes):
     async def main() -> int:
-        app = inference_app(planes.data, planes.control, planes.services())
+        app = listener_app(frozenset({"inference"}), planes.data, planes.control, planes.services())
         server = RestServer(app, Address(port=0), drain_timeout_s=2)
         address = await server.start()
         connections = server._server.server_state.connections

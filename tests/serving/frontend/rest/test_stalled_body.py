@@ -7,7 +7,7 @@ import time
 import pytest
 
 from torchere.serving.frontend.rest import protocol
-from torchere.serving.frontend.rest.app import inference_app
+from torchere.serving.frontend.rest.app import listener_app
 from torchere.serving.frontend.rest.direct_predictions import SMALL_BODY_BYTES
 from torchere.serving.frontend.rest.server import RestServer
 from torchere.serving.settings import Address
@@ -59,7 +59,9 @@ def trickled(planes, *pieces: bytes, every_s: float) -> bytes:
         planes.data.behave = echo
         services = planes.services(max_request_bytes=2 * LARGE)
         server = RestServer(
-            inference_app(planes.data, planes.control, services), Address(port=0), drain_timeout_s=2
+            listener_app(frozenset({"inference"}), planes.data, planes.control, services),
+            Address(port=0),
+            drain_timeout_s=2,
         )
         address = await server.start()
         reader, writer = await asyncio.open_connection(address.host, address.port)

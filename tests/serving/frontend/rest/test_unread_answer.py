@@ -8,7 +8,7 @@ import time
 import pytest
 
 from torchere.serving.frontend import unread
-from torchere.serving.frontend.rest.app import inference_app
+from torchere.serving.frontend.rest.app import listener_app
 from torchere.serving.frontend.rest.server import RestServer
 from torchere.serving.settings import Address
 from torchere.serving.types import InferResponse
@@ -35,7 +35,9 @@ async def asked(planes, request):
 
     planes.data.behave = long_answer
     server = RestServer(
-        inference_app(planes.data, planes.control, planes.services()), Address(port=0), drain_timeout_s=2
+        listener_app(frozenset({"inference"}), planes.data, planes.control, planes.services()),
+        Address(port=0),
+        drain_timeout_s=2,
     )
     address = await server.start()
     client = socket.socket()
