@@ -7,6 +7,7 @@ Stop: unready, `drain_delay_s` of ordinary service, ports closed and what is in 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import gc
 import logging
 import signal
@@ -212,6 +213,7 @@ def serve(settings: ServerSettings, journal: Journal | None = None, prepared: Pr
     import uvloop  # noqa: PLC0415 - not to be had on Windows
 
     _allow_many_files()
+    _show_threads_on_sigquit()
     return uvloop.run(run(settings, journal, prepared))
 
 
@@ -225,6 +227,12 @@ def _allow_many_files() -> None:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with suppress(OSError, ValueError):  # where "unlimited" is more than the system gives
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _show_threads_on_sigquit() -> None:
+    """As a Java server does; it goes on. To standard error, if there is one."""
+    with suppress(RuntimeError, AttributeError, ValueError):
+        faulthandler.register(signal.SIGQUIT)
 
 
 def _on_signal(number: int, stop: asyncio.Event, journal: Journal | None) -> None:

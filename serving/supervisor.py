@@ -56,7 +56,7 @@ class Supervisor:
         for end in (self._woken, wake):
             os.set_blocking(end, False)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-        handled = (*ENDING_SIGNALS, signal.SIGCHLD, signal.SIGTSTP)
+        handled = (*ENDING_SIGNALS, signal.SIGQUIT, signal.SIGCHLD, signal.SIGTSTP)
         # nohup has SIGHUP ignored, which the server inherits.
         ignored = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else []
         self._handled = [number for number in handled if number not in ignored]
@@ -140,6 +140,8 @@ class Supervisor:
             if number in ENDING_SIGNALS:
                 self._told_to_end = True
                 self._send(number)
+            elif number == signal.SIGQUIT:
+                self._send(number)  # it says what its threads do, and goes on
             elif number == signal.SIGTSTP:
                 self._send(signal.SIGSTOP)
                 os.kill(os.getpid(), signal.SIGSTOP)

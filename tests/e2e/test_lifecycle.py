@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 SLEEPY = """
 import time
 class Handler:
@@ -226,3 +228,16 @@ def test_a_request_that_outlasts_the_drain_is_ended_and_not_waited_for(
         assert server.process.wait(45) == 0  # unregister_timeout is 120 s
         assert answer.result(60).status == 500
     assert "1 predictions accepted, 1 answered" in server.log()
+
+
+@pytest.mark.parametrize("supervised", ["true", "false"])
+def test_sigquit_shows_the_threads_and_the_server_goes_on(
+    pack: Any, start_server: Any, supervised: str
+) -> None:
+    pid = pack("pid", {"h.py": PID}, handler="h.py")
+    server = start_server("--models", pid, "--disable-token-auth", properties=f"supervise={supervised}\n")
+    os.kill(server.process.pid, signal.SIGQUIT)
+    _until(lambda: "(most recent call first)" in server.log())
+    assert server.call("POST", "/predictions/pid", b"x").status == 200
+    server.process.terminate()
+    assert server.process.wait(45) == 0
