@@ -38,7 +38,8 @@ from torchere.serving.types import InferRequest
 logger = logging.getLogger("torchere.worker")
 
 MAX_LOG_LINE_BYTES = 8192  # a longer line of a handler's output is cut into pieces of this size
-ENDING_GRACE_S = 2.0  # to end by itself once its socket is closed, and for the rest of its output
+ENDING_GRACE_S = 2.0  # to end by itself once its socket is closed
+LAST_WORDS_S = 0.5  # for the rest of its output, where a process that it started keeps the pipe open
 KILLED_GRACE_S = 10.0  # after SIGKILL: the kernel may take seconds to free much memory, on a GPU, too
 
 
@@ -258,7 +259,7 @@ class WorkerProcess:
     async def _read_out(self) -> None:
         """Log what it printed last, but do not wait for a child it left behind with the pipe open."""
         if self._output is not None:
-            await asyncio.wait({self._output}, timeout=ENDING_GRACE_S)
+            await asyncio.wait({self._output}, timeout=LAST_WORDS_S)
             self._output.cancel()
         if self._launched is not None:
             self._launched.close()
