@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -61,8 +62,11 @@ class FrameReader:
         """Whether the client's preface has come."""
         return self._greeted
 
-    def feed(self, data: Piece) -> None:
-        """Take in what came. The memory is not looked at again once this has returned.
+    def feed(self, data: Piece, most: int = sys.maxsize) -> Piece:
+        """Take in what came, up to `most` frames, a run of DATA counted as one.
+
+        Returns:
+            What is left behind so many, to be fed next; b"": the memory is not looked at again.
 
         Raises:
             ConnectionBroken: it is no HTTP/2, or too much of it.
@@ -81,18 +85,29 @@ class FrameReader:
                 )
             if len(data) < start + f.HEAD_BYTES:
                 self._rest = bytes(data)
-                return
+                return b""
             if data[start + 3] != f.SETTINGS:
                 raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "expected SETTINGS behind the preface")
             self._greeted = True
         if self._data is not None:
             start = self._go_on_with_data(self._data, data, start)
-        self._rest = bytes(data[self._frames(data, start) :])
+        start, is_all = self._frames(data, start, most)
+        if not is_all:
+            return data[start:]
+        self._rest = bytes(data[start:])
+        return b""
 
-    def _frames(self, data: Piece, start: int) -> int:
-        """Take in all whole frames, and DATA even when it is not whole; returns where the rest begins."""
+    def _frames(self, data: Piece, start: int, most: int) -> tuple[int, bool]:
+        """Take in whole frames, and DATA even when it is not whole.
+
+        Returns:
+            Where the rest begins, and whether it is the beginning of a frame only.
+        """
         end = len(data)
         while end - start >= f.HEAD_BYTES:
+            if not most:
+                return start, False
+            most -= 1
             high, low, kind, flags, stream_id = f.HEAD.unpack_from(data, start)
             size = high << 8 | low
             stream_id &= f.MAX_STREAM_ID
@@ -112,7 +127,7 @@ class FrameReader:
                 break
             start = body + size
             self._whole(kind, flags, stream_id, bytes(data[body:start]))
-        return start
+        return start, True
 
     def _whole(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
         if kind == f.HEADERS:

@@ -9,7 +9,7 @@ from torchere.serving.frontend.http2 import connection, listening
 
 CALLS = 200
 BOUNDS = {
-    "one read of many calls": [(connection, "TURN_S", 0), (connection, "STEP_BYTES", 20)],
+    "one read of many calls": [(connection, "TURN_S", 0), (connection, "STEP_FRAMES", 1)],
     "many reads in a row": [(connection, "AGAIN_S", 0), (listening, "LANDING_BYTES", 20)],
 }
 
