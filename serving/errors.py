@@ -199,6 +199,11 @@ class LoadFailed(ServingError):
         super().__init__(message, detail)
         self.out_of_memory = out_of_memory
 
+    @classmethod
+    def of(cls, model: str, version: str, detail: str, out_of_memory: bool = False) -> LoadFailed:
+        """With the contract's text for a version whose executors do not start."""
+        return cls(f"Failed to start workers for model {model} version: {version}", detail, out_of_memory)
+
 
 class UnregisterTimeout(ServingError):
     """Requests were still running when the time for unregistering was over."""

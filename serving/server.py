@@ -35,6 +35,7 @@ from torchere.serving.registry.ahead import Prepared
 from torchere.serving.registry.registry import Registry
 from torchere.serving.reloading import Reloadable, watch
 from torchere.serving.settings import ServerSettings
+from torchere.serving.start_signals import ending_signals
 from torchere.serving.telemetry.logging import lost_lines, say
 from torchere.serving.telemetry.metric_log import close_metric_files, open_metric_files
 from torchere.serving.telemetry.metrics import Metrics
@@ -167,9 +168,8 @@ async def run(
     """
     stop = asyncio.Event()
     if settings.install_signal_handlers:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
-                asyncio.get_running_loop().add_signal_handler(number, _on_signal, number, stop, journal)
+        for number in ending_signals():
+            asyncio.get_running_loop().add_signal_handler(number, _on_signal, number, stop, journal)
     server = Server(settings, journal, prepared)
     try:
         endpoints = await _started(server, stop)

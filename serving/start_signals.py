@@ -1,4 +1,4 @@
-"""Signals that come while a server's modules are imported, before it listens to them itself."""
+"""Which signals end a server, and what becomes of those that come while its modules are imported."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ import signal
 import threading
 from types import FrameType, TracebackType
 from typing import Any
+
+from torchere.serving.crash_policy import ENDING_SIGNALS
+
+
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """Those that end a server; without SIGHUP where nohup has had it ignored, as processes inherit that."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return tuple(number for number in ENDING_SIGNALS if not (ignored and number == signal.SIGHUP))
 
 
 class SignalsKept:
@@ -22,9 +30,8 @@ class SignalsKept:
 
     def __enter__(self) -> SignalsKept:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
-                    self._before[number] = signal.signal(number, self._keep)
+            for number in ending_signals():
+                self._before[number] = signal.signal(number, self._keep)
         return self
 
     def __exit__(

@@ -29,6 +29,7 @@ from torchere.serving.crash_policy import (
     to_blame,
 )
 from torchere.serving.execution.restart import restart_delay_s
+from torchere.serving.start_signals import ending_signals
 
 HUNG_AFTER_S = 60.0  # a serving event loop that stands still for longer is ended
 KILL_GRACE_S = 5.0  # for a hung server to write its trace
@@ -56,10 +57,7 @@ class Supervisor:
         for end in (self._woken, wake):
             os.set_blocking(end, False)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-        handled = (*ENDING_SIGNALS, signal.SIGQUIT, signal.SIGCHLD, signal.SIGTSTP)
-        # nohup has SIGHUP ignored, which the server inherits.
-        ignored = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else []
-        self._handled = [number for number in handled if number not in ignored]
+        self._handled = (*ending_signals(), signal.SIGQUIT, signal.SIGCHLD, signal.SIGTSTP)
         for number in self._handled:
             signal.signal(number, lambda number, frame: None)  # the pipe tells
         self._pid = 0

@@ -21,7 +21,6 @@ from torchere.serving.execution.executor import (
     those_that_stay,
 )
 from torchere.serving.execution.executor_thread import ExecutorThread, Inbox
-from torchere.serving.execution.host import load_failed_text
 from torchere.serving.execution.inflight import InFlight
 
 ThreadMaker = Callable[[int, int | None, Inbox], ExecutorThread]  # executor id, GPU, where its batches lie
@@ -129,8 +128,7 @@ class Crew:
         try:
             await thread.start(self._startup_timeout_s)
         except RuntimeError as err:  # the system would not; what the handler raises comes as LoadFailed
-            text = load_failed_text(self._spec.model_name, self._spec.model_version)
-            raise LoadFailed(text, str(err)) from err
+            raise LoadFailed.of(self._spec.model_name, self._spec.model_version, str(err)) from err
 
     async def _warm_up(self, thread: ExecutorThread) -> None:
         await thread.warm_up(self._startup_timeout_s)

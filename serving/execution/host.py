@@ -185,8 +185,8 @@ class HandlerHost:
 
     def too_slow(self, timeout_s: float) -> LoadFailed:
         """The error for a load that took longer than `timeout_s`."""
-        text = load_failed_text(self._spec.model_name, self._spec.model_version)
-        return LoadFailed(text, f"not loaded within startup_timeout={timeout_s:g} s")
+        cause = f"not loaded within startup_timeout={timeout_s:g} s"
+        return LoadFailed.of(self._spec.model_name, self._spec.model_version, cause)
 
     def traces(self) -> list[weakref.ref[Any]]:
         """Weak references that tell later whether this and its handler are still in memory."""
@@ -254,7 +254,7 @@ class HandlerHost:
         out_of_memory = isinstance(err, MemoryError) or (
             isinstance(err, RuntimeError) and "CUDA" in plain_text(err)
         )
-        return LoadFailed(load_failed_text(spec.model_name, spec.model_version), detail, out_of_memory)
+        return LoadFailed.of(spec.model_name, spec.model_version, detail, out_of_memory)
 
 
 def _log_failure(message: str, err: BaseException, extra: dict[str, str]) -> None:
@@ -283,8 +283,3 @@ def _unless_over(outcome: Outcome, is_over: object) -> Outcome:
     """The outcome; `Unfinished` when its stopping criterion said anything false but None: there is more."""
     goes_on = is_over is not None and not is_over
     return Unfinished(outcome) if goes_on and isinstance(outcome, InferResponse) else outcome
-
-
-def load_failed_text(model: str, version: str) -> str:
-    """The contract's text for a version whose executors do not start."""
-    return f"Failed to start workers for model {model} version: {version}"

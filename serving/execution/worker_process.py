@@ -13,7 +13,6 @@ import msgspec
 from torchere.serving.errors import LoadFailed
 from torchere.serving.execution.executor import LoadSpec
 from torchere.serving.execution.frames import FrameProtocol
-from torchere.serving.execution.host import load_failed_text
 from torchere.serving.execution.launch import Launched, Launcher
 from torchere.serving.execution.loss import Loss, LossKind, loss_of_exit
 from torchere.serving.execution.oom import OomWatch
@@ -31,13 +30,12 @@ from torchere.serving.execution.wire import (
     encode_frame,
     from_worker_decoder,
 )
-from torchere.serving.telemetry.worker_lines import new_token, relay
+from torchere.serving.telemetry.worker_lines import MAX_LINE_BYTES, new_token, relay
 from torchere.serving.turn_writes import TurnWrites
 from torchere.serving.types import InferRequest
 
 logger = logging.getLogger("torchere.worker")
 
-MAX_LOG_LINE_BYTES = 8192  # a longer line of a handler's output is cut into pieces of this size
 ENDING_GRACE_S = 2.0  # to end by itself once its socket is closed
 LAST_WORDS_S = 0.5  # for the rest of its output, where a process that it started keeps the pipe open
 KILLED_GRACE_S = 10.0  # after SIGKILL: the kernel may take seconds to free much memory, on a GPU, too
@@ -253,8 +251,7 @@ class WorkerProcess:
             self.lost.set_result(loss)
 
     def _load_failed(self, detail: str, out_of_memory: bool = False) -> LoadFailed:
-        text = load_failed_text(self._spec.model_name, self._spec.model_version)
-        return LoadFailed(text, detail, out_of_memory)
+        return LoadFailed.of(self._spec.model_name, self._spec.model_version, detail, out_of_memory)
 
     async def _read_out(self) -> None:
         """Log what it printed last, but do not wait for a child it left behind with the pipe open."""
@@ -274,9 +271,9 @@ class WorkerProcess:
         rest = b""
         while chunk := await output.read(65536):
             *lines, rest = (rest + chunk).split(b"\n")
-            while len(rest) > MAX_LOG_LINE_BYTES:
-                lines.append(rest[:MAX_LOG_LINE_BYTES])
-                rest = rest[MAX_LOG_LINE_BYTES:]
+            while len(rest) > MAX_LINE_BYTES:
+                lines.append(rest[:MAX_LINE_BYTES])
+                rest = rest[MAX_LINE_BYTES:]
             self._relay(lines, origin)
         self._relay([rest] if rest else [], origin)
 

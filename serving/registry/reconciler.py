@@ -11,7 +11,6 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from torchere.serving.errors import LoadFailed, Unavailable
-from torchere.serving.execution.host import load_failed_text
 from torchere.serving.registry.policy import Step, VersionView, next_step
 from torchere.serving.registry.version import Version, VersionState
 
@@ -89,8 +88,8 @@ class Reconciler:
             version.failure = LoadFailed(f"Model {version.key.name} was unregistered.", "It was loading.")
         except Exception as err:  # a bug: it must be seen, and the version must not load for ever
             logger.exception("loading %s failed unexpectedly", version.key)
-            text = load_failed_text(version.key.name, version.key.version)
-            version.failure = LoadFailed(text, f"internal error: {err!r}")
+            key = version.key
+            version.failure = LoadFailed.of(key.name, key.version, f"internal error: {err!r}")
         if version.failure is not None:
             level = logging.ERROR if version.wanted else logging.INFO  # as far as nobody minds any more
             text = f"{version.failure.message.removesuffix('.')}: {version.failure.detail}"

@@ -17,7 +17,7 @@ from torchere.serving.telemetry.record_parts import OWN_FIELDS, extras_of, trace
 
 SEPARATOR = "\x1e"  # ASCII's record separator: nobody prints it by accident
 MAX_TEXT_CHARACTERS = 6000  # of a message, a traceback or an extra
-MAX_LINE_BYTES = 8192  # the server cuts what is longer, and what is cut is no record
+MAX_LINE_BYTES = 8192  # the server cuts a longer one into pieces of this size, and a piece is no record
 
 
 def new_token() -> str:

@@ -82,3 +82,40 @@ def make_spec(tmp_path: Path) -> Callable[..., LoadSpec]:
         return LoadSpec("demo", "1.0", str(tmp_path), "handler.py", **changes)
 
     return make
+
+
+ONE_IS_WARM = """
+    import os, time
+    class Handler:
+        def initialize(self, context):
+            self.folder = context.system_properties["model_dir"]
+        def warmup_data(self):
+            return [{}]
+        def handle(self, data, context):
+            if not data[0] and not hasattr(self, "warm"):
+                try:
+                    os.close(os.open(os.path.join(self.folder, "first"), os.O_CREAT | os.O_EXCL))
+                except FileExistsError:
+                    while not os.path.exists(os.path.join(self.folder, "go")):
+                        time.sleep(0.005)
+                self.warm = True
+            return ["warm"] * len(data)
+"""
+
+
+@pytest.fixture
+def check_first_warm(make_spec: Callable[..., LoadSpec], tmp_path: Path) -> Any:
+    """Sees to it that a pool of either kind tells of its first new executor before the others are warm."""
+
+    async def check(pool_of: Any) -> None:
+        async with pool_of(make_spec(ONE_IS_WARM)) as pool:
+            (tmp_path / "first").unlink()
+            await pool.resize(3)
+            pool.freed.clear()
+            warming = asyncio.ensure_future(pool.warm_up())
+            await asyncio.wait_for(pool.freed.wait(), 60)
+            assert (pool.in_service, warming.done()) == (2, False)
+            (tmp_path / "go").touch()
+            await warming
+
+    return check

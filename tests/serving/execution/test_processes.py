@@ -229,38 +229,8 @@ def test_batches_sent_ahead_to_a_lost_worker_are_given_back(
     asyncio.run(main())
 
 
-ONE_IS_WARM = """
-    import os, time
-    class Handler:
-        def initialize(self, context):
-            self.folder = context.system_properties["model_dir"]
-        def warmup_data(self):
-            return [{}]
-        def handle(self, data, context):
-            if not data[0] and not hasattr(self, "warm"):
-                try:
-                    os.close(os.open(os.path.join(self.folder, "first"), os.O_CREAT | os.O_EXCL))
-                except FileExistsError:
-                    while not os.path.exists(os.path.join(self.folder, "go")):
-                        time.sleep(0.005)
-                self.warm = True
-            return ["warm"] * len(data)
-"""
-
-
-def test_the_first_worker_that_is_warm_is_told_of(make_spec: Any, tmp_path: Path) -> None:
-    async def main() -> None:
-        async with pool_of(make_spec(ONE_IS_WARM)) as pool:
-            (tmp_path / "first").unlink()
-            await pool.resize(3)
-            pool.freed.clear()  # type: ignore[attr-defined]
-            warming = asyncio.ensure_future(pool.warm_up())
-            await asyncio.wait_for(pool.freed.wait(), 60)  # type: ignore[attr-defined]
-            assert (pool.in_service, warming.done()) == (2, False)
-            (tmp_path / "go").touch()
-            await warming
-
-    asyncio.run(main())
+def test_the_first_worker_that_is_warm_is_told_of(check_first_warm: Any) -> None:
+    asyncio.run(check_first_warm(pool_of))
 
 
 LEAVES_A_CHILD = """

@@ -80,9 +80,9 @@ def folders(place: Path) -> list[str]:
     return [path.name for path in place.rglob("h.py")]
 
 
-def test_a_registration_that_is_given_up_while_it_is_unpacked_leaves_no_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def slow_unpacking(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Unpacking says that it has begun, and waits for its go."""
     begun, go_on = threading.Event(), threading.Event()
     unpack = Store.unpack
 
@@ -90,6 +90,15 @@ def test_a_registration_that_is_given_up_while_it_is_unpacked_leaves_no_folder(
         begun.set()
         go_on.wait(30)
         return unpack(self, url, archive)
+
+    monkeypatch.setattr(Store, "unpack", slowly)
+    return begun, go_on
+
+
+def test_a_registration_that_is_given_up_while_it_is_unpacked_leaves_no_folder(
+    tmp_path: Path, slow_unpacking: tuple[threading.Event, threading.Event]
+) -> None:
+    begun, go_on = slow_unpacking
 
     async def main() -> None:
         async with registry_of(tmp_path) as registry:
@@ -102,20 +111,13 @@ def test_a_registration_that_is_given_up_while_it_is_unpacked_leaves_no_folder(
             assert task.cancelled()
             assert folders(tmp_path) == []
 
-    monkeypatch.setattr(Store, "unpack", slowly)
     asyncio.run(main())
 
 
 def test_an_archive_that_takes_long_to_unpack_leaves_the_threads_of_others_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, slow_unpacking: tuple[threading.Event, threading.Event]
 ) -> None:
-    begun, go_on = threading.Event(), threading.Event()
-    unpack = Store.unpack
-
-    def slowly(self: Store, url: str, archive: Archive) -> StoredArchive:
-        begun.set()
-        go_on.wait(10)
-        return unpack(self, url, archive)
+    begun, go_on = slow_unpacking
 
     async def main() -> None:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
@@ -126,7 +128,6 @@ def test_an_archive_that_takes_long_to_unpack_leaves_the_threads_of_others_free(
             await asyncio.wait_for(asyncio.to_thread(go_on.set), 5)
             await task
 
-    monkeypatch.setattr(Store, "unpack", slowly)
     asyncio.run(main())
 
 
