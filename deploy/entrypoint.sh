@@ -6,21 +6,46 @@
 #                             dies with its server (TorchServe's image goes on without one)
 #   'torchserve --start ...'  the same as one word; TorchServe's image evaluates it
 #   words with $NAME in them, or with &, | or ; between them, are for the shell, as there: Docker itself fills nothing
-#                             in, and a variable may hold several words
+#                             in, and a variable may hold several words. A server that the shell leaves in the
+#                             background is stayed with until it ends
 #   anything else             is run as it is
 set -eu
 
 home=/home/model-server
 
+# shell LINE: run it. Where it leaves a server in the background, stay until that ends; a SIGTERM is for both.
+shell() {
+  case $1 in *--foreground*) exec sh -c "$1" ;; *torchserve*) ;; *) exec sh -c "$1" ;; esac
+  told='' status=0
+  sh -c "$1" &
+  ended=$!
+  trap 'told=1; kill "$ended" 2> /dev/null || :' TERM INT
+  wait "$ended" || status=$?
+  [ "$status" -eq 0 ] || [ "$told" ] || exit "$status"
+  ended=$(python -c "$left_running" 2> /dev/null) || exit "$status"
+  [ -z "$told" ] || kill "$ended" 2> /dev/null || :
+  while kill -0 "$ended" 2> /dev/null; do
+    sleep 0.2 &
+    wait $! || : # a trap runs at once in a wait, and after a sleep
+  done
+  [ "$told" ] || exit 1
+  exit 0
+}
+left_running='
+import os, sys
+from torchere.serving.launcher import pid_file, read_pid, running
+pid = read_pid(pid_file(os.environ))
+print(pid) if running(pid) else sys.exit(1)'
+
 set -f # nothing here looks for file names; what is run in the end does as it likes
 if [ $# -eq 1 ]; then
   case $1 in
-    *[\;\&\|\`\<\>\(\)]*) exec sh -c "$1" ;;
+    *[\;\&\|\`\<\>\(\)]*) shell "$1" ;;
     torchserve\ * | serve\ *) # its lines are one; each of them by itself would be run here
       line=$(printf '%s\n' "$1" | sed 's/\\$//' | tr '\n' ' ')
       eval "set -- $line"
       ;;
-    *[\$\'\"]*) exec sh -c "$1" ;;
+    *[\$\'\"]*) shell "$1" ;;
     *) # words separated by blanks
       # shellcheck disable=SC2086
       set -- $1
@@ -28,7 +53,7 @@ if [ $# -eq 1 ]; then
   esac
 else
   for word; do
-    case $word in '&' | '&&' | '|' | '||' | ';') exec sh -c "$*" ;; esac
+    case $word in '&' | '&&' | '|' | '||' | ';') shell "$*" ;; esac
   done
   case ${1-} in
     torchserve | serve)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -128,3 +130,36 @@ def test_anything_else_is_run_as_it_is(enter: Callable[..., list[str]]) -> None:
 
 def test_the_exit_status_is_that_of_the_command(root: Path) -> None:
     assert subprocess.run([root / "deploy/entrypoint.sh", "sh", "-c", "exit 7"], check=False).returncode == 7
+
+
+def test_a_server_that_a_shell_leaves_in_the_background_is_stayed_with_and_ended(
+    root: Path, tmp_path: Path
+) -> None:
+    addresses = (f"{name}_address=http://127.0.0.1:0" for name in ("inference", "management", "metrics"))
+    ports = (f"grpc_{name}_port=0" for name in ("inference", "management"))
+    (tmp_path / "config.properties").write_text("\n".join([*addresses, *ports]))
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    log, variables = tmp_path / "log", {**os.environ, "PATH": path, "TMPDIR": str(tmp_path)}
+    line = "torchserve --start --ncs --model-store . --ts-config config.properties && echo then"
+    with log.open("w") as file:
+        entered = subprocess.Popen(
+            [root / "deploy/entrypoint.sh", line], cwd=tmp_path, env=variables, stdout=file, stderr=file
+        )
+    try:
+        limit_s = time.monotonic() + 60
+        while not {"then", "Model server started."} <= set(log.read_text().splitlines()):
+            assert time.monotonic() < limit_s, log.read_text()
+            time.sleep(0.05)
+        entered.terminate()
+
+        assert entered.wait(60) == 0
+        assert "stopped: 0 predictions accepted" in log.read_text()
+    finally:
+        subprocess.run(["torchserve", "--stop"], cwd=tmp_path, env=variables, check=False, timeout=60)
+
+
+def test_a_line_for_the_shell_keeps_its_exit_status(enter: Callable[..., list[str]], root: Path) -> None:
+    done = subprocess.run([root / "deploy/entrypoint.sh", "echo torchserve && exit 7"], check=False)
+
+    assert done.returncode == 7
+    assert enter("echo torchserve && echo --start") == ["torchserve", "--start"]

@@ -114,6 +114,21 @@ def test_it_runs_as_nobody_in_particular_and_is_asked_how_it_is(dockerfile: str)
     assert 'CMD ["serve"]' in last_stage
 
 
+def test_any_other_user_of_group_0_may_write_where_user_1000_does(dockerfile: str, tmp_path: Path) -> None:
+    home = tmp_path / "model-server"
+    home.mkdir(mode=0o755)  # as useradd leaves it
+    (options,) = re.findall(r"&& install -d -o 1000 -g 0 ((?:.*\\\n)*.*)", dockerfile)
+    words = options.replace("\\\n", " ").replace("/home/model-server", str(home)).split()
+
+    subprocess.run(["install", "-d", *words], check=True, timeout=30)
+
+    temp = re.search(r"TEMP=/home/model-server/(\w+)", dockerfile)
+    assert temp
+    written = [home, *(home / name for name in ("logs", "model-store", temp.group(1)))]
+    assert [path for path in written if not path.stat().st_mode & 0o020] == []
+    assert "HOME=/home/model-server " in dockerfile  # or it were /, where such a user may not write
+
+
 def test_the_environment_keeps_its_pip(dockerfile: str) -> None:
     # It installs what models require; without it `RUN pip` finds the base image's, of another environment.
     assert re.search(r"^RUN python -m venv /opt/torchere$", dockerfile, re.MULTILINE)

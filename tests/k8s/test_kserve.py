@@ -25,7 +25,7 @@ from torchere.serving.properties import read_properties
 Object = dict[str, Any]
 HANDLER = """
 def handle(data, context):
-    return None if data is None else [{"doubled": 2 * row["body"]["instances"][0]} for row in data]
+    return None if data is None else [2 * instance for instance in data]
 """
 # As KServe's examples for TorchServe have it: the server's own addresses are for a wrapper in front of it.
 PROPERTIES = """
@@ -138,10 +138,12 @@ def _address(process: subprocess.Popen[bytes], log: Path) -> str:
 
 def test_the_runtimes_command_answers_kserves_first_protocol(served: str) -> None:
     request = urllib.request.Request(
-        f"http://{served}/v1/models/net:predict", b'{"instances": [21]}', {"content-type": "application/json"}
+        f"http://{served}/v1/models/net:predict",
+        b'{"instances": [21, 4]}',
+        {"content-type": "application/json"},
     )
 
     with urllib.request.urlopen(request, timeout=30) as answer:
-        assert json.loads(answer.read()) == {"doubled": 42}
+        assert json.loads(answer.read()) == {"predictions": [42, 8]}
     with urllib.request.urlopen(f"http://{served}/readyz", timeout=30) as answer:
         assert answer.status == 200

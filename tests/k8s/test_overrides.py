@@ -54,6 +54,34 @@ def test_a_small_limit_of_torchserves_chart_is_not_below_what_we_request(
     assert server["resources"]["requests"] == server["resources"]["limits"] == {"cpu": "0.5", "memory": "1Gi"}
 
 
+def test_the_older_values_of_torchserves_chart_name_no_claim_and_request_less_than_their_limit(
+    rendered: Callable[[Object], dict[str, Object]], root: Path
+) -> None:
+    theirs = yaml.safe_load((root / "tests/k8s/values/torchserve-chart-older.yaml").read_text())
+    pod = rendered(theirs)["Deployment/rel-torchere"]["spec"]["template"]["spec"]
+    (server,) = pod["containers"]
+
+    assert server["resources"]["requests"] == {"cpu": "1", "memory": "1Gi"}
+    assert server["resources"]["limits"] == {"cpu": "1", "memory": "4Gi", "nvidia.com/gpu": 1}
+    claims = [volume.get("persistentVolumeClaim") for volume in pod["volumes"]]
+    assert {"claimName": "model-store-claim", "readOnly": True} in claims
+    assert "--ts-config=/home/model-server/shared/config/config.properties" in server["args"]
+
+
+def test_the_user_may_be_left_to_the_platform(
+    rendered: Callable[[Object], dict[str, Object]], root: Path
+) -> None:
+    text = (root / "docs/kubernetes.md").read_text().partition("\n## OpenShift\n")[2]
+    objects = rendered(yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0]))
+
+    for pod in (objects["Deployment/rel-torchere"]["spec"]["template"]["spec"],
+                objects["Pod/rel-torchere-test-ready"]["spec"]):  # fmt: skip
+        assert {"runAsUser", "runAsGroup", "fsGroup"} & pod["securityContext"].keys() == set()
+        assert pod["securityContext"]["runAsNonRoot"] is True
+    egress = objects["NetworkPolicy/rel-torchere"]["spec"]["egress"]
+    assert {53, 5353} == {port["port"] for rule in egress for port in rule["ports"]}
+
+
 def test_helm_test_gets_through_a_narrow_network_policy_and_is_no_server(
     rendered: Callable[[Object], dict[str, Object]],
 ) -> None:
@@ -67,6 +95,31 @@ def test_helm_test_gets_through_a_narrow_network_policy_and_is_no_server(
     assert second["podSelector"]["matchLabels"].items() <= labels.items()
     for service in (each for name, each in objects.items() if name.startswith("Service/")):
         assert not service["spec"]["selector"].items() <= labels.items()
+
+
+def test_keda_adds_up_the_pods_of_a_scrape_that_does_not_name_them(
+    rendered: Callable[[Object], dict[str, Object]], tool: Callable[[str], str], tmp_path: Path
+) -> None:
+    scaled = rendered({"keda": {"enabled": True}})["ScaledObject/rel-torchere"]
+    labels = 'namespace="torchserve", service="rel-torchere-metrics"'
+    series = [
+        {"series": f'torchere_saturation{{{labels}, instance="{pod}", model="{model}"}}', "values": values}
+        for pod, model, values in (("a", "net", "1+0x9"), ("a", "idle", "0+0x9"), ("b", "net", "0.5+0x9"))
+    ]
+    query = {"expr": scaled["spec"]["triggers"][0]["metadata"]["query"], "eval_time": "5m"}
+    case = {
+        "interval": "1m",
+        "input_series": series,
+        "promql_expr_test": [query | {"exp_samples": [{"value": 1.5}]}],
+    }
+    (tmp_path / "tests.yaml").write_text(yaml.safe_dump({"tests": [case]}))
+
+    tested = subprocess.run(
+        [tool("promtool"), "test", "rules", tmp_path / "tests.yaml"],
+        check=False, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+    assert tested.returncode == 0, tested.stdout + tested.stderr
 
 
 def test_who_brings_a_configuration_on_a_claim_is_told_of_the_tokens(

@@ -66,11 +66,13 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 
 {{/*
 What counts after the values of TorchServe's chart were taken over, as YAML: ports, replicas, storeType, claimName,
-configFrom, mount, gpus, limits (requests, too, as there). A value of theirs wins over a default of ours, for whoever sets it means it.
+configFrom, mount, gpus, limits, requests. A value of theirs wins over a default of ours, for whoever sets it means it.
+Its older values name no claim: it was always model-store-claim.
 */}}
 {{- define "torchere.effective" -}}
 {{- $ts := .Values.torchserve | default dict -}}
-{{- $claim := dig "name" "" (.Values.persistentVolume | default dict) -}}
+{{- $volume := .Values.persistentVolume | default .Values.persitant_volume | default (dict "name" "") -}}
+{{- $claim := dig "name" "model-store-claim" $volume -}}
 {{- $ports := dict
       "http" (default .Values.ports.http $ts.inference_port)
       "management" (default .Values.ports.management $ts.management_port)
@@ -80,6 +82,8 @@ configFrom, mount, gpus, limits (requests, too, as there). A value of theirs win
 {{- $limits := dict -}}
 {{- if $ts.n_cpu -}}{{- $_ := set $limits "cpu" ($ts.n_cpu | toString) -}}{{- end -}}
 {{- if $ts.memory_limit -}}{{- $_ := set $limits "memory" $ts.memory_limit -}}{{- end -}}
+{{- $requests := deepCopy $limits -}}
+{{- if $ts.memory_request -}}{{- $_ := set $requests "memory" $ts.memory_request -}}{{- end -}}
 {{- toYaml (dict
       "ports" $ports
       "replicas" (dig "replicas" .Values.replicaCount (.Values.deployment | default dict))
@@ -88,7 +92,8 @@ configFrom, mount, gpus, limits (requests, too, as there). A value of theirs win
       "configFrom" (ternary "volume" .Values.server.configFrom (ne $claim ""))
       "mount" (default "/home/model-server/shared/" $ts.pvd_mount)
       "gpus" (default .Values.gpu.count $ts.n_gpu)
-      "limits" $limits) -}}
+      "limits" $limits
+      "requests" $requests) -}}
 {{- end -}}
 
 {{/* Seconds between SIGTERM and SIGKILL: everything the server may take, and some. */}}

@@ -8,7 +8,7 @@ httpGet:
 {{- define "torchere.resources" -}}
 {{- $v := include "torchere.effective" . | fromYaml -}}
 {{- $limits := merge (deepCopy $v.limits) (.Values.resources.limits | default dict) -}}
-{{- $requests := merge (deepCopy $v.limits) (.Values.resources.requests | default dict) -}}
+{{- $requests := merge (deepCopy $v.requests) (.Values.resources.requests | default dict) -}}
 {{- if gt (int $v.gpus) 0 -}}
 {{- $_ := set $limits .Values.gpu.resourceName ($v.gpus | int) -}}
 {{- end -}}
