@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -105,10 +105,11 @@ class AsyncClient:
         content_type: str | None = None,
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncGenerator[bytes, None]:
         """Ask a model that answers in parts; yields them as they come. See `predict`.
 
-        The network may join parts that come close together. An answer that breaks off raises.
+        The network may join parts that come close together. An answer that breaks off raises. Whoever stops
+        before the end closes it (`contextlib.aclosing`): that drops the request.
 
         Example:
             async for part in client.predict_stream("llm", "Once upon a time"):
@@ -166,8 +167,8 @@ class AsyncClient:
         *,
         version: str | None = None,
         timeout_s: float | None = None,
-    ) -> AsyncIterator[InferResult]:
-        """Ask a model that answers in parts by the Open Inference Protocol. See `infer`.
+    ) -> AsyncGenerator[InferResult, None]:
+        """Ask a model that answers in parts by the Open Inference Protocol. See `infer`, `predict_stream`.
 
         Example:
             async for part in client.infer_stream("llm", {"prompt": ["Once upon a time"]}):
@@ -176,8 +177,9 @@ class AsyncClient:
         operation = inference.infer_stream(model, inputs, options or InferOptions(), version=version)
         events = inference.Events()
         async for part in self._transport.stream(operation, timeout_s):
-            for event in events.feed(part):
-                yield inference.event_result(event)
+            for result in events.feed(part):
+                yield result
+        events.end()
 
     async def server_metadata(self, *, timeout_s: float | None = None) -> ServerMetadata:
         """Which server answers, and what it can do."""

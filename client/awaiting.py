@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 import httpx
 
@@ -41,7 +41,9 @@ class Awaiting:
             except ClientError as error:
                 await self._pause_or_raise(error, attempt, deadline_s)
 
-    async def stream(self, operation: Operation[object], timeout_s: float | None) -> AsyncIterator[bytes]:
+    async def stream(
+        self, operation: Operation[object], timeout_s: float | None
+    ) -> AsyncGenerator[bytes, None]:
         """The parts of an answer as they come; tries again until the first one is there."""
         allowed_s = self._settings.seconds(timeout_s)
         deadline_s = time.monotonic() + allowed_s
@@ -67,7 +69,7 @@ class Awaiting:
         await asyncio.sleep(pause_s)
 
     async def _attempt(self, operation: Operation[Result], deadline_s: float, allowed_s: float) -> Result:
-        with translated(self._settings.url(operation.request), allowed_s):
+        with translated(self._settings.url(operation.request), deadline_s, allowed_s):
             response = await self._send(operation.request, deadline_s, allowed_s)
             try:
                 body = await _whole(response, deadline_s, allowed_s)
@@ -78,7 +80,7 @@ class Awaiting:
     async def _parts(
         self, operation: Operation[object], deadline_s: float, allowed_s: float
     ) -> AsyncIterator[bytes]:
-        with translated(self._settings.url(operation.request), allowed_s):
+        with translated(self._settings.url(operation.request), deadline_s, allowed_s):
             response = await self._send(operation.request, deadline_s, allowed_s)
             try:
                 if not operation.takes(response.status_code):

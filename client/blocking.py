@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import httpx
 
@@ -42,7 +42,7 @@ class Blocking:
             except ClientError as error:
                 self._pause_or_raise(error, attempt, deadline_s)
 
-    def stream(self, operation: Operation[object], timeout_s: float | None) -> Iterator[bytes]:
+    def stream(self, operation: Operation[object], timeout_s: float | None) -> Generator[bytes, None, None]:
         """The parts of an answer as they come; tries again until the first one is there."""
         allowed_s = self._settings.seconds(timeout_s)
         deadline_s = time.monotonic() + allowed_s
@@ -68,7 +68,7 @@ class Blocking:
         time.sleep(pause_s)
 
     def _attempt(self, operation: Operation[Result], deadline_s: float, allowed_s: float) -> Result:
-        with translated(self._settings.url(operation.request), allowed_s):
+        with translated(self._settings.url(operation.request), deadline_s, allowed_s):
             response = self._send(operation.request, deadline_s, allowed_s)
             try:
                 body = b"".join(_within(response, deadline_s, allowed_s))
@@ -77,7 +77,7 @@ class Blocking:
         return read(operation, answer_of(response, body))
 
     def _parts(self, operation: Operation[object], deadline_s: float, allowed_s: float) -> Iterator[bytes]:
-        with translated(self._settings.url(operation.request), allowed_s):
+        with translated(self._settings.url(operation.request), deadline_s, allowed_s):
             response = self._send(operation.request, deadline_s, allowed_s)
             try:
                 if not operation.takes(response.status_code):

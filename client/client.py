@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -124,10 +124,11 @@ class Client:
         content_type: str | None = None,
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
-    ) -> Iterator[bytes]:
+    ) -> Generator[bytes, None, None]:
         """Ask a model that answers in parts; yields them as they come. See `predict`.
 
-        The network may join parts that come close together. An answer that breaks off raises.
+        The network may join parts that come close together. An answer that breaks off raises. Whoever stops
+        before the end closes it (`contextlib.closing`): that drops the request.
 
         Example:
             for part in client.predict_stream("llm", "Once upon a time"):
@@ -185,8 +186,8 @@ class Client:
         *,
         version: str | None = None,
         timeout_s: float | None = None,
-    ) -> Iterator[InferResult]:
-        """Ask a model that answers in parts by the Open Inference Protocol. See `infer`.
+    ) -> Generator[InferResult, None, None]:
+        """Ask a model that answers in parts by the Open Inference Protocol. See `infer`, `predict_stream`.
 
         Example:
             for part in client.infer_stream("llm", {"prompt": ["Once upon a time"]}):
@@ -195,7 +196,8 @@ class Client:
         operation = inference.infer_stream(model, inputs, options or InferOptions(), version=version)
         events = inference.Events()
         for part in self._transport.stream(operation, timeout_s):
-            yield from map(inference.event_result, events.feed(part))
+            yield from events.feed(part)
+        events.end()
 
     def server_metadata(self, *, timeout_s: float | None = None) -> ServerMetadata:
         """Which server answers, and what it can do."""

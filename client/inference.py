@@ -118,29 +118,58 @@ def infer_stream(
     return infer(model, inputs, options, version=version, headers=wanted)
 
 
-def event_result(event: bytes) -> InferResult:
-    """The result in the data of one event.
-
-    Raises:
-        AnswerError: the model failed midway; its status is 200, because the answer had begun.
-        UnreadableAnswer: it is no inference response.
-    """
-    answer = Answer(200, {}, event)
-    if "error" in answer.json_object():
-        raise ModelFailed(str(answer.json_object()["error"]), answer.status)
-    return result(answer)
-
-
 class Events:
-    """Cuts a stream of server-sent events into their data. Feed it the parts as they come."""
+    """Cuts a stream of server-sent events into results. Feed it the parts as they come, then end it."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest = bytearray()
+        self._failure: ModelFailed | None = None
 
-    def feed(self, part: bytes) -> list[bytes]:
-        """The data of the events that are whole now."""
-        *events, self._rest = (self._rest + part).split(b"\n\n")
-        return [event.removeprefix(b"data:").strip() for event in events if event.startswith(b"data:")]
+    def feed(self, part: bytes) -> Iterator[InferResult]:
+        """The results in the events that are whole now.
+
+        Raises:
+            UnreadableAnswer: it is no event, or holds no inference response.
+        """
+        for event in self._cut(part):
+            answer = Answer(200, {}, event)
+            said = answer.json_object()
+            if "error" in said:
+                self._failure = ModelFailed(str(said["error"]), answer.status)
+            else:
+                yield result(answer)
+
+    def end(self) -> None:
+        """Say that the stream is over.
+
+        A failure is told only here, because being too late is told as an event, too: that the transport finds
+        before the stream is over.
+
+        Raises:
+            ModelFailed: the model failed midway; its status is 200, because the answer had begun.
+            UnreadableAnswer: what came last is no event.
+        """
+        if self._rest.strip():
+            raise _no_event(self._rest)
+        if self._failure is not None:
+            raise self._failure
+
+    def _cut(self, part: bytes) -> Iterator[bytes]:
+        start = max(len(self._rest) - 1, 0)  # what is before was looked at; an event may have many parts
+        self._rest += part
+        while (end := self._rest.find(b"\n\n", start)) >= 0:
+            event = bytes(self._rest[:end])
+            del self._rest[: end + 2]
+            start = 0
+            if event.startswith(b"data:"):
+                yield event.removeprefix(b"data:").strip()
+            elif event.strip() and not event.startswith(b":"):  # a comment
+                raise _no_event(event)
+
+
+def _no_event(found: bytes | bytearray) -> UnreadableAnswer:
+    # So answers a handler that reads JSON itself, as TorchServe's do: it was not asked for events.
+    return UnreadableAnswer(f"expected server-sent events, found {bytes(found[:200])!r}")
 
 
 def model_path(model: str, version: str | None, verb: str = "") -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ _LONGEST_TIMEOUT_MS = 86_400_000  # the most the server takes: a day
 _LONGEST_WAIT_S = 1_000_000.0  # sockets take no more than 24 days; who says more means no bound
 _SHORTEST_WAIT_S = 0.001  # 0 would not wait at all
 _AGENT = "torchere-client"
+_FRAMING = frozenset({"content-length", "transfer-encoding"})  # of the body, so the transport's to say
 _MAX_PORT = 65_535
 
 
@@ -56,6 +58,7 @@ class Settings:
         token = self._token(request.api)
         authorization = {} if token is None else {"authorization": bearer(token)}
         headers = merged({"user-agent": _AGENT}, authorization, self.headers, request.headers)
+        headers = {name: value for name, value in headers.items() if name.lower() not in _FRAMING}
         if request.api == "inference" and remaining_s < math.inf:
             remaining_ms = max(1, min(math.ceil(remaining_s * 1000), _LONGEST_TIMEOUT_MS))
             headers = merged(headers, {TIMEOUT_HEADER: str(remaining_ms)})
@@ -100,8 +103,11 @@ def bearer(token: str) -> str:
     Raises:
         ValueError: no header can carry the token, mostly for a line break behind it; it is not in the text.
     """
-    if not (token.isascii() and token.isprintable()):
-        raise ValueError("the token holds a line break or a character that is not ASCII; expected one word")
+    if not token or " " in token or not (token.isascii() and token.isprintable()):
+        raise ValueError(
+            "the token holds a line break, a blank or a character that is not ASCII, or is empty; "
+            "expected one word"
+        )
     return f"Bearer {token}"
 
 
@@ -128,8 +134,8 @@ def too_late(timeout_s: float) -> DeadlineExceeded:
 
 
 @contextmanager
-def translated(url: str, timeout_s: float) -> Iterator[None]:
-    """Turn what httpx raises into this package's errors."""
+def translated(url: str, deadline_s: float, timeout_s: float) -> Iterator[None]:
+    """Turn what httpx raises into this package's errors; `deadline_s` is of the monotonic clock."""
     try:
         yield
     except httpx.TimeoutException as err:
@@ -137,6 +143,8 @@ def translated(url: str, timeout_s: float) -> Iterator[None]:
     except httpx.ConnectError as err:
         raise ConnectionFailed(f"no connection to {url}: {err}", refused=True) from err
     except (httpx.HTTPError, httpx.StreamError) as err:
+        if time.monotonic() >= deadline_s:  # the server knows it too, and breaks off a stream then
+            raise too_late(timeout_s) from err
         raise ConnectionFailed(f"the connection to {url} broke: {str(err) or repr(err)}") from err
 
 

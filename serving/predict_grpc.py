@@ -35,7 +35,7 @@ class Connection:
 
     def __init__(self, address: str, token: str | None, timeout_s: float) -> None:
         self._address = address
-        self._metadata = [("authorization", bearer(token))] if token else []
+        self._metadata = [("authorization", bearer(token))] if token is not None else []
         self._timeout_s = timeout_s
         self._channel = _channel(address)
 

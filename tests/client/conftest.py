@@ -18,7 +18,7 @@ def call(request: pytest.FixtureRequest) -> Caller:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    for module in ("blocking", "awaiting"):
+    for module in ("blocking", "awaiting", "wire"):
         monkeypatch.setattr(f"torchere.client.{module}.time", TimeModule(made))
     monkeypatch.setattr("torchere.client.awaiting.asyncio", AsyncioModule(made))
     return made

@@ -56,7 +56,7 @@ def _collected(made: Any) -> Any:
 
 
 class Clock:
-    """Stands in for `time` and `asyncio.sleep` in the transports."""
+    """Stands in for `time` and `asyncio.sleep` in the transports and what they share."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0

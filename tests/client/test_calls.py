@@ -94,6 +94,15 @@ def test_a_header_is_sent_once_whatever_its_spelling(call: Caller) -> None:
     assert server.requests[0].headers.get_list("user-agent") == ["mine"]
 
 
+@pytest.mark.parametrize("size_bytes", [0, 3, 768_000])
+def test_headers_that_were_handed_on_do_not_frame_the_body(call: Caller, size_bytes: int) -> None:
+    server = Server(ok())
+    handed_on = {"Content-Length": "5", "Transfer-Encoding": "chunked"}
+    call(server, lambda client: client.predict("net", bytes(size_bytes), headers=handed_on))
+    assert server.requests[0].headers.get_list("content-length") == [str(size_bytes)]
+    assert "transfer-encoding" not in server.requests[0].headers
+
+
 def test_a_large_body_is_sent_whole(call: Caller) -> None:
     server, body = Server(ok()), bytes(range(256)) * 3000
     call(server, lambda client: client.predict("net", body))
@@ -373,9 +382,10 @@ def test_a_senseless_time_out_is_refused(call: Caller) -> None:
         call(Server(ok()), lambda client: client.predict("net", timeout_s=0))
 
 
-def test_a_token_that_no_header_carries_is_refused_and_kept_secret() -> None:
+@pytest.mark.parametrize("token", ["s3cret\n", "s3cret ", " s3cret", "s3cret s3cret", "s3crét", ""])
+def test_a_token_that_no_header_carries_is_refused_and_kept_secret(token: str) -> None:
     with pytest.raises(ValueError, match="the token holds a line break") as caught:
-        Client(token="s3cret\n")
+        Client(token=token)
     assert "s3cret" not in str(caught.value)
 
 
@@ -407,7 +417,25 @@ def test_a_model_that_fails_midway_is_told(call: Caller) -> None:
         call(server, lambda client: client.infer_stream("m", {"x": [1.0]}))
 
 
-def test_events_may_be_cut_anywhere() -> None:
+def test_the_parts_before_a_failure_are_given() -> None:
+    event = b'data: {"outputs": []}\n\ndata: {"error": "out of words"}\n\n'
+    with Client(transport=httpx.MockTransport(Server(httpx.Response(200, content=event)))) as client:
+        parts = client.infer_stream("m", {"x": [1.0]})
+        assert next(parts).tensors == ()
+        with pytest.raises(ModelFailed, match="out of words"):
+            next(parts)
+
+
+@pytest.mark.parametrize("content", [b"Once upon", b"Once\n\nupon", b"data: {"])
+def test_what_is_no_event_stream_is_not_passed_over(call: Caller, content: bytes) -> None:
+    server = Server(httpx.Response(200, content=content))
+    with pytest.raises(UnreadableAnswer, match="expected server-sent events, found b'"):
+        call(server, lambda client: client.infer_stream("m", {"x": [1.0]}))
+
+
+@pytest.mark.parametrize("size_bytes", [1, 2, 7, 22, 1000])
+def test_events_may_be_cut_anywhere(size_bytes: int) -> None:
+    sent = b'data: {"outputs": [], "id": "1"}\n\n: a comment\n\n\n\ndata: {"outputs": [], "id": "2"}\n\n'
     events = Events()
-    came = [event for byte in b"data: one\n\ndata: two\n\n" for event in events.feed(bytes([byte]))]
-    assert came == [b"one", b"two"]
+    parts = [sent[start : start + size_bytes] for start in range(0, len(sent), size_bytes)]
+    assert [result.id for part in parts for result in events.feed(part)] == ["1", "2"]

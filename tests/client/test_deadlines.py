@@ -2,12 +2,13 @@
 
 import asyncio
 import math
+from collections.abc import AsyncIterator, Iterator
 
 import httpx
 import pytest
-from scripted_transport import Clock
+from scripted_transport import Caller, Clock, Server
 
-from torchere.client import AsyncClient, Client, DeadlineExceeded
+from torchere.client import AsyncClient, Client, ConnectionFailed, DeadlineExceeded
 from torchere.client.wire import TimeLeft
 
 
@@ -58,6 +59,49 @@ def test_a_slow_line_is_given_up_at_the_deadline(clock: Clock) -> None:
     with Client(transport=line) as client, late:
         client.predict("net", bytes(10_000_000), timeout_s=3)
     assert 0 < line.sent_bytes < 10_000_000
+
+
+class BreaksOff(httpx.SyncByteStream, httpx.AsyncByteStream):
+    """An answer whose last part comes after two seconds, and which is broken off behind it."""
+
+    def __init__(self, clock: Clock, part: bytes) -> None:
+        self._clock = clock
+        self._part = part
+
+    def __iter__(self) -> Iterator[bytes]:
+        self._clock.sleep(2)
+        yield self._part
+        raise httpx.RemoteProtocolError("incomplete chunked read")
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for part in self:
+            yield part
+
+
+class Breaking(Server):
+    """Begins each answer, and breaks it off."""
+
+    def __init__(self, clock: Clock, part: bytes = b"") -> None:
+        super().__init__()
+        self._broken = BreaksOff(clock, part)
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, stream=self._broken)
+
+
+def test_a_stream_that_the_server_breaks_off_at_the_deadline_is_too_late(call: Caller, clock: Clock) -> None:
+    with pytest.raises(DeadlineExceeded, match="no answer within 2 s"):
+        call(Breaking(clock), lambda client: client.predict_stream("net", timeout_s=2))
+    with pytest.raises(ConnectionFailed, match="broke"):
+        call(Breaking(clock), lambda client: client.predict_stream("net", timeout_s=3))
+
+
+def test_an_event_that_says_that_the_time_is_over_is_no_failure_of_the_model(
+    call: Caller, clock: Clock
+) -> None:
+    server = Breaking(clock, b'data: {"error": "The deadline of the request passed"}\n\n')
+    with pytest.raises(DeadlineExceeded, match="no answer within 1 s"):
+        call(server, lambda client: client.infer_stream("net", {"x": [1.0]}, timeout_s=1))
 
 
 def test_no_call_waits_for_the_connection_of_another() -> None:

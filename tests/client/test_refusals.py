@@ -54,6 +54,10 @@ def test_a_status_of_the_handlers_is_not_taken_for_the_servers(
     assert type(refusal(answer(status, body), path)) is e.Unavailable  # of a proxy
 
 
+def test_another_status_of_the_handlers_means_what_it_says() -> None:
+    assert type(refusal(answer(404, b"no such row", x_request_id="1"))) is e.NotFound
+
+
 def test_an_error_says_all_that_the_server_said() -> None:
     body = {"code": 500, "type": "X", "message": "it broke", "detail": "exit code 3"}
     made = refusal(answer(500, body, x_request_id="abc"))
@@ -67,6 +71,8 @@ def test_the_open_inference_protocols_errors_are_read() -> None:
 def test_retry_after_is_in_seconds() -> None:
     assert refusal(answer(503, {}, retry_after="7")).retry_after_s == 7.0
     assert refusal(answer(503, {}, retry_after="Fri, 31 Dec 1999 23:59:59 GMT")).retry_after_s is None
+    assert refusal(answer(503, {}, retry_after="²")).retry_after_s is None
+    assert refusal(answer(503, {}, retry_after="1" * 10)).retry_after_s is None
     assert refusal(answer(503, {})).retry_after_s is None
 
 
@@ -81,6 +87,10 @@ def test_retry_after_is_in_seconds() -> None:
 )
 def test_an_error_that_is_no_json_object_is_shown_as_it_is(body: bytes, message: str) -> None:
     assert refusal(answer(502, body)).message == message
+
+
+def test_a_request_that_is_too_large_is_called_so_where_nothing_else_is_said() -> None:
+    assert refusal(answer(413, b"")).message == "The request is too large."
 
 
 def test_too_late_is_caught_as_a_deadline_too() -> None:

@@ -46,6 +46,7 @@ def test_the_server_is_not_asked_before_the_time_it_named() -> None:
 
 def test_a_server_that_asks_for_too_much_time_is_not_asked_again() -> None:
     assert Retries(longest_pause_s=1).pause_s(busy(2.0), 1, 60, 0.5) is None
+    assert Retries(longest_pause_s=2).pause_s(busy(2.0), 1, 60, 0.0) == 2.0
 
 
 @given(attempt=st.integers(1, 10), remaining=st.floats(0, 100), dice=st.floats(0, 1), asked=st.floats(0, 10))
@@ -53,6 +54,10 @@ def test_no_pause_ends_after_the_deadline(attempt: int, remaining: float, dice: 
     for error in (REFUSED, busy(asked)):
         pause_s = Retries(most=10).pause_s(error, attempt, remaining, dice)
         assert pause_s is None or pause_s < remaining
+
+
+def test_every_pause_may_be_the_same() -> None:
+    assert Retries(first_pause_s=1, longest_pause_s=1).pause_s(REFUSED, 3, 60, 1.0) == 1
 
 
 @pytest.mark.parametrize("wrong", [{"most": -1}, {"first_pause_s": 0}, {"longest_pause_s": 0.01}])
