@@ -65,7 +65,7 @@ def load_package(path: str, model_dir: str, device: str | None) -> CompiledModel
     if package.is_program:
         return _load_program(path, device)
     build = read_build(model_dir).with_metadata(package.metadata)
-    found = misfit(build, torch.__version__, read_cpu_flags())
+    found = _misplaced(package, device) or misfit(build, torch.__version__, read_cpu_flags())
     if found and build.fallback:
         logger.warning("%s is not used: %s. Its fallback %s is slower", path, found.reason, build.fallback)
         return _load_program(str(Path(model_dir, build.fallback)), device)
@@ -101,6 +101,14 @@ def is_for_cpu(path: str) -> bool:
         RuntimeError: see `read_package`.
     """
     return read_package(path).device == "cpu"
+
+
+def _misplaced(package: Package, device: str | None) -> Misfit | None:
+    """Code for one kind of device takes the addresses of another for its own, or finds none at all."""
+    kind = (device or "cpu").partition(":")[0]
+    if package.device in (kind, "unknown"):
+        return None
+    return Misfit(f"it was compiled for {package.device}, and is to run on {kind}", fatal=True)
 
 
 def _runs_by_abi(package: Package, device: str | None) -> bool:

@@ -15,13 +15,18 @@ def autocasting(model: Any, config: Mapping[str, Any], device: torch.device) -> 
     """The model as `autocast` of its config wants it called; the model itself where nothing is wanted.
 
     Raises:
-        ValueError: `autocast` is none of the types.
+        ValueError: `autocast` is none of the types, or the model is a session of onnxruntime.
     """
     wanted = config.get("autocast")
     if wanted is None:
         return model
     if wanted not in _TYPES:
         raise ValueError(f"autocast of model-config.yaml is {wanted!r}, expected {' or '.join(_TYPES)}")
+    if not callable(model):
+        raise ValueError(
+            f"autocast of model-config.yaml is {wanted!r}, and torch does not compute this model: found a "
+            f"{type(model).__name__}; take autocast away, and convert an ONNX model itself to half precision"
+        )
     return Autocast(model, device, _TYPES[wanted])
 
 
@@ -43,7 +48,9 @@ class Autocast:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model answers, floats in float32."""
-        with torch.autocast(self._device_type, self._dtype):
+        # torch's cache of cast weights is one for all threads and knows no streams, so another executor could
+        # compute with a weight whose cast is not done yet, or freed already.
+        with torch.autocast(self._device_type, self._dtype, cache_enabled=False):
             return pytree.tree_map_only(torch.Tensor, self._widened, self._model(*args, **kwargs))
 
     def __getattr__(self, name: str) -> Any:

@@ -25,33 +25,34 @@ class DeviceChoice(NamedTuple):
     device: torch.device
 
 
-def choose_device(gpu_id: int | None) -> DeviceChoice:
+def choose_device(gpu_id: int | str | None) -> DeviceChoice:
     """The best device there is: CUDA, Intel GPU, Apple GPU, XLA, CPU.
 
     Args:
-        gpu_id: the accelerator this instance was given, and a warning says where torch has none after all;
-            None keeps it off CUDA, Intel and Apple GPUs.
+        gpu_id: the accelerator this instance was given (by `MockContext` as a text), and a warning says where
+            torch has none after all; None keeps it off CUDA, Intel and Apple GPUs.
     """
     if gpu_id is not None:
         if torch.cuda.is_available():
-            _use_tensor_cores(gpu_id)
-            return DeviceChoice("cuda", torch.device(f"cuda:{gpu_id}"))
+            device = torch.device(f"cuda:{gpu_id}")
+            _use_tensor_cores(device)
+            return DeviceChoice("cuda", device)
         if os.environ.get("TS_IPEX_GPU_ENABLE", "false") == "true" and torch.xpu.is_available():
             return DeviceChoice("xpu", torch.device(f"xpu:{gpu_id}"))
         if torch.backends.mps.is_available():
             return DeviceChoice("mps", torch.device("mps"))
         logger.warning(
-            "GPU %d is to be used, and torch can't: nvidia-smi and the warnings above may tell why", gpu_id
+            "GPU %s is to be used, and torch can't: nvidia-smi and the warnings above may tell why", gpu_id
         )
     if importlib.util.find_spec("torch_xla") is not None:
         return DeviceChoice(None, importlib.import_module("torch_xla.core.xla_model").xla_device())
     return DeviceChoice("cpu", torch.device("cpu"))
 
 
-def _use_tensor_cores(gpu_id: int) -> None:
+def _use_tensor_cores(device: torch.device) -> None:
     # From compute capability 8.0 (Ampere) on, TF32 multiplies faster at an error of about 1e-3; TorchServe
     # switches it on as well, so answers stay comparable.
-    if torch.cuda.get_device_capability(gpu_id) >= (8, 0):
+    if torch.cuda.get_device_capability(device) >= (8, 0):
         torch.set_float32_matmul_precision("high")
 
 

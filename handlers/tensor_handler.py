@@ -82,11 +82,13 @@ class TensorHandler(BaseHandler):
     def warmup_data(self) -> list[dict[str, object]] | None:
         """One row of zeros, where the shapes are fixed, or of ones: lengths and masks may not be zero.
 
-        None where the model's liking is not known. Rows that are made up prove nothing about a model that
-        refuses them.
+        None where the model's liking is not known, and where trying could cost the process its GPU. Rows that
+        are made up prove nothing about a model that refuses them.
         """
         shapes = [spec.shape[1:] if spec.batched else spec.shape for spec in self.signature.inputs]
-        if any(ANY in shape for shape in shapes):
+        whole_numbers = any(spec.datatype.startswith(("INT", "UINT")) for spec in self.signature.inputs)
+        # On a GPU an index that is out of range does not come back as an exception alone: the GPU is lost.
+        if any(ANY in shape for shape in shapes) or (whole_numbers and self.map_location == "cuda"):
             return None
         for number in (0, 1):
             row: dict[str, object] = {}

@@ -18,6 +18,12 @@ ROOT = Path(__file__).resolve().parents[1]
 TOOLS = (ROOT / ".tools/bin", ROOT / ".tools/venv/bin")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide the GPUs of this machine, but for `-m gpu`: what tests expect, and recordings hold, is a CPU's."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The root of the repository."""

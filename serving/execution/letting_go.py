@@ -10,6 +10,8 @@ import gc
 import itertools
 import weakref
 
+import torch
+
 from torchere.serving.execution.host import HandlerHost
 
 LET_GO_S = 1.0  # after the last thread said that it ends: by then it has, unless the processors are very busy
@@ -57,9 +59,11 @@ class LettingGo:
 
     def _collect_later(self, traces: list[weakref.ref[object]], after_s: float, tries: int) -> None:
         def collect() -> None:
-            if _collected(traces) or tries == 1:
-                return
-            self._collect_later(traces, 4 * after_s, tries - 1)
+            if _collected(traces):
+                if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                    self._loop.run_in_executor(None, torch.cuda.empty_cache)  # other processes want it
+            elif tries > 1:
+                self._collect_later(traces, 4 * after_s, tries - 1)
 
         self._loop.call_later(after_s, collect)
 

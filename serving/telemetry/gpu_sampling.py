@@ -44,14 +44,14 @@ def sample_gpus() -> tuple[GpuSample, ...]:
         return ()
     command = [program, f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits"]
     try:
-        return tuple(parse_gpus(_output(command)))
+        return _ask(command)
     except (OSError, subprocess.SubprocessError) as err:
         logger.warning("GPUs can't be sampled: %s", err)
         return ()
 
 
-def _output(command: list[str]) -> str:
-    """What it prints. Unlike `subprocess.run`, this waits for nothing that can't be killed."""
+def _ask(command: list[str]) -> tuple[GpuSample, ...]:
+    """The samples it prints. Unlike `subprocess.run`, this waits for nothing that can't be killed."""
     if any(process.poll() is None for process in _hung):
         raise subprocess.SubprocessError("the last nvidia-smi hangs still, as it does where the driver hangs")
     _hung.clear()
@@ -64,9 +64,11 @@ def _output(command: list[str]) -> str:
         process.kill()
         _hung.append(process)
         raise
-    if process.returncode:
+    samples = tuple(parse_gpus(output))
+    # It fails for warnings, too (14: the infoROM of one GPU is corrupted), and has told all it was asked.
+    if process.returncode and not samples:
         raise subprocess.CalledProcessError(process.returncode, command)
-    return output
+    return samples
 
 
 def parse_gpus(text: str) -> Iterator[GpuSample]:

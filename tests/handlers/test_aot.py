@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,20 @@ def test_a_cpu_that_lacks_an_instruction_set_is_refused_without_a_fallback(
     monkeypatch.setattr(aot, "read_cpu_flags", lambda: frozenset({"avx2"}))
     with pytest.raises(RuntimeError, match="this CPU lacks avx512bw"):
         load(probe_archive)
+
+
+def test_code_for_a_gpu_is_not_run_on_the_cpu_but_its_fallback_is(probe_archive: Path) -> None:
+    expected = load(probe_archive)(*batch(2), scale=SCALE)["y"]
+    with zipfile.ZipFile(probe_archive / "probe.pt2") as file:
+        entries = {name: file.read(name) for name in file.namelist()}
+    with zipfile.ZipFile(probe_archive / "probe.pt2", "w") as file:
+        for name, content in entries.items():
+            file.writestr(name, content.replace(b'"AOTI_DEVICE_KEY": "cpu"', b'"AOTI_DEVICE_KEY": "cuda"'))
+    with pytest.raises(RuntimeError, match="can't run here: it was compiled for cuda, and is to run on cpu"):
+        load(probe_archive)
+    (probe_archive / "MAR-INF").mkdir()
+    (probe_archive / "MAR-INF" / "build.json").write_text('{"fallback": "probe.exported.pt2"}')
+    assert torch.allclose(load(probe_archive)(*batch(2), scale=SCALE)["y"], expected, atol=1e-4)
 
 
 def test_the_compiled_package_leaves_the_gil_and_the_program_does_not(probe_dir: Path) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchere.handlers.autocast import autocasting
 
@@ -48,3 +52,48 @@ def test_nothing_is_cast_unasked() -> None:
 def test_another_type_is_refused() -> None:
     with pytest.raises(ValueError, match=r"autocast .* is 'int8', expected bfloat16 or float16"):
         autocasting(Telling(), {"autocast": "int8"}, CPU)
+
+
+def test_what_torch_does_not_compute_is_refused() -> None:
+    session = object()  # onnxruntime's can't be called, either
+    assert autocasting(session, {}, CPU) is session
+    with pytest.raises(ValueError, match=r"torch does not compute this model: found a object"):
+        autocasting(session, {"autocast": "bfloat16"}, CPU)
+
+
+class Casts(TorchDispatchMode):
+    """Notes the shapes of what the calling thread casts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default:
+            self.shapes.append(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
+
+
+def test_executors_cast_their_weights_for_themselves() -> None:
+    """As two in threads that share a model do: on a GPU, neither waits for what the other has begun."""
+    linear = torch.nn.Linear(512, 512)
+    inside, seen = threading.Event(), threading.Event()
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = linear(x)
+        inside.set()
+        assert seen.wait(30)
+        return y
+
+    def first() -> None:
+        with torch.no_grad():
+            autocasting(forward, {"autocast": "bfloat16"}, CPU)(torch.ones(1, 512))
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert inside.wait(30)
+    with torch.no_grad(), Casts() as casts:
+        autocasting(linear, {"autocast": "bfloat16"}, CPU)(torch.ones(1, 512))
+    seen.set()
+    thread.join()
+    assert (512, 512) in casts.shapes

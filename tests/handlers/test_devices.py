@@ -27,17 +27,24 @@ def test_a_gpu_that_is_not_there_falls_back_to_the_cpu_and_says_so(
     assert "GPU 3 is to be used, and torch can't" in caplog.text
 
 
-def test_a_cuda_gpu_is_taken_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def pretend_cuda(monkeypatch: pytest.MonkeyPatch, capability: dict[int, tuple[int, int]]) -> None:
+    """As many GPUs as have a capability; torch reads what names one of them as ever."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-    assert choose_device(1) == ("cuda", torch.device("cuda:1"))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda gpu: capability[torch.cuda._utils._get_device_index(gpu)]
+    )
+
+
+@pytest.mark.parametrize("gpu_id", [1, "1"])  # a text comes from MockContext
+def test_a_cuda_gpu_is_taken_by_its_number(gpu_id: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_cuda(monkeypatch, {1: (7, 5)})
+    assert choose_device(gpu_id) == ("cuda", torch.device("cuda:1"))
     assert choose_device(None).map_location == "cpu"
 
 
 def test_tensor_cores_are_used_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[str] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: (8 if gpu else 7, 0))
+    pretend_cuda(monkeypatch, {0: (7, 0), 1: (8, 0)})
     monkeypatch.setattr(torch, "set_float32_matmul_precision", chosen.append)
     choose_device(0)
     assert chosen == []
@@ -121,7 +128,7 @@ def test_a_gpu_that_fails_again_is_lost(
     assert ("synchronize", 3) in calls or failing == "empty_cache"
 
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device and -m gpu")
 
 
 @pytest.mark.gpu

@@ -293,6 +293,14 @@ def test_the_warm_up_is_a_row_of_zeros_where_shapes_are_fixed(make_handler: Call
     assert make_handler(Doubled(), FREE).handler.warmup_data() is None
 
 
+def test_an_index_that_may_be_out_of_range_is_not_tried_on_a_gpu(make_handler: Callable[..., Asked]) -> None:
+    whole, fractions = make_handler(SumAndDifference(), TWO).handler, make_handler(Doubled(), ONE).handler
+    assert whole.warmup_data() is not None
+    whole.map_location = fractions.map_location = "cuda"  # the model and the rows stay where they are
+    assert whole.warmup_data() is None
+    assert fractions.warmup_data() is not None
+
+
 def test_a_model_that_refuses_made_up_rows_is_served_all_the_same(
     make_handler: Callable[..., Asked], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -428,16 +428,20 @@ def test_a_thread_that_takes_its_time_to_end_keeps_a_handler_no_longer(
 ) -> None:
     async def main() -> None:
         letting_go_of = letting_go.LettingGo()
-        host, looked = Circle(), asyncio.Event()
+        host, looked, emptied = Circle(), asyncio.Event(), threading.Event()
         collect = gc.collect
         monkeypatch.setattr(gc, "collect", lambda: (looked.set(), collect()))
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "empty_cache", emptied.set)
         letting_go_of.watch(host)  # type: ignore[arg-type]
         letting_go_of.closed()
         letting_go_of.none_in_a_call()
         await asyncio.wait_for(looked.wait(), 30)
         gone = weakref.ref(host)
+        assert not emptied.is_set()
         del host
         await asyncio.wait_for(until(lambda: gone() is None), 30)
+        await asyncio.wait_for(until(emptied.is_set), 30)  # the memory of its GPU, for other processes
 
     monkeypatch.setattr(letting_go, "LET_GO_S", 0.01)
     gc.disable()

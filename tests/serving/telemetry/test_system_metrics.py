@@ -108,6 +108,13 @@ def test_what_is_no_text_costs_no_sample(tmp_path, monkeypatch):
     assert sample_gpus() == (GpuSample(0, 1.0, 2.0, 4.0),)
 
 
+def test_a_driver_that_fails_for_a_warning_has_told_all(tmp_path, monkeypatch, caplog):
+    said = "echo 0, 1, 2, 4; echo WARNING: infoROM is corrupted at gpu 0000:3B:00.0; exit 14"
+    fake_driver(tmp_path, monkeypatch, said)
+    assert sample_gpus() == (GpuSample(0, 1.0, 2.0, 4.0),)
+    assert caplog.text == ""
+
+
 def test_a_driver_that_fails_means_no_gpus(tmp_path, monkeypatch, caplog):
     fake_driver(tmp_path, monkeypatch, "exit 9")
     assert sample_gpus() == ()
