@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torchere.handlers.image_transform import ImageTransform
 from torchere.handlers.labels import map_class_to_label
 from torchere.handlers.timer import timed
 from torchere.handlers.vision import VisionHandler
+
+logger = logging.getLogger(__name__)
 
 
 class ImageClassifier(VisionHandler):
@@ -53,7 +56,15 @@ class ImageClassifier(VisionHandler):
         return map_class_to_label(best.tolist(), self.mapping, classes.tolist())
 
     def warmup_data(self) -> list[dict[str, object]] | None:
-        """One small grey JPEG."""
+        """One small grey JPEG; None where the model refuses it: it may be meant for lists of numbers."""
         buffer = io.BytesIO()
         Image.new("RGB", (256, 256), (128, 128, 128)).save(buffer, "JPEG")
-        return [{"body": bytearray(buffer.getvalue())}]
+        rows: list[dict[str, object]] = [{"body": bytearray(buffer.getvalue())}]
+        try:
+            self.postprocess(self.inference(self.preprocess(rows)))
+        except (torch.OutOfMemoryError, MemoryError):  # not the picture's fault
+            raise
+        except Exception as err:  # the model's own: it may raise anything
+            logger.warning("not warmed up, as the model does not take a picture: %s", err)
+            return None
+        return rows

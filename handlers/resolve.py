@@ -54,7 +54,7 @@ NOT_SHIPPED = {
 
 _HANDLER = re.compile(r"(?P<path>[^:]+?)(\.py)?(:(?P<function>[^:]+))?")
 _ABSOLUTE_FILE = re.compile(r"(?P<file>/[^:]+\.py)(:(?P<function>[^:]+))?")
-_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+_MODULE = re.compile(r"\w[\w-]*(\.\w[\w-]*)*")  # also what no statement can import: `llama-handler.py`
 
 
 def load_entry_point(

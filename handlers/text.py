@@ -16,7 +16,7 @@ from torchere.handlers.base import BaseHandler
 from torchere.handlers.context import Context
 from torchere.handlers.contractions import expand_contractions
 
-_HTML = re.compile(r"<.*?>|&(?:[a-z0-9]+|#[0-9]{1,6}|#x[0-9a-f]{1,6});")
+CLEANUP_REGEX = re.compile(r"<.*?>|&([a-z0-9]+|#[0-9]{1,6}|#x[0-9a-f]{1,6});")
 _SPACED = re.compile(r"(['.,()!?])")
 _DROP_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -81,7 +81,7 @@ class TextHandler(BaseHandler):
         return unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
 
     def _remove_html_tags(self, text: str) -> str:
-        return _HTML.sub("", text)
+        return CLEANUP_REGEX.sub("", text)
 
     def _remove_punctuation(self, text: str) -> str:
         return text.translate(_DROP_PUNCTUATION)

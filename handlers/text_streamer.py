@@ -23,11 +23,12 @@ class Tokenizer(Protocol):
 
 
 class TextIteratorStreamerBatch:
-    """Takes tokens from `generate`, and gives lists of new texts, one for each row of the batch.
+    """Takes tokens from `generate`, and gives lists of new texts, `{"text": ...}` for each row of the batch.
 
-    A text ends at the end of a word, so that no character or word is cut; it may be "". Use one for each
-    batch: one thread puts, one thread iterates. When `generate` raises, nobody tells the reader: set
-    `timeout`, or call `end` from the thread's `finally`.
+    A text ends at the end of a word, so that no character or word is cut; it may be "". One may serve one
+    batch after the other: `end` ends the loop over it, and the next `put` begins anew. One thread puts, one
+    thread iterates. When `generate` raises, nobody tells the reader: set `timeout`, or call `end` from the
+    thread's `finally`.
 
     Example:
         streamer = TextIteratorStreamerBatch(self.tokenizer, batch_size=len(data), skip_special_tokens=True)
@@ -58,8 +59,8 @@ class TextIteratorStreamerBatch:
         self.batch_size = batch_size
         self.timeout = timeout
         self._rows = [_Row(tokenizer, decode_kwargs) for _ in range(batch_size)]
-        self._skips_next = skip_prompt
-        self._texts: queue.Queue[list[str] | None] = queue.Queue()  # None: the end
+        self._skip_prompt = self._skips_next = skip_prompt
+        self._texts: queue.Queue[list[dict[str, str]] | None] = queue.Queue()  # None: the end
 
     def put(self, value: Any) -> None:
         """Take the next tokens: a tensor `[batch]`, or `[batch, tokens]` as for the prompt.
@@ -74,17 +75,18 @@ class TextIteratorStreamerBatch:
             self._skips_next = False
             return
         tokens = [row if isinstance(row, list) else [row] for row in rows]
-        self._texts.put([row.feed(new) for row, new in zip(self._rows, tokens, strict=True)])
+        self._texts.put([{"text": row.feed(new)} for row, new in zip(self._rows, tokens, strict=True)])
 
     def end(self) -> None:
-        """There are no more tokens; what was held back goes out."""
-        self._texts.put([row.rest() for row in self._rows])
+        """There are no more tokens of this batch; what was held back goes out."""
+        self._skips_next = self._skip_prompt
+        self._texts.put([{"text": row.rest()} for row in self._rows])
         self._texts.put(None)
 
-    def __iter__(self) -> Iterator[list[str]]:
+    def __iter__(self) -> Iterator[list[dict[str, str]]]:
         return self
 
-    def __next__(self) -> list[str]:
+    def __next__(self) -> list[dict[str, str]]:
         """The next text of each row.
 
         Raises:
@@ -92,7 +94,6 @@ class TextIteratorStreamerBatch:
         """
         texts = self._texts.get(timeout=self.timeout)
         if texts is None:
-            self._texts.put(None)  # the end stays the end
             raise StopIteration
         return texts
 

@@ -53,6 +53,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
         "errors:PredictionException",
         "labels:load_label_mapping",
         "labels:map_class_to_label",
+        "text:CLEANUP_REGEX",
         "entry_point:list_classes_from_module",
         "compile_options:check_valid_pt2_backend",
     ),

@@ -83,6 +83,36 @@ def test_the_warm_up_rows_can_be_answered(classifier_archive: Path, make_context
     assert len(entry_point(rows, context)) == 1  # type: ignore[arg-type]
 
 
+def test_a_model_that_takes_no_picture_has_no_warm_up_rows_and_answers_lists(
+    make_context: Any, begin: Any, write_archive: Any
+) -> None:
+    model = """
+        import torch
+        class Net(torch.nn.Module):
+            def forward(self, x):
+                assert x.shape[1:] == (1, 2)
+                return x[:, 0]
+    """
+    context = make_context(write_archive({"model.py": model}), model={"modelFile": "model.py"})
+    entry_point = load_entry_point("image_classifier", context)
+    begin(context, 1)
+    assert entry_point.warmup_data() is None
+    assert entry_point([{"body": [[0.0, 1.0]]}], context) == [pytest.approx({"1": 0.7311, "0": 0.2689}, 1e-3)]
+
+
+def test_the_warm_up_of_a_model_that_has_no_room_fails(
+    classifier_archive: Path, make_context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry_point = load_entry_point("image_classifier", make_context(classifier_archive, model=MODEL))
+
+    def inference(data: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(entry_point.instance, "inference", inference)
+    with pytest.raises(torch.OutOfMemoryError):
+        entry_point.warmup_data()
+
+
 def test_a_digit_classifier_in_the_style_of_the_mnist_example_works(
     classifier_archive: Path, make_context: Any, begin: Any, write_archive: Any
 ) -> None:
@@ -116,4 +146,5 @@ def test_a_digit_classifier_in_the_style_of_the_mnist_example_works(
     buffer = io.BytesIO()
     Image.new("L", (28, 28), 9).save(buffer, "PNG")
     begin(context, 1)
+    assert entry_point.warmup_data() is None  # the picture of ours is no digit
     assert entry_point([{"data": bytearray(buffer.getvalue())}], context) == [2]

@@ -25,8 +25,8 @@ class Handler:
 
 
 def test_a_file_with_one_class_is_a_handler(write_archive: WriteArchive, make_context: Any) -> None:
-    context = make_context(write_archive({"my.py": CLASS_FORM}))
-    for handler in ("my.py", "my", "./my.py", "my.py:nothing", "folder/my.py"):
+    context = make_context(write_archive(dict.fromkeys(["my.py", "llama-handler.py", "3d.py"], CLASS_FORM)))
+    for handler in ("my.py", "my", "./my.py", "my.py:nothing", "folder/my.py", "llama-handler.py", "3d"):
         assert load_entry_point(handler, context)([{}, {}], context) == ["m", "m"]
 
 
@@ -173,6 +173,17 @@ def test_example_rows_are_the_handlers_own_and_not_for_envelopes(
     context = make_context(write_archive({"my.py": code}))
     assert load_entry_point("my.py", context).warmup_data() == [{"body": b"x"}]
     assert load_entry_point("my.py", context, envelope="body").warmup_data() is None
+
+
+def test_example_rows_of_a_base_class_are_the_archives_own_too_but_not_while_runs_are_profiled(
+    write_archive: WriteArchive, make_context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = CLASS_FORM + "    def warmup_data(self):\n        return [{}]\n"
+    derived = "from base import Handler\nclass Derived(Handler):\n    pass\n"
+    entry_point = load_entry_point("my.py", make_context(write_archive({"base.py": base, "my.py": derived})))
+    assert entry_point.warmup_data() == [{}]
+    monkeypatch.setenv("ENABLE_TORCH_PROFILER", "true")  # each run would leave a trace
+    assert entry_point.warmup_data() is None
 
 
 def test_an_asynchronous_handler_is_waited_for_on_one_loop(

@@ -34,7 +34,7 @@ def test_the_imports_handlers_write_give_our_classes() -> None:
         "from ts.context import Context\n"
         "from ts.torch_handler.base_handler import BaseHandler\n"
         "from ts.torch_handler.image_classifier import ImageClassifier\n"
-        "from ts.utils.util import PredictionException, list_classes_from_module\n"
+        "from ts.utils.util import CLEANUP_REGEX, PredictionException, list_classes_from_module\n"
         "from ts.handler_utils.utils import send_intermediate_predict_response\n"
         "from ts.handler_utils.timer import timed\n"
         "from ts.metrics.dimension import Dimension\n"
