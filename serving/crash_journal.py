@@ -221,9 +221,9 @@ class Journal:
 
 def anonymous_file(name: str) -> int:
     """An open file without a name, which child processes inherit."""
-    if hasattr(os, "memfd_create"):
+    try:
         descriptor = os.memfd_create(name)
-    else:
+    except (AttributeError, OSError):  # this system has none, or lets nobody make one
         descriptor, path = tempfile.mkstemp(prefix=name)
         os.unlink(path)
     os.set_inheritable(descriptor, True)

@@ -27,18 +27,22 @@ class AfterExit(Enum):
     RESTART = "restart"
 
 
-def after_exit(code: int, state: ServerState, told_to_end: bool) -> AfterExit:
+def after_exit(code: int, state: ServerState, told_to_end: bool, has_served: bool = False) -> AfterExit:
     """Decide what follows the end of a server.
 
     Args:
         code: Its exit status; negative the number of a signal.
         state: How far it said it was.
         told_to_end: The supervisor has handed on a signal that ends it.
+        has_served: One before it did, by the same command.
     """
     if told_to_end or state is ServerState.ENDING or -code in ENDING_SIGNALS:
         return AfterExit.END
-    # A server that ends by itself before it serves refuses its configuration; the next would, too.
-    return AfterExit.END if code >= 0 and state is ServerState.STARTING else AfterExit.RESTART
+    if code < 0 or state is not ServerState.STARTING:
+        return AfterExit.RESTART
+    # A server that ends by itself before it serves refuses its configuration; the next would, too. Where one
+    # has served, something is lacking that may come back: a disk, a port, memory.
+    return AfterExit.RESTART if code and has_served else AfterExit.END
 
 
 def to_blame(code: int, trace: str, running: Mapping[int, str]) -> tuple[str, ...]:

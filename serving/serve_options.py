@@ -90,8 +90,8 @@ def plan_from(options: argparse.Namespace, environ: Mapping[str, str], restored:
     `restored` is the `model_snapshot` of a server that crashed: it is served again, whatever was asked for.
 
     Raises:
-        LaunchRefused: a file or directory that is named is not there, nor the current one, or no model store
-            is named.
+        LaunchRefused: a file or directory that is named is not there, nor the current one, no model store
+            is named, or the snapshot is not whole.
         ConfigurationError: the configuration file can't be read, or holds a value that can't be used.
     """
     from torchere.serving.configuration import configure  # noqa: PLC0415 - not needed for --help
@@ -104,6 +104,11 @@ def plan_from(options: argparse.Namespace, environ: Mapping[str, str], restored:
     if temp and not Path(temp).is_dir():
         raise LaunchRefused(f"Invalid temp directory: {temp}, please check TEMP environment variable.")
     entries = read_properties(path) if path else ()
+    if path and _SNAPSHOT_NAME.fullmatch(path.name) and all(one.key != "model_snapshot" for one in entries):
+        # TorchServe writes them where they stand: a full disk leaves a part, or nothing.
+        raise LaunchRefused(
+            f"{path} is no whole snapshot: it names no models. Delete it, or start with --ncs."
+        )
     configuration = configure(entries, environ, _overrides(options, restored))
     settings = configuration.checked(str(path or "configuration"))
     _require_stores(settings.model_store, options.workflow_store)

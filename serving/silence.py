@@ -5,14 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+LATE_S = 1.0  # of a timer: its loop stood still (Ctrl+Z, a paused container, no core), and nobody listened
+
+
+def was_late(timer: asyncio.TimerHandle) -> bool:
+    """Whether a timer that has just fired did so when its loop had stood still: what came is not read yet."""
+    return asyncio.get_running_loop().time() - timer.when() > LATE_S
+
 
 class Silence:
     """Watches a worker while it has a batch, a client while it sends a body, or a connection that is idle.
 
     Lives on the event loop, which it must be made on.
 
-    Calls `on_timeout()` when nothing was heard for `timeout_s`. The one timer is not moved when something is
-    heard, which is often: when it fires, it looks how much of the time is left.
+    Calls `on_timeout()` when nothing was heard for `timeout_s`; where the loop stood still at the end of it,
+    the time begins anew. The one timer is not moved when something is heard, which is often: when it fires,
+    it looks how much of the time is left.
     """
 
     def __init__(self, timeout_s: float, on_timeout: Callable[[], None]) -> None:
@@ -44,9 +52,11 @@ class Silence:
             self._timer = None
 
     def _look(self) -> None:
-        self._timer = None
+        timer, self._timer = self._timer, None
         if self._began_s is None:
             return
+        if timer is not None and was_late(timer):
+            self._began_s = self._loop.time()
         left_s = self._began_s + self._timeout_s - self._loop.time()
         if left_s > 0:
             self._timer = self._loop.call_later(left_s, self._look)

@@ -4,7 +4,8 @@
 
 Whoever sees this process sees the server: signals are handed on once each, its exit status is the server's,
 and the server dies with it. The server runs in a process group of its own, so that what a terminal or a
-launcher sends to the group comes here only. Standard library only: it is small, with nothing to crash on.
+launcher sends to the group comes here only. Standard library only: it is small, with nothing to crash on;
+and it waits for nobody who reads its log.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ from torchere.serving.crash_policy import (
 )
 from torchere.serving.execution.restart import restart_delay_s
 from torchere.serving.start_signals import ending_signals
+from torchere.serving.telemetry.outlet import Outlet, may_stand_still
 
 HUNG_AFTER_S = 60.0  # a serving event loop that stands still for longer is ended
 KILL_GRACE_S = 5.0  # for a hung server to write its trace
 GIVE_UP_S = 300.0  # after the first crash of a row
 LOGGER = "torchere.serving.supervisor"  # under which its lines are found
+LAST_LINES_S = 2.0  # for the reader of standard output, at the end
 _TICK_S = 1.0
 MAX_TRACE_BYTES = 64 << 10  # that are logged
 
@@ -50,6 +53,7 @@ class Supervisor:
 
     def __init__(self, command: Sequence[str], as_json: bool) -> None:
         self._as_json = as_json
+        self._outlet = _outlet()
         self._journal = Journal.create()
         self._trace = anonymous_file("torchere-trace")
         self._command = [*command, f"--supervised={self._journal.descriptor},{self._trace},{os.getpid()}"]
@@ -64,19 +68,31 @@ class Supervisor:
         self._told_to_end = False
 
     def run(self) -> int:
-        """Supervise; returns the exit status of the last server, negative the number of a signal."""
-        losses, first_loss_s = 0, 0.0
+        """Supervise; returns the exit status of the last server, negative the number of a signal.
+
+        Raises:
+            OSError: the system would not start even the first one.
+        """
+        code, losses, first_loss_s, has_served = 0, 0, 0.0, False
         while True:
             started_s = time.monotonic()
-            self._start()
-            code, hung_s = self._wait()
-            if after_exit(code, self._journal.state, self._told_to_end) is AfterExit.END:
-                return code
+            try:
+                self._start()
+            except OSError as err:  # no process or memory left, of which the one before may have died
+                if losses == 0:
+                    raise
+                self._log("ERROR", f"the system does not start the server: {err.strerror}")
+            else:
+                code, hung_s = self._wait()
+                state = self._journal.state
+                if after_exit(code, state, self._told_to_end, has_served) is AfterExit.END:
+                    return code
+                has_served = has_served or state is ServerState.SERVING
+                self._record(code, hung_s)
             ended_s = time.monotonic()
             if losses == 0 or ended_s - started_s >= STABLE_S:
                 losses, first_loss_s = 0, ended_s
             losses += 1
-            self._record(code, hung_s)
             delay_s = restart_delay_s(losses, first_loss_s, ended_s, GIVE_UP_S)
             if delay_s is None:
                 self._log("ERROR", f"the server crashed {losses} times in a row: giving up")
@@ -183,9 +199,25 @@ class Supervisor:
             line = f"{now.isoformat(timespec='milliseconds')}Z {level:<7} {LOGGER}: {message}"
             line += "".join(f"\n  | {part}" for part in trace.splitlines())
         try:
-            print(line, flush=True)
+            if self._outlet is None:
+                print(line, flush=True)
+            else:
+                self._outlet.put(f"{line}\n")
         except OSError:
             return  # nobody reads any more; the server is more important than its log
+
+    def say_last(self) -> None:
+        """Wait for the reader of the log, but not for ever."""
+        if self._outlet is not None:
+            self._outlet.flush(LAST_LINES_S)
+
+
+def _outlet() -> Outlet | None:
+    """The way to standard output where somebody has to read it; None for a file, or nothing at all."""
+    descriptor = may_stand_still(sys.stdout) if sys.stdout is not None else None
+    if descriptor is None:
+        return None
+    return Outlet(descriptor, sys.stdout.encoding, say_lost=lambda lines: "", failed=lambda: None)
 
 
 def end_like(code: int) -> int:
@@ -209,7 +241,10 @@ def main(arguments: Sequence[str]) -> int:
     if not command:
         print("usage: python -m torchere.serving.supervisor text|json [NAME] -- COMMAND ...", file=sys.stderr)
         return 2
-    return end_like(Supervisor(command, arguments[0] == "json").run())
+    supervisor = Supervisor(command, arguments[0] == "json")
+    code = supervisor.run()
+    supervisor.say_last()
+    return end_like(code)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from torchere.serving.errors import ServingError
 from torchere.serving.execution.executor import BatchReport, BatchSink, Hold
+from torchere.serving.silence import was_late
 from torchere.serving.types import InferRequest, InferResponse
 
 
@@ -71,13 +72,20 @@ class InFlight:
     def watch(self, timeout_s: float, on_silence: Callable[[InFlight], None]) -> None:
         """Call `on_silence` unless the batch is answered, or watched anew, within `timeout_s`.
 
-        While it is held, which has nothing to do with the executor's silence, the time does not run.
+        While it is held, which has nothing to do with the executor's silence, the time does not run; where
+        the loop stood still at its end, it begins anew.
         """
         self._stop_watching()
         if self._holds:
             self._watch = lambda: self.watch(timeout_s, on_silence)
         elif not self.answered:
-            self._timer = asyncio.get_running_loop().call_later(timeout_s, on_silence, self)
+            self._timer = asyncio.get_running_loop().call_later(timeout_s, self._look, timeout_s, on_silence)
+
+    def _look(self, timeout_s: float, on_silence: Callable[[InFlight], None]) -> None:
+        if self._timer is not None and was_late(self._timer):
+            self.watch(timeout_s, on_silence)
+        else:
+            on_silence(self)
 
     def partial(self, index: int, part: InferResponse) -> None:
         """Pass a part of a streamed answer on; parts that come too late are dropped."""

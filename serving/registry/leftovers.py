@@ -39,7 +39,11 @@ class ClaimedFolder:
         try:
             self.path = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=parent))
             draft = self.path / f"{_CLAIM}.new"
-            self._claim = draft.open("wb")
+            try:
+                self._claim = draft.open("wb")
+            except OSError:
+                self.path.rmdir()  # nobody sweeps what was never claimed
+                raise
         except OSError as err:
             text = "set TEMP, or TMPDIR, to a folder that this user may write to."
             raise ServingError("Models can't be unpacked anywhere.", f"{err}; {text}") from err

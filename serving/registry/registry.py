@@ -40,10 +40,10 @@ from torchere.serving.registry.observer import RegistryObserver
 from torchere.serving.registry.policy import scaled_target
 from torchere.serving.registry.reconciler import Reconciler
 from torchere.serving.registry.snapshot_keeper import SnapshotKeeper
-from torchere.serving.registry.startup import Wanted, check_snapshot, startup_models
+from torchere.serving.registry.startup import Wanted, check_snapshot, location, startup_models
 from torchere.serving.registry.store import StoredArchive, store_of
 from torchere.serving.registry.version import Version, VersionState
-from torchere.serving.settings import ServerSettings
+from torchere.serving.settings import ServerSettings, SnapshotModel
 from torchere.serving.types import ModelKey
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Registry:
         self._loader = Loader(server, observer, journal, prepared.fork_server if prepared else None)
         self._reconciler = Reconciler(server.unregister_timeout_s, self._gone)
         self._serving: routing.ServingMap = routing.EMPTY
-        self._snapshots = SnapshotKeeper(server.snapshots, self.served, journal)
+        self._snapshots = SnapshotKeeper(server.snapshots, self.served, journal, self._lacking)
         self._registering: WeakValueDictionary[ModelKey, asyncio.Lock] = WeakValueDictionary()
         self._closing = False
         self._missing: dict[str, str] = {}  # names, by archive: those of the start that are not there
@@ -92,6 +92,10 @@ class Registry:
     def missing(self) -> tuple[str, ...]:
         """The models that the server was told to serve from its start and does not."""
         return tuple(self._missing.values())
+
+    def _lacking(self) -> list[SnapshotModel]:
+        """Those of the restored snapshot that are missing."""
+        return [model for model in self._server.snapshot_models if location(model) in self._missing]
 
     async def register(self, wanted: Wanted) -> Version:
         """Take an archive into the desired state; loading it has only begun when this returns.
@@ -115,6 +119,8 @@ class Registry:
             delete(downloaded)
             raise
         self._missing.pop(wanted.url, None)
+        if not wanted.at_startup:  # from another archive it is what the operator has instead
+            self._missing = {url: name for url, name in self._missing.items() if name != key.name}
         self._observer.registered(version, lambda: self._weight_of(version))
         self._reconciler.wake(version)
         self._snapshots.changed(version)

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from torchere.serving.registry.leftovers import sweep_parts
 from torchere.serving.registry.routing import ServingMap
 from torchere.serving.registry.version import Version
+from torchere.serving.settings import SnapshotModel
 
 SnapshotKind = Literal["startup", "snapshot", "shutdown"]
 
@@ -32,15 +33,24 @@ _TO_ESCAPE = re.compile(r"[^ -~]|\\")
 _ESCAPES = {"\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t", "\f": "\\f"}
 
 
-def model_table(serving: ServingMap) -> dict[str, dict[str, dict[str, Any]]]:
-    """By model and version what it takes to have it again; TorchServe's names, and ours where it has none."""
-    return {
+def model_table(
+    serving: ServingMap, lacking: Iterable[SnapshotModel] = ()
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """By model and version what it takes to have it again; TorchServe's names, and ours where it has none.
+
+    Those that are `lacking` stand as in the snapshot that they come from, behind what is served.
+    """
+    table = {
         name: {
             number: {"defaultVersion": number == served.default_version, **_version_entry(version)}
             for number, version in served.versions.items()
         }
         for name, served in serving.items()
     }
+    for model in lacking:
+        entry = {"defaultVersion": model.default_version, "marName": model.archive, **model.settings}
+        table.setdefault(model.name, {}).setdefault(model.version, entry)
+    return table
 
 
 def _version_entry(version: Version) -> dict[str, Any]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchere.serving.crash_journal import Journal
 from torchere.serving.registry.routing import EMPTY, ServingMap
 from torchere.serving.registry.snapshot import SnapshotKind, model_table, write_snapshot
 from torchere.serving.registry.version import Version
-from torchere.serving.settings import SnapshotSettings
+from torchere.serving.settings import SnapshotModel, SnapshotSettings
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +23,9 @@ class SnapshotKeeper:
     Lives on the event loop; files are written in a thread, one after the other, and changes that wait for
     the same turn share the next one: each holds all models. A snapshot that can't be written is a warning,
     never an error. A supervised server's models are in its journal, too.
+
+    `lacking` are those of the restored snapshot that this server could not register: the next start tries
+    them again.
     """
 
     def __init__(
@@ -30,10 +33,12 @@ class SnapshotKeeper:
         settings: SnapshotSettings | None,
         served: Callable[[], ServingMap],
         journal: Journal | None = None,
+        lacking: Callable[[], Sequence[SnapshotModel]] = lambda: (),
     ) -> None:
         self._settings = settings
         self._journal = journal
         self._served = served
+        self._lacking = lacking
         self._started = False
         self._turn = asyncio.Lock()  # files in the order of the changes
         self._changes: set[asyncio.Task[None]] = set()
@@ -91,7 +96,7 @@ class SnapshotKeeper:
 
     def _table(self) -> dict[str, dict[str, dict[str, Any]]]:
         self._noted = self._served()
-        return model_table(self._noted)
+        return model_table(self._noted, self._lacking())
 
     async def _write(self, kind: SnapshotKind) -> None:
         if self._journal is not None and kind != "shutdown":

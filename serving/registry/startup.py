@@ -49,9 +49,9 @@ def check_snapshot(models: Sequence[SnapshotModel], has: Callable[[str, bool], b
         InvalidSnapshot: `has(archive, True)` is false for an archive of it; the text names them all.
     """
     missing = [
-        f"{_location(model)} ({model.name} {model.version})"
+        f"{location(model)} ({model.name} {model.version})"
         for model in models
-        if not has(_location(model), True)
+        if not has(location(model), True)
     ]
     if missing:
         raise InvalidSnapshot(
@@ -85,7 +85,7 @@ def _from_snapshot(model: SnapshotModel) -> Wanted:
     )
     low, high = integer("minWorkers") or 0, integer("maxWorkers") or 0
     return Wanted(
-        _location(model),
+        location(model),
         asked,
         name=model.name,
         handler=text("handler"),
@@ -95,6 +95,7 @@ def _from_snapshot(model: SnapshotModel) -> Wanted:
     )
 
 
-def _location(model: SnapshotModel) -> str:
+def location(model: SnapshotModel) -> str:
+    """Where the archive of a snapshot's model is, as `Wanted.url` names it."""
     path = model.settings.get("path")  # ours: a folder outside of the store
     return path if isinstance(path, str) and path else model.archive

@@ -11,6 +11,8 @@ import sys
 import time
 from contextlib import suppress
 
+from torchere.serving.telemetry.outlet import has_room, may_stand_still
+
 SAID_EVERY_S = 60.0
 
 
@@ -23,7 +25,7 @@ class SaysWhatIsLost(logging.Handler):
     def handleError(self, record: logging.LogRecord) -> None:
         """Say why on standard error, at most once a minute; what is no `OSError` as logging does.
 
-        Call it in the `except` of the one that writes.
+        Call it in the `except` of the one that writes. Where nobody reads standard error it is left unsaid.
         """
         err = sys.exc_info()[1]
         if not isinstance(err, OSError):
@@ -33,5 +35,7 @@ class SaysWhatIsLost(logging.Handler):
         if now_s >= self._say_after_s:
             self._say_after_s = now_s + SAID_EVERY_S
             with suppress(OSError, ValueError, AttributeError):  # there may be no standard error
-                sys.stderr.write(f"lines of {self.output} are lost: {err.strerror or err}\n")
-                sys.stderr.flush()
+                descriptor = may_stand_still(sys.stderr)
+                if descriptor is None or has_room(descriptor, timeout_ms=0):
+                    sys.stderr.write(f"lines of {self.output} are lost: {err.strerror or err}\n")
+                    sys.stderr.flush()

@@ -123,7 +123,7 @@ class Outlet:
     def _write_last(self, lines: int) -> None:
         """Write what waits, so many lines, as nobody else will; a reader that stands is waited for once."""
         rest, self._texts, self._held = b"".join(self._texts), [], 0
-        while rest and _has_room(self._descriptor, LAST_WAIT_MS):
+        while rest and has_room(self._descriptor, LAST_WAIT_MS):
             rest = self._write_at_once(rest)
         if rest:
             self.dropped += lines
@@ -133,7 +133,7 @@ class Outlet:
         """Write what the reader has room for; returns the rest."""
         rest = data
         try:
-            while rest and _has_room(self._descriptor, timeout_ms=0):
+            while rest and has_room(self._descriptor, timeout_ms=0):
                 rest = rest[os.write(self._descriptor, rest[: select.PIPE_BUF]) :]
         except BlockingIOError:  # somebody else took the room
             return rest
@@ -182,7 +182,7 @@ class Outlet:
             try:
                 rest = rest[os.write(self._descriptor, rest) :]
             except BlockingIOError:  # somebody who has it, too, made it so
-                _has_room(self._descriptor, timeout_ms=None)
+                has_room(self._descriptor, timeout_ms=None)
 
     def _guarded(self, step: Callable[[Given], None], given: Given) -> None:
         """Whatever goes wrong, who writes goes on: mostly, nobody reads any more."""
@@ -201,7 +201,7 @@ def _begin_in_child() -> None:
 os.register_at_fork(after_in_child=_begin_in_child)
 
 
-def _has_room(descriptor: int, timeout_ms: int | None) -> bool:
+def has_room(descriptor: int, timeout_ms: int | None) -> bool:
     """Whether `PIPE_BUF` bytes may be written now without waiting; waits so long for that, None for ever."""
     poll = select.poll()  # one for each use: two threads may not use one, and select knows small numbers only
     poll.register(descriptor, select.POLLOUT)
@@ -209,7 +209,7 @@ def _has_room(descriptor: int, timeout_ms: int | None) -> bool:
 
 
 def _tells_room(descriptor: int) -> bool:
-    """Whether `_has_room` holds. A terminal that has room may have less."""
+    """Whether `has_room` holds. A terminal that has room may have less."""
     try:
         mode = os.fstat(descriptor).st_mode
     except OSError:

@@ -312,6 +312,17 @@ def test_the_newest_snapshot_is_restored_unless_told_not_to(store: Path, server:
     assert fresh.snapshot_models == ()
 
 
+def test_a_snapshot_that_a_full_disk_has_cut_off_is_not_taken_for_a_server_without_models(
+    store: Path, server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut = Path("logs/config/20250102000000000-shutdown.cfg")
+    cut.parent.mkdir(parents=True)
+    cut.touch()
+    assert cli.main(["serve", "--model-store", str(store)]) == 1
+    assert f"{cut.absolute()} is no whole snapshot" in capsys.readouterr().out
+    assert server.served == []
+
+
 def test_serve_logs_each_warning_once(
     store: Path, server: FakeServer, caplog: pytest.LogCaptureFixture
 ) -> None:

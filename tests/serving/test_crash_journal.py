@@ -30,6 +30,19 @@ def journal() -> Iterator[Journal]:
     os.close(journal.descriptor)
 
 
+def test_where_nobody_may_make_memory_without_a_name_a_file_without_one_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def forbidden(name: str) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", forbidden)
+    journal = Journal.create()
+    journal.models = "{}"
+    assert (journal.models, os.fstat(journal.descriptor).st_nlink) == ("{}", 0)
+    os.close(journal.descriptor)
+
+
 def test_what_a_server_was_at_is_there_after_it_was_killed(journal: Journal) -> None:
     command = [sys.executable, "-c", WRITES_AND_DIES, str(journal.descriptor)]
     done = subprocess.run(command, pass_fds=[journal.descriptor], capture_output=True, check=False)

@@ -1,10 +1,14 @@
 """The bound on a worker's silence: counted from the last thing it said, with one timer."""
 
 import asyncio
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
+from torchere.serving import silence
+from torchere.serving.execution.inflight import InFlight
 from torchere.serving.silence import Silence
 
 TIMEOUT_S = 0.04
@@ -64,5 +68,32 @@ def test_a_watch_that_begins_while_the_old_timer_runs_gets_its_whole_time() -> N
         watched.began_s = watched.loop.time()
         watched.silence.watch()
         assert await asyncio.wait_for(watched.fired, 10) >= TIMEOUT_S - TICK_S
+
+    asyncio.run(main())
+
+
+def test_while_the_loop_stands_still_nobody_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(silence, "LATE_S", TIMEOUT_S)
+
+    async def main() -> None:
+        watched = Watched()
+        time.sleep(3 * TIMEOUT_S)  # which is what a process that was stopped looks like
+        assert await asyncio.wait_for(watched.fired, 10) >= 4 * TIMEOUT_S - TICK_S
+
+    asyncio.run(main())
+
+
+def test_while_the_loop_stands_still_no_batch_is_overdue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(silence, "LATE_S", TIMEOUT_S)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        fired: asyncio.Future[InFlight] = loop.create_future()
+        batch = InFlight([], SimpleNamespace())  # type: ignore[arg-type]  # nothing is told to it
+        batch.watch(TIMEOUT_S, fired.set_result)
+        time.sleep(3 * TIMEOUT_S)
+        assert await asyncio.wait_for(fired, 10) is batch
+        assert loop.time() - began_s >= 4 * TIMEOUT_S - TICK_S
 
     asyncio.run(main())

@@ -253,6 +253,71 @@ def test_a_signal_during_the_back_off_ends_it_all(start: Start, tmp_path: Path) 
     assert (tmp_path / "starts").read_text() == "x"
 
 
+def test_a_start_after_a_crash_that_lacks_something_is_tried_again(start: Start) -> None:
+    process = start(
+        """
+        if start == 2:
+            print("no disk", flush=True)
+            sys.exit(1)
+        serve()
+        if start == 1:
+            os._exit(7)
+        journal.state = ServerState.ENDING
+        """,
+        changes="supervisor.restart_delay_s = lambda *how: 0.0",
+    )
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert re.findall(r"^(serving|no disk)", output, re.MULTILINE) == ["serving", "no disk", "serving"]
+
+
+def test_a_system_that_can_not_start_the_server_again_is_asked_again(start: Start) -> None:
+    changes = """
+        starter, fails = supervisor.os.posix_spawn, iter((False, True, True, False))
+        def spawn(*arguments, **options):
+            if next(fails):
+                raise BlockingIOError(11, "no process left")
+            return starter(*arguments, **options)
+        supervisor.os.posix_spawn = spawn
+        supervisor.restart_delay_s = lambda *how: 0.0
+    """
+    process = start(
+        """
+        serve()
+        if start == 1:
+            os._exit(7)
+        journal.state = ServerState.ENDING
+        """,
+        changes=textwrap.dedent(changes),
+    )
+    output, _ = process.communicate(timeout=60)
+    assert (process.returncode, len(re.findall(r"^serving \d", output, re.MULTILINE))) == (0, 2)
+    assert output.count("the system does not start the server: no process left") == 2
+
+
+def test_a_log_that_nobody_reads_holds_up_neither_a_restart_nor_the_end(start: Start, tmp_path: Path) -> None:
+    process = start("""
+        if start == 1:
+            serve()
+            os.set_blocking(1, False)
+            try:
+                while True:
+                    os.write(1, b"x")
+            except BlockingIOError:
+                os.set_blocking(1, True)
+            os._exit(7)
+        journal.state = ServerState.SERVING
+        Path("again").touch()
+        time.sleep(60)
+    """)
+    given_up_s = time.monotonic() + 30
+    while not (tmp_path / "again").exists():
+        assert time.monotonic() < given_up_s, "the server was not started again"
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(30) == -signal.SIGTERM
+
+
 def test_it_stays_small(start: Start) -> None:
     process = start(WAITS)
     until_serving(process)

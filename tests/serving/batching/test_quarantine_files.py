@@ -4,6 +4,7 @@ import asyncio
 import base64
 import json
 import logging
+import resource
 import stat
 from pathlib import Path
 
@@ -54,6 +55,17 @@ def test_the_oldest_go_when_they_are_too_large(tmp_path: Path) -> None:
 
 def test_a_request_over_the_bound_is_not_saved(tmp_path: Path) -> None:
     assert save(KEY, conviction(b"x" * 500), QuarantineSettings(tmp_path, max_bytes=400)) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_fits_on_the_disk_in_part_only_is_not_left_behind(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            save(KEY, conviction(b"x" * 500), QuarantineSettings(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,6 +1,7 @@
 """What is swept and what is left alone; the servers that were killed are real processes."""
 
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -94,3 +95,14 @@ def test_without_a_place_for_the_folder_it_is_said_what_to_set(tmp_path: Path) -
         ClaimedFolder(tmp_path / "nowhere")
     assert "No such file or directory" in caught.value.detail
     assert "set TEMP, or TMPDIR" in caught.value.detail
+
+
+def test_a_folder_that_can_not_be_claimed_is_not_left_behind(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))  # folders can still be made, and no file
+    try:
+        with pytest.raises(ServingError):
+            ClaimedFolder(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert list(tmp_path.iterdir()) == []

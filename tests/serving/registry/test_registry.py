@@ -13,14 +13,16 @@ from pathlib import Path
 import pytest
 
 from torchere.archiver.reader import Archive
+from torchere.serving.configuration import configure
 from torchere.serving.errors import Conflict, InvalidArchive, InvalidRequest
 from torchere.serving.observation import RegistryMetrics
+from torchere.serving.properties import read_properties
 from torchere.serving.registry.effective import Asked
 from torchere.serving.registry.registry import Registry
 from torchere.serving.registry.startup import Wanted
 from torchere.serving.registry.store import Store, StoredArchive
 from torchere.serving.registry.version import Version
-from torchere.serving.settings import ServerSettings
+from torchere.serving.settings import ServerSettings, SnapshotModel, SnapshotSettings
 from torchere.serving.telemetry.metrics import Metrics
 
 
@@ -188,3 +190,37 @@ def test_the_loop_goes_on_while_the_store_is_looked_through_at_the_start(
 
     monkeypatch.setattr(Store, "names", slowly)
     asyncio.run(main())
+
+
+def test_a_model_of_the_start_from_another_archive_is_missing_no_more(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with registry_of(tmp_path, load_models=("n=away.mar",)) as registry:
+            await registry.load_at_startup()
+            await registry.opened()
+            assert registry.missing() == ("n",)
+            pack(tmp_path / "store" / "other.mar")
+            await registry.register(Wanted("other.mar", Asked(), name="n"))
+            assert registry.missing() == ()
+
+    asyncio.run(main())
+
+
+def test_a_model_that_can_not_be_restored_now_is_tried_again_by_the_next_start(tmp_path: Path) -> None:
+    snapshots = SnapshotSettings(tmp_path / "config")
+    had: dict[str, object] = {"minWorkers": 0, "maxWorkers": 1, "batchSize": 1, "maxBatchDelay": 5}
+    models = tuple(SnapshotModel(name, "1.0", f"{name}.mar", True, had) for name in ("m", "n"))
+
+    async def main() -> None:
+        async with registry_of(tmp_path, snapshots=snapshots, snapshot_models=models) as registry:
+            (tmp_path / "store" / "n.mar").touch()  # no archive, as one is where the disk is full
+            await registry.load_at_startup()
+            await registry.opened()
+            assert registry.missing() == ("n",)
+            pack(tmp_path / "store" / "n.mar")
+            await registry.register(Wanted("n.mar", Asked(), name="n"))
+            await (await registry.unregister("n", None)).settled.wait()
+
+    asyncio.run(main())
+    first, *_, last = sorted(snapshots.directory.iterdir())
+    assert configure(read_properties(first)).checked().snapshot_models[1] == models[1]
+    assert [model.name for model in configure(read_properties(last)).checked().snapshot_models] == ["m"]

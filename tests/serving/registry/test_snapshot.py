@@ -21,7 +21,7 @@ from torchere.serving.registry.snapshot import (
     write_snapshot,
 )
 from torchere.serving.serve_options import newest_snapshot
-from torchere.serving.settings import BatchSettings, ModelSettings
+from torchere.serving.settings import BatchSettings, ModelSettings, SnapshotModel
 
 # As TorchServe 0.12.0 writes it (properties in the order of a hash map, blanks and colons escaped).
 WRITTEN_BY_TORCHSERVE = r"""#Saving snapshot
@@ -79,6 +79,14 @@ def test_the_table_has_torchserves_fields_with_whole_seconds() -> None:
         "runtimeType": "python",
     }
     assert table["m"]["1"]["defaultVersion"] is False
+
+
+def test_what_could_not_be_restored_stands_as_it_was_unless_it_is_served_again() -> None:
+    served: Any = {"m": SimpleNamespace(default_version="1", versions={"1": version()})}
+    lacking = [SnapshotModel("m", number, "old.mar", number == "2", {"minWorkers": 3}) for number in "12"]
+    table = model_table(served, lacking)
+    assert table["m"]["1"]["marName"] == "m.mar"
+    assert table["m"]["2"] == {"defaultVersion": True, "marName": "old.mar", "minWorkers": 3}
 
 
 def test_what_torchserve_forgets_is_kept_in_fields_of_ours() -> None:

@@ -27,7 +27,7 @@ def a_version(name: str = "m") -> Any:
 @pytest.fixture(autouse=True)
 def empty_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """What stands in a table is another test's concern."""
-    monkeypatch.setattr("torchere.serving.registry.snapshot_keeper.model_table", lambda served: {})
+    monkeypatch.setattr("torchere.serving.registry.snapshot_keeper.model_table", lambda served, lacking: {})
 
 
 def keeper_of(directory: Path | None, served: dict[str, Any]) -> SnapshotKeeper:
@@ -79,7 +79,9 @@ def tables_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, failing: int =
     written: list[str] = []
     all_wait = threading.Event()
     served: dict[str, Any] = {}
-    monkeypatch.setattr("torchere.serving.registry.snapshot_keeper.model_table", "".join)
+    monkeypatch.setattr(
+        "torchere.serving.registry.snapshot_keeper.model_table", lambda served, lacking: "".join(served)
+    )
 
     def write(directory: Path, kind: str, properties: object, table: str, keep: int) -> None:
         written.append(table)

@@ -4,6 +4,8 @@ import contextlib
 import logging
 import os
 import shutil
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -87,6 +89,28 @@ def test_a_full_disk_is_said_once_and_not_by_a_traceback_a_line(put, tmp_path, c
     file.close()
     said = capsys.readouterr().err.splitlines()
     assert said == [f"lines of {tmp_path / 'a.log'} are lost: No space left on device"]
+
+
+def test_where_nobody_reads_standard_error_a_full_disk_holds_nobody_up(put, tmp_path, monkeypatch):
+    (tmp_path / "a.log").symlink_to("/dev/full")
+    file = RotatingFile(tmp_path / "a.log", logging.Formatter())
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writes, b"x")
+    os.set_blocking(writes, True)
+    with open(reads, "rb") as reader, open(writes, "w") as unread:
+        monkeypatch.setattr(sys, "stderr", unread)
+        thread = threading.Thread(target=put, args=(file, "lost"), daemon=True)
+        thread.start()
+        thread.join(10)
+        stands = thread.is_alive()
+        monkeypatch.undo()
+        os.read(reader.fileno(), 2**20)  # which lets a thread that stands go on
+        thread.join()
+    file.close()
+    assert not stands
 
 
 def test_so_it_is_where_standard_output_is_a_file(capsys):
