@@ -115,10 +115,11 @@ class ControlPlane:
         if (failure := version.failure) is not None:  # now: what fails while we write is another call's
             self._registry.discard(version)
             await version.settled.wait()
+        progress = _progress(version, executors)
         await self._registry.written()
         if failure is not None:
             raise failure.with_traceback(None)  # else it would keep the frames of each
-        return Registered(version.key, executors, _progress(version))
+        return Registered(version.key, executors, progress)
 
     async def unregister(self, model: str, version: str | None) -> None:
         """Remove a version (None: the default one) after its requests are answered.
@@ -170,10 +171,11 @@ class ControlPlane:
             return Progress.STARTED
         await _settled(target)
         failure = target.failure if target.target else None  # none are wanted: none have failed
+        progress = _progress(target, min_executors)
         await self._registry.written()
         if failure is not None:
             raise failure.with_traceback(None)
-        return _progress(target)
+        return progress
 
     async def set_default(self, model: str, version: str) -> None:
         """Make `version` the one that requests without a version get.
@@ -266,9 +268,9 @@ async def _settled(version: Version) -> None:
         raise Conflict(f"Model version {number} of model {name} was unregistered while it was loading")
 
 
-def _progress(version: Version) -> Progress:
-    enough = version.pool.in_service >= version.settings.min_executors
-    return Progress.DONE if enough else Progress.PARTIAL
+def _progress(version: Version, asked: int) -> Progress:
+    """How far a version is from the executors that one call asked for; another may have asked for others."""
+    return Progress.DONE if version.pool.in_service >= asked else Progress.PARTIAL
 
 
 def _describe(version: Version) -> VersionDescription:

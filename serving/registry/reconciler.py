@@ -39,8 +39,8 @@ class Reconciler:
     def wake(self, version: Version) -> None:
         """Something that is wanted of the version changed."""
         version.settled.clear()
-        if not version.wanted and version in self._loads:
-            self._loads[version].cancel()  # what loads now is not wanted any more
+        if version in self._loads and not (version.wanted and version.target):
+            self._loads.pop(version).cancel()  # what loads now is not wanted any more
         if version not in self._tasks:
             self._tasks[version] = asyncio.ensure_future(self._run(version))
 
@@ -63,16 +63,24 @@ class Reconciler:
     async def _load(self, version: Version) -> None:
         version.enter(VersionState.LOADING)
         logger.info("loading %s with %d executors", version.key, version.target)
-        await self._bring_up(version)
+        given_up = not await self._bring_up(version)
         if version.failure is not None:
             await self._fail(version, version.failure)
+            return
+        if given_up:
+            if not version.pool.in_service:  # nobody is there who could answer them
+                version.batcher.fail_queued(Unavailable(version.batcher.refusal))
+            await self._unload(version)
             return
         version.enter(VersionState.READY)
         version.batcher.pump()
         logger.info("%s is ready", version.key)
 
-    async def _bring_up(self, version: Version) -> None:
-        """Have as many executors as wanted, loaded and warm; `failure` says what is in the way."""
+    async def _bring_up(self, version: Version) -> bool:
+        """Have as many executors as wanted, loaded and warm; `failure` says what is in the way.
+
+        False: it was given up, as none are wanted any more. What had begun to load is there still.
+        """
         version.retry = False
         version.failure = None
         # Executors that start may be given up; those that are taken away have requests to finish.
@@ -85,6 +93,8 @@ class Reconciler:
         except LoadFailed as err:
             version.failure = err
         except asyncio.CancelledError:
+            if version.wanted:
+                return False
             version.failure = LoadFailed(f"Model {version.key.name} was unregistered.", "It was loading.")
         except Exception as err:  # a bug: it must be seen, and the version must not load for ever
             logger.exception("loading %s failed unexpectedly", version.key)
@@ -94,6 +104,7 @@ class Reconciler:
             level = logging.ERROR if version.wanted else logging.INFO  # as far as nobody minds any more
             text = f"{version.failure.message.removesuffix('.')}: {version.failure.detail}"
             logger.log(level, "%s", text, extra={"model": version.key.name})
+        return True
 
     async def _until_unwanted(self, version: Version, work: Awaitable[None], may_end: bool) -> None:
         task = asyncio.ensure_future(work)
@@ -116,7 +127,9 @@ class Reconciler:
 
     async def _resize(self, version: Version) -> None:
         target = version.target
-        await self._bring_up(version)
+        if not await self._bring_up(version):
+            await self._unload(version)
+            return
         if version.failure is not None and version.target == target:
             version.target = version.pool.size  # or the next step would try the same again at once
         version.batcher.pump()

@@ -30,8 +30,8 @@ class VersionState(Enum):
 
 TRANSITIONS: dict[VersionState, frozenset[VersionState]] = {
     VersionState.NEW: frozenset({VersionState.LOADING, VersionState.GONE}),
-    VersionState.LOADING: frozenset({VersionState.WARMING, VersionState.FAILED}),
-    VersionState.WARMING: frozenset({VersionState.READY, VersionState.FAILED}),
+    VersionState.LOADING: frozenset({VersionState.WARMING, VersionState.FAILED, VersionState.DRAINING}),
+    VersionState.WARMING: frozenset({VersionState.READY, VersionState.FAILED, VersionState.DRAINING}),
     VersionState.READY: frozenset({VersionState.DRAINING}),
     VersionState.DRAINING: frozenset({VersionState.UNLOADING}),
     VersionState.UNLOADING: frozenset({VersionState.NEW, VersionState.GONE}),

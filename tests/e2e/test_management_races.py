@@ -53,3 +53,13 @@ def test_a_default_that_does_not_load_leaves_the_other_versions_reachable(
     assert open_server.call("POST", "/predictions/two", b"x").body == b"quick"
     assert open_server.call("GET", "/models", api="management").status == 200
     assert open_server.call("DELETE", "/models/two", api="management").status == 200
+
+
+def test_a_model_that_hangs_while_it_loads_can_be_scaled_to_nothing(pack: Any, open_server: Any) -> None:
+    hanging = pack("hanging", {"h.py": SLOW}, handler="h.py")
+    assert open_server.register(hanging, initial_workers=1, synchronous="false").status == 202
+    path = "/models/hanging?min_worker=0&synchronous=true"
+    assert open_server.call("PUT", path, api="management").status == 200
+    (described,) = open_server.call("GET", "/models/hanging", api="management").json()
+    assert (described["workers"], described["torchere"]["state"]) == ([], "new")
+    assert open_server.call("DELETE", "/models/hanging", api="management").status == 200

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from torchere.handlers.tensors import shown
-from torchere.serving.errors import InvalidRequest
+from torchere.serving.errors import Conflict, InvalidRequest
 from torchere.serving.frontend.controlplane import ControlPlane, Registration, VersionDescription
 from torchere.serving.registry.version import VersionState
 
@@ -51,6 +51,8 @@ class Repository:
     async def load(self, model: str, parameters: Mapping[str, object]) -> None:
         """Register a model of the store and wait until it answers; one that does already is left alone.
 
+        One that is registered and not ready is brought up: it failed, or has no executors, or loads just now.
+
         Args:
             model: the name it will have.
             parameters: `url` names its archive, which is `<model>.mar` otherwise; `initial_workers` says how
@@ -59,6 +61,7 @@ class Repository:
         Raises:
             NotAllowed: the model API is off.
             InvalidRequest, ModelNotFound, InvalidArchive, DownloadFailed, LoadFailed: it is not loaded.
+            Conflict: it was unregistered meanwhile.
         """
         if any(entry.name == model for entry in self.index(ready_only=True)):
             return
@@ -70,7 +73,17 @@ class Repository:
             raise InvalidRequest(
                 f"parameters.initial_workers: found {shown(executors)}, expected a whole number"
             )
-        await self._controlplane.register(Registration(url, model_name=model, initial_executors=executors))
+        try:
+            await self._controlplane.register(
+                Registration(url, model_name=model, initial_executors=executors)
+            )
+        except Conflict:
+            settings = self._controlplane.describe(model, None)[0].settings
+            least = max(executors, settings.min_executors)
+            most = max(least, settings.max_executors)
+            await self._controlplane.scale(
+                model, None, min_executors=least, max_executors=most, synchronous=True
+            )
 
     async def unload(self, model: str) -> None:
         """Unregister every version of a model, once its requests are answered.

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+_ONE_AT_A_TIME = threading.Lock()  # the framework silences warnings for the whole process meanwhile
 WITHIN_S = 2.0  # models that take longer to load do not hold up the rest of the REST API
 
 
@@ -32,9 +34,13 @@ class DeferredApp:
     async def built(self) -> ASGIApp:
         """The app. Whoever waits may be cancelled: the others go on waiting."""
         if self._building is None:
-            self._building = asyncio.ensure_future(asyncio.to_thread(self._build))
+            self._building = asyncio.ensure_future(asyncio.to_thread(self._build_alone))
         self._app = await asyncio.shield(self._building)
         return self._app
+
+    def _build_alone(self) -> ASGIApp:
+        with _ONE_AT_A_TIME:
+            return self._build()
 
 
 async def build_after(

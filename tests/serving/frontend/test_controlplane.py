@@ -97,6 +97,29 @@ def test_a_version_that_failed_has_no_executors_if_none_are_wanted() -> None:
     assert progress is Progress.DONE
 
 
+def test_who_asked_for_more_executors_than_another_call_left_is_not_told_that_they_are_there() -> None:
+    def scale_to_two(plane: ControlPlane) -> Any:
+        return plane.scale("slow", None, min_executors=2, max_executors=2, synchronous=True)
+
+    progress, _ = outcome_of(scale_to_two, settings=ModelSettings().scaled(1, 1))
+    assert progress is Progress.PARTIAL
+
+
+def test_who_asked_for_no_executors_does_not_wait_for_those_of_another_call() -> None:
+    def register_none(plane: ControlPlane) -> Any:
+        return plane.register(Registration("slow.mar", initial_executors=0))
+
+    async def main() -> Any:
+        registry = LoadingRegistry()
+        registry.version.target = 0
+        registry.version.settled.set()
+        registry.version.settings = ModelSettings().scaled(3, 3)  # the other call
+        plane = ControlPlane(registry, None, ServerSettings(model_api_enabled=True))  # type: ignore[arg-type]
+        return await register_none(plane)
+
+    assert asyncio.run(main()).progress is Progress.DONE
+
+
 def test_a_failure_that_is_told_again_and_again_keeps_nobody_who_asked() -> None:
     failure = LoadFailed("Failed to start workers", "no weights")
     for _ in range(3):

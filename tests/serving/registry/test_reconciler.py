@@ -255,6 +255,40 @@ def test_a_version_that_is_unregistered_while_more_executors_start_does_not_wait
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("loaded", [0, 1])
+@pytest.mark.parametrize("wanted_again", [0, 2])
+def test_scaling_to_nothing_does_not_wait_for_executors_that_load(loaded: int, wanted_again: int) -> None:
+    async def main() -> None:
+        stage = Stage(executors=loaded)
+        await stage.settle()
+        stage.pool.gate.clear()
+        stage.version.target = 3
+        stage.reconciler.wake(stage.version)
+        while "resize 3" not in stage.pool.calls:
+            await asyncio.sleep(0)
+        stage.pool.free = 0  # what one may run runs
+        waiting = AwaitedReply()
+        if not loaded:
+            stage.version.batcher.submit(InferRequest("a", ()), waiting)
+        stage.version.target = 0
+        stage.reconciler.wake(stage.version)
+        stage.version.target = wanted_again
+        stage.reconciler.wake(stage.version)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        given_up = "close" in stage.pool.calls
+        stage.pool.gate.set()
+        expected = VersionState.READY if wanted_again else VersionState.NEW
+        assert await stage.settle() is expected
+        assert given_up
+        assert (stage.pool.size, stage.version.failure) == (wanted_again, None)
+        if not loaded:
+            error = (await asyncio.gather(waiting.future, return_exceptions=True))[0]
+            assert isinstance(error, Unavailable)
+
+    asyncio.run(asyncio.wait_for(main(), 5))
+
+
 def test_executors_that_are_taken_away_finish_although_the_version_is_unregistered_meanwhile() -> None:
     async def main() -> None:
         stage = Stage(executors=2)

@@ -48,6 +48,23 @@ def test_requests_wait_for_one_app_and_are_all_answered_by_it() -> None:
     assert sorted(building.asked) == ["a", "b", "c"]
 
 
+def test_apps_that_are_asked_for_at_the_same_time_are_built_one_after_the_other() -> None:
+    first, second = Building(), Building()
+
+    async def scenario() -> None:
+        apps = [asyncio.create_task(DeferredApp(building).built()) for building in (first, second)]
+        while not first.times + second.times:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.1)  # long enough for the other one to begin, if it may
+        assert first.times + second.times == 1
+        for building in (first, second):
+            building.may_go_on.set()
+        await asyncio.gather(*apps)
+
+    asyncio.run(scenario())
+    assert (first.times, second.times) == (1, 1)
+
+
 def test_one_that_was_built_before_answers_at_once() -> None:
     building = Building()
     building.may_go_on.set()

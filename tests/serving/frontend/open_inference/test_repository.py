@@ -1,0 +1,34 @@
+"""Loading what is registered already."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from torchere.serving.errors import Conflict
+from torchere.serving.frontend.open_inference.repository import Repository
+from torchere.serving.registry.version import VersionState
+from torchere.serving.settings import ModelSettings
+
+
+@pytest.mark.parametrize(
+    ("has", "asked", "gets"),
+    [((0, 0), {}, (1, 1)), ((2, 3), {}, (2, 3)), ((2, 3), {"initial_workers": 4}, (4, 4))],
+)
+def test_what_is_registered_and_not_ready_is_brought_up(
+    planes: Any, monkeypatch: pytest.MonkeyPatch, has: tuple[int, int], asked: Any, gets: tuple[int, int]
+) -> None:
+    async def taken(wish: Any) -> None:
+        raise Conflict("Model version 1.0 is already registered for model echo")
+
+    control = planes.control
+    monkeypatch.setattr(control, "register", taken)
+    settings = ModelSettings().scaled(*has)
+    control.description = replace(control.description, state=VersionState.LOADING, settings=settings)
+    asyncio.run(Repository(control).load("echo", asked))
+    least, most = gets
+    wish = {"min_executors": least, "max_executors": most, "synchronous": True}
+    assert control.calls[-1] == ("scale", "echo", None, wish)
