@@ -25,6 +25,7 @@ from torchere.serving.frontend.open_inference.tensor_request import (
     ParameterValue,
     TensorRequest,
     input_tensor,
+    refuse_shared_memory,
 )
 
 MAX_CLASSES = 2**31 - 1
@@ -129,10 +130,7 @@ def set_parameter(parameter: InferParameter, value: object) -> None:
 
 
 def _input(tensor: ModelInferRequest.InferInputTensor, raw: Raw | None, where: str) -> InputTensor:
-    if "shared_memory_region" in tensor.parameters:
-        raise InvalidRequest(
-            f"{where}: found shared_memory_region, expected data: there is no shared memory here"
-        )
+    refuse_shared_memory(tensor.parameters, where)
     try:
         datatype = datatype_named(tensor.datatype, f"{where}.datatype")
         if raw is None:
@@ -171,8 +169,7 @@ def _raw_of(tensor: ModelInferRequest.InferInputTensor, datatype: Datatype, wher
 
 def _wanted(output: ModelInferRequest.InferRequestedOutputTensor, where: str) -> WantedOutput:
     said = parameters(output.parameters, f"{where}.parameters")
-    if "shared_memory_region" in said:
-        raise InvalidRequest(f"{where}: found shared_memory_region, and there is no shared memory here")
+    refuse_shared_memory(said, where)
     classes = said.get("classification", 0)
     if isinstance(classes, bool) or not isinstance(classes, int) or not 0 <= classes <= MAX_CLASSES:
         raise InvalidRequest(

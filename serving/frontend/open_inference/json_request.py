@@ -18,6 +18,7 @@ from torchere.serving.frontend.open_inference.tensor_request import (
     ParameterValue,
     TensorRequest,
     input_tensor,
+    refuse_shared_memory,
 )
 
 _AT = re.compile(r" - at `\$\.?([^`]*)`$")  # how msgspec says which member is to blame
@@ -145,7 +146,9 @@ def decoded(decoder: msgspec.json.Decoder[T], text: bytes | memoryview) -> T:
 
 def _input(item: _Input, where: str, body: bytes | memoryview, start: int) -> tuple[InputTensor, int]:
     """One input, and where the next binary one begins."""
-    size = (item.parameters or {}).get("binary_data_size")
+    parameters = item.parameters or {}
+    refuse_shared_memory(parameters, where)
+    size = parameters.get("binary_data_size")
     try:
         datatype = datatype_named(item.datatype, f"{where}.datatype")
         if size is None:
@@ -170,6 +173,7 @@ def _input(item: _Input, where: str, body: bytes | memoryview, start: int) -> tu
 def _output(item: _Output, where: str, binary: bool) -> WantedOutput:
     field = f"{where}.parameters"
     parameters = item.parameters or {}
+    refuse_shared_memory(parameters, where)
     classes = parameters.get("classification", 0)
     if type(classes) is not int or classes < 0:
         raise InvalidRequest(

@@ -8,7 +8,7 @@ that the answer is to be tensors.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias, cast
 
@@ -144,6 +144,16 @@ def sequence_headers(parameters: Mapping[str, ParameterValue]) -> Pairs:
     if ends:
         pairs.append((SEQUENCE_END, str(sequence_id)))
     return tuple(pairs)
+
+
+def refuse_shared_memory(parameters: Container[str], where: str) -> None:
+    """Refuse an input or output whose data Triton's clients have in shared memory.
+
+    Raises:
+        InvalidRequest: it is one.
+    """
+    if "shared_memory_region" in parameters:
+        raise InvalidRequest(f"{where}: found shared_memory_region, and there is no shared memory here")
 
 
 def check_names(where: str, names: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from torchere.handlers.tensors import shown
 from torchere.handlers.tensors_json import NO_JSON
-from torchere.serving.errors import InvalidRequest, ServingError
+from torchere.serving.errors import InvalidRequest, NotFound, ServingError
 from torchere.serving.frontend.controlplane import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.description import pretty
@@ -24,6 +24,15 @@ from torchere.serving.frontend.rest.body import read_body
 from torchere.serving.frontend.rest.open_inference_wire import protocol_error
 
 _READ = ["GET", "HEAD"]
+
+# What Triton has below `/v2/`, and what its clients are told here.
+_ABSENT = {
+    "systemsharedmemory": "There is no shared memory here.",
+    "cudasharedmemory": "There is no shared memory here.",
+    "trace": "There are no trace settings here.",
+    "logging": "There are no log settings of Triton's here.",
+}
+_ELSEWHERE = {"repository": "The model repository is on the management port."}
 
 
 def health_routes(dataplane: DataPlane) -> APIRouter:
@@ -104,6 +113,22 @@ def repository_routes(controlplane: ControlPlane, max_request_bytes: int) -> API
     router.add_api_route("/v2/repository/index", index, methods=["POST"])
     router.add_api_route("/v2/repository/models/{model}/load", load, methods=["POST"])
     router.add_api_route("/v2/repository/models/{model}/unload", unload, methods=["POST"])
+    return router
+
+
+def absent_routes(is_management: bool) -> APIRouter:
+    """404 in the protocol's words for what Triton has and this port has not; its clients read no others."""
+    router = APIRouter()
+
+    def refusing(text: str) -> Callable[..., Any]:
+        async def refuse(request: Request) -> Response:
+            return _refused(NotFound(text))
+
+        return refuse
+
+    for name, text in (_ABSENT if is_management else _ABSENT | _ELSEWHERE).items():
+        router.add_api_route(f"/v2/{name}", refusing(text), methods=ANY_METHOD)
+        router.add_api_route(f"/v2/{name}/{{rest:path}}", refusing(text), methods=ANY_METHOD)
     return router
 
 

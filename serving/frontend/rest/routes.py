@@ -18,7 +18,12 @@ from torchere.serving.frontend.rest.authorisation import Surfaces
 from torchere.serving.frontend.rest.inference import inference_routes, prediction_options
 from torchere.serving.frontend.rest.log_level import log_level_routes
 from torchere.serving.frontend.rest.management import ModelRoutes
-from torchere.serving.frontend.rest.open_inference import health_routes, model_routes, repository_routes
+from torchere.serving.frontend.rest.open_inference import (
+    absent_routes,
+    health_routes,
+    model_routes,
+    repository_routes,
+)
 from torchere.serving.frontend.rest.openapi import listener_document
 from torchere.serving.frontend.rest.openapi_open_inference import open_inference_operations
 from torchere.serving.frontend.rest.probes import metrics_routes, ping_routes, probe_routes
@@ -39,7 +44,7 @@ def routes(
     if "metrics" in surfaces:
         app.include_router(metrics_routes(services.metrics, services.settings.metrics_mode))
     if "inference" in surfaces:
-        _add_inference(app, dataplane, services)
+        _add_inference(app, dataplane, services, is_management="management" in surfaces)
     if "management" in surfaces:
         _add_management(app, controlplane, services)
     if "inference" in surfaces:
@@ -47,11 +52,12 @@ def routes(
     return app
 
 
-def _add_inference(app: FastAPI, dataplane: DataPlane, services: Services) -> None:
+def _add_inference(app: FastAPI, dataplane: DataPlane, services: Services, *, is_management: bool) -> None:
     app.include_router(ping_routes(dataplane))
     if services.settings.open_inference_protocol:
         app.include_router(health_routes(dataplane))
         app.include_router(model_routes(dataplane))
+        app.include_router(absent_routes(is_management))
     app.include_router(inference_routes())
 
 

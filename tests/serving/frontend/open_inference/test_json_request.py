@@ -55,6 +55,15 @@ def test_a_request_is_read_with_all_it_says() -> None:
     assert (tensor.name, tensor.datatype.name, tensor.shape, tensor.raw) == ("x", "FP32", (2,), RAW)
 
 
+def test_shared_memory_is_refused_in_words() -> None:
+    shared = {"parameters": {"shared_memory_region": "region", "shared_memory_byte_size": 8}}
+    tensor = {key: value for key, value in X.items() if key != "data"} | shared
+    with pytest.raises(InvalidRequest, match=r"inputs\[0\].*there is no shared memory here"):
+        checked(body(tensor))
+    with pytest.raises(InvalidRequest, match=r"outputs\[1\].*there is no shared memory here"):
+        checked(body(X, outputs=[{"name": "a"}, {"name": "b", **shared}]))
+
+
 def test_binary_tensors_stand_behind_the_json_in_order() -> None:
     strings = struct.pack("<I", 2) + b"ab"
     head = body(

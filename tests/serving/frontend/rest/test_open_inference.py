@@ -89,6 +89,22 @@ def test_with_the_switch_off_there_is_what_torchserve_has(ask_v2, target):
     assert (answer.status, answer.json["type"]) == (404, "ResourceNotFoundException")
 
 
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        ("/v2/systemsharedmemory/status", "There is no shared memory here."),
+        ("/v2/cudasharedmemory/region/a/register", "There is no shared memory here."),
+        ("/v2/trace/setting", "There are no trace settings here."),
+        ("/v2/logging", "There are no log settings of Triton's here."),
+        ("/v2/repository/index", "The model repository is on the management port."),
+        ("/v2/repository/models/echo/load", "The model repository is on the management port."),
+    ],
+)
+def test_what_only_triton_has_is_404_in_the_protocols_words(ask_v2, target, text):
+    answer = ask_v2(target, method="POST", surfaces="inference")
+    assert (answer.status, answer.json) == (404, {"error": text})
+
+
 def test_the_index_lists_every_version(ask_v2, planes):
     entry = {"name": "echo", "version": "1.0", "state": "READY"}
     assert ask_v2("/v2/repository/index", method="POST").json == [entry]
