@@ -143,6 +143,8 @@ def _kept_keys(path: Path) -> dict[TokenKind, Key] | None:
 
 
 def _kept_key(entry: Mapping[str, str]) -> Key:
+    if not isinstance(entry["key"], str) or not entry["key"]:
+        raise ValueError("a key is a text, and not the empty one that a call without a key would bring")
     expires = entry.get("expiration time")
     if expires is None:
         return Key(entry["key"], None)

@@ -19,7 +19,7 @@ import msgspec
 
 from torchere.serving.errors import DeadlineExceeded, ExecutorDied, Quarantined
 from torchere.serving.execution.executor import BatchReport, Outcome
-from torchere.serving.types import InferRequest, Parameter
+from torchere.serving.types import InferRequest
 
 MAX_KNOWN = 1024  # suspects and convicts of a version; the ones not heard of for longest are forgotten
 SUSPECT_FOR_S = 600.0  # a suspect that nobody sends again is forgotten after this
@@ -114,7 +114,7 @@ class Quarantine:
         if isinstance(outcome, ExecutorDied) and outcome.crashed:
             return self._crashed(request, outcome, began_s, alone)
         # A hung run acquits nobody; nor does an executor that was stopped.
-        if not isinstance(outcome, (DeadlineExceeded, ExecutorDied)) and self.active:
+        if not isinstance(outcome, (DeadlineExceeded, ExecutorDied)):
             self._acquit(request)
         return outcome
 
@@ -169,7 +169,7 @@ def digest_of(request: InferRequest) -> str:
     """
     digest = hashlib.blake2b(digest_size=16)
     for parameter in request.parameters:
-        content = _content(parameter)
+        content = bytes(parameter.value)  # some are views
         digest.update(f"{parameter.name}\0{parameter.content_type}\0{len(content)}\0".encode())
         digest.update(content)
     for name, value in sorted((name.lower(), value) for name, value in request.headers):
@@ -180,8 +180,3 @@ def digest_of(request: InferRequest) -> str:
 
 def _size(request: InferRequest) -> int:
     return sum(len(parameter.value) for parameter in request.parameters)
-
-
-def _content(parameter: Parameter) -> bytes:
-    value: object = parameter.value
-    return bytes(value) if isinstance(value, (bytes, memoryview)) else repr(value).encode()

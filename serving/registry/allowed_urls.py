@@ -164,7 +164,7 @@ def _source(url: str, matching: Sequence[str]) -> Source:
         scheme=parts.scheme,
         host=host,
         port=parts.port or _DEFAULT_PORTS[parts.scheme],
-        target=decoded.get(parts.scheme, (parts.path or "/") + query),
+        target=decoded.get(parts.scheme, parts.path + query),
         file_name=parts.path.rpartition("/")[2],
         may_be_private=any(names_host(pattern, host) for pattern in matching),
     )

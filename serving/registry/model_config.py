@@ -101,7 +101,8 @@ def parse_model_config(text: str) -> ModelConfig:
 
 def unsupported_keys(raw: dict[str, Any]) -> list[str]:
     """The keys that ask for something the server can't do."""
-    return [key for key in raw if key in UNSUPPORTED_KEYS and raw[key] not in (None, False, 0)]
+    in_one = {"parallelLevel": 1}  # a model that is spread over nothing
+    return [key for key in raw if key in UNSUPPORTED_KEYS and raw[key] and raw[key] != in_one.get(key)]
 
 
 def _load_yaml(text: str) -> dict[str, Any]:

@@ -72,9 +72,10 @@ def test_the_key_file_is_torchserves_and_private(ring: KeyRing) -> None:
 
 def test_the_file_of_an_earlier_run_is_replaced_and_no_draft_stays(tmp_path: Path) -> None:
     path = tmp_path / "key_file.json"
-    path.write_text("old")
+    old = KeyRing(path)
+    known = bearer(old, "API")
     path.chmod(0o644)
-    KeyRing(path)
+    assert refused(KeyRing(path), "api", known)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert os.listdir(tmp_path) == ["key_file.json"]
 
@@ -183,11 +184,31 @@ def test_a_server_that_crashed_goes_on_with_the_keys_of_its_file(ring: KeyRing) 
     again = KeyRing(ring.path, clock=ring._clock, keep=True)
     assert [bearer(again, kind) for kind in ("management", "inference", "API")] == known
     assert not refused(again, "inference", known[1])
-    assert again.path.read_text() == ring.path.read_text()
+    ring._clock.now_s += 3600
+    assert refused(again, "inference", known[1])
+    assert not refused(again, "api", known[2])
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[]", '{"management": {}, "inference": {}}', "\x00"])
-def test_a_file_with_no_keys_in_it_gets_new_ones(ring: KeyRing, content: str) -> None:
-    ring.path.write_text(content)
+def keys_of(management: object) -> str:
+    """A key file in which one entry is another one."""
+    return json.dumps({"management": management, "inference": {"key": "i"}, "API": {"key": "a"}})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *["", "{}", "[]", '{"management": {}, "inference": {}}', "\x00", None],
+        *[keys_of(entry) for entry in ("m", ["m"], {"key": ""}, {"key": 1})],
+        keys_of({"key": "m", "expiration time": "tomorrow"}),
+    ],
+)
+def test_a_file_with_no_keys_in_it_gets_new_ones(ring: KeyRing, content: str | None) -> None:
+    ring.path.unlink() if content is None else ring.path.write_text(content)
     again = KeyRing(ring.path, keep=True)
-    assert not refused(again, "inference", bearer(again, "inference"))
+    assert not refused(again, "management", bearer(again, "management"))
+    assert refused(again, "management", None)
+
+
+def test_no_key_is_shown_with_what_holds_it(ring: KeyRing) -> None:
+    secret = bearer(ring, "API").removeprefix("Bearer ")
+    assert secret not in repr(ring._keys)

@@ -36,7 +36,7 @@ def required_key(surfaces: Surfaces, method: str, path: str) -> KeyKind | None:
     Args:
         surfaces: the APIs that the listener answers.
         method: HTTP method.
-        path: percent-decoded, without trailing slashes except for "/".
+        path: percent-decoded, without trailing slashes except for "/"; "*" of `OPTIONS *`.
     """
     if is_probe(path) or path == "/api-description" or (path == "/" and method == "OPTIONS"):
         return None
@@ -49,6 +49,6 @@ def required_key(surfaces: Surfaces, method: str, path: str) -> KeyKind | None:
     if "inference" not in surfaces:
         return "management"
     is_managing = path.startswith(_REPOSITORY) or (
-        path.split("/")[1] in _MANAGEMENT_ROOMS and prediction_target(path) is None
+        path.removeprefix("/").partition("/")[0] in _MANAGEMENT_ROOMS and prediction_target(path) is None
     )
     return "management" if is_managing else "inference"

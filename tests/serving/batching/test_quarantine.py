@@ -51,6 +51,8 @@ def test_as_long_as_nothing_crashes_there_is_nothing_to_ask() -> None:
     court = Court()
     assert court.run("a", outcome=ANSWER) == [ANSWER]
     assert not court.quarantine.active
+    assert not court.quarantine.concerns(BatchReport([ANSWER]))
+    assert not court.quarantine.concerns(BatchReport([]))
 
 
 def test_a_request_is_convicted_at_its_second_crash_and_not_before() -> None:
@@ -73,6 +75,29 @@ def test_those_who_only_shared_the_batch_go_free() -> None:
     assert court.verdict("good") is Verdict.CLEAN
     court.run("bad")
     assert court.verdict("bad") is Verdict.CONVICTED
+
+
+def test_one_that_goes_free_takes_no_other_of_its_size_along() -> None:
+    court = Court()
+    court.run("one", "two")
+    court.run("six", outcome=ANSWER)  # it was nobody
+    court.run("two", outcome=ANSWER)
+    assert [court.verdict(content) for content in ("one", "two", "six")] == [
+        Verdict.SUSPECT,
+        Verdict.CLEAN,
+        Verdict.CLEAN,
+    ]
+
+
+def test_a_convict_stays_one_and_is_told_of_once_whatever_comes_of_its_other_runs() -> None:
+    court = Court()
+    court.run("bad")
+    court.run("bad")
+    (again,) = court.run("bad")
+    assert isinstance(again, Quarantined) and again.detail == CRASH.detail
+    assert court.run("bad", outcome=ANSWER) == [ANSWER]
+    assert court.verdict("bad") is Verdict.CONVICTED
+    assert len(court.convictions) == 1
 
 
 def test_a_second_crash_in_company_convicts_nobody() -> None:
@@ -122,17 +147,21 @@ def test_an_empty_request_is_never_to_blame() -> None:
 def test_a_suspect_is_forgotten_when_it_does_not_come_again() -> None:
     court = Court()
     court.run("bad")
-    court.now_s += SUSPECT_FOR_S
+    court.now_s += SUSPECT_FOR_S - 1.0
+    assert court.verdict("bad") is Verdict.SUSPECT
+    court.now_s += 1.0
     assert court.verdict("bad") is Verdict.CLEAN
     assert not court.quarantine.active
 
 
-def test_the_table_is_bounded_and_the_oldest_are_forgotten() -> None:
+def test_the_table_is_bounded_and_those_not_heard_of_for_longest_are_forgotten() -> None:
     court = Court()
-    for number in range(MAX_KNOWN + 2):
-        court.run(f"{number:05}")
-    assert court.verdict("00001") is Verdict.CLEAN
-    assert court.verdict(f"{MAX_KNOWN:05}") is Verdict.SUSPECT
+    court.run(*(f"{number:05}" for number in range(MAX_KNOWN)))
+    assert court.verdict("00000") is Verdict.SUSPECT  # asked about
+    court.run("00001", "another")  # crashed again, in company
+    court.run("and another")
+    known = {f"{number:05}" for number in range(5) if court.verdict(f"{number:05}") is Verdict.SUSPECT}
+    assert known == {"00000", "00001", "00004"}
 
 
 def test_a_view_of_a_body_is_the_same_content_as_its_bytes() -> None:

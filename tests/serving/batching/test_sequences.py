@@ -58,6 +58,33 @@ def test_an_idle_sequence_ends_and_makes_room() -> None:
     assert [s.name for s in sequences.heads(1, 9)] == ["t"]
 
 
+def test_a_sequence_does_not_idle_while_a_request_runs_nor_from_before_the_last_one_came() -> None:
+    sequences = table()
+    first, second = pending("a"), pending("b")
+    sequences.add("s", first, 0.0)
+    sequences.take(*sequences.heads(1, 1), 1)
+    assert sequences.expire(99.0) == [] and len(sequences) == 1
+    sequences.done("s", first, 99.0)
+    sequences.add("s", second, 105.0)
+    sequences.remove(second)  # its client left
+    assert sequences.next_expiry_s() == 115.0
+    sequences.add("t", pending("c"), 105.0)  # waits, so that it does not idle
+    assert sequences.next_expiry_s() == 115.0
+
+
+def test_a_request_that_was_not_begun_goes_in_front_again() -> None:
+    sequences = table()
+    first, second = pending("a"), pending("b")
+    for each in (first, second):
+        sequences.add("s", each, 0.0)
+    (sequence,) = sequences.heads(1, 1)
+    sequences.take(sequence, 1)
+    assert sequences.give_back("s", first)
+    assert sequences.waiting == [first, second]
+    assert sequences.end(["s", "nobody's"]) == [first, second]
+    assert not sequences.give_back("s", first)
+
+
 def test_a_sequence_that_waits_does_not_idle_but_its_life_is_bounded() -> None:
     sequences = table(timeout_s=30.0)
     sequences.add("s", pending("a"), 0.0)
@@ -72,5 +99,7 @@ def test_sequences_of_a_lost_executor_go_on_elsewhere() -> None:
     (sequence,) = sequences.heads(1, 1)
     sequences.done("s", sequences.take(sequence, 1), 0.0)
     sequences.add("s", pending("b"), 0.0)
+    sequences.keep_on([1, 2])
+    assert sequences.heads(2, 1) == []
     sequences.keep_on([2])
     assert [s.name for s in sequences.heads(2, 1)] == ["s"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,11 @@ def test_no_more_gpus_are_used_than_there_are_and_the_operator_says(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert gpu_count(most) == expected
     assert ("number_of_gpu=9, and CUDA shows 4 GPUs" in caplog.text) is (most == 9)
+
+
+def test_tests_use_no_gpu_of_the_machine_unless_it_is_asked_for() -> None:
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert gpu_count(None) == 0
 
 
 def on(*gpu_ids: int | None) -> list[ExecutorStatus]:

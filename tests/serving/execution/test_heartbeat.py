@@ -54,6 +54,7 @@ def test_a_worker_that_answers_is_never_suspect_and_one_that_stops_is_replaced()
     async def main() -> None:
         worker = Worker(HeartbeatSettings(0.02, 0.03, 0.1))
         worker.heartbeat.start()
+        assert not worker.asked.is_set()  # it has just said something
         await asyncio.wait_for(worker.asked.wait(), 10)
         assert not worker.heartbeat.owes_answer
         assert worker.changes == []
@@ -73,6 +74,23 @@ def test_a_late_answer_lifts_the_suspicion() -> None:
         while not worker.heartbeat.suspect:
             await asyncio.sleep(0)
         worker.heartbeat.answered()
+        worker.heartbeat.stop()
+        assert worker.changes == [True, False]
+
+    asyncio.run(main())
+
+
+def test_a_new_worker_begins_with_no_suspicion_no_debt_and_one_watch() -> None:
+    async def main() -> None:
+        worker = Worker(HeartbeatSettings(0.02, 0.02, 1000.0))
+        worker.alive = False
+        worker.heartbeat.start()
+        while not worker.heartbeat.suspect:
+            await asyncio.sleep(0)
+        before = worker.heartbeat._timer
+        worker.heartbeat.start()
+        assert before is not None and before.cancelled()
+        assert (worker.heartbeat.suspect, worker.heartbeat.owes_answer) == (False, False)
         worker.heartbeat.stop()
         assert worker.changes == [True, False]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from torchere.serving.execution.oom import CounterFile, OomWatch, counter_files
+from torchere.serving.execution.oom import FRESH_S, CounterFile, OomWatch, counter_files
 
 
 class Kernel:
@@ -29,9 +29,12 @@ def test_each_kill_of_the_kernel_explains_one_lost_process() -> None:
 def test_a_kill_that_nobody_claims_soon_was_of_another_process() -> None:
     kernel = Kernel()
     watch = kernel.watch()
-    kernel.kills = 5
+    kernel.kills = 6
+    kernel.now_s = 100.0
     assert watch.claim()
-    kernel.now_s = 6.0
+    kernel.now_s += FRESH_S
+    assert watch.claim()
+    kernel.now_s += 0.1
     assert not watch.claim()
 
 
@@ -45,6 +48,7 @@ def test_without_a_counter_no_kill_is_the_kernels() -> None:
     ("group", "file", "text"),
     [
         ("0::/kubepods/pod", "kubepods/pod/memory.events", "low 0\noom 9\noom_kill 4\noom_group_kill 0\n"),
+        ("0::/pod:1", "pod:1/memory.events", "oom_kill 4\n"),
         ("0::/outside", "memory.events", "oom_kill 4\n"),  # a container that sees its own group as the root
         ("5:cpu:/\n4:memory:/a", "memory/a/memory.oom_control", "under_oom 0\noom_kill 4\n"),
     ],

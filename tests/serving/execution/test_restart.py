@@ -5,8 +5,10 @@ import pytest
 from torchere.serving.execution.restart import BACKOFF_S, restart_delay_s
 
 
-@pytest.mark.parametrize(("losses", "expected"), [(1, 0.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 3.0), (6, 5.0)])
-def test_the_first_restart_is_immediate_and_the_next_ones_back_off(losses: int, expected: float) -> None:
+@pytest.mark.parametrize(
+    ("losses", "expected"), list(enumerate((0, 1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144), start=1))
+)
+def test_the_first_restart_is_immediate_and_the_next_ones_back_off(losses: int, expected: int) -> None:
     assert restart_delay_s(losses, first_loss_s=0.0, now_s=1.0, max_retry_timeout_s=300.0) == expected
 
 
@@ -15,7 +17,8 @@ def test_the_back_off_stops_growing() -> None:
 
 
 def test_it_gives_up_when_the_recovery_window_is_over() -> None:
-    assert restart_delay_s(9, 0.0, 300.1, 300.0) is None
+    assert restart_delay_s(9, 100.0, 400.0, 300.0) == BACKOFF_S[8]
+    assert restart_delay_s(9, 100.0, 400.1, 300.0) is None
 
 
 def test_a_window_of_zero_means_never_again() -> None:

@@ -60,6 +60,22 @@ def test_what_began_to_wait_in_between_has_until_the_look_behind_the_next():
     assert run(main()) == [{"a": 1}, {"late": 1}]
 
 
+def test_nobody_looks_any_more_once_giving_up_ended_the_connection():
+    class Ending(Watched):
+        def give_up(self, stalled):
+            self.given_up.append(stalled)
+            self.stalls.stop()
+
+    async def main():
+        watched = Ending(a=1)
+        watched.stalls.watch()
+        while not watched.given_up:
+            await asyncio.sleep(0)
+        return watched.stalls._timer
+
+    assert run(main()) is None
+
+
 def test_nobody_looks_while_nothing_waits():
     async def main():
         watched = Watched()

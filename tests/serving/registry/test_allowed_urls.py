@@ -22,8 +22,9 @@ def test_a_pattern_matches_the_whole_url_in_any_case() -> None:
     source = allow("HTTPS://Models.Example.com/x/a.mar", patterns)
     assert (source.scheme, source.host, source.port) == ("https", "models.example.com", 443)
     assert (source.target, source.file_name) == ("/x/a.mar", "a.mar")
-    with pytest.raises(ModelNotFound):
+    with pytest.raises(ModelNotFound) as caught:
         allow("https://models.example.com/a.mar?x", patterns)
+    assert caught.value.detail == "no pattern of allowed_urls matches it"
 
 
 def test_a_query_is_sent_and_is_not_part_of_the_name() -> None:
@@ -31,8 +32,9 @@ def test_a_query_is_sent_and_is_not_part_of_the_name() -> None:
     assert (source.port, source.target, source.file_name) == (8000, "/a.mar?signature=x%2Fy", "a.mar")
 
 
-def test_a_file_url_is_a_path() -> None:
-    source = allow("file:///srv/my%20models/a.mar", TORCHSERVE_DEFAULT)
+@pytest.mark.parametrize("host", ["", "localhost"])
+def test_a_file_url_is_a_path(host: str) -> None:
+    source = allow(f"file://{host}/srv/my%20models/a.mar", TORCHSERVE_DEFAULT)
     assert (source.host, source.target, source.file_name) == ("", "/srv/my models/a.mar", "a.mar")
 
 
@@ -45,13 +47,18 @@ def test_a_file_url_is_a_path() -> None:
         "https://evil.example#@allowed.example/a.mar",
         "https://evil%2eexample/a.mar",
         "https://evil.example/a b.mar",
+        "https://evil.example/a b/a.mar",
         "https://evil.example/a.mar\n",
+        "https://evil.example/a.mar#.mar",
         "https://evil.example/\u0430.mar",
+        "https://evil.example/\u0430/a.mar",
+        "https://evil.example/\x7f/a.mar",
         "https:///a.mar",
         "https://[::1/a.mar",
         "https://evil.example:99999/a.mar",
         "https://evil.example:0/a.mar",
-        "https://evil.example/" + "a" * 2048 + ".mar",
+        "https://evil.example/" + "a" * 2048 + "/a.mar",
+        "https://evil.example/" + "a" * 256,
         "https://evil.example/",
         "https://evil.example/.mar",
         "https://evil.example/a%2fb.mar",
@@ -79,6 +86,19 @@ def test_a_pattern_that_takes_for_ever_is_cut_short(monkeypatch: pytest.MonkeyPa
         allow("http://h/" + "a" * 200 + ".mar", (r"http://h/(a+)+\d",))
 
 
+def test_a_pattern_that_is_none_matches_nothing_and_may_stand_beside_no_other() -> None:
+    with pytest.raises(ModelNotFound):
+        allow("http://h/a.mar", ("http://.*", "["))
+
+
+@pytest.mark.parametrize(("port", "expected"), [("", 80), (":8080", 8080)])
+def test_one_of_the_patterns_that_match_has_to_spell_out_a_private_host(port: str, expected: int) -> None:
+    patterns = ("http://.*", "http://10.0.0.1(:8080)?/.*")
+    named, other = (allow(f"http://10.0.0.{last}{port}/a.mar", patterns) for last in (1, 2))
+    assert (named.may_be_private, other.may_be_private) == (True, False)
+    assert named.port == other.port == expected
+
+
 def test_a_pattern_that_is_too_long_matches_nothing() -> None:
     with pytest.raises(ModelNotFound):
         allow("http://h/a.mar", ("http://h/a.mar|" + "x" * 1024,))
@@ -89,6 +109,7 @@ def test_a_pattern_that_is_too_long_matches_nothing() -> None:
     [
         *("127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0"),
         *("224.0.0.1", "255.255.255.255", "::", "::1", "fe80::1%eth0", "fc00::1", "ff02::1"),
+        "4000::1",
         *("::ffff:127.0.0.1", "::127.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::", "2001:0:1::1"),
     ],
 )

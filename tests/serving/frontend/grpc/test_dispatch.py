@@ -80,6 +80,21 @@ def test_without_its_key_a_call_is_not_opened(planes):
     assert opened(planes.keys, authorization="Bearer inference") == "opened"
 
 
+@pytest.mark.parametrize(
+    ("path", "key", "code"),
+    [
+        ("/grpc.health.v1.Health/Check", "none", 12),
+        ("/grpc.health.v1.Healthy/Check", "none", 7),
+        ("/inference.GRPCInferenceService/RepositoryModelLoad", "inference", 7),
+        ("/inference.GRPCInferenceService/RepositoryModelLoad", "management", 12),
+        ("/inference.GRPCInferenceService/ModelInfer", "management", 7),
+        ("/inference.GRPCInferenceService/ModelInfer", "inference", 12),
+    ],
+)
+def test_probes_need_no_key_and_what_operators_call_needs_the_other_one(planes, path, key, code):
+    assert opened(planes.keys, path=path, authorization=f"Bearer {key}")[0] == code
+
+
 def test_calls_without_their_key_are_counted(planes):
     for authorization in ("", "Bearer management", "Bearer inference"):
         opened(planes.keys, metrics=planes.metrics, authorization=authorization)

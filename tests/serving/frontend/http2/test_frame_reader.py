@@ -1,5 +1,7 @@
 """Bytes into frames, however they are cut."""
 
+import sys
+
 import pytest
 from hyperframe.frame import ContinuationFrame, DataFrame, HeadersFrame, PingFrame, WindowUpdateFrame
 from hypothesis import given
@@ -46,11 +48,13 @@ def joined(events):
     return found
 
 
-def events_of(*pieces):
+def events_of(*pieces, most=sys.maxsize):
     recorder = Recorder()
     reader = FrameReader(recorder)
     for piece in pieces:
-        reader.feed(piece)
+        rest = reader.feed(piece, most)
+        while rest:
+            rest = reader.feed(rest, most)
     return recorder.events
 
 
@@ -111,7 +115,7 @@ def test_any_cut_of_the_same_bytes_is_the_same_frames(made, data):
     pieces = [sent[a:b] for a, b in zip([0, *cuts], [*cuts, len(sent)], strict=True)]
     expected = joined([SETTINGS_SEEN, *(event for _, event in made)])
     assert events_of(sent) == expected
-    assert events_of(*pieces) == expected
+    assert events_of(*pieces, most=data.draw(st.sampled_from([1, 2, sys.maxsize]))) == expected
 
 
 @given(frames)
@@ -149,6 +153,12 @@ def test_it_is_greeted_once_settings_are_behind_the_preface():
 def framed(kind, body=b"", *, flags=0, stream_id=1, size=None):
     length = len(body) if size is None else size
     return length.to_bytes(3, "big") + bytes((kind, flags)) + stream_id.to_bytes(4, "big") + body
+
+
+def test_the_bit_before_a_streams_number_means_nothing():
+    frames = [framed(kind, bytes(8), flags=4, stream_id=1 | 1 << 31) for kind in (1, 0, 0, 6)]
+    plain = [framed(kind, bytes(8), flags=4, stream_id=1) for kind in (1, 0, 0, 6)]
+    assert events_of(GREETED + b"".join(frames)) == events_of(GREETED + b"".join(plain))
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,20 @@ def test_a_call_like_the_one_before_it_is_not_read_again():
     assert reader.read(block) is reader.read(encoder.encode(headers))
 
 
+def test_blocks_that_change_the_table_are_read_each_time_and_those_that_rest_on_it_again():
+    one, two = [Encoder().encode([(name, "1")]) for name in ("x-one", "x-two")]
+    reader, newest = HeadReader(), b"\xbe"  # the newest entry of the table, 62; older ones follow
+    reader.read(one)
+    assert reader.read(newest).metadata == (("x-one", "1"),)
+    reader.read(two)
+    assert reader.read(newest).metadata == (("x-two", "1"),)
+    reader.read(two)
+    reader.read(one)
+    assert [reader.read(bytes((newest[0] + age,))).metadata[0][0] for age in range(4)] == [
+        *("x-one", "x-two", "x-two", "x-one")
+    ]
+
+
 def test_what_is_remembered_is_bounded_and_later_calls_still_are():
     reader, encoder = HeadReader(), Encoder()
     for number in range(1000):
@@ -82,6 +96,8 @@ def test_what_is_remembered_is_bounded_and_later_calls_still_are():
 def test_a_header_list_that_is_too_long_costs_its_call():
     reader, encoder = HeadReader(), Encoder()
     reader.read(encoder.encode([("x-one", "kept")]))
+    longest = NeverIndexedHeaderTuple("x-one", "\\" * (16_384 - 32 - 5))
+    assert reader.read(encoder.encode([longest], huffman=False)).flaw == ""
     head = reader.read(encoder.encode([("x-one", "\\" * 20_000)], huffman=False))
     assert (head.flaw_code, head.flaw) == (
         StatusCode.RESOURCE_EXHAUSTED,
@@ -103,6 +119,21 @@ def test_a_bomb_of_references_to_one_long_header_breaks_the_connection():
     with pytest.raises(ConnectionBroken) as broken:
         reader.read(b"\xbe" * 30_000)
     assert broken.value.code is ErrorCode.ENHANCE_YOUR_CALM
+
+
+METHOD, ROUTE, OWN = (":method", "POST"), (":path", "/a/B"), ("x-one", "1")
+
+
+@pytest.mark.parametrize(
+    ("headers", "flaw"),
+    [
+        ([METHOD, ROUTE, OWN], ""),
+        ([METHOD, ROUTE, METHOD], "a pseudo-header comes late or twice"),
+        ([METHOD, OWN, ROUTE], "a pseudo-header comes late or twice"),
+    ],
+)
+def test_pseudo_headers_come_first_and_once(headers, flaw):
+    assert request_head(headers).flaw == flaw
 
 
 @pytest.mark.parametrize(

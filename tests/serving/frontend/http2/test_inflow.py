@@ -8,7 +8,7 @@ import pytest
 from hyperframe.frame import DataFrame, HeadersFrame, RstStreamFrame, SettingsFrame
 
 from torchere.serving.frontend.http2 import inflow
-from torchere.serving.frontend.http2.frames import ConnectionBroken
+from torchere.serving.frontend.http2.frames import ConnectionBroken, window_update
 from torchere.serving.frontend.http2.inflow import Inflow
 
 
@@ -43,6 +43,20 @@ def test_data_without_leave_on_the_connection_ends_it():
     flow = Inflow(lambda data: None)
     with pytest.raises(ConnectionBroken, match="leave"):
         flow.take(None, inflow.CONNECTION_WINDOW_BYTES + 1)
+
+
+def test_the_connection_gets_leave_for_just_what_came_once_half_of_it_is_used_up():
+    told = []
+    flow = Inflow(told.append)
+    half = inflow.CONNECTION_WINDOW_BYTES // 2
+    flow.take(None, half - 1)
+    assert told == []
+    for size in (1, half - 1, 1):
+        flow.take(None, size)
+    assert told == [window_update(0, half)] * 2
+    flow.take(None, 2 * half)
+    with pytest.raises(ConnectionBroken, match="leave"):
+        flow.take(None, 2 * half + 1)
 
 
 def test_a_stream_that_nobody_reads_does_not_stop_others(run, http2):

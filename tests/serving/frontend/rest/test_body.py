@@ -34,11 +34,18 @@ def read(incoming: Incoming, announced: int = 0, limit: int = 10) -> bytes:
 
 
 def test_a_body_of_one_chunk_is_that_chunk():
-    assert read(Incoming(b"0123456789")) == b"0123456789"
+    assert read(Incoming(b"0123456789"), announced=10) == b"0123456789"
 
 
 def test_a_body_of_many_chunks_is_joined():
-    assert read(Incoming(*[b"a"] * 10)) == b"a" * 10
+    assert read(Incoming(*[b"a"] * 10, b"")) == b"a" * 10
+
+
+@pytest.mark.parametrize("chunks", [[], [b"a"]])
+def test_a_message_that_says_nothing_is_an_empty_last_one(chunks):
+    incoming = Incoming(*chunks, b"")
+    incoming.left[-1] = {"type": "http.request"}
+    assert read(incoming) == b"".join(chunks)
 
 
 def test_a_body_that_announces_too_much_is_refused_unread():

@@ -49,6 +49,7 @@ def test_an_unknown_coding_is_refused(value):
         (b"deflate", "deflate"),
         (b"gzip;q=0.5", "gzip"),
         (b"gzip, deflate;q=0.000", "gzip"),
+        (b"gzip,", "gzip"),
         (b"gzip;q=0", None),
         (b"gzip, deflate", None),
         (b"identity, gzip", None),
@@ -93,6 +94,11 @@ def test_a_bomb_stops_at_the_limit():
 def test_a_broken_body_is_refused(coding, spoil, text):
     with pytest.raises(InvalidRequest, match=f"no {coding} .*{text}"):
         inflate(spoil(deflate(TEXT, coding)), coding, 10_000)
+
+
+def test_deflate_without_its_frame_is_no_gzip():
+    with pytest.raises(InvalidRequest):
+        inflate(BARE, "gzip", len(TEXT))
 
 
 @pytest.mark.parametrize("size", [10, 100_000])

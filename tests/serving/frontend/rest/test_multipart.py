@@ -26,6 +26,11 @@ def test_each_part_is_a_parameter_and_only_files_have_a_type():
     ]
 
 
+def test_the_headers_of_a_part_come_in_any_order():
+    body = b'--xyz\r\nContent-Type: a/b\r\ncontent-disposition: form-data; name="x"; filename="f"\r\n\r\n\r\n'
+    assert multipart_parameters(TYPE, body + b"--xyz--") == [Parameter("x", b"", "a/b")]
+
+
 def test_a_file_that_names_no_type_is_octets():
     body = part('name="data"; filename="p"', b"1") + b"--xyz--\r\n"
     assert multipart_parameters(TYPE, body) == [Parameter("data", b"1", "application/octet-stream")]

@@ -55,12 +55,21 @@ def test_prediction_paths_name_their_target(path, target):
             "/v2/models/m/versions/1/explain",
         ),
         *("/v2/models/m/infer/more", "/ping/predict", "/models/predict"),
+        *("/v2/repository/m/infer", "/v1/repository/m:predict", "/v1/models/m:predict/more"),
         *("/predictions/m//x", "/explanations/m//x", "/m//predict", "/v2/models/m/versions//infer"),
         *("/a/b/c/predict", "/predict", "/m/predict/more", "/invocations/more", "/v1/models/m:other"),
     ],
 )
 def test_other_paths_are_none(path):
     assert prediction_target(path) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "group"),
+    [("/predictions/m", ""), ("/explanations/m", "explain"), ("/v1/models/m:explain", "explain")],
+)
+def test_only_explanations_are_not_batched_with_predictions(path, group):
+    assert prediction_target(path).group == group
 
 
 @given(st.text(alphabet="/:predictonsmv12model", max_size=40))
