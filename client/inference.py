@@ -63,6 +63,9 @@ class InferOptions:
         sequence_id: the sequence of a stateful model that this request belongs to.
         sequence_start: it is its first request.
         sequence_end: it is its last one.
+
+    Raises:
+        TypeError: `outputs` is a text.
     """
 
     outputs: Sequence[str] = ()
@@ -72,6 +75,10 @@ class InferOptions:
     sequence_id: str | int = ""
     sequence_start: bool = False
     sequence_end: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.outputs, str):  # a sequence, too, of names of one letter
+            raise TypeError(f"outputs: found {self.outputs!r}, expected a list of names: [{self.outputs!r}]")
 
 
 Inputs = Mapping[str, object] | Sequence[Tensor]

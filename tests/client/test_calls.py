@@ -261,6 +261,11 @@ def test_arrays_go_and_come_as_json_on_request(call: Caller) -> None:
     }
 
 
+def test_a_text_is_no_list_of_outputs() -> None:
+    with pytest.raises(TypeError, match=r"outputs: found 'ab', expected a list of names: \['ab'\]"):
+        InferOptions(outputs="ab")
+
+
 @pytest.mark.parametrize(
     ("body", "length"),
     [

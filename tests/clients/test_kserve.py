@@ -52,3 +52,11 @@ def test_a_model_that_is_not_there_is_an_error(found: Any) -> None:
     assert "404" in found["missing"]["rest"]["text"]
     assert found["missing"]["grpc"]["raised"] == "AioRpcError"
     assert "NOT_FOUND" in found["missing"]["grpc"]["text"]
+
+
+def test_v1_asks_whether_a_model_is_ready(found: Any, target: Target) -> None:
+    if target.name == "triton":
+        pytest.skip("Triton has no v1")
+    assert found["v1"]["ready"] is True
+    assert found["v1"]["missing"]["raised"] == "HTTPStatusError"
+    assert "404" in found["v1"]["missing"]["text"]

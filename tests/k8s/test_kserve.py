@@ -137,13 +137,16 @@ def _address(process: subprocess.Popen[bytes], log: Path) -> str:
 
 
 def test_the_runtimes_command_answers_kserves_first_protocol(served: str) -> None:
-    request = urllib.request.Request(
-        f"http://{served}/v1/models/net:predict",
-        b'{"instances": [21, 4]}',
-        {"content-type": "application/json"},
-    )
-
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        assert json.loads(answer.read()) == {"predictions": [42, 8]}
+    for content_type in ("application/json", "application/x-www-form-urlencoded"):  # curl -d says the latter
+        request = urllib.request.Request(
+            f"http://{served}/v1/models/net:predict",
+            b'{"instances": [21, 4]}',
+            {"content-type": content_type},
+        )
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            assert json.loads(answer.read()) == {"predictions": [42, 8]}
+    for path, told in {"": {"models": ["net"]}, "/net": {"name": "net", "ready": True}}.items():
+        with urllib.request.urlopen(f"http://{served}/v1/models{path}", timeout=30) as answer:
+            assert json.loads(answer.read()) == told
     with urllib.request.urlopen(f"http://{served}/readyz", timeout=30) as answer:
         assert answer.status == 200

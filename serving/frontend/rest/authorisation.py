@@ -12,7 +12,7 @@ Surfaces = frozenset[Surface]
 
 PROBES = frozenset({"/livez", "/readyz", "/startupz"})
 MODEL_PROBES = "/readyz/"  # then a model, and its version
-_MANAGEMENT_ROOMS = frozenset({"models", "workflows", "v1", "log-level"})
+_MANAGEMENT_ROOMS = frozenset({"models", "workflows", "log-level"})
 _REPOSITORY = "/v2/repository/"
 
 

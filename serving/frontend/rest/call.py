@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+import socket
+import struct
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -52,8 +54,8 @@ class Call:
     """
 
     __slots__ = (
-        *("_cors", "_ended_with", "_is_over", "_metrics", "_send", "request_id", "scope", "show_detail"),
-        *("started_s", "status", "telemetry"),
+        *("_cors", "_ended_with", "_is_over", "_metrics", "_send", "_until_close"),
+        *("request_id", "scope", "show_detail", "started_s", "status", "telemetry"),
     )
 
     def __init__(
@@ -69,14 +71,14 @@ class Call:
         self._cors = cors
         self._ended_with = 0  # what an answer counts as that ended otherwise than it began
         self._is_over = False
+        self._until_close = False  # the body ends with the connection
         self.telemetry = CallScope("rest", self.started_s, lambda: scope["headers"], _status_of)
 
     async def answer(self, status: int, headers: RawHeaders, body: bytes) -> None:
         """Send a complete answer; the headers that every answer has are added."""
         body = measured(status, headers, body)
         await self.start(status, headers)
-        await self._send({"type": "http.response.body", "body": body})
-        self.finished()
+        await self.body_part(body, last=True)
 
     async def answer_error(self, error: ServingError) -> None:
         """Send the JSON body of an error."""
@@ -89,7 +91,9 @@ class Call:
         headers.append((b"x-request-id", self.request_id.encode()))
         cycle = self._cycle()
         if cycle is not None and self.scope["http_version"] == "1.0" and not _has_length(headers):
-            cycle.keep_alive = False  # it comes in chunks (TorchServe's, too): who knows none needs an end
+            self._until_close = True  # RFC 9112, 6.1: the client knows no chunks, which uvicorn sends it
+            cycle.keep_alive = cycle.chunked_encoding = False
+            _end_by_reset(cycle.transport, True)
         headers += KEEP if status < 400 and (cycle is None or cycle.keep_alive) else CLOSE
         if self._cors:
             headers += missing(self._cors, headers)
@@ -99,6 +103,11 @@ class Call:
         """Send one part of the body: one chunk on the wire, and none where there is no content."""
         if self.status in NO_CONTENT:
             part = b""
+        cycle = self._cycle() if self._until_close else None
+        if cycle is not None:
+            cycle.expected_content_length = len(part)  # or uvicorn finds it too long
+            if last:
+                _end_by_reset(cycle.transport, False)
         await self._send({"type": "http.response.body", "body": part, "more_body": not last})
         if last:
             self.finished()
@@ -108,9 +117,7 @@ class Call:
         if message["type"] == "http.response.start":
             await self.start(message["status"], list(message.get("headers", ())))
             return
-        await self._send(message)
-        if message["type"] == "http.response.body" and not message.get("more_body", False):
-            self.finished()
+        await self.body_part(message.get("body", b""), last=not message.get("more_body", False))
 
     def ends_with(self, error: ServingError) -> None:
         """An answer that has begun goes wrong, and counts as what went wrong."""
@@ -123,7 +130,10 @@ class Call:
         cycle = self._cycle()
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True  # or uvicorn would call it a mistake
-            cycle.transport.close()
+            if self._until_close:
+                cycle.transport.abort()  # TLS would say farewell
+            else:
+                cycle.transport.close()
 
     def client_gone(self) -> None:
         """Nobody waits for the answer, or for more of it."""
@@ -164,6 +174,13 @@ class Call:
 
 def _status_of(error: ServingError) -> int:
     return status_and_type(error)[0]
+
+
+def _end_by_reset(transport: Any, wanted: bool) -> None:
+    """How the connection will end: in order, which tells that the body is whole, or broken off."""
+    if not transport.is_closing():
+        connection = transport.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", wanted, 0))
 
 
 def _has_length(headers: RawHeaders) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -32,6 +33,8 @@ class Head(NamedTuple):
 
 
 _FORM = "application/x-www-form-urlencoded"
+_JSON = "application/json"
+_OBJECT = re.compile(rb"[ \t\r\n]*\{")
 _FANCY = frozenset({b"transfer-encoding", b"expect", b"upgrade"})
 
 
@@ -56,10 +59,16 @@ def read_head(headers: Sequence[tuple[bytes, bytes]]) -> Head:
     return Head(content_type, length, timeout_ms, authorization, plain, priority)
 
 
-def body_parameters(content_type: str, body: bytes) -> tuple[Parameter, ...]:
+def body_parameters(content_type: str, body: bytes, *, speaks_json: bool = False) -> tuple[Parameter, ...]:
     """Turn a body into the parameters a handler gets.
 
     Forms give one parameter a field, all else one called `body` (be it empty) with the type of the request.
+
+    Args:
+        content_type: of the request.
+        body: the whole of it.
+        speaks_json: the path is one of JSON, so a JSON object that says it is a form, as `curl -d` does, is
+            taken for what it is. In a form that is one its first byte would be escaped.
 
     Raises:
         InvalidRequest: a form that is broken or has too many fields.
@@ -68,6 +77,8 @@ def body_parameters(content_type: str, body: bytes) -> tuple[Parameter, ...]:
     if lowered == "multipart/form-data":
         return tuple(multipart_parameters(content_type, body))
     if lowered == _FORM:
+        if speaks_json and _OBJECT.match(body):
+            return (Parameter("body", body, _JSON),)
         return form_parameters(body)
     return (Parameter("body", body, mime),)
 

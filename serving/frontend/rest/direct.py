@@ -153,7 +153,8 @@ class DirectCall:
     def _asked(self) -> InferRequest:
         """What the data plane is asked."""
         head = self._head
-        parameters = body_parameters(head.head.content_type, bytes(self.body))
+        speaks_json = head.place.target.speaks_json
+        parameters = body_parameters(head.head.content_type, bytes(self.body), speaks_json=speaks_json)
         self.body = b""  # or a large one would be held twice
         return infer_request(self.request_id, head.head, parameters, head.headers, self._started_s)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+from urllib.parse import unquote_to_bytes
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -13,6 +15,8 @@ from torchere.serving.types import Parameter
 MAX_PARTS = 1000
 MAX_PART_HEADERS = 16
 MAX_PART_HEADER_BYTES = 4096
+_QUOTED = re.compile(rb'"(?:[^"\\]|\\.)*(?:"|\\?\Z)')  # to the end, if it has none: or this were quadratic
+_EXTENDED_NAME = re.compile(rb";[ \t]*name\*=utf-8'[^';]*'([^; \t]*)", re.IGNORECASE)
 
 logging.getLogger("python_multipart").setLevel(logging.ERROR)  # or anybody could fill the log with bad bodies
 
@@ -93,9 +97,7 @@ class _Collector:
     def _end_part(self) -> None:
         disposition = self._headers.get(b"content-disposition", b"")
         options = parse_options_header(disposition)[1]
-        name = options.get(b"name")
-        if name is None:
-            raise InvalidRequest("A part of the multipart body has no name in its Content-Disposition.")
+        name = options[b"name"] if b"name" in options else _extended_name(disposition)
         content_type = ""
         if b"filename" in options or b"filename*=" in disposition:  # some write no other, though none may
             given = self._headers.get(b"content-type", b"application/octet-stream")
@@ -104,3 +106,18 @@ class _Collector:
 
     def _end(self) -> None:
         self.complete = True
+
+
+def _extended_name(disposition: bytes) -> bytes:
+    """The name of a part as RFC 8187 has it, which is not for forms; aiohttp writes it beyond ASCII.
+
+    Raises:
+        InvalidRequest: there is none, or none in UTF-8.
+    """
+    found = _EXTENDED_NAME.search(_QUOTED.sub(b"", disposition))
+    if found is None:
+        raise InvalidRequest(
+            'A part of the multipart body has no name in its Content-Disposition; expected name="NAME" '
+            "(or name*=utf-8''NAME)."
+        )
+    return unquote_to_bytes(found[1])

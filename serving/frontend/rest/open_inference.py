@@ -1,4 +1,4 @@
-"""The routes of the Open Inference Protocol beside inference: health, metadata, statistics, repository."""
+"""The routes of KServe's protocols beside inference: health, metadata, statistics, repository."""
 
 from __future__ import annotations
 
@@ -56,21 +56,27 @@ def health_routes(dataplane: DataPlane) -> APIRouter:
 
 
 def model_routes(dataplane: DataPlane) -> APIRouter:
-    """What can be read of one model, or of one version of it."""
+    """What can be read of the models, of one of them, or of one version of it."""
     router = APIRouter()
+    readiness = _reader(dataplane, lambda facts: _readiness(facts, dataplane))
+
+    async def names(request: Request) -> Response:
+        once = dict.fromkeys(key.name for key in dataplane.registered())
+        return json_answer(pretty({"models": list(once)}))
 
     async def statistics_of_all(request: Request) -> Response:
         facts = [dataplane.facts(*key) for key in dataplane.registered()]
         return json_answer(pretty(metadata.model_statistics(facts)))
 
+    router.add_api_route("/v1/models", names, methods=_READ)
+    router.add_api_route("/v1/models/{model}", readiness, methods=_READ)
     router.add_api_route("/v2/models/stats", statistics_of_all, methods=_READ)
-    for path, members in (
-        ("", metadata.model_metadata),
-        ("/config", metadata.model_config),
-        ("/stats", lambda facts: metadata.model_statistics([facts])),
-        ("/ready", lambda facts: _readiness(facts, dataplane)),
+    for path, endpoint in (
+        ("", _reader(dataplane, metadata.model_metadata)),
+        ("/config", _reader(dataplane, metadata.model_config)),
+        ("/stats", _reader(dataplane, lambda facts: metadata.model_statistics([facts]))),
+        ("/ready", readiness),
     ):
-        endpoint = _reader(dataplane, members)
         router.add_api_route(f"/v2/models/{{model}}{path}", endpoint, methods=_READ)
         router.add_api_route(f"/v2/models/{{model}}/versions/{{version}}{path}", endpoint, methods=_READ)
     return router

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from torchere.handlers.tensors_json import NO_JSON
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.frontend.rest.authorisation import Surfaces
 
@@ -163,7 +164,7 @@ def _parameter(place: str, name: str, kind: str) -> dict[str, Any]:
 def _merge_signature(document: Document, signature_text: str) -> None:
     try:
         signature = msgspec.json.decode(signature_text)
-    except msgspec.DecodeError as err:
+    except NO_JSON as err:
         raise InvalidRequest("Failed to parse signature.json") from err
     if not isinstance(signature, dict):
         raise InvalidRequest("Failed to parse signature.json")

@@ -1,6 +1,7 @@
-"""The operations of the Open Inference Protocol in the OpenAPI documents. Pure data.
+"""The operations of KServe's protocols in the OpenAPI documents. Pure data.
 
-TorchServe's own documents name one of them, `POST /v2/models/{model_name}/infer`, which stays where it is.
+TorchServe's own documents name two of them, `POST /v1/models/{model_name}:predict` and
+`POST /v2/models/{model_name}/infer`, which stay where they are.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ _ASK = (200, 400, 404, 413, 415, 500, 503, 504)
 _LOADED = (200, 400, 404, 409, 500)
 
 _SERVER = (
+    Operation("/v1/models", "get", "v1_models", "Names of the models", (200,)),
+    Operation("/v1/models/{model_name}", "get", "v1_model_ready", "Whether a model is ready", _READ),
     Operation("/v2", "get", "v2_server_metadata", "Name, version and extensions of the server", (200,)),
     Operation("/v2/health/live", "get", "v2_live", "Whether the server is alive", (200,)),
     Operation("/v2/health/ready", "get", "v2_ready", "Whether the models are ready", (200, 503)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from functools import partial
 from typing import Protocol
 
 from starlette.types import Receive
@@ -57,10 +58,9 @@ class Predictor:
             if rest is None:
                 return
             body = rest
-        if takes_long(head.content_type, len(body)):
-            parameters = await asyncio.to_thread(body_parameters, head.content_type, bytes(body))
-        else:
-            parameters = body_parameters(head.content_type, bytes(body))
+        read = partial(body_parameters, head.content_type, bytes(body), speaks_json=target.speaks_json)
+        is_long = takes_long(head.content_type, len(body))
+        parameters = await asyncio.to_thread(read) if is_long else read()
         query = form_parameters(call.scope["query_string"]) if target.takes_query else ()
         model = target.model if target.model is not None else self._model_named(query, parameters)
         parameters = query + parameters

@@ -29,6 +29,7 @@ class Target(NamedTuple):
     headers: Pairs = ()  # what the handler sees beside the client's headers
     takes_query: bool = False  # query parameters reach the handler too
     verb: Verb = ""  # of the Open Inference Protocol; "": another protocol's path
+    speaks_json: bool = False  # KServe's paths, whose servers take any body for JSON
 
     @property
     def group(self) -> str:
@@ -51,7 +52,8 @@ def _target(segments: list[str]) -> Target | None:
     if first == "explanations":
         return _named(segments, EXPLAIN_YES)
     if first in ("v1", "v2"):
-        return _kserve(segments)
+        kserve = _kserve(segments)
+        return None if kserve is None else kserve._replace(speaks_json=True)
     return _query_style(segments)
 
 

@@ -56,6 +56,7 @@ async def attempt(call):
 async def main(http, grpc):
     base = f"http://{http}"
     rest = InferenceRESTClient(RESTConfig(protocol="v2", retries=0, timeout=60))
+    v1 = InferenceRESTClient(RESTConfig(protocol="v1", retries=0, timeout=60))
     found = {"rest_binary": {}, "rest_json": {}, "grpc_raw": {}, "grpc_typed": {}}
     async with InferenceGRPCClient(grpc, retries=0) as stub:
         for datatype in DATATYPES:
@@ -82,6 +83,10 @@ async def main(http, grpc):
         found["missing"] = {
             "rest": await attempt(rest.infer(base, missing, model_name="nobody")),
             "grpc": await attempt(stub.infer(missing)),
+        }
+        found["v1"] = {
+            "ready": await attempt(v1.is_model_ready(base, "identity_FP32")),
+            "missing": await attempt(v1.is_model_ready(base, "nobody")),
         }
     print(json.dumps(found))
 

@@ -8,6 +8,7 @@ import dataclasses
 import datetime
 import json
 import logging
+import socket
 import ssl
 import sys
 from pathlib import Path
@@ -22,12 +23,13 @@ from cryptography.x509.oid import NameOID
 from grpc_health.v1 import health_pb2
 
 from torchere.archiver.signature import Signature, TensorSpec
+from torchere.serving.errors import HandlerFailed
 from torchere.serving.frontend.grpc.server import inference_server
 from torchere.serving.frontend.rest.app import listener_app
 from torchere.serving.frontend.rest.server import RestServer
 from torchere.serving.frontend.tls import Certificates, CertificateUnusable, TlsFiles
 from torchere.serving.settings import Address
-from torchere.serving.types import InferResponse
+from torchere.serving.types import InferResponse, StreamedResponse
 
 NEVER_ENDS = datetime.datetime(2100, 1, 1)
 
@@ -113,6 +115,36 @@ class RestClient:
         self.writer.close()
         with contextlib.suppress(OSError):
             await self.writer.wait_closed()
+
+
+def test_a_stream_that_breaks_off_says_no_farewell_to_a_client_of_http_1_0(planes, files):
+    async def chunks():
+        yield b"one"
+        raise HandlerFailed
+
+    async def behave(request):
+        return StreamedResponse(InferResponse(b""), chunks())
+
+    def read_all(address):
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        with (
+            socket.create_connection((address.host, address.port), timeout=20) as plain,
+            context.wrap_socket(plain, suppress_ragged_eofs=False) as client,
+        ):
+            client.sendall(b"POST /predictions/echo HTTP/1.0\r\nContent-Length: 0\r\n\r\n")
+            with contextlib.suppress(ssl.SSLEOFError, ConnectionResetError):
+                while client.recv(65536):
+                    pass
+                return "farewell"
+        return "broken off"
+
+    async def main():
+        async with rest_server(planes, Certificates(files)) as address:
+            return await asyncio.to_thread(read_all, address)
+
+    planes.data.behave = behave
+    assert uvloop.run(main()) == "broken off"
 
 
 def test_a_new_pair_is_shown_to_new_rest_connections_and_old_ones_go_on(planes, files, pairs):

@@ -53,7 +53,7 @@ def test_the_metrics_port_needs_no_key(path):
         *[("/predictions/m", "inference"), ("/ping", "inference"), ("/m/predict", "inference")],
         *[("/models/m/invoke", "inference"), ("/v1/models/m:predict", "inference"), ("/nope", "inference")],
         *[("/models", "management"), ("/models/m/1.0", "management"), ("/workflows", "management")],
-        *[("/v1/models/m", "management"), ("/metrics", None), ("/token", None)],
+        *[("/v1/models/m", "inference"), ("/metrics", None), ("/token", None)],
         *[("/v2/repository/models/m/load", "management"), ("/v2/models/m/infer", "inference")],
         *[("/metrics/x", None), ("/metricsx", "inference"), ("*", "inference")],
     ],

@@ -52,6 +52,23 @@ def test_a_form_gives_its_decoded_fields_in_order_and_without_types():
     )
 
 
+@pytest.mark.parametrize(
+    "body", [b'{"instances": [{"data": "a+b&c=%41"}]}', b" \r\n{", b"{" + b"&" * MAX_FIELDS]
+)
+def test_an_object_that_says_it_is_a_form_is_json_where_json_is_spoken(body):
+    found = body_parameters("application/x-www-form-urlencoded", body, speaks_json=True)
+    assert found == (Parameter("body", body, "application/json"),)
+
+
+@pytest.mark.parametrize(
+    ("body", "speaks_json", "name"),
+    [(b'{"a": 1}', False, '{"a": 1}'), (b"[1]", True, "[1]"), (b"a={}", True, "a"), (b"%7B%7D", True, "{}")],
+)
+def test_a_form_is_one_everywhere(body, speaks_json, name):
+    found = body_parameters("application/x-www-form-urlencoded", body, speaks_json=speaks_json)
+    assert found[0].name == name
+
+
 def test_a_form_of_too_many_fields_is_refused():
     with pytest.raises(InvalidRequest, match=f"more than {MAX_FIELDS} fields"):
         form_parameters(b"&" * MAX_FIELDS)

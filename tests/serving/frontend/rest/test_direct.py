@@ -16,7 +16,7 @@ from torchere.serving.frontend.rest.direct_predictions import SMALL_BODY_BYTES
 from torchere.serving.frontend.rest.server import RestServer
 from torchere.serving.frontend.services import CorsHeaders
 from torchere.serving.settings import Address
-from torchere.serving.types import InferResponse, StreamedResponse
+from torchere.serving.types import InferResponse, Parameter, StreamedResponse
 
 HEAD = b"%s %s HTTP/1.1\r\nHost: x\r\n"
 CLOSE = b"Connection: close\r\n"
@@ -28,8 +28,8 @@ def plain(
     return HEAD % (method, path) + headers + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
-def chunked(body: bytes, headers: bytes = b"") -> bytes:
-    head = HEAD % (b"POST", b"/predictions/echo") + headers + b"Transfer-Encoding: chunked\r\n\r\n"
+def chunked(body: bytes, path: bytes = b"/predictions/echo", headers: bytes = b"") -> bytes:
+    head = HEAD % (b"POST", path) + headers + b"Transfer-Encoding: chunked\r\n\r\n"
     return head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
 
 
@@ -340,9 +340,9 @@ FORM = b"Content-Type: Application/X-WWW-Form-Urlencoded; charset=utf-8\r\n"
 def test_a_long_form_is_read_off_the_loop(planes, talk, monkeypatch):
     threads = []
 
-    def noting(*args):
+    def noting(*args, **how):
         threads.append(threading.current_thread())
-        return body_parameters(*args)
+        return body_parameters(*args, **how)
 
     monkeypatch.setattr(predict, "body_parameters", noting)
     short, long = b"a=%41", b"a=" + b"%41" * INLINE_FORM_BYTES
@@ -354,6 +354,21 @@ def test_a_long_form_is_read_off_the_loop(planes, talk, monkeypatch):
     ]
     assert planes.data.direct == 1
     assert [thread is threading.main_thread() for thread in threads] == [False]
+
+
+@pytest.mark.parametrize("size", [10, INLINE_FORM_BYTES])
+@pytest.mark.parametrize("send", [plain, chunked])
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(b"/v1/models/echo:predict", b"/v1/models/echo:explain"),
+        *(b"/v2/models/echo/infer", b"/v2/models/echo/explain"),
+    ],
+)
+def test_what_curl_sends_to_the_paths_of_kserve_is_json(planes, talk, path, send, size):
+    body = b'{"instances": ["%b"]}' % (b"a+b&c=%41" * size)
+    talk(send(body, path=path, headers=FORM + CLOSE), max_request_bytes=1_000_000)
+    assert planes.data.asked[0][2].parameters == (Parameter("body", body, "application/json"),)
 
 
 @pytest.mark.parametrize("send", [plain, chunked])

@@ -53,6 +53,32 @@ def test_names_may_be_utf8():
 
 
 @pytest.mark.parametrize(
+    ("disposition", "name"),
+    [
+        ("name*=utf-8''n%C3%A4me", "näme"),
+        ("NAME*=UTF-8'de'n%C3%A4me; filename=\"f\"", "näme"),
+        ("filename=\"a\\\"; name*=utf-8''b\"; name*=utf-8''n%C3%A4me", "näme"),
+        ("name*=utf-8''other; name=plain", "plain"),  # as TorchServe reads it
+        ("name=\"\"; name*=utf-8''other", ""),
+    ],
+)
+def test_a_name_beyond_ascii_may_come_as_aiohttp_writes_it(disposition, name):
+    assert multipart_parameters(TYPE, part(disposition, b"1") + b"--xyz--")[0].name == name
+
+
+@pytest.mark.parametrize(
+    "disposition",
+    [
+        *("name*=iso-8859-1''%E4", "name*=n%C3%A4me", "name*0*=utf-8''n", "filename*=utf-8''n"),
+        *("x=\"; name*=utf-8''n\"", "x=\"; name*=utf-8''n", "x=\"; name*=utf-8''n\\"),
+    ],
+)
+def test_another_name_than_that_is_refused_with_what_was_expected(disposition):
+    with pytest.raises(InvalidRequest, match=r"no name .*; expected name=\"NAME\" \(or name\*=utf-8''NAME\)"):
+        multipart_parameters(TYPE, part(disposition, b"1") + b"--xyz--")
+
+
+@pytest.mark.parametrize(
     ("content_type", "body", "cause"),
     [
         ("multipart/form-data", b"", "needs a boundary"),

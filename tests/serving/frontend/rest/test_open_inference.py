@@ -3,6 +3,7 @@
 import asyncio
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -12,6 +13,7 @@ from torchere.serving.frontend.controlplane import Registration
 from torchere.serving.frontend.dataplane import Readiness
 from torchere.serving.frontend.rest.app import listener_app
 from torchere.serving.registry.version import VersionState
+from torchere.serving.types import ModelKey
 
 SIGNATURE = Signature((TensorSpec("x", "FP32", (-1, 2)),), (TensorSpec("y", "FP32", (-1,)),))
 
@@ -64,6 +66,20 @@ def test_a_model_tells_of_itself(ask_v2, planes, path):
     assert (ask_v2(f"{path}/ready").status, ask_v2(f"{path}/ready").json["ready"]) == (503, False)
 
 
+@pytest.mark.parametrize("surfaces", ["inference", "inference+management"])
+def test_a_model_tells_the_clients_of_v1_whether_it_is_ready(ask_v2, planes, surfaces):
+    ask = partial(ask_v2, surfaces=surfaces, keys=planes.keys)
+    assert ask("/v1/models/echo").json == {"name": "echo", "ready": True}
+    planes.data.is_ready = Readiness(False, ("loading",))
+    assert (ask("/v1/models/echo").status, ask("/v1/models/echo").json["ready"]) == (503, False)
+    assert (ask("/v1/models/no").status, ask("/v1/models/no").json) == (404, {"error": "Model not found: no"})
+
+
+def test_the_clients_of_v1_get_each_model_once(ask_v2, planes):
+    planes.data.registered = lambda: [ModelKey("b", "1"), ModelKey("a", "1"), ModelKey("b", "2")]
+    assert ask_v2("/v1/models").json == {"models": ["b", "a"]}
+
+
 def test_statistics_of_all_models_are_one_list(ask_v2):
     assert [told["version"] for told in ask_v2("/v2/models/stats").json["model_stats"]] == ["1.0"]
 
@@ -82,10 +98,14 @@ def test_what_is_not_registered_is_404_in_the_protocols_words(ask_v2, path, text
 
 
 @pytest.mark.parametrize(
-    "target", ["/v2", "/v2/health/ready", "/v2/models/echo", "/v2/models/echo/versions/1.0/infer"]
+    "target",
+    [
+        *("/v1/models", "/v1/models/echo", "/v2", "/v2/health/ready", "/v2/models/echo"),
+        "/v2/models/echo/versions/1.0/infer",
+    ],
 )
 def test_with_the_switch_off_there_is_what_torchserve_has(ask_v2, target):
-    answer = ask_v2(target, switched_on=False)
+    answer = ask_v2(target, surfaces="inference", switched_on=False)
     assert (answer.status, answer.json["type"]) == (404, "ResourceNotFoundException")
 
 

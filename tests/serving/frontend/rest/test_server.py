@@ -8,6 +8,7 @@ import socket
 import pytest
 import uvloop
 
+from torchere.serving.errors import HandlerFailed
 from torchere.serving.frontend.rest.app import listener_app
 from torchere.serving.frontend.rest.disconnect import SWEEP_S
 from torchere.serving.frontend.rest.server import RestServer
@@ -136,7 +137,8 @@ def test_a_body_in_chunks_ends_a_connection_of_http_1_0(planes):
 
 def test_a_client_of_http_1_0_sees_the_end_of_a_stream_by_that_of_the_connection(planes):
     async def chunks():
-        yield b"one"
+        for part in (b"one", b"two"):
+            yield part
 
     async def behave(request):
         return StreamedResponse(InferResponse(b""), chunks())
@@ -146,7 +148,39 @@ def test_a_client_of_http_1_0_sees_the_end_of_a_stream_by_that_of_the_connection
             return await talk(OLD % b"Keep-Alive")
 
     planes.data.behave = behave
-    assert b"connection: close" in split(asyncio.run(main()))[1]
+    _, headers, body = split(asyncio.run(main()))
+    assert b"connection: close" in headers
+    assert not any(line.startswith((b"transfer-encoding", b"content-length")) for line in headers)
+    assert body == b"onetwo"  # RFC 9112, 6.1: no chunks for who may know none
+
+
+def test_a_client_of_http_1_0_gets_an_answer_without_content_in_order(planes):
+    async def behave(request):
+        return InferResponse(b"", status=204)
+
+    async def main():
+        async with serving(planes) as (talk, _):
+            return await talk(OLD % b"close")
+
+    planes.data.behave = behave
+    assert split(asyncio.run(main()))[0] == b"HTTP/1.1 204 No Content"
+
+
+def test_a_client_of_http_1_0_does_not_take_a_stream_that_breaks_off_for_whole(planes):
+    async def chunks():
+        yield b"one"
+        raise HandlerFailed
+
+    async def behave(request):
+        return StreamedResponse(InferResponse(b""), chunks())
+
+    async def main():
+        async with serving(planes) as (talk, _):
+            await talk(OLD % b"Keep-Alive")
+
+    planes.data.behave = behave
+    with pytest.raises(ConnectionResetError):
+        asyncio.run(main())
 
 
 def test_a_body_that_is_too_large_is_refused_and_the_client_gets_to_see_it(planes):
