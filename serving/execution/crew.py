@@ -181,7 +181,9 @@ class Crew:
     def stopped(self, thread: ExecutorThread) -> None:
         """Forget a thread that has ended."""
         # A shared inbox does not say which thread takes the order to end: any one does, and all are alike.
-        if thread in self.threads and self._retiring:
+        if thread.left_behind:
+            thread.inbox.put(None)  # it was meant for one of the others
+        elif thread in self.threads and self._retiring:
             self.threads[self.threads.index(thread)] = self._retiring.pop()
         elif thread in self._retiring:
             self._retiring.remove(thread)

@@ -34,7 +34,7 @@ class ThreadOwner(Protocol):
         """A batch was not begun: nobody waits for it any more."""
 
     def stopped(self, thread: ExecutorThread) -> None:
-        """A thread has ended, after everything that was given before."""
+        """A thread took an order to end, and does, after everything that was given before."""
 
 
 class ExecutorThread:
@@ -110,7 +110,8 @@ class ExecutorThread:
         while not self.left_behind:
             batch = self.inbox.get()
             if batch is None:
-                break
+                self._tell(owner.stopped, self)
+                return
             if batch.take(self):
                 report = self._host.run(batch.requests, self._partial_sink(batch))
                 self._tell(owner.finished, batch, report)
@@ -118,12 +119,6 @@ class ExecutorThread:
             else:
                 self._tell(owner.untouched, batch)
             del batch
-        else:
-            return
-        if self.left_behind:
-            self.inbox.put(None)  # it was meant for one of the others
-            return
-        self._tell(owner.stopped, self)
 
     def _partial_sink(self, batch: InFlight) -> PartialSink:
         ahead_bytes = 0

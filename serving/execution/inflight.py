@@ -73,17 +73,20 @@ class InFlight:
         """Call `on_silence` unless the batch is answered, or watched anew, within `timeout_s`.
 
         While it is held, which has nothing to do with the executor's silence, the time does not run; where
-        the loop stood still at its end, it begins anew.
+        the loop stood still at its end, it begins anew, once.
         """
         self._stop_watching()
         if self._holds:
             self._watch = lambda: self.watch(timeout_s, on_silence)
         elif not self.answered:
-            self._timer = asyncio.get_running_loop().call_later(timeout_s, self._look, timeout_s, on_silence)
+            due_s = time.monotonic() + timeout_s
+            self._timer = asyncio.get_running_loop().call_later(
+                timeout_s, self._look, due_s, timeout_s, on_silence
+            )
 
-    def _look(self, timeout_s: float, on_silence: Callable[[InFlight], None]) -> None:
-        if self._timer is not None and was_late(self._timer):
-            self.watch(timeout_s, on_silence)
+    def _look(self, due_s: float, timeout_s: float, on_silence: Callable[[InFlight], None]) -> None:
+        if was_late(due_s):
+            self._timer = asyncio.get_running_loop().call_later(timeout_s, on_silence, self)
         else:
             on_silence(self)
 

@@ -89,7 +89,8 @@ class Metrics:
         return timeline
 
     def meter(self, model: str, version: str) -> VersionMeter:
-        """What counts the events of a version; `show` it when it is registered."""
+        """What counts the events of a version; `show` it when it is registered. Its statistics begin anew."""
+        self.statistics.forget(model, version)  # those of one that was unregistered, and has requests still
         return self._meters.new(model, version)
 
     def show(self, meter: VersionMeter, load: Callable[[], VersionLoad] | None = None) -> None:

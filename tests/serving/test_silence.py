@@ -4,8 +4,10 @@ import asyncio
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import uvloop
 
 from torchere.serving import silence
 from torchere.serving.execution.inflight import InFlight
@@ -97,3 +99,45 @@ def test_while_the_loop_stands_still_no_batch_is_overdue(monkeypatch: pytest.Mon
         assert loop.time() - began_s >= 4 * TIMEOUT_S - TICK_S
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+@pytest.mark.parametrize("left_s", [0.0, 0.0004])
+def test_a_batch_is_overdue_however_little_of_its_time_was_left(run: Any, left_s: float) -> None:
+    async def main() -> None:
+        fired: asyncio.Future[InFlight] = asyncio.get_running_loop().create_future()
+        batch = InFlight([], SimpleNamespace())  # type: ignore[arg-type]  # nothing is told to it
+        batch.watch(left_s, fired.set_result)
+        assert await asyncio.wait_for(fired, 10) is batch
+
+    run(main())
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_silence_is_told_however_short_the_time_out(run: Any) -> None:
+    async def main() -> None:
+        fired = asyncio.Event()
+        Silence(0.0004, fired.set).watch()
+        await asyncio.wait_for(fired.wait(), 10)
+
+    run(main())
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_a_loop_that_is_always_late_ends_silence_all_the_same(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(silence, "LATE_S", TIMEOUT_S / 2)
+
+    async def main() -> None:
+        silent, overdue = asyncio.Event(), asyncio.Event()
+        Silence(TIMEOUT_S, silent.set).watch()
+        batch = InFlight([], SimpleNamespace())  # type: ignore[arg-type]  # nothing is told to it
+        batch.watch(TIMEOUT_S, lambda _: overdue.set())
+        for _ in range(6):
+            time.sleep(3 * TIMEOUT_S)
+            await asyncio.sleep(0)
+        assert silent.is_set()
+        assert overdue.is_set()
+
+    run(main())

@@ -87,8 +87,9 @@ class RunningCall(Call):
         super()._over(code)
 
     def _expire(self) -> None:
-        self.failed(StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
-        self.gone()
+        if not self.stream.ended:  # uvloop has its timers go before `_done`
+            self.failed(StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+            self.gone()
 
 
 class OneRequestCall(OneRequest, RunningCall):

@@ -232,7 +232,7 @@ class Stream:
                 self._read_on()
             except MessageFailed as err:
                 self.receiver.flawed(err.code, str(err))
-            if not (self.remote_open or self.paused or self._ended):
+            if not (self.remote_open or self.reader.behind or self._ended):  # paused or not: see `half_close`
                 self._half_closed()
         self.connection.inflow.give_leave(self)
 

@@ -254,6 +254,7 @@ def test_threads_that_keep_hanging_are_not_replaced_for_ever(
             (tmp_path / "go").touch()
             while not pool.free:
                 await asyncio.sleep(0)
+            assert pool.in_service == 1
         await asyncio.to_thread(_join_executors)
 
     asyncio.run(main())
@@ -569,6 +570,27 @@ def test_a_thread_that_hangs_while_it_is_to_end_takes_no_other_with_it(
             pool.submit([make_request("hi")], after)
             assert (await after.outcome()).body == b"hi!"
             (tmp_path / f"out of {hangs}").touch()
+        await asyncio.to_thread(_join_executors)
+        assert executor_threads() == set()
+
+    asyncio.run(main())
+
+
+def test_a_thread_that_is_given_up_as_it_ends_leaves_the_order_to_the_one_it_was_meant_for(
+    make_spec: Any, make_sink: Any, make_request: Any, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec(IN_CALLS), count=2) as pool:
+            for word in ("a", "b"):
+                pool.submit([make_request(word)], make_sink())
+                await asyncio.wait_for(until((tmp_path / f"in {word}").exists), 30)
+            (first,) = [batch.taker for batch in pool._inside if batch.requests[0].request_id == "a"]
+            await pool.resize(1)
+            (tmp_path / "out of a").touch()
+            first._thread.join(30)  # it is through, and has taken the order, before the loop hears of either
+            pool._crew.leave_behind(first, "its time was over")
+            (tmp_path / "out of b").touch()
+            await asyncio.wait_for(until(lambda: pool._crew.all_ended), 30)
         await asyncio.to_thread(_join_executors)
         assert executor_threads() == set()
 

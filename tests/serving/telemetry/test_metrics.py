@@ -368,6 +368,15 @@ def test_the_end_of_a_version_leaves_a_new_one_of_the_same_name_alone(metrics, s
     ]
 
 
+def test_a_version_that_is_registered_anew_has_statistics_of_its_own(metrics, shown):
+    old = shown()
+    statistics = metrics.statistics.of("m", "1.0")
+    statistics.batch_finished([0.0], [], executor_s=1.0, handler_s=1.0)
+    new = shown()  # the old one has requests to answer still
+    metrics.forget(old, was_last=False)
+    assert metrics.statistics.of(new.model, new.version).executions == 0
+
+
 def test_reports_of_handlers_from_many_threads_add_up(metrics):
     def work():
         for _ in range(500):

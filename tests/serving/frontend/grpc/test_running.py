@@ -4,11 +4,13 @@ import asyncio
 import contextlib
 import gzip
 import threading
+import time
 import tracemalloc
 from types import SimpleNamespace
 
 import grpc
 import pytest
+import uvloop
 from google.protobuf.wrappers_pb2 import BytesValue
 from hpack import Encoder
 from hyperframe.frame import DataFrame, HeadersFrame, RstStreamFrame, SettingsFrame
@@ -46,6 +48,10 @@ class Service:
     async def hang(self, request, call):
         with self.watched():
             await asyncio.Event().wait()
+
+    async def block(self, request, call):
+        time.sleep(call.deadline_s - time.monotonic() + running.LATE_S)  # as a loop that stood still
+        return request
 
     async def fail(self, request, call):
         known = {
@@ -104,7 +110,7 @@ async def serving(**options):
     service, tasks = Service(), set()
     openers = {
         f"/{method(name).path}": one_to_one(method(name), getattr(service, name), tasks)
-        for name in ("echo", "hang", "fail")
+        for name in ("echo", "hang", "block", "fail")
     }
     for name in ("flow", "predict"):
         implementation = getattr(service, name)
@@ -181,6 +187,19 @@ def test_compressed_messages_on_a_stream_come_back():
     assert run(main()) == [0, 5, 50_000]
 
 
+@pytest.mark.parametrize(("count", "size"), [(running.MESSAGES_AHEAD * 2, 1), (2, running.BYTES_AHEAD)])
+def test_a_stream_ends_whose_last_message_is_one_too_many_to_wait(count, size):
+    async def main():
+        async with serving() as served:
+            answers = both(served, "slow", iter([BytesValue(value=bytes(size))] * count))
+            while not any(c._streams and not c._streams[1].remote_open for c in served.listening.connections):
+                await asyncio.sleep(0.01)  # until the client has sent all
+            served.service.go.set()
+            return [answer.value async for answer in answers]
+
+    assert run(main()) == [b"%d" % (count * size)]
+
+
 @pytest.mark.parametrize("compression", [None, grpc.Compression.Gzip])
 def test_a_message_over_the_limit_is_refused(compression):
     async def main():
@@ -213,6 +232,17 @@ def test_a_bug_is_logged_and_answered_as_internal(caplog):
 
     assert run(main())[0] is CODE.INTERNAL
     assert "ValueError: bug" in caplog.text
+
+
+def test_a_call_that_is_answered_as_its_time_is_over_has_one_line_in_the_access_log(caplog):
+    async def main():
+        async with serving() as served:
+            await asyncio.wait({asyncio.ensure_future(status_of(unary(served, "block", timeout=0.2)))})
+
+    with caplog.at_level("INFO", "ACCESS_LOG"):
+        uvloop.run(main())
+    lines = [record.getMessage() for record in caplog.records if record.name == "ACCESS_LOG"]
+    assert [line.split()[-2] for line in lines] == ["0"]
 
 
 def test_a_message_that_is_none_of_the_method_is_internal():
