@@ -20,6 +20,7 @@ from torchere.serving.crash_journal import Journal
 from torchere.serving.errors import (
     Conflict,
     DefaultVersionInUse,
+    NotFound,
     ServingError,
     VersionNotFound,
 )
@@ -40,10 +41,10 @@ from torchere.serving.registry.observer import RegistryObserver
 from torchere.serving.registry.policy import scaled_target
 from torchere.serving.registry.reconciler import Reconciler
 from torchere.serving.registry.snapshot_keeper import SnapshotKeeper
-from torchere.serving.registry.startup import Wanted, check_snapshot, location, startup_models
+from torchere.serving.registry.startup import Missing, Wanted, check_snapshot, startup_models
 from torchere.serving.registry.store import StoredArchive, store_of
 from torchere.serving.registry.version import Version, VersionState
-from torchere.serving.settings import ServerSettings, SnapshotModel
+from torchere.serving.settings import ServerSettings
 from torchere.serving.types import ModelKey
 
 logger = logging.getLogger(__name__)
@@ -71,10 +72,10 @@ class Registry:
         self._loader = Loader(server, observer, journal, prepared.fork_server if prepared else None)
         self._reconciler = Reconciler(server.unregister_timeout_s, self._gone)
         self._serving: routing.ServingMap = routing.EMPTY
-        self._snapshots = SnapshotKeeper(server.snapshots, self.served, journal, self._lacking)
+        self._missing = Missing()
+        self._snapshots = SnapshotKeeper(server.snapshots, self.served, journal, self._missing.to_restore)
         self._registering: WeakValueDictionary[ModelKey, asyncio.Lock] = WeakValueDictionary()
         self._closing = False
-        self._missing: dict[str, str] = {}  # names, by archive: those of the start that are not there
         self._sweeping: asyncio.Future[None] | None = None
 
     def find(self, model: str, version: str | None) -> Version:
@@ -91,11 +92,7 @@ class Registry:
 
     def missing(self) -> tuple[str, ...]:
         """The models that the server was told to serve from its start and does not."""
-        return tuple(self._missing.values())
-
-    def _lacking(self) -> list[SnapshotModel]:
-        """Those of the restored snapshot that are missing."""
-        return [model for model in self._server.snapshot_models if location(model) in self._missing]
+        return self._missing.names()
 
     async def register(self, wanted: Wanted) -> Version:
         """Take an archive into the desired state; loading it has only begun when this returns.
@@ -118,9 +115,7 @@ class Registry:
         except BaseException:  # cancelled, too
             delete(downloaded)
             raise
-        self._missing.pop(wanted.url, None)
-        if not wanted.at_startup:  # from another archive it is what the operator has instead
-            self._missing = {url: name for url, name in self._missing.items() if name != key.name}
+        self._missing.registered(wanted, key)
         self._observer.registered(version, lambda: self._weight_of(version))
         self._reconciler.wake(version)
         self._snapshots.changed(version)
@@ -191,13 +186,19 @@ class Registry:
         """Take a version out: no request finds it any more; its end has only begun when this returns.
 
         Raises:
-            ModelNotFound, VersionNotFound.
+            ModelNotFound, VersionNotFound: it is not there; if it is `missing`, it is so no more.
             DefaultVersionInUse: it is the default and not the only one.
         """
-        found = self.find(model, version)
+        try:
+            found = self.find(model, version)
+        except NotFound:
+            if self._missing.unregistered(model, version):
+                self._snapshots.changed()
+            raise
         served = self._serving[model]
         if found.key.version == served.default_version and len(served.versions) > 1:
             raise DefaultVersionInUse(f"Cannot remove default version for model {model}")
+        self._missing.unregistered(model, version)
         self.discard(found)
         self._snapshots.changed()
         return found
@@ -223,6 +224,7 @@ class Registry:
         if version not in self._serving[model].versions:
             raise VersionNotFound(f"Model version {version} does not exist for model {model}")
         self._serving = routing.with_default(self._serving, model, version)
+        self._missing.has_other_default(model)
         self._snapshots.changed()
 
     async def written(self) -> None:
@@ -244,8 +246,7 @@ class Registry:
                 await self.register(wanted)
             except ServingError as err:
                 if not isinstance(err, Conflict):  # else its model is registered already
-                    path = wanted.url.partition("?")[0]  # the rest of a URL may be a secret
-                    self._missing[wanted.url] = wanted.name or default_model_name(path)
+                    self._missing.add(wanted)
                 logger.error("Failed to load model: %s: %s", wanted.url, err.detail or err.message)
         for model in self._server.snapshot_models:
             if model.default_version and model.name in self._serving:

@@ -48,8 +48,13 @@ def model_table(
         for name, served in serving.items()
     }
     for model in lacking:
-        entry = {"defaultVersion": model.default_version, "marName": model.archive, **model.settings}
-        table.setdefault(model.name, {}).setdefault(model.version, entry)
+        versions = table.setdefault(model.name, {})
+        if model.version in versions:
+            continue
+        for entry in versions.values() if model.default_version else ():
+            entry["defaultVersion"] = False  # it is so for want of the other
+        own = {"defaultVersion": model.default_version, "marName": model.archive}
+        versions[model.version] = {**own, **model.settings}
     return table
 
 

@@ -1,13 +1,15 @@
-"""What to load at the start: a pure reading of the settings."""
+"""What to load at the start, which is a pure reading of the settings, and what of it is not there."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchere.serving.errors import InvalidSnapshot
 from torchere.serving.registry.effective import Asked
+from torchere.serving.registry.names import default_model_name
 from torchere.serving.settings import ServerSettings, SnapshotModel
+from torchere.serving.types import ModelKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,7 @@ class Wanted:
     runtime: str | None = None
     at_startup: bool = False
     executor_range: tuple[int, int] | None = None  # (min, max) that a snapshot holds; nothing comes before it
+    restores: SnapshotModel | None = None  # where it stands in a snapshot
 
 
 def startup_models(
@@ -49,9 +52,9 @@ def check_snapshot(models: Sequence[SnapshotModel], has: Callable[[str, bool], b
         InvalidSnapshot: `has(archive, True)` is false for an archive of it; the text names them all.
     """
     missing = [
-        f"{location(model)} ({model.name} {model.version})"
+        f"{_location(model)} ({model.name} {model.version})"
         for model in models
-        if not has(location(model), True)
+        if not has(_location(model), True)
     ]
     if missing:
         raise InvalidSnapshot(
@@ -85,17 +88,77 @@ def _from_snapshot(model: SnapshotModel) -> Wanted:
     )
     low, high = integer("minWorkers") or 0, integer("maxWorkers") or 0
     return Wanted(
-        location(model),
+        _location(model),
         asked,
         name=model.name,
         handler=text("handler"),
         runtime=text("runtimeType"),
         at_startup=True,
         executor_range=(low, max(low, high)),
+        restores=model,
     )
 
 
-def location(model: SnapshotModel) -> str:
-    """Where the archive of a snapshot's model is, as `Wanted.url` names it."""
+def _location(model: SnapshotModel) -> str:
     path = model.settings.get("path")  # ours: a folder outside of the store
     return path if isinstance(path, str) and path else model.archive
+
+
+class Missing:
+    """What is wanted from the start and could not be registered, until an operator takes its name in hand.
+
+    Lives on the event loop.
+    """
+
+    def __init__(self) -> None:
+        self._wanted: list[Wanted] = []
+
+    def add(self, wanted: Wanted) -> None:
+        """It could not be registered."""
+        if wanted not in self._wanted:
+            self._wanted.append(wanted)
+
+    def names(self) -> tuple[str, ...]:
+        """The models, as they are called, or would be by the names of their files."""
+        return tuple(map(_name_of, self._wanted))
+
+    def to_restore(self) -> list[SnapshotModel]:
+        """Those that come from a snapshot."""
+        return [wanted.restores for wanted in self._wanted if wanted.restores is not None]
+
+    def registered(self, wanted: Wanted, key: ModelKey) -> None:
+        """This is there now. What an operator registers that was not missing stands for all of its name."""
+
+        def has_name(one: Wanted) -> bool:
+            return _name_of(one) == key.name or (one.restores is None and one.url == wanted.url)
+
+        def is_it(one: Wanted) -> bool:
+            return one.url == wanted.url or (one.restores is not None and one.restores.version == key.version)
+
+        if wanted.at_startup:
+            there = [one for one in self._wanted if one == wanted]
+        else:
+            named = [one for one in self._wanted if has_name(one)]
+            there = [one for one in named if is_it(one)] or named
+        self._wanted = [one for one in self._wanted if one not in there]
+
+    def unregistered(self, model: str, version: str | None) -> bool:
+        """Nobody wants this version, or any, of a model any more; whether it was missing."""
+
+        def is_meant(one: Wanted) -> bool:
+            number = one.restores.version if one.restores is not None else None
+            return _name_of(one) == model and version in (None, number)
+
+        before = len(self._wanted)
+        self._wanted = [one for one in self._wanted if not is_meant(one)]
+        return len(self._wanted) < before
+
+    def has_other_default(self, model: str) -> None:
+        """The default version of a model is none of the missing ones any more."""
+        for at, one in enumerate(self._wanted):
+            if one.restores is not None and one.restores.name == model:
+                self._wanted[at] = replace(one, restores=replace(one.restores, default_version=False))
+
+
+def _name_of(wanted: Wanted) -> str:
+    return wanted.name or default_model_name(wanted.url.partition("?")[0])  # the rest may be a secret

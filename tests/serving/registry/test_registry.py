@@ -14,7 +14,7 @@ import pytest
 
 from torchere.archiver.reader import Archive
 from torchere.serving.configuration import configure
-from torchere.serving.errors import Conflict, InvalidArchive, InvalidRequest
+from torchere.serving.errors import Conflict, InvalidArchive, InvalidRequest, NotFound
 from torchere.serving.observation import RegistryMetrics
 from torchere.serving.properties import read_properties
 from torchere.serving.registry.effective import Asked
@@ -25,9 +25,11 @@ from torchere.serving.registry.version import Version
 from torchere.serving.settings import ServerSettings, SnapshotModel, SnapshotSettings
 from torchere.serving.telemetry.metrics import Metrics
 
+HAD: dict[str, object] = {"minWorkers": 0, "maxWorkers": 1, "batchSize": 1, "maxBatchDelay": 5}
 
-def pack(path: Path) -> None:
-    model = {"modelName": "m", "modelVersion": "1.0", "handler": "h.py"}
+
+def pack(path: Path, version: str = "1.0") -> None:
+    model = {"modelName": "m", "modelVersion": version, "handler": "h.py"}
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("h.py", "def handle(data, context): return data\n")
         archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}))
@@ -207,8 +209,7 @@ def test_a_model_of_the_start_from_another_archive_is_missing_no_more(tmp_path: 
 
 def test_a_model_that_can_not_be_restored_now_is_tried_again_by_the_next_start(tmp_path: Path) -> None:
     snapshots = SnapshotSettings(tmp_path / "config")
-    had: dict[str, object] = {"minWorkers": 0, "maxWorkers": 1, "batchSize": 1, "maxBatchDelay": 5}
-    models = tuple(SnapshotModel(name, "1.0", f"{name}.mar", True, had) for name in ("m", "n"))
+    models = tuple(SnapshotModel(name, "1.0", f"{name}.mar", True, HAD) for name in ("m", "n"))
 
     async def main() -> None:
         async with registry_of(tmp_path, snapshots=snapshots, snapshot_models=models) as registry:
@@ -224,3 +225,99 @@ def test_a_model_that_can_not_be_restored_now_is_tried_again_by_the_next_start(t
     first, *_, last = sorted(snapshots.directory.iterdir())
     assert configure(read_properties(first)).checked().snapshot_models[1] == models[1]
     assert [model.name for model in configure(read_properties(last)).checked().snapshot_models] == ["m"]
+
+
+def restored(directory: Path) -> list[SnapshotModel]:
+    """What the next start would have."""
+    return list(configure(read_properties(max(directory.iterdir()))).checked().snapshot_models)
+
+
+@pytest.mark.parametrize("lacking", ["a", "b"])
+def test_of_two_models_from_one_archive_the_one_that_lacks_is_tried_again(
+    lacking: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshots = SnapshotSettings(tmp_path / "config")
+    models = tuple(SnapshotModel(name, "1.0", "m.mar", True, HAD) for name in ("a", "b"))
+    outcomes, unpack = iter(name == lacking for name in ("a", "b")), Store.unpack
+
+    def unpack_unless_full(store: Store, url: str, archive: Archive) -> StoredArchive:
+        if next(outcomes):
+            raise InvalidArchive("It can't be unpacked.", "No space left on device")
+        return unpack(store, url, archive)
+
+    monkeypatch.setattr(Store, "unpack", unpack_unless_full)
+
+    async def main() -> None:
+        async with registry_of(tmp_path, snapshots=snapshots, snapshot_models=models) as registry:
+            await registry.load_at_startup()
+            await registry.opened()
+            assert registry.missing() == (lacking,)
+            assert sorted(model.name for model in restored(snapshots.directory)) == ["a", "b"]
+            await (await registry.unregister("b" if lacking == "a" else "a", None)).settled.wait()
+
+    asyncio.run(main())
+    assert [model.name for model in restored(snapshots.directory)] == [lacking]
+
+
+@pytest.mark.parametrize("version", [None, "1.0"])
+def test_a_missing_model_that_is_unregistered_is_not_tried_again(version: str | None, tmp_path: Path) -> None:
+    snapshots = SnapshotSettings(tmp_path / "config")
+    models = (SnapshotModel("n", "1.0", "n.mar", True, HAD),)
+
+    async def main() -> None:
+        async with registry_of(tmp_path, snapshots=snapshots, snapshot_models=models) as registry:
+            (tmp_path / "store" / "n.mar").touch()
+            await registry.load_at_startup()
+            await registry.opened()
+            for other in (("n", "2.0"), ("k", version), ("n", version)):
+                assert registry.missing() == ("n",)
+                with pytest.raises(NotFound):
+                    await registry.unregister(*other)
+            assert registry.missing() == ()
+            await registry.written()
+            assert restored(snapshots.directory) == []
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("chosen", "default"), [(None, "2.0"), ("3.0", "3.0")])
+def test_the_default_of_the_next_start_is_the_one_that_lacks_unless_another_is_chosen(
+    chosen: str | None, default: str, tmp_path: Path
+) -> None:
+    snapshots = SnapshotSettings(tmp_path / "config")
+    numbers = ("1.0", "2.0", "3.0")
+    models = tuple(SnapshotModel("m", each, f"{each}.mar", each == "2.0", HAD) for each in numbers)
+
+    async def main() -> None:
+        async with registry_of(tmp_path, snapshots=snapshots, snapshot_models=models) as registry:
+            for number in numbers:
+                pack(tmp_path / "store" / f"{number}.mar", number)
+            (tmp_path / "store" / "2.0.mar").write_bytes(b"")
+            await registry.load_at_startup()
+            await registry.opened()
+            if chosen is not None:
+                registry.set_default("m", chosen)
+
+    asyncio.run(main())
+    defaults = {model.version: model.default_version for model in restored(snapshots.directory)}
+    assert defaults == {number: number == default for number in numbers}
+
+
+@pytest.mark.parametrize(("registered", "left"), [("1.0", ["2.0"]), ("3.0", [])])
+def test_of_two_missing_versions_the_one_that_is_registered_is_there_and_another_stands_for_both(
+    registered: str, left: list[str], tmp_path: Path
+) -> None:
+    snapshots = SnapshotSettings(tmp_path / "config")
+    models = tuple(SnapshotModel("m", each, f"{each}.mar", each == "2.0", HAD) for each in ("1.0", "2.0"))
+
+    async def main() -> None:
+        async with registry_of(tmp_path, snapshots=snapshots, snapshot_models=models) as registry:
+            for model in models:
+                (tmp_path / "store" / model.archive).touch()
+            await registry.load_at_startup()
+            await registry.opened()
+            pack(tmp_path / "store" / f"{registered}.mar", registered)
+            await registry.register(Wanted(f"{registered}.mar", Asked()))
+
+    asyncio.run(main())
+    assert [model.version for model in restored(snapshots.directory)] == [registered, *left]
