@@ -12,6 +12,7 @@ from typing import Any
 from torchere.archiver.entries import ArchiveLimits, Chunks, Entry
 from torchere.archiver.errors import one_line
 from torchere.archiver.names import MANIFEST_NAME
+from torchere.archiver.pickles import MAX_PICKLE_BYTES
 from torchere.archiver.reader import Archive, open_archive
 from torchere.archiver.request import BUILT_IN_HANDLERS
 from torchere.archiver.weights import HEAD_BYTES, SUFFIXES, Weights, classify
@@ -106,7 +107,8 @@ def _look_at(archive: Archive, entry: Entry, chunks: Chunks) -> Weights | None:
     with tempfile.TemporaryFile() as copy:
         for chunk in chunks:
             head = head or chunk[:HEAD_BYTES]
-            if is_weights and head.startswith((b"PK", b"\x80")):  # zips and pickles are looked into
+            # Zips are looked into as a whole, and anything may be an old pickle.
+            if is_weights and (head.startswith(b"PK") or copy.tell() < MAX_PICKLE_BYTES):
                 copy.write(chunk)
         return classify(entry.name, head, copy) if is_weights else None
 

@@ -84,6 +84,15 @@ def foreign_names_in(file: BinaryIO, size: int, also: frozenset[str] = frozenset
     return tuple(sorted(found))
 
 
+def is_pickle(file: BinaryIO) -> bool:
+    """Whether a file begins with a whole pickle, of any protocol."""
+    file.seek(0)
+    try:
+        return sum(1 for _ in pickletools.genops(file.read(MAX_PICKLE_BYTES))) > 1  # STOP alone is none
+    except ValueError:  # UnicodeDecodeError is one
+        return False
+
+
 def imported_names(data: bytes) -> list[str]:
     """Every `module.name` that unpickling imports, or `UNKNOWN` for what the opcodes do not tell.
 

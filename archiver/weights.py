@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 from torchere.archiver.entries import open_regular
 from torchere.archiver.exported import UnsafeProgram, check_program
-from torchere.archiver.pickles import foreign_names_in
+from torchere.archiver.pickles import foreign_names_in, is_pickle
 from torchere.archiver.torchscript_files import UnsafeScript, check_script
 from torchere.archiver.zipheaders import Malformed, read_central, read_directory
 
@@ -49,18 +49,25 @@ class Weights:
 
 
 def classify(name: str, head: bytes, file: BinaryIO | None) -> Weights:
-    """Tell the kind from the first `HEAD_BYTES` and, for a zip or a pickle, from the whole `file`."""
+    """Tell the kind from the first `HEAD_BYTES` and, if these do not tell all, from the whole `file`."""
     if head.startswith(b"PK") and file is not None:
         return _classify_records(name, _sizes_in(file), file)
     if head.startswith(b"\x80") and head[1:2] <= b"\x05":
         return _pickle(name, PICKLE, file)
+    known = _known_by_head(name, head)
+    if known is None and file is not None and is_pickle(file):  # of protocol 0 or 1: they begin as they like
+        return _pickle(name, PICKLE, file)
+    return known or Weights(name, "unknown", False, "is not of a kind known here")
+
+
+def _known_by_head(name: str, head: bytes) -> Weights | None:
     if head.startswith(b"\x7fELF"):
         return Weights(name, "shared library", False, "runs as native code in the server")
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= _MAX_HEADER_BYTES:
         return Weights(name, SAFETENSORS, False, "runs nothing")
     if len(head) > 2 and head[0] == 0x08 and 0 < head[1] < 0x80 and head[2] in _ONNX_SECOND_FIELDS:
         return Weights(name, ONNX, False, "runs nothing but the graph")
-    return Weights(name, "unknown", False, "is not of a kind known here")
+    return None
 
 
 def classify_file(path: Path) -> Weights:

@@ -147,12 +147,14 @@ def torch_dtype(datatype: Datatype) -> Any:
     return getattr(torch, datatype.torch_name)
 
 
-def shown(value: object) -> str:
-    """A value for an error text: escaped, and short however large it is."""
+def shown(value: object, levels: int = 4) -> str:
+    """A value for an error text: escaped, and short however large it is; no more than `levels` of lists."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
         return "a whole number of more than 128 bits"
     if isinstance(value, (list, tuple)):
-        inner = ", ".join(shown(item) for item in value[:8])
+        if not levels:
+            return "[...]"
+        inner = ", ".join(shown(item, levels - 1) for item in value[:8])
         return f"[{inner}{', ...' if len(value) > 8 else ''}]"[:120]
     if isinstance(value, dict):
         return "an object"

@@ -32,11 +32,12 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-.]{0,254}")
 _DEFAULT_PORTS = {"http": 80, "https": 443, "file": 0, "s3": 0}
 _MATCHER = """\
 import json, re, sys
-url, *patterns = sys.argv[1:]
+url, *patterns = json.load(sys.stdin)
 print(json.dumps([bool(re.fullmatch(pattern, url, re.IGNORECASE)) for pattern in patterns]))
 """
 _V4_INSIDE = tuple(map(ipaddress.IPv6Network, ("::ffff:0:0/96", "::/96", "64:ff9b::/96")))
 _TUNNELS = tuple(map(ipaddress.IPv6Network, ("2002::/16", "2001::/32", "64:ff9b:1::/48")))
+_SITE_LOCAL = ipaddress.IPv6Network("fec0::/10")  # deprecated, and Python calls it global
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ def is_public(address: str) -> bool:
     """Whether an IP address belongs to a host on the Internet, rather than to this machine or its network."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
-        if any(ip in network for network in _TUNNELS):
+        if any(ip in network for network in (*_TUNNELS, _SITE_LOCAL)):
             return False
         if any(ip in network for network in _V4_INSIDE):
             ip = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
@@ -98,16 +99,19 @@ def is_public(address: str) -> bool:
 
 
 def names_host(pattern: str, host: str) -> bool:
-    r"""Whether a pattern spells out this host.
+    r"""Whether a pattern spells out this host, where a URL has its host.
 
-    >>> names_host(r"https?://models\\.internal(:8080)?/.*", "models.internal")
+    >>> names_host(r"https?://models\.internal(:8080)?/.*", "models.internal")
     True
-    >>> names_host(r"https?://.*\\.internal/.*", "models.internal")
+    >>> names_host(r"https?://.*\.internal/.*", "models.internal")
+    False
+    >>> names_host(r"https?://.*/models/.*", "models")
     False
     """
-    plain = re.sub(r"\\([.\-:\[\]])", r"\1", pattern)
+    plain = re.sub(r"\\([.\-:/\[\]])", r"\1", pattern)
     around = rf"(?<![\w.\-*+]){re.escape(host.rstrip('.'))}(?![\w.\-*+?])"
-    return bool(host) and re.search(around, plain, re.IGNORECASE) is not None
+    hosts = re.findall(r"://([^/]*)", plain)
+    return bool(host) and any(re.search(around, each, re.IGNORECASE) for each in hosts)
 
 
 def _deceptive(url: str) -> str:
@@ -144,9 +148,10 @@ def _matching(url: str, patterns: Sequence[str]) -> list[str]:
     usable = [pattern for pattern in patterns if len(pattern) <= MAX_PATTERN_CHARACTERS]
     if not usable:
         return []
-    command = [sys.executable, "-I", "-S", "-c", _MATCHER, url, *usable]
+    command = [sys.executable, "-I", "-S", "-c", _MATCHER]
+    told = json.dumps([url, *usable]).encode()  # arguments are for all to see, and a URL may be signed
     try:
-        found = subprocess.run(command, capture_output=True, timeout=MATCH_TIMEOUT_S, check=True)
+        found = subprocess.run(command, input=told, capture_output=True, timeout=MATCH_TIMEOUT_S, check=True)
     except (subprocess.SubprocessError, OSError) as err:
         logger.warning("allowed_urls could not be matched, so the URL is refused: %s", type(err).__name__)
         return []

@@ -28,6 +28,7 @@ MAX_REDIRECTS = 5
 SILENCE_TIMEOUT_S = 30.0  # for one answer of the network; the whole download has a bound of its own
 CHUNK_BYTES = 1 << 18
 GIVEN_UP = "it was given up before its end"
+TOOK_LONGER = "it took longer than download_timeout_s"
 PART_PREFIX = ".download-"  # hidden files of the store are not archives
 
 Resolve = Callable[[str, int], Sequence[str]]
@@ -171,7 +172,7 @@ class Downloader:
                     source = self._redirected(asked, source, location)
                     continue
                 if response.status != 200:
-                    raise _failed(asked, f"the server answered {response.status} {response.reason}")
+                    raise _failed(asked, f"the server answered {response.status} {response.reason[:200]}")
                 yield from _body(asked, response, deadline_s)
                 return
         raise _failed(asked, f"more than {MAX_REDIRECTS} redirects")
@@ -179,10 +180,9 @@ class Downloader:
     def _redirected(self, asked: Source, source: Source, location: str) -> Source:
         try:
             target = allow(urljoin(source.url, location), self._patterns)
-        except ModelNotFound as err:
-            raise _failed(
-                asked, f"it redirects to {location[:200]!r}, which allowed_urls does not match"
-            ) from err
+        except (ModelNotFound, ValueError) as err:  # Value: it is no URL at all
+            shown = location.partition("?")[0][:200]  # without a signature
+            raise _failed(asked, f"it redirects to {shown!r}, which allowed_urls does not match") from err
         if target.scheme in ("file", "s3") or (source.scheme, target.scheme) == ("https", "http"):
             raise _failed(asked, f"it redirects from {source.scheme} to {target.scheme}")
         return target
@@ -202,6 +202,10 @@ class Downloader:
             connection.request("GET", source.target, headers={"User-Agent": "torchere", "Accept": "*/*"})
             with connection.getresponse() as response:
                 yield response
+        except (OSError, http.client.HTTPException):  # what the cut looks like from here differs
+            if time.monotonic() >= deadline_s:
+                raise TimeoutError(TOOK_LONGER) from None
+            raise
         finally:
             cutter.cancel()
             connection.close()
@@ -237,7 +241,7 @@ class _PinnedConnection(http.client.HTTPConnection):
     def _take(self, sock: socket.socket) -> None:
         self.sock = self._line = sock
         if self._is_cut:
-            raise TimeoutError("it took longer than download_timeout_s")
+            raise TimeoutError(TOOK_LONGER)
 
     def cut(self) -> None:
         """End the connection under whoever reads from it."""
@@ -255,7 +259,7 @@ def _body(asked: Source, response: http.client.HTTPResponse, deadline_s: float) 
         received += len(chunk)
         yield chunk
     if time.monotonic() >= deadline_s:
-        raise _failed(asked, "it took longer than download_timeout_s")
+        raise _failed(asked, TOOK_LONGER)
     if expected is not None and received != expected:
         raise _failed(asked, f"the connection ended after {received} of {expected} bytes")
 

@@ -100,7 +100,10 @@ class Loader:
         runtime = check_runtime(runtime or archive.manifest.get("runtime") or "python")
         if runtime == "LSP":
             logger.warning("%s: runtime LSP, the C++ backend, is not supported; use a Python handler", key)
-        settings = effective_settings(asked, archive.config, self._defaults_of(key), self._server, self.gpus)
+        config = archive.config
+        if not self.gpus and (config.device_type == "gpu" or (config.device_ids and not config.device_type)):
+            logger.warning("%s asks for a GPU in its model config, and there is none: the CPU does it", key)
+        settings = effective_settings(asked, config, self._defaults_of(key), self._server, self.gpus)
         isolation = _isolation(archive, settings, handler)
         crashed = self._server.isolated.get(str(key), "") if isolation == "thread" else ""
         if crashed:

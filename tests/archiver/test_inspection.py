@@ -39,6 +39,13 @@ def test_json_has_what_a_program_needs(request_for: Any, sources: Path) -> None:
     assert entry["offset"] % 64 == 0
 
 
+def test_a_pickle_of_the_first_protocol_is_looked_into(request_for: Any, sources: Path) -> None:
+    (sources / "model.pt").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    report = inspect_archive(write_archive(request_for()))
+    assert "model.pt (pickle, pickled) its pickle can run any Python code" in report.code[-1]
+    assert "it imports os.system" in report.code[-1]
+
+
 def test_text_says_what_may_run(request_for: Any, sources: Path) -> None:
     (sources / "model.py").write_text("class M: ...\n")
     (sources / "requirements.txt").write_text("six\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import zipfile
 
@@ -75,6 +76,20 @@ def test_native_code_in_a_package_is_said() -> None:
 def test_other_files_are_known_by_their_first_bytes(name: str, head: bytes, kind: str, pickled: bool) -> None:
     found = classify(name, head, None)
     assert (found.kind, found.pickled) == (kind, pickled)
+
+
+@pytest.mark.parametrize("protocol", [0, 1])
+def test_a_pickle_without_a_first_byte_of_its_own_is_one(protocol: int) -> None:
+    data = pickle.dumps({"weights": os.system}, protocol)
+    found = classify("a.pkl", data[:16], io.BytesIO(data))
+    assert (found.kind, found.pickled, found.foreign) == ("pickle", True, (f"{os.system.__module__}.system",))
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"no pickle at all", b"(((", b"\x00" * 64, b"N" * 20, b".x", b"X\xff\xff\xff\xffa."]
+)
+def test_what_is_no_whole_pickle_stays_unknown(data: bytes) -> None:
+    assert classify("a.pkl", data[:16], io.BytesIO(data)).kind == "unknown"
 
 
 def test_a_damaged_zip_is_said_to_be_one() -> None:

@@ -117,3 +117,11 @@ def test_a_label_that_nobody_wrote_is_refused(label: str) -> None:
 )
 def test_what_is_shown_of_a_value_is_short(value: object) -> None:
     assert len(shown(value)) <= 120
+
+
+def test_of_deep_lists_the_first_levels_are_shown() -> None:
+    deep: list[object] = [1]
+    for _ in range(2000):
+        deep = [deep]
+    assert shown(deep) == "[[[[[...]]]]]"
+    assert shown([[[[1]]]]) == "[[[[1]]]]"

@@ -1,5 +1,9 @@
 """Which URLs may be fetched; the cases are those that other servers fell for."""
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import psutil
 import pytest
 
 from torchere.serving.errors import ModelNotFound
@@ -104,11 +108,28 @@ def test_a_pattern_that_is_too_long_matches_nothing() -> None:
         allow("http://h/a.mar", ("http://h/a.mar|" + "x" * 1024,))
 
 
+def test_a_signed_url_is_no_argument_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allowed_urls, "MATCH_TIMEOUT_S", 2.0)
+    url = "http://h/" + "a" * 40 + ".mar?signature=SECRET"
+    seen = ""
+    with ThreadPoolExecutor(1) as pool:
+        matching = pool.submit(allow, url, ("(http://h/(a+)+b)",))
+        while not matching.done() and "re.fullmatch" not in seen:
+            for child in psutil.Process().children():
+                with suppress(psutil.Error):
+                    seen += " ".join(child.cmdline())
+    with pytest.raises(ModelNotFound):
+        matching.result()
+    assert "re.fullmatch" in seen
+    assert "SECRET" not in seen
+
+
 @pytest.mark.parametrize(
     "address",
     [
         *("127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0"),
         *("224.0.0.1", "255.255.255.255", "::", "::1", "fe80::1%eth0", "fc00::1", "ff02::1"),
+        "fec0::1",
         "4000::1",
         *("::ffff:127.0.0.1", "::127.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::", "2001:0:1::1"),
     ],
@@ -132,6 +153,10 @@ def test_other_addresses_are_public(address: str) -> None:
         ("http://.*models.internal/.*", "models.internal", False),
         ("http://x.models.internal/.*", "models.internal", False),
         ("http://models.internal.example/.*", "models.internal", False),
+        ("https?://.*/models/.*", "models", False),
+        ("https?://[^/]+/localhost/.*", "localhost", False),
+        ("https://.*", "https", False),
+        (r"https?:\/\/models\.internal\/.*", "models.internal", True),
         ("file://.*|http(s)?://.*", "localhost", False),
         ("http://[0-9.]+/.*", "10.0.0.1", False),
         ("http://.*", "", False),

@@ -4,6 +4,7 @@ import errno
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ class Misbehaving(BaseHTTPRequestHandler):
         self.head(302, Location=f"/{target}", Content_Length=0)
 
     def answer_elsewhere(self, _: str) -> None:
-        self.head(302, Location="http://169.254.169.254/good/a.mar", Content_Length=0)
+        self.head(302, Location="http://169.254.169.254/good/a.mar?signature=S", Content_Length=0)
 
     def answer_tofile(self, _: str) -> None:
         self.head(302, Location="file:///etc/passwd", Content_Length=0)
@@ -74,6 +75,19 @@ class Misbehaving(BaseHTTPRequestHandler):
         self.head(Content_Length=10)
         self.wfile.write(b"a")
         self.released.wait(30)
+
+    def answer_notaurl(self, _: str) -> None:
+        self.head(302, Location="http://[::1/a.mar", Content_Length=0)
+
+    def answer_chatter(self, _: str) -> None:
+        self.send_response_only(403, "no " * 10_000)
+        self.end_headers()
+
+    def answer_trickle(self, _: str) -> None:
+        self.head()
+        with suppress(ConnectionError):  # the client hangs up
+            while not self.released.wait(0.01):
+                self.wfile.write(b"a")
 
     def answer_silence(self, _: str) -> None:
         self.released.wait(30)
@@ -133,6 +147,7 @@ def test_a_redirect_to_an_allowed_url_is_followed(at: str, tmp_path: Path) -> No
         ("elsewhere/a.mar", "it redirects to 'http://169.254.169.254/good/a.mar', which allowed_urls"),
         ("tofile/a.mar", "it redirects to 'file:///etc/passwd', which allowed_urls does not match"),
         ("loop/a.mar", "more than 5 redirects"),
+        ("notaurl/a.mar", "it redirects to 'http://[::1/a.mar', which allowed_urls does not match"),
     ],
 )
 def test_a_failure_says_why_and_leaves_nothing(at: str, tmp_path: Path, path: str, reason: str) -> None:
@@ -143,10 +158,18 @@ def test_a_failure_says_why_and_leaves_nothing(at: str, tmp_path: Path, path: st
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", ["drip", "silence", "endless"])
+def test_what_another_server_says_is_shown_in_short(at: str, tmp_path: Path) -> None:
+    with pytest.raises(DownloadFailed) as caught:
+        downloader().download(f"{at}/chatter/a.mar", tmp_path)
+    assert caught.value.detail.startswith("the server answered 403 no no no")
+    assert len(caught.value.detail) < 300
+
+
+@pytest.mark.parametrize("kind", ["drip", "silence", "endless", "trickle"])
 def test_a_server_that_keeps_us_waiting_is_cut_off(at: str, tmp_path: Path, kind: str) -> None:
-    with pytest.raises(DownloadFailed):
+    with pytest.raises(DownloadFailed) as caught:
         downloader(timeout_s=0.2).download(f"{at}/{kind}/a.mar", tmp_path)
+    assert "it took longer than download_timeout_s" in caught.value.detail
     assert list(tmp_path.iterdir()) == []
 
 

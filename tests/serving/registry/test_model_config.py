@@ -70,7 +70,21 @@ def test_a_delay_of_zero_behaves_as_unset() -> None:
     assert parse_model_config("maxBatchDelay: 0").max_batch_delay_ms is None
 
 
-ALIAS_BOMB = "a: &a [x]\n" + "".join(f"k{i}: *a\n" for i in range(200))
+def tripling(levels: int, first: str, form: str) -> str:
+    """Each level has the one before it three times."""
+    lines = [f"k0: &k0 {first}"]
+    lines += [f"k{n}: &k{n} " + form.format(f"[*k{n - 1}, *k{n - 1}, *k{n - 1}]") for n in range(1, levels)]
+    return "\n".join(lines)
+
+
+def test_aliases_that_repeat_little_are_fine() -> None:
+    config = parse_model_config("a: &a [x]\n" + "".join(f"k{n}: *a\n" for n in range(200)))
+    assert config.raw["k199"] == ["x"]
+
+
+def test_a_number_longer_than_any_is_refused_with_its_place() -> None:
+    with pytest.raises(InvalidArchive, match="a number of 5002 characters in line 2, column 12"):
+        parse_model_config("minWorkers: 1\nisolation: 0x" + "f" * 5000)
 
 
 @pytest.mark.parametrize(
@@ -81,10 +95,16 @@ ALIAS_BOMB = "a: &a [x]\n" + "".join(f"k{i}: *a\n" for i in range(200))
         "a: [",
         "x",
         "[" * 200,
-        ALIAS_BOMB,
+        tripling(34, "[x]", "{}"),
+        tripling(14, "{x: 1}", "{{<<: {}}}"),
+        "a: &a [*a]",
         "a: " + "x" * 2_000_000,
+        "a: 1" + ":1" * 20_000 + ".5",
     ],
-    ids=["python tag", "a list", "broken", "a word", "deep", "alias bomb", "huge"],
+    ids=[
+        *("python tag", "a list", "broken", "a word", "deep", "alias bomb", "merge bomb", "of itself"),
+        *("huge", "beyond floats"),
+    ],
 )
 def test_what_is_not_a_sane_mapping_is_refused(text: str) -> None:
     with pytest.raises(InvalidArchive, match="model config"):

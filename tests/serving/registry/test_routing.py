@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from torchere.serving.errors import ModelNotFound
+from torchere.serving.errors import ModelNotFound, VersionNotFound
 from torchere.serving.registry.routing import (
     EMPTY,
     find,
@@ -26,6 +26,8 @@ def test_the_first_version_of_a_model_is_its_default() -> None:
     serving = with_version(with_version(EMPTY, first), second)
     assert find(serving, "m", None) is first
     assert find(serving, "m", "2") is second
+    with pytest.raises(VersionNotFound, match="3"):
+        find(serving, "m", "3")
 
 
 def test_a_version_that_goes_takes_nobody_of_its_name_along() -> None:
