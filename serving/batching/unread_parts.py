@@ -177,8 +177,11 @@ class UnreadParts:
         while not self._parts:
             if self._ended:
                 error, self._end = self._end, None  # or it would hold this by its traceback, and this it
-                if error is not None:
-                    raise error
+                try:
+                    if error is not None:
+                        raise error
+                finally:
+                    del error  # which holds this frame, and with it the request
                 return None
             self._taker = self._loop.create_future()
             await self._taker

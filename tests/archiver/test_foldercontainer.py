@@ -48,6 +48,14 @@ def test_a_directory_with_only_a_manifest_is_not_descended(tmp_path: Path) -> No
     assert open_archive(tmp_path / "m").manifest.model_name == "named"
 
 
+@pytest.mark.parametrize("names", [["d/a.txt", "e/b.txt"], ["service.py"]])
+def test_a_directory_that_holds_anything_else_is_not_descended(tmp_path: Path, names: list[str]) -> None:
+    for name in names:
+        (tmp_path / "m" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "m" / name).write_text("")
+    assert [entry.name for entry in open_archive(tmp_path / "m").entries] == names
+
+
 @pytest.mark.parametrize("to", ["service.py", "/etc", "nowhere"])
 def test_links_in_it_are_refused(folder: Path, to: str) -> None:
     (folder / "d" / "link").symlink_to(to)

@@ -40,8 +40,10 @@ def test_a_directory_that_is_merged_keeps_what_the_new_one_has_not(tmp_path: Pat
         (work / "weights").mkdir(parents=True)
         (work / "weights" / "new").write_text("new")
         (work / "handler.py").write_text("new")
+        (work / "fresh" / "deep").mkdir(parents=True)
+        (work / "fresh" / "deep" / "x").write_text("x")
     found = {str(p.relative_to(target)): p.read_text() for p in target.rglob("*") if p.is_file()}
-    assert found == {"weights/big": "big", "weights/new": "new", "handler.py": "new"}
+    assert found == {"weights/big": "big", "weights/new": "new", "handler.py": "new", "fresh/deep/x": "x"}
     assert os.listdir(tmp_path) == ["x"]
 
 
@@ -55,3 +57,10 @@ def test_a_failing_block_leaves_everything_as_it_was(tmp_path: Path, error: type
         raise error
     assert target.read_text() == "old"
     assert os.listdir(tmp_path) == ["x"]
+
+
+def test_a_failing_block_leaves_no_part_of_a_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="half-way"), staged(tmp_path / "x") as work:
+        work.write_text("part")
+        raise ValueError("half-way")
+    assert os.listdir(tmp_path) == []

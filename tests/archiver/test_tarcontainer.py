@@ -224,3 +224,17 @@ def test_a_plain_tar_is_not_an_archive(tmp_path: Path) -> None:
     with tarfile.open(path, "w") as archive:
         archive.addfile(member("x"), io.BytesIO())
     assert "neither zip nor gzip" in refusal(path, tmp_path / "t")
+
+
+@pytest.mark.parametrize(("kind", "size"), [(tarfile.REGTYPE, -1), (tarfile.DIRTYPE, 512)])
+def test_a_size_that_cannot_be_is_refused(
+    tgz_of_bytes: Callable[[bytes], Path], tmp_path: Path, kind: bytes, size: int
+) -> None:
+    header = member("x", kind, size=size).tobuf(tarfile.GNU_FORMAT)
+    path = tgz_of_bytes(header + bytes(512 + 1024))
+    assert f"the size {size} is wrong" in refusal(path, tmp_path / "t")
+
+
+def test_a_file_named_like_the_folder_everything_lies_in_is_refused(tgz_of: Maker, tmp_path: Path) -> None:
+    path = tgz_of((member("mlp", tarfile.DIRTYPE), b""), ("mlp/a", b"1"), ("mlp", b"2"))
+    assert "a file and a folder have this name" in refusal(path, tmp_path / "t")

@@ -124,6 +124,7 @@ def test_a_wrong_crc_is_refused(zip_of: Callable[..., Path], tmp_path: Path, met
         (6, b"\0\x10", "flags"),
         (8, b"\0\0", "method"),
         (14, b"abcd", "crc"),
+        (14, bytes(12), "crc, stored_size, size"),
         (18, b"\0\0\0\1", "stored_size"),
         (22, b"\0\0\0\1", "size"),
         (30, b"y", "raw_name"),

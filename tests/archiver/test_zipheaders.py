@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import io
+import os
 import struct
+import zipfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from torchere.archiver.entries import ArchiveLimits
 from torchere.archiver.errors import ArchiveError
 from torchere.archiver.reader import open_archive
+from torchere.archiver.zipcontainer import check_zip
 from torchere.archiver.zipheaders import Malformed, is_descriptor, read_central, read_local
 
 DATA = bytes(3_000_000)
@@ -53,7 +58,7 @@ def zip_with(tmp_path: Path, packed: bytes, size: int = len(DATA)) -> Path:
     return path
 
 
-@pytest.mark.parametrize("size", [0, 1, 2**20 - 1, 2**20, 2**20 + 1, 3 * 2**20])
+@pytest.mark.parametrize("size", [0, 1, 2**20 - 1, 2**20, 2**20 + 1, 2**20 + 100, 3 * 2**20])
 def test_data_that_packs_extremely_well_is_unpacked_whole(tmp_path: Path, size: int) -> None:
     path = tmp_path / "x.mar"
     data = bytes(size)
@@ -141,3 +146,67 @@ def test_an_end_record_that_does_not_fit_is_refused(tmp_path: Path, tail: bytes,
     assert len(local()) == 31
     with pytest.raises(ArchiveError, match=said):
         open_archive(path)
+
+
+def test_a_file_too_short_for_a_64_bit_end_record_is_not_asked_for_one(tmp_path: Path) -> None:
+    path = tmp_path / "x.mar"
+    path.write_bytes(b"PK\3\4" + end(0, 0, 4))
+    with pytest.raises(ArchiveError, match="belong to no entry"):
+        open_archive(path)
+    path.write_bytes(b"PK\3\4")
+    with pytest.raises(ArchiveError, match="too short"):
+        open_archive(path)
+
+
+def test_an_entry_behind_the_last_that_only_a_sequential_reader_would_see_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.mar"
+    path.write_bytes(local() + local(b"y") + central() + end(1, 47, 62))
+    with pytest.raises(ArchiveError, match="belong to no entry"):
+        open_archive(path)
+
+
+def test_a_directory_with_data_is_refused(zip_of: Callable[..., Path]) -> None:
+    path = zip_of(("dX", b"hidden"), method=zipfile.ZIP_STORED)
+    path.write_bytes(path.read_bytes().replace(b"dX", b"d/"))
+    with pytest.raises(ArchiveError, match="a directory has data"):
+        open_archive(path)
+
+
+def test_an_entry_whose_descriptor_is_missing_is_refused(tmp_path: Path) -> None:
+    flagged = [bytearray(local()), bytearray(central())]
+    flagged[0][6] = flagged[1][8] = 8
+    path = tmp_path / "x.mar"
+    path.write_bytes(b"".join(flagged) + end(1, 47, 31))
+    with pytest.raises(ArchiveError, match="not the data descriptor"):
+        open_archive(path)
+
+
+def test_a_stored_entry_of_two_sizes_is_refused_before_it_is_read(zip_of: Callable[..., Path]) -> None:
+    path = zip_of(("x", b"data"), method=zipfile.ZIP_STORED)
+    data = bytearray(path.read_bytes())
+    data[22] = data[data.index(b"PK\1\2") + 24] = 3
+    with pytest.raises(ArchiveError, match="two sizes differ"):
+        check_zip(io.BytesIO(data), len(data))
+
+
+def test_a_directory_of_too_many_entries_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.mar"
+    path.write_bytes(local() + central() + end(3, 47, 31))
+    with pytest.raises(ArchiveError, match="more than 2 entries"):
+        open_archive(path, ArchiveLimits(max_entries=2))
+
+
+def test_a_file_that_is_cut_off_while_it_is_read_is_refused(zip_of: Callable[..., Path]) -> None:
+    path = zip_of(("x", b"first"), ("y", bytes(2**20)), method=zipfile.ZIP_STORED)
+    read = open_archive(path).chunks()
+    assert b"".join(next(read)[1]) == b"first"
+    os.truncate(path, 2**19)
+    with pytest.raises(ArchiveError, match="cut off"):
+        list(next(read)[1])
+
+
+def test_the_comment_of_an_entry_is_passed_over(zip_of: Callable[..., Path]) -> None:
+    info = zipfile.ZipInfo("x")
+    info.comment = b"added by hand"
+    path = zip_of((info, b"1"), ("y", b"2"))
+    assert [entry.name for entry in open_archive(path).entries] == ["x", "y"]

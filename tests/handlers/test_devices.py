@@ -16,14 +16,15 @@ def test_without_an_accelerator_it_is_the_cpu() -> None:
     assert choose_device(None) == ("cpu", torch.device("cpu"))
 
 
+@pytest.mark.parametrize("gpu_id", [3, "3"])  # a text comes from MockContext
 def test_a_gpu_that_is_not_there_falls_back_to_the_cpu_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    gpu_id: int | str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert choose_device(None).map_location == "cpu"
     assert caplog.text == ""
-    assert choose_device(3).map_location == "cpu"
+    assert choose_device(gpu_id).map_location == "cpu"
     assert "GPU 3 is to be used, and torch can't" in caplog.text
 
 
@@ -35,7 +36,7 @@ def pretend_cuda(monkeypatch: pytest.MonkeyPatch, capability: dict[int, tuple[in
     )
 
 
-@pytest.mark.parametrize("gpu_id", [1, "1"])  # a text comes from MockContext
+@pytest.mark.parametrize("gpu_id", [1, "1"])
 def test_a_cuda_gpu_is_taken_by_its_number(gpu_id: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_cuda(monkeypatch, {1: (7, 5)})
     assert choose_device(gpu_id) == ("cuda", torch.device("cuda:1"))

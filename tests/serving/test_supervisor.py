@@ -26,6 +26,13 @@ start = len(starts.read_text())
 def serve():
     journal.state = ServerState.SERVING
     print("serving", os.getpid(), flush=True)
+def fill_pipe():
+    os.set_blocking(1, False)
+    try:
+        while True:
+            os.write(1, b"x")
+    except BlockingIOError:
+        os.set_blocking(1, True)
 """
 # Times of a supervisor that tests can wait for.
 SHORT = """
@@ -299,12 +306,7 @@ def test_a_log_that_nobody_reads_holds_up_neither_a_restart_nor_the_end(start: S
     process = start("""
         if start == 1:
             serve()
-            os.set_blocking(1, False)
-            try:
-                while True:
-                    os.write(1, b"x")
-            except BlockingIOError:
-                os.set_blocking(1, True)
+            fill_pipe()
             os._exit(7)
         journal.state = ServerState.SERVING
         Path("again").touch()
@@ -316,6 +318,15 @@ def test_a_log_that_nobody_reads_holds_up_neither_a_restart_nor_the_end(start: S
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGTERM)
     assert process.wait(30) == -signal.SIGTERM
+
+
+def test_who_reads_the_log_late_reads_the_last_lines(start: Start) -> None:
+    changes = "supervisor.restart_delay_s, supervisor.LAST_LINES_S = lambda *how: None, 60.0"
+    process = start("serve(); fill_pipe(); os._exit(7)", changes=changes)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(2)
+    output, _ = process.communicate(timeout=60)
+    assert "the server crashed 1 times in a row: giving up" in output
 
 
 def test_it_stays_small(start: Start) -> None:

@@ -167,6 +167,27 @@ async def test_a_partial_batch_goes_when_its_delay_is_over() -> None:
 
 
 @run
+async def test_the_wait_for_company_is_told_from_the_wait_for_an_executor() -> None:
+    stage = Stage(BatchSettings(max_batch_size=2, max_queue_delay_ms=60_000))
+    first = stage.submit("first").pending
+    stage.now_s, stage.pool.free = 101.0, 0  # its executor was lost
+    stage.batcher.pump()
+    stage.now_s, stage.pool.free = 103.0, 1
+    stage.batcher.pump()
+    stage.now_s = 104.0
+    second = stage.submit("second").pending
+    assert stage.running == [["first", "second"]]
+    assert (first.company_s, second.company_s) == (1.0, 0.0)
+    assert first.dequeued_s == second.dequeued_s == 104.0
+    third = stage.submit("third").pending
+    stage.submit("fourth")
+    stage.now_s = 106.0
+    stage.pool.finish()
+    assert stage.running == [["third", "fourth"]]
+    assert third.company_s == 0.0
+
+
+@run
 async def test_groups_do_not_share_a_batch() -> None:
     stage = Stage(BatchSettings(max_batch_size=4, max_queue_delay_ms=0), free=0)
     for name, group in (("a", ""), ("b", ""), ("c", "explain"), ("d", "")):
@@ -211,6 +232,28 @@ async def test_an_expired_request_never_runs() -> None:
     assert stage.running == [["alive"]]
     with pytest.raises(DeadlineExceeded):
         await expired.answer
+    stage.pool.finish()
+    assert await stage.batcher.drain(0.0)
+
+
+@run
+async def test_a_request_is_answered_at_its_deadline_whatever_its_executor_does() -> None:
+    stage = Stage(BatchSettings())
+    running = stage.submit("running", deadline_s=stage.now_s + 0.01)
+    waiting = stage.submit("waiting", deadline_s=stage.now_s + 0.01)
+    for submitted in (running, waiting):
+        with pytest.raises(DeadlineExceeded):
+            await asyncio.wait_for(submitted.answer, 30.0)
+    assert (stage.running, stage.batcher.queue_length) == ([["running"]], 0)
+
+
+@run
+async def test_a_request_that_is_answered_is_not_held_until_its_deadline() -> None:
+    stage = Stage(BatchSettings())
+    pending = stage.submit("a", deadline_s=stage.now_s + 3600.0).pending
+    stage.pool.finish()
+    assert pending.deadline_timer is not None
+    assert pending.deadline_timer.cancelled()
 
 
 @run
@@ -269,9 +312,23 @@ async def test_a_batch_is_wanted_until_the_last_of_its_clients_is_gone() -> None
     stays.answer.cancel()
     stage.batcher.withdraw(stays.pending)
     assert not sink.wanted
-    assert not await stage.batcher.drain(0.0)
+    drained = asyncio.ensure_future(stage.batcher.drain(30.0))
+    await asyncio.sleep(0)
+    assert not drained.done()
     sink.returned()  # an executor does so that has not begun
-    assert await stage.batcher.drain(0.0)
+    assert await drained
+
+
+@run
+async def test_draining_ends_when_the_last_request_is_too_late_to_be_run() -> None:
+    stage = Stage(BatchSettings(), free=0)
+    stage.submit("late", deadline_s=stage.now_s + 60.0)
+    drained = asyncio.ensure_future(stage.batcher.drain(30.0))
+    await asyncio.sleep(0)
+    stage.now_s += 60.0
+    stage.pool.free = 1
+    stage.batcher.pump()
+    assert await drained
 
 
 @run
@@ -361,6 +418,33 @@ async def test_a_stream_that_breaks_raises_where_it_is_read() -> None:
 
 
 @run
+async def test_who_has_a_part_of_an_answer_is_not_run_again() -> None:
+    stage = Stage(BatchSettings(max_batch_size=2))
+    begun, _ = stage.submit("begun"), stage.submit("other")
+    stage.pool.batches[0][1].partial(0, InferResponse(b"one"))
+    response = await begun.answer
+    assert isinstance(response, StreamedResponse)
+    stage.pool.finish([HandlerFailed()] * 2)
+    assert stage.running == [["other"]]
+    with pytest.raises(HandlerFailed):
+        async for _ in response.chunks:
+            pass
+
+
+@run
+async def test_a_client_that_leaves_its_stream_did_not_read_too_slowly() -> None:
+    stage = Stage(BatchSettings())
+    submitted = stage.submit("a")
+    sink = stage.pool.batches[0][1]
+    sink.partial(0, InferResponse(b"one"))
+    await submitted.answer
+    del submitted  # nobody holds the answer now
+    while sink.wanted:
+        await asyncio.sleep(0)
+    assert stage.unread == 0
+
+
+@run
 async def test_a_stream_that_is_not_read_holds_its_executor_and_then_is_given_up(caplog: Any) -> None:
     stage = Stage(BatchSettings())
     stage.batcher.unread_limit_bytes = 10
@@ -394,6 +478,9 @@ async def test_draining_refuses_new_requests_and_waits_for_the_old() -> None:
     stage.pool.finish()
     assert await stage.batcher.drain(0.0)
     assert (await pending.answer).body == b"a"
+    stage.batcher.open_admission()
+    stage.submit("c")
+    assert not await stage.batcher.drain(0.01)
 
 
 @run

@@ -62,12 +62,17 @@ class Stage:
     """One stateful batcher on puppets and a clock."""
 
     def __init__(
-        self, *executor_ids: int, size: int = 4, delay_ms: int = 0, sequences: SequenceSettings | None = None
+        self,
+        *executor_ids: int,
+        size: int = 4,
+        delay_ms: int = 0,
+        sequences: SequenceSettings | None = None,
+        **limits: Any,
     ) -> None:
         self.now_s = 100.0
         self.pool = PuppetPool(*executor_ids)
         self.batcher = StatefulBatcher(
-            BatchSettings(max_batch_size=size, max_queue_delay_ms=delay_ms),
+            BatchSettings(max_batch_size=size, max_queue_delay_ms=delay_ms, **limits),
             sequences,
             self.pool,  # type: ignore[arg-type]
             observer=self,
@@ -86,6 +91,11 @@ class Stage:
         reply = AwaitedReply()
         request = InferRequest(name, (Parameter("body", b"x"),), headers, deadline_s)
         return Submitted(self.batcher.submit(request, reply), reply.future)
+
+    def describe(self) -> Submitted:
+        reply = AwaitedReply()
+        request = InferRequest("describe", ())
+        return Submitted(self.batcher.submit(request, reply, alone(request)), reply.future)
 
     def running(self, executor_id: int) -> list[str]:
         return [request.request_id for request in self.pool.inside[executor_id][0]]
@@ -130,9 +140,81 @@ async def test_a_handler_can_end_a_sequence_and_make_room() -> None:
     stage.submit("a", "s")
     with pytest.raises(QueueFull):
         stage.submit("b", "t")
-    stage.pool.finish(1, [InferResponse(b"bye", ((SEQUENCE_END, "s"),))])
+    waiting = stage.submit("a2", "s")
+    stage.pool.finish(1, [InferResponse(b"bye", (("other", "t"), (SEQUENCE_END, "s")))])
+    with pytest.raises(Unavailable):
+        waiting.answer.result()
     stage.submit("b", "t")
     assert stage.running(1) == ["b"]
+
+
+@run
+async def test_the_queue_is_bounded_and_refuses_at_once() -> None:
+    stage = Stage(1, size=1, max_queue_size=1)
+    stage.submit("running")
+    stage.submit("waiting")
+    with pytest.raises(QueueFull):
+        stage.submit("too many")
+
+
+@run
+async def test_with_tickets_a_request_is_admitted_only_while_an_executor_is_idle() -> None:
+    stage = Stage(1, use_tickets=True)
+    stage.submit("running")
+    with pytest.raises(QueueFull):
+        stage.submit("no ticket")
+
+
+@run
+async def test_a_withdrawn_request_runs_neither_from_the_queue_nor_on() -> None:
+    for sequences, name in ((SEQUENCES, "s"), (None, "")):
+        stage = Stage(1, sequences=sequences)
+        begun = stage.submit("begun", name)
+        queued, after = stage.submit("queued", name), stage.submit("after", name)
+        stage.pool.inside[1][1].done(BatchReport([Unfinished(InferResponse(b"."))]))  # it is not idle yet
+        stage.batcher.withdraw(queued.pending)
+        assert stage.batcher.queue_length == 2
+        stage.batcher.withdraw(begun.pending)
+        del stage.pool.inside[1]
+        stage.batcher.pump()
+        assert stage.running(1) == ["after"]
+        stage.pool.finish(1)
+        assert (await after.answer).body == b"after"
+
+
+@run
+async def test_what_is_given_back_is_first_in_line_again() -> None:
+    for sequences, name in ((SEQUENCES, "s"), (None, ""), (SEQUENCES, "describe")):
+        stage = Stage(1, size=1, sequences=sequences)
+        first = stage.describe() if name == "describe" else stage.submit("first", name)
+        stage.now_s += 1.0
+        stage.submit("second", name)
+        begun = stage.running(1)
+        stage.pool.inside.pop(1)[1].returned()
+        assert stage.running(1) == begun
+        stage.pool.finish(1)
+        assert (await first.answer).body == begun[0].encode()
+        assert stage.running(1) == ["second"]
+
+
+@run
+async def test_a_describe_call_shares_its_batch_with_none_and_waits_for_none() -> None:
+    stage = Stage(1, delay_ms=60_000)
+    stage.describe()
+    assert stage.running(1) == ["describe"]
+    stage = Stage()
+    stage.submit("a")
+    stage.describe()
+    stage.describe()
+    stage.submit("b")
+    stage.pool.ids = (1,)
+    stage.batcher.pump()
+    batches = [stage.running(1)]
+    stage.pool.finish(1, [Unfinished(InferResponse(b"."))])
+    while 1 in stage.pool.inside:
+        batches.append(stage.running(1))
+        stage.pool.finish(1)
+    assert batches == [["a"], ["a"], ["describe"], ["describe"], ["b"]]
 
 
 @run
@@ -235,8 +317,21 @@ async def test_newcomers_wait_for_company_when_nothing_goes_on() -> None:
     stage = Stage(1, delay_ms=50)
     stage.submit("a")
     assert stage.pool.inside == {}
-    stage.now_s += 0.05
+    stage.now_s += 0.03
+    stage.submit("b")
+    stage.now_s += 0.02
     stage.batcher.pump()
+    assert stage.running(1) == ["a", "b"]
+
+
+@run
+async def test_the_wait_for_company_ends_by_itself() -> None:
+    stage = Stage(1, delay_ms=1)
+    stage.submit("a")
+    assert stage.pool.inside == {}
+    stage.now_s += 0.05
+    while not stage.pool.inside:
+        await asyncio.sleep(0)
     assert stage.running(1) == ["a"]
 
 
@@ -254,6 +349,11 @@ def test_the_header_of_a_sequence_may_be_spelt_in_any_case() -> None:
     spelt = begin_sequence(InferRequest("id", (), (("Ts_Request_Sequence_Id", "mine"),)))
     assert dict(spelt.headers)[SEQUENCE_ID] == "mine"
     assert "ts_request_sequence_start" not in dict(spelt.headers)
+
+
+def test_a_header_that_names_no_sequence_begins_one() -> None:
+    begun = begin_sequence(InferRequest("id", (), (("other", "x"), ("Ts_Request_Sequence_Id", ""))))
+    assert dict(begun.headers)[SEQUENCE_ID] == "ts-seq-id"
 
 
 @run
@@ -365,8 +465,7 @@ async def test_a_describe_call_gets_its_turn_among_sequences_that_never_pause() 
         stage.submit(name, sequence)
     assert stage.running(1) == ["a1"]
     stage.now_s += 1.0
-    describe = InferRequest("describe", ())
-    stage.batcher.submit(describe, AwaitedReply(), alone(describe))
+    stage.describe()
     stage.now_s += 1.0
     stage.submit("b2", "b")
     batches = []

@@ -83,8 +83,20 @@ async def test_up_to_the_limit_nobody_waits():
     given = Given(4)
     assert not given.parts.held
     given.parts.end()
+    given.parts.end(HandlerFailed())  # without effect on what has ended
     assert [await given.parts.take() for _ in range(5)] == [PART] * 4 + [None]
     assert given.reasons == []
+
+
+@run
+async def test_who_reads_faster_than_parts_come_waits_for_each_and_for_the_end():
+    given = Given()
+    for come, expected in ((functools.partial(given.parts.add, PART), PART), (given.parts.end, None)):
+        reading = asyncio.ensure_future(given.parts.take())
+        await asyncio.sleep(0)
+        assert not reading.done()
+        come()
+        assert await reading == expected
 
 
 @run
@@ -127,6 +139,21 @@ def test_a_client_that_does_not_take_a_step_in_time_is_given_up(monkeypatch):
         assert told.value.detail == "40 bytes of it lay unread in the server"
         await asyncio.sleep(0)
         assert [type(reason) for reason in given.reasons] == [LeftUnread]
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_a_client_that_took_a_step_in_time_is_not_given_up_later(monkeypatch):
+    impatient(monkeypatch)
+
+    async def main():
+        given = Given(5)
+        for _ in range(2):
+            await given.parts.take()
+        later, given_up = Given(5), asyncio.Event()
+        later.parts.when_over(given_up.set)
+        await given_up.wait()
+        assert (given.parts.unread_bytes, given.parts.held) == (3 * STEP, False)
 
     asyncio.run(asyncio.wait_for(main(), 20))
 
@@ -191,9 +218,25 @@ async def test_parts_that_nobody_reads_any_more_are_dropped_and_whoever_makes_th
 
 
 @run
+async def test_a_client_that_leaves_is_told_of_unless_it_has_all():
+    waits, has_all = Given(), Given()
+    has_all.parts.end()
+    for given in (waits, has_all):
+        given.parts.abandon()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert [type(reason) for reason in waits.reasons] == [Cancelled]
+    assert has_all.reasons == []
+
+
+class Watched(UnreadOfAll):
+    """Tells when it is freed."""
+
+
+@run
 async def test_parts_that_were_given_up_are_freed_without_a_collector():
-    given = Given(10)
-    gone = weakref.ref(given)
+    given = Given(10, Watched())
+    gone = weakref.ref(given.parts._of_all)  # which only the parts hold, and they can't be watched themselves
     gc.disable()
     try:
         with pytest.raises(LeftUnread):
@@ -289,6 +332,21 @@ async def test_of_too_many_streams_those_are_given_up_that_nobody_has_read_for_l
     await asyncio.sleep(0)
     assert [type(reason) for reason in unread.reasons] == [LeftUnread]
     assert [await read.parts.take() for _ in range(3)] == [PART] * 3
+
+
+@run
+async def test_for_the_others_one_is_given_up_that_is_not_read_on_and_none_that_has_nothing_here(
+    monkeypatch, of_all
+):
+    monkeypatch.setattr(unread_parts, "IDLE_S", 0.0)
+    has_all, begun = Given(1, of_all), Given(4, of_all)
+    await has_all.parts.take()
+    await begun.parts.take()
+    others = [Given(3, of_all), Given(3, of_all)]
+    await asyncio.sleep(0)
+    assert [type(reason) for reason in begun.reasons] == [LeftUnread]
+    assert has_all.reasons == []
+    assert [other.parts.unread_bytes for other in others] == [3 * STEP] * 2
 
 
 @run

@@ -36,6 +36,7 @@ def test_a_length_over_the_limit_ends_the_connection() -> None:
     protocol.connection_made(transport)  # type: ignore[arg-type]
     protocol.data_received(HEADER.pack(MAX_FRAME_BYTES + 1) + b"x")
     assert transport.aborted
+    assert f"sent a frame of {MAX_FRAME_BYTES + 1} bytes" in protocol.fault
 
 
 class Pieces:

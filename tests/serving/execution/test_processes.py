@@ -196,6 +196,25 @@ def test_a_worker_that_gives_up_is_failed_and_says_so(
     asyncio.run(main())
 
 
+def test_a_worker_that_served_since_its_last_loss_begins_to_count_anew(
+    make_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    now_s = [0.0]
+
+    async def main() -> None:
+        async with pool_of(make_spec(), now=lambda: now_s[0]) as pool:
+            for _ in range(2):
+                lost, after = make_sink(), make_sink()
+                pool.submit([make_request("exit")], lost)
+                assert isinstance(await lost.outcome(), ExecutorDied)
+                await until_free(pool)
+                pool.submit([make_request("hi")], after)
+                assert (await after.outcome()).body == b"hi!"
+                now_s[0] += 3600.0  # far more than `max_retry_timeout_s`
+
+    asyncio.run(main())
+
+
 def test_nothing_is_sent_ahead_where_all_that_waits_is_counted(
     make_spec: Any, make_sink: Any, make_request: Any
 ) -> None:
@@ -597,10 +616,14 @@ def test_batches_sent_ahead_to_a_worker_that_has_lost_its_gpu_are_all_given_back
                 await quick.outcome()
             first, *ahead = (make_sink() for _ in range(3))
             pool.submit([make_request("assert")], first)
+            order: list[Any] = []
             for sink in ahead:
+                sink.given_back.add_done_callback(order.append)
                 pool.submit([make_request("x")], sink)
             assert isinstance(await first.outcome(), OutOfResources)
             assert await asyncio.wait_for(asyncio.gather(*(sink.given_back for sink in ahead)), 30)
+            # The last one first: each goes to the front of the queue, where they shall be as they were.
+            assert order == [sink.given_back for sink in reversed(ahead)]
             await until_free(pool)
 
     asyncio.run(main())

@@ -12,7 +12,8 @@ from torchere.serving.errors import (
     OutOfResources,
     ServingError,
 )
-from torchere.serving.execution.executor import BatchReport, LoadSpec
+from torchere.serving.execution import wire
+from torchere.serving.execution.executor import BatchReport, LoadSpec, Unfinished
 from torchere.serving.execution.wire import (
     HEADER,
     Load,
@@ -60,12 +61,13 @@ def test_a_report_survives_the_way_back() -> None:
         InferResponse(b"x", (("k", "v"),), 418, "teapot"),
         HandlerFailed("no", 513, "why"),
         OutOfResources("Out of resources", "MemoryError"),
+        Unfinished(InferResponse(b"part")),
     ]
     done = from_worker_decoder.decode(
         payload(encode_frame(done_from_report(7, BatchReport(outcomes, 0.25, (metric,)))))
     )
-    back = report_from_done(done, 3)
-    assert back.outcomes[0] == outcomes[0]
+    back = report_from_done(done, 4)
+    assert (back.outcomes[0], back.outcomes[3]) == (outcomes[0], outcomes[3])
     assert isinstance(back.outcomes[1], HandlerFailed)
     assert (back.outcomes[1].message, back.outcomes[1].status, back.outcomes[1].detail) == ("no", 513, "why")
     assert isinstance(back.outcomes[2], OutOfResources)
@@ -99,6 +101,15 @@ def test_an_answer_that_cannot_be_sent_is_a_failure_of_its_handler() -> None:
     done = from_worker_decoder.decode(
         payload(encode_report(7, BatchReport([InferResponse(b"x", (), 2**70)])))
     )
+    (failed,) = report_from_done(done, 1).outcomes
+    assert isinstance(failed, HandlerFailed)
+
+
+def test_an_answer_longer_than_a_frame_fails_alone_and_does_not_cost_its_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 1000)
+    done = from_worker_decoder.decode(payload(encode_report(7, BatchReport([InferResponse(b"x" * 1000)]))))
     (failed,) = report_from_done(done, 1).outcomes
     assert isinstance(failed, HandlerFailed)
 
