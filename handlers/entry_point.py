@@ -90,10 +90,11 @@ def _only_class(module: ModuleType, function: str) -> type:
     file = module.__file__
     if len(classes) != 1:
         found = ", ".join(item.__name__ for item in classes) or "none"
+        cure = "move the others to a file beside it" if classes else "define either in it"
         raise HandlerLoadError(
             "Expected only one class in custom service code or a function entry point "
             f"[found: {found}]: {file} has no function {function!r}, so it must define exactly one class; "
-            "move the others to a file beside it"
+            f"{cure}"
         )
     for method in ("handle", "initialize"):
         if not callable(getattr(classes[0], method, None)):

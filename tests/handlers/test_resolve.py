@@ -60,7 +60,7 @@ def test_the_class_imported_from_elsewhere_does_not_count(
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("x = 1", r"Expected only one class .*found: none.*my\.py has no function 'handle'"),
+        ("x = 1", r"Expected only one class .*found: none.*my\.py has no function 'handle'.*; define either"),
         ("class A: pass\nclass B: pass", r"found: A, B.*move the others to a file beside it"),
         ("class A:\n    def initialize(self, c): pass", "no method 'handle'"),
         ("class A:\n    def handle(self, d, c): pass", "no method 'initialize'"),
