@@ -95,10 +95,13 @@ def shares(lines: Iterable[str]) -> dict[str, float]:
 def subjects(shop: Workshop) -> list[Subject]:
     """The rows to look at."""
     minilm = plan_of(MINILM, shop)
-    tiny = Probe("/predictions/tiny", instances_body(), b'"predictions"')
     return [
-        Subject("tiny MLP, 1 client", servers.torchere(shop, "tiny", 2, ENVELOPE), tiny, 1),
-        Subject("tiny MLP, 32 clients", servers.torchere(shop, "tiny", 2, ENVELOPE), tiny, 32),
+        Subject(
+            "tiny MLP, 32 clients",
+            servers.torchere(shop, "tiny", 2, ENVELOPE),
+            Probe("/predictions/tiny", instances_body(), b'"predictions"'),
+            32,
+        ),
         Subject(
             "custom handler in 2 processes, 32 clients",
             servers.torchere(shop, "custom", 2),
