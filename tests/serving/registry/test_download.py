@@ -207,7 +207,7 @@ def test_a_redirect_never_leads_to_a_file(at: str, tmp_path: Path) -> None:
 def test_a_host_that_no_name_can_be_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(DownloadFailed) as failed:
         downloader((".*",)).download(f"http://{'a' * 64}.example/m.mar", tmp_path)
-    assert "UnicodeError" in failed.value.detail
+    assert "too long" in failed.value.detail  # the label; Python 3.13 words it differently
     assert list(tmp_path.iterdir()) == []
 
 
