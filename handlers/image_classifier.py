@@ -14,6 +14,7 @@ from torchere.handlers.image_transform import ImageTransform
 from torchere.handlers.labels import map_class_to_label
 from torchere.handlers.timer import timed
 from torchere.handlers.vision import VisionHandler
+from torchere.handlers.warm_up import refusal_of
 
 logger = logging.getLogger(__name__)
 
@@ -60,11 +61,8 @@ class ImageClassifier(VisionHandler):
         buffer = io.BytesIO()
         Image.new("RGB", (256, 256), (128, 128, 128)).save(buffer, "JPEG")
         rows: list[dict[str, object]] = [{"body": bytearray(buffer.getvalue())}]
-        try:
-            self.postprocess(self.inference(self.preprocess(rows)))
-        except (torch.OutOfMemoryError, MemoryError):  # not the picture's fault
-            raise
-        except Exception as err:  # the model's own: it may raise anything
-            logger.warning("not warmed up, as the model does not take a picture: %s", err)
-            return None
-        return rows
+        refusal = refusal_of(lambda: self.postprocess(self.inference(self.preprocess(rows))))
+        if refusal is None:
+            return rows
+        logger.warning("not warmed up, as the model does not take a picture: %s", refusal)
+        return None

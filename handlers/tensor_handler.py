@@ -22,6 +22,7 @@ from torchere.handlers.tensors_batch import Group, Member, check_results, flatte
 from torchere.handlers.tensors_npy import NPY_TYPE, write_npy
 from torchere.handlers.tensors_rows import Example, example_of, layout_of, tensors_of
 from torchere.handlers.timer import timed
+from torchere.handlers.warm_up import refusal_of
 
 logger = logging.getLogger(__name__)
 
@@ -108,16 +109,13 @@ class TensorHandler(BaseHandler):
         return None
 
     def _refusal(self, row: dict[str, object]) -> Exception | None:
-        """What the model raises at a row; lack of memory, which is not the row's fault, is raised."""
         (group,) = self._groups([example_of(row, self.layout, "")])
-        try:
+
+        def run() -> None:
             with torch.inference_mode():
                 self.model(*(to_device(tensor, self.device) for tensor in group.inputs))
-        except (torch.OutOfMemoryError, MemoryError):
-            raise
-        except Exception as err:  # the model's own: it may raise anything
-            return err
-        return None
+
+        return refusal_of(run)
 
     def describe_handle(self) -> Any:
         """The signature."""

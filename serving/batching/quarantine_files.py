@@ -67,8 +67,9 @@ def save(key: ModelKey, conviction: Conviction, settings: QuarantineSettings) ->
     settings.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     name = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S%f}-{key.name[:100]}-{conviction.digest[:12]}{SUFFIX}"
     path = settings.directory / name
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        with os.fdopen(descriptor, "w") as file:
             file.write(text)
     except OSError:
         path.unlink(missing_ok=True)  # half of it, on a full disk

@@ -66,13 +66,19 @@ def test_a_worker_that_answers_is_never_suspect_and_one_that_stops_is_replaced()
     asyncio.run(main())
 
 
+async def suspect_worker() -> Worker:
+    """One that has not answered."""
+    worker = Worker(HeartbeatSettings(0.02, 0.02, 1000.0))
+    worker.alive = False
+    worker.heartbeat.start()
+    while not worker.heartbeat.suspect:
+        await asyncio.sleep(0)
+    return worker
+
+
 def test_a_late_answer_lifts_the_suspicion() -> None:
     async def main() -> None:
-        worker = Worker(HeartbeatSettings(0.02, 0.02, 1000.0))
-        worker.alive = False
-        worker.heartbeat.start()
-        while not worker.heartbeat.suspect:
-            await asyncio.sleep(0)
+        worker = await suspect_worker()
         worker.heartbeat.answered()
         worker.heartbeat.stop()
         assert worker.changes == [True, False]
@@ -82,11 +88,7 @@ def test_a_late_answer_lifts_the_suspicion() -> None:
 
 def test_a_new_worker_begins_with_no_suspicion_no_debt_and_one_watch() -> None:
     async def main() -> None:
-        worker = Worker(HeartbeatSettings(0.02, 0.02, 1000.0))
-        worker.alive = False
-        worker.heartbeat.start()
-        while not worker.heartbeat.suspect:
-            await asyncio.sleep(0)
+        worker = await suspect_worker()
         before = worker.heartbeat._timer
         worker.heartbeat.start()
         assert before is not None and before.cancelled()

@@ -75,6 +75,14 @@ class Stage:
     def batch_finished(self, *_: object) -> None:
         """Nothing is counted here."""
 
+    async def begin_to_resize(self, target: int) -> None:
+        """Want so many executors, and return while the pool makes them: it waits at its gate."""
+        self.pool.gate.clear()
+        self.version.target = target
+        self.reconciler.wake(self.version)
+        while f"resize {target}" not in self.pool.calls:
+            await asyncio.sleep(0)
+
     async def _gone(self, version: Version) -> None:
         self.gone.append(version.key)
 
@@ -213,11 +221,7 @@ def test_what_is_wanted_while_a_resize_fails_is_not_forgotten() -> None:
         stage = Stage()
         await stage.settle()
         stage.pool.failure = LoadFailed("Failed to start", "out of memory")
-        stage.pool.gate.clear()
-        stage.version.target = 5
-        stage.reconciler.wake(stage.version)
-        while "resize 5" not in stage.pool.calls:
-            await asyncio.sleep(0)
+        await stage.begin_to_resize(5)
         stage.version.target = 0
         stage.pool.gate.set()
         assert await stage.settle() is VersionState.NEW
@@ -243,11 +247,7 @@ def test_a_version_that_is_unregistered_while_more_executors_start_does_not_wait
     async def main() -> None:
         stage = Stage()
         await stage.settle()
-        stage.pool.gate.clear()
-        stage.version.target = 2
-        stage.reconciler.wake(stage.version)
-        while "resize 2" not in stage.pool.calls:
-            await asyncio.sleep(0)
+        await stage.begin_to_resize(2)
         stage.version.wanted = False
         assert await stage.settle() is VersionState.GONE
         assert stage.pool.calls[-1] == "close"
@@ -261,11 +261,7 @@ def test_scaling_to_nothing_does_not_wait_for_executors_that_load(loaded: int, w
     async def main() -> None:
         stage = Stage(executors=loaded)
         await stage.settle()
-        stage.pool.gate.clear()
-        stage.version.target = 3
-        stage.reconciler.wake(stage.version)
-        while "resize 3" not in stage.pool.calls:
-            await asyncio.sleep(0)
+        await stage.begin_to_resize(3)
         stage.pool.free = 0  # what one may run runs
         waiting = AwaitedReply()
         if not loaded:
@@ -293,11 +289,7 @@ def test_executors_that_are_taken_away_finish_although_the_version_is_unregister
     async def main() -> None:
         stage = Stage(executors=2)
         await stage.settle()
-        stage.pool.gate.clear()
-        stage.version.target = 1
-        stage.reconciler.wake(stage.version)
-        while "resize 1" not in stage.pool.calls:
-            await asyncio.sleep(0)
+        await stage.begin_to_resize(1)
         stage.version.wanted = False
         stage.reconciler.wake(stage.version)
         for _ in range(20):
