@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 
 from torchere.serving.errors import ServingError
 from torchere.serving.execution.fork_client import Spawned, spawn
@@ -23,17 +23,15 @@ from torchere.serving.registry.startup import Wanted, startup_models
 from torchere.serving.registry.store import Store, store_of
 from torchere.serving.settings import ServerSettings
 
-# CPython lets a thread keep the GIL for 5 ms by default. With executor threads beside the event loop that is
-# an eternity: it answered 7,100 small requests a second at the default, and 17,000 at half a millisecond.
-# Before that, unpacking would wait as long for each piece of an archive, while the main thread imports.
-SWITCH_INTERVAL_S = 0.0005
+# How long a thread may keep the GIL that another waits for; CPython's default is 5 ms. Unpacking 400 MB asks
+# for it some three hundred times, and the main thread, which imports, has it nearly always.
+SWITCH_INTERVAL_S = 5e-5
 # Imported while torch's libraries are mapped: torch's own import would wait for that, with the GIL held.
 # All of it is needed to begin to serve.
 WITHOUT_TORCH = (
     "google.protobuf.json_format",
-    "hpack",
-    "prometheus_client",
-    "psutil",
+    "torchere.serving.observation",
+    "torchere.serving.ports",
     "uvicorn.protocols.http.httptools_impl",
 )
 
@@ -46,13 +44,13 @@ def preparation(settings: ServerSettings) -> Iterator[Prepared]:
     try:
         wanted = [each for each in startup_models(settings, store.names) if not is_remote(each.url)]
         fork_server = _fork_server(settings, store, wanted)
-        ahead = UnpackedAhead(store, [each.url for each in wanted])
         try:
             for name in WITHOUT_TORCH:
                 importlib.import_module(name)
-            yield Prepared(store, ahead, fork_server)
+            # Now, because until now the mapping of torch kept the second core busy.
+            with closing(UnpackedAhead(store, [each.url for each in wanted])) as ahead:
+                yield Prepared(store, ahead, fork_server)
         finally:
-            ahead.close()
             if fork_server is not None:
                 fork_server.end()
     finally:

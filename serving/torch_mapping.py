@@ -3,17 +3,44 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 _RTLD_LAZY = 1  # dlfcn.h
+# The linker serves one thread at a time: whoever imports an extension module while torch is being mapped
+# waits until all of torch is, with the GIL held. So those come first that a start needs before torch.
+EXTENSIONS = (
+    "asyncio",
+    "decimal",
+    "google._upb._message",
+    "grp",
+    "hashlib",
+    "httptools",
+    "mmap",
+    "msgspec",
+    "multiprocessing.connection",
+    "numpy",
+    "psutil",
+    "queue",
+    "resource",
+    "ssl",
+    "termios",
+    "unicodedata",
+    "uuid",
+    "yaml",
+)
 
 
 def map_torch_aside() -> None:
     """Begin to map torch's libraries in a thread; `import torch` waits for what is left of it."""
     if sys.platform == "linux":
+        for name in EXTENSIONS:
+            with suppress(ImportError):  # who needs it will say so
+                importlib.import_module(name)
         threading.Thread(target=map_torch, name="map-torch", daemon=True).start()
 
 

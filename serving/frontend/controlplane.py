@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from torchere.serving.batching.pending import alone
 from torchere.serving.errors import (
@@ -18,11 +19,13 @@ from torchere.serving.errors import (
 from torchere.serving.execution.executor import ExecutorStatus
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.registry.effective import Asked
-from torchere.serving.registry.registry import Registry
 from torchere.serving.registry.startup import Wanted
 from torchere.serving.registry.version import Version, VersionState
 from torchere.serving.settings import MAX_BATCH_SIZE, MAX_EXECUTORS, ModelSettings, ServerSettings
 from torchere.serving.types import InferRequest, InferResponse, ModelKey, StreamedResponse
+
+if TYPE_CHECKING:  # as in `dataplane.py`
+    from torchere.serving.registry.registry import Registry
 
 
 class Progress(Enum):

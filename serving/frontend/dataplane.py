@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torchere.serving.batching.pending import AwaitedReply, Pending, Reply, told
 from torchere.serving.batching.stateful import begin_sequence
 from torchere.serving.errors import NotFound, QueueFull, ServingError, Unavailable
-from torchere.serving.execution.executor import ExecutorState
 from torchere.serving.frontend.call_scope import current_call
 from torchere.serving.frontend.model_facts import ModelFacts, facts_of
-from torchere.serving.registry.registry import Registry
+from torchere.serving.frontend.readiness import ON_THEIR_WAY, Readiness, living, unready_because
 from torchere.serving.registry.version import Version, VersionState
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.telemetry.timeline import Timeline
 from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, ModelKey, StreamedResponse
 
-
-@dataclass(frozen=True, slots=True)
-class Readiness:
-    """Whether traffic may come, and if not, why."""
-
-    ready: bool
-    reasons: tuple[str, ...] = ()
+if TYPE_CHECKING:  # to run, this room needs no registry, and so no torch: see `preparation.py`
+    from torchere.serving.registry.registry import Registry
 
 
 class Prediction:
@@ -204,7 +198,7 @@ class DataPlane:
         Executors that load or restart count as living, as in TorchServe; `readiness` asks for more.
         """
         return all(
-            _living(default) >= default.settings.min_executors
+            living(default) >= default.settings.min_executors
             for default in (self._registry.find(name, None) for name in self._registry.served())
         )
 
@@ -219,7 +213,7 @@ class DataPlane:
             reasons.append("the server is shutting down")
         for version in self._registry.versions():
             if version.target > 0 and not version.ready:
-                reasons.append(_unready_because(version))
+                reasons.append(unready_because(version))
         return Readiness(not reasons, tuple(reasons))
 
     def model_readiness(self, model: str, version: str | None) -> Readiness:
@@ -231,7 +225,7 @@ class DataPlane:
             ModelNotFound, VersionNotFound: it is not registered.
         """
         found = self._registry.find(model, version)
-        reasons = () if found.ready else (_unready_because(found),)
+        reasons = () if found.ready else (unready_because(found),)
         if self._draining:
             reasons = (*reasons, "the server is shutting down")
         return Readiness(not reasons, reasons)
@@ -245,8 +239,8 @@ class DataPlane:
         if not self._started_up:
             reasons = [] if self._started else ["the server is starting"]
             for version in self._registry.versions():
-                if version.origin.loaded_at_startup and version.target > 0 and version.state in _ON_THEIR_WAY:
-                    reasons.append(_unready_because(version))
+                if version.origin.loaded_at_startup and version.target > 0 and version.state in ON_THEIR_WAY:
+                    reasons.append(unready_because(version))
             if reasons:
                 return Readiness(False, tuple(reasons))
             self._started_up = True
@@ -259,24 +253,6 @@ class DataPlane:
     def draining(self) -> None:
         """The end has begun: unready from now on."""
         self._draining = True
-
-
-_ON_THEIR_WAY = (VersionState.NEW, VersionState.LOADING, VersionState.WARMING)
-
-
-def _unready_because(version: Version) -> str:
-    if version.state is not VersionState.READY:
-        return f"{version.key} is {version.state.value}"
-    states = sorted({status.state.value for status in version.pool.statuses()} - {ExecutorState.READY.value})
-    return f"{version.key} has no executor in service ({', '.join(states) or 'all hang'})"
-
-
-def _living(version: Version) -> int:
-    if version.state is VersionState.FAILED:
-        return 0
-    if version.state in _ON_THEIR_WAY:
-        return version.target  # still on their way
-    return version.living_executors
 
 
 def _prepared(request: InferRequest, target: Version) -> InferRequest:

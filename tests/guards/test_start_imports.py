@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import textwrap
 
 import pytest
 
@@ -95,3 +96,29 @@ def test_what_goes_beside_the_mapping_of_torch_is_needed_anyway_and_needs_no_tor
     assert imported_by("import torchere.serving.server", wanted) == wanted
     beside = f"import importlib; [importlib.import_module(name) for name in {sorted(wanted)!r}]"
     assert imported_by(beside, FRAMEWORK | EXTRAS | {"torch"}) == set()
+
+
+def test_what_goes_beside_the_mapping_of_torch_never_waits_for_the_linker() -> None:
+    code = """
+    import importlib, sys
+    from importlib.machinery import EXTENSION_SUFFIXES
+    import torchere.serving.cli_serve, torchere.serving.start_signals, torchere.serving.vitals
+    from torchere.serving.torch_mapping import EXTENSIONS
+
+    def linked():
+        specs = [getattr(module, "__spec__", None) for module in list(sys.modules.values())]
+        origins = {str(getattr(spec, "origin", "")) for spec in specs}
+        return {origin for origin in origins if origin.endswith(tuple(EXTENSION_SUFFIXES))}
+
+    for name in EXTENSIONS:
+        importlib.import_module(name)
+    before = linked()
+    from torchere.serving.preparation import WITHOUT_TORCH
+    for name in WITHOUT_TORCH:
+        importlib.import_module(name)
+    print(len(before) > 0, *sorted(linked() - before))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], check=True, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["True"]

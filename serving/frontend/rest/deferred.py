@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 _ONE_AT_A_TIME = threading.Lock()  # the framework silences warnings for the whole process meanwhile
 WITHIN_S = 2.0  # models that take longer to load do not hold up the rest of the REST API
+FIRST_ANSWERS_S = 0.5  # for who waited for the models and asks now; those answers read the weights
 
 
 class DeferredApp:
@@ -44,14 +45,19 @@ class DeferredApp:
 
 
 async def build_after(
-    loaded: Iterable[Awaitable[object]], apps: Sequence[DeferredApp], within_s: float = WITHIN_S
+    loaded: Iterable[Awaitable[object]],
+    apps: Sequence[DeferredApp],
+    within_s: float = WITHIN_S,
+    answers_s: float = FIRST_ANSWERS_S,
 ) -> None:
-    """Build the apps once all that is `loaded` is there, or `within_s` have passed, before anybody asks.
+    """Build the apps once all that is `loaded` is there, or `within_s` have passed, and `answers_s` on top.
 
-    It takes half a second of the GIL, which the first predictions need more.
+    It takes half a second of the GIL, which the first predictions need more. Who asks for an app sooner has
+    it built at once.
     """
     with contextlib.suppress(asyncio.TimeoutError):
         await asyncio.wait_for(asyncio.gather(*loaded), within_s)
+    await asyncio.sleep(answers_s)
     for app in apps:
         await app.built()
     gc.freeze()  # the framework's objects live as long as we do: never walk them again

@@ -9,8 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from torchere.serving.frontend import wording
-from torchere.serving.frontend.dataplane import DataPlane, Readiness
+from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.description import pretty
+from torchere.serving.frontend.readiness import Readiness
 from torchere.serving.frontend.rest.answers import ANY_METHOD, json_answer, status_answer
 from torchere.serving.settings import MetricsMode
 from torchere.serving.telemetry import openmetrics as openmetrics_format

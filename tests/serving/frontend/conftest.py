@@ -15,8 +15,8 @@ from torchere.serving.batching.pending import Reply
 from torchere.serving.errors import ModelNotFound, ServingError, Unauthorized, VersionNotFound
 from torchere.serving.execution.executor import ExecutorState, ExecutorStatus
 from torchere.serving.frontend.controlplane import ModelPage, Progress, Registered, VersionDescription
-from torchere.serving.frontend.dataplane import Readiness
 from torchere.serving.frontend.model_facts import ModelFacts
+from torchere.serving.frontend.readiness import Readiness
 from torchere.serving.frontend.rest.app import listener_app
 from torchere.serving.frontend.services import Services
 from torchere.serving.registry.version import VersionState

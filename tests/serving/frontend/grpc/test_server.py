@@ -10,10 +10,10 @@ from google.protobuf import empty_pb2
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from torchere.serving.frontend.dataplane import Readiness
 from torchere.serving.frontend.grpc import health
 from torchere.serving.frontend.grpc.protos import inference_pb2, management_pb2
 from torchere.serving.frontend.grpc.server import grpc_listeners, inference_server
+from torchere.serving.frontend.readiness import Readiness
 from torchere.serving.settings import Address, ServerSettings
 
 REFUSED = "Token Authorization failed. Token either incorrect, expired, or not provided correctly"

@@ -115,7 +115,9 @@ def test_apps_are_built_when_everything_is_loaded_and_not_before() -> None:
 
     async def scenario() -> None:
         loaded = [asyncio.Event(), asyncio.Event()]
-        later = asyncio.create_task(build_after([event.wait() for event in loaded], [DeferredApp(building)]))
+        later = asyncio.create_task(
+            build_after([event.wait() for event in loaded], [DeferredApp(building)], answers_s=0)
+        )
         loaded[0].set()
         for _ in range(5):
             await asyncio.sleep(0)
@@ -134,7 +136,23 @@ def test_apps_are_built_without_models_and_despite_one_that_does_not_load(models
 
     async def scenario() -> None:
         never = [asyncio.Event().wait() for _ in range(models)]
-        await build_after(never, [DeferredApp(building)], within_s=0.01)
+        await build_after(never, [DeferredApp(building)], within_s=0.01, answers_s=0.01)
+
+    asyncio.run(scenario())
+    assert building.times == 1
+
+
+def test_who_waited_for_the_models_is_answered_before_apps_are_built() -> None:
+    building = Building()
+    building.may_go_on.set()
+
+    async def scenario() -> None:
+        app = DeferredApp(building)
+        later = asyncio.create_task(build_after([], [app], answers_s=3600))
+        await asyncio.sleep(0.05)
+        assert building.times == 0
+        await app.built()  # who asks for it waits for nothing else
+        later.cancel()
 
     asyncio.run(scenario())
     assert building.times == 1
