@@ -129,6 +129,9 @@ class Cancelled(ServingError):
 
     code = "cancelled"
 
+    def __init__(self, message: str = "the client went away", detail: str = "") -> None:
+        super().__init__(message, detail)
+
 
 class LeftUnread(ServingError):
     """The client took a streamed answer much too slowly; see `batching/unread_parts.py`."""

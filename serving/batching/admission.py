@@ -13,7 +13,7 @@ from functools import partial
 from typing import Protocol
 
 from torchere.serving.batching.pending import Pending, Reply, alone
-from torchere.serving.batching.prediction import ServiceTime
+from torchere.serving.batching.prediction import ServiceTime, rounds_until
 from torchere.serving.batching.quarantine import Quarantine, Verdict
 from torchere.serving.batching.running import RunningBatch
 from torchere.serving.batching.unread_parts import LEAST_LIMIT_BYTES, UnreadParts
@@ -157,7 +157,7 @@ class Admission(ABC):
     def withdraw(self, pending: Pending, reason: ServingError | None = None) -> None:
         """Answer a request with `reason` (None: its client went away); it runs only if it runs already."""
         self._remove(pending)
-        pending.finish(reason or Cancelled("the client went away"))
+        pending.finish(reason or Cancelled())
         self._settle()
 
     def unread_parts(self, pending: Pending) -> UnreadParts:
@@ -201,16 +201,16 @@ class Admission(ABC):
         pending.dequeued_s = pending.dequeued_s or now_s
         return True
 
-    def _run_live(
-        self, taken: Sequence[Pending], executor_id: int | None = None, rounds: int = 1
-    ) -> list[Pending]:
+    def _run_live(self, taken: Sequence[Pending], executor_id: int | None = None) -> list[Pending]:
         """Run those of the requests taken that are live; answers the others, which it returns."""
         now_s = self._now()
         live: list[Pending] = []
         late: list[Pending] = []
         for pending in taken:
             (live if self._is_live(pending, now_s) else late).append(pending)
-        batch = RunningBatch(self, live, now_s, executor_id, rounds)
+        ahead = executor_id is None and len(live) > 1 and not self._pool.free
+        rounds = 1 if executor_id is not None else rounds_until(len(self._batches), self._pool.in_service)
+        batch = RunningBatch(self, live, now_s, executor_id, rounds, ahead=ahead)
         if live:
             self._batches.add(batch)  # whoever is answered may end another request, which asks what is in
         for pending in late:

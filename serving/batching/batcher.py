@@ -10,13 +10,14 @@ from itertools import islice
 from torchere.serving.batching.admission import Admission, BatchObserver
 from torchere.serving.batching.pending import Pending, alone
 from torchere.serving.batching.policy import Dispatch, QueueView, WaitUntil, plan
-from torchere.serving.batching.prediction import rounds_until
 from torchere.serving.batching.priority import position
 from torchere.serving.batching.running import RunningBatch
-from torchere.serving.errors import HandlerFailed, QueueFull
+from torchere.serving.errors import Cancelled, DeadlineExceeded, HandlerFailed, QueueFull
 from torchere.serving.execution.executor import BatchReport, ExecutorPool, Unfinished
 from torchere.serving.settings import BatchSettings
 from torchere.serving.types import NO_DEADLINE
+
+_NOT_RUN = (Cancelled, DeadlineExceeded)  # what an executor says of requests that it left out
 
 
 class Batcher(Admission):
@@ -35,26 +36,32 @@ class Batcher(Admission):
         self._settings = settings
         self._queue: deque[Pending] = deque()
         self._ranked = False  # some that wait have a priority: the order is that of `priority.py`
+        self._has_priorities = False  # some request had one: what comes later may have to overtake
         self._timer: asyncio.TimerHandle | None = None
         self._company_since_s = 0.0  # when an executor came free for a batch that is not full; 0: none is
 
     @property
     def queue_length(self) -> int:
-        """How many requests wait."""
-        return len(self._queue)
+        """How many requests wait, those in batches that were sent ahead included."""
+        waiting = len(self._queue)
+        for batch in self._batches:  # asked for with every request: no generator
+            if batch.ahead and not batch.begun_s:
+                waiting += len(batch.pendings)
+        return waiting
 
     @property
     def queue_capacity(self) -> int:
         """How many more may wait."""
-        return max(0, self._settings.max_queue_size - len(self._queue))
+        return max(0, self._settings.max_queue_size - self.queue_length)
 
     def _enqueue(self, pending: Pending) -> None:
-        if len(self._queue) >= self._settings.max_queue_size:
+        if self.queue_length >= self._settings.max_queue_size:
             raise QueueFull(self.refusal)
         if self._settings.use_tickets and len(self._queue) >= self._pool.free:
             raise QueueFull(self.refusal)  # a ticket is an executor with nothing to do
         if self._ranked or pending.request.priority:
             self._ranked = bool(self._queue or pending.request.priority)
+            self._has_priorities = self._has_priorities or bool(pending.request.priority)
             at = position(self._queue, pending)
             self._refuse_if_hopeless(pending, at)
             self._queue.insert(at, pending)
@@ -104,15 +111,22 @@ class Batcher(Admission):
             self._company_since_s = 0.0
 
     def _view(self) -> QueueView:
-        head = self._queue[0]
+        head, free = self._queue[0], self._pool.free
         if head.group and head.group == alone(head.request):
-            return QueueView(1, True, head.enqueued_s, self._pool.free)
+            return QueueView(1, True, head.enqueued_s, free)
         run = 0
         for pending in islice(self._queue, self._settings.max_batch_size):
             if pending.group != head.group:
-                return QueueView(run, True, head.enqueued_s, self._pool.free)
+                return QueueView(run, True, head.enqueued_s, free)
             run += 1
-        return QueueView(run, False, head.enqueued_s, self._pool.free)
+        return QueueView(run, False, head.enqueued_s, free or self._ahead(run))
+
+    def _ahead(self, run: int) -> int:
+        """How many batches may go though no executor is free: full ones that nothing has to overtake."""
+        if run < self._settings.max_batch_size or self._has_priorities or not self._pool.ahead:
+            return 0
+        timed = any(pending.request.deadline_s != NO_DEADLINE for pending in islice(self._queue, run))
+        return 0 if timed else self._pool.ahead
 
     def _dispatch_all(self, size: int) -> None:
         first = size
@@ -131,14 +145,16 @@ class Batcher(Admission):
             for pending in taken:
                 pending.company_s = now_s - max(pending.enqueued_s, self._company_since_s)
             self._company_since_s = 0.0
-        self._run_live(taken, rounds=rounds_until(len(self._batches), self._pool.in_service))
+        self._run_live(taken)
 
     def _answer(self, batch: RunningBatch, report: BatchReport) -> bool:
-        if len(batch.pendings) > 1 and all(isinstance(o, HandlerFailed) for o in report.outcomes):
+        if len(batch.pendings) > 1 and _failed_as_one(report):
             self._run_alone(batch.pendings)
             return False
         if not self._pool.on_loop:
             self.pump()  # first: its executor is idle, and answering takes a while
+        for pending in batch.pendings if batch.ahead and batch.begun_s else ():
+            pending.dequeued_s = batch.begun_s  # until then it waited, if in another place
         stages_s = report.all_stages_s
         for pending, outcome in zip(batch.pendings, report.outcomes, strict=True):
             pending.stages_s = stages_s
@@ -154,3 +170,9 @@ class Batcher(Admission):
 
     def _requeue(self, pending: Pending) -> None:
         self._queue.appendleft(pending)
+
+
+def _failed_as_one(report: BatchReport) -> bool:
+    """Whether the handler failed all it was given of a batch, and that was more than one request."""
+    ran = [outcome for outcome in report.outcomes if not isinstance(outcome, _NOT_RUN)]
+    return len(ran) > 1 and all(isinstance(outcome, HandlerFailed) for outcome in ran)

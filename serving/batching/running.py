@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import Protocol
 
 from torchere.serving.batching.pending import Pending
@@ -26,7 +28,7 @@ class BatchOwner(Protocol):
 class RunningBatch:
     """`BatchSink` of one dispatched batch; `executor_id` is None when any executor may have it."""
 
-    __slots__ = ("_owner", "dispatched_s", "executor_id", "pendings", "rounds")
+    __slots__ = ("_owner", "ahead", "begun_s", "dispatched_s", "executor_id", "pendings", "rounds")
 
     def __init__(
         self,
@@ -35,17 +37,21 @@ class RunningBatch:
         dispatched_s: float,
         executor_id: int | None = None,
         rounds: int = 1,
+        *,
+        ahead: bool = False,
     ) -> None:
         self._owner = owner
         self.pendings = pendings
         self.dispatched_s = dispatched_s
         self.executor_id = executor_id
+        self.ahead = ahead  # it was submitted while no executor was free
+        self.begun_s = 0.0  # monotonic, when an executor thread began with it; 0: not yet, or not known
         self.rounds = rounds  # how many batches, this one the last, its executor has before it is done
 
-    @property
-    def wanted(self) -> bool:
-        """See `BatchSink.wanted`."""
-        return any(pending.open for pending in self.pendings)
+    def begun(self) -> Sequence[int]:
+        """See `BatchSink.begun`."""
+        self.begun_s = time.monotonic()
+        return [place for place, pending in enumerate(self.pendings) if not pending.open]
 
     def partial(self, index: int, part: InferResponse) -> UnreadParts | None:
         """Hand on a part of a streamed answer; one for a request that is not in the batch is dropped."""

@@ -166,7 +166,7 @@ class UnreadParts:
     def abandon(self) -> None:
         """Nobody takes them any more: drop what lies here, and what still comes. Any thread may call it."""
         if (not self._ended or self._parts) and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._drop, Cancelled("the client went away"))
+            self._loop.call_soon_threadsafe(self._drop, Cancelled())
 
     async def take(self) -> bytes | None:
         """The next part; None: that was all.

@@ -93,11 +93,14 @@ class Hold(Protocol):
 
 
 class BatchSink(Protocol):
-    """Where an executor puts what a batch gives. Called on the event loop only, but for `wanted`."""
+    """Where an executor puts what a batch gives. Called on the event loop only, but for `begun`."""
 
-    @property
-    def wanted(self) -> bool:
-        """Whether somebody still waits for an answer of the batch; asked in any thread."""
+    def begun(self) -> Sequence[int]:
+        """An executor thread begins with it, and tells in its own thread.
+
+        Returns:
+            The places of those requests that nobody waits for any more.
+        """
 
     def partial(self, index: int, part: InferResponse) -> Hold | None:
         """One more part of the streamed answer of request `index`; a hold when the executor is to wait now.
@@ -146,6 +149,10 @@ class ExecutorPool(Protocol):
         """How many batches may be submitted now."""
 
     @property
+    def ahead(self) -> int:
+        """How many full batches may be submitted when none is free, for the executor that is free first."""
+
+    @property
     def size(self) -> int:
         """How many executors there are to be, in whatever state."""
 
@@ -185,7 +192,7 @@ class ExecutorPool(Protocol):
         *,
         behind: int = 0,
     ) -> None:
-        """Run one batch: on the idle executor named, or on any when the caller has seen `free > 0`.
+        """Run one batch: on the idle executor named, or on any when the caller has seen room for it.
 
         `behind`: how many requests wait behind it.
         """

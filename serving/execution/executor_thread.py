@@ -113,7 +113,7 @@ class ExecutorThread:
                 self._tell(owner.stopped, self)
                 return
             if batch.take(self):
-                report = self._host.run(batch.requests, self._partial_sink(batch))
+                report = self._host.run(batch.requests, self._partial_sink(batch), batch.gone)
                 self._tell(owner.finished, batch, report)
                 del report  # or the last batch's tensors stay alive while the thread is idle
             else:

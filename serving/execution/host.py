@@ -26,6 +26,7 @@ from torchere.handlers.resolve import load_entry_point
 from torchere.handlers.shared_models import SharedModels
 from torchere.handlers.tensors_answer import AnswerEncoder
 from torchere.serving.errors import (
+    Cancelled,
     DeadlineExceeded,
     HandlerFailed,
     InvalidRequest,
@@ -124,18 +125,22 @@ class HandlerHost:
         for sample in of_load:
             self._metrics.record(sample)  # goes out with the first batch
 
-    def run(self, requests: Sequence[InferRequest], send_partial: PartialSink | None) -> BatchReport:
+    def run(
+        self, requests: Sequence[InferRequest], send_partial: PartialSink | None, gone: Sequence[int] = ()
+    ) -> BatchReport:
         """Run one batch; failures become outcomes, so this does not raise.
 
-        Requests whose deadline passed while they waited for this executor are answered without being run.
+        Requests whose deadline passed while they waited for this executor, and those in the places `gone`,
+        are answered without being run.
         """
         now_s = time.monotonic()
         for request in requests:
             if request.deadline_s <= now_s:
-                late = DeadlineExceeded("The deadline of the request passed before it was run.")
-                refusals = [late if request.deadline_s <= now_s else None for request in requests]
-                return self._run_some(requests, refusals, send_partial)
-        return self._run(requests, send_partial)
+                break
+        else:
+            if not gone:
+                return self._run(requests, send_partial)
+        return self._run_some(requests, _left_out(requests, gone, now_s), send_partial)
 
     def _run_some(
         self,
@@ -255,6 +260,16 @@ class HandlerHost:
             isinstance(err, RuntimeError) and "CUDA" in plain_text(err)
         )
         return LoadFailed.of(spec.model_name, spec.model_version, detail, out_of_memory)
+
+
+def _left_out(
+    requests: Sequence[InferRequest], gone: Sequence[int], now_s: float
+) -> list[ServingError | None]:
+    late = DeadlineExceeded("The deadline of the request passed before it was run.")
+    refusals: list[ServingError | None] = [late if each.deadline_s <= now_s else None for each in requests]
+    for place in gone:
+        refusals[place] = Cancelled()
+    return refusals
 
 
 def _log_failure(message: str, err: BaseException, extra: dict[str, str]) -> None:

@@ -22,6 +22,7 @@ class InFlight:
         "_watch",
         "_when_free",
         "answered",
+        "gone",
         "overdue",
         "requests",
         "sink",
@@ -33,6 +34,7 @@ class InFlight:
         self.requests = requests
         self.sink = sink
         self.answered = False
+        self.gone: Sequence[int] = ()  # places of the requests that nobody waited for when it was begun
         self.overdue = False  # it was answered because the executor did not come back
         self.taker: object = None  # the executor thread that runs it, once one does
         self.taken_s = math.inf  # monotonic, when it took it
@@ -44,7 +46,10 @@ class InFlight:
     def take(self, taker: object) -> bool:
         """An executor thread begins with it, and tells in its own thread; False: nobody wants it any more."""
         self.taker, self.taken_s = taker, time.monotonic()
-        return not self.answered and self.sink.wanted
+        if self.answered:
+            return False
+        self.gone = self.sink.begun()
+        return len(self.gone) < len(self.requests)
 
     @property
     def held(self) -> bool:

@@ -40,14 +40,16 @@ class RecordedHost(HandlerHost):
         with self._recorded():
             super().warm_up()
 
-    def run(self, requests: Sequence[InferRequest], send_partial: PartialSink | None) -> BatchReport:
+    def run(
+        self, requests: Sequence[InferRequest], send_partial: PartialSink | None, gone: Sequence[int] = ()
+    ) -> BatchReport:
         """See `HandlerHost.run`."""
         cell = self._cell or self._opened()
         if cell is None:
-            return super().run(requests, send_partial)
+            return super().run(requests, send_partial, gone)
         cell.begin(self._number)
         try:
-            return super().run(requests, send_partial)
+            return super().run(requests, send_partial, gone)
         finally:
             cell.end()
 

@@ -31,7 +31,7 @@ from torchere.serving.execution.inline import InlineChoice
 from torchere.serving.execution.letting_go import LettingGo, freeze
 from torchere.serving.execution.offload import Offload
 from torchere.serving.execution.on_loop import OnLoop
-from torchere.serving.execution.send_ahead import ahead_of_threads
+from torchere.serving.execution.send_ahead import FULL_AHEAD, ahead_of_threads
 from torchere.serving.types import InferRequest, InferResponse
 
 logger = logging.getLogger(__name__)
@@ -73,6 +73,7 @@ class ThreadPool:
         self._inline = InlineChoice(allowed=even and not spec.pinned, on_gpu=bool(spec.gpu_ids))
         self._here = OnLoop(self._inline, on_free, offload)  # loaded with the first executors
         self._sends_ahead = sends_ahead and not spec.pinned and spec.batch_size == 1
+        self._sends_full_ahead = sends_ahead and not spec.pinned and spec.batch_size > 1
         self._overdue = 0  # batches inside that were answered for the executor, which has not come back
         self._left: set[InFlight] = set()  # batches that threads hang in which were left behind
         self._inside: dict[InFlight, ExecutorThread | None] = {}  # None: whichever thread takes it
@@ -99,6 +100,15 @@ class ThreadPool:
         else:
             places = loaded + self._sends_ahead * ahead_of_threads(loaded, self._inline.mean_wall_s)
         return max(0, places - len(self._inside))
+
+    @property
+    def ahead(self) -> int:
+        """See `ExecutorPool.ahead`."""
+        loaded = self._crew.ready
+        wanted = self._sends_full_ahead and loaded and not self._overdue
+        if not wanted or self.on_loop or self._inline.one_at_a_time:
+            return 0
+        return max(0, loaded + FULL_AHEAD - len(self._inside))
 
     @property
     def on_loop(self) -> bool:

@@ -15,6 +15,7 @@ from torchere.serving.batching.batcher import Batcher
 from torchere.serving.batching.pending import AwaitedReply, Pending
 from torchere.serving.batching.running import RunningBatch
 from torchere.serving.errors import (
+    Cancelled,
     DeadlineExceeded,
     ExecutorDied,
     HandlerFailed,
@@ -41,6 +42,7 @@ class PuppetPool:
 
     def __init__(self, free: int = 1) -> None:
         self.free = free
+        self.ahead = 0
         self.executors = 0  # 0: as many as there are batches at once
         self.batches: list[tuple[list[str], BatchSink]] = []
         self.state = ExecutorState.READY
@@ -58,7 +60,10 @@ class PuppetPool:
     def submit(
         self, requests: Sequence[InferRequest], sink: BatchSink, executor_id: int | None, *, behind: int
     ) -> None:
-        self.free -= 1
+        if self.free:
+            self.free -= 1
+        else:
+            self.ahead -= 1
         self.batches.append(([request.request_id for request in requests], sink))
 
     def finish(self, outcomes: list[Outcome] | None = None) -> list[str]:
@@ -308,10 +313,10 @@ async def test_a_batch_is_wanted_until_the_last_of_its_clients_is_gone() -> None
     ((_, sink),) = stage.pool.batches
     goes.answer.cancel()
     stage.batcher.withdraw(goes.pending)
-    assert sink.wanted
+    assert sink.begun() == [1]
     stays.answer.cancel()
     stage.batcher.withdraw(stays.pending)
-    assert not sink.wanted
+    assert sink.begun() == [0, 1]
     drained = asyncio.ensure_future(stage.batcher.drain(30.0))
     await asyncio.sleep(0)
     assert not drained.done()
@@ -355,6 +360,91 @@ async def test_a_batch_that_failed_as_a_whole_is_run_again_one_by_one() -> None:
         await pendings[1].answer
     assert (await pendings[2].answer).body == b"c"
     assert await stage.batcher.drain(0.0)
+
+
+@run
+async def test_those_that_were_left_out_do_not_hide_that_a_batch_failed_as_a_whole() -> None:
+    stage = Stage(BatchSettings(max_batch_size=4))
+    gone, late, good, _ = [stage.submit(name) for name in ("gone", "late", "good", "bad")]
+    gone.answer.cancel()
+    stage.batcher.withdraw(gone.pending)
+    stage.batcher.withdraw(late.pending, DeadlineExceeded("too late"))
+    stage.pool.finish([Cancelled(), DeadlineExceeded("too late"), HandlerFailed(), HandlerFailed()])
+    assert stage.running == [["good"]]
+    stage.pool.finish()
+    assert (await good.answer).body == b"good"
+    assert stage.running == [["bad"]]
+
+
+@run
+async def test_the_only_one_of_its_batch_that_ran_is_not_run_again() -> None:
+    stage = Stage(BatchSettings(max_batch_size=2))
+    gone, bad = stage.submit("gone"), stage.submit("bad")
+    gone.answer.cancel()
+    stage.batcher.withdraw(gone.pending)
+    stage.pool.finish([Cancelled(), HandlerFailed()])
+    assert stage.running == []
+    with pytest.raises(HandlerFailed):
+        await bad.answer
+
+
+def busy(**settings: Any) -> Stage:
+    """A stage whose only executor has a full batch of two, and would take one more."""
+    stage = Stage(BatchSettings(max_batch_size=2, **settings))
+    stage.submit("a")
+    stage.submit("b")
+    stage.pool.ahead = 1
+    return stage
+
+
+@run
+async def test_a_full_batch_goes_ahead_of_the_executor_that_will_be_free_first() -> None:
+    stage = busy()
+    stage.submit("c")
+    assert stage.running == [["a", "b"]]
+    stage.now_s += 3600.0  # no delay makes less than a full one go
+    stage.batcher.pump()
+    assert stage.running == [["a", "b"]]
+    ahead = stage.submit("d")
+    assert stage.running == [["a", "b"], ["c", "d"]]
+    sink = stage.pool.batches[1][1]
+    assert sink.begun() == []
+    stage.pool.finish()
+    assert stage.pool.finish() == ["c", "d"]
+    assert (await ahead.answer).body == b"d"
+    assert ahead.pending.dequeued_s == sink.begun_s > 0.0  # until then it waited
+
+
+@run
+async def test_what_lies_ahead_counts_as_waiting_until_it_is_begun() -> None:
+    stage = busy(max_queue_size=3)
+    for name in "cd":
+        stage.submit(name)
+    assert stage.running == [["a", "b"], ["c", "d"]]
+    stage.pool.ahead = 0
+    assert (stage.batcher.queue_length, stage.batcher.queue_capacity) == (2, 1)
+    stage.submit("e")
+    with pytest.raises(QueueFull):
+        stage.submit("f")
+    stage.pool.batches[1][1].begun()
+    assert (stage.batcher.queue_length, stage.batcher.queue_capacity) == (1, 2)
+    stage.submit("f")
+
+
+@pytest.mark.parametrize("timed", ["deadline", "priority"])
+@run
+async def test_nothing_goes_ahead_that_something_may_have_to_overtake(timed: str) -> None:
+    stage = busy()
+    stage.pool.executors = 1
+    deadline_s, priority = (200.0, 0) if timed == "deadline" else (NO_DEADLINE, 1)
+    stage.batcher.submit(InferRequest("c", (), (), deadline_s, priority), AwaitedReply())
+    stage.submit("d")
+    assert stage.running == [["a", "b"]]
+    stage.pool.finish()
+    assert stage.running == [["c", "d"]]
+    stage.submit("e")
+    stage.submit("f")  # plain ones: one with a priority may come any time where there was one
+    assert stage.running == [["c", "d"], ["e", "f"]][: 2 if timed == "deadline" else 1]
 
 
 @run
@@ -439,7 +529,7 @@ async def test_a_client_that_leaves_its_stream_did_not_read_too_slowly() -> None
     sink.partial(0, InferResponse(b"one"))
     await submitted.answer
     del submitted  # nobody holds the answer now
-    while sink.wanted:
+    while not sink.begun():
         await asyncio.sleep(0)
     assert stage.unread == 0
 

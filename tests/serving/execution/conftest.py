@@ -2,7 +2,7 @@
 
 import asyncio
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,10 @@ class Sink:
         self.report: asyncio.Future[BatchReport] = asyncio.get_running_loop().create_future()
         self.given_back: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
-    wanted = True
+    gone: Sequence[int] = ()
+
+    def begun(self) -> Sequence[int]:
+        return self.gone
 
     def partial(self, index: int, part: InferResponse) -> None:
         self.parts.append((index, part))

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from torchere.serving.errors import DeadlineExceeded
+from torchere.serving.errors import Cancelled, DeadlineExceeded
 from torchere.serving.execution.executor import ExecutorState, LoadSpec
-from torchere.serving.execution.threads import ThreadPool
+from torchere.serving.execution.threads import MAX_LEFT_BEHIND, ThreadPool
 
 NOTES = """
     import os, time
@@ -113,7 +113,7 @@ def test_what_nobody_wants_any_more_is_not_begun(
             running = await until_one_waits(pool, tmp_path, make_sink, make_request)
             abandoned = make_sink()
             pool.submit([make_request("unwanted")], abandoned)
-            abandoned.wanted = False
+            abandoned.gone = [0]
             (tmp_path / "go").touch()
             await running.outcome()
             assert await asyncio.wait_for(abandoned.given_back, 30)
@@ -163,5 +163,56 @@ def test_what_waits_for_threads_that_never_come_back_is_given_back(
             pool.submit([make_request("again")], again)
             assert (await again.outcome()).body == b"again"
             assert "next" not in (tmp_path / "ran").read_text()
+
+    asyncio.run(main())
+
+
+def test_a_full_batch_may_lie_ahead_and_who_left_meanwhile_is_not_run(
+    make_spec: Any, make_sink: Any, make_request: Any, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec(NOTES, batch_size=3)) as pool:
+            running = make_sink()
+            pool.submit([make_request("wait")], running)
+            await asyncio.wait_for(until((tmp_path / "ran").exists), 30)
+            assert (pool.free, pool.ahead) == (0, 1)
+            ahead = make_sink()
+            pool.submit([make_request(word) for word in ("stays", "left", "stays-too")], ahead)
+            assert (pool.free, pool.ahead) == (0, 0)
+            ahead.gone = [1]
+            (tmp_path / "go").touch()
+            await running.outcome()
+            first, left, last = (await asyncio.wait_for(ahead.report, 30)).outcomes
+            assert (first.body, last.body) == (b"stays", b"stays-too")
+            assert isinstance(left, Cancelled)
+            assert (tmp_path / "ran").read_text().split() == ["wait", "stays", "stays-too"]
+            assert pool.free == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("changes", [{"batch_size": 1}, {"batch_size": 2, "pinned": True}])
+def test_no_full_batch_lies_ahead_where_there_is_none_or_it_has_a_place_of_its_own(
+    make_spec: Any, changes: dict[str, Any]
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec(NOTES, **changes)) as pool:
+            assert pool.ahead == 0
+
+    asyncio.run(main())
+
+
+def test_nothing_is_sent_ahead_of_a_thread_that_hangs(
+    make_spec: Any, make_sink: Any, make_request: Any, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec(NOTES, batch_size=2), response_timeout_s=0.5) as pool:
+            hung = make_sink()
+            pool._left = {*range(MAX_LEFT_BEHIND)}  # type: ignore[arg-type]  # it has to stay where it is
+            pool.submit([make_request("wait")], hung)
+            assert isinstance(await hung.outcome(), DeadlineExceeded)
+            assert (pool.in_service, pool.free, pool.ahead) == (0, 0, 0)
+            (tmp_path / "go").touch()
+            await asyncio.wait_for(until(lambda: pool.free == 1), 30)
 
     asyncio.run(main())
