@@ -153,8 +153,6 @@ class Batcher(Admission):
             return False
         if not self._pool.on_loop:
             self.pump()  # first: its executor is idle, and answering takes a while
-        for pending in batch.pendings if batch.ahead and batch.begun_s else ():
-            pending.dequeued_s = batch.begun_s  # until then it waited, if in another place
         stages_s = report.all_stages_s
         for pending, outcome in zip(batch.pendings, report.outcomes, strict=True):
             pending.stages_s = stages_s

@@ -60,7 +60,11 @@ class RunningBatch:
         return self.pendings[index].add_part(part, self._owner.unread_parts)
 
     def done(self, report: BatchReport) -> None:
-        """Tell the owner."""
+        """Tell the owner; what lay ahead waited until it was begun, if in another place."""
+        if self.ahead and self.begun_s:
+            self.dispatched_s, self.rounds = self.begun_s, 1
+            for pending in self.pendings:
+                pending.dequeued_s = self.begun_s
         self._owner.batch_done(self, report)
 
     def returned(self) -> None:

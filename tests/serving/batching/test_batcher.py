@@ -413,6 +413,7 @@ async def test_a_full_batch_goes_ahead_of_the_executor_that_will_be_free_first()
     assert stage.pool.finish() == ["c", "d"]
     assert (await ahead.answer).body == b"d"
     assert ahead.pending.dequeued_s == sink.begun_s > 0.0  # until then it waited
+    assert (sink.dispatched_s, sink.rounds) == (sink.begun_s, 1)
 
 
 @run
