@@ -51,13 +51,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
-def inspect_main(argv: Sequence[str] | None = None) -> int:
-    """Run `torchere inspect` on its own."""
-    parser = argparse.ArgumentParser(prog="torchere inspect", description="Show what is in an archive.")
-    add_inspect_arguments(parser)
-    return run_inspect(parser.parse_args(argv))
-
-
 def add_archive_arguments(parser: argparse.ArgumentParser, *, models: bool = False) -> None:
     """Add every flag of `torch-model-archiver`; with `models` those about the model, too."""
     add = parser.add_argument

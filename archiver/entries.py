@@ -34,9 +34,8 @@ class Entry:
     size: int  # bytes after unpacking, as declared; streaming fails when it is not the truth
     stored_size: int  # bytes in the archive; for gzip, which packs the whole, the same as `size`
     method: Method
-    offset: int | None = (
-        None  # where the data begins in the archive's file; None if it has no place of its own
-    )
+    # Where the data begins in the archive's file; None if it has no place of its own.
+    offset: int | None = None
     crc: int | None = None  # CRC-32 of the data, when the format has one per entry
 
 

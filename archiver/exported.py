@@ -12,17 +12,18 @@ from __future__ import annotations
 import json
 import re
 import zipfile
-import zlib
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from torchere.archiver.errors import ArchiveError
 from torchere.archiver.exported_graph import UnsafeProgram, check_graph
 from torchere.archiver.pickles import foreign_names_in
-from torchere.archiver.zipcontainer import check_zip
+from torchere.archiver.zipcontainer import DAMAGED, check_zip
 
-__all__ = ["UnsafeProgram", "check_program"]
+__all__ = ["INT8_OPERATORS", "UnsafeProgram", "check_program"]
 
+# Registers the operators of quantised programs (torchao's PT2E); without it torch can't load them.
+INT8_OPERATORS = "torch.ao.quantization.fx._decomposed"
 _OLD_PROGRAM = "serialized_exported_program.json"
 _OLD_PICKLES = re.compile(r"serialized_(state_dict|constants)\.(pt|json)|serialized_example_inputs\.pt")
 _MAX_JSON_BYTES = 2**28
@@ -56,7 +57,7 @@ def check_program(file: BinaryIO, size: int, allow_pickle: bool = False) -> None
             pickled = _check_records(archive)
     except ArchiveError as error:
         raise UnsafeProgram(f"the file is damaged: {error.reason}") from error
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, zlib.error) as error:
+    except DAMAGED as error:
         raise UnsafeProgram(f"the file is damaged: {error}") from error
     if not allow_pickle and (names := foreign_names_in(file, size, pickled)):
         raise UnsafeProgram(f"its pickle imports {', '.join(names[:3])}")
@@ -67,13 +68,13 @@ def _check_records(archive: zipfile.ZipFile) -> frozenset[str]:
     names = [info.orig_filename for info in archive.infolist()]
     if _OLD_PROGRAM in names:  # what torch before 2.7 wrote
         _refuse_others([name for name in names if name != _OLD_PROGRAM and not _is_old_record(name)])
-        _check_program_record(archive, _OLD_PROGRAM)
+        check_graph(_json(archive, _OLD_PROGRAM))
         return frozenset(name for name in names if _OLD_PICKLES.fullmatch(name))
     roots = {name.partition("/")[0] for name in names}
     _refuse_others([name for name in names if not _RECORD.fullmatch(name.partition("/")[2])])
     if len(roots) != 1 or f"{min(roots)}/{_PROGRAM}" not in names:
         raise UnsafeProgram(f"it holds no exported program ({_PROGRAM})")
-    _check_program_record(archive, f"{min(roots)}/{_PROGRAM}")
+    check_graph(_json(archive, f"{min(roots)}/{_PROGRAM}"))
     return frozenset(_pickled_records(archive))
 
 
@@ -84,10 +85,6 @@ def _is_old_record(name: str) -> bool:
 def _refuse_others(names: list[str]) -> None:
     if names:
         raise UnsafeProgram(f"it holds {ascii(names[0])[1:-1][:80]}, which torch.export.save does not write")
-
-
-def _check_program_record(archive: zipfile.ZipFile, name: str) -> None:
-    check_graph(_json(archive, name))
 
 
 def _json(archive: zipfile.ZipFile, name: str) -> Any:

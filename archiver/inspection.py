@@ -12,10 +12,9 @@ from typing import Any
 from torchere.archiver.entries import ArchiveLimits, Chunks, Entry
 from torchere.archiver.errors import one_line
 from torchere.archiver.names import MANIFEST_NAME
-from torchere.archiver.pickles import MAX_PICKLE_BYTES
 from torchere.archiver.reader import Archive, open_archive
 from torchere.archiver.request import BUILT_IN_HANDLERS
-from torchere.archiver.weights import HEAD_BYTES, SUFFIXES, Weights, classify
+from torchere.archiver.weights import HEAD_BYTES, SUFFIXES, Weights, bytes_to_see, classify
 
 _MAX_CONFIG_BYTES = 2**18
 _MAX_ALIGNMENT = 4096  # a memory page; more makes no difference to anyone
@@ -106,11 +105,10 @@ def _look_at(archive: Archive, entry: Entry, chunks: Chunks) -> Weights | None:
     )
     with tempfile.TemporaryFile() as copy:
         for chunk in chunks:
-            head = head or chunk[:HEAD_BYTES]
-            # Zips are looked into as a whole, and anything may be an old pickle.
-            if is_weights and (head.startswith(b"PK") or copy.tell() < MAX_PICKLE_BYTES):
+            head += chunk[: HEAD_BYTES - len(head)]  # a chunk may be as short as the archive wants
+            if is_weights and copy.tell() < bytes_to_see(head):
                 copy.write(chunk)
-        return classify(entry.name, head, copy) if is_weights else None
+        return classify(entry.name, copy) if is_weights else None
 
 
 def _code(archive: Archive, weights: list[Weights]) -> list[str]:

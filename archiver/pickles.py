@@ -13,11 +13,10 @@ import pickletools
 import re
 import tarfile
 import zipfile
-import zlib
 from typing import BinaryIO
 
 from torchere.archiver.errors import ArchiveError
-from torchere.archiver.zipcontainer import check_zip
+from torchere.archiver.zipcontainer import DAMAGED, check_zip
 
 MAX_PICKLE_BYTES = 64 * 2**20  # the numbers lie beside the pickle, so even large models stay far below
 UNKNOWN = "a name that can't be told"
@@ -71,15 +70,7 @@ def foreign_names_in(file: BinaryIO, size: int, also: frozenset[str] = frozenset
     found: set[str] = set()
     try:
         _collect(file, found, _DEPTH, also)
-    except (
-        ArchiveError,
-        zipfile.BadZipFile,
-        NotImplementedError,
-        RuntimeError,
-        EOFError,
-        ValueError,
-        zlib.error,
-    ):
+    except (ArchiveError, *DAMAGED, RuntimeError, ValueError):
         found.add(UNKNOWN)
     return tuple(sorted(found))
 

@@ -38,9 +38,14 @@ class TarContainer:
                     continue
                 entry = next(entries, None)
                 if entry is None or entry.size != header.size:
-                    raise ArchiveError(self._path, "the file changed after it was opened", "open it again")
+                    raise self._changed()
                 if wanted(entry):
                     yield entry, stream.data()
+        if next(entries, None) is not None:
+            raise self._changed()
+
+    def _changed(self) -> ArchiveError:
+        return ArchiveError(self._path, "the file changed after it was opened", "open it again")
 
     def _checked_headers(self, stream: TarStream, limits: ArchiveLimits) -> list[Header]:
         """All headers but that of the root itself; the limits hold while they are read."""
@@ -71,7 +76,7 @@ class TarContainer:
 
 def _without_dot(name: str) -> str:
     """`tar -C folder .` writes every name with `./` in front."""
-    return name[2:] if name.startswith("./") and len(name) > 2 else name
+    return name.removeprefix("./")
 
 
 def _root_of(names: list[str]) -> str:

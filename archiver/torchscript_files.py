@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import re
 import zipfile
-import zlib
 from collections.abc import Iterator
 from typing import BinaryIO
 
 from torchere.archiver.errors import ArchiveError
-from torchere.archiver.zipcontainer import check_zip
+from torchere.archiver.zipcontainer import DAMAGED, check_zip
 
 FILE_OPERATORS = frozenset({"save", "load", "from_file", "read_file", "write_file"})
 _MAX_SOURCE_BYTES = 2**28  # of one file of it
@@ -51,7 +50,7 @@ def check_script(file: BinaryIO, size: int) -> None:
                     _check_source(info.filename.partition("/")[2], _source(archive, info))
     except ArchiveError as error:
         raise UnsafeScript(f"the file is damaged: {error.reason}") from error
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, zlib.error, UnicodeDecodeError) as error:
+    except (*DAMAGED, UnicodeDecodeError) as error:
         raise UnsafeScript(f"the file is damaged: {error}") from error
 
 

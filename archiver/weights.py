@@ -6,6 +6,7 @@ and known by the names in them.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,11 +15,11 @@ from typing import BinaryIO
 
 from torchere.archiver.entries import open_regular
 from torchere.archiver.exported import UnsafeProgram, check_program
-from torchere.archiver.pickles import foreign_names_in, is_pickle
+from torchere.archiver.pickles import MAX_PICKLE_BYTES, foreign_names_in, is_pickle
 from torchere.archiver.torchscript_files import UnsafeScript, check_script
 from torchere.archiver.zipheaders import Malformed, read_central, read_directory
 
-HEAD_BYTES = 16
+HEAD_BYTES = 16  # the kinds that are no zip and no pickle are known by these
 SUFFIXES = frozenset(
     {".pt", ".pth", ".pt2", ".bin", ".ckpt", ".jit", ".pkl", ".pickle", ".onnx", ".so", ".safetensors"}
 )
@@ -48,19 +49,30 @@ class Weights:
     foreign: tuple[str, ...] = ()
 
 
-def classify(name: str, head: bytes, file: BinaryIO | None) -> Weights:
-    """Tell the kind from the first `HEAD_BYTES` and, if these do not tell all, from the whole `file`."""
-    if head.startswith(b"PK") and file is not None:
-        return _classify_records(name, _sizes_in(file), file)
-    if head.startswith(b"\x80") and head[1:2] <= b"\x05":
-        return _pickle(name, PICKLE, file)
+def classify(name: str, file: BinaryIO) -> Weights:
+    """Tell the kind from a file, of which there must be the first `bytes_to_see`."""
+    file.seek(0)
+    head = file.read(HEAD_BYTES)
     known = _known_by_head(name, head)
-    if known is None and file is not None and is_pickle(file):  # of protocol 0 or 1: they begin as they like
+    if known is not None:
+        return known
+    if head.startswith(b"PK"):
+        return _classify_records(name, _sizes_in(file), file)
+    if _begins_as_pickle(head) or is_pickle(file):  # those of protocol 0 or 1 begin as they like
         return _pickle(name, PICKLE, file)
-    return known or Weights(name, "unknown", False, "is not of a kind known here")
+    return Weights(name, "unknown", False, "is not of a kind known here")
+
+
+def bytes_to_see(head: bytes) -> float:
+    """How much `classify` reads of a file whose first bytes, at most `HEAD_BYTES`, are these."""
+    if _known_by_head("", head) is not None:
+        return HEAD_BYTES
+    return math.inf if head.startswith(b"PK") else MAX_PICKLE_BYTES
 
 
 def _known_by_head(name: str, head: bytes) -> Weights | None:
+    if head.startswith(b"PK") or _begins_as_pickle(head):
+        return None
     if head.startswith(b"\x7fELF"):
         return Weights(name, "shared library", False, "runs as native code in the server")
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= _MAX_HEADER_BYTES:
@@ -68,6 +80,11 @@ def _known_by_head(name: str, head: bytes) -> Weights | None:
     if len(head) > 2 and head[0] == 0x08 and 0 < head[1] < 0x80 and head[2] in _ONNX_SECOND_FIELDS:
         return Weights(name, ONNX, False, "runs nothing but the graph")
     return None
+
+
+def _begins_as_pickle(head: bytes) -> bool:
+    # No opcode is less than "(": safetensors with a header of 128 bytes begin with 0x80, too.
+    return head.startswith(b"\x80") and head[1:2] <= b"\x05" and head[2:3] >= b"("
 
 
 def classify_file(path: Path) -> Weights:
@@ -78,8 +95,7 @@ def classify_file(path: Path) -> Weights:
         OSError: it can't be read.
     """
     with open_regular(path) as file:
-        head = file.read(HEAD_BYTES)
-        return classify(path.name, head, file)
+        return classify(path.name, file)
 
 
 def _classify_records(name: str, found: list[tuple[str, int]], file: BinaryIO) -> Weights:
@@ -128,8 +144,8 @@ def _native(records: Iterable[str]) -> str:
     return "is compiled from C++ and runs as native code in the server"
 
 
-def _pickle(name: str, kind: str, file: BinaryIO | None) -> Weights:
-    foreign = foreign_names_in(file, _size(file)) if file is not None else ()
+def _pickle(name: str, kind: str, file: BinaryIO) -> Weights:
+    foreign = foreign_names_in(file, _size(file))
     if foreign:
         return Weights(name, kind, True, f"{_PICKLE_RISK}; it imports {_listed(foreign)}", foreign)
     return Weights(name, kind, True, _PICKLE_RISK)
@@ -146,7 +162,7 @@ def _size(file: BinaryIO) -> int:
 
 def _sizes_in(file: BinaryIO) -> list[tuple[str, int]]:
     try:
-        directory = read_directory(file, file.seek(0, os.SEEK_END))
+        directory = read_directory(file, _size(file))
         file.seek(directory.offset)
         return list(_decoded(file, min(directory.entries, _MAX_LISTED)))
     except Malformed:

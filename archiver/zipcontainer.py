@@ -8,6 +8,7 @@ directory, without gap or overlap, and each local header says what the directory
 from __future__ import annotations
 
 import stat
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,6 +41,8 @@ from torchere.archiver.zipheaders import (
     read_local,
 )
 
+# What Python's zipfile raises where a file is damaged, or packed in a way that it does not know.
+DAMAGED = (zipfile.BadZipFile, EOFError, NotImplementedError, zlib.error)
 _REPACK = "pack the archive again"
 _MAX_RECORDS = 100_000  # of one file of weights
 _EMPTY_DEFLATED_BYTES = 2  # some tools "compress" directories

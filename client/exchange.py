@@ -16,6 +16,8 @@ Result_co = TypeVar("Result_co", covariant=True)
 
 JSON = "application/json"
 REQUEST_ID = "x-request-id"
+# What is raised where an answer of JSON is of another form than expected; of Infinity no int can be made.
+OTHER_FORM = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,19 @@ class Operation(Generic[Result_co]):
     def takes(self, status: int) -> bool:
         """Whether an answer of this status is given to `read`."""
         return 200 <= status < 300 or status in self.accepted
+
+
+def reading(read: Callable[[Any], Result]) -> Callable[[Answer], Result]:
+    """What reads an answer of JSON by `read`; an answer of another form raises UnreadableAnswer."""
+
+    def read_json(answer: Answer) -> Result:
+        value = answer.json()
+        try:
+            return read(value)
+        except OTHER_FORM as err:
+            raise UnreadableAnswer(f"the answer is of another form: {answer.body[:200]!r}: {err!r}") from err
+
+    return read_json
 
 
 def path(*segments: str) -> str:

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from torchere.client import tensors
 from torchere.client.errors import ModelFailed, UnreadableAnswer
-from torchere.client.exchange import JSON, REQUEST_ID, Answer, Operation, Request, json_body, merged, path
+from torchere.client.exchange import (
+    JSON,
+    OTHER_FORM,
+    REQUEST_ID,
+    Answer,
+    Operation,
+    Request,
+    json_body,
+    merged,
+    path,
+)
 from torchere.client.multipart import OCTETS
 from torchere.client.tensors import Tensor
 
@@ -200,7 +210,7 @@ def result(answer: Answer) -> InferResult:
             parameters=head.get("parameters") or {},
             request_id=answer.headers.get(REQUEST_ID, ""),
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as err:
+    except OTHER_FORM as err:
         raise UnreadableAnswer(
             f"expected an inference response, found {answer.body[:200]!r}: {err!r}"
         ) from err

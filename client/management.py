@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from torchere.client.errors import UnreadableAnswer
-from torchere.client.exchange import Answer, Operation, Request, path
+from torchere.client.exchange import Answer, Operation, Request, path, reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def set_default(model: str, version: str) -> Operation[str]:
 
 def list_page(token: str | None = None) -> Operation[ModelPage]:
     """One page of the models, by name."""
-    return Operation(_request("GET", "/models", {"next_page_token": token}), _page)
+    return Operation(_request("GET", "/models", {"next_page_token": token}), reading(_page))
 
 
 def describe(model: str, version: str | None = None) -> Operation[list[dict[str, Any]]]:
@@ -93,8 +93,7 @@ def _list(answer: Answer) -> list[dict[str, Any]]:
     return value
 
 
-def _page(answer: Answer) -> ModelPage:
-    value = answer.json_object()
+def _page(value: Any) -> ModelPage:
     models = value.get("models", [])
     entries = tuple(ModelEntry(str(one["modelName"]), str(one.get("modelUrl", ""))) for one in models)
     return ModelPage(entries, value.get("nextPageToken"))

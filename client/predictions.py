@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from torchere.client.errors import UnreadableAnswer
 from torchere.client.exchange import JSON, REQUEST_ID, Answer, Operation, Request, json_body, merged, path
 from torchere.client.multipart import OCTETS, PartLike, encode_form, guessed_type
 
@@ -44,12 +42,7 @@ class Prediction:
         Raises:
             UnreadableAnswer: it is none.
         """
-        try:
-            return json.loads(self.body)
-        except (ValueError, RecursionError) as err:
-            raise UnreadableAnswer(
-                f"the model answered {self.body[:200]!r}, which is no JSON: {err}"
-            ) from err
+        return Answer(self.status, self.headers, self.body).json()
 
 
 def predict(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torchere.client.errors import UnreadableAnswer
-from torchere.client.exchange import JSON, Answer, Operation, Request, Result, json_body, path
+from torchere.client.exchange import JSON, Answer, Operation, Request, json_body, path, reading
 from torchere.client.inference import model_path
 
 _NOT_READY = frozenset({400, 503})  # Triton and KServe disagree about which one says "not ready"
@@ -54,12 +52,12 @@ class ModelState:
 
 def server_metadata() -> Operation[ServerMetadata]:
     """`GET /v2`."""
-    return Operation(Request("GET", "/v2"), _reading(_server))
+    return Operation(Request("GET", "/v2"), reading(_server))
 
 
 def model_metadata(model: str, version: str | None = None) -> Operation[ModelMetadata]:
     """`GET /v2/models/{model}`."""
-    return Operation(Request("GET", model_path(model, version)), _reading(_model))
+    return Operation(Request("GET", model_path(model, version)), reading(_model))
 
 
 def live() -> Operation[bool]:
@@ -79,12 +77,12 @@ def model_ready(model: str, version: str | None = None) -> Operation[bool]:
 
 def statistics(model: str, version: str | None = None) -> Operation[list[dict[str, Any]]]:
     """`GET /v2/models/{model}/stats`: one object a version, in Triton's form."""
-    return Operation(Request("GET", model_path(model, version, "stats")), _reading(_statistics))
+    return Operation(Request("GET", model_path(model, version, "stats")), reading(_statistics))
 
 
 def index(ready_only: bool = False) -> Operation[tuple[ModelState, ...]]:
     """`POST /v2/repository/index`."""
-    return Operation(_control("/v2/repository/index", {"ready": ready_only}), _reading(_index))
+    return Operation(_control("/v2/repository/index", {"ready": ready_only}), reading(_index))
 
 
 def load(model: str) -> Operation[None]:
@@ -99,17 +97,6 @@ def unload(model: str) -> Operation[None]:
 
 def _control(where: str, body: object) -> Request:
     return Request("POST", where, "management", {"content-type": JSON}, json_body(body))
-
-
-def _reading(read: Callable[[Any], Result]) -> Callable[[Answer], Result]:
-    def reading(answer: Answer) -> Result:
-        value = answer.json()
-        try:
-            return read(value)
-        except (KeyError, TypeError, ValueError, AttributeError) as err:
-            raise UnreadableAnswer(f"the answer is of another form: {answer.body[:200]!r}: {err!r}") from err
-
-    return reading
 
 
 def _is_ok(answer: Answer) -> bool:

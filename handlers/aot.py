@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from torchere.archiver.exported import UnsafeProgram, check_program
+from torchere.archiver.exported import INT8_OPERATORS, UnsafeProgram, check_program
 from torchere.handlers import aot_abi
 from torchere.handlers.aot_build import Misfit, misfit, read_build, read_cpu_flags
 from torchere.handlers.aot_keywords import by_position
@@ -29,8 +29,6 @@ from torchere.handlers.aot_package import Package, extracted_library, read_packa
 logger = logging.getLogger(__name__)
 
 CompiledModel = Callable[..., Any]
-# Registers the operators of quantised programs (torchao's PT2E); without it torch can't load them.
-_INT8_OPERATORS = "torch.ao.quantization.fx._decomposed"
 _LIBRARY_FOLDER = ".aot"  # in the unpacked archive: goes when that goes
 
 
@@ -127,7 +125,7 @@ def _try_nevertheless(path: str, found: Misfit) -> None:
 
 def _load_program(path: str, device: str | None) -> CompiledModel:
     _refuse_code(path)
-    importlib.import_module(_INT8_OPERATORS)
+    importlib.import_module(INT8_OPERATORS)
     program = torch.export.load(path)
     if device not in (None, "cpu"):  # with what its operators make: they name the device of the export
         program = importlib.import_module("torch.export.passes").move_to_device_pass(program, device)

@@ -7,7 +7,8 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-BUILD_FILE = "MAR-INF/build.json"
+from torchere.archiver.building import BUILD_NAME
+
 CPUINFO = Path("/proc/cpuinfo")
 
 # What a CPU needs for code that torch compiled for each instruction set (torch/_inductor/cpu_vec_isa.py).
@@ -42,15 +43,15 @@ def read_build(model_dir: str) -> Build:
     Raises:
         RuntimeError: the record is there and is not what the archiver writes.
     """
-    file = Path(model_dir, BUILD_FILE)
+    file = Path(model_dir, BUILD_NAME)
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return Build()
     except ValueError as err:
-        raise RuntimeError(f"{BUILD_FILE} is not JSON: {err}; pack the archive again") from err
+        raise RuntimeError(f"{BUILD_NAME} is not JSON: {err}; pack the archive again") from err
     if not isinstance(record, dict):
-        raise RuntimeError(f"{BUILD_FILE} holds {record!r}; expected an object; pack the archive again")
+        raise RuntimeError(f"{BUILD_NAME} holds {record!r}; expected an object; pack the archive again")
     isa = _text(record, "isa")
     return Build(
         torch=_text(record, "torch"),
@@ -103,11 +104,11 @@ def _text(record: dict[str, object], key: str) -> str | None:
     if value is None or value == "":
         return None
     if not isinstance(value, str):
-        raise RuntimeError(f"{key} in {BUILD_FILE} is {value!r}; expected a text; pack the archive again")
+        raise RuntimeError(f"{key} in {BUILD_NAME} is {value!r}; expected a text; pack the archive again")
     return value
 
 
 def _fallback(name: str | None, model_dir: str) -> str | None:
     if name is not None and (Path(name).name != name or not Path(model_dir, name).is_file()):
-        raise RuntimeError(f"{BUILD_FILE} names {name!r}, which the archive does not hold; pack it again")
+        raise RuntimeError(f"{BUILD_NAME} names {name!r}, which the archive does not hold; pack it again")
     return name

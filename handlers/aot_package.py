@@ -11,6 +11,8 @@ import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torchere.archiver.zipcontainer import DAMAGED
+
 # Layout: torch/export/pt2_archive/constants.py. Before every name stands the package's own folder.
 _COMPILED_FOLDER = "/data/aotinductor/model/"  # "model" is the name that aoti_compile_and_package gives
 _WEIGHTS_FOLDER = "/data/weights/"
@@ -60,7 +62,7 @@ def read_package(path: str) -> Package:
             only = libraries[0] if len(libraries) == 1 and whole and not beside else None
             metadata = _metadata(file, compiled)
             return Package(path, False, only, _takes_one(file, compiled), metadata)
-    except (zipfile.BadZipFile, ValueError) as err:
+    except (*DAMAGED, ValueError) as err:
         raise RuntimeError(
             f"{path} is not a .pt2 package ({err}); expected what torch._inductor.aoti_compile_and_package "
             "or torch.export.save writes"
@@ -104,7 +106,7 @@ def extracted_library(package: Package, folder: Path) -> Path:
             with os.fdopen(descriptor, "wb") as out, file.open(entry) as source:
                 shutil.copyfileobj(source, out, _COPY_BYTES)
             os.replace(part, target)
-        except zipfile.BadZipFile as err:
+        except DAMAGED as err:
             Path(part).unlink()
             raise RuntimeError(f"{package.path} is damaged: {err}") from err
         except BaseException:  # cancelled, too

@@ -13,9 +13,8 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-_PAGEABLE_BYTES = (
-    65_536  # up to here CUDA copies from any memory without waiting (API synchronization behavior)
-)
+# Up to here CUDA copies from any memory without waiting (API synchronization behavior).
+_PAGEABLE_BYTES = 65_536
 
 
 class DeviceChoice(NamedTuple):

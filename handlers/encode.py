@@ -223,9 +223,8 @@ def _layout_dict(items: dict[object, object], gap: str) -> str:
 def _key(key: object) -> str:
     if type(key) is str:
         return encode_basestring_ascii(key)
-    return json.dumps({key: 0})[
-        1:-4
-    ]  # without the braces and ": 0": numbers and None have rules of their own
+    # Without the braces and ": 0": numbers and None have rules of their own.
+    return json.dumps({key: 0})[1:-4]
 
 
 @functools.lru_cache(maxsize=64)

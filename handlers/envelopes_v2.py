@@ -8,23 +8,7 @@ import numpy as np
 
 from torchere.handlers.envelopes import BaseEnvelope, json_body
 from torchere.handlers.errors import PredictionException
-
-# numpy's names to the protocol's.
-_DATATYPES = {
-    "bool": "BOOL",
-    "uint8": "UINT8",
-    "uint16": "UINT16",
-    "uint32": "UINT32",
-    "uint64": "UINT64",
-    "int8": "INT8",
-    "int16": "INT16",
-    "int32": "INT32",
-    "int64": "INT64",
-    "float16": "FP16",
-    "float32": "FP32",
-    "float64": "FP64",
-    "object": "BYTES",
-}
+from torchere.handlers.tensors import datatype_of_array
 
 
 class KServev2Envelope(BaseEnvelope):
@@ -86,10 +70,10 @@ def _shaped(tensor: dict[str, Any]) -> Any:
 
 def _output(name: str, item: Any) -> dict[str, Any]:
     array = np.array(item)
-    datatype = "BYTES" if array.dtype.kind == "U" else _DATATYPES.get(str(array.dtype))
+    datatype = datatype_of_array(array.dtype)
     if datatype is None:
         raise TypeError(
             f"output {name!r} has the numpy type {array.dtype}, which the protocol has no name for"
         )
     flat = array.flatten()
-    return {"name": name, "datatype": datatype, "data": flat.tolist(), "shape": [flat.size]}
+    return {"name": name, "datatype": datatype.name, "data": flat.tolist(), "shape": [flat.size]}

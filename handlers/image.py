@@ -31,6 +31,8 @@ _BROKEN = (
     SyntaxError,
     ValueError,
     EOFError,
+    RuntimeError,
+    AttributeError,
     LookupError,
     TypeError,
     ArithmeticError,
@@ -68,6 +70,8 @@ def decode_image(data: bytes | bytearray | str, limits: ImageLimits | None = Non
     image = _open(raw, limits)
     try:
         image.load()
+    except Image.DecompressionBombError as err:  # icons hold pictures with a size of their own
+        raise _too_large(str(err)) from err
     except _BROKEN as err:
         raise PredictionException(
             f"The {image.format} image of {len(raw)} bytes is broken and can't be decoded: {err}; send the "

@@ -15,6 +15,8 @@ from torchere.handlers import onnx
 from torchere.handlers.base import BaseHandler
 from torchere.handlers.context import Context
 from torchere.handlers.devices import to_device
+from torchere.handlers.errors import PredictionException
+from torchere.handlers.per_request import refusal
 from torchere.handlers.signature import read_signature
 from torchere.handlers.tensors import DATATYPES, TensorError, torch_dtype
 from torchere.handlers.tensors_answer import OPEN_INFERENCE
@@ -101,10 +103,10 @@ class TensorHandler(BaseHandler):
                     if dtype.numpy is None
                     else np.full(sizes, number, dtype.numpy)
                 )
-            refusal = self._refusal(row)
-            if refusal is None:
+            found = self._refusal(row)
+            if found is None:
                 return [row]
-        last_line = "".join(str(refusal).strip().splitlines()[-1:])  # in which TorchScript says what it was
+        last_line = "".join(str(found).strip().splitlines()[-1:])  # in which TorchScript says what it was
         logger.warning("not warmed up, as the model takes neither zeros nor ones: %s", last_line)
         return None
 
@@ -177,8 +179,7 @@ class TensorHandler(BaseHandler):
             self._answer_group(answers, data.examples, group, results)
         for place, example in enumerate(data.examples):
             if isinstance(example, TensorError):
-                self.context.set_response_status(400, idx=place)
-                answers[place] = {"code": 400, "type": "BadRequestException", "message": str(example)}
+                answers[place] = refusal(self.context, place, PredictionException(str(example), 400))
         return answers
 
     def _answer_group(
@@ -214,9 +215,8 @@ class TensorHandler(BaseHandler):
 
     def _npy(self, results: list[torch.Tensor], part: Any, place: int, example: Example) -> Any:
         if len(results) > 1:
-            self.context.set_response_status(400, idx=place)
             text = f"Accept: found {NPY_TYPE}, expected JSON: the model has {len(results)} outputs"
-            return {"code": 400, "type": "BadRequestException", "message": text}
+            return refusal(self.context, place, PredictionException(text, 400))
         result = results[0][part]
         result = result.float() if result.dtype is torch.bfloat16 else result
         self.context.set_response_content_type(place, NPY_TYPE)

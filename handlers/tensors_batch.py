@@ -105,7 +105,6 @@ def _joined(parts: Sequence[Any]) -> torch.Tensor:
         return parts[0] if len(parts) == 1 else torch.cat(list(parts))
     array = parts[0] if len(parts) == 1 else np.concatenate(parts)
     if not array.flags.writeable or not array.flags.c_contiguous:
-        array = np.array(
-            array, order="C"
-        )  # torch warns of arrays it might change, and refuses negative strides
+        # torch warns of arrays it might change, and refuses negative strides.
+        array = np.array(array, order="C")
     return torch.from_numpy(array)

@@ -106,15 +106,6 @@ def tensors_of(example: Example, layout: Layout) -> list[Any]:
     return tensors
 
 
-def nesting(value: Any) -> int:
-    """How many lists are in one another, going by the first items; at most `_MAX_DEPTH`."""
-    depth = 0
-    while type(value) is list and depth < _MAX_DEPTH:
-        depth += 1
-        value = value[0] if value else None
-    return depth
-
-
 def _of_body(body: Any, layout: Layout) -> Example:
     if isinstance(body, dict):
         return _of_object(body, layout)
@@ -146,7 +137,7 @@ def _columns(rows: list[Any], key: str, names: Sequence[str]) -> tuple[list[Any]
 
 
 def _example(values: Sequence[Any], layout: Layout) -> Example:
-    ranks = tuple([nesting(value) if type(value) is list else _rank(value) for value in values])
+    ranks = tuple([len(_shape_of(value)) if type(value) is list else _rank(value) for value in values])
     if ranks == layout.ranks:
         return Example(tuple(values), single=False)
     if ranks == layout.single_ranks:
@@ -242,6 +233,7 @@ def _wanted(spec: TensorSpec) -> str:
 
 
 def _shape_of(value: Any) -> list[int]:
+    """The sizes of lists in one another, going by the first items; at most `_MAX_DEPTH`."""
     shape: list[int] = []
     while type(value) is list and len(shape) < _MAX_DEPTH:
         shape.append(len(value))

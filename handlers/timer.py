@@ -31,10 +31,10 @@ def timed(stage: F) -> F:
 
 
 def _metrics_of(handler: Any) -> Any:
-    context = getattr(handler, "context", None)
+    context: Any = getattr(handler, "context", None)
     config = getattr(context, "model_yaml_config", None)
     if not isinstance(config, dict) or "handler" not in config:  # nearly always
         return None
     handler_config = config["handler"]
     is_wanted = isinstance(handler_config, dict) and handler_config.get("profile")
-    return context.metrics if context is not None and is_wanted else None
+    return context.metrics if is_wanted else None

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 import torch
 from torch.jit._script import wrap_cpp_module
 
+from torchere.archiver.zipcontainer import DAMAGED
 from torchere.archiver.zipheaders import Malformed, read_local
 from torchere.handlers.shared_weights import WORTH_MAPPING_BYTES, file_to_map
 
@@ -53,7 +54,7 @@ def load_mapped(path: str) -> torch.jit.ScriptModule | None:
                 return None
             small = _repacked(archive)
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
-    except (zipfile.BadZipFile, Malformed, AttributeError):  # no zip; or a system without fadvise
+    except (*DAMAGED, Malformed, AttributeError):  # no zip; or a system without fadvise
         return None
     try:
         return _imported(small, path, size, weights)

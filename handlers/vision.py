@@ -46,8 +46,8 @@ class VisionHandler(BaseHandler):
         limited = bool(context.system_properties.get("limit_max_image_pixels", True))
         if not limited:
             Image.MAX_IMAGE_PIXELS = None  # Pillow's own guard, process-wide; ours stays for other models
-        max_pixels = config.get("max_pixels", DEFAULT_MAX_PIXELS if limited else None)
-        self.image_limits = ImageLimits(max_pixels, config.get("max_bytes", DEFAULT_MAX_BYTES))
+        most = {"max_pixels": DEFAULT_MAX_PIXELS if limited else None, "max_bytes": DEFAULT_MAX_BYTES}
+        self.image_limits = ImageLimits(**{key: _limit(key, config.get(key, most[key])) for key in most})
         if isinstance(self.image_processing, ImageTransform):
             self.image_processing = self.image_processing.replaced_by(config)
 
@@ -116,6 +116,15 @@ class VisionHandler(BaseHandler):
     def get_insights(self, tensor_data: torch.Tensor, _: Any, target: Any = 0) -> Any:
         """What each input element adds to the score of class `target`, as lists shaped like the input."""
         return integrated_gradients(self.model, tensor_data, target).tolist()
+
+
+def _limit(key: str, value: Any) -> Any:
+    # YAML reads 1e8, without a point, as a text.
+    if value is not None and (type(value) not in (int, float) or not value > 0):
+        raise ValueError(
+            f"handler.image.{key} in model-config.yaml is {value!r}; expected a number above 0, or null"
+        )
+    return value
 
 
 def _numbers(value: object) -> torch.Tensor:

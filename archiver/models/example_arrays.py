@@ -34,9 +34,8 @@ def array_of(data: bytes) -> Any:
     needed = math.prod(map(int, shape)) * dtype.itemsize
     if min(shape, default=0) < 0 or needed != len(data) - start:
         raise ValueError(f"a .npy file of {needed} bytes by its header, and of {len(data) - start} in truth")
-    flat = np.frombuffer(
-        data, dtype=dtype, offset=start
-    ).copy()  # the bytes of the file are not to be written
+    # The bytes of the file are not to be written.
+    flat = np.frombuffer(data, dtype=dtype, offset=start).copy()
     return flat.reshape(shape, order="F" if fortran_order else "C")
 
 

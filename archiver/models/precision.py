@@ -28,9 +28,8 @@ class Precision:
     """
 
     relative: float  # of each value
-    absolute: (
-        float  # of the largest value of its channel; of whole numbers, the share of them that may differ
-    )
+    # Of the largest value of its channel; of whole numbers, the share of them that may differ.
+    absolute: float
     spread: float = 1.0  # what share of an output's largest value a channel's is taken for at least
     scales_by_batch: bool = False
 
@@ -66,9 +65,8 @@ def _largest(values: torch.Tensor) -> float:
 FINE = Precision(1e-3, 1e-4, spread=0.05)  # fp32: sums in another order
 COARSE = Precision(0.05, 0.05)  # int8 and bfloat16: a value just beside a step goes to the other side
 UNKNOWN = Precision(COARSE.relative, COARSE.absolute, scales_by_batch=True)
-SHARED = Precision(
-    COARSE.relative, 0.25, scales_by_batch=True
-)  # one scale for a whole batch moves all its rows
+# One scale for a whole batch moves all its rows.
+SHARED = Precision(COARSE.relative, 0.25, scales_by_batch=True)
 
 
 def differing(wanted: Named, found: Named, precision: Precision) -> str | None:

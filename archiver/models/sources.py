@@ -15,7 +15,7 @@ import torch
 
 from torchere.archiver.entries import ArchiveLimits, open_regular
 from torchere.archiver.errors import ArchiveError, ModelRefused
-from torchere.archiver.exported import UnsafeProgram, check_program
+from torchere.archiver.exported import INT8_OPERATORS, UnsafeProgram, check_program
 from torchere.archiver.models import huggingface
 from torchere.archiver.models.dynamic import Tensors
 from torchere.archiver.models.eager import load_into, module_from_factory, module_from_file
@@ -28,10 +28,8 @@ from torchere.archiver.models.steps import refusing
 from torchere.archiver.signature import Signature
 from torchere.archiver.torchscript_files import UnsafeScript, check_script
 from torchere.archiver.weights import AOTINDUCTOR, EXPORTED_PROGRAM, ONNX, TORCHSCRIPT, classify_file
-from torchere.archiver.zipcontainer import ZipContainer
+from torchere.archiver.zipcontainer import DAMAGED, ZipContainer
 
-# Registers the operators of quantised programs (torchao's PT2E); without it torch can't load them.
-_INT8_OPERATORS = "torch.ao.quantization.fx._decomposed"
 EAGER = "eager"
 HUGGING_FACE = "Hugging Face folder"
 
@@ -173,7 +171,7 @@ def _program(path: Path, allow_pickle: bool) -> Source:
         hint = "; trust the file with --allow-pickle" if "pickle" in str(error) else ""
         raise ModelRefused(f"{path}: not loaded, because that could run code: {error}{hint}") from error
     with refusing(f"{path}: loading the exported program"):
-        importlib.import_module(_INT8_OPERATORS)
+        importlib.import_module(INT8_OPERATORS)
         program = torch.export.load(path)
         take_by_position(program)
         # Sizes are checked by the program's own operators; its guards can't be traced.
@@ -207,7 +205,7 @@ def aoti_metadata(path: Path) -> dict[str, str]:
             found = json.loads(package.read(notes[0])) if notes else {}
     except ArchiveError as error:
         raise ModelRefused(f"{path}: damaged: {error.reason}; compile it again") from error
-    except (ValueError, zipfile.BadZipFile) as error:
+    except (*DAMAGED, ValueError) as error:
         raise ModelRefused(f"{path}: damaged: {error}; compile it again") from error
     return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else {}
 

@@ -50,8 +50,8 @@ def verify(
         batched: whether the first dimension of every input is a batch of any size, so that batches of
             `verify_timing.BATCH_SIZES` can be timed; else the first sample is, as it is.
         names: of the two, for the table.
-        files: of the two models, for size and memory; TorchScript and `.pt2` are loaded in a process of their
-            own to see how it grows.
+        files: of the two models, for size and memory; TorchScript is loaded in a process of its own to see
+            how that grows.
         loads: how the files of the two are loaded.
         notes: how the packed model came about, for the JSON.
 

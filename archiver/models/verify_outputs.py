@@ -37,9 +37,8 @@ class Difference:
     mean_abs: float
     drift: float
     cosine: float | None  # mean over rows, the least of all outputs; None without floating-point outputs
-    top1: (
-        float | None
-    )  # share of rows with the largest value at the same place; None unless one is [rows, 2+]
+    # Share of rows with the largest value at the same place; None unless one is [rows, 2+].
+    top1: float | None
     channel: ChannelDrift | None = None  # None where no channel varies, or values are few
     silenced: tuple[Silenced, ...] = ()
     undefined: bool = False  # an output of the original is not-a-number throughout, so nothing is compared

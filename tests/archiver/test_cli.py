@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from torchere.archiver.cli import inspect_main, main
+from torchere.archiver.cli import add_inspect_arguments, main, run_inspect
 from torchere.archiver.reader import open_archive
 
 SCRIPT = Path(sys.executable).with_name("torch-model-archiver")
@@ -177,17 +178,23 @@ def test_starting_loads_no_torch_and_nothing_that_is_not_in_the_standard_library
     assert set(found) <= {"_distutils_hack", "sitecustomize", "a1_coverage", "coverage"}
 
 
+def inspected(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    add_inspect_arguments(parser)
+    return run_inspect(parser.parse_args(arguments))
+
+
 def test_inspect_prints_a_report(arguments: list[str], tmp_path: Path, capsys: Any) -> None:
     assert main(arguments) == 0
-    assert inspect_main([f"{tmp_path}/out/mlp.mar"]) == 0
+    assert inspected(f"{tmp_path}/out/mlp.mar") == 0
     assert "Digests: verified (sha256)" in capsys.readouterr().out
-    assert inspect_main([f"{tmp_path}/out/mlp.mar", "--json"]) == 0
+    assert inspected(f"{tmp_path}/out/mlp.mar", "--json") == 0
     assert json.loads(capsys.readouterr().out)["kind"] == "zip"
 
 
 def test_inspect_says_in_one_line_why_it_can_not(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "x.mar").write_bytes(b"nonsense")
-    assert inspect_main([f"{tmp_path}/x.mar"]) == 1
+    assert inspected(f"{tmp_path}/x.mar") == 1
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("torchere inspect: ")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchere.archiver.entries import ArchiveLimits
+from torchere.archiver.entries import CHUNK_BYTES, ArchiveLimits
 from torchere.archiver.errors import ArchiveError
 from torchere.archiver.reader import open_archive
 
@@ -103,3 +103,11 @@ def test_a_file_that_changed_since_is_refused(folder: Path, tmp_path: Path, text
     with pytest.raises(ArchiveError, match="changed after"):
         archive.extract(tmp_path / "t")
     assert not (tmp_path / "t").exists()
+
+
+def test_no_more_is_read_of_a_file_that_grew_than_shows_it(folder: Path, tmp_path: Path) -> None:
+    (folder / "d" / "a.txt").write_bytes(bytes(CHUNK_BYTES))
+    archive = open_archive(folder)
+    os.truncate(folder / "d" / "a.txt", 2**40)  # takes no room on the disk
+    with pytest.raises(ArchiveError, match="changed after"):
+        archive.extract(tmp_path / "t")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
+import struct
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from torchere.archiver.entries import CHUNK_BYTES
 from torchere.archiver.errors import ArchiveError
 from torchere.archiver.inspection import inspect_archive
 from torchere.archiver.reader import open_archive
@@ -44,6 +48,31 @@ def test_a_pickle_of_the_first_protocol_is_looked_into(request_for: Any, sources
     report = inspect_archive(write_archive(request_for()))
     assert "model.pt (pickle, pickled) its pickle can run any Python code" in report.code[-1]
     assert "it imports os.system" in report.code[-1]
+
+
+def test_a_first_chunk_of_one_byte_hides_nothing(tmp_path: Path) -> None:
+    inner = io.BytesIO()
+    with zipfile.ZipFile(inner, "w") as weights:
+        weights.writestr("m/data.pkl", b"cos\nsystem\n(S'true'\ntR.")
+    data = inner.getvalue()
+    # Deflate has blocks of any length: a megabyte of empty ones makes the reader hand out what it has.
+    blocks = [data[:1], *[b""] * (CHUNK_BYTES // 5), data[1:]]
+    packed = [
+        struct.pack("<BHH", index == len(blocks) - 1, len(block), len(block) ^ 0xFFFF) + block
+        for index, block in enumerate(blocks)
+    ]
+    report = inspect_archive(_mar(tmp_path / "m.mar", "model.pt", b"".join(packed), data))
+    assert report.weights[0].foreign == ("os.system",)
+
+
+def _mar(path: Path, name: str, deflated: bytes, data: bytes) -> Path:
+    """A zip with one entry that is compressed as given."""
+    same = (8, 0, 0x21, zlib.crc32(data), len(deflated), len(data), len(name), 0)
+    local = struct.pack("<4s5H3I2H", b"PK\3\4", 20, 0, *same) + name.encode() + deflated
+    central = struct.pack("<4s6H3I5H2I", b"PK\1\2", 20, 20, 0, *same, 0, 0, 0, 0, 0) + name.encode()
+    end = struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, 1, 1, len(central), len(local), 0)
+    path.write_bytes(local + central + end)
+    return path
 
 
 def test_text_says_what_may_run(request_for: Any, sources: Path) -> None:

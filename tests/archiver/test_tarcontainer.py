@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import os
@@ -15,7 +16,7 @@ import pytest
 from torchere.archiver.entries import ArchiveLimits
 from torchere.archiver.errors import ArchiveError
 from torchere.archiver.reader import open_archive
-from torchere.archiver.tarheaders import MAX_EXTENDED_BYTES
+from torchere.archiver.tarheaders import MAX_EXTENDED_BYTES, MAX_EXTENDED_IN_A_ROW, MAX_PADDING_BYTES
 
 Maker = Callable[..., Path]
 
@@ -26,7 +27,7 @@ def refusal(path: Path, target: Path, limits: ArchiveLimits | None = None) -> st
     assert not target.exists()
     assert [name for name in os.listdir(target.parent) if name.startswith(".torchere")] == []
     assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return str(caught.value).replace(str(path), "")  # which has the name of the test
 
 
 def member(name: str, kind: bytes = tarfile.REGTYPE, **fields: Any) -> tarfile.TarInfo:
@@ -68,6 +69,11 @@ def test_the_directory_that_was_packed_by_its_dot_is_no_entry(tgz_of: Maker) -> 
     assert [entry.name for entry in open_archive(path).entries] == ["a"]
 
 
+@pytest.mark.parametrize("name", [".", "./"])
+def test_a_file_that_has_the_name_of_the_root_is_refused(tgz_of: Maker, tmp_path: Path, name: str) -> None:
+    assert "the name " in refusal(tgz_of((name, b"1"), ("./a", b"1")), tmp_path / "t")
+
+
 @pytest.mark.parametrize("style", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_long_and_foreign_names_are_read(tgz_of: Maker, tmp_path: Path, style: int) -> None:
     name = "m/" + "/".join(["ordner-ü" * 10] * 5)
@@ -75,9 +81,23 @@ def test_long_and_foreign_names_are_read(tgz_of: Maker, tmp_path: Path, style: i
     assert (folder / name[2:]).read_bytes() == b"data"
 
 
+@pytest.mark.parametrize("style", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_a_directory_may_have_a_long_name(tgz_of: Maker, style: int) -> None:
+    name = "m/" + "d" * 200
+    path = tgz_of((member(name, tarfile.DIRTYPE), b""), (f"{name}/a", b""), ("m/b", b""), style=style)
+    assert [entry.name for entry in open_archive(path).entries] == [f"{name[2:]}/a", "b"]
+
+
+def test_a_file_whose_name_ends_like_a_directory_is_refused(tgz_of: Maker, tmp_path: Path) -> None:
+    assert "empty or '.' part" in refusal(tgz_of(("m/a/", b"1"), ("m/b", b"1")), tmp_path / "t")
+
+
+@pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.DIRTYPE])
 @pytest.mark.parametrize("name", ["../x", "m/../../x", "/etc/x", "m/a\\b", "m/C:/../x"])
-def test_names_that_leave_the_archive_are_refused(tgz_of: Maker, tmp_path: Path, name: str) -> None:
-    assert "entry" in refusal(tgz_of((name, b"1")), tmp_path / "t")
+def test_names_that_leave_the_archive_are_refused(
+    tgz_of: Maker, tmp_path: Path, name: str, kind: bytes
+) -> None:
+    assert "entry" in refusal(tgz_of(("m/a", b"1"), (member(name, kind), b"")), tmp_path / "t")
 
 
 @pytest.mark.parametrize(
@@ -111,6 +131,41 @@ def test_limits_hold(tgz_of: Maker, tmp_path: Path, limits: ArchiveLimits) -> No
     assert "more than 2 entries" in (said := refusal(path, tmp_path / "t", limits)) or "29 bytes" in said
 
 
+def test_directories_are_counted(tgz_of: Maker, tmp_path: Path) -> None:
+    path = tgz_of(*((member(f"m/{number}", tarfile.DIRTYPE), b"") for number in range(3)))
+    assert "more than 2 entries" in refusal(path, tmp_path / "t", ArchiveLimits(max_entries=2))
+    assert open_archive(path, ArchiveLimits(max_entries=3)).entries == ()
+
+
+CHANGES = {
+    "larger": [("m/x", 600), ("m/y", 0)],
+    "one file more": [("m/x", 500), ("m/y", 0), ("m/z", 0)],
+    "one file less": [("m/x", 500)],
+}
+
+
+@pytest.mark.parametrize("files", CHANGES.values(), ids=CHANGES)
+def test_a_file_rewritten_in_its_place_is_refused(
+    tgz_of_bytes: Callable[[bytes], Path], tmp_path: Path, files: list[tuple[str, int]]
+) -> None:
+    path = tgz_of_bytes(b"")
+
+    def rewrite(*sizes: tuple[str, int]) -> None:
+        plain = io.BytesIO()
+        with tarfile.open(fileobj=plain, mode="w") as archive:  # filled up to one length
+            for name, size in sizes:
+                archive.addfile(member(name, size=size), io.BytesIO(bytes(size)))
+        path.write_bytes(gzip.compress(plain.getvalue(), compresslevel=0))
+        os.utime(path, (0, 0))  # a clock that does not tell the difference
+
+    rewrite(("m/x", 500), ("m/y", 0))
+    archive = open_archive(path)
+    rewrite(*files)
+    with pytest.raises(ArchiveError, match="changed after it was opened"):
+        archive.extract(tmp_path / "t")
+    assert not (tmp_path / "t").exists()
+
+
 def test_a_long_name_of_gigabytes_is_refused_before_it_is_read(
     tgz_of_bytes: Callable[[bytes], Path], tmp_path: Path
 ) -> None:
@@ -120,11 +175,31 @@ def test_a_long_name_of_gigabytes_is_refused_before_it_is_read(
     )
 
 
-def test_extended_headers_without_end_are_refused(
-    tgz_of_bytes: Callable[[bytes], Path], tmp_path: Path
+@pytest.mark.parametrize(
+    ("headers", "refused"), [(MAX_EXTENDED_IN_A_ROW, False), (MAX_EXTENDED_IN_A_ROW + 1, True)]
+)
+def test_a_file_may_have_a_few_extended_headers(
+    tgz_of_bytes: Callable[[bytes], Path], headers: int, refused: bool
 ) -> None:
     one = member("././@LongLink", tarfile.GNUTYPE_LONGNAME, size=2).tobuf(tarfile.GNU_FORMAT)
-    assert "too many extended" in refusal(tgz_of_bytes((one + b"a\0" + bytes(510)) * 50), tmp_path / "t")
+    file = member("f").tobuf(tarfile.GNU_FORMAT)
+    path = tgz_of_bytes((one + b"a\0" + bytes(510)) * headers + file + bytes(1024))
+    with pytest.raises(ArchiveError, match="too many") if refused else contextlib.nullcontext():
+        assert [entry.name for entry in open_archive(path).entries] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("size", "refused"), [(0, False), (MAX_EXTENDED_BYTES, False), (MAX_EXTENDED_BYTES + 1, True), (-1, True)]
+)
+def test_an_extended_header_is_no_longer_than_may_be(
+    tgz_of_bytes: Callable[[bytes], Path], size: int, refused: bool
+) -> None:
+    record = b"%d comment=%b\n" % (size, b"a" * (size - len(b"%d comment=\n" % size)))
+    header = member("x", tarfile.XHDTYPE, size=size).tobuf(tarfile.GNU_FORMAT)
+    data = (record if size > 0 else b"").ljust(-(-max(size, 0) // 512) * 512, b"\0")
+    path = tgz_of_bytes(header + data + member("f").tobuf(tarfile.USTAR_FORMAT) + bytes(1024))
+    with pytest.raises(ArchiveError, match="an extended header of") if refused else contextlib.nullcontext():
+        assert [entry.name for entry in open_archive(path).entries] == ["f"]
 
 
 @pytest.mark.parametrize(
@@ -133,8 +208,14 @@ def test_extended_headers_without_end_are_refused(
         (b"0 \n", "damaged"),
         (b"9 path=x\n9", "damaged"),
         (b"99 path=x\n", "damaged"),
+        (b"8 path=x", "damaged"),
+        (b"7 path\n", "damaged"),
+        (b"5 =x\n", "damaged"),
         (b"x path=a\n", "not a size"),
         (b"11 size=-1\n", "not a size"),
+        (b"11 size=\xc2\xb2\n", "not a size"),
+        (b"28 size=" + b"9" * 19 + b"\n", "larger than"),
+        (b"29 size=" + b"9" * 20 + b"\n", "not a size"),
         (b"19 GNU.sparse.a=1234", "damaged"),
         (b"21 GNU.sparse.a=1234\n", "sparse"),
         (b"10 path=\xff\n", "not UTF-8"),
@@ -171,6 +252,15 @@ def test_something_behind_the_end_is_refused(tgz_of: Maker, tmp_path: Path) -> N
     assert "gzip data is damaged" in refusal(path, tmp_path / "t")
 
 
+@pytest.mark.parametrize(("padding", "refused"), [(MAX_PADDING_BYTES, False), (MAX_PADDING_BYTES + 1, True)])
+def test_zeros_behind_the_end_are_no_more_than_may_be(
+    tgz_of_bytes: Callable[[bytes], Path], padding: int, refused: bool
+) -> None:
+    path = tgz_of_bytes(member("f").tobuf(tarfile.USTAR_FORMAT) + bytes(512) + bytes(padding))
+    with pytest.raises(ArchiveError, match="behind the end") if refused else contextlib.nullcontext():
+        assert [entry.name for entry in open_archive(path).entries] == ["f"]
+
+
 @pytest.mark.parametrize("keep", [2, 9, 12, 40, -1, -9])
 def test_a_file_cut_off_anywhere_is_refused(tgz_of: Maker, tmp_path: Path, keep: int) -> None:
     path = tgz_of(("m/x", os.urandom(3000)))
@@ -196,7 +286,9 @@ def test_a_damaged_header_is_refused(tgz_of: Maker, tmp_path: Path) -> None:
 
 def test_a_negative_size_is_refused(tgz_of_bytes: Callable[[bytes], Path], tmp_path: Path) -> None:
     info = member("m/x", size=-1024)
-    assert "size" in refusal(tgz_of_bytes(info.tobuf(tarfile.GNU_FORMAT) + bytes(1024)), tmp_path / "t")
+    assert "the size -1024 is wrong" in refusal(
+        tgz_of_bytes(info.tobuf(tarfile.GNU_FORMAT) + bytes(1024)), tmp_path / "t"
+    )
 
 
 def test_indexing_a_large_file_keeps_nothing_of_it(tgz_of: Maker, monkeypatch: Any) -> None:

@@ -274,6 +274,7 @@ def test_a_text_is_no_list_of_outputs() -> None:
         (b"{}", None),
         (b'{"outputs": [{"name": "y", "datatype": "FP32", "shape": [2], "data": [1]}]}', None),
         (b'{"outputs": [{"name": "y", "datatype": "U", "shape": [], "data": []}]}', None),
+        (b'{"outputs": [{"name": "y", "datatype": "FP32", "shape": [Infinity], "data": []}]}', None),
         (CUT_OFF, None),
         (b"{}", "x"),
         (b"nonsense", "4"),
@@ -364,6 +365,12 @@ def test_all_pages_of_models_are_listed(call: Caller) -> None:
         b"next_page_token=1",
         b"next_page_token=2",
     ]
+
+
+@pytest.mark.parametrize("page", [[], {"models": None}, {"models": ["a"]}, {"models": [{"name": "a"}]}])
+def test_a_list_of_models_of_another_form_is_no_answer(call: Caller, page: object) -> None:
+    with pytest.raises(UnreadableAnswer, match="of another form"):
+        call(Server(ok(page)), lambda client: client.list_models())
 
 
 def test_a_description_is_a_list(call: Caller) -> None:

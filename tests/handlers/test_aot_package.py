@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from torchere.handlers.aot import holds_gil
 from torchere.handlers.aot_package import extracted_library, read_package
 
 FOLDER = "net/data/aotinductor/model/"
@@ -69,6 +70,33 @@ def test_what_is_no_package_is_refused(tmp_path: Path) -> None:
     (tmp_path / "net.pt2").write_text("text")
     with pytest.raises(RuntimeError, match=r"net\.pt2 is not a \.pt2 package"):
         read_package(str(tmp_path / "net.pt2"))
+
+
+def damaged(path: Path, name: str, text: str) -> str:
+    """A package in which one more entry is compressed, and its bytes are no deflate."""
+    with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as file:
+        file.writestr(name, text)
+        entry = file.getinfo(name)
+    start = entry.header_offset + 30 + len(name)
+    whole = bytearray(path.read_bytes())
+    whole[start : start + entry.compress_size] = b"\xff" * entry.compress_size
+    path.write_bytes(whole)
+    return str(path)
+
+
+def test_a_note_that_does_not_unpack_makes_a_damaged_package(tmp_path: Path) -> None:
+    write(tmp_path / "net.pt2", {FOLDER + "a.wrapper.so": "code"})
+    path = damaged(tmp_path / "net.pt2", FOLDER + "a.wrapper_metadata.json", METADATA)
+    with pytest.raises(RuntimeError, match=r"net\.pt2 is not a \.pt2 package"):
+        read_package(path)
+    assert not holds_gil(path, str(tmp_path))
+
+
+def test_a_library_that_does_not_unpack_leaves_nothing_behind(tmp_path: Path) -> None:
+    package = read_package(damaged(tmp_path / "net.pt2", FOLDER + "a.wrapper.so", "code"))
+    with pytest.raises(RuntimeError, match="is damaged"):
+        extracted_library(package, tmp_path / "libraries")
+    assert list((tmp_path / "libraries").iterdir()) == []
 
 
 def test_a_second_extraction_finds_the_first(tmp_path: Path) -> None:

@@ -80,6 +80,20 @@ def test_a_truncated_picture_is_refused(jpeg: bytes) -> None:
     assert "is broken" in _refusal(jpeg[: len(jpeg) // 2])
 
 
+@pytest.mark.skipif("AVIF" not in Image.registered_extensions().values(), reason="this Pillow has no AVIF")
+def test_an_avif_that_lost_its_pixels_is_refused() -> None:
+    buffer = io.BytesIO()
+    Image.new("RGB", (48, 40), (9, 200, 30)).save(buffer, "AVIF")
+    assert "not an image" in _refusal(buffer.getvalue().replace(b"iloc", b"free"))  # says where they are
+
+
+def test_a_picture_packed_in_a_way_that_pillow_does_not_know_is_refused(photo: Image.Image) -> None:
+    buffer = io.BytesIO()
+    photo.convert("P").save(buffer, "BLP")
+    unknown = buffer.getvalue()[:4] + struct.pack("<i", 9) + buffer.getvalue()[8:]
+    assert "is broken" in _refusal(unknown)
+
+
 def test_the_claimed_size_is_checked_before_decoding() -> None:
     message = _refusal(_png_claiming(2000, 1000), ImageLimits(max_pixels=1_000_000))
     assert "2000 x 1000 = 2000000 pixels, limit 1000000" in message
@@ -87,6 +101,16 @@ def test_the_claimed_size_is_checked_before_decoding() -> None:
 
 def test_a_decompression_bomb_is_refused() -> None:
     assert "too large" in _refusal(_png_claiming(60_000, 60_000))
+
+
+def test_a_picture_larger_than_what_its_header_says_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = io.BytesIO()
+    Image.new("RGBA", (400, 400)).save(buffer, "PNG")
+    png = buffer.getvalue()
+    entry = b"ic07" + struct.pack(">I", len(png) + 8) + png  # an icon of 128 x 128
+    icons = b"icns" + struct.pack(">I", len(entry) + 8) + entry
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 20_000)
+    assert "160000 pixels" in _refusal(icons)
 
 
 def test_too_many_bytes_are_refused(jpeg: bytes) -> None:

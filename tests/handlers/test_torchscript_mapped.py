@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from torchere.archiver.zipheaders import read_local
 from torchere.handlers import torchscript_mapped
 from torchere.handlers.torchscript import load_torchscript
 from torchere.handlers.torchscript_mapped import load_mapped
@@ -130,6 +131,18 @@ def test_what_can_not_be_mapped_is_left_to_torch(save: Save, what: str) -> None:
         with zipfile.ZipFile(path, "a") as archive:
             archive.writestr("module/extra/padding", bytes(2 << 20))
     assert load_mapped(path) is None
+
+
+def test_what_does_not_unpack_is_left_to_torch(save: Save) -> None:
+    path = Path(save(torch.jit.script(Varied().eval())))
+    with zipfile.ZipFile(path) as archive:
+        entry = next(one for one in archive.infolist() if one.compress_type == zipfile.ZIP_DEFLATED)
+    whole = bytearray(path.read_bytes())
+    with path.open("rb") as file:
+        start = read_local(file, entry.header_offset).data_offset
+    whole[start : start + entry.compress_size] = b"\xff" * entry.compress_size  # no deflate
+    path.write_bytes(whole)
+    assert load_mapped(str(path)) is None
 
 
 def test_what_is_no_zip_is_left_to_torch(tmp_path: Path) -> None:

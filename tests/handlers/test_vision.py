@@ -93,6 +93,18 @@ def test_limits_come_from_the_config(classifier_archive: Path, make_context: Any
     assert handler.preprocess([{"body": jpeg}]).shape == (1, 3, 32, 32)
 
 
+@pytest.mark.parametrize("key", ["max_pixels", "max_bytes"])
+@pytest.mark.parametrize("value", ["1e8", 0, -1, True, [1], float("nan")])
+def test_a_limit_that_is_no_number_fails_the_load(
+    classifier_archive: Path, make_context: Any, key: str, value: object
+) -> None:
+    context = make_context(classifier_archive, model=MODEL, config={"handler": {"image": {key: value}}})
+    with pytest.raises(
+        ValueError, match=rf"handler\.image\.{key} in model-config\.yaml is .*; expected a number"
+    ):
+        ImageClassifier().initialize(context)
+
+
 def test_the_config_of_one_model_does_not_change_another(classifier_archive: Path, make_context: Any) -> None:
     config = {"handler": {"image": {"crop": 32}}}
     first, second = ImageClassifier(), ImageClassifier()
