@@ -57,8 +57,10 @@ class ControlFrames:
 
     def _settings(self, flags: int, stream_id: int, payload: bytes) -> None:
         connection = self._connection
-        if stream_id or (flags & f.ACK and payload):
-            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "SETTINGS where none can be")
+        if stream_id:
+            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "SETTINGS on a stream")
+        if flags & f.ACK and payload:
+            raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, "SETTINGS in an acknowledgement")
         connection.chatter.count()
         if not flags & f.ACK:
             connection.write(f.frame(f.SETTINGS, f.ACK, 0))  # before what goes out by the new settings
@@ -66,8 +68,10 @@ class ControlFrames:
 
     def _ping(self, flags: int, stream_id: int, payload: bytes) -> None:
         connection = self._connection
-        if stream_id or len(payload) != len(PING):
-            raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, "a PING must be 8 bytes on stream 0")
+        if stream_id:
+            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "PING on a stream")
+        if len(payload) != len(PING):
+            raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, f"PING of {len(payload)} bytes")
         connection.chatter.count()
         if not flags & f.ACK:
             connection.write(f.frame(f.PING, f.ACK, 0, payload))
@@ -75,6 +79,8 @@ class ControlFrames:
             connection.farewell.heard(payload)
 
     def _goaway(self, flags: int, stream_id: int, payload: bytes) -> None:
+        if stream_id:
+            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "GOAWAY on a stream")
         self._connection.chatter.count()
         self._connection.farewell.returned()
 

@@ -115,7 +115,7 @@ class MessageReader:
         if len(self._message) + size < self._want:
             self._message += piece
             return []
-        if self._want < 0 and not self._prefix and size >= PREFIX_BYTES:
+        if self._want < 0 and not self._prefix:
             length = int.from_bytes(piece[1:PREFIX_BYTES], "big")
             if size == PREFIX_BYTES + length and not piece[0]:
                 _check(length, self._limit_bytes)

@@ -52,7 +52,7 @@ class Outflow:
         self._finished = finished
         self._hold = hold  # called when something has to wait for the client
         self._window = DEFAULT_WINDOW
-        self._waiting: dict[int, Stream] = {}  # in the order in which they began to wait
+        self._waiting: dict[int, Stream] = {}  # in the order in which they began to wait, and some that did
         self.initial_window = DEFAULT_WINDOW  # of streams, as the client said
         self.frame_bytes = DEFAULT_FRAME_BYTES
         self.stopped = False  # the socket takes no more for now
@@ -61,18 +61,16 @@ class Outflow:
         self._table_note = b""  # what the next header block has to begin with
 
     def take_room(self, stream: Stream, size: int) -> bool:
-        """Take the room for so much, to go out at once in one frame; whether there was room."""
+        """Take the room for all data of a stream, to go out at once in one frame; whether there was room."""
         if (
             size > self._window
             or size > stream.window
             or size > self.frame_bytes
-            or stream.outbox
             or self.stopped
             or self._table_note
         ):
             return False
         self._window -= size
-        stream.window -= size
         return True
 
     def pump(self, stream: Stream) -> None:
@@ -103,8 +101,6 @@ class Outflow:
             buffers += (head(len(block), HEADERS, END_STREAM | END_HEADERS, stream.id), block)
         if outbox:
             self._wait(stream)
-        else:
-            self._waiting.pop(stream.id, None)
         if buffers:
             self._write(buffers)
         if sent:
@@ -115,10 +111,8 @@ class Outflow:
             self._finished(stream)
 
     def _wait(self, stream: Stream) -> None:
-        if stream.window > 0 or self.stopped:
+        if stream.window > 0:  # what waits for its own window alone is pumped when that grows
             self._waiting[stream.id] = stream
-        else:  # what waits for its own window alone is pumped when that grows
-            self._waiting.pop(stream.id, None)
         self._hold()
 
     def _cut(
@@ -200,10 +194,11 @@ class Outflow:
         Raises:
             ConnectionBroken: a value can't be.
         """
+        told = list(read_settings(settings))
+        if any(name == Setting.HEADER_TABLE_SIZE and value < DEFAULT_TABLE_BYTES for name, value in told):
+            self._table_note = TABLE_UNUSED  # even if it grows again behind that
         # One that is told again and again counts once: each may concern a thousand streams.
-        wanted = dict(read_settings(settings))
-        if wanted.get(Setting.HEADER_TABLE_SIZE, DEFAULT_TABLE_BYTES) < DEFAULT_TABLE_BYTES:
-            self._table_note = TABLE_UNUSED
+        wanted = dict(told)
         frame_bytes = wanted.get(Setting.MAX_FRAME_SIZE)
         if frame_bytes is not None:
             self.frame_bytes = min(frame_bytes, MOST_FRAME_BYTES)

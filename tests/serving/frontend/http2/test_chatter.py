@@ -48,6 +48,21 @@ def test_chatter_in_a_short_time_is_one_too_many(clock):
             chatter.count()
 
 
+@pytest.mark.parametrize(
+    ("answers", "sends", "sent_bytes", "earned"),
+    [(0, 0, 0, 0), (100, 0, 0, 400), (0, 100, 0, 400), (0, 0, 100 * 1024, 100)],
+)
+def test_so_many_frames_pass_and_no_more(clock, answers, sends, sent_bytes, earned):
+    chatter = Chatter(SimpleNamespace(sends=sends, sent_bytes=sent_bytes))
+    chatter.answers = answers
+    passed = 0
+    with pytest.raises(ConnectionBroken):
+        while passed < 10 * CHATTER:
+            chatter.count()
+            passed += 1
+    assert passed == 2 * (CHATTER - 1) + earned
+
+
 @pytest.mark.parametrize("answers_a_frame", [1, 0.3])
 def test_whoever_is_answered_may_say_more(clock, answers_a_frame):
     chatter = Chatter(quiet())

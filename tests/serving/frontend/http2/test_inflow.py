@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from socket import SO_SNDBUF, SOL_SOCKET
+from types import SimpleNamespace
 
 import pytest
 from hyperframe.frame import DataFrame, HeadersFrame, RstStreamFrame, SettingsFrame
@@ -57,6 +58,24 @@ def test_the_connection_gets_leave_for_just_what_came_once_half_of_it_is_used_up
     flow.take(None, 2 * half)
     with pytest.raises(ConnectionBroken, match="leave"):
         flow.take(None, 2 * half + 1)
+
+
+@pytest.mark.parametrize(
+    ("came_bytes", "remote_open", "paused", "is_told"),
+    [
+        (inflow.STREAM_WINDOW_BYTES // 2, True, False, True),
+        (inflow.STREAM_WINDOW_BYTES // 2 - 1, True, False, False),
+        (inflow.STREAM_WINDOW_BYTES, False, False, False),
+        (inflow.STREAM_WINDOW_BYTES, True, True, False),
+    ],
+    ids=["half", "less than half", "ended", "paused"],
+)
+def test_a_stream_gets_leave_once_half_of_it_is_used_up(came_bytes, remote_open, paused, is_told):
+    told = []
+    stream = SimpleNamespace(id=1, allowed_bytes=inflow.STREAM_WINDOW_BYTES, came_bytes=came_bytes)
+    stream.remote_open, stream.paused = remote_open, paused
+    Inflow(told.append).give_leave(stream)
+    assert told == ([window_update(1, came_bytes)] if is_told else [])
 
 
 def test_a_stream_that_nobody_reads_does_not_stop_others(run, http2):

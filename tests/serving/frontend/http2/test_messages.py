@@ -49,6 +49,18 @@ def test_any_cut_of_the_same_bytes_is_the_same_messages(lengths, data):
     assert reader.at_message_end
 
 
+@pytest.mark.parametrize(
+    ("message", "cut"),
+    [(b"\0\0\0\xfc" + bytes(range(252)), 4), (b"before" + framed(b"inner"), 11)],
+    ids=["its length", "what is in it"],
+)
+def test_what_looks_like_a_message_within_another_one_is_none(message, cut):
+    sent = framed(message)
+    last = sent[cut:]
+    assert len(last) == 5 + int.from_bytes(last[1:5], "big")
+    assert read(MessageReader(LIMIT, "identity"), sent[:cut], last) == [message]
+
+
 def test_short_messages_are_split_a_few_at_a_time():
     messages = [b"%d" % number for number in range(100)]
     sent = b"".join(map(framed, messages)) + framed(b"last")[:7]
@@ -93,6 +105,7 @@ def test_a_message_over_the_limit_is_refused_by_its_prefix():
     code, text = failure("identity", framed(bytes(LIMIT + 1))[:5])
     assert (code, text) == (8, f"SERVER: Received message larger than max ({LIMIT + 1} vs. {LIMIT})")
     assert failure("identity", framed(bytes(LIMIT + 1)))[0] == 8
+    assert failure("identity", b"\0\1\0\0\5hello")[0] == 8
 
 
 @pytest.mark.parametrize("encoding", list(PACKED))
@@ -105,6 +118,14 @@ def test_a_bomb_is_refused_before_it_is_inflated_whole(encoding):
         assert tracemalloc.get_traced_memory()[1] < 50 * LIMIT
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("encoding", list(PACKED))
+def test_a_compressed_message_may_be_as_long_as_the_limit_and_no_longer(encoding):
+    longest = framed(PACKED[encoding](bytes(LIMIT)), 1)
+    assert read(MessageReader(LIMIT, encoding), longest) == [bytes(LIMIT)]
+    code, text = failure(encoding, framed(PACKED[encoding](bytes(LIMIT + 1)), 1))
+    assert (code, text) == (8, f"SERVER: Received message larger than max ({LIMIT + 1} vs. {LIMIT})")
 
 
 def test_a_compressed_message_takes_no_more_than_was_sent_until_somebody_wants_it():
