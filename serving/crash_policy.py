@@ -14,7 +14,7 @@ from torchere.serving.crash_journal import Crash, History, ServerState
 from torchere.serving.execution.loss import describe_exit
 
 CRASHES_IN_THREADS = 2  # of one version; then it runs in processes
-STABLE_S = 300.0  # a server that lived this long ends the count of crashes in a row
+STABLE_S = 300.0  # a server that served this long ends the count of crashes in a row
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # sent on purpose
 _FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGTRAP)
 _CURRENT_THREAD = re.compile(r"^Current thread 0x([0-9a-f]+)", re.MULTILINE)

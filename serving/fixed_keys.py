@@ -153,7 +153,9 @@ def _expiry(path: Path, name: str, text: object) -> float | None:
     if text is None:
         return None
     try:
-        moment = datetime.fromisoformat(re.sub("Z$", "+00:00", str(text)))  # Python 3.10 reads no "Z"
+        # Python 3.10 reads no "Z", and three or six digits of a fraction only; TorchServe writes nine.
+        exact = re.sub(r"\.(\d+)", lambda fraction: f".{fraction[1][:6]:0<6}", str(text))
+        moment = datetime.fromisoformat(re.sub("Z$", "+00:00", exact))
     except ValueError as err:
         raise _unusable(path, f"the expiration time of {name!r} is no ISO 8601 time") from err
     return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()

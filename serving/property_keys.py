@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torchere.serving import property_kinds as kinds
 from torchere.serving.property_kinds import Kind
+from torchere.serving.property_models import MODEL_DEFAULTS, SNAPSHOT
 from torchere.serving.settings import MAX_EXECUTORS
 
 ENV_GATE = "enable_envvars_config"
@@ -100,8 +101,8 @@ _LISTENERS = (
 _MODELS = (
     _key("model_store", kinds.PATH, "model_store"),
     _key("load_models", kinds.MODELS, "load_models"),
-    Key("models", kinds.MODEL_DEFAULTS, "model_defaults"),
-    Key("model_snapshot", kinds.SNAPSHOT, "snapshot_models"),
+    Key("models", MODEL_DEFAULTS, "model_defaults"),
+    Key("model_snapshot", SNAPSHOT, "snapshot_models"),
     _key("default_workers_per_model", kinds.whole(0, MAX_EXECUTORS), "default_executors"),
     _key("default_response_timeout", kinds.seconds(1), "default_response_timeout_s"),
     _key("default_startup_timeout", kinds.seconds(0), "default_startup_timeout_s"),

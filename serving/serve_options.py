@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torchere.serving.configuration import Configuration
+    from torchere.serving.properties import Entry
     from torchere.serving.settings import ServerSettings
 
 DEFAULT_FILE = Path("config.properties")
@@ -104,11 +105,8 @@ def plan_from(options: argparse.Namespace, environ: Mapping[str, str], restored:
     if temp and not Path(temp).is_dir():
         raise LaunchRefused(f"Invalid temp directory: {temp}, please check TEMP environment variable.")
     entries = read_properties(path) if path else ()
-    if path and _SNAPSHOT_NAME.fullmatch(path.name) and all(one.key != "model_snapshot" for one in entries):
-        # TorchServe writes them where they stand: a full disk leaves a part, or nothing.
-        raise LaunchRefused(
-            f"{path} is no whole snapshot: it names no models. Delete it, or start with --ncs."
-        )
+    if path and _SNAPSHOT_NAME.fullmatch(path.name) and (cut := _cut_off(path, entries)):
+        raise LaunchRefused(f"{path} is no whole snapshot: {cut}. Delete it, or start with --ncs.")
     configuration = configure(entries, environ, _overrides(options, restored))
     settings = configuration.checked(str(path or "configuration"))
     _require_stores(settings.model_store, options.workflow_store)
@@ -174,6 +172,18 @@ def newest_snapshot(directory: Path) -> Path | None:
         return None
     names = [path.name for path in directory.iterdir() if _SNAPSHOT_NAME.fullmatch(path.name)]
     return directory / max(names) if names else None
+
+
+def _cut_off(path: Path, entries: Sequence[Entry]) -> str:
+    """What tells that a snapshot is only a part; "" when nothing does.
+
+    TorchServe writes them where they stand: a full disk leaves a part, or nothing.
+    """
+    if all(one.key != "model_snapshot" for one in entries):
+        return "it names no models"
+    # Half of an address is another address; half of the models is no JSON.
+    whole = entries[-1].key == "model_snapshot" or path.read_bytes().endswith((b"\n", b"\r"))
+    return "" if whole else f"its last line, {entries[-1].key}, has no end"
 
 
 def _overrides(options: argparse.Namespace, restored: str) -> dict[str, str]:

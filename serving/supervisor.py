@@ -65,6 +65,7 @@ class Supervisor:
         for number in self._handled:
             signal.signal(number, lambda number, frame: None)  # the pipe tells
         self._pid = 0
+        self._served_s: float | None = None  # since when the last server said that it serves
         self._told_to_end = False
 
     def run(self) -> int:
@@ -75,7 +76,6 @@ class Supervisor:
         """
         code, losses, first_loss_s, has_served = 0, 0, 0.0, False
         while True:
-            started_s = time.monotonic()
             try:
                 self._start()
             except OSError as err:  # no process or memory left, of which the one before may have died
@@ -90,7 +90,7 @@ class Supervisor:
                 has_served = has_served or state is ServerState.SERVING
                 self._record(code, hung_s)
             ended_s = time.monotonic()
-            if losses == 0 or ended_s - started_s >= STABLE_S:
+            if losses == 0 or (self._served_s is not None and ended_s - self._served_s >= STABLE_S):
                 losses, first_loss_s = 0, ended_s
             losses += 1
             delay_s = restart_delay_s(losses, first_loss_s, ended_s, GIVE_UP_S)
@@ -102,6 +102,7 @@ class Supervisor:
                 return code
 
     def _start(self) -> None:
+        self._served_s = None
         self._journal.clear()
         os.ftruncate(self._trace, 0)
         os.lseek(self._trace, 0, os.SEEK_SET)
@@ -117,6 +118,8 @@ class Supervisor:
             began_s = time.monotonic()
             self._listen(_TICK_S)
             ended = self._reap()
+            if self._served_s is None and self._journal.state is ServerState.SERVING:
+                self._served_s = began_s
             if ended is not None:
                 return ended, hung_s
             if self._journal.state is not ServerState.SERVING or self._journal.beats != beats:

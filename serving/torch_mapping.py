@@ -15,6 +15,7 @@ _RTLD_LAZY = 1  # dlfcn.h
 # waits until all of torch is, with the GIL held. So those come first that a start needs before torch.
 EXTENSIONS = (
     "asyncio",
+    "csv",
     "decimal",
     "google._upb._message",
     "grp",

@@ -35,6 +35,7 @@ from torchere.serving.errors import (
     ServingError,
 )
 from torchere.serving.execution.executor import BatchReport, LoadSpec, Outcome, Unfinished
+from torchere.serving.execution.lack_of_memory import lacks_memory
 from torchere.serving.execution.plain import line_of, plain_text, refusal_of, response_of, trace_of
 from torchere.serving.execution.rows import headers_of, row_of
 from torchere.serving.telemetry.trace_context import trace_of_headers
@@ -244,7 +245,7 @@ class HandlerHost:
             logger.warning("model %s refused %s: %s", self._spec.model_name, ids, refusal, extra=extra)
             return refusal
         _log_failure(f"model {self._spec.model_name} failed on {ids}", err, extra)
-        if isinstance(err, MemoryError) or "CUDA" in plain_text(err):
+        if lacks_memory(err):
             return OutOfResources("Out of resources", line_of(err))
         return HandlerFailed(detail=line_of(err))
 
@@ -256,10 +257,7 @@ class HandlerHost:
 
     def _load_failed(self, detail: str, err: BaseException) -> LoadFailed:
         spec = self._spec
-        out_of_memory = isinstance(err, MemoryError) or (
-            isinstance(err, RuntimeError) and "CUDA" in plain_text(err)
-        )
-        return LoadFailed.of(spec.model_name, spec.model_version, detail, out_of_memory)
+        return LoadFailed.of(spec.model_name, spec.model_version, detail, lacks_memory(err))
 
 
 def _left_out(

@@ -29,6 +29,8 @@ MATCH_TIMEOUT_S = 5.0
 
 _REMOTE = re.compile(r"(https?|file|s3)://", re.IGNORECASE)
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-.]{0,254}")
+# Older Pythons read "[::1].example.com" as the host ::1, which a pattern for *.example.com did not mean.
+_IPV6_HOST = re.compile(r"\[[0-9a-f.]*:[0-9a-f:.]*\](:[0-9]*)?", re.IGNORECASE)
 _DEFAULT_PORTS = {"http": 80, "https": 443, "file": 0, "s3": 0}
 _MATCHER = """\
 import json, re, sys
@@ -38,6 +40,8 @@ print(json.dumps([bool(re.fullmatch(pattern, url, re.IGNORECASE)) for pattern in
 _V4_INSIDE = tuple(map(ipaddress.IPv6Network, ("::ffff:0:0/96", "::/96", "64:ff9b::/96")))
 _TUNNELS = tuple(map(ipaddress.IPv6Network, ("2002::/16", "2001::/32", "64:ff9b:1::/48")))
 _SITE_LOCAL = ipaddress.IPv6Network("fec0::/10")  # deprecated, and Python calls it global
+# Of protocols; a cloud's metadata is at .192. Python calls most of it global before 3.11.10, 3.12.4 and 3.13.
+_PROTOCOLS = ipaddress.IPv4Network("192.0.0.0/24")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,7 @@ def is_public(address: str) -> bool:
             return False
         if any(ip in network for network in _V4_INSIDE):
             ip = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
-    return ip.is_global and not ip.is_multicast and not ip.is_reserved
+    return ip.is_global and ip not in _PROTOCOLS and not ip.is_multicast and not ip.is_reserved
 
 
 def names_host(pattern: str, host: str) -> bool:
@@ -133,6 +137,8 @@ def _deceptive(url: str) -> str:
 
 
 def _deceptive_host(parts: SplitResult, port: int | None) -> str:
+    if set(parts.netloc) & set("[]") and not _IPV6_HOST.fullmatch(parts.netloc):
+        return "brackets in its host are for an IPv6 address, and nothing stands beside them but a port"
     if parts.scheme == "s3" and (port is not None or parts.query):
         return "of S3 it names a bucket and a key, nothing else: s3://bucket/key"
     return "" if parts.hostname and port != 0 else "it names no host"

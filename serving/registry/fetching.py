@@ -7,13 +7,16 @@ registering from the store, and predictions whose bodies are unpacked there.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from torchere.serving.errors import DownloadFailed, Unavailable
 from torchere.serving.registry.allowed_urls import is_remote
 from torchere.serving.registry.download import Download, Interrupt
 from torchere.serving.registry.store import Store
 from torchere.serving.registry.turns import Turns
+from torchere.serving.registry.version import Version
 
 AT_ONCE = 4
 MAX_WAITING = 60
@@ -78,6 +81,22 @@ def delete(downloaded: Download | None) -> None:
     """Take the copy out of the store again, if it is ours."""
     if downloaded and downloaded.is_new:
         downloaded.path.unlink(missing_ok=True)
+
+
+def hand_over(gone: Version, others: Iterable[Version]) -> bool:
+    """Leave the copy that was fetched for a version to one that was registered from it by its name.
+
+    False: there is none, and nobody needs the copy any more.
+    """
+    copy = gone.origin.archive.downloaded
+    if copy is None:
+        return False
+    for other in others:
+        archive = other.origin.archive
+        if archive.file_name == copy.name and not archive.outside_store:
+            other.origin = replace(other.origin, archive=replace(archive, downloaded=copy))
+            return True
+    return False
 
 
 def _stopping() -> Unavailable:

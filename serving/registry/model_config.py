@@ -113,6 +113,8 @@ def _load_yaml(text: str) -> dict[str, Any]:
         raw = yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, RecursionError, ValueError) as err:
         raise InvalidArchive(f"The model config is not valid YAML: {_why(err)}") from err
+    except (AttributeError, LookupError) as err:  # so PyYAML says that a text is not what its tag is for
+        raise InvalidArchive("The model config is not valid YAML: a value is not what its tag says") from err
     if raw is None:
         return {}
     if not isinstance(raw, dict):

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from weakref import WeakValueDictionary
 
 from torchere.archiver.reader import Archive
@@ -29,8 +28,9 @@ from torchere.serving.registry import routing
 from torchere.serving.registry.ahead import Prepared
 from torchere.serving.registry.download import Download
 from torchere.serving.registry.environments import EnvironmentBuilder, plan_environment
-from torchere.serving.registry.fetching import Fetching, delete
+from torchere.serving.registry.fetching import Fetching, delete, hand_over
 from torchere.serving.registry.loader import Loader
+from torchere.serving.registry.missing import Missing
 from torchere.serving.registry.names import (
     check_model_name,
     check_runtime,
@@ -41,7 +41,7 @@ from torchere.serving.registry.observer import RegistryObserver
 from torchere.serving.registry.policy import scaled_target
 from torchere.serving.registry.reconciler import Reconciler
 from torchere.serving.registry.snapshot_keeper import SnapshotKeeper
-from torchere.serving.registry.startup import Missing, Wanted, check_snapshot, startup_models
+from torchere.serving.registry.startup import Wanted, check_snapshot, startup_models
 from torchere.serving.registry.store import StoredArchive, store_of
 from torchere.serving.registry.version import Version, VersionState
 from torchere.serving.settings import ServerSettings
@@ -132,12 +132,13 @@ class Registry:
         self, key: ModelKey, wanted: Wanted, archive: Archive, downloaded: Download | None
     ) -> Version:
         stored = await self._unpacked(wanted, archive)
+        ours = downloaded.path if downloaded and downloaded.is_new else None
         try:
             plan = plan_environment(self._server.install_dependencies, stored.manifest, stored.config.raw)
             environment = await self._environments.build(key.name, stored.directory, plan)
             version = self._loader.build(
                 key,
-                replace(stored, downloaded=_ours(downloaded), environment=environment),
+                replace(stored, downloaded=ours, environment=environment),
                 wanted.asked,
                 handler=wanted.handler,
                 runtime=wanted.runtime,
@@ -199,12 +200,18 @@ class Registry:
         if found.key.version == served.default_version and len(served.versions) > 1:
             raise DefaultVersionInUse(f"Cannot remove default version for model {model}")
         self._missing.unregistered(model, version)
-        self.discard(found)
+        self._missing.left(found.key)
+        self._take_out(found)
         self._snapshots.changed()
         return found
 
     def discard(self, version: Version) -> None:
-        """Take this very version out without asking whether it is the default; twice is as good as once."""
+        """Take out this very version, which would not load: as if it never was. Twice is as good as once."""
+        if version in self.versions():
+            self._missing.taken_back(version.key)
+        self._take_out(version)
+
+    def _take_out(self, version: Version) -> None:
         self._serving = routing.without_version(self._serving, version)
         version.wanted = False
         self._reconciler.wake(version)
@@ -276,7 +283,7 @@ class Registry:
         self._fetching.close()
         leaving = list(self.versions())
         for version in leaving:
-            self.discard(version)
+            self._take_out(version)
         await asyncio.gather(*(version.settled.wait() for version in leaving))
         await self._loader.close()
         if self._sweeping is not None:
@@ -288,9 +295,5 @@ class Registry:
         self._observer.gone(version, was_last=version.key.name not in self._serving)
         forget_archive(str(version.origin.archive.directory))
         # At the end of the server downloads stay: the next one restores them from the store.
-        keep = self._closing
+        keep = self._closing or hand_over(version, self.versions())
         await asyncio.to_thread(self._store.remove, version.origin.archive, keep_download=keep)
-
-
-def _ours(downloaded: Download | None) -> Path | None:
-    return downloaded.path if downloaded and downloaded.is_new else None

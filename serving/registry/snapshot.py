@@ -38,7 +38,8 @@ def model_table(
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """By model and version what it takes to have it again; TorchServe's names, and ours where it has none.
 
-    Those that are `lacking` stand as in the snapshot that they come from, behind what is served.
+    Those that are `lacking` stand as in the snapshot that they come from, behind what is served. What never
+    was served is not among them: see `never_served`.
     """
     table = {
         name: {
@@ -48,6 +49,8 @@ def model_table(
         for name, served in serving.items()
     }
     for model in lacking:
+        if not model.version:
+            continue
         versions = table.setdefault(model.name, {})
         if model.version in versions:
             continue
@@ -56,6 +59,15 @@ def model_table(
         own = {"defaultVersion": model.default_version, "marName": model.archive}
         versions[model.version] = {**own, **model.settings}
     return table
+
+
+def never_served(lacking: Iterable[SnapshotModel]) -> list[dict[str, Any]]:
+    """What of it has no version, as nobody could read its archive; ours, TorchServe reads past it."""
+    return [
+        {"marName": model.archive, **({"modelName": model.name} if model.name else {}), **model.settings}
+        for model in lacking
+        if not model.version
+    ]
 
 
 def _version_entry(version: Version) -> dict[str, Any]:
@@ -82,14 +94,14 @@ def snapshot_text(
     name: str,
     created: datetime,
     properties: Iterable[tuple[str, str]],
-    models: Mapping[str, Mapping[str, Any]],
+    content: Mapping[str, Any],
 ) -> str:
-    """The content of the snapshot file `name`."""
+    """The text of the snapshot file `name`; `content` is what counts of its JSON."""
     record = {
         "name": name,
-        "modelCount": sum(len(versions) for versions in models.values()),
+        "modelCount": sum(len(versions) for versions in content["models"].values()),
         "created": int(created.timestamp() * 1000),
-        "models": models,
+        **content,
     }
     lines = [FIRST_LINE, f"#{created.astimezone().isoformat(timespec='seconds')}"]
     lines += [property_line(key, value) for key, value in properties]
@@ -134,7 +146,7 @@ def write_snapshot(
     directory: Path,
     kind: SnapshotKind,
     properties: Sequence[tuple[str, str]],
-    models: Mapping[str, Mapping[str, Any]],
+    content: Mapping[str, Any],
     keep: int,
 ) -> Path:
     """Write one snapshot, whole or not at all, and delete the oldest of ours beyond `keep`.
@@ -147,7 +159,7 @@ def write_snapshot(
     directory.mkdir(parents=True, exist_ok=True)
     now = datetime.now()  # local time without a zone, as in TorchServe's names
     name = snapshot_name(kind, now, os.listdir(directory))
-    text = snapshot_text(name, now, properties, models)
+    text = snapshot_text(name, now, properties, content)
     descriptor, temporary = tempfile.mkstemp(prefix=_DRAFT_PREFIX, dir=directory)
     try:
         with os.fdopen(descriptor, "w", encoding="ascii") as file:

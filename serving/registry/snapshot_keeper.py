@@ -10,7 +10,7 @@ from typing import Any
 
 from torchere.serving.crash_journal import Journal
 from torchere.serving.registry.routing import EMPTY, ServingMap
-from torchere.serving.registry.snapshot import SnapshotKind, model_table, write_snapshot
+from torchere.serving.registry.snapshot import SnapshotKind, model_table, never_served, write_snapshot
 from torchere.serving.registry.version import Version
 from torchere.serving.settings import SnapshotModel, SnapshotSettings
 
@@ -24,8 +24,8 @@ class SnapshotKeeper:
     the same turn share the next one: each holds all models. A snapshot that can't be written is a warning,
     never an error. A supervised server's models are in its journal, too.
 
-    `lacking` are those of the restored snapshot that this server could not register: the next start tries
-    them again.
+    `lacking` are those that this server was to serve from its start and could not register: the next start
+    tries them again.
     """
 
     def __init__(
@@ -94,13 +94,15 @@ class SnapshotKeeper:
         if task is not None:
             self._waiting.pop(task, None)
 
-    def _table(self) -> dict[str, dict[str, dict[str, Any]]]:
+    def _content(self) -> dict[str, Any]:
         self._noted = self._served()
-        return model_table(self._noted, self._lacking())
+        lacking = self._lacking()
+        missing = never_served(lacking)
+        return {"models": model_table(self._noted, lacking), **({"missing": missing} if missing else {})}
 
     async def _write(self, kind: SnapshotKind) -> None:
         if self._journal is not None and kind != "shutdown":
-            self._journal.models = json.dumps({"models": self._table()})
+            self._journal.models = json.dumps(self._content())
         if self._settings is None:
             return
         begun = self._begun
@@ -108,11 +110,11 @@ class SnapshotKeeper:
             if kind == "snapshot" and self._newest > begun:
                 return  # one that was begun after this change holds it
             self._begun = number = self._begun + 1
-            table = self._table()
+            content = self._content()
             settings = self._settings
             try:
                 await asyncio.to_thread(
-                    write_snapshot, settings.directory, kind, settings.properties, table, settings.keep
+                    write_snapshot, settings.directory, kind, settings.properties, content, settings.keep
                 )
                 self._newest = number
             except OSError as err:

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from torchere.archiver.errors import ArchiveError
 from torchere.archiver.names import MANIFEST_NAME
 from torchere.archiver.reader import Archive, ArchiveLimits, open_archive
@@ -142,6 +144,8 @@ class Store:
             logger.warning("%s: %s in %s %s", url, key, name, remark)
         try:
             manifest = _manifest_as_written(archive)
+            _check_sendable("manifest", manifest)
+            _check_sendable("model config", config.raw)
             signature = _optional_text(archive, _OPENAPI_SIGNATURE_NAME)
             directory = self._extracted(archive)
         except ArchiveError as err:
@@ -216,6 +220,14 @@ def store_of(server: ServerSettings) -> Store:
 def _manifest_as_written(archive: Archive) -> dict[str, Any]:
     text = _optional_text(archive, MANIFEST_NAME)
     return json.loads(text) if text else {}
+
+
+def _check_sendable(what: str, values: dict[str, Any]) -> None:
+    """Refuse now what no frame can hold, rather than when a worker is to have it: a number over 64 bits."""
+    try:
+        msgspec.msgpack.encode(values)
+    except (OverflowError, ValueError, TypeError, RecursionError) as err:
+        raise InvalidArchive(f"The {what} can't be given to a worker process: {err}") from err
 
 
 def _optional_text(archive: Archive, name: str) -> str | None:

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
@@ -117,10 +117,8 @@ class AccessLog:
         self._limit = limit
         self._outputs: list[_Output] | None = []  # None: one of them takes single lines only
         self._is_noted = False  # the thread knows that something waits
-        self._awake = threading.Event()
-        self._closing = threading.Event()
         self._lock = threading.Lock()  # held while lines are written, so that they stay in order
-        self._thread: threading.Thread | None = None
+        self._writer: _Writer | None = None
 
     @property
     def enabled(self) -> bool:
@@ -184,13 +182,11 @@ class AccessLog:
 
     def close(self) -> None:
         """Write what waits, and end the thread; a line that comes later begins a new one."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._closing.set()
-            self._awake.set()
-            thread.join()
-            self._closing.clear()
-            atexit.unregister(self.close)
+        if self._writer is not None:
+            atexit.unregister(self.close)  # before a line that comes meanwhile begins the next thread
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
         self.flush()
 
     def _find_outputs(self) -> list[_Output] | None:
@@ -204,18 +200,40 @@ class AccessLog:
         return found
 
     def _wake(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="access-log", daemon=True)
-            self._thread.start()
+        writer = self._writer
+        if writer is None:
+            self._writer = writer = _Writer(self.flush, self._flush_s)
             atexit.register(self.close)
+        writer.wake()  # one that is being closed leaves it to `close`
+
+
+class _Writer:
+    """The thread that flushes a while after it is woken, until it is closed. It begins at once."""
+
+    def __init__(self, flush: Callable[[], None], wait_s: float) -> None:
+        self._flush = flush
+        self._wait_s = wait_s
+        self._awake = threading.Event()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="access-log", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Something waits to be written."""
         self._awake.set()
+
+    def close(self) -> None:
+        """End the thread, which may leave something unwritten."""
+        self._closing.set()
+        self._awake.set()
+        self._thread.join()
 
     def _run(self) -> None:
         while not self._closing.is_set():
             self._awake.wait()
             self._awake.clear()
-            self._closing.wait(self._flush_s)  # more may come
-            self.flush()
+            self._closing.wait(self._wait_s)  # more may come
+            self._flush()
 
 
 def _handlers(logger: logging.Logger) -> Iterator[logging.Handler]:

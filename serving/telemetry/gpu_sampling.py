@@ -19,6 +19,7 @@ _FIELDS = "index,utilization.gpu,memory.used,memory.total"
 _TIMEOUT_S = 10.0  # it answers in under a second; with a hung driver, never
 
 _hung: list[subprocess.Popen[str]] = []  # was killed; with a hung driver that comes to nothing, either
+_asked: list[subprocess.Popen[str]] = []  # may answer yet
 
 
 class GpuSample(NamedTuple):
@@ -50,6 +51,12 @@ def sample_gpus() -> tuple[GpuSample, ...]:
         return ()
 
 
+def give_up() -> None:
+    """End what is asked now: nobody waits for its answer any more. Any thread may call it."""
+    while _asked:
+        _asked.pop().kill()
+
+
 def _ask(command: list[str]) -> tuple[GpuSample, ...]:
     """The samples it prints. Unlike `subprocess.run`, this waits for nothing that can't be killed."""
     if any(process.poll() is None for process in _hung):
@@ -58,12 +65,19 @@ def _ask(command: list[str]) -> tuple[GpuSample, ...]:
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, errors="replace"
     )
+    _asked.append(process)
     try:
         output, _ = process.communicate(timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()
         _hung.append(process)
         raise
+    finally:
+        is_wanted = process in _asked
+        if is_wanted:
+            _asked.remove(process)
+    if not is_wanted:
+        return ()
     samples = tuple(parse_gpus(output))
     # It fails for warnings, too (14: the infoROM of one GPU is corrupted), and has told all it was asked.
     if process.returncode and not samples:

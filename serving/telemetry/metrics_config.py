@@ -82,8 +82,10 @@ def parse_metrics_config(text: str) -> MetricsConfig:
 def _parse(text: str) -> MetricsConfig:
     try:
         document = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as err:
+    except (yaml.YAMLError, RecursionError, ValueError) as err:  # Value: 30 February
         raise MetricsCachePyYamlError(f"not YAML: {err}") from err
+    except (AttributeError, LookupError) as err:  # so PyYAML says that a text is not what its tag is for
+        raise MetricsCachePyYamlError("not YAML: a value is not what its tag says") from err
     if not isinstance(document, dict):
         raise MetricsCacheTypeError(f"found {_kind(document)}, expected a mapping with {_SECTIONS}")
     unknown = [key for key in document if key not in (*_SECTIONS, "dimensions")]
@@ -123,7 +125,7 @@ def _metric(place: str, kind: str, entry: object) -> DeclaredMetric:
     if missing:
         raise MetricsCacheKeyError(f"{place}: {entry.get('name', 'a metric')} lacks {', '.join(missing)}")
     name, unit, dimensions = (entry[key] for key in _FIELDS)
-    if not isinstance(name, str) or not isinstance(unit, str):
+    if not (_is_text(name) and _is_text(unit)):
         raise MetricsCacheTypeError(f"{place}: name {name!r} and unit {unit!r} must be text")
     if not isinstance(dimensions, list) or not all(isinstance(label, str) for label in dimensions):
         raise MetricsCacheTypeError(f"{place}: dimensions of {name} must be a list of text: {dimensions!r}")
@@ -131,6 +133,11 @@ def _metric(place: str, kind: str, entry: object) -> DeclaredMetric:
     if place.startswith("model_metrics"):
         labels = [*(label for label in dimensions if label != HOSTNAME), HOSTNAME]
     return DeclaredMetric(name, kind, unit, tuple(labels))
+
+
+def _is_text(value: object) -> bool:
+    """Half of a surrogate pair is none: no scrape could show it."""
+    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _check_names(config: MetricsConfig) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 
 import psutil
 
-from torchere.serving.telemetry.gpu_sampling import GpuSample, sample_gpus
+from torchere.serving.telemetry.gpu_sampling import GpuSample, give_up, sample_gpus
 from torchere.serving.telemetry.server_metrics import ServerMetrics
 
 logger = logging.getLogger(__name__)
@@ -35,12 +38,15 @@ class SystemMetrics:
 
         With `max_gpus` 0 GPUs are left out. One sample runs in a thread at a time.
         """
-        while True:
-            try:
-                await asyncio.to_thread(self.sample, max_gpus)
-            except (psutil.Error, OSError) as err:  # the next one may do better
-                logger.warning("the host can't be sampled: %s", err)
-            await asyncio.sleep(period_s)
+        try:
+            while True:
+                try:
+                    await _beside(partial(self.sample, max_gpus))
+                except (psutil.Error, OSError) as err:  # the next one may do better
+                    logger.warning("the host can't be sampled: %s", err)
+                await asyncio.sleep(period_s)
+        finally:
+            give_up()
 
     def sample(self, max_gpus: int | None = None) -> None:
         """Take one sample. Blocks while the GPUs are asked."""
@@ -70,3 +76,29 @@ class SystemMetrics:
         for name, value in values.items():
             if value is not None:
                 self._server.bind(name, "Host", str(gpu.device_id))(value)
+
+
+async def _beside(work: Callable[[], None]) -> None:
+    """Do it in a thread that nobody waits for at the end: who asks a hung driver may not come back."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def tell(err: BaseException | None) -> None:
+        if done.done():  # cancelled
+            return
+        if err is None:
+            done.set_result(None)
+        else:
+            done.set_exception(err)
+
+    def run() -> None:
+        failure: BaseException | None = None
+        try:
+            work()
+        except BaseException as err:  # the top of a thread: who waits is told
+            failure = err
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(tell, failure)
+
+    threading.Thread(target=run, name="host-sample", daemon=True).start()
+    await done

@@ -312,15 +312,31 @@ def test_the_newest_snapshot_is_restored_unless_told_not_to(store: Path, server:
     assert fresh.snapshot_models == ()
 
 
-def test_a_snapshot_that_a_full_disk_has_cut_off_is_not_taken_for_a_server_without_models(
-    store: Path, server: FakeServer, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "it names no models"),
+        ("model_store=store\n", "it names no models"),
+        (SNAPSHOT + "inference_address=http\\://a\\:80", "its last line, inference_address, has no end"),
+    ],
+)
+def test_a_snapshot_that_a_full_disk_has_cut_off_is_not_taken_for_a_whole_one(
+    text: str, reason: str, store: Path, server: FakeServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cut = Path("logs/config/20250102000000000-shutdown.cfg")
     cut.parent.mkdir(parents=True)
-    cut.touch()
+    cut.write_text(text.format(store=store))
     assert cli.main(["serve", "--model-store", str(store)]) == 1
-    assert f"{cut.absolute()} is no whole snapshot" in capsys.readouterr().out
+    assert f"{cut.absolute()} is no whole snapshot: {reason}. Delete it" in capsys.readouterr().out
     assert server.served == []
+
+
+def test_a_snapshot_whose_models_come_last_needs_no_end_of_that_line(store: Path, server: FakeServer) -> None:
+    snapshot = Path("logs/config/20250102000000000-shutdown.cfg")
+    snapshot.parent.mkdir(parents=True)
+    snapshot.write_text(SNAPSHOT.format(store=store).rstrip())
+    assert cli.main(["serve"]) == 0
+    assert [model.name for model in server.served[0].snapshot_models] == ["net"]
 
 
 def test_serve_logs_each_warning_once(

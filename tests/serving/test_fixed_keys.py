@@ -68,12 +68,21 @@ def test_a_file_that_a_server_wrote_can_be_used(path: Path, tmp_path: Path) -> N
     assert not passes(keys, "inference", made["API"]["key"])
 
 
-def test_keys_expire_when_the_file_says_so(path: Path) -> None:
-    write(path, {"inference": {"key": "inference-key", "expiration time": "2025-01-01T00:00:00Z"}})
-    now_s = [1_735_689_599.0]  # a second before
+@pytest.mark.parametrize(
+    ("expires", "expected_s"),
+    [
+        ("2025-01-01T00:00:00Z", 1_735_689_600.0),
+        ("2025-01-01T02:00:00.5+02:00", 1_735_689_600.5),
+        ("2025-01-01T00:00:00.250Z", 1_735_689_600.25),
+        ("2025-01-01T00:00:00.750000999Z", 1_735_689_600.75),  # nanoseconds, as Java has them
+    ],
+)
+def test_keys_expire_when_the_file_says_so(path: Path, expires: str, expected_s: float) -> None:
+    write(path, {"inference": {"key": "inference-key", "expiration time": expires}})
+    now_s = [expected_s - 0.125]
     keys = FixedKeys(path, lambda: now_s[0])
     assert passes(keys, "inference", "inference-key")
-    now_s[0] += 1
+    now_s[0] = expected_s
     assert not passes(keys, "inference", "inference-key")
 
 

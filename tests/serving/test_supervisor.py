@@ -154,6 +154,21 @@ def test_a_server_that_keeps_crashing_is_given_up_with_its_exit_status(start: St
     assert "giving up" in output
 
 
+@pytest.mark.parametrize(("serves", "starts"), [("pass", "xx"), ("serve()", "xxx")])
+def test_only_a_server_that_served_for_long_ends_the_row_of_crashes(
+    serves: str, starts: str, start: Start, tmp_path: Path
+) -> None:
+    code = f"""
+        if start < 3:
+            {serves}
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    process = start(code, changes="supervisor.STABLE_S = supervisor.GIVE_UP_S = 0.0")
+    output, _ = process.communicate(timeout=60)
+    assert (process.returncode, (tmp_path / "starts").read_text()) == (-signal.SIGKILL, starts)
+    assert "giving up" in output
+
+
 def test_a_server_whose_loop_stands_still_is_ended_with_a_trace_and_started_again(start: Start) -> None:
     process = start("""
         serve()

@@ -620,7 +620,7 @@ def test_batches_sent_ahead_to_a_worker_that_has_lost_its_gpu_are_all_given_back
             for sink in ahead:
                 sink.given_back.add_done_callback(order.append)
                 pool.submit([make_request("x")], sink)
-            assert isinstance(await first.outcome(), OutOfResources)
+            assert isinstance(await first.outcome(), HandlerFailed)
             assert await asyncio.wait_for(asyncio.gather(*(sink.given_back for sink in ahead)), 30)
             # The last one first: each goes to the front of the queue, where they shall be as they were.
             assert order == [sink.given_back for sink in reversed(ahead)]

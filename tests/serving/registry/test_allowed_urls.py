@@ -36,6 +36,13 @@ def test_a_query_is_sent_and_is_not_part_of_the_name() -> None:
     assert (source.port, source.target, source.file_name) == (8000, "/a.mar?signature=x%2Fy", "a.mar")
 
 
+@pytest.mark.parametrize(("port", "expected"), [("", 80), (":", 80), (":8080", 8080)])
+@pytest.mark.parametrize("host", ["::1", "2606:2800::1", "::ffff:1.2.3.4"])
+def test_an_ipv6_address_stands_in_brackets(host: str, port: str, expected: int) -> None:
+    source = allow(f"http://[{host}]{port}/a.mar", TORCHSERVE_DEFAULT)
+    assert (source.host, source.port) == (host, expected)
+
+
 @pytest.mark.parametrize("host", ["", "localhost"])
 def test_a_file_url_is_a_path(host: str) -> None:
     source = allow(f"file://{host}/srv/my%20models/a.mar", TORCHSERVE_DEFAULT)
@@ -59,6 +66,10 @@ def test_a_file_url_is_a_path(host: str) -> None:
         "https://evil.example/\x7f/a.mar",
         "https:///a.mar",
         "https://[::1/a.mar",
+        "https://[2606:2800::1].allowed.example/a.mar",
+        "https://allowed.example[2606:2800::1]/a.mar",
+        "https://[93.184.216.34].allowed.example/a.mar",
+        "https://[v1.evil]/a.mar",
         "https://evil.example:99999/a.mar",
         "https://evil.example:0/a.mar",
         "https://evil.example/" + "a" * 2048 + "/a.mar",
@@ -131,6 +142,7 @@ def test_a_signed_url_is_no_argument_of_a_process(monkeypatch: pytest.MonkeyPatc
         *("224.0.0.1", "255.255.255.255", "::", "::1", "fe80::1%eth0", "fc00::1", "ff02::1"),
         "fec0::1",
         "4000::1",
+        *("192.0.0.192", "::ffff:192.0.0.192", "64:ff9b::c000:c0"),
         *("::ffff:127.0.0.1", "::127.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::", "2001:0:1::1"),
     ],
 )

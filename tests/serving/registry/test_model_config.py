@@ -100,10 +100,14 @@ def test_a_number_longer_than_any_is_refused_with_its_place() -> None:
         "a: &a [*a]",
         "a: " + "x" * 2_000_000,
         "a: 1" + ":1" * 20_000 + ".5",
+        "a: 2026-02-30",
+        "a: !!bool maybe",
+        "a: !!timestamp then",
+        "a: !!int ''",
     ],
     ids=[
         *("python tag", "a list", "broken", "a word", "deep", "alias bomb", "merge bomb", "of itself"),
-        *("huge", "beyond floats"),
+        *("huge", "beyond floats", "no day", "no truth", "no time", "no number"),
     ],
 )
 def test_what_is_not_a_sane_mapping_is_refused(text: str) -> None:

@@ -26,6 +26,7 @@ class PuppetPool:
         self.in_service = 0
         self.free = 0
         self.on_loop = False
+        self.ahead = 0
         self.gate = asyncio.Event()
         self.gate.set()
         self.failure: Exception | None = None

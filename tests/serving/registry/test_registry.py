@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -321,3 +322,133 @@ def test_of_two_missing_versions_the_one_that_is_registered_is_there_and_another
 
     asyncio.run(main())
     assert [model.version for model in restored(snapshots.directory)] == [registered, *left]
+
+
+async def next_start(folder: Path, snapshots: SnapshotSettings, **settings: object) -> tuple[str, ...]:
+    """What is served after a start by the newest snapshot, and `!` before what is missing."""
+    server = configure(read_properties(max(snapshots.directory.iterdir()))).checked()
+    server = replace(
+        server, model_store=folder / "store", temp_dir=folder, snapshots=snapshots, load_models=(), **settings
+    )
+    registry = Registry(server, RegistryMetrics(Metrics("host")))
+    await registry.load_at_startup()
+    await registry.opened()
+    found = (*registry.served(), *(f"!{name}" for name in registry.missing()))
+    await registry.close()
+    return found
+
+
+@pytest.mark.parametrize("items", [("m.mar", "b=broken.mar"), ("all",)])
+def test_what_never_could_be_unpacked_is_tried_again_by_every_start_until_it_can(
+    items: tuple[str, ...], tmp_path: Path
+) -> None:
+    snapshots = SnapshotSettings(tmp_path / "config")
+    name = "b" if "all" not in items else "m"
+
+    async def main() -> None:
+        async with registry_of(tmp_path, load_models=items, snapshots=snapshots) as registry:
+            (tmp_path / "store" / "broken.mar").touch()
+            await registry.load_at_startup()
+            await registry.opened()
+        missing = "!b" if name == "b" else "!broken"
+        assert await next_start(tmp_path, snapshots) == ("m", missing)
+        assert await next_start(tmp_path, snapshots) == ("m", missing)
+        pack(tmp_path / "store" / "broken.mar", "2.0")
+        expected = ("m", "b") if name == "b" else ("m",)
+        assert await next_start(tmp_path, snapshots) == expected
+        assert {(model.name, model.version) for model in restored(snapshots.directory)} == {
+            ("m", "1.0"),
+            (name, "2.0"),
+        }
+
+    asyncio.run(main())
+
+
+def test_of_all_a_store_holds_what_was_taken_out_of_it_is_not_missed(tmp_path: Path) -> None:
+    snapshots = SnapshotSettings(tmp_path / "config")
+
+    async def main() -> None:
+        async with registry_of(tmp_path, load_models=("all",), snapshots=snapshots) as registry:
+            (tmp_path / "store" / "broken.mar").touch()
+            await registry.load_at_startup()
+            await registry.opened()
+        (tmp_path / "store" / "broken.mar").unlink()
+        assert await next_start(tmp_path, snapshots) == ("m",)
+
+    asyncio.run(main())
+
+
+def test_what_a_named_item_lacks_is_missed_as_long_as_it_is_not_there(tmp_path: Path) -> None:
+    snapshots = SnapshotSettings(tmp_path / "config")
+
+    async def main() -> None:
+        async with registry_of(tmp_path, load_models=("away.mar",), snapshots=snapshots) as registry:
+            await registry.load_at_startup()
+            await registry.opened()
+        assert await next_start(tmp_path, snapshots) == ("!away",)
+
+    asyncio.run(main())
+
+
+def test_what_would_not_load_leaves_missing_what_it_stood_for(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with registry_of(tmp_path, load_models=("n=away.mar",)) as registry:
+            await registry.load_at_startup()
+            await registry.opened()
+            failing = await registry.register(Wanted("m.mar", Asked(), name="n"))
+            assert registry.missing() == ()
+            registry.discard(failing)
+            assert registry.missing() == ("n",)
+            registry.discard(failing)
+            good = await registry.register(Wanted("m.mar", Asked(), name="n"))
+            registry.discard(failing)  # somebody else's by now
+            assert registry.missing() == ()
+            await (await registry.unregister("n", None)).settled.wait()
+            registry.discard(good)
+            assert registry.missing() == ()
+
+    asyncio.run(main())
+
+
+def test_a_default_that_was_chosen_meanwhile_outlives_what_would_not_load(tmp_path: Path) -> None:
+    snapshots = SnapshotSettings(tmp_path / "config")
+    models = tuple(SnapshotModel("m", each, f"{each}.mar", each == "2.0", HAD) for each in ("1.0", "2.0"))
+
+    async def main() -> None:
+        async with registry_of(tmp_path, snapshots=snapshots, snapshot_models=models) as registry:
+            pack(tmp_path / "store" / "1.0.mar", "1.0")
+            (tmp_path / "store" / "2.0.mar").touch()
+            await registry.load_at_startup()
+            await registry.opened()
+            pack(tmp_path / "store" / "2.0.mar", "2.0")
+            failing = await registry.register(Wanted("2.0.mar", Asked()))
+            registry.set_default("m", "1.0")
+            registry.discard(failing)
+            assert registry.missing() == ("m",)
+
+    asyncio.run(main())
+    assert {model.version: model.default_version for model in restored(snapshots.directory)} == {
+        "1.0": True,
+        "2.0": False,
+    }
+
+
+def test_a_download_stays_as_long_as_a_version_was_registered_from_it(tmp_path: Path) -> None:
+    snapshots = SnapshotSettings(tmp_path / "config")
+    pack(tmp_path / "fetched.mar")
+
+    async def main() -> None:
+        async with registry_of(tmp_path, snapshots=snapshots, allowed_urls=("file://.*",)) as registry:
+            await registry.opened()
+            await registry.register(Wanted(f"file://{tmp_path}/fetched.mar", Asked(), name="a"))
+            await registry.register(Wanted("m.mar", Asked(), name="c"))
+            await registry.register(Wanted("fetched.mar", Asked(), name="b"))
+            await (await registry.unregister("a", None)).settled.wait()
+            await registry.written()
+            assert await next_start(tmp_path, snapshots) == ("c", "b")
+            await (await registry.unregister("c", None)).settled.wait()
+            assert (tmp_path / "store" / "fetched.mar").exists()
+            await (await registry.unregister("b", None)).settled.wait()
+            assert not (tmp_path / "store" / "fetched.mar").exists()
+
+    asyncio.run(main())

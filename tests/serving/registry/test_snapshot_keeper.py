@@ -83,9 +83,9 @@ def tables_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, failing: int =
         "torchere.serving.registry.snapshot_keeper.model_table", lambda served, lacking: "".join(served)
     )
 
-    def write(directory: Path, kind: str, properties: object, table: str, keep: int) -> None:
-        written.append(table)
-        if table == "a":
+    def write(directory: Path, kind: str, properties: object, content: Any, keep: int) -> None:
+        written.append(content["models"])
+        if content["models"] == "a":
             all_wait.wait()
         if len(written) == failing:
             raise OSError("the disk is full")

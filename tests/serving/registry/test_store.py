@@ -53,6 +53,17 @@ def test_an_archive_is_unpacked_with_what_it_says_of_itself(store: Store, root: 
     assert not stored.directory.exists()
 
 
+@pytest.mark.parametrize("value", [1 << 64, -(1 << 63) - 1, "\ud800"])
+def test_what_no_worker_could_be_told_is_refused_before_it_is_unpacked(
+    value: object, store: Store, root: Path
+) -> None:
+    pack(root / "config.mar", config=json.dumps({"deep": [value]}))
+    pack(root / "manifest.mar", extensions={"deep": [value]})
+    for what, name in (("model config", "config.mar"), ("manifest", "manifest.mar")):
+        with pytest.raises(InvalidArchive, match=f"The {what} can't be given to a worker process: "):
+            store.unpack(name, store.open(name))
+
+
 def test_a_broken_archive_names_itself_and_the_fault(store: Store, root: Path) -> None:
     (root / "bad.mar").write_bytes(b"this is no zip")
     with pytest.raises(InvalidArchive) as caught:

@@ -130,6 +130,25 @@ def test_after_the_end_it_goes_on(log, keeper):
     assert len(keeper.lines) == 2
 
 
+def test_lines_that_come_during_the_end_and_after_it_are_written_by_themselves(log, keeper):
+    keeper.gate.clear()
+    add(log, 1)
+    while log._outputs[0].texts:  # until the thread stands still with it
+        time.sleep(0.001)
+    closing = threading.Thread(target=log.close)
+    closing.start()
+    while log._writer is not None:
+        time.sleep(0.001)
+    add(log, 2)
+    keeper.gate.set()
+    closing.join()
+    deadline_s = time.monotonic() + 10
+    add(log, 3)
+    while len(keeper.lines) < 3 and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    assert [line.split()[2] for line in keeper.lines] == ["/1", "/2", "/3"]
+
+
 def test_with_a_handler_that_takes_single_lines_only_they_go_through_logging(log, keeper):
     single = logging.handlers.BufferingHandler(100)
     log.logger.addHandler(single)

@@ -46,6 +46,10 @@ def test_the_server_may_have_no_metric_at_all():
     ("text", "error", "says"),
     [
         ("a: [", MetricsCachePyYamlError, "not YAML"),
+        ("a: " + "9" * 5000, MetricsCachePyYamlError, "5000 digits"),
+        ("a: 2026-02-30", MetricsCachePyYamlError, "not YAML: day"),
+        ("a: !!bool maybe", MetricsCachePyYamlError, "not what its tag says"),
+        ("a: !!timestamp then", MetricsCachePyYamlError, "not what its tag says"),
         ("[]", MetricsCacheTypeError, "found list"),
         ("", MetricsCacheTypeError, "found NoneType"),
         ("ts_metrics: {}", MetricsCacheKeyError, "missing ['model_metrics']"),
@@ -71,6 +75,7 @@ def test_a_file_of_another_shape_is_refused_by_name(text, error, says):
         ("{unit: ms}", MetricsCacheKeyError, "a metric lacks name, dimensions"),
         ("{name: 1, unit: ms, dimensions: []}", MetricsCacheTypeError, "name 1"),
         ("{name: A, unit: 1, dimensions: []}", MetricsCacheTypeError, "unit 1"),
+        ('{name: A, unit: "\\ud800", dimensions: []}', MetricsCacheTypeError, r"unit '\ud800'"),
         ("{name: A, unit: ms, dimensions: [1]}", MetricsCacheTypeError, "dimensions of A"),
         ("{name: bad name, unit: ms, dimensions: []}", MetricsCacheValueError, "bad name"),
         ("{name: A, unit: ms, dimensions: [bad label]}", MetricsCacheValueError, "bad label"),

@@ -1,5 +1,7 @@
 import asyncio
+import signal
 import subprocess
+import threading
 
 import pytest
 
@@ -141,3 +143,38 @@ def test_a_driver_that_hangs_holds_nothing_up_and_is_left_alone(tmp_path, monkey
 def test_without_a_driver_there_are_no_gpus(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert sample_gpus() == ()
+
+
+def test_the_end_does_not_wait_for_a_driver_that_hangs():
+    begun, goes_on, went_on = threading.Event(), threading.Event(), []
+
+    def gpus():
+        begun.set()
+        went_on.append(goes_on.wait(10))
+        return ()
+
+    async def watch():
+        sampling = asyncio.create_task(SystemMetrics(Taken(), gpus).sample_every(0.01))
+        while not begun.is_set():
+            await asyncio.sleep(0)
+        sampling.cancel()
+
+    asyncio.run(watch())
+    assert went_on == []
+    goes_on.set()
+
+
+def test_who_stops_to_sample_leaves_no_question_behind(tmp_path, monkeypatch, caplog):
+    fake_driver(tmp_path, monkeypatch, "exec sleep 60")
+    asked = []
+
+    async def watch():
+        sampling = asyncio.create_task(SystemMetrics(Taken()).sample_every(0.01))
+        while not gpu_sampling._asked:
+            await asyncio.sleep(0)
+        asked.extend(gpu_sampling._asked)
+        sampling.cancel()
+
+    asyncio.run(watch())
+    assert asked[0].wait(60) == -signal.SIGKILL
+    assert caplog.text == ""
