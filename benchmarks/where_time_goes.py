@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness import servers
-from harness.environments import need_tool
 from harness.errors import Failed
 from harness.load import http_load
 from harness.machine import facts
@@ -146,12 +146,18 @@ def _loop_s(endpoint: Endpoint) -> float:
     return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
-def _sampled(endpoint: Endpoint, seconds: float) -> list[str]:
+def _py_spy() -> str:
     beside = Path(sys.executable).with_name("py-spy")
-    tool = str(beside) if beside.exists() else need_tool("py-spy", "py-spy")
+    found = str(beside) if beside.exists() else shutil.which("py-spy")
+    if found is None:
+        raise SystemExit(f"found no py-spy on the PATH or beside {sys.executable}: pip install py-spy")
+    return found
+
+
+def _sampled(endpoint: Endpoint, seconds: float) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "stacks")
-        command = [tool, "record", "--pid", str(endpoint.process.pid), "--duration", f"{seconds:.0f}"]
+        command = [_py_spy(), "record", "--pid", str(endpoint.process.pid), "--duration", f"{seconds:.0f}"]
         command += ["--rate", str(_SAMPLES_PER_S), "--format", "raw", "--output", str(file)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if not file.exists():
@@ -173,6 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, and write the document if asked to."""
     options = _arguments().parse_args(argv)
     machine = facts()
+    _py_spy()  # before the first load, rather than in the middle of it
     found: dict[str, Found] = {}
     with tempfile.TemporaryDirectory(prefix="torchere-bench-") as folder:
         for subject in subjects(Workshop(Path(folder))):
