@@ -25,7 +25,7 @@ from torchere.serving.settings import ServerSettings
 
 # How long a thread may keep the GIL that another waits for; CPython's default is 5 ms. Unpacking 400 MB asks
 # for it some three hundred times, and the main thread, which imports, has it nearly always.
-SWITCH_INTERVAL_S = 5e-5
+START_SWITCH_INTERVAL_S = 5e-5
 # Imported while torch's libraries are mapped: torch's own import would wait for that, with the GIL held.
 # All of it is needed to begin to serve.
 WITHOUT_TORCH = (
@@ -39,7 +39,7 @@ WITHOUT_TORCH = (
 @contextmanager
 def preparation(settings: ServerSettings) -> Iterator[Prepared]:
     """Begin all that; at the end of the block what nobody took over is ended, and deleted."""
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    sys.setswitchinterval(START_SWITCH_INTERVAL_S)
     store = store_of(settings)
     try:
         wanted = [each for each in startup_models(settings, store.names) if not is_remote(each.url)]

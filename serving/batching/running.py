@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -48,9 +47,9 @@ class RunningBatch:
         self.begun_s = 0.0  # monotonic, when an executor thread began with it; 0: not yet, or not known
         self.rounds = rounds  # how many batches, this one the last, its executor has before it is done
 
-    def begun(self) -> Sequence[int]:
+    def begun(self, now_s: float) -> Sequence[int]:
         """See `BatchSink.begun`."""
-        self.begun_s = time.monotonic()
+        self.begun_s = now_s
         return [place for place, pending in enumerate(self.pendings) if not pending.open]
 
     def partial(self, index: int, part: InferResponse) -> UnreadParts | None:

@@ -95,8 +95,8 @@ class Hold(Protocol):
 class BatchSink(Protocol):
     """Where an executor puts what a batch gives. Called on the event loop only, but for `begun`."""
 
-    def begun(self) -> Sequence[int]:
-        """An executor thread begins with it, and tells in its own thread.
+    def begun(self, now_s: float) -> Sequence[int]:
+        """An executor thread begins with it at `now_s` (monotonic), and tells in its own thread.
 
         Returns:
             The places of those requests that nobody waits for any more.

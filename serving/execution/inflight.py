@@ -48,7 +48,7 @@ class InFlight:
         self.taker, self.taken_s = taker, time.monotonic()
         if self.answered:
             return False
-        self.gone = self.sink.begun()
+        self.gone = self.sink.begun(self.taken_s)
         return len(self.gone) < len(self.requests)
 
     @property

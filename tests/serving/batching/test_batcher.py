@@ -313,10 +313,10 @@ async def test_a_batch_is_wanted_until_the_last_of_its_clients_is_gone() -> None
     ((_, sink),) = stage.pool.batches
     goes.answer.cancel()
     stage.batcher.withdraw(goes.pending)
-    assert sink.begun() == [1]
+    assert sink.begun(stage.now_s) == [1]
     stays.answer.cancel()
     stage.batcher.withdraw(stays.pending)
-    assert sink.begun() == [0, 1]
+    assert sink.begun(stage.now_s) == [0, 1]
     drained = asyncio.ensure_future(stage.batcher.drain(30.0))
     await asyncio.sleep(0)
     assert not drained.done()
@@ -408,7 +408,7 @@ async def test_a_full_batch_goes_ahead_of_the_executor_that_will_be_free_first()
     ahead = stage.submit("d")
     assert stage.running == [["a", "b"], ["c", "d"]]
     sink = stage.pool.batches[1][1]
-    assert sink.begun() == []
+    assert sink.begun(stage.now_s) == []
     stage.pool.finish()
     assert stage.pool.finish() == ["c", "d"]
     assert (await ahead.answer).body == b"d"
@@ -427,7 +427,7 @@ async def test_what_lies_ahead_counts_as_waiting_until_it_is_begun() -> None:
     stage.submit("e")
     with pytest.raises(QueueFull):
         stage.submit("f")
-    stage.pool.batches[1][1].begun()
+    stage.pool.batches[1][1].begun(stage.now_s)
     assert (stage.batcher.queue_length, stage.batcher.queue_capacity) == (1, 2)
     stage.submit("f")
 
@@ -530,7 +530,7 @@ async def test_a_client_that_leaves_its_stream_did_not_read_too_slowly() -> None
     sink.partial(0, InferResponse(b"one"))
     await submitted.answer
     del submitted  # nobody holds the answer now
-    while not sink.begun():
+    while not sink.begun(stage.now_s):
         await asyncio.sleep(0)
     assert stage.unread == 0
 

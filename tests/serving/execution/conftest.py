@@ -47,7 +47,7 @@ class Sink:
 
     gone: Sequence[int] = ()
 
-    def begun(self) -> Sequence[int]:
+    def begun(self, now_s: float) -> Sequence[int]:
         return self.gone
 
     def partial(self, index: int, part: InferResponse) -> None:

@@ -40,7 +40,7 @@ class Held:
         self.go_on = None
         self.is_over = False
 
-    def begun(self):
+    def begun(self, now_s):
         return ()
 
     def partial(self, index, part):
