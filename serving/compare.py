@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 from torchere.archiver.errors import ArchiveError, ModelRefused, plainly
 from torchere.archiver.reader import Archive, open_archive
-from torchere.archiver.signature import SIGNATURE_NAME, Signature, SignatureError, parse
+from torchere.archiver.signature import MAX_TEXT_BYTES, SIGNATURE_NAME, Signature, SignatureError, parse
 from torchere.archiver.torchscript_options import TorchScriptOptions
+from torchere.serving.errors import InvalidArchive
 
 if TYPE_CHECKING:
     import torch
 
     from torchere.archiver.models.report import Report
 
-_MAX_TEXT_BYTES = 2**20  # of model-config.yaml and signature.json
 _PICTURES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp"})
 
 
@@ -191,16 +191,15 @@ def _loaded(archive: Archive, root: Path, config: dict[str, Any]) -> Callable[..
 
 
 def _config(archive: Archive) -> dict[str, Any]:
-    import yaml  # noqa: PLC0415 - not needed for --help
+    from torchere.serving.registry.model_config import MAX_CONFIG_BYTES, parse_model_config  # noqa: PLC0415
 
     name = archive.manifest.config_file
     if name is None:
         return {}
     try:
-        found = yaml.safe_load(archive.read_text(name, _MAX_TEXT_BYTES))
-    except yaml.YAMLError as error:
-        raise ModelRefused(f"{archive.path}: {name} is not YAML: {error}") from error
-    return found if isinstance(found, dict) else {}
+        return parse_model_config(archive.read_text(name, MAX_CONFIG_BYTES)).raw
+    except InvalidArchive as error:
+        raise ModelRefused(f"{archive.path}: {name}: {error}") from error
 
 
 def _options(archive: Archive, config: dict[str, Any]) -> TorchScriptOptions:
@@ -214,6 +213,6 @@ def _signature(archive: Archive) -> Signature | None:
     if all(entry.name != SIGNATURE_NAME for entry in archive.entries):
         return None
     try:
-        return parse(archive.read_text(SIGNATURE_NAME, _MAX_TEXT_BYTES))
+        return parse(archive.read_text(SIGNATURE_NAME, MAX_TEXT_BYTES))
     except SignatureError as error:
         raise ModelRefused(f"{archive.path}: {error}") from error

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import yaml
-
+from torchere.serving.bounded_yaml import MAX_CHARACTERS, read_yaml
 from torchere.serving.errors import InvalidArchive
 from torchere.serving.settings import Isolation, largest
 
-MAX_CONFIG_BYTES = 1 << 20
-MAX_VALUES = 1 << 20  # with what aliases repeat: workers get them without aliases
-MAX_DEPTH = 50
-MAX_NUMBER_CHARACTERS = 400  # reading and printing a longer one takes Python long, or it will not
+MAX_CONFIG_BYTES = MAX_CHARACTERS
 _NOT_SPREAD = (
     "a model is not spread over several processes; quantise it until it fits one device (deviceIds gives "
     "each worker its own), or run a server made for it beside this one"
@@ -109,12 +104,9 @@ def unsupported_keys(raw: dict[str, Any]) -> list[str]:
 
 def _load_yaml(text: str) -> dict[str, Any]:
     try:
-        _check_shape(text)
-        raw = yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, RecursionError, ValueError) as err:
-        raise InvalidArchive(f"The model config is not valid YAML: {_why(err)}") from err
-    except (AttributeError, LookupError) as err:  # so PyYAML says that a text is not what its tag is for
-        raise InvalidArchive("The model config is not valid YAML: a value is not what its tag says") from err
+        raw = read_yaml(text)
+    except ValueError as err:
+        raise InvalidArchive(f"The model config is not valid YAML: {err}") from err
     if raw is None:
         return {}
     if not isinstance(raw, dict):
@@ -122,56 +114,6 @@ def _load_yaml(text: str) -> dict[str, Any]:
             f"The model config is a {type(raw).__name__}, expected a mapping of keys to values"
         )
     return raw
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML's own, without the numbers that are a bomb (`1:1:1:...` is one, to the base of 60)."""
-
-
-def _bounded_number(kind: str) -> Callable[[Any, Any], Any]:
-    construct = yaml.SafeLoader.yaml_constructors[kind]
-
-    def constructed(loader: _Loader, node: yaml.Node) -> Any:
-        if len(node.value) > MAX_NUMBER_CHARACTERS:
-            problem = f"a number of {len(node.value)} characters"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
-        return construct(loader, node)
-
-    return constructed
-
-
-for _kind in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
-    _Loader.add_constructor(_kind, _bounded_number(_kind))
-
-
-def _check_shape(text: str) -> None:
-    if len(text) > MAX_CONFIG_BYTES:
-        raise ValueError(f"{len(text)} characters, at most {MAX_CONFIG_BYTES} are read")
-    values = 0
-    sizes: dict[str | None, int] = {}  # of what has an anchor
-    opened: list[tuple[str | None, int]] = []  # collections: the anchor, and the values before it
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        if isinstance(event, yaml.AliasEvent):
-            if any(event.anchor == anchor for anchor, _ in opened):
-                raise ValueError(f"{event.anchor} is part of itself")
-            values += sizes.get(event.anchor, 1)
-        elif isinstance(event, yaml.NodeEvent):
-            values += 1
-            sizes[event.anchor] = 1
-        if isinstance(event, yaml.CollectionStartEvent):
-            opened.append((event.anchor, values - 1))
-        elif isinstance(event, yaml.CollectionEndEvent):
-            anchor, before = opened.pop()
-            sizes[anchor] = values - before
-        if values > MAX_VALUES or len(opened) > MAX_DEPTH:
-            raise ValueError(f"more than {MAX_VALUES} values, aliases spelt out, or {MAX_DEPTH} levels")
-
-
-def _why(err: Exception) -> str:
-    problem, mark = getattr(err, "problem", None), getattr(err, "problem_mark", None)
-    if problem and mark:  # of a parser: the rest of its text is drawn over several lines
-        return f"{problem} in line {mark.line + 1}, column {mark.column + 1}"
-    return " ".join(str(err).split())
 
 
 class _Reader:

@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import yaml
-
 from torchere.handlers.errors import (
     MetricsCacheIOError,
     MetricsCacheKeyError,
@@ -21,6 +19,7 @@ from torchere.handlers.errors import (
     MetricsCacheTypeError,
     MetricsCacheValueError,
 )
+from torchere.serving.bounded_yaml import read_yaml
 from torchere.serving.telemetry import catalogue
 from torchere.serving.telemetry.families import KINDS, Families, Reserved
 
@@ -81,11 +80,9 @@ def parse_metrics_config(text: str) -> MetricsConfig:
 
 def _parse(text: str) -> MetricsConfig:
     try:
-        document = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError, ValueError) as err:  # Value: 30 February
+        document = read_yaml(text)
+    except ValueError as err:
         raise MetricsCachePyYamlError(f"not YAML: {err}") from err
-    except (AttributeError, LookupError) as err:  # so PyYAML says that a text is not what its tag is for
-        raise MetricsCachePyYamlError("not YAML: a value is not what its tag says") from err
     if not isinstance(document, dict):
         raise MetricsCacheTypeError(f"found {_kind(document)}, expected a mapping with {_SECTIONS}")
     unknown = [key for key in document if key not in (*_SECTIONS, "dimensions")]

@@ -183,3 +183,13 @@ def test_a_model_whose_own_code_raises_is_one_line_and_status_2(
     assert status == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert "broken.mar failed: ModuleNotFoundError: No module named 'not_there'" in line
+
+
+@pytest.mark.parametrize("settings", ["a: !!bool maybe", "- 1", "batchSize: 65537"])
+def test_a_configuration_that_the_server_refuses_is_refused_here_too(
+    folder: Path, capsys: pytest.CaptureFixture[str], settings: str
+) -> None:
+    pack(folder, "odd", 1.0, settings)
+    data = ("--data", str(folder / "data"))
+    assert main(["compare", str(folder / "one.mar"), str(folder / "odd.mar"), *data]) == 2
+    assert "odd.mar: model-config.yaml: " in capsys.readouterr().err

@@ -46,7 +46,7 @@ def test_the_server_may_have_no_metric_at_all():
     ("text", "error", "says"),
     [
         ("a: [", MetricsCachePyYamlError, "not YAML"),
-        ("a: " + "9" * 5000, MetricsCachePyYamlError, "5000 digits"),
+        ("a: " + "9" * 5000, MetricsCachePyYamlError, "a number of 5000 characters"),
         ("a: 2026-02-30", MetricsCachePyYamlError, "not YAML: day"),
         ("a: !!bool maybe", MetricsCachePyYamlError, "not what its tag says"),
         ("a: !!timestamp then", MetricsCachePyYamlError, "not what its tag says"),
