@@ -111,7 +111,7 @@ def subjects(shop: Workshop) -> list[Subject]:
         Subject(
             f"MiniLM tensors, {minilm.clients} clients",
             servers.torchere(shop, MINILM.name, minilm.executors),
-            packed(MINILM, shop),
+            packed(MINILM, minilm, shop),
             minilm.clients,
         ),
     ]

@@ -36,6 +36,7 @@ def closed_loop(
         url = f"{endpoint.url}{probe.path}"
         most = warm_up_clients or max(clients)
         http_load(url, probe.body, most, WARM_UP_S, probe.content_type, headers=probe.headers)
+        until_answered(endpoint, probe)  # what wrk left behind is run, and would count for nobody
         for count in clients:
             load = http_load(
                 url, probe.body, count, conditions.seconds, probe.content_type, headers=probe.headers

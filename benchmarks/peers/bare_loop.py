@@ -1,7 +1,6 @@
 """The floor under a model server: bare loops over the same file, nothing served.
 
-    python bare_loop.py FILE INPUT... --seconds 2 --threads 2 [--batches 1,2,4,8,16] [--within 0] [--each]
-        [--optimize]
+    python bare_loop.py FILE INPUT... --seconds 2 --threads 2 [--batches 1,2,4,8,16] [--each] [--optimize]
 
 FILE is TorchScript, or a `.pt2`, which is loaded as the server does, for torch's own binding keeps the GIL.
 An INPUT is one row: a `.npy` file with the batch as its first dimension, repeated for larger batches; or a
@@ -10,8 +9,8 @@ picture, which is decoded, cut and normalised anew for every row, as the handler
 Loops side by side, each with one intra-op thread, and one loop with all of them are tried with every batch
 size; `--each` tries the former only; those near the fastest are tried again, in turn, for a noisy second
 must not decide. `--optimize` optimises TorchScript first, as the server does where an archive says
-`optimize_for_inference`. The fastest, or the largest batch within the share `--within` of it, is then
-measured for so many seconds. Prints JSON: its batch, its loops, its rows a second, and what the tries gave.
+`optimize_for_inference`. The fastest is then measured for so many seconds. Prints JSON: its batch, its loops,
+its rows a second, and what the tries gave.
 """
 
 from __future__ import annotations
@@ -125,7 +124,7 @@ def main() -> None:
     options = _arguments().parse_args()
     work = Work(options.file, options.inputs, optimize=options.optimize)
     tries = tries_of(work, _ways(options))
-    best = chosen({way: statistics.median(rates) for way, rates in tries.items()}, options.within)
+    best = max(tries, key=lambda way: statistics.median(tries[way]))
     found = {"batch": best.batch, "loops": best.loops, "per_second": rate(work, best, options.seconds)}
     tried = {f"batch {way.batch}, {way.loops} loop(s)": rates for way, rates in tries.items()}
     print(json.dumps({**found, "tries": tried}))
@@ -150,12 +149,6 @@ def tries_of(work: Work, ways: list[Way]) -> dict[Way, list[float]]:
     return tries
 
 
-def chosen(rates: dict[Way, float], within: float) -> Way:
-    """The way with the largest batch of those whose rate is within that share of the best one."""
-    least = (1 - within) * max(rates.values())
-    return max((way for way in rates if rates[way] >= least), key=lambda way: (way.batch, rates[way]))
-
-
 def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Bare loops over one model.")
     parser.add_argument("file", type=Path, help="TorchScript or .pt2")
@@ -163,7 +156,6 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=2.0, help="of the measurement; default: %(default)s")
     parser.add_argument("--threads", type=int, default=2, help="in all; default: %(default)s")
     parser.add_argument("--batches", default="1,2,4,8,16", help="sizes to try; default: %(default)s")
-    parser.add_argument("--within", type=float, default=0.0, help="of the fastest; default: %(default)s")
     parser.add_argument("--each", action="store_true", help="one thread for each loop, and no other way")
     parser.add_argument("--optimize", action="store_true", help="TorchScript for this processor, at load")
     return parser

@@ -12,8 +12,9 @@ from harness import rows_image, rows_models, rows_threads
 from harness.bare import bare_loop
 from harness.errors import Failed
 from harness.figures import judge
+from harness.models import Workshop
 from harness.rows_models import LITE0, binary_request
-from peers.bare_loop import Way, Work, chosen, pixels
+from peers.bare_loop import Work, pixels
 from PIL import Image
 
 from torchere.handlers.image_transform import ImageTransform
@@ -48,13 +49,6 @@ def test_the_best_batch_size_of_those_asked_for_is_measured(file: Path, row: Pat
 
 def test_one_thread_for_each_loop_is_all_that_each_tries(file: Path, row: Path) -> None:
     assert bare_loop(file, [row], 0.1, 2, "--batches", "1", "--each")["loops"] == 2
-
-
-def test_of_ways_that_are_about_as_fast_the_largest_batch_is_chosen() -> None:
-    rates = {Way(4, 1, 2): 100.0, Way(16, 1, 2): 97.0, Way(16, 2, 1): 96.0, Way(32, 2, 1): 80.0}
-
-    assert chosen(rates, 0.0) == Way(4, 1, 2)
-    assert chosen(rates, 0.05) == Way(16, 1, 2)
 
 
 def test_a_loop_that_fails_says_why(row: Path, tmp_path: Path) -> None:
@@ -106,3 +100,14 @@ def test_a_ratio_without_a_target_is_shown_and_neither_met_nor_missed() -> None:
     assert verdict.spread is not None
     assert verdict.spread.median == 2.0
     assert verdict.met is None
+
+
+def test_the_model_is_served_with_the_batch_that_its_server_was_fastest_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows_models, "_bare_loop", lambda *_: {"loops": 2.0})
+    monkeypatch.setattr(
+        rows_models, "_rates", lambda _subject, plan, _conditions: {"per_second": -abs(plan.batch - 4)}
+    )
+
+    assert rows_models.plan_of(LITE0, Workshop(tmp_path)) == rows_models.Plan(batch=4, executors=2)
