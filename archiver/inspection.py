@@ -16,7 +16,6 @@ from torchere.archiver.reader import Archive, open_archive
 from torchere.archiver.request import BUILT_IN_HANDLERS
 from torchere.archiver.weights import HEAD_BYTES, SUFFIXES, Weights, bytes_to_see, classify
 
-_MAX_CONFIG_BYTES = 2**18
 _MAX_ALIGNMENT = 4096  # a memory page; more makes no difference to anyone
 
 
@@ -91,7 +90,7 @@ def inspect_archive(path: str | Path, limits: ArchiveLimits | None = None) -> Re
     return Report(
         archive=archive,
         digests_verified=None if archive.manifest.digests is None else True,
-        config_text=archive.read_text(config, _MAX_CONFIG_BYTES) if config and has_config else None,
+        config_text=archive.read_text(config) if config and has_config else None,
         weights=tuple(weights),
         code=tuple(_code(archive, weights)),
     )

@@ -30,6 +30,12 @@ def test_every_format_is_reported(request_for: Any, archive_format: str) -> None
     assert [found.name for found in report.weights] == ["model.pt"]
 
 
+def test_a_configuration_as_long_as_the_server_reads_is_shown(request_for: Any, sources: Path) -> None:
+    (sources / "model-config.yaml").write_text("#" * 2**20)
+    report = inspect_archive(write_archive(request_for()))
+    assert report.config_text == "#" * 2**20
+
+
 def test_json_has_what_a_program_needs(request_for: Any, sources: Path) -> None:
     (sources / "model.pt").write_bytes(pickle.dumps({"w": [0.0] * 10}, protocol=2))
     report = json.loads(inspect_archive(write_archive(request_for())).as_json())
