@@ -147,6 +147,8 @@ def _array(one: Tensor) -> Array:
 def _data(array: Array, datatype: str) -> bytes:
     if datatype == "BYTES":
         return b"".join(_LENGTH.pack(len(text)) + text for text in map(_bytes, array.reshape(-1).tolist()))
+    if array.dtype.kind == "c":
+        raise ValueError(f"the values do not fit {datatype}: found complex numbers, expected real ones")
     if datatype == "BF16":
         return _bfloat16(array)
     import numpy as np  # noqa: PLC0415

@@ -12,6 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torchere.handlers.aot_abi import AbiMismatch, CompiledLibrary, first_run, official_runner
+from torchere.handlers.errors import PredictionException
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +52,12 @@ class AotModel:
         """Run on the arguments of the compiled module; what is no tensor in them was fixed then.
 
         Raises:
+            PredictionException: 400, a tensor has no elements.
             ValueError: the keywords, or the number of tensors, are not those of the module.
             RuntimeError: the run failed, or the code checks its inputs and a shape or type is wrong.
         """
         tensors = self._tensors(args, kwargs)
+        _refuse_empty(tensors)
         results = self._tested(tensors) if self._tested is not None else self._run_first(tensors)
         return pytree.tree_unflatten(results, self._out_spec)
 
@@ -84,6 +87,17 @@ class AotModel:
             )
             self._tested = official.run
             return expected
+
+
+def _refuse_empty(tensors: Sequence[torch.Tensor]) -> None:
+    """Compiled code takes a free size for 1 or more, and divides by it: that would end the process."""
+    for index, tensor in enumerate(tensors):
+        if not tensor.numel():
+            raise PredictionException(
+                f"input {index} of the compiled model: found the shape {list(tensor.shape)}, expected at "
+                "least one element; leave out requests without rows",
+                400,
+            )
 
 
 def _same(results: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:

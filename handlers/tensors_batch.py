@@ -55,9 +55,14 @@ def flattened(result: Any) -> list[torch.Tensor]:
     None in them is no tensor and no error: models give it for what they did not compute.
 
     Raises:
-        TypeError: something in it is no tensor.
+        TypeError: something in it is no tensor, or one that has no plain numbers.
     """
     if isinstance(result, torch.Tensor):
+        if result.layout is not torch.strided or result.is_quantized:
+            kind = "quantised" if result.is_quantized else str(result.layout)
+            raise TypeError(
+                f"the model gave a {kind} tensor; expected dense ones: call dequantize() or to_dense() in it"
+            )
         return [result]
     if result is None:
         return []
@@ -107,4 +112,5 @@ def _joined(parts: Sequence[Any]) -> torch.Tensor:
     if not array.flags.writeable or not array.flags.c_contiguous:
         # torch warns of arrays it might change, and refuses negative strides.
         array = np.array(array, order="C")
-    return torch.from_numpy(array)
+    # numpy gives dimensions of 0 or 1 any strides, which some operators and compiled code refuse.
+    return torch.from_numpy(array.reshape(-1)).view(array.shape)

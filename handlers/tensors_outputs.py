@@ -99,7 +99,7 @@ def _of_torch(name: str, value: Any) -> Output:
     datatype = datatype_of_torch(value.dtype)
     if datatype is None:
         raise _unsupported(name, str(value.dtype))
-    tensor = value.detach().cpu()
+    tensor = value.detach().cpu().resolve_neg()  # numpy has no view that is negative
     return Output(name, datatype, tuple(tensor.shape), tensor if datatype is BF16 else tensor.numpy())
 
 
@@ -121,17 +121,23 @@ def _of_list(name: str, value: Sequence[Any], wanted: Datatype | None) -> Output
     except (ValueError, OverflowError):  # ragged, or of things that are no numbers
         return _of_objects(name, [_json_text(value)], (1,))
     if array.dtype.kind in "biuf":
-        if (
-            wanted is not None
-            and wanted.numpy is not None
-            and np.can_cast(array.dtype, wanted.numpy, "same_kind")
-        ):
-            array = array.astype(wanted.numpy)
-        return _of_array(name, array)
+        return _of_array(name, _as_wanted(array, wanted))
     texts = _texts(value, array.shape)
     if texts is None:
         return _of_objects(name, [_json_text(value)], (1,))
     return _of_objects(name, texts, array.shape)
+
+
+def _as_wanted(array: Array, wanted: Datatype | None) -> Array:
+    """The array in the wanted datatype; as it is, where that could not hold its values."""
+    dtype = wanted.numpy if wanted is not None else None
+    if dtype is None or not np.can_cast(array.dtype, dtype, "same_kind"):
+        return array
+    with np.errstate(over="ignore"):
+        cast = array.astype(dtype)
+    if cast.dtype.kind == "f":  # rounded, but not to infinity
+        return cast if np.array_equal(np.isfinite(cast), np.isfinite(array)) else array
+    return cast if np.array_equal(cast, array) else array
 
 
 def _texts(value: Sequence[Any], shape: tuple[int, ...]) -> list[Any] | None:

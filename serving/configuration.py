@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from torchere.serving.properties import ConfigurationError, Entry, substitute
 from torchere.serving.property_keys import KEYS, METRICS_API, NO_KEYSTORES, Key
-from torchere.serving.property_kinds import PATH, near
+from torchere.serving.property_kinds import BOOLEAN, INVERTED_BOOLEAN, PATH, near
 from torchere.serving.settings import ServerSettings
 
 Level = Literal["effect", "warning", "error"]
@@ -143,12 +143,22 @@ def _known(entries: Iterable[Entry], environ: Mapping[str, str], findings: list[
             findings.append(Finding("warning", source, name, _HIDDEN, message, entry.line))
             continue
         try:
-            text = substitute(entry, environ).value.strip()
+            value = substitute(entry, environ).value
         except ConfigurationError as err:
             message = str(err).removeprefix(f"{source}: ")
             findings.append(_Given(key, entry.value, source, entry.line).finding("error", message))
             continue
-        yield _Given(key, text, source, entry.line)
+        yield _stripped(_Given(key, value, source, entry.line), findings)
+
+
+def _stripped(given: _Given, findings: list[Finding]) -> _Given:
+    """It without outer blanks, which are never meant; a finding where TorchServe takes them for more."""
+    stripped = replace(given, text=given.text.strip())
+    is_switch = given.key.kind in (BOOLEAN, INVERTED_BOOLEAN)
+    if is_switch and stripped.text.lower() == "true" and stripped.text != given.text:
+        message = "counts as true; TorchServe takes it for false, for the blanks around it"
+        findings.append(stripped.finding("warning", message))
+    return stripped
 
 
 def _unknown_key(name: str) -> str:
@@ -162,12 +172,12 @@ def _from_environment(
     for key in KEYS.values():
         if not key.variable or key.variable not in environ:
             continue
-        given = _Given(key, environ[key.variable].strip(), f"environment variable {key.variable}")
+        given = _Given(key, environ[key.variable], f"environment variable {key.variable}")
         closed = [gate for gate in key.gates if gate not in open_gates]
         if closed:
             findings.append(given.finding("warning", f"not used: the file must say {closed[0]}=true"))
         else:
-            yield given
+            yield _stripped(given, findings)
 
 
 def _take(given: _Given, outcome: _Outcome) -> None:

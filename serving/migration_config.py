@@ -74,12 +74,16 @@ def _problems(path: Path, configuration: Configuration) -> Iterator[MigrationFin
 def model_findings(path: Path, settings: ServerSettings, store: Path | None) -> Iterator[MigrationFinding]:
     """Whether the archives that a start would load are there; `store` None takes the settings' own."""
     folder = store or settings.model_store
-    for wanted in startup_models(replace(settings, snapshot_models=()), tuple):
+    never_served = tuple(model for model in settings.snapshot_models if not model.version)
+    origin = "missing" if never_served else "load_models"  # there is none beside a snapshot
+    for wanted in startup_models(replace(settings, snapshot_models=never_served), tuple):
         if folder is None or is_remote(wanted.url) or (folder / wanted.url.rstrip("/")).exists():
             continue
         text = f"is not in {folder}: the start goes on, as in TorchServe; /readyz says 503 until it is there"
-        yield MigrationFinding(str(path), f"load_models {wanted.url}", "differs", text)
+        yield MigrationFinding(str(path), f"{origin} {wanted.url}", "differs", text)
     for model in settings.snapshot_models:
+        if not model.version:
+            continue
         item = f"{model.name} {model.version}"
         if folder is not None and not (folder / str(model.settings.get("path") or model.archive)).exists():
             text = f"{model.archive} is not in {folder}: the start would be refused, as by TorchServe"

@@ -19,7 +19,7 @@ _KEY = re.compile(r"(?:[^\\=: \t\f]|\\.)*", re.DOTALL)
 _SEPARATOR = re.compile(r"[ \t\f]*[=:]?[ \t\f]*")
 _ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|.)", re.DOTALL)
 _CONTROL = {"t": "\t", "n": "\n", "r": "\r", "f": "\f"}
-_PLACEHOLDER = re.compile(r"\$\$(\w+)\$\$", re.ASCII)
+_PLACEHOLDER = re.compile(r"\$\$(\w|[^$]{2,})\$\$", re.ASCII)  # names of variables may hold anything
 
 
 class ConfigurationError(Exception):
@@ -98,7 +98,7 @@ def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
     first = 0  # 0: no logical line is open
     for number, natural in enumerate(_LINE_END.split(text), start=1):
         line = natural.lstrip(_BLANKS)
-        if not first:
+        if not any(parts):  # nor does a line that is nothing but a continuation begin anything
             if not line or line[0] in "#!":
                 continue
             first = number

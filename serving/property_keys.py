@@ -42,7 +42,7 @@ def _key(name: str, kind: Kind, setting: str, variable: str = "", lenient: bool 
 
 
 def _advice(name: str, advice: str, no_advice_for: str = "", secret: bool = False) -> Key:
-    variable = f"TS_{name.upper()}"
+    variable = f"TS_{name.upper().removeprefix('TS_')}"
     return Key(name, advice=advice, no_advice_for=no_advice_for, variable=variable, secret=secret)
 
 

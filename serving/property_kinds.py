@@ -15,6 +15,7 @@ MAX_PORT = 65_535
 MAX_EXPIRATION_MIN = 100 * 365 * 24 * 60
 
 WHOLE = re.compile(r"[+-]?[0-9]{1,18}")  # int() alone would take underscores and other scripts' digits
+_NUMBER = re.compile(r"[0-9a-z+.-]+", re.IGNORECASE)  # likewise of float()
 _TCP = re.compile(r"(https?)://(\[[0-9a-f:.%]+\]|[^\s:/\[\]]+)(?::([0-9]{1,5}))?", re.IGNORECASE)
 _UNIX = re.compile(r"unix:(/.*)", re.IGNORECASE)
 
@@ -80,7 +81,7 @@ def seconds(minimum: float) -> Kind:
 
 def _finite(text: str, minimum: float, maximum: float) -> float:
     try:
-        number = float(text)
+        number = float(text if _NUMBER.fullmatch(text) else "")
     except ValueError:
         raise ValueError from None  # its own words say less than the kind's
     if not minimum <= number <= maximum:  # neither is anything else than finite
@@ -121,7 +122,7 @@ def address(http_port: int, https_port: int) -> Kind:
 
 
 def _read_host(text: str) -> str:
-    if not re.fullmatch(r"\[?[^\s/\[\]]+\]?", text):
+    if not re.fullmatch(r"\[?[^\s/\[\]]+\]?", text) or text.count(":") == 1:  # no IPv6 address has just one
         raise ValueError
     return text.strip("[]")
 
@@ -129,12 +130,28 @@ def _read_host(text: str) -> str:
 HOST = Kind("a host name or IP address, without scheme and port", _read_host)
 
 
+_NO_MODELS = ("standalone", "n/a")  # what TorchServe's documentation writes for none
+
+
 def _read_models(text: str) -> tuple[str, ...]:
+    if text.lower() in _NO_MODELS:
+        return ()
     items = tuple(item.strip() for item in text.split(",") if item.strip())
-    return ("all",) if [item.lower() for item in items] == ["all"] else items
+    if [item.lower() for item in items] == ["all"]:
+        return ("all",)
+    return tuple(item for item in items if not _names_nothing(item))
 
 
-MODELS = Kind("all, or a comma-separated list of [name=]archive", _read_models)
+def _names_nothing(item: str) -> bool:
+    return item.endswith("=") and "/" not in item  # which may end the query of a URL
+
+
+def _remark_models(text: str) -> str:
+    empty = [item.strip() for item in text.split(",") if _names_nothing(item.strip())]
+    return f"{', '.join(empty)} names no archive, and is passed over" if empty else ""
+
+
+MODELS = Kind("all, or a comma-separated list of [name=]archive", _read_models, _remark_models)
 
 
 def _read_pattern(text: str) -> str | None:

@@ -77,6 +77,8 @@ def _read_defaults(text: str) -> _Models:
 def _count(value: object, key: str, model: str, signed: bool = False) -> int:
     if isinstance(value, str) and WHOLE.fullmatch(value):
         value = int(value)  # TorchServe takes numbers in quotes, and scripts write them so
+    if isinstance(value, float) and value.is_integer():  # and so do languages without whole numbers: 4.0
+        value = int(value)
     if type(value) is not int or (value < 0 and not signed):
         least = "" if signed else " of 0 or more"
         raise ValueError(f"{key} of {model} is {_shown(value)}, expected a whole number{least}")
@@ -111,6 +113,8 @@ def _snapshot_model(name: str, version: str, settings: dict[str, object]) -> Sna
     archive, default = settings["marName"], settings["defaultVersion"]
     if not isinstance(archive, str) or not archive:
         raise ValueError(f"marName of {name} {version} is {_shown(archive)}, expected a file name")
+    if isinstance(default, str) and default.lower() in ("true", "false"):  # like numbers in quotes
+        default = default.lower() == "true"
     if not isinstance(default, bool):
         raise ValueError(f"defaultVersion of {name} {version} is {_shown(default)}, expected true or false")
     rest = {key: value for key, value in settings.items() if key not in ("marName", "defaultVersion")}

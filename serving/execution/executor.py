@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import datetime
 from enum import Enum
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -54,11 +55,12 @@ class ExecutorStatus:
     last_failure: str = ""  # cause of the last loss or failed start, "" when there was none
     last_failure_at: datetime | None = None  # UTC
     losses: int = 0  # how often it was lost, failed restarts included
+    started_s: float = field(default_factory=time.monotonic)  # as `started_at`, for what is measured
 
 
 def age_s(status: ExecutorStatus) -> float:
     """Seconds since an executor was (last) started."""
-    return (datetime.now(timezone.utc) - status.started_at).total_seconds()
+    return time.monotonic() - status.started_s
 
 
 def those_that_stay(executors: Sequence[Executor], count: int, in_service: Sequence[bool]) -> list[Executor]:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import time
 from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
@@ -95,6 +96,7 @@ class Slot:
         self._change(
             state=ExecutorState.STARTING if self._supervisor is None else ExecutorState.RESTARTING,
             started_at=datetime.now(timezone.utc),
+            started_s=time.monotonic(),
             pid=self._worker.pid,
         )
         await self._worker.load(self._settings.startup_timeout_s)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import struct
-from typing import TypeAlias
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -36,6 +37,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag=1):
     spec: LoadSpec
     gpu_id: int | None
     log_token: str = ""  # marks the records of its log: `telemetry/worker_lines.py`
+    config_file: str = ""  # of the unpacked archive: the worker reads the model config itself, see `load_of`
 
 
 class WarmUp(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -134,6 +136,25 @@ def encode_frame(message: ToWorker | FromWorker) -> bytearray:
         raise ValueError(f"a message of {length} bytes is over the {MAX_FRAME_BYTES} bytes a frame may hold")
     HEADER.pack_into(frame, 0, length)
     return frame
+
+
+def load_of(spec: LoadSpec, gpu_id: int | None, log_token: str) -> Load:
+    """The message that loads this; a model config of which a frame would make another is left in its file.
+
+    Dates and sets of YAML, say, would come as texts and lists.
+    """
+    config_file = (spec.manifest.get("model") or {}).get("configFile")
+    if not config_file or _survives(spec.model_config):
+        return Load(spec, gpu_id, log_token)
+    return Load(replace(spec, model_config={}), gpu_id, log_token, config_file)
+
+
+def _survives(values: dict[str, Any]) -> bool:
+    try:
+        received = msgspec.msgpack.decode(_encoder.encode(values), type=dict[str, Any])
+    except msgspec.ValidationError:  # a name that is no text
+        return False
+    return repr(received) == repr(values)  # unlike ==, it tells a time from the same one in another zone
 
 
 def done_from_report(run_id: int, report: BatchReport, is_last: bool = False) -> Done:

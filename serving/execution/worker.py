@@ -15,11 +15,14 @@ import os
 import socket
 import sys
 import threading
+from dataclasses import replace
+from pathlib import Path
 
 from torchere.handlers import ts_alias
 from torchere.handlers.shared_models import SharedModels
 from torchere.serving.errors import LoadFailed
 from torchere.serving.execution.allocator import keep_freed_memory
+from torchere.serving.execution.executor import LoadSpec
 from torchere.serving.execution.frames import FrameReader
 from torchere.serving.execution.host import HandlerHost
 from torchere.serving.execution.parent import die_with_parent
@@ -89,7 +92,7 @@ class Worker:
         multiprocessing.process.ORIGINAL_DIR = model_dir  # type: ignore[attr-defined]
         search_path = [os.environ.get("PYTHONPATH"), model_dir]  # for Python processes the handler starts
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, search_path))
-        self._host = HandlerHost(message.spec, message.gpu_id, SharedModels())
+        self._host = HandlerHost(_whole_spec(message), message.gpu_id, SharedModels())
         self._host.own_process()
         self._host.load()
 
@@ -115,6 +118,15 @@ class Worker:
     def _receive(self) -> ToWorker | None:
         payload = self._frames.next()
         return None if payload is None else to_worker_decoder.decode(payload)
+
+
+def _whole_spec(message: Load) -> LoadSpec:
+    if not message.config_file:
+        return message.spec
+    from torchere.serving.bounded_yaml import read_yaml  # noqa: PLC0415 - hardly ever needed
+
+    text = Path(message.spec.archive_dir, message.config_file).read_text(encoding="utf-8")
+    return replace(message.spec, model_config=read_yaml(text))
 
 
 def run(descriptor: int) -> None:

@@ -18,7 +18,6 @@ from torchere.serving.execution.loss import Loss, LossKind, loss_of_exit
 from torchere.serving.execution.oom import OomWatch
 from torchere.serving.execution.wire import (
     Done,
-    Load,
     Loaded,
     LoadError,
     Partial,
@@ -29,6 +28,7 @@ from torchere.serving.execution.wire import (
     WarmUp,
     encode_frame,
     from_worker_decoder,
+    load_of,
 )
 from torchere.serving.telemetry.worker_lines import MAX_LINE_BYTES, new_token, relay
 from torchere.serving.turn_writes import TurnWrites
@@ -120,7 +120,7 @@ class WorkerProcess:
         Raises:
             LoadFailed: it would not load, in time or at all; the process is gone then.
         """
-        await self._step(Load(self._spec, self._gpu_id, self._log_token), timeout_s)
+        await self._step(load_of(self._spec, self._gpu_id, self._log_token), timeout_s)
 
     async def warm_up(self, timeout_s: float) -> None:
         """Run the warm-up rows.

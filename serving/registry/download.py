@@ -136,7 +136,9 @@ class Downloader:
                 os.fsync(file.fileno())  # or a machine that fails leaves the name of half a file
             _give_name(part, target)
         except FileExistsError as err:
-            raise _exists(target) from err
+            if not reuse:
+                raise _exists(target) from err
+            return Download(target, is_new=False)  # another server, which starts as we do, was quicker
         except OSError as err:
             raise ServingError(f"Failed to save model: {url}", f"{target}: {err.strerror}") from err
         finally:

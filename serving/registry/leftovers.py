@@ -31,6 +31,9 @@ _CLAIM = ".claim"  # the locked file in a claimed folder
 class ClaimedFolder:
     """A new temporary folder that is ours until `release`, or until this process ends. Thread-safe.
 
+    It is locked itself, too: that tells systemd-tmpfiles, which deletes what nobody has touched for days, to
+    leave it alone with all that is in it.
+
     Raises:
         ServingError: there is no place for it.
     """
@@ -49,14 +52,27 @@ class ClaimedFolder:
             raise ServingError("Models can't be unpacked anywhere.", f"{err}; {text}") from err
         lock(self._claim)
         draft.rename(self.path / _CLAIM)  # it is there with its lock, or not at all
+        self._itself = _locked_folder(self.path)
 
     def release(self) -> None:
         """Delete the folder with all that is in it."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._claim.close()
+        if self._itself is not None:
+            os.close(self._itself)
+            self._itself = None
 
 
-def lock(file: IO[bytes]) -> bool:
+def _locked_folder(folder: Path) -> int | None:
+    try:
+        itself = os.open(folder, os.O_RDONLY)
+    except OSError:  # no more files may be open: it serves all the same
+        return None
+    lock(itself)
+    return itself
+
+
+def lock(file: IO[bytes] | int) -> bool:
     """Lock an open file until it is closed; False when somebody else has, or there are no locks here."""
     if sys.platform == "win32":
         return False

@@ -29,6 +29,7 @@ _LOOKED_AT = 1000  # of the newest: TorchServe deletes none of its own, and whos
 _DRAFT_PREFIX = ".snapshot-"
 _DRAFT_IDLE_S = 60.0  # nobody takes that long over one: a server was killed
 _PARTS = re.compile(r"(\d{4})(\d\d)(\d\d)(\d\d)(\d\d)(\d\d)(\d{3})", re.ASCII)
+_LAST_BUT_ONE = datetime.max - timedelta(milliseconds=1)
 _TO_ESCAPE = re.compile(r"[^ -~]|\\")
 _ESCAPES = {"\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t", "\f": "\\f"}
 
@@ -124,7 +125,8 @@ def _escaped(character: str) -> str:
 
 def snapshot_name(kind: SnapshotKind, now: datetime, existing: Iterable[str]) -> str:
     """A name later than all existing ones, even when the clock was put back: the latest name is restored."""
-    times = [moment for name in existing if (moment := _time_of(name))]
+    # Behind the very last moment, somebody's own name for a file to be restored always, there is no other.
+    times = [moment for name in existing if (moment := _time_of(name)) and moment < _LAST_BUT_ONE]
     latest = max(times, default=datetime.min)
     moment = max(now.replace(tzinfo=None), latest + timedelta(milliseconds=1) if times else latest)
     return f"{moment:%Y%m%d%H%M%S}{moment.microsecond // 1000:03d}-{kind}.cfg"

@@ -92,6 +92,8 @@ def test_a_tensor_is_sent_as_it_is() -> None:
         (1e39, "FP32"),
         (10**39, "FP32"),
         (7e4, "FP16"),
+        (1 + 2j, "FP32"),
+        (1 + 2j, "BF16"),
     ],
 )
 def test_values_that_do_not_fit_are_refused(value: Any, datatype: str) -> None:

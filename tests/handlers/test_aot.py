@@ -17,6 +17,7 @@ from torchere.handlers import aot, aot_abi, aot_model
 from torchere.handlers.aot_model import AotModel
 from torchere.handlers.aot_package import extracted_library, read_package
 from torchere.handlers.base import BaseHandler
+from torchere.handlers.errors import PredictionException
 from torchere.handlers.shared_models import SharedModels
 
 SCALE = torch.tensor(2.0)
@@ -111,6 +112,15 @@ def test_a_wrong_shape_type_or_count_is_refused_before_memory_is_read(probe_arch
     with pytest.raises(ValueError, match="takes the keywords"):
         model(x, count, factor=SCALE)
     assert model(x, count, scale=SCALE)["y"].shape == (2, 256)
+
+
+def test_what_has_no_elements_is_refused_before_the_code_divides_by_its_size(probe_archive: Path) -> None:
+    model = load(probe_archive)
+    x, count = batch(1)
+    with pytest.raises(PredictionException, match=r"found the shape \[0, .*expected at least one") as info:
+        model(x[:0], count, scale=SCALE)
+    assert info.value.error_code == 400
+    assert model(x, count, scale=SCALE)["y"].shape[0] == 1
 
 
 def test_a_difference_to_the_official_binding_is_logged_and_that_is_used(

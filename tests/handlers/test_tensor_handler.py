@@ -45,6 +45,25 @@ class Forgetful(torch.nn.Module):
         return x[1:]
 
 
+class Reusing(torch.nn.Module):
+    """Answers in a buffer of its own, as models with preallocated memory do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.zeros(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        answer = self.kept[: x.numel()].view(x.shape)
+        return answer.copy_(x * 2)
+
+
+class Conjugate(torch.nn.Module):
+    """Gives a view that is negative."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.complex(x, x).conj().imag
+
+
 class Picky(torch.nn.Module):
     """Takes lengths of at least `least`, as packed sequences do."""
 
@@ -186,6 +205,28 @@ def test_other_shapes_go_through_the_model_in_a_group_of_their_own(
     asked = make_handler(Doubled(), FREE)
     answers = asked.rows({"body": [1]}, {"body": [1, 2]}, {"body": [[3], [4]]}, {"body": [5, 6]})
     assert answers == [[2], [2, 4], [[6], [8]], [10, 12]]
+
+
+def test_a_model_that_answers_in_its_own_buffer_does_not_mix_up_requests(
+    make_handler: Callable[..., Asked],
+) -> None:
+    asked = make_handler(Reusing(), FREE)
+    assert asked.rows({"body": [1]}, {"body": [1, 2]}, {"body": [3]}) == [[2], [2, 4], [6]]
+    tensors = asked.rows(
+        {"input": np.ones((1, 1), np.float32)},
+        {"input": np.full((1, 2), 3, np.float32)},
+        **dict([wish_header(Wish())]),
+    )
+    assert [answer["output"].tolist() for answer in tensors] == [[[2]], [[6, 6]]]
+    alone = make_handler(Reusing(), Signature((spec("x", (1,)),), (spec("y", (1,)),)))
+    assert alone.rows({"body": [1]}, {"body": [2]}, {"body": [3]}) == [[2], [4], [6]]
+
+
+def test_a_view_that_is_negative_comes_as_its_numbers(make_handler: Callable[..., Asked]) -> None:
+    asked = make_handler(Conjugate(), ONE)
+    assert asked.body([1, 2, 3]) == [-1, -2, -3]
+    answer = asked.body([1, 2, 3], accept=NPY)
+    assert np.load(io.BytesIO(answer)).tolist() == [-1, -2, -3]
 
 
 def test_a_model_without_a_batch_runs_each_request_alone(make_handler: Callable[..., Asked]) -> None:

@@ -65,7 +65,16 @@ def test_the_signature_names_outputs_and_the_precision_of_plain_numbers() -> Non
         ("score", "FP32", (1,), [1.0]),
     ]
     assert told({"label": [7.5]}, SPECS) == [("label", "FP64", (1,), [7.5])]
+    assert told({"label": [2**40, 7]}, SPECS) == [("label", "INT64", (2,), [2**40, 7])]
+    assert told({"score": [1e300]}, SPECS) == [("score", "FP64", (1,), [1e300])]
+    (infinite,) = told({"score": [float("inf"), 0.1]}, SPECS)
+    assert infinite[1] == "FP32"
     assert told((np.zeros(1), np.zeros(1)), SPECS)[1][0] == "label"
+
+
+def test_a_view_that_is_negative_is_an_output_like_others() -> None:
+    view = torch.tensor([[1 + 2j, 3 - 4j]]).conj().imag
+    assert told(view) == [("output_0", "FP32", (1, 2), [[-2.0, 4.0]])]
 
 
 def test_an_answer_in_the_protocols_own_form_is_taken_by_its_word() -> None:

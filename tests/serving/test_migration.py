@@ -217,6 +217,11 @@ def test_the_newest_snapshot_is_read_as_a_start_would(tmp_path: Path) -> None:
         ('model_snapshot={"models":{"a":{"1.0":%s}}}' % (ENTRY % "a.mar"), "a 1.0", "same"),
         ('model_snapshot={"models":{"b":{"1.0":%s}}}' % (ENTRY % "b.mar"), "b 1.0", "unsupported"),
         ("load_models=a.mar,x=b.mar,https://h/c.mar", "load_models b.mar", "differs"),
+        (
+            'model_snapshot={"models":{},"missing":[{"marName":"b.mar"},{"marName":"a.mar","modelName":"x"}]}',
+            "missing b.mar",
+            "differs",
+        ),
     ],
 )
 def test_archives_that_the_configuration_loads_are_looked_for(
@@ -225,7 +230,8 @@ def test_archives_that_the_configuration_loads_are_looked_for(
     pack(tmp_path / "a.mar", {"h.py": ""}, handler="h.py")
     found = of_config(tmp_path, f"model_store={tmp_path}\n{text}\n")
     assert found[item] == verdict
-    assert not found.keys() & {"load_models a.mar", "load_models https://h/c.mar"}
+    assert not found.keys() & {"load_models a.mar", "load_models https://h/c.mar", "missing a.mar"}
+    assert "unsupported" not in found.values() or verdict == "unsupported"
 
 
 def test_folders_that_are_no_archives_are_passed_over_as_at_a_start(tmp_path: Path) -> None:

@@ -73,6 +73,10 @@ def test_all_three_line_ends_count_and_others_do_not() -> None:
     ]
 
 
+def test_a_comment_below_a_lone_continuation_is_one() -> None:
+    assert pairs("\\\n# x=1\n\\\n\n  b=2\nc=3,\\\n# 4") == [("b", "2"), ("c", "3,# 4")]
+
+
 def test_an_entry_knows_the_first_line_it_stands_on() -> None:
     assert [entry.line for entry in parse_properties("\n# x\na=1,\\\n 2\nb=3")] == [3, 5]
 
@@ -154,6 +158,11 @@ def test_placeholders_take_their_values_from_the_environment() -> None:
 
 def test_a_placeholder_is_filled_in_once_and_single_dollars_stay() -> None:
     assert substitute(Entry("a", "$x$$A$$ $$", 1), {"A": "$$B$$"}).value == "$x$$B$$ $$"
+
+
+@pytest.mark.parametrize("name", ["MY-STORE", "my.store"])
+def test_a_placeholder_may_name_any_variable(name: str) -> None:
+    assert substitute(Entry("a", f"x$${name}$$", 1), {name: "store"}).value == "xstore"
 
 
 def test_a_placeholder_without_variable_is_an_error() -> None:

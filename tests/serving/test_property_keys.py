@@ -31,6 +31,11 @@ def test_every_key_of_the_contract_is_known() -> None:
     assert [name for name in CONTRACT_KEYS.split() if name not in KEYS] == []
 
 
+def test_each_environment_variable_begins_with_one_ts() -> None:
+    assert [key.variable for key in KEYS.values() if key.variable.startswith("TS_TS_")] == []
+    assert KEYS["ts_header_key_sequence_id"].variable == "TS_HEADER_KEY_SEQUENCE_ID"
+
+
 def test_every_key_of_ours_is_in_the_reference() -> None:
     text = (Path(__file__).parents[2] / "docs/operations.md").read_text()
     reference = text[text.index("\n## Settings\n") : text.index("\n## Probes\n")]

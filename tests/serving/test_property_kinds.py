@@ -94,9 +94,11 @@ def test_grpc_hosts_and_ports_come_together_in_one_address() -> None:
         ("job_queue_size=1_000", "found '1_000', expected a whole number"),
         ("job_queue_size=", "found '', expected a whole number"),
         ("grpc_inference_port=70000", "found '70000', expected a whole number from 0 to 65535"),
+        ("default_response_timeout=1_000", "found '1_000', expected seconds, at least 1"),
         ("default_response_timeout=nan", "found 'nan', expected seconds, at least 1"),
         ("drain_delay_s=-1", "found '-1', expected seconds, at least 0"),
         ("grpc_inference_address=http://h", "expected a host name or IP address, without scheme and port"),
+        ("grpc_inference_address=0.0.0.0:7070", "expected a host name or IP address, without scheme and"),
         ("allowed_urls=https://a.*,[", "'[' is not a regular expression"),
         ("blacklist_env_vars=(", "'(' is not a regular expression"),
         ("models={", "line 1: models: not JSON"),
@@ -144,6 +146,14 @@ def test_any_word_but_true_is_false_and_said_so(value: str) -> None:
     assert "counts as false" in warnings(f"disable_token_authorization={value}")[0]
 
 
+@pytest.mark.parametrize("line", ["enable_model_api=true ", "disable_token_authorization=True\t"])
+def test_a_switch_that_torchserve_takes_for_false_for_the_blank_behind_it_is_told(line: str) -> None:
+    made = settings(line)
+    assert made.model_api_enabled or not made.token_auth_enabled
+    assert "TorchServe takes it for false" in warnings(line)[0]
+    assert warnings(line.strip().replace("=", " = ")) == []  # there the blanks are the file's
+
+
 def test_a_bad_metrics_mode_or_expiration_is_a_warning_and_the_default_stays() -> None:
     text = "metrics_mode=loud\ntoken_expiration_min=soon"
     assert (settings(text).metrics_mode, settings(text).token_expiration_min) == ("prometheus", 60.0)
@@ -160,6 +170,17 @@ def test_an_expiration_that_makes_no_date_is_not_taken(value: str) -> None:
 @pytest.mark.parametrize("value", ["all", "ALL", " All "])
 def test_all_loads_the_whole_store(value: str) -> None:
     assert settings(f"load_models={value}").load_models == ("all",)
+
+
+@pytest.mark.parametrize("value", ["standalone", "N/A", ""])
+def test_what_torchserves_documentation_writes_for_no_models_loads_none(value: str) -> None:
+    assert settings(f"load_models={value}").load_models == ()
+
+
+def test_a_name_without_an_archive_is_passed_over_and_told() -> None:
+    line = "load_models=a= , b=b.mar,http://h/?x="
+    assert settings(line).load_models == ("b=b.mar", "http://h/?x=")
+    assert warnings(line) == ["line 1: load_models: a= names no archive, and is passed over"]
 
 
 def test_the_models_property_becomes_the_defaults_of_versions() -> None:
@@ -199,6 +220,16 @@ def test_a_snapshot_says_what_to_load_and_with_what_settings() -> None:
     made = settings(SNAPSHOT)
     assert made.snapshot_models == (SnapshotModel("noop", "1.11", "noop.mar", True, rest),)
     assert warnings(SNAPSHOT) == []
+
+
+def test_the_default_version_of_a_snapshot_may_be_told_in_quotes() -> None:
+    (model,) = settings(SNAPSHOT.replace('Version":true', 'Version":"True"')).snapshot_models
+    assert model.default_version is True
+
+
+def test_whole_numbers_may_be_written_as_fractions() -> None:
+    made = settings('models={"a":{"1.0":{"batchSize":4.0}}}')
+    assert made.model_defaults == {"a": {"1.0": {"batchSize": 4}}}
 
 
 def test_numbers_of_a_snapshot_may_be_in_quotes_and_below_zero() -> None:

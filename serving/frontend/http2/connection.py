@@ -201,7 +201,7 @@ class Connection(asyncio.BufferedProtocol):
         stream = self._streams.get(stream_id)
         is_last = bool(flags & f.END_STREAM)
         if stream is not None:
-            self._trailers(stream, is_last=is_last)
+            self._trailers(stream, request, is_last=is_last)
             return
         if stream_id <= self.last_id:
             if request.method:
@@ -228,11 +228,13 @@ class Connection(asyncio.BufferedProtocol):
         flaw = f"SERVER: Answers that this connection has not taken have more than {limit_bytes} bytes"
         return request._replace(flaw=flaw, flaw_code=StatusCode.RESOURCE_EXHAUSTED)
 
-    def _trailers(self, stream: Stream, *, is_last: bool) -> None:
-        if is_last and stream.remote_open:
-            stream.half_close()
-        else:
+    def _trailers(self, stream: Stream, found: RequestHead, *, is_last: bool) -> None:
+        if not stream.remote_open:
+            self.break_stream(StreamBroken(stream.id, ErrorCode.STREAM_CLOSED, "headers after the end"))
+        elif found.method or not is_last:
             self.break_stream(StreamBroken(stream.id, ErrorCode.PROTOCOL_ERROR, "headers within a stream"))
+        else:
+            stream.half_close()
 
     def _waiting(self) -> dict[int, tuple[int, int]]:
         return self.outflow.waiting(self._streams, self._transport)

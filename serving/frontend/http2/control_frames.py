@@ -1,4 +1,4 @@
-"""What a client says beside its calls: RST_STREAM, SETTINGS, PING, GOAWAY and WINDOW_UPDATE (RFC 9113, 6)."""
+"""What a client says beside its calls: all frames but DATA and headers (RFC 9113, 6)."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class ControlFrames:
         self._connection = connection
         self._streams = streams
         self._on = {
+            f.PRIORITY: self._priority,
             f.RST_STREAM: self._reset,
             f.SETTINGS: self._settings,
             f.PING: self._ping,
@@ -44,6 +45,13 @@ class ControlFrames:
             act(flags, stream_id, payload)
         except StreamBroken as broken:
             self._connection.break_stream(broken)
+
+    def _priority(self, flags: int, stream_id: int, payload: bytes) -> None:
+        if not stream_id:
+            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "PRIORITY of the connection")
+        if len(payload) != f.PRIORITY_BYTES:
+            raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, f"PRIORITY of {len(payload)} bytes")
+        self._connection.chatter.count()  # it means nothing any more (RFC 9113, 5.3)
 
     def _reset(self, flags: int, stream_id: int, payload: bytes) -> None:
         connection = self._connection
@@ -81,6 +89,8 @@ class ControlFrames:
     def _goaway(self, flags: int, stream_id: int, payload: bytes) -> None:
         if stream_id:
             raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "GOAWAY on a stream")
+        if len(payload) < f.MIN_GOAWAY_BYTES:
+            raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, f"GOAWAY of {len(payload)} bytes")
         self._connection.chatter.count()
         self._connection.farewell.returned()
 

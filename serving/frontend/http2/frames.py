@@ -17,6 +17,8 @@ MAX_WINDOW = 2**31 - 1
 DEFAULT_WINDOW = 65_535
 DEFAULT_FRAME_BYTES = 16_384
 MAX_FRAME_BYTES = 2**24 - 1
+PRIORITY_BYTES = 5  # a stream and a weight
+MIN_GOAWAY_BYTES = _GOAWAY.size
 
 # Types. Plain integers, as they are compared for every frame.
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = (
@@ -98,6 +100,8 @@ def read_settings(payload: bytes) -> Iterator[tuple[int, int]]:
     for name, value in _SETTING.iter_unpack(payload):
         if name == Setting.INITIAL_WINDOW_SIZE and value > MAX_WINDOW:
             raise ConnectionBroken(ErrorCode.FLOW_CONTROL_ERROR, f"INITIAL_WINDOW_SIZE {value}")
+        if name == Setting.ENABLE_PUSH and value > 1:
+            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, f"ENABLE_PUSH {value}")
         if name == Setting.MAX_FRAME_SIZE and not DEFAULT_FRAME_BYTES <= value <= MAX_FRAME_BYTES:
             raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, f"MAX_FRAME_SIZE {value}")
         yield name, value
@@ -139,7 +143,7 @@ def without_padding(flags: int, payload: bytes) -> bytes:
     if flags & PADDED:
         padding, start = payload[0] if payload else 256, 1
     if flags & WITH_PRIORITY:
-        start += 5
+        start += PRIORITY_BYTES
     end = len(payload) - padding
     if end < start:
         raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "a HEADERS frame is all padding")

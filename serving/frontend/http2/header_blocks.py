@@ -72,7 +72,7 @@ class HeadReader:
             found = [(_read(name), _read(value)) for name, value in self._decoder.decode(block, raw=True)]
         except OversizedHeaderListError as err:
             raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, str(err)) from err
-        except (HPACKError, IndexError) as err:
+        except (HPACKError, IndexError, ValueError) as err:  # the last for numbers that `str` refuses
             raise ConnectionBroken(ErrorCode.COMPRESSION_ERROR, f"HPACK: {err}") from err
         head = request_head(found)
         size = sum([len(name) + len(value) + _ENTRY_BYTES for name, value in found])

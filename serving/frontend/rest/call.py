@@ -249,10 +249,7 @@ def handler_headers(headers: Sequence[tuple[str, str]]) -> RawHeaders:
 
 
 def _header_value(name: str, value: str) -> bytes:
-    try:
-        encoded = value.encode("latin-1")
-    except UnicodeEncodeError:
-        encoded = b"\n"
+    encoded = value.encode("latin-1", "replace")  # a question mark for what it has not, as TorchServe says
     if _NAME.fullmatch(name) and not _CONTROL.search(encoded):
         return encoded
     raise HandlerFailed(

@@ -65,6 +65,7 @@ FORMS = {
     "no part": [],
     "the name body": [Part("body", b"x")],
     "characters": [Part("data", b"x", "n\u00e9.txt", "text/plain")],
+    "names with signs": [Part("input:0", b"1"), Part("a,b", b"2", "x"), Part("c=d", b"3")],
     "line ends": [Part("data", b"a\r\nb\r\n\r\nc")],
 }
 HEADERS: dict[str, dict[str, str]] = {

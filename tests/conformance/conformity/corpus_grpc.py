@@ -89,6 +89,8 @@ def _management() -> Iterator[tuple[str, str, Any]]:
         ("g_sync", "9.9", False),
         ("none", "", False),
         ("none", "all", False),
+        ("none", "", True),
+        ("g_sync", "9.9", True),
         ("", "", False),
         ("g_sync", "", True),
         ("probe", "1.0", True),

@@ -35,7 +35,7 @@ RESULTS = (
     "text",
 )
 STATUSES = (200, 201, 202, 206, 301, 304, 400, 404, 413, 418, 429, 500, 503, 507, 599)
-CODES = (400, 401, 404, 413, 418, 429, 499, 500, 503, 507, 513)
+CODES = (200, 204, 301, 400, 401, 404, 413, 418, 429, 499, 500, 503, 507, 513)
 HEADERS: tuple[dict[str, str], ...] = (
     {"X-Own": "value"},
     {"x-answer": "42", "X-Answer": "43"},
@@ -46,6 +46,7 @@ HEADERS: tuple[dict[str, str], ...] = (
     {"content-length": "3"},
     {"Connection": "close"},
     {"X-Latin": "caf\u00e9"},
+    {"X-Own": "\u6f22, 5 \u20ac"},
 )
 RICH = (
     "text",

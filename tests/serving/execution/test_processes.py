@@ -8,7 +8,9 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from datetime import datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from torchere.serving.errors import (
     LoadFailed,
     OutOfResources,
 )
-from torchere.serving.execution import launch, worker_process
+from torchere.serving.execution import executor, launch, slot, worker_process
 from torchere.serving.execution.executor import ExecutorState, LoadSpec
 from torchere.serving.execution.heartbeat import HeartbeatSettings
 from torchere.serving.execution.launch import ForkLauncher, worker_environment
@@ -37,6 +39,7 @@ async def pool_of(spec: LoadSpec, count: int = 1, **changes: Any) -> AsyncIterat
         "response_timeout_s": 30.0,
         "startup_timeout_s": 60.0,
         "max_retry_timeout_s": 60.0,
+        "on_loaded": lambda executor_id, load_s: None,
     }
     launcher = ForkLauncher(worker_environment())
     pool = ProcessPool(
@@ -44,7 +47,6 @@ async def pool_of(spec: LoadSpec, count: int = 1, **changes: Any) -> AsyncIterat
         **{**settings, **changes},
         next_id=itertools.count(9000).__next__,
         on_free=freed.set,
-        on_loaded=lambda executor_id, load_s: None,
         launcher=launcher,
     )
     pool.freed = freed  # type: ignore[attr-defined]
@@ -130,6 +132,27 @@ FORKING = """
             open("child", "w").write(str(child.pid))
             os.kill(os.getpid(), signal.SIGKILL)
 """
+
+
+def test_how_long_a_worker_took_to_load_does_not_depend_on_the_wall_clock(
+    make_spec: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hours = itertools.count()
+    put_back = SimpleNamespace(now=lambda zone: datetime.now(zone) - timedelta(hours=next(hours)))
+    for module in (executor, slot):
+        monkeypatch.setattr(module, "datetime", put_back)
+    took_s: list[float] = []
+
+    async def main() -> None:
+        began_s = time.monotonic()
+        async with pool_of(make_spec(), on_loaded=lambda _, load_s: took_s.append(load_s)) as pool:
+            os.kill(pool.statuses()[0].pid, signal.SIGKILL)
+            while len(took_s) < 2:
+                await asyncio.sleep(0.01)
+            assert min(took_s) > 0
+            assert sum(took_s) <= time.monotonic() - began_s  # each from its own start
+
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_a_worker_is_lost_at_once_also_when_a_process_that_it_forked_lives_on(

@@ -1,5 +1,8 @@
 """What goes to a worker and comes back is the same on both sides, and nothing but it is accepted."""
 
+from datetime import date, datetime, timedelta, timezone
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -22,6 +25,7 @@ from torchere.serving.execution.wire import (
     encode_frame,
     encode_report,
     from_worker_decoder,
+    load_of,
     report_from_done,
     to_worker_decoder,
 )
@@ -53,6 +57,24 @@ def test_a_load_survives_the_way_to_a_worker() -> None:
     )
     message = Load(spec, 1, "token")
     assert to_worker_decoder.decode(payload(encode_frame(message))) == message
+
+
+@pytest.mark.parametrize(
+    ("config", "is_sent"),
+    [
+        ({"handler": {"k": [1, 2.5, None, True, b"x"]}, "é": "ü"}, True),
+        ({"since": date(2024, 1, 2)}, False),
+        ({"handler": {"names": {"a"}}}, False),
+        ({"pairs": [("a", 1)]}, False),
+        ({"at": datetime(2024, 1, 2, tzinfo=timezone(timedelta(hours=1)))}, False),
+        ({True: "a name that YAML takes for a truth value"}, False),
+    ],
+)
+def test_a_model_config_that_would_become_another_stays_in_its_file(config: Any, is_sent: bool) -> None:
+    spec = LoadSpec("m", "1.0", "/dir", "h.py", {"model": {"configFile": "c.yaml"}}, config)
+    message = to_worker_decoder.decode(payload(encode_frame(load_of(spec, None, "token"))))
+    assert isinstance(message, Load)
+    assert (message.spec.model_config, message.config_file) == ((config, "") if is_sent else ({}, "c.yaml"))
 
 
 def test_a_report_survives_the_way_back() -> None:

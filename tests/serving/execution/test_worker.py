@@ -4,16 +4,18 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from torchere.handlers.shared_models import SharedModels
+from torchere.serving.bounded_yaml import read_yaml
 from torchere.serving.execution.executor import LoadSpec, Unfinished
 from torchere.serving.execution.frames import FrameReader
 from torchere.serving.execution.host import HandlerHost
 from torchere.serving.execution.launch import ExecLauncher, ForkLauncher, worker_environment
-from torchere.serving.execution.wire import Done, Load, Partial, Run, encode_frame, from_worker_decoder
+from torchere.serving.execution.wire import Done, Partial, Run, encode_frame, from_worker_decoder, load_of
 from torchere.serving.types import InferRequest, InferResponse, Parameter
 
 SPAWNING = """
@@ -63,7 +65,7 @@ async def worker_of(launcher: Any, spec: LoadSpec) -> AsyncIterator[Callable[[An
         return from_worker_decoder.decode(frames.next() or b"")
 
     try:
-        loaded = await asyncio.to_thread(exchange, Load(spec, None))
+        loaded = await asyncio.to_thread(exchange, load_of(spec, None, ""))
         assert not hasattr(loaded, "detail"), loaded.detail
         yield lambda message: asyncio.to_thread(exchange, message)
     finally:
@@ -87,6 +89,28 @@ def test_processes_that_a_handler_starts_find_its_module_its_files_and_ts(
             if kind is ForkLauncher:
                 await launcher.close()
         assert json.loads(done.outcomes[0].response.body) == [42, True]
+
+    asyncio.run(main())
+
+
+SHOWING = """
+    class Handler:
+        def initialize(self, context): self.config = context.model_yaml_config
+        def handle(self, data, context): return [repr(self.config)]
+"""
+
+
+def test_a_handler_gets_the_dates_and_sets_of_its_model_config(
+    make_spec: Callable[..., LoadSpec], tmp_path: Path
+) -> None:
+    text = "since: 2024-01-02\nnames: !!set {a}\n"
+    (tmp_path / "c.yaml").write_text(text)
+    spec = make_spec(SHOWING, manifest={"model": {"configFile": "c.yaml"}}, model_config=read_yaml(text))
+
+    async def main() -> None:
+        async with worker_of(ExecLauncher(worker_environment()), spec) as exchange:
+            done = await exchange(Run(1, (InferRequest("a", ()),)))
+        assert done.outcomes[0].response.body == b"{'since': datetime.date(2024, 1, 2), 'names': {'a'}}"
 
     asyncio.run(main())
 

@@ -268,6 +268,18 @@ def test_at_a_start_a_file_that_is_there_is_the_copy_of_the_last_one(tmp_path: P
         downloader(()).download("http://models.internal/a.mar", tmp_path, reuse=True)
 
 
+def test_of_two_servers_that_start_the_slower_one_takes_the_copy_of_the_other(
+    at: str, tmp_path: Path
+) -> None:
+    def address(host: str, port: int) -> list[str]:
+        (tmp_path / "a.mar").write_text("the other's")  # while ours is under way
+        return ["127.0.0.1"]
+
+    found = downloader(resolver=address).download(f"{at}/good/a.mar", tmp_path, reuse=True)
+    assert found == Download(tmp_path / "a.mar", is_new=False)
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["the other's"]
+
+
 def test_an_empty_file_is_no_copy_of_an_earlier_start(at: str, tmp_path: Path) -> None:
     (tmp_path / "a.mar").touch()
     found = downloader().download(f"{at}/good/a.mar", tmp_path, reuse=True)

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -58,6 +59,31 @@ def test_a_released_folder_is_gone(tmp_path: Path) -> None:
     assert folder.path.is_dir()
     folder.release()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_ages_temporary_files_finds_the_folder_of_a_living_server_locked(tmp_path: Path) -> None:
+    # systemd-tmpfiles asks each folder for an exclusive lock, without waiting, before it looks into it.
+    folder = ClaimedFolder(tmp_path)
+    itself = os.open(folder.path, os.O_RDONLY)
+    assert not lock(itself)
+    folder.release()
+    assert lock(itself)
+    os.close(itself)
+
+
+@pytest.mark.skipif(shutil.which("systemd-tmpfiles") is None, reason="systemd-tmpfiles is not installed")
+def test_systemd_leaves_the_folder_of_a_living_server_alone(tmp_path: Path) -> None:
+    parent = tmp_path / "tmp"
+    parent.mkdir()
+    folder = ClaimedFolder(parent)
+    (folder.path / "weights").write_bytes(b"x")
+    (parent / "other").mkdir()
+    rule = tmp_path / "tmp.conf"
+    rule.write_text(f"d {parent} - - - 1us\n")
+    subprocess.run(["systemd-tmpfiles", "--clean", rule], check=True, timeout=60)
+    assert [path.name for path in parent.iterdir()] == [folder.path.name]
+    assert (folder.path / "weights").exists()
+    folder.release()
 
 
 def test_a_part_of_a_download_is_swept_once_it_is_old_and_nobody_holds_it(tmp_path: Path) -> None:

@@ -215,3 +215,10 @@ def test_what_a_server_had_begun_to_write_when_it_was_killed_is_swept(tmp_path: 
     os.utime(old, (0, 0))
     written = write_snapshot(tmp_path, "startup", [], CONTENT, keep=3)
     assert sorted(tmp_path.iterdir()) == [fresh, written]
+
+
+def test_behind_the_last_name_of_all_snapshots_are_written_all_the_same() -> None:
+    last = "99991231235959999-startup.cfg"
+    assert snapshot_name("startup", datetime(2026, 1, 2), [last]) == "20260102000000000-startup.cfg"
+    near = "99991231235959997-startup.cfg"
+    assert snapshot_name("startup", datetime(2026, 1, 2), [near]) == "99991231235959998-startup.cfg"

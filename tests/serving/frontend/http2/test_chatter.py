@@ -226,3 +226,14 @@ def test_leave_that_lets_bytes_through_is_no_flood(run, http2):
             return await peer.answered(stream_id)
 
     assert run(main()).messages == [bytes(3000)]
+
+
+def test_data_that_crosses_with_its_answer_is_no_flood(run, http2):
+    async def main():
+        async with http2.greeted() as (_, wire):
+            wire.send(wire.calls("/refuse", 2))
+            late = DataFrame(1, bytes(128)).serialize(), DataFrame(3, bytes(128)).serialize()
+            wire.send(b"".join(late) * 2 * CHATTER, PingFrame(0, b"12345678"))
+            return (await wire.next(PingFrame)) is not None
+
+    assert run(main())

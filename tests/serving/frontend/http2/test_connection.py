@@ -109,6 +109,26 @@ def test_trailers_that_do_not_end_are_a_fault_of_their_call(run, http2):
     assert run(main()) == (1, 1, "gone")
 
 
+@pytest.mark.parametrize(
+    ("first_is_last", "block", "code"),
+    [
+        pytest.param(False, None, 1, id="a second head"),
+        pytest.param(True, None, 5, id="a second head behind the end"),
+        pytest.param(True, b"\0\1x\1y", 5, id="trailers behind the end"),
+    ],
+)
+def test_headers_that_are_no_trailers_are_a_fault_of_their_call(run, http2, first_is_last, block, code):
+    async def main():
+        async with http2.greeted() as (served, wire):
+            wire.send(
+                wire.headers("/hang", last=first_is_last), wire.headers("/hang", block=block, last=True)
+            )
+            reset = await wire.next(RstStreamFrame)
+            return reset.stream_id, reset.error_code, served.calls[0].ended_by
+
+    assert run(main()) == (1, code, "gone")
+
+
 def test_trailers_of_a_call_that_is_over_are_passed_over(run, http2):
     async def main():
         async with http2.greeted() as (_, wire):
@@ -133,6 +153,10 @@ def test_trailers_of_a_call_that_is_over_are_passed_over(run, http2):
         pytest.param(b"\0\0\7\6\0\0\0\0\0" + bytes(7), 6, id="short ping"),
         pytest.param(b"\0\0\x08\6\0\0\0\0\1" + bytes(8), 1, id="ping on a stream"),
         pytest.param(b"\0\0\x08\7\0\0\0\0\1" + bytes(8), 1, id="goodbye on a stream"),
+        pytest.param(b"\0\0\7\7\0\0\0\0\0" + bytes(7), 6, id="short goodbye"),
+        pytest.param(b"\0\0\5\2\0\0\0\0\0" + bytes(5), 1, id="priority of the connection"),
+        pytest.param(b"\0\0\4\2\0\0\0\0\1" + bytes(4), 6, id="short priority"),
+        pytest.param(b"\0\0\6\2\0\0\0\0\1" + bytes(6), 6, id="long priority"),
         pytest.param(b"\0\0\0\4\0\0\0\0\1", 1, id="settings on a stream"),
         pytest.param(b"\0\0\6\4\1\0\0\0\0" + bytes(6), 6, id="settings in an acknowledgement"),
         pytest.param(b"\0\0\1\4\0\0\0\0\0\0", 6, id="short settings"),

@@ -1,5 +1,7 @@
 """The ends of a connection: no call that crosses with the news is lost, and nobody is waited for long."""
 
+import asyncio
+
 from h2.settings import SettingCodes
 from hyperframe.frame import (
     DataFrame,
@@ -106,3 +108,61 @@ def test_a_broken_connection_ends_even_when_its_client_reads_nothing(run, http2,
             return served.calls[0].ended_by, len(served.listening.connections)
 
     assert run(main()) == ("gone", 0)
+
+
+async def taken_leave(wire, served):
+    """Drain the only connection, whose client has heard of it."""
+    (connection,) = served.listening.connections
+    connection.farewell.begin()
+    await wire.next(PingFrame)
+    wire.send(PingFrame(0, b"farewell", flags=["ACK"]))
+    return await wire.next(GoAwayFrame)
+
+
+def test_a_drain_ends_as_soon_as_the_client_has_heard_and_no_sooner(run, http2, monkeypatch):
+    monkeypatch.setattr(farewell, "FAREWELL_S", 60)
+
+    async def main():
+        async with http2.greeted() as (served, wire):
+            await wire.next(SettingsFrame)
+            (connection,) = served.listening.connections
+            connection.farewell.begin()
+            wire.send(PingFrame(0, b"12345678", flags=["ACK"]), PingFrame(0, b"12345678"))
+            await wire.next(PingFrame)  # the server's own
+            await wire.next(PingFrame)
+            before = connection.farewell.last_taken
+            wire.send(PingFrame(0, b"farewell", flags=["ACK"]))
+            return before, [type(frame) for frame in await wire.all()]
+
+    assert run(main()) == (None, [GoAwayFrame])
+
+
+def test_the_last_call_is_told_once(run, http2, monkeypatch):
+    monkeypatch.setattr(farewell, "FAREWELL_S", 0.05)
+
+    async def main():
+        async with http2.greeted() as (served, wire):
+            wire.send(wire.headers("/hang"))
+            await wire.next(SettingsFrame)
+            await taken_leave(wire, served)
+            await asyncio.sleep(0.1)  # the time is over, too
+            served.calls[0].stream.end()
+            return [frame for frame in await wire.all() if type(frame) is GoAwayFrame]
+
+    assert run(main()) == []
+
+
+def test_a_client_that_breaks_the_protocol_in_a_drain_is_closed_and_may_send_again_what_was_refused(
+    run, http2, monkeypatch
+):
+    monkeypatch.setattr(farewell, "FAREWELL_S", 60)
+
+    async def main():
+        async with http2.greeted() as (served, wire):
+            wire.send(wire.headers("/hang"))
+            await wire.next(SettingsFrame)
+            await taken_leave(wire, served)
+            wire.send(wire.headers("/echo", 3, last=True), b"\0\0\0\3\0\0\0\0\1")
+            return [frame.last_stream_id for frame in await wire.all() if type(frame) is GoAwayFrame]
+
+    assert run(main()) == [1]

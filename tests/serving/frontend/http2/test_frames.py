@@ -67,6 +67,7 @@ def test_headers_of_padding_alone_break_the_connection(flags, payload):
     ("payload", "code"),
     [
         (b"12345", f.ErrorCode.FRAME_SIZE_ERROR),
+        (b"\0\2\0\0\0\2", f.ErrorCode.PROTOCOL_ERROR),
         (b"\0\4\x80\0\0\0", f.ErrorCode.FLOW_CONTROL_ERROR),
         (b"\0\5\0\0\x3f\xff", f.ErrorCode.PROTOCOL_ERROR),
         (b"\0\5\1\0\0\0", f.ErrorCode.PROTOCOL_ERROR),

@@ -59,6 +59,12 @@ def test_bytes_that_are_no_headers_break_the_connection_and_nothing_else(junk, h
         assert broken.code in {ErrorCode.COMPRESSION_ERROR, ErrorCode.ENHANCE_YOUR_CALM}
 
 
+def test_an_index_too_long_to_be_written_breaks_the_connection_by_its_code():
+    with pytest.raises(ConnectionBroken) as broken:
+        HeadReader().read(b"\xff" * 3000 + b"\1")
+    assert broken.value.code is ErrorCode.COMPRESSION_ERROR
+
+
 def test_a_call_like_the_one_before_it_is_not_read_again():
     encoder, reader = Encoder(), HeadReader()
     headers = [(":method", "POST"), (":path", "/a/B"), ("x-one", "1")]
@@ -231,3 +237,9 @@ def test_a_long_block_that_says_little_breaks_the_connection():
     with pytest.raises(ConnectionBroken, match="32769 bytes") as broken:
         HeadReader().read(b"\x20" * 32_769)
     assert broken.value.code is ErrorCode.ENHANCE_YOUR_CALM
+
+
+@pytest.mark.parametrize("size", [0, 1, 126, 127, 128, 254, 255, 256, 6000])
+def test_a_status_text_of_any_length_is_what_others_read(size):
+    told = {"grpc-message": "m" * size} if size else {}
+    assert dict(Decoder().decode(status_block(3, "m" * size))) == {"grpc-status": "3", **told}

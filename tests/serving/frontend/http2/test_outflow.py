@@ -157,3 +157,13 @@ def test_no_more_than_a_bounded_part_is_written_before_the_socket_may_say_stop()
     made.outflow._write = write
     made.outflow.resume()
     assert sum(map(len, made.written)) >= 8 * 2**20
+
+
+def test_a_client_that_takes_longer_frames_gets_them(run, http2):
+    async def main():
+        async with http2.listener() as served, http2.wire(served) as wire:
+            wire.greet(SettingsFrame(0, {5: 20_000}), wire.headers("/echo"))
+            wire.send(DataFrame(1, http2.prefixed(bytes(18_000)), flags=["END_STREAM"]))
+            return len((await wire.next(DataFrame)).data)
+
+    assert run(main()) == 5 + 18_000

@@ -123,3 +123,14 @@ def test_what_is_said_after_the_end_is_not_sent(run, http2):
 
     answer = run(main())
     assert (answer.data, answer.headers["grpc-status"]) == (b"", "12")
+
+
+def test_a_call_that_is_refused_early_may_stop_and_did_nothing_wrong(run, http2):
+    async def main():
+        async with http2.listener() as served, http2.peer(served) as peer:
+            answer = peer.answers[peer.begin("/refuse", end=False)]
+            await peer.until(lambda: answer.reset is not None)
+            return answer
+
+    answer = run(main())
+    assert (answer.headers[":status"], answer.status, answer.reset) == ("200", "12", 0)

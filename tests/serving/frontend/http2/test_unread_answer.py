@@ -9,6 +9,8 @@ from hyperframe.frame import SettingsFrame, WindowUpdateFrame
 from torchere.serving.frontend import unread
 from torchere.serving.frontend.http2 import connection
 from torchere.serving.frontend.http2.frames import ErrorCode
+from torchere.serving.frontend.http2.header_blocks import request_head
+from torchere.serving.frontend.http2.listening import Listening
 from torchere.serving.frontend.http2.status import StatusCode
 
 TIMEOUT_S = 0.2
@@ -149,3 +151,15 @@ def test_who_takes_none_of_many_answers_gets_no_more_until_that_ends(run, http2,
             return [call.stream.head.flaw_code == StatusCode.RESOURCE_EXHAUSTED for call in served.calls]
 
     assert run(main()) == [*[False] * 7, True, True, False]
+
+
+def test_where_answers_may_be_long_four_of_them_may_wait(run, http2):
+    async def main():
+        made = connection.Connection(Listening(None, 1, 2**28))
+        head, found = request_head(http2.head_of("/echo")), []
+        for size in (2**30, 2**30 + 1):
+            made.outflow.held_bytes = size
+            found.append(made._affordable(head).flaw != "")
+        return found
+
+    assert run(main()) == [False, True]
