@@ -85,21 +85,21 @@ def minilm_inputs_of(texts: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def tensor_archive(shop: Workshop, name: str, file: Path, signature: Signature, config: str) -> str:
-    """Pack a file for the handler `tensor`; returns the archive's name in the store."""
+    """Pack a file for the handler `tensor`, in place of what was; returns the archive's name in the store."""
     folder = shop.folder / f"{name}_tensors"
     folder.mkdir(exist_ok=True)
     (folder / SIGNATURE_NAME).write_text(signature.to_json(), encoding="utf-8")
     (folder / "model-config.yaml").write_text(config, encoding="utf-8")
-    if not (shop.store / f"{name}.mar").exists():
-        write_archive(
-            ArchiveRequest(
-                model_name=name,
-                version="1.0",
-                handler="tensor",
-                serialized_file=file,
-                extra_files=(folder / SIGNATURE_NAME,),
-                export_path=shop.store,
-                config_file=folder / "model-config.yaml",
-            )
+    write_archive(
+        ArchiveRequest(
+            model_name=name,
+            version="1.0",
+            handler="tensor",
+            serialized_file=file,
+            extra_files=(folder / SIGNATURE_NAME,),
+            export_path=shop.store,
+            config_file=folder / "model-config.yaml",
+            force=True,
         )
+    )
     return name

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from harness import rows_image, rows_models, rows_threads
+from harness import real_models, rows_image, rows_models, rows_threads
 from harness.bare import bare_loop
 from harness.errors import Failed
 from harness.figures import judge
@@ -17,6 +17,7 @@ from harness.rows_models import LITE0, binary_request
 from peers.bare_loop import Work, pixels
 from PIL import Image
 
+from torchere.archiver.reader import open_archive
 from torchere.handlers.image_transform import ImageTransform
 
 LEVELS = (127 / 255,) * 3, (128 / 255,) * 3
@@ -111,3 +112,12 @@ def test_the_model_is_served_with_the_batch_that_its_server_was_fastest_with(
     )
 
     assert rows_models.plan_of(LITE0, Workshop(tmp_path)) == rows_models.Plan(batch=4, executors=2)
+
+
+def test_an_archive_is_packed_anew_for_each_batch_size(file: Path, tmp_path: Path) -> None:
+    shop = Workshop(tmp_path)
+    for batch in (1, 16):
+        config = rows_models.Plan(batch, 2).config
+        real_models.tensor_archive(shop, "m", file, LITE0.signature, config)
+
+        assert open_archive(shop.store / "m.mar").read_text("model-config.yaml") == config
