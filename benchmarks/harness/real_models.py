@@ -90,6 +90,7 @@ def tensor_archive(shop: Workshop, name: str, file: Path, signature: Signature, 
     folder.mkdir(exist_ok=True)
     (folder / SIGNATURE_NAME).write_text(signature.to_json(), encoding="utf-8")
     (folder / "model-config.yaml").write_text(config, encoding="utf-8")
+    (shop.store / f"{name}.mar").unlink(missing_ok=True)
     write_archive(
         ArchiveRequest(
             model_name=name,
@@ -99,7 +100,6 @@ def tensor_archive(shop: Workshop, name: str, file: Path, signature: Signature, 
             extra_files=(folder / SIGNATURE_NAME,),
             export_path=shop.store,
             config_file=folder / "model-config.yaml",
-            force=True,
         )
     )
     return name
