@@ -191,15 +191,12 @@ def _loaded(archive: Archive, root: Path, config: dict[str, Any]) -> Callable[..
 
 
 def _config(archive: Archive) -> dict[str, Any]:
-    from torchere.serving.registry.model_config import MAX_CONFIG_BYTES, parse_model_config  # noqa: PLC0415
+    from torchere.serving.registry.model_config import config_of  # noqa: PLC0415 - not needed for --help
 
-    name = archive.manifest.config_file
-    if name is None:
-        return {}
     try:
-        return parse_model_config(archive.read_text(name, MAX_CONFIG_BYTES)).raw
+        return config_of(archive).raw
     except InvalidArchive as error:
-        raise ModelRefused(f"{archive.path}: {name}: {error}") from error
+        raise ModelRefused(f"{archive.path}: {archive.manifest.config_file}: {error}") from error
 
 
 def _options(archive: Archive, config: dict[str, Any]) -> TorchScriptOptions:

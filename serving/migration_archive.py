@@ -15,9 +15,8 @@ from torchere.serving.errors import InvalidArchive, InvalidRequest
 from torchere.serving.migration_finding import MigrationFinding, Verdict
 from torchere.serving.migration_imports import MAX_SOURCE_BYTES, missing_imports
 from torchere.serving.registry.model_config import (
-    MAX_CONFIG_BYTES,
     UNSUPPORTED_KEYS,
-    parse_model_config,
+    config_of,
     unsupported_keys,
 )
 from torchere.serving.registry.names import check_model_name, check_version_name
@@ -94,7 +93,7 @@ def _config(archive: Archive, manifest: Manifest) -> Iterator[_Found]:
     if not manifest.config_file:
         return
     try:
-        config = parse_model_config(archive.read_text(manifest.config_file, MAX_CONFIG_BYTES))
+        config = config_of(archive)
     except InvalidArchive as err:
         yield manifest.config_file, "unsupported", err.message
         return

@@ -80,8 +80,10 @@ def seconds(minimum: float) -> Kind:
 
 
 def _finite(text: str, minimum: float, maximum: float) -> float:
+    if not _NUMBER.fullmatch(text):
+        raise ValueError
     try:
-        number = float(text if _NUMBER.fullmatch(text) else "")
+        number = float(text)
     except ValueError:
         raise ValueError from None  # its own words say less than the kind's
     if not minimum <= number <= maximum:  # neither is anything else than finite
@@ -136,10 +138,14 @@ _NO_MODELS = ("standalone", "n/a")  # what TorchServe's documentation writes for
 def _read_models(text: str) -> tuple[str, ...]:
     if text.lower() in _NO_MODELS:
         return ()
-    items = tuple(item.strip() for item in text.split(",") if item.strip())
+    items = _items(text)
     if [item.lower() for item in items] == ["all"]:
         return ("all",)
     return tuple(item for item in items if not _names_nothing(item))
+
+
+def _items(text: str) -> tuple[str, ...]:
+    return tuple(item.strip() for item in text.split(",") if item.strip())
 
 
 def _names_nothing(item: str) -> bool:
@@ -147,7 +153,7 @@ def _names_nothing(item: str) -> bool:
 
 
 def _remark_models(text: str) -> str:
-    empty = [item.strip() for item in text.split(",") if _names_nothing(item.strip())]
+    empty = [item for item in _items(text) if _names_nothing(item)]
     return f"{', '.join(empty)} names no archive, and is passed over" if empty else ""
 
 

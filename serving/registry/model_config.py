@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from torchere.archiver.reader import Archive
 from torchere.serving.bounded_yaml import MAX_CHARACTERS, read_yaml
 from torchere.serving.errors import InvalidArchive
 from torchere.serving.settings import Isolation, largest
 
-MAX_CONFIG_BYTES = MAX_CHARACTERS
 _NOT_SPREAD = (
     "a model is not spread over several processes; quantise it until it fits one device (deviceIds gives "
     "each worker its own), or run a server made for it beside this one"
@@ -56,6 +56,17 @@ class ModelConfig:
     continuous_batching: bool = False
     isolation: Isolation = "auto"
     dispatch: Literal["torchserve", "eager"] = "torchserve"
+
+
+def config_of(archive: Archive) -> ModelConfig:
+    """The model config of an archive, which need not be unpacked for that; an empty one when it has none.
+
+    Raises:
+        ArchiveError: its file is missing, damaged, too long or no text.
+        InvalidArchive: see `parse_model_config`.
+    """
+    name = archive.manifest.config_file
+    return parse_model_config(archive.read_text(name, MAX_CHARACTERS)) if name else ModelConfig()
 
 
 def parse_model_config(text: str) -> ModelConfig:

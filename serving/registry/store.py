@@ -28,10 +28,9 @@ from torchere.serving.registry.download import PART_PREFIX, Download, Downloader
 from torchere.serving.registry.environments import Environment
 from torchere.serving.registry.leftovers import ClaimedFolder, sweep_folders, sweep_parts
 from torchere.serving.registry.model_config import (
-    MAX_CONFIG_BYTES,
     UNSUPPORTED_KEYS,
     ModelConfig,
-    parse_model_config,
+    config_of,
     unsupported_keys,
 )
 from torchere.serving.registry.store_folder import StoreFolder
@@ -123,9 +122,8 @@ class Store:
         Raises:
             InvalidArchive: it is missing, or wrong.
         """
-        name = archive.manifest.config_file
         try:
-            return parse_model_config(archive.read_text(name, MAX_CONFIG_BYTES)) if name else ModelConfig()
+            return config_of(archive)
         except ArchiveError as err:
             raise _invalid(err) from err
 

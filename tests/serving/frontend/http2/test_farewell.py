@@ -14,6 +14,13 @@ from hyperframe.frame import (
 from torchere.serving.frontend.http2 import farewell
 
 
+def begun_farewell(served):
+    """The farewell of the only connection, begun."""
+    (connection,) = served.listening.connections
+    connection.farewell.begin()
+    return connection.farewell
+
+
 def test_a_drain_takes_calls_that_cross_and_refuses_later_ones(run, http2, monkeypatch):
     monkeypatch.setattr(farewell, "FAREWELL_S", 0.05)
 
@@ -22,8 +29,7 @@ def test_a_drain_takes_calls_that_cross_and_refuses_later_ones(run, http2, monke
             wire.send(wire.headers("/hold"))
             while not served.calls:
                 await wire.frame()
-            (connection,) = served.listening.connections
-            connection.farewell.begin()
+            begun_farewell(served)
             soft, ping = await wire.next(GoAwayFrame), await wire.next(PingFrame)
             wire.send(
                 wire.headers("/echo", 3), DataFrame(3, http2.prefixed(b"crossed"), flags=["END_STREAM"])
@@ -50,9 +56,7 @@ def test_a_drain_does_not_wait_long_for_a_client_that_answers_no_ping(run, http2
     async def main():
         async with http2.greeted() as (served, wire):
             await wire.next(SettingsFrame)
-            (connection,) = served.listening.connections
-            connection.farewell.begin()
-            connection.farewell.begin()  # once is enough
+            begun_farewell(served).begin()  # once is enough
             return [frame.last_stream_id for frame in await wire.all() if type(frame) is GoAwayFrame]
 
     assert run(main()) == [2**31 - 1, 0]
@@ -112,8 +116,7 @@ def test_a_broken_connection_ends_even_when_its_client_reads_nothing(run, http2,
 
 async def taken_leave(wire, served):
     """Drain the only connection, whose client has heard of it."""
-    (connection,) = served.listening.connections
-    connection.farewell.begin()
+    begun_farewell(served)
     await wire.next(PingFrame)
     wire.send(PingFrame(0, b"farewell", flags=["ACK"]))
     return await wire.next(GoAwayFrame)
@@ -125,12 +128,11 @@ def test_a_drain_ends_as_soon_as_the_client_has_heard_and_no_sooner(run, http2, 
     async def main():
         async with http2.greeted() as (served, wire):
             await wire.next(SettingsFrame)
-            (connection,) = served.listening.connections
-            connection.farewell.begin()
+            leave = begun_farewell(served)
             wire.send(PingFrame(0, b"12345678", flags=["ACK"]), PingFrame(0, b"12345678"))
             await wire.next(PingFrame)  # the server's own
             await wire.next(PingFrame)
-            before = connection.farewell.last_taken
+            before = leave.last_taken
             wire.send(PingFrame(0, b"farewell", flags=["ACK"]))
             return before, [type(frame) for frame in await wire.all()]
 
