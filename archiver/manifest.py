@@ -63,9 +63,9 @@ class Manifest:
         """Read a manifest; `archive` only names the culprit in errors.
 
         Raises:
-            ArchiveError: It is not JSON, lacks `model` or has an unknown `runtime`, or a member has a wrong
-                type or points outside the archive. A missing `modelName` is allowed: registration may give
-                it.
+            ArchiveError: It is not JSON, its `model` is null or its `runtime` unknown, or a member has a
+                wrong type or points outside the archive. A missing `model` or `modelName` is allowed:
+                registration may give what they would say.
         """
         return _Parser(text, archive).manifest()
 
@@ -106,9 +106,10 @@ class _Parser:
 
     def manifest(self) -> Manifest:
         whole = self._object(self._json(), "the manifest")
-        if whole.get("model") is None:
+        entry = whole.get("model", {})  # TorchServe minds only a null
+        if entry is None:
             raise self._refuse("Missing Model entry in manifest file.", "add a 'model' object")
-        model = self._object(whole["model"], "model")
+        model = self._object(entry, "model")
         runtime = whole.get("runtime", "python")  # TorchServe's default, where the member is left out
         if runtime not in RUNTIMES:
             raise self._refuse(

@@ -13,7 +13,7 @@ from torchere.archiver.errors import ModelRefused
 from torchere.archiver.missing import check_inputs
 from torchere.archiver.progress import Progress
 from torchere.archiver.request import ArchiveRequest
-from torchere.archiver.signature import SIGNATURE_NAME, parse
+from torchere.archiver.signature import SIGNATURE_NAME, Signature, parse
 from torchere.archiver.writer import check_target, write_archive
 
 Say = Callable[[str], None]
@@ -39,7 +39,7 @@ def pack_model(request: ArchiveRequest, options: BuildOptions, progress: Progres
     with tempfile.TemporaryDirectory(prefix="torchere-") as folder:
         built = build(options, Path(folder), say)
         if request.handler == DEFAULT_HANDLER:
-            _refuse_texts(built)
+            _refuse_unservable(built)
         packed = dataclasses.replace(
             request,
             serialized_file=built.serialized_file,
@@ -53,13 +53,18 @@ def pack_model(request: ArchiveRequest, options: BuildOptions, progress: Progres
     return path
 
 
-def _refuse_texts(built: Built) -> None:
-    """The default handler goes by the signature, and gives models numbers only."""
+def _refuse_unservable(built: Built) -> None:
+    """The default handler goes by the signature, and can't carry everything that one may name."""
     file = built.beside / SIGNATURE_NAME
-    inputs = parse(file.read_text(encoding="utf-8")).inputs if file.is_file() else ()
-    texts = [spec.name for spec in inputs if spec.datatype == "BYTES"]
-    if texts:
-        raise ModelRefused(
-            f"{built.serialized_file}: the input {texts[0]!r} takes texts, and the handler "
-            f"{DEFAULT_HANDLER!r} gives models numbers only; name a --handler of your own"
-        )
+    signature = parse(file.read_text(encoding="utf-8")) if file.is_file() else Signature((), ())
+    reasons = {"BYTES": f"texts, and the handler {DEFAULT_HANDLER!r} knows numbers only"}
+    if built.serialized_file is not None and built.serialized_file.suffix == ".onnx":
+        reasons["BF16"] = "BF16, which onnxruntime's NumPy arrays do not have"
+    roles = (("input", "takes", signature.inputs), ("output", "gives", signature.outputs))
+    for role, does, specs in roles:
+        for spec in specs:
+            if spec.datatype in reasons:
+                raise ModelRefused(
+                    f"{built.serialized_file}: the {role} {spec.name!r} {does} {reasons[spec.datatype]}; "
+                    "name a --handler of your own"
+                )

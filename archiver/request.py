@@ -39,14 +39,16 @@ _BUILT_IN_PYTHON = frozenset({*BUILT_IN_HANDLERS, "dali_image_classifier", "vllm
 _BUILT_IN_CPP = frozenset({"BaseHandler", "TorchScriptHandler"})
 _SUFFIXES = {"default": ".mar", "zip-store": ".mar", "tgz": ".tar.gz", "no-archive": ""}
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-.]*")
+_FUNCTION = re.compile(r":[^/\\]*$")  # not the drive of C:\models\service
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArchiveRequest:
     """One archive to write; see `write_archive`.
 
-    `handler` is a built-in name, or a Python file with or without `.py` and `:function`. Each of
-    `extra_files` is a file, a directory (its contents go to the archive's root) or a glob pattern.
+    `handler` is a built-in name, or a Python file with or without `.py` and `:function`; "" leaves it to the
+    server's `default_service_handler`. Each of `extra_files` is a file, a directory (its contents go to the
+    archive's root) or a glob pattern.
     `leave_out` has entry names that they must not bring. `made` is a folder of files that go in under their
     relative names, each instead of an extra file of that name.
     `epoch_s` (seconds since 1970, UTC) becomes `createdOn`; the same request with the same files always
@@ -91,13 +93,11 @@ class ArchiveRequest:
             raise PackingError(f"runtime is {self.runtime!r}; use one of {', '.join(RUNTIMES)}")
 
     def handler_file(self) -> Path | None:
-        """The file that `handler` names, or None for a handler that the server brings itself."""
-        if self.handler in (_BUILT_IN_CPP if self.runtime == "LSP" else _BUILT_IN_PYTHON):
+        """The file that `handler` names, or None for a handler that the server brings or is to choose."""
+        if self.handler in (_BUILT_IN_CPP if self.runtime == "LSP" else _BUILT_IN_PYTHON) or not self.handler:
             return None
-        path, colon, function = self.handler.rpartition(":")
-        # What stands after a colon is a function only if it could be one: C:\models\service.py has none.
-        file = path if colon and function.isidentifier() else self.handler
         suffix = _cpp_suffix() if self.runtime == "LSP" else ".py"
+        file = self.handler if self.handler.endswith(suffix) else _FUNCTION.sub("", self.handler)
         return Path(file if file.endswith(suffix) else f"{file}{suffix}")
 
     def manifest(self, digests: Mapping[str, str]) -> Manifest:

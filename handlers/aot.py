@@ -13,6 +13,7 @@ import importlib
 import logging
 import os
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 CompiledModel = Callable[..., Any]
 _LIBRARY_FOLDER = ".aot"  # in the unpacked archive: goes when that goes
+# torch reads one exported program at a time: it keeps the one it is at in a global, and refuses a second.
+_READING_LOCK = threading.Lock()
 
 
 def load_shared_object(path: str, device: str | None) -> CompiledModel:
@@ -126,10 +129,11 @@ def _try_nevertheless(path: str, found: Misfit) -> None:
 def _load_program(path: str, device: str | None) -> CompiledModel:
     _refuse_code(path)
     importlib.import_module(INT8_OPERATORS)
-    program = torch.export.load(path)
-    if device not in (None, "cpu"):  # with what its operators make: they name the device of the export
-        program = importlib.import_module("torch.export.passes").move_to_device_pass(program, device)
-    return by_position(program)
+    with _READING_LOCK:
+        program = torch.export.load(path)
+        if device not in (None, "cpu"):  # with what its operators make: they name the device of the export
+            program = importlib.import_module("torch.export.passes").move_to_device_pass(program, device)
+        return by_position(program)
 
 
 def _refuse_code(path: str) -> None:

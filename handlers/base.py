@@ -19,7 +19,7 @@ from torchere.handlers.archive_import import archive_at
 from torchere.handlers.autocast import autocasting
 from torchere.handlers.compile_options import compile_options, wants_aot_compile
 from torchere.handlers.context import Context
-from torchere.handlers.devices import choose_device, module_on, to_device, whole_on_device
+from torchere.handlers.devices import CPU, choose_device, module_on, to_device, whole_on_device
 from torchere.handlers.eager import in_eval_mode, load_eager
 from torchere.handlers.labels import load_label_mapping
 from torchere.handlers.nested_lists import tensor_of
@@ -106,7 +106,10 @@ class BaseHandler:
 
         Subclasses may override it.
         """
-        options, device = TorchScriptOptions.read(self.model_yaml_config), self.device
+        options = TorchScriptOptions.read(self.model_yaml_config)
+        if options.quantized_engine:  # int8, whose operators know no GPU
+            self.map_location, self.device = CPU
+        device = self.device
         return self._shared(
             ("torchscript", model_pt_path, str(device), options),
             lambda: load_torchscript(model_pt_path, device, options),
@@ -118,13 +121,13 @@ class BaseHandler:
         archive, device = archive_at(model_dir), self.device
         return self._shared(
             ("eager", model_dir, model_file, model_pt_path, str(device)),
-            lambda: load_eager(archive, model_file, model_pt_path, device).to(device).eval(),
+            lambda: load_eager(archive, model_file, model_pt_path).to(device).eval(),
         )
 
     def _load_package(self, path: str, model_dir: str) -> Any:
         # Its code would take the addresses of a GPU for some of its own.
         if self.map_location != "cpu" and aot.is_for_cpu(path):
-            self.map_location, self.device = "cpu", torch.device("cpu")
+            self.map_location, self.device = CPU
         if self.map_location == "cuda":
             torch.cuda.set_device(self.device)  # torch's binding loads to the one in use
         where = self._where()
@@ -169,7 +172,8 @@ class BaseHandler:
                 "Compiling the model with %s failed, proceeding without compilation: %s", options, err
             )
             return model
-        logger.info("Compiled model with %s", options)
+        in_words = ", ".join(f"{name} {value}" for name, value in options.items())
+        logger.info("Compiled model with %s", in_words)  # TorchServe's line, which people look for in its log
         return compiled
 
     @timed
@@ -248,7 +252,9 @@ class BaseHandler:
             with record_function("postprocess"):
                 return self.postprocess(output)
 
-        return profiling.run_profiled(stages, self.context.model_name, self.profiler_args)
+        # TorchServe's folder has the name the archive was packed with, whatever it is registered as.
+        packed_as = (self.context.manifest or {}).get("model", {}).get("modelName")
+        return profiling.run_profiled(stages, packed_as or self.context.model_name, self.profiler_args)
 
     def explain_handle(self, data_preprocess: Any, raw_data: Any) -> Any:
         """Explain the answer to the first request with `get_insights(model input, raw input, target)`.

@@ -24,12 +24,18 @@ class DeviceChoice(NamedTuple):
     device: torch.device
 
 
+CPU = DeviceChoice("cpu", torch.device("cpu"))
+
+
 def choose_device(gpu_id: int | str | None) -> DeviceChoice:
     """The best device there is: CUDA, Intel GPU, Apple GPU, XLA, CPU.
 
     Args:
         gpu_id: the accelerator this instance was given (by `MockContext` as a text), and a warning says where
             torch has none after all; None keeps it off CUDA, Intel and Apple GPUs.
+
+    Raises:
+        RuntimeError: torch has GPUs, but fewer.
     """
     if gpu_id is not None:
         if torch.cuda.is_available():
@@ -45,13 +51,20 @@ def choose_device(gpu_id: int | str | None) -> DeviceChoice:
         )
     if importlib.util.find_spec("torch_xla") is not None:
         return DeviceChoice(None, importlib.import_module("torch_xla.core.xla_model").xla_device())
-    return DeviceChoice("cpu", torch.device("cpu"))
+    return CPU
 
 
 def _use_tensor_cores(device: torch.device) -> None:
     # From compute capability 8.0 (Ampere) on, TF32 multiplies faster at an error of about 1e-3; TorchServe
     # switches it on as well, so answers stay comparable.
-    if torch.cuda.get_device_capability(device) >= (8, 0):
+    try:
+        capability = torch.cuda.get_device_capability(device)
+    except AssertionError as err:  # the server has counted what the driver has, without asking CUDA
+        raise RuntimeError(
+            f"{device} is not there: CUDA shows {torch.cuda.device_count()} of them to a process (of several "
+            "MIG instances the first); say so by number_of_gpu"
+        ) from err
+    if capability >= (8, 0):
         torch.set_float32_matmul_precision("high")
 
 
@@ -95,7 +108,7 @@ def gpu_is_usable(gpu_id: int | None, free_memory: bool) -> bool:
     same GPU cuDNN has other words than CUDA.
 
     Args:
-        gpu_id: of the executor; None: the one torch has in use.
+        gpu_id: of the executor; None: it has none of its own.
         free_memory: give back what torch holds ready, for other processes have none. Nothing comes of it as
             long as the exception lives, for its frames hold the tensors.
     """
@@ -104,11 +117,18 @@ def gpu_is_usable(gpu_id: int | None, free_memory: bool) -> bool:
     try:
         if free_memory:
             torch.cuda.empty_cache()
-        torch.cuda.synchronize(gpu_id)
+        for gpu in _gpus_in_use(gpu_id):
+            torch.cuda.synchronize(gpu)
     except RuntimeError as err:
         logger.error("this process can't use its GPU any more: %s", err)
         return False
     return True
+
+
+def _gpus_in_use(gpu_id: int | None) -> list[int]:
+    """The executor's, and those on which its handler has put parts of a model besides."""
+    gpus = range(torch.cuda.device_count())
+    return [gpu for gpu in gpus if gpu == gpu_id or torch.cuda.memory_reserved(gpu)]
 
 
 def module_on(model: Any, device: torch.device) -> Any:

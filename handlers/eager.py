@@ -1,7 +1,7 @@
 """Eager models: a class from the archive's model file, and a state dict for it.
 
-On a CPU the weights are mapped: the pages of the file are the weights, read when they are first used, and one
-copy of them serves every process.
+The weights are mapped: the pages of the file are the weights, read when they are first used, and one copy of
+them serves every process. What goes to another device is copied from there.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ from torchere.handlers.entry_point import list_classes_from_module
 from torchere.handlers.shared_weights import WORTH_MAPPING_BYTES, file_to_map
 
 
-def load_eager(
-    archive: ArchiveModules, model_file: str, model_pt_path: str | None, device: torch.device | str
-) -> torch.nn.Module:
+def load_eager(archive: ArchiveModules, model_file: str, model_pt_path: str | None) -> torch.nn.Module:
     """Construct the model's class, the one `torch.nn.Module` of the model file, and fill it with its weights.
+
+    On the CPU, unless the class makes its tensors elsewhere.
 
     Args:
         archive: whose file it is.
         model_file: its name, as in the manifest.
         model_pt_path: the state dict, of torch.save or safetensors, which must not be cut short while the
             model lives; None leaves the weights as the class makes them.
-        device: where the weights are read to.
 
     Raises:
         RuntimeError: the model file is missing, or the weights are no plain state dict.
@@ -45,7 +44,7 @@ def load_eager(
         )
     model: torch.nn.Module = _model_class(archive.load(file.stem), model_file)()
     if model_pt_path:
-        state = _load_state_dict(model_pt_path, device)
+        state = _load_state_dict(model_pt_path)
         model.load_state_dict(state, assign=_may_replace(model, state))
     return model
 
@@ -76,15 +75,14 @@ def _is_alike(one: object, other: object) -> bool:
     )
 
 
-def _load_state_dict(path: str, device: torch.device | str) -> dict[str, Any]:
+def _load_state_dict(path: str) -> dict[str, Any]:
     if path.endswith(".safetensors"):
-        return _read_safetensors(path, device)
-    on_cpu = torch.device(device).type == "cpu"
+        return _read_safetensors(path)
     # Files of torch before 1.6 are no zip and can't be mapped; small ones are copied as fast.
-    mapped = on_cpu and os.path.getsize(path) >= WORTH_MAPPING_BYTES and zipfile.is_zipfile(path)
+    mapped = os.path.getsize(path) >= WORTH_MAPPING_BYTES and zipfile.is_zipfile(path)
     try:
         file = file_to_map(path) if mapped else path
-        state = torch.load(file, map_location=device, weights_only=True, mmap=mapped)
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as err:
         raise RuntimeError(
             f"{path} holds more than tensors, and is not loaded because unpickling it could run any code "
@@ -98,12 +96,11 @@ def _load_state_dict(path: str, device: torch.device | str) -> dict[str, Any]:
     return state
 
 
-def _read_safetensors(path: str, device: torch.device | str) -> dict[str, Any]:
+def _read_safetensors(path: str) -> dict[str, Any]:
     try:
-        tensors = read_safetensors(Path(path))
+        return read_safetensors(Path(path))
     except ModelRefused as err:
         raise RuntimeError(f"No model weights could be loaded: {err}") from err
-    return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
 def in_eval_mode(model: Any) -> Any:

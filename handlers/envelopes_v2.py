@@ -39,11 +39,12 @@ class KServev2Envelope(BaseEnvelope):
 
     def format_output(self, data: Any) -> Any:
         """One answer with all outputs; output i has the name of input i."""
-        model = (self.context.manifest or {}).get("model") or {}
+        model = {"modelName": getattr(self.context, "model_name", None)}  # a stand-in in a test may have none
+        model |= (self.context.manifest or {}).get("model") or {}
         return [
             {
                 "id": self._request_id or self.context.get_request_id(0),
-                "model_name": model.get("modelName", self.context.model_name),
+                "model_name": model["modelName"],
                 "model_version": model.get("modelVersion"),
                 "outputs": [_output(self._name(index), item) for index, item in enumerate(data)],
             }

@@ -54,7 +54,7 @@ def map_class_to_label(
     mapping: dict[str, str] | None = None,
     lbl_classes: Sequence[Sequence[int]] | None = None,
 ) -> list[dict[str, object]]:
-    """Put names to the numbers of each row.
+    """Put names to the numbers of each row; where classes share a name, the largest float stands for it.
 
     Args:
         probs: one row per request; usually probabilities.
@@ -70,10 +70,20 @@ def map_class_to_label(
     if mapping is not None and not isinstance(mapping, dict):
         raise TypeError(f"Mapping must be a dict; found {type(mapping).__name__}")
     rows = lbl_classes if lbl_classes is not None else [range(len(row)) for row in probs]
-    return [
-        {_name(index, mapping): value for index, value in zip(classes, row, strict=False)}
-        for classes, row in zip(rows, probs, strict=False)
-    ]
+    return [_named(classes, row, mapping) for classes, row in zip(rows, probs, strict=False)]
+
+
+def _named(
+    classes: Sequence[int], row: Sequence[object], mapping: dict[str, str] | None
+) -> dict[str, object]:
+    named: dict[str, object] = {}
+    for index, value in zip(classes, row, strict=False):
+        name = _name(index, mapping)
+        earlier = named.get(name)  # ImageNet has two cranes
+        if isinstance(earlier, float) and isinstance(value, float) and not value > earlier:
+            continue
+        named[name] = value
+    return named
 
 
 def _name(index: int, mapping: dict[str, str] | None) -> str:

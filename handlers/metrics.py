@@ -95,7 +95,7 @@ class MetricsCache:
         names = list(dimension_names or ())
         if not isinstance(metric_name, str) or not isinstance(unit, str):
             raise MetricsCacheTypeError(f"metric_name and unit must be str, found {metric_name!r}, {unit!r}")
-        if not all(isinstance(name, str) for name in names):
+        if isinstance(dimension_names, str) or not all(isinstance(name, str) for name in names):
             raise MetricsCacheTypeError(f"dimension_names of {metric_name} must be str, found {names!r}")
         if not isinstance(metric_type, MetricTypes):
             raise MetricsCacheTypeError(

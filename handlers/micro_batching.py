@@ -63,16 +63,10 @@ class MicroBatching:
         for pool in self._pools.values():
             pool.shutdown()
 
-    def get_micro_batch_idx(self) -> int:
-        """Which part of the batch the calling stage works on.
-
-        Raises:
-            RuntimeError: called from outside a stage.
-        """
-        index = getattr(self._part, "index", None)
-        if index is None:
-            raise RuntimeError("there is no micro-batch here: call it from a stage of the handler")
-        return int(index)
+    def get_micro_batch_idx(self) -> int | None:
+        """Which part of the batch the calling stage works on; None where it is whole (explanations)."""
+        index: int | None = getattr(self._part, "index", None)
+        return index
 
     def handle(self, data: list[Any]) -> list[Any]:
         """Answer one batch; raises what the first failing part raised, after all parts are over."""

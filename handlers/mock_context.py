@@ -33,6 +33,7 @@ class MockContext:
         model_yaml_config_file: str | None = None,
     ) -> None:
         named = {"serializedFile": model_pt_file, "modelFile": model_file}
+        self.model_name = model_name
         self.manifest = {"model": {key: name for key, name in named.items() if name}}
         self.system_properties: dict[str, Any] = {"model_dir": model_dir}
         if gpu_id and torch.cuda.is_available():

@@ -26,7 +26,7 @@ def run_profiled(
 
     Args:
         stages: runs the batch; names its parts with `torch.profiler.record_function`.
-        model_name: names the folder of the traces, `<temporary folder>/pytorch_profiler/<model>`.
+        model_name: names the folder of the traces, `<temporary folder>/pytorch_profiler/<model_name>`.
         profiler_args: arguments for `torch.profiler.profile`; activities, shapes and the trace's place are
             filled in where it names none.
 

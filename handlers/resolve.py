@@ -52,8 +52,8 @@ NOT_SHIPPED = {
 }
 """Names that TorchServe ships and we do not, and why."""
 
-_HANDLER = re.compile(r"(?P<path>[^:]+?)(\.py)?(:(?P<function>[^:]+))?")
-_ABSOLUTE_FILE = re.compile(r"(?P<file>/[^:]+\.py)(:(?P<function>[^:]+))?")
+_HANDLER = re.compile(r"(?P<path>[^:]+?)(\.py)?(:(?P<function>.+))?")  # the first colon ends the file
+_ABSOLUTE_FILE = re.compile(r"(?P<file>/[^:]+\.py)(:(?P<function>.+))?")
 _MODULE = re.compile(r"\w[\w-]*(\.\w[\w-]*)*")  # also what no statement can import: `llama-handler.py`
 
 

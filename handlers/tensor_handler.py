@@ -14,7 +14,7 @@ from torchere.archiver.signature import ANY, SIGNATURE_NAME, Signature
 from torchere.handlers import onnx
 from torchere.handlers.base import BaseHandler
 from torchere.handlers.context import Context
-from torchere.handlers.devices import to_device
+from torchere.handlers.devices import CPU, to_device
 from torchere.handlers.errors import PredictionException
 from torchere.handlers.per_request import refusal
 from torchere.handlers.signature import read_signature
@@ -81,6 +81,7 @@ class TensorHandler(BaseHandler):
         super().initialize(context)
         if not callable(self.model):
             self.model = onnx.as_function(self.model)
+            self.device = CPU.device  # where it takes tensors from, whatever it computes on
 
     def warmup_data(self) -> list[dict[str, object]] | None:
         """One row of zeros, where the shapes are fixed, or of ones: lengths and masks may not be zero.

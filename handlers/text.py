@@ -17,6 +17,7 @@ from torchere.handlers.context import Context
 from torchere.handlers.contractions import expand_contractions
 
 CLEANUP_REGEX = re.compile(r"<.*?>|&([a-z0-9]+|#[0-9]{1,6}|#x[0-9a-f]{1,6});")
+UNKNOWN = "<unk>"  # torchtext's name for words that a vocabulary does not have
 _SPACED = re.compile(r"(['.,()!?])")
 _DROP_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -114,4 +115,11 @@ def _load_vocabulary(path: Path) -> Mapping[str, int]:
         raise RuntimeError(
             f"{path.name} holds a {type(vocabulary).__name__}; expected a dict of token to index"
         )
-    return vocabulary
+    return _WithUnknown(vocabulary) if UNKNOWN in vocabulary else vocabulary
+
+
+class _WithUnknown(dict[str, int]):
+    """A vocabulary whose words that it does not have stand where `<unk>` does."""
+
+    def __missing__(self, token: str) -> int:
+        return self[UNKNOWN]

@@ -148,9 +148,10 @@ class TextEmbedding(BaseHandler):
     def _embeddings(self, texts: Sequence[Tokens]) -> torch.Tensor:
         padded = self.tokens.padded(texts)
         arguments = [padded[role].to(self.device, dtype) for role, dtype in self.inputs]
-        found = flattened(self.model(*arguments))[0].float().cpu()
+        found = flattened(self.model(*arguments))[0].float()
         if found.dim() == 3:
-            found = self._pooled(found, padded["mask"])
+            found = self._pooled(found, padded["mask"].to(found.device))
+        found = found.cpu()
         if found.dim() != 2 or len(found) != len(texts):
             raise RuntimeError(
                 f"the model gave {tuple(found.shape)} for {len(texts)} texts; expected [texts, tokens, size] "

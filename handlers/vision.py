@@ -129,6 +129,8 @@ def _limit(key: str, value: Any) -> Any:
 
 def _numbers(value: object) -> torch.Tensor:
     try:
+        if isinstance(value, int):  # to torch a size: so many numbers of whatever lies in memory
+            raise TypeError("a number alone is no input")
         return torch.FloatTensor(value)
     except (TypeError, ValueError, RuntimeError, OverflowError) as err:
         why = f" ({err})" if isinstance(value, list) else ""  # of a list torch says which dimension is wrong

@@ -117,7 +117,7 @@ def address(http_port: int, https_port: int) -> Kind:
         tls = scheme.lower() == "https"
         number = int(port) if port else (https_port if tls else http_port)
         if number > MAX_PORT:
-            raise ValueError(f"Invalid binding address: {text}")
+            raise ValueError(f"Invalid port number: {text}")
         return Address(host=host.strip("[]"), port=number, tls=tls)
 
     return Kind("http://host[:port], https://host[:port] or unix:/absolute/path", read)

@@ -89,6 +89,8 @@ class Server:
         self._registry = Registry(settings, RegistryMetrics(self._metrics), self._journal, self._prepared)
         self._dataplane = DataPlane(self._registry, self._metrics)
         self._observe()
+        if certificates is not None:
+            self._metrics.process.watch_certificate(lambda: certificates.pair.expires_at_s)
         controlplane = ControlPlane(self._registry, self._dataplane, settings)
         services = Services(settings, self._metrics, keys, __version__, _cors(settings), certificates)
         self._follow([each for each in (keys, certificates) if isinstance(each, FixedKeys | Certificates)])
@@ -116,8 +118,6 @@ class Server:
             inflight=lambda: dataplane.accepted - dataplane.answered,
             dropped_lines=lambda: access_log.dropped + lost_lines(),
         )
-        if settings.certificate_file is not None:
-            self._metrics.process.watch_certificate(settings.certificate_file)
         self._background.append(asyncio.create_task(self._metrics.process.watch_loop()))
         if settings.metrics_mode != "prometheus":
             open_metric_files(settings.metrics_directory)
@@ -251,7 +251,7 @@ def _announce(endpoints: Endpoints, settings: ServerSettings) -> None:
     for api, address in endpoints.rest.items():
         logger.info("%s API: %s", api.capitalize(), address)
     for api, address in endpoints.grpc.items():
-        logger.info("%s gRPC: %s:%d", api.capitalize(), address.host, address.port)
+        logger.info("%s gRPC: %s", api.capitalize(), address.authority)
     if settings.token_auth_enabled:
         logger.info(
             "Token authorization is enforced. The keys are in %s; switch it off with --disable-token-auth",

@@ -38,7 +38,13 @@ class Address:
     def __str__(self) -> str:
         if self.unix_path:
             return f"unix:{self.unix_path}"
-        return f"{'https' if self.tls else 'http'}://{self.host}:{self.port}"
+        return f"{'https' if self.tls else 'http'}://{self.authority}"
+
+    @property
+    def authority(self) -> str:
+        """host:port as URLs and gRPC's targets have them, with brackets around an IPv6 address."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,11 +195,12 @@ class Supervisor:
 
     def _log(self, level: str, message: str, trace: str = "") -> None:
         now = datetime.now(timezone.utc).replace(tzinfo=None)
+        moment = f"{now.isoformat(timespec='microseconds' if self._as_json else 'milliseconds')}Z"
         if self._as_json:
-            fields = {"time": f"{now.isoformat()}Z", "level": level, "logger": LOGGER, "message": message}
+            fields = {"time": moment, "level": level, "logger": LOGGER, "message": message}
             line = json.dumps({**fields, "exception": trace} if trace else fields)
         else:
-            line = f"{now.isoformat(timespec='milliseconds')}Z {level:<7} {LOGGER}: {message}"
+            line = f"{moment} {level:<7} {LOGGER}: {message}"
             line += "".join(f"\n  | {part}" for part in trace.splitlines())
         try:
             if self._outlet is None:

@@ -7,7 +7,7 @@ inputs, outputs and initializers, and of these the names, types, shapes and wher
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torchere.archiver.signature import ANY, Signature, TensorSpec
 
 _MAX_MODEL_BYTES = 2**31  # of one message of Protocol Buffers; larger models keep their weights beside it
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_NEGATIVE = 2**63  # from here on, as numbers are read without a sign
 _GRAPH = 7  # ModelProto
 _NODE, _INITIALIZER, _INPUT, _OUTPUT = 1, 5, 11, 12  # GraphProto
 # TensorProto.DataType to the names of the Open Inference Protocol
@@ -50,6 +51,19 @@ class OnnxForm:
     signature: Signature
     names_batch: bool  # the first dimensions of all inputs and outputs have one name, which they share
     is_quantised: bool
+    unshaped: frozenset[str] = frozenset()  # inputs and outputs of any rank; `signature` has () for them
+
+    def with_ranks(self, ranks: Mapping[str, int]) -> OnnxForm:
+        """The same, of which some inputs and outputs have so many dimensions of any size."""
+
+        def ranked(specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+            return tuple(
+                dataclasses.replace(spec, shape=(ANY,) * ranks[spec.name]) if spec.name in ranks else spec
+                for spec in specs
+            )
+
+        signature = Signature(ranked(self.signature.inputs), ranked(self.signature.outputs))
+        return dataclasses.replace(self, signature=signature, unshaped=self.unshaped - ranks.keys())
 
     def with_rows(self, rows: int) -> Signature:
         """The signature when the first dimension is no batch, but always of this size."""
@@ -76,7 +90,8 @@ def form_of_onnx(path: Path) -> OnnxForm:
     first = {_first_name(item) for item in (*inputs, *outputs)}
     operators = [_text(node, 4) for node in _messages(graph, _NODE)]
     is_quantised = any("Quantize" in name or "Integer" in name for name in operators)
-    return OnnxForm(signature, len(first) == 1 and "" not in first, is_quantised)
+    unshaped = frozenset(_text(item, 1) for item in (*inputs, *outputs) if not _is_shaped(item))
+    return OnnxForm(signature, len(first) == 1 and "" not in first, is_quantised, unshaped)
 
 
 def signature_of_onnx(path: Path) -> Signature:
@@ -138,6 +153,11 @@ def _dimensions(item: dict[int, list[Any]]) -> list[dict[int, list[Any]]]:
     return [dimension for part in _messages(kinds[0], 2) for dimension in _messages(part, 1)] if kinds else []
 
 
+def _is_shaped(item: dict[int, list[Any]]) -> bool:
+    """Whether it has a shape, if one without dimensions; without any it may have any number of them."""
+    return any(2 in tensor for kind in _messages(item, 2) for tensor in _messages(kind, 1))
+
+
 def _first_name(item: dict[int, list[Any]]) -> str:
     """The name of the first dimension; empty when it has none."""
     found = _dimensions(item)
@@ -145,7 +165,8 @@ def _first_name(item: dict[int, list[Any]]) -> str:
 
 
 def _size(dimension: dict[int, list[Any]]) -> int:
-    return _number(dimension, 1) if 1 in dimension and _number(dimension, 1) > 0 else ANY
+    size = _number(dimension, 1)
+    return size if 0 < size < _NEGATIVE else ANY  # some exporters write -1 for a size that is free
 
 
 def _messages(fields: dict[int, list[Any]], number: int) -> Iterator[dict[int, list[Any]]]:

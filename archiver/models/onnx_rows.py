@@ -32,9 +32,12 @@ def tried_signature(path: Path, example: Tensors | None, say: Say) -> Signature:
         say: takes a line when the model is packed without batches, or when nothing could be tried.
 
     Raises:
-        ModelRefused: the model is damaged, or the example is not for it.
+        ModelRefused: the model is damaged, or the example is not for it; or it does not say how many
+            dimensions an input or output has, and can't be run to see.
     """
     form = form_of_onnx(path)
+    if form.unshaped:
+        form = _ranked(path, form, example)
     if example is not None:
         check_against(example, form.signature)
     if not form.signature.batched:
@@ -47,6 +50,26 @@ def tried_signature(path: Path, example: Tensors | None, say: Say) -> Signature:
     if refusal is None:
         return form.signature
     return _fixed(form, rows, str(refusal), say)
+
+
+def _ranked(path: Path, form: OnnxForm, example: Tensors | None) -> OnnxForm:
+    """The form with the number of dimensions that each unshaped input and output has in a run."""
+    inputs = [spec.name for spec in form.signature.inputs]
+    outputs = [spec.name for spec in form.signature.outputs]
+    silent = next(name for name in (*inputs, *outputs) if name in form.unshaped)
+    if example is None and silent in inputs:
+        raise ModelRefused(f"{path}: it does not say which dimensions {silent!r} has; give --example")
+    try:
+        given = _made_up(form.signature) if example is None else example
+        run = _loaded(path)
+        with refusing("running the model on the example"):
+            found = run(*given)
+    except ModelRefused as reason:
+        raise ModelRefused(
+            f"{path}: it does not say which dimensions {silent!r} has, and running it tells nothing: {reason}"
+        ) from reason
+    ranks = {name: one.dim() for name, one in zip((*inputs, *outputs), (*given, *found), strict=True)}
+    return form.with_ranks({name: rank for name, rank in ranks.items() if name in form.unshaped})
 
 
 def _refusal(path: Path, form: OnnxForm, example: Tensors | None) -> ModelRefused | None:

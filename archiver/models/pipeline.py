@@ -37,7 +37,7 @@ from torchere.archiver.models.loaded import LoadedModel
 from torchere.archiver.models.onnx_rows import tried_signature
 from torchere.archiver.models.optimize import has_convolutions, loaded, measured_gain, only_batch_varies
 from torchere.archiver.models.packing import Packed, write_model
-from torchere.archiver.models.quantise import Quantised, check_method, quantise
+from torchere.archiver.models.quantise import Quantised, check_method, quantise, shared_scale
 from torchere.archiver.models.report import REPORT_NAME
 from torchere.archiver.models.samples import example_of, inputs_of, read_samples
 from torchere.archiver.models.sources import Source, read_source
@@ -195,6 +195,7 @@ class _Compilation:
                 target=str(self.options.model_format),
                 compiled=lambda module, example: to_torchscript(module, example, script=script, say=told),
             )
+        made = dataclasses.replace(made, notes=(*made.notes, *shared_scale(model, made.method)))
         for note in made.notes:
             self.say(note)
         return made

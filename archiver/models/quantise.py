@@ -96,6 +96,21 @@ def quantise(
     return Quantised(program, taken, None, (), ("quantised by torchao PT2E for oneDNN",))
 
 
+def shared_scale(model: LoadedModel, method: str) -> tuple[str, ...]:
+    """What is told of dynamic int8 where the rows of a batch are numbers of any size, and other clients'.
+
+    Of tokens nothing is: what a layer makes of an embedding is about as large for all of them.
+    """
+    takes_fractions = any(tensor.is_floating_point() for tensor in model.example)
+    if method != "int8-dynamic" or not model.signature.batched or not takes_fractions:
+        return ()
+    return (
+        "all rows of a batch share one scale: a request with numbers far larger than usual, or infinity, "
+        "spoils the answers to others in its batch; unless clients are trusted, take int8-static, or a "
+        "batchSize of 1 in model-config.yaml",
+    )
+
+
 def check_method(method: str) -> None:
     """Raises `ModelRefused` for what is no key of `METHODS`."""
     if method not in METHODS:

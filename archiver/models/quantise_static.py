@@ -65,12 +65,19 @@ _KEPT_IN_FP32: tuple[Any, ...] = (
     nn.Softmax,
     nn.Sigmoid,
     nn.Tanh,
+    functional.conv1d,  # those that no folding made layers of: torch packs only calls with all arguments
+    functional.conv2d,
+    functional.conv3d,
+    functional.conv_transpose1d,
+    functional.conv_transpose2d,
+    functional.conv_transpose3d,
     functional.layer_norm,
     functional.group_norm,
     functional.instance_norm,
     functional.batch_norm,
     functional.embedding,
     functional.gelu,
+    functional.prelu,
     functional.silu,
     functional.softmax,
     functional.scaled_dot_product_attention,
@@ -119,6 +126,7 @@ def calibrate(
             "are like real requests with --samples"
         )
     folded = fold(module, samples[0])
+    _call_prelu(folded.module)
     clipped = clipped_by_format(folded.module, kept)
     mapping = _configuration(folded.module, clipped)
     for name in (*kept, *_clips_behind(folded.module, kept)):
@@ -141,6 +149,22 @@ def calibrate(
         raise ModelRefused("no layer of the model can be int8; expected a convolution or a linear layer")
     clips = f"{len(clipped) // 2} ReLU6 made the range of the format" if clipped else ""
     return Calibrated(prepared, layers, "; ".join(part for part in (folded.note, clips) if part))
+
+
+def _call_prelu(graph: fx.GraphModule) -> None:
+    """Make functions of the layers that torch makes int8 ones of, whatever they are configured to be.
+
+    For that it looks for channels among their slopes, and fails where it finds one dimension.
+    """
+    for node in list(graph.graph.nodes):
+        if not isinstance(module_at(graph, node), nn.PReLU):
+            continue
+        with graph.graph.inserting_before(node):
+            slopes = graph.graph.get_attr(f"{node.target}.weight")
+            called = graph.graph.call_function(functional.prelu, (node.args[0], slopes))
+        node.replace_all_uses_with(called)
+        graph.graph.erase_node(node)
+    graph.recompile()
 
 
 def _observe_what_is_not_clipped(prepared: fx.GraphModule, clipped: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import fx
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
@@ -67,6 +68,7 @@ def save_program(program: ExportedProgram, path: Path) -> None:
         ModelRefused: no server would load what torch wrote.
     """
     program.example_inputs = None
+    _forget_origins(program)
     torch.export.save(program, path)
     try:
         with path.open("rb") as file:
@@ -76,6 +78,13 @@ def save_program(program: ExportedProgram, path: Path) -> None:
             f"torch.export has written what servers do not load: {error}; change that in the model, or take "
             "--format torchscript"
         ) from error
+
+
+def _forget_origins(program: ExportedProgram) -> None:
+    """Drop which graph each step was copied from: it is told by a place in memory, another in each run."""
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            node.meta.pop("from_node", None)
 
 
 def _take_classes_out(program: ExportedProgram) -> None:

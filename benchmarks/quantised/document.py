@@ -85,7 +85,11 @@ the projections of `nn.MultiheadAttention` with `add_bias_kv`, `add_zero_attn` o
 subclasses, and of any model that answers its example otherwise once its attention is plain layers, or
 whose own code reads the weights of torch's. With `--format aoti` torch's attention and encoder layers
 stay as they are, and mostly in fp32. Convolutions stay in fp32 by `int8-dynamic`, transposed ones
-always. A layer that was given back is named in the report.
+always, and so do `nn.PReLU` and convolutions whose weights are computed (blur pooling) by `int8-static`.
+A layer that was given back is named in the report.
+
+Dynamic int8 has one scale for all numbers that go into a layer, the rows of other requests among them: one
+with numbers far larger than usual moves the answers of its batch. The packer says so where it can be.
 """
 
 

@@ -15,6 +15,8 @@ _WORDS = (
     "_STATUS_ALLOC_FAILED",  # cuBLAS, cuDNN and their like, for the memory they work in
     "_ALLOCATION_FAILED",  # cuDNN from 9 on
     "DefaultCPUAllocator: ",  # it has nothing else to say, in two spellings
+    "Failed to allocate memory for requested buffer",  # onnxruntime, on whatever device
+    " is smaller than requested bytes of ",  # onnxruntime, where it may take so much of a GPU only
 )
 
 

@@ -242,6 +242,8 @@ class WorkerProcess:
             self.kill(Loss(LossKind.PROTOCOL, "closed its socket without ending"))
             code = await self._launched.exit_code
         loss = self._killed or loss_of_exit(code, code == -signal.SIGKILL and self._oom.claim())
+        if self.leaves:  # its log says what the GPU said
+            loss = Loss(LossKind.EXIT, "it lost its GPU, and ended")
         await self._read_out()
         if self._reply is not None and not self._reply.done():
             # A worker that is killed while it loads has mostly asked for more memory than there is.

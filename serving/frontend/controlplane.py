@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from torchere.serving.batching.pending import alone
 from torchere.serving.errors import (
-    Conflict,
     HandlerFailed,
     InvalidRequest,
     NotAllowed,
@@ -18,6 +17,7 @@ from torchere.serving.errors import (
 )
 from torchere.serving.execution.executor import ExecutorStatus
 from torchere.serving.frontend.dataplane import DataPlane
+from torchere.serving.frontend.settling import begun, settled
 from torchere.serving.registry.effective import Asked
 from torchere.serving.registry.startup import Wanted
 from torchere.serving.registry.version import Version, VersionState
@@ -109,12 +109,13 @@ class ControlPlane:
             LoadFailed: it would not load; it is unregistered again (only when synchronous).
             Conflict: likewise when somebody unregistered it before it was there.
         """
-        self._refuse_without_model_api()
+        self.check_model_api()
         version = await self._registry.register(_wanted(wish, self._settings.default_executors))
         executors = version.target
         if executors and not wish.synchronous:
+            await begun()
             return Registered(version.key, executors, Progress.STARTED)
-        await _settled(version)
+        await settled(version)
         if (failure := version.failure) is not None:  # now: what fails while we write is another call's
             self._registry.discard(version)
             await version.settled.wait()
@@ -130,7 +131,7 @@ class ControlPlane:
         Raises:
             NotAllowed, ModelNotFound, VersionNotFound, DefaultVersionInUse, UnregisterTimeout.
         """
-        self._refuse_without_model_api()
+        self.check_model_api()
         leaving = await self._registry.unregister(model, version)
         try:
             await asyncio.wait_for(leaving.settled.wait(), self._settings.unregister_timeout_s)
@@ -138,7 +139,11 @@ class ControlPlane:
             raise UnregisterTimeout(f"Timed out while cleaning resources: {model}") from None
         await self._registry.written()
 
-    def _refuse_without_model_api(self) -> None:
+    def check_model_api(self) -> None:
+        """Raise `NotAllowed` when the model API is off; `register` and `unregister` do.
+
+        Frontends ask before they look at what they were sent: to put that right would be in vain.
+        """
         if not self._settings.model_api_enabled:
             raise NotAllowed(
                 "Requested method is not allowed, please refer to API document.",
@@ -171,8 +176,9 @@ class ControlPlane:
         target = self._registry.find(model, version)
         self._registry.scale(target, min_executors, max_executors)
         if not synchronous:
+            await begun()
             return Progress.STARTED
-        await _settled(target)
+        await settled(target)
         failure = target.failure if target.target else None  # none are wanted: none have failed
         progress = _progress(target, min_executors)
         await self._registry.written()
@@ -261,14 +267,6 @@ def _wanted(wish: Registration, default_executors: int) -> Wanted:
         startup_timeout_s=wish.startup_timeout_s,
     )
     return Wanted(wish.url, asked, name=wish.model_name, handler=wish.handler, runtime=wish.runtime)
-
-
-async def _settled(version: Version) -> None:
-    """Wait until a version is what is wanted of it; raises Conflict when that is by now: to be gone."""
-    await version.settled.wait()
-    if not version.wanted:
-        name, number = version.key
-        raise Conflict(f"Model version {number} of model {name} was unregistered while it was loading")
 
 
 def _progress(version: Version, asked: int) -> Progress:

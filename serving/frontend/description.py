@@ -51,18 +51,19 @@ def versions_text(versions: list[VersionDescription]) -> str:
 
 
 def customized_text(version: VersionDescription, response: InferResponse) -> str:
-    """`describe` of one version with what its handler said of itself, when that is a JSON object.
+    """`describe` of one version with what its handler said of itself.
 
-    A handler that says nothing (`BaseHandler` does: null) is shown with an empty object, as by TorchServe.
+    What is no JSON object (`BaseHandler` says null) is shown as an empty one, and only an empty answer not at
+    all, as by TorchServe: clients that wait for the member (KServe's wrapper) take any answer for a handler
+    that is there.
     """
     described = version_json(version)
     try:
         said = msgspec.json.decode(response.body)
-        metadata = {} if said is None else said
     except NO_JSON:
-        metadata = None
-    if isinstance(metadata, dict):
-        described["customizedMetadata"] = metadata
+        said = None
+    if response.body:
+        described["customizedMetadata"] = said if isinstance(said, dict) else {}
     return pretty([described])
 
 

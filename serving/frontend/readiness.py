@@ -27,9 +27,12 @@ def unready_because(version: Version) -> str:
 
 
 def living(version: Version) -> int:
-    """How many of its executors count for `/ping`: those that load or restart do, as in TorchServe."""
+    """How many of its executors count for `/ping`: those that load or restart do, as in TorchServe.
+
+    So do those that are wanted and that the reconciler makes next: what it is at may take a while.
+    """
     if version.state is VersionState.FAILED:
         return 0
     if version.state in ON_THEIR_WAY:
         return version.target
-    return version.living_executors
+    return version.living_executors + max(0, version.target - version.pool.size)

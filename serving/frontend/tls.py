@@ -6,6 +6,7 @@ Both frontends ask the same `Certificates`, so they never show different ones.
 
 from __future__ import annotations
 
+import logging
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,9 @@ from typing import Any
 from torchere.serving.errors import ServingError
 from torchere.serving.reloading import Reloaded
 from torchere.serving.settings import ServerSettings
+from torchere.serving.telemetry.certificate import UnreadableCertificate, expiry_s
+
+logger = logging.getLogger(__name__)
 
 
 class CertificateUnusable(ServingError):
@@ -34,6 +38,7 @@ class KeyPair:
 
     context: ssl.SSLContext
     http2_context: ssl.SSLContext  # offers HTTP/2 by ALPN, without which gRPC's clients do not connect
+    expires_at_s: float | None  # the first certificate of the chain, since the epoch; None: can't be told
 
 
 class Certificates:
@@ -98,7 +103,7 @@ def read_pair(files: TlsFiles) -> KeyPair:
         CertificateUnusable: the text names both files and never holds what is in them.
     """
     try:
-        pair = KeyPair(_context(files), _context(files))
+        pair = KeyPair(_context(files), _context(files), _expires_at_s(files))
     except (OSError, ValueError) as err:  # SSLError is an OSError
         raise CertificateUnusable(
             "The TLS certificate can't be used.",
@@ -107,6 +112,14 @@ def read_pair(files: TlsFiles) -> KeyPair:
         ) from err
     pair.http2_context.set_alpn_protocols(["h2"])
     return pair
+
+
+def _expires_at_s(files: TlsFiles) -> float | None:
+    try:
+        return expiry_s(files.certificate)
+    except UnreadableCertificate as err:  # OpenSSL takes more forms than we read
+        logger.warning("the expiry of the certificate can't be told: %s", err)
+        return None
 
 
 def _said(err: Exception) -> str:

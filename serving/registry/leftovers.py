@@ -100,12 +100,13 @@ def sweep_folders(parent: Path | None) -> list[Path]:
 def sweep_parts(store: Path, prefix: str, idle_s: float) -> list[Path]:
     """Delete parts of downloads that nobody goes on with, and that were not touched for `idle_s`.
 
-    The store may be on a network, where the locks of other machines are not always seen: hence the time.
+    The store may be on a network, where the locks of other machines are not always seen: hence the time. One
+    that is as far ahead counts as well: it was written before the clock was put right.
     """
     swept = []
     for part in _ours(store, prefix):
         with suppress(OSError), part.open("rb") as opened:
-            idle = time.time() - os.fstat(opened.fileno()).st_mtime >= idle_s
+            idle = abs(time.time() - os.fstat(opened.fileno()).st_mtime) >= idle_s
             if idle and not part.is_symlink() and lock(opened):
                 part.unlink()
                 swept.append(part)

@@ -1,4 +1,4 @@
-"""What is said of log lines that can't be written: the reason, once in a while.
+"""What is said of log lines that can't be written, or files that can't be moved: the reason, once in a while.
 
 Python's logging writes a traceback of the log call for each of them. A full disk would have a server that
 answers a thousand requests a second write megabytes of those a second, and do little else.
@@ -23,19 +23,23 @@ class SaysWhatIsLost(logging.Handler):
     _say_after_s = 0.0  # monotonic
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Say why on standard error, at most once a minute; what is no `OSError` as logging does.
+        """Say why, as `say` does; what is no `OSError` as logging does.
 
-        Call it in the `except` of the one that writes. Where nobody reads standard error it is left unsaid.
+        Call it in the `except` of the one that writes.
         """
         err = sys.exc_info()[1]
-        if not isinstance(err, OSError):
+        if isinstance(err, OSError):
+            self.say(f"lines of {self.output} are lost: {err.strerror or err}")
+        else:
             super().handleError(record)
-            return
+
+    def say(self, text: str) -> None:
+        """Say it on standard error, at most once a minute; where nobody reads that it is left unsaid."""
         now_s = time.monotonic()
         if now_s >= self._say_after_s:
             self._say_after_s = now_s + SAID_EVERY_S
             with suppress(OSError, ValueError, AttributeError):  # there may be no standard error
                 descriptor = may_stand_still(sys.stderr)
                 if descriptor is None or has_room(descriptor, timeout_ms=0):
-                    sys.stderr.write(f"lines of {self.output} are lost: {err.strerror or err}\n")
+                    sys.stderr.write(f"{text}\n")
                     sys.stderr.flush()

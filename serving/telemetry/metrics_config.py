@@ -86,10 +86,11 @@ def _parse(text: str) -> MetricsConfig:
     if not isinstance(document, dict):
         raise MetricsCacheTypeError(f"found {_kind(document)}, expected a mapping with {_SECTIONS}")
     unknown = [key for key in document if key not in (*_SECTIONS, "dimensions")]
-    missing = [key for key in _SECTIONS if key not in document]
-    if unknown or missing:
-        raise MetricsCacheKeyError(f"sections: unknown {unknown}, missing {missing}, expected {_SECTIONS}")
-    server, model = ({m.name: m for m in _section(name, document[name])} for name in _SECTIONS)
+    if unknown:
+        raise MetricsCacheKeyError(f"sections: unknown {unknown}, expected {_SECTIONS}")
+    if "model_metrics" not in document:  # TorchServe can do without the other
+        raise MetricsCacheKeyError(f"sections: model_metrics is missing, expected {_SECTIONS}")
+    server, model = ({m.name: m for m in _section(name, document.get(name))} for name in _SECTIONS)
     if not model:
         raise MetricsCacheValueError("model_metrics is empty; declare at least one metric in it")
     config = MetricsConfig(server, model)

@@ -5,23 +5,18 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib.metadata
-import logging
 import platform
 import sys
 import threading
 import time
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable
 
 import psutil
 from prometheus_client import Metric, ProcessCollector
 
 from torchere.serving.telemetry import catalogue as names
-from torchere.serving.telemetry.certificate import UnreadableCertificate, expiry_s
 from torchere.serving.telemetry.cgroup import sample_cgroup
 from torchere.serving.telemetry.distributions import Distributions, add_histogram
-
-logger = logging.getLogger(__name__)
 
 LAG_PERIOD_S = 0.5
 FAMILIES = (
@@ -56,12 +51,12 @@ class ProcessMetrics:
         self._lags = Distributions(1)
         self._lock = threading.Lock()  # guards _lags: the loop writes, a scrape reads
         self._pauses = GcPauses()
-        self._certificate: Path | None = None
+        self._certificate_expiry_s: Callable[[], float | None] = lambda: None
         self._library = ProcessCollector(registry=None)
 
-    def watch_certificate(self, path: Path) -> None:
-        """Show when the first certificate of this PEM file expires; it is read at each exposition."""
-        self._certificate = path
+    def watch_certificate(self, expires_at_s: Callable[[], float | None]) -> None:
+        """Show when the certificate in force expires (seconds since the epoch), whatever its file holds."""
+        self._certificate_expiry_s = expires_at_s
 
     async def watch_loop(self) -> None:
         """Measure the event loop and the garbage collector until cancelled."""
@@ -76,7 +71,7 @@ class ProcessMetrics:
             gc.callbacks.remove(self._pauses)
 
     def collect(self) -> Iterable[Metric]:
-        """The families as they are now; reads /proc and the certificate."""
+        """The families as they are now; reads /proc."""
         families = names.families(FAMILIES)
         families[names.BUILD_INFO].add_sample(names.BUILD_INFO, build_labels(), 1)
         with self._lock:
@@ -86,7 +81,7 @@ class ProcessMetrics:
         values = {
             names.GC_PAUSE: self._pauses.total_s,
             names.THREADS: psutil.Process().num_threads(),
-            names.CERTIFICATE_EXPIRY: self._expiry_s(),
+            names.CERTIFICATE_EXPIRY: self._certificate_expiry_s(),
             names.CGROUP_CPU_LIMIT: cgroup.cpu_limit_cores,
             names.CGROUP_THROTTLED: cgroup.throttled_s,
             names.CGROUP_MEMORY_LIMIT: cgroup.memory_limit_bytes,
@@ -96,15 +91,6 @@ class ProcessMetrics:
             if value is not None:
                 families[name].add_sample(name, {}, value)
         return (*families.values(), *self._library.collect())
-
-    def _expiry_s(self) -> float | None:
-        if self._certificate is None:
-            return None
-        try:
-            return expiry_s(self._certificate)
-        except UnreadableCertificate as err:
-            logger.warning("the expiry of the certificate can't be told: %s", err)
-            return None
 
 
 def build_labels() -> dict[str, str]:

@@ -18,7 +18,8 @@ KEPT_FILES = 5
 class RotatingFile(SaysWhatIsLost, logging.handlers.RotatingFileHandler):
     """A file that is looked for before each write: one that logrotate has moved is not written to any more.
 
-    A write that fails costs its lines, and the next one tries again, from the folder on.
+    A write that fails costs its lines, and the next one tries again, from the folder on. A file that can't be
+    moved (it is mounted by itself, or its folder is not ours) grows by as much again before the next try.
 
     Raises:
         OSError: it can't be opened (from the constructor only).
@@ -29,6 +30,7 @@ class RotatingFile(SaysWhatIsLost, logging.handlers.RotatingFileHandler):
         self.setFormatter(lines)
         self.output = str(path)
         self._is_closed = False
+        self._full_bytes = self.maxBytes  # from which on it is moved
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record."""
@@ -46,9 +48,9 @@ class RotatingFile(SaysWhatIsLost, logging.handlers.RotatingFileHandler):
                 return
             try:
                 stream = self._find()
-                if os.fstat(stream.fileno()).st_size + len(text) >= self.maxBytes:  # a pipe can't tell
-                    self.doRollover()
-                    stream = self._find()
+                size = os.fstat(stream.fileno()).st_size  # 0 of a pipe
+                if size + len(text) >= self._full_bytes:
+                    stream = self._begin_anew(size)
                 stream.write(text)
                 stream.flush()
             except Exception:
@@ -61,6 +63,16 @@ class RotatingFile(SaysWhatIsLost, logging.handlers.RotatingFileHandler):
             super().close()
         except OSError:
             self.handleError(logging.makeLogRecord({"msg": "the last lines of the log"}))
+
+    def _begin_anew(self, size: int) -> TextIO:
+        """Move the file, of `size` bytes, and open a new one; the old one where it can't be moved."""
+        try:
+            self.doRollover()
+            self._full_bytes = self.maxBytes
+        except OSError as err:
+            self._full_bytes = size + self.maxBytes
+            self.say(f"{self.output} can't be moved, and grows: {err.strerror or err}")
+        return self._find()
 
     def _find(self) -> TextIO:
         """What is open, or the file opened anew if that is not what the path leads to."""
@@ -79,5 +91,5 @@ class RotatingFile(SaysWhatIsLost, logging.handlers.RotatingFileHandler):
 def _is_at(descriptor: int, path: str) -> bool:
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:
+    except OSError:  # it was moved, or its file system is another one by now
         return False

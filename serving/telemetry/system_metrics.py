@@ -31,7 +31,7 @@ class SystemMetrics:
     def __init__(self, server: ServerMetrics, gpus: Callable[[], Sequence[GpuSample]] = sample_gpus) -> None:
         self._server = server
         self._gpus = gpus
-        psutil.cpu_percent(None)  # the first call has nothing to compare with and only sets the mark
+        self._cpu_times = psutil.cpu_times()
 
     async def sample_every(self, period_s: float, max_gpus: int | None = None) -> None:
         """Sample at once and then every `period_s`, until cancelled.
@@ -53,7 +53,7 @@ class SystemMetrics:
         memory = psutil.virtual_memory()
         disk = psutil.disk_usage("/")
         values = {
-            "CPUUtilization": psutil.cpu_percent(None),
+            "CPUUtilization": self._cpu_percent(),
             "MemoryAvailable": memory.available / MEGABYTE,
             "MemoryUsed": memory.used / MEGABYTE,
             "MemoryUtilization": memory.percent,
@@ -66,6 +66,17 @@ class SystemMetrics:
         if max_gpus != 0:
             for gpu in self._gpus():
                 self._take_gpu(gpu)
+
+    def _cpu_percent(self) -> float:
+        """How busy the cores were since the last sample; psutil's own compares within one thread only."""
+        before, self._cpu_times = self._cpu_times, psutil.cpu_times()
+        spent_s = {
+            name: max(0.0, getattr(self._cpu_times, name) - getattr(before, name)) for name in before._fields
+        }
+        # Linux counts what guests take twice: as `user` and `nice`, too.
+        whole_s = sum(spent_s.values()) - spent_s.get("guest", 0.0) - spent_s.get("guest_nice", 0.0)
+        idle_s = spent_s["idle"] + spent_s.get("iowait", 0.0)
+        return round(100 * (whole_s - idle_s) / whole_s, 1) if whole_s > 0 else 0.0
 
     def _take_gpu(self, gpu: GpuSample) -> None:
         values = {

@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 from opentelemetry.trace.span import NonRecordingSpan, TraceState
 
-from torchere.serving.telemetry.timeline import COLUMNS, STAGES, Timeline, Waited, row_of
+from torchere.serving.telemetry.timeline import COLUMNS, STAGES, Timeline, row_of
 from torchere.serving.telemetry.trace_context import TraceContext
 
 _FIRST_STAGE = COLUMNS.index(STAGES[0])
@@ -40,37 +40,43 @@ class SpanMaker:
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
         self._tracer = provider.get_tracer("torchere")
-        self._open: dict[str, Span] = {}  # by request id
+        self._open: dict[str, tuple[Span, int]] = {}  # by request id, with its start in ns since the epoch
         self._ended: OrderedDict[str, SpanContext] = OrderedDict()  # likewise, for the links of batches
 
     def begin(self, timeline: Timeline) -> None:
         """A prediction came in: its span begins, a child of the one that its client named."""
+        start_ns = time.time_ns() - _ns(time.monotonic() - timeline.started_s)
         span = self._tracer.start_span(
             "prediction",
             _parent(timeline.trace),
             SpanKind.SERVER,
             {"request.id": timeline.request_id, "network.protocol.name": timeline.transport},
-            start_time=_epoch_ns(timeline.started_s),
+            start_time=start_ns,
         )
-        self._open[timeline.request_id] = span
+        self._open[timeline.request_id] = span, start_ns
         context = span.get_span_context()
         timeline.trace = TraceContext(
             api.format_trace_id(context.trace_id), api.format_span_id(context.span_id), span.is_recording()
         )
 
     def end(self, timeline: Timeline, code: str | int, now_s: float) -> None:
-        """It is over: its span ends, and so do those of its stages, which stand one after the other."""
-        span = self._open.pop(timeline.request_id, None)
-        if span is None:
+        """It is over: its span ends, and so do those of its stages, which stand one after the other.
+
+        All count from its start: the clock may have been put right meanwhile.
+        """
+        opened = self._open.pop(timeline.request_id, None)
+        if opened is None:
             return
+        span, start_ns = opened
         if span.is_recording():
             _describe(span, timeline, code)
             if timeline.waited is not None:
-                self._add_stages(span, timeline, timeline.waited, now_s)
+                stages_s = row_of(timeline, timeline.waited, now_s)[_FIRST_STAGE:]
+                self._add_stages(span, start_ns, stages_s)
                 self._ended[timeline.request_id] = span.get_span_context()
                 if len(self._ended) > MAX_REMEMBERED:
                     self._ended.popitem(last=False)
-        span.end(_epoch_ns(now_s))
+        span.end(start_ns + _ns(now_s - timeline.started_s))
 
     def batch(
         self, model: str, version: str, request_ids: Sequence[str], queue_depth: int, executor_s: float
@@ -101,18 +107,17 @@ class SpanMaker:
     ) -> None:
         end_ns = time.time_ns()
         span = self._tracer.start_span(
-            name, Context(), attributes=labels, links=links, start_time=end_ns - int(duration_s * 1e9)
+            name, Context(), attributes=labels, links=links, start_time=end_ns - _ns(duration_s)
         )
         span.end(end_ns)
 
-    def _add_stages(self, span: Span, timeline: Timeline, waited: Waited, now_s: float) -> None:
+    def _add_stages(self, span: Span, start_ns: int, stages_s: Sequence[float]) -> None:
         parent = api.set_span_in_context(span, Context())
-        start_s = timeline.started_s
-        for stage, duration_s in zip(STAGES, row_of(timeline, waited, now_s)[_FIRST_STAGE:], strict=True):
+        for stage, duration_s in zip(STAGES, stages_s, strict=True):
             if duration_s:
-                child = self._tracer.start_span(stage, parent, start_time=_epoch_ns(start_s))
-                start_s += duration_s
-                child.end(_epoch_ns(start_s))
+                child = self._tracer.start_span(stage, parent, start_time=start_ns)
+                start_ns += _ns(duration_s)
+                child.end(start_ns)
 
 
 def exporting_provider(service: str, version: str) -> TracerProvider:
@@ -154,5 +159,5 @@ def _parent(trace: TraceContext | None) -> Context:
     return api.set_span_in_context(NonRecordingSpan(context), Context())
 
 
-def _epoch_ns(monotonic_s: float) -> int:
-    return time.time_ns() - int((time.monotonic() - monotonic_s) * 1e9)
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)

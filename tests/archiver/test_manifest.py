@@ -68,6 +68,11 @@ def test_name_and_version_may_be_missing() -> None:
     assert (manifest.model_name, manifest.model_version) == (None, "1.0")
 
 
+def test_a_manifest_may_say_nothing_of_the_model() -> None:
+    manifest = Manifest.parse("{}", "m.mar")
+    assert (manifest.model_name, manifest.model_version, manifest.handler) == (None, "1.0", None)
+
+
 def test_a_version_given_as_a_number_is_taken_as_it_is_spelt() -> None:
     text = '{"runtime": "python", "model": {"modelName": "m", "modelVersion": 1.10}}'
     assert Manifest.parse(text, "m.mar").model_version == "1.10"

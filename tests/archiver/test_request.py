@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -49,10 +50,18 @@ def test_an_unknown_choice_is_refused(fields: dict[str, Any]) -> None:
         ("src/service:handle", "src/service.py"),
         ("src/service", "src/service.py"),
         ("C:/src/service.py", "C:/src/service.py"),
+        ("C:/src/service:handle", "C:/src/service.py"),
+        ("src/service:Handler.handle", "src/service.py"),
+        ("src/service::handle", "src/service.py"),
+        ("", None),
     ],
 )
 def test_a_handler_names_its_file(handler: str, file: str | None) -> None:
     assert request_of(handler).handler_file() == (Path(file) if file else None)
+
+
+def test_an_archive_may_leave_the_handler_to_the_server() -> None:
+    assert "handler" not in json.loads(request_of("").manifest({}).dump())["model"]
 
 
 def test_the_handlers_that_need_no_file_are_those_of_the_server() -> None:

@@ -1,6 +1,7 @@
 """Exported programs are let in only where they can't run code of their own."""
 
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,16 @@ def rewritten(source: Path, target: Path, old: bytes, new: bytes) -> None:
 def test_what_torch_writes_is_loaded(program: Path) -> None:
     run = aot.load_package(str(program), str(program.parent), "cpu")
     assert torch.equal(run(torch.ones(2, 3)), torch.full((2, 3), 2.0))
+
+
+def test_several_programs_are_loaded_at_once_as_executors_of_several_models_do(program: Path) -> None:
+    def loaded(_: int) -> torch.Tensor:
+        result: torch.Tensor = aot.load_package(str(program), str(program.parent), "cpu")(torch.ones(2, 3))
+        return result
+
+    with ThreadPoolExecutor(8) as threads:
+        for result in threads.map(loaded, range(32)):
+            assert torch.equal(result, torch.full((2, 3), 2.0))
 
 
 class Ramp(torch.nn.Module):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from torchere.handlers.base import BaseHandler
-from torchere.handlers.devices import DeviceChoice
+from torchere.handlers.devices import DeviceChoice, choose_device, own_stream
 from torchere.handlers.metrics import MetricsCache
 from torchere.handlers.resolve import load_entry_point
 from torchere.handlers.shared_models import SharedModels
@@ -152,6 +152,19 @@ def test_a_model_is_compiled_when_the_config_says_so(
     assert handler.model(torch.ones(1)).tolist() == [3.0]
 
 
+@pytest.mark.parametrize(
+    ("pt2", "said"),
+    [("eager", "backend eager"), ({"backend": "eager", "dynamic": True}, "backend eager, dynamic True")],
+)
+def test_the_log_has_torchserves_line_about_how_a_model_was_compiled(
+    tmp_path: Path, make_context: Any, caplog: pytest.LogCaptureFixture, pt2: object, said: str
+) -> None:
+    (tmp_path / "model.py").write_text(EAGER_MODEL)
+    caplog.set_level("INFO")
+    BaseHandler().initialize(make_context(tmp_path, model={"modelFile": "model.py"}, config={"pt2": pt2}))
+    assert f"Compiled model with {said}" in caplog.messages
+
+
 def test_a_failed_compilation_falls_back_to_the_model(
     scripted_doubler: Path, make_context: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -203,6 +216,20 @@ def test_the_profiler_writes_a_trace_and_changes_no_answer(
     begin(context, 1)
     assert handler.handle([[1.0]], context) == [[2.0]]
     assert list((tmp_path / "pytorch_profiler" / "m").glob("*.json"))
+
+
+@pytest.mark.parametrize("packed_as", ["packed", None])
+def test_traces_are_filed_under_the_name_the_archive_was_packed_with(
+    doubler: tuple[BaseHandler, Any], begin: Any, monkeypatch: pytest.MonkeyPatch, packed_as: str | None
+) -> None:
+    handler, context = doubler
+    folder = context.system_properties["model_dir"]
+    context.manifest["model"]["modelName"] = packed_as
+    monkeypatch.setenv("ENABLE_TORCH_PROFILER", "true")
+    monkeypatch.setattr("tempfile.gettempdir", lambda: folder)
+    begin(context, 1)
+    handler.handle([[1.0]], context)
+    assert [path.name for path in Path(folder, "pytorch_profiler").iterdir()] == [packed_as or "m"]
 
 
 def test_stages_are_timed_when_the_config_says_so(
@@ -306,11 +333,17 @@ def test_an_answer_in_a_models_own_buffer_is_not_changed_by_another_executor(
     assert answer.tolist() == [1.0]
 
 
-def test_a_package_compiled_for_the_cpu_stays_there_on_a_server_with_gpus(
-    probe_archive: Path, make_context: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Handlers are given a GPU, as on a server that has some; there is none."""
     gpu = DeviceChoice("cuda", torch.device("cuda:0"))
     monkeypatch.setattr("torchere.handlers.base.choose_device", lambda _: gpu)
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_a_package_compiled_for_the_cpu_stays_there_on_a_server_with_gpus(
+    probe_archive: Path, make_context: Any
+) -> None:
     handler = BaseHandler()
     handler.initialize(make_context(probe_archive, model={"serializedFile": "probe.pt2"}))
     assert (handler.map_location, handler.get_device()) == ("cpu", torch.device("cpu"))
@@ -318,15 +351,64 @@ def test_a_package_compiled_for_the_cpu_stays_there_on_a_server_with_gpus(
     assert answer["pair"][0].tolist() == [4]
 
 
-def test_a_model_that_is_all_buffers_is_moved_to_the_device(
-    tmp_path: Path, make_context: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("on_gpu")
+def test_int8_torchscript_stays_on_the_cpu_of_a_server_with_gpus(
+    scripted_doubler: Path, make_context: Any
 ) -> None:
+    config = {"torchscript": {"quantized_engine": torch.backends.quantized.engine}}
+    handler = BaseHandler()
+    handler.initialize(make_context(scripted_doubler, model={"serializedFile": "doubler.pt"}, config=config))
+    assert (handler.map_location, handler.get_device()) == ("cpu", torch.device("cpu"))
+    assert handler.inference(handler.preprocess([[1.5]])).tolist() == [[3.0]]
+
+
+@pytest.fixture
+def on_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Handlers are given a device from which nothing can be copied back."""
+    other = DeviceChoice("meta", torch.device("meta"))
+    monkeypatch.setattr("torchere.handlers.base.choose_device", lambda _: other)
+
+
+@pytest.mark.usefixtures("on_another")
+def test_the_weights_of_an_eager_model_go_to_the_device_once(tmp_path: Path, make_context: Any) -> None:
+    (tmp_path / "model.py").write_text(EAGER_MODEL)
+    torch.save({"factor": torch.tensor(5.0)}, tmp_path / "w.pth")
+    handler = BaseHandler()
+    handler.initialize(make_context(tmp_path, model={"modelFile": "model.py", "serializedFile": "w.pth"}))
+    assert handler.model.factor.device.type == "meta"
+
+
+@pytest.mark.usefixtures("on_another")
+def test_a_model_that_is_all_buffers_is_moved_to_the_device(tmp_path: Path, make_context: Any) -> None:
     class Own(BaseHandler):
         def _load_pickled_model(self, model_dir: str, model_file: str, model_pt_path: str | None) -> Any:
             return OwnBuffer()
 
-    other = DeviceChoice("meta", torch.device("meta"))
-    monkeypatch.setattr("torchere.handlers.base.choose_device", lambda _: other)
     handler = Own()
     handler.initialize(make_context(tmp_path, model={"modelFile": "net.py"}))
     assert handler.model.last.device.type == "meta"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device and -m gpu")
+@pytest.mark.parametrize("config", [{}, {"autocast": "bfloat16"}, {"autocast": "float16"}])
+def test_executors_in_threads_share_a_model_on_a_gpu(
+    config: dict[str, Any], tmp_path: Path, make_context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchere.handlers.base.choose_device", lambda _: choose_device(0))
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8)).eval()
+    torch.jit.script(model).save(str(tmp_path / "m.pt"))
+    rows = torch.rand(128, 256)  # large enough for pinned memory
+    shared = SharedModels()
+
+    def answers(_: int) -> list[torch.Tensor]:
+        own_stream(0)
+        handler = BaseHandler()
+        files = {"serializedFile": "m.pt"}
+        handler.initialize(make_context(tmp_path, model=files, config=config, shared_models=shared))
+        return [handler.inference(rows).cpu() for _ in range(5)]  # it is compiled for them meanwhile
+
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(answers, range(2)))
+    expected = model(rows).detach()
+    assert all(torch.allclose(answer, expected, atol=0.02) for each in found for answer in each)

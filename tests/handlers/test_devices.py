@@ -43,6 +43,19 @@ def test_a_cuda_gpu_is_taken_by_its_number(gpu_id: int | str, monkeypatch: pytes
     assert choose_device(None).map_location == "cpu"
 
 
+def test_a_gpu_that_the_driver_counts_and_cuda_does_not_show_is_said_to_be_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def invalid(_: object) -> tuple[int, int]:
+        raise AssertionError("Invalid device id")  # torch.cuda.get_device_properties
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", invalid)
+    with pytest.raises(RuntimeError, match=r"cuda:1 is not there: CUDA shows 1 of them.*number_of_gpu"):
+        choose_device(1)
+
+
 def test_tensor_cores_are_used_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[str] = []
     pretend_cuda(monkeypatch, {0: (7, 0), 1: (8, 0)})
@@ -109,24 +122,36 @@ def test_without_cuda_a_gpu_is_not_asked() -> None:
     assert gpu_is_usable(3, free_memory=True)
 
 
-@pytest.mark.parametrize("failing", ["", "empty_cache", "synchronize"])
+@pytest.mark.parametrize(
+    ("failing", "usable"),
+    [
+        ("", True),
+        ("empty_cache", None),
+        ("synchronize 1", True),
+        ("synchronize 2", False),
+        ("synchronize 3", False),
+    ],
+)
 @pytest.mark.parametrize("free_memory", [True, False])
 def test_a_gpu_that_fails_again_is_lost(
-    failing: str, free_memory: bool, monkeypatch: pytest.MonkeyPatch
+    failing: str, usable: bool | None, free_memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The executor has 3; its handler has put a part of its model on 2, as `device_map` does."""
     calls = []
 
     def call(name: str, *args: int) -> None:
-        calls.append((name, *args))
-        if name == failing:
+        calls.append(" ".join([name, *map(str, args)]))
+        if calls[-1] == failing:
             raise RuntimeError("CUDA error: device-side assert triggered")
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", {0: 0, 1: 0, 2: 5, 3: 0}.__getitem__)
     for name in ("empty_cache", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, functools.partial(call, name))
-    assert gpu_is_usable(3, free_memory) is (failing not in [name for name, *_ in calls])
-    assert ("empty_cache",) in calls or not free_memory
-    assert ("synchronize", 3) in calls or failing == "empty_cache"
+    assert gpu_is_usable(3, free_memory) is (not free_memory if usable is None else usable)
+    assert ("empty_cache" in calls) is free_memory
+    assert "synchronize 1" not in calls  # which would take memory of it
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device and -m gpu")

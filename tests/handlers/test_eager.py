@@ -46,26 +46,26 @@ def archive(write_archive: Callable[..., Path]) -> Iterator[ArchiveModules]:
 def test_the_class_gets_the_weights_of_the_state_dict(archive: ArchiveModules, tmp_path: Path) -> None:
     weights = {"weight": torch.tensor([[1.0, 2.0, 3.0]]), "bias": torch.zeros(1)}
     torch.save(weights, tmp_path / "w.pth")
-    model = load_eager(archive, "model.py", str(tmp_path / "w.pth"), "cpu")
+    model = load_eager(archive, "model.py", str(tmp_path / "w.pth"))
     assert model(torch.ones(1, 3)).tolist() == [[6.0]]
 
 
 def test_without_a_file_the_class_keeps_its_own_weights(archive: ArchiveModules) -> None:
-    assert load_eager(archive, "model.py", None, "cpu")(torch.ones(1, 3)).shape == (1, 1)
+    assert load_eager(archive, "model.py", None)(torch.ones(1, 3)).shape == (1, 1)
 
 
 def test_a_missing_model_file_is_reported(archive: ArchiveModules) -> None:
     with pytest.raises(RuntimeError, match=r"Missing the model\.py file: the manifest names net\.py"):
-        load_eager(archive, "net.py", None, "cpu")
+        load_eager(archive, "net.py", None)
 
 
 def test_two_models_in_the_model_file_are_refused(archive: ArchiveModules) -> None:
     with pytest.raises(ValueError, match="Expected only one class as model definition"):
-        load_eager(archive, "two.py", None, "cpu")
+        load_eager(archive, "two.py", None)
 
 
 def test_other_classes_and_a_second_name_beside_the_model_do_not_matter(archive: ArchiveModules) -> None:
-    assert load_eager(archive, "more.py", None, "cpu")(torch.ones(1, 3)).shape == (1, 1)
+    assert load_eager(archive, "more.py", None)(torch.ones(1, 3)).shape == (1, 1)
 
 
 def test_a_pickle_with_code_is_not_run(archive: ArchiveModules, tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_pickle_with_code_is_not_run(archive: ArchiveModules, tmp_path: Path) 
 
     torch.save({"weight": Bomb()}, tmp_path / "w.pth")
     with pytest.raises(RuntimeError, match="holds more than tensors") as caught:
-        load_eager(archive, "model.py", str(tmp_path / "w.pth"), "cpu")
+        load_eager(archive, "model.py", str(tmp_path / "w.pth"))
     assert isinstance(caught.value.__cause__, pickle.UnpicklingError)
     assert not marker.exists()
 
@@ -85,11 +85,11 @@ def test_a_pickle_with_code_is_not_run(archive: ArchiveModules, tmp_path: Path) 
 def test_weights_that_are_no_dict_are_refused(archive: ArchiveModules, tmp_path: Path) -> None:
     torch.save(torch.ones(3), tmp_path / "w.pth")
     with pytest.raises(RuntimeError, match="holds a Tensor; expected a state_dict"):
-        load_eager(archive, "model.py", str(tmp_path / "w.pth"), "cpu")
+        load_eager(archive, "model.py", str(tmp_path / "w.pth"))
 
 
 def test_a_class_of_an_archive_can_be_scripted_and_compiled(archive: ArchiveModules) -> None:
-    model = load_eager(archive, "model.py", None, "cpu").eval()
+    model = load_eager(archive, "model.py", None).eval()
     row = torch.ones(1, 3)
     expected = model(row).tolist()
     assert torch.jit.script(model)(row).tolist() == expected
@@ -122,7 +122,7 @@ def test_large_weights_are_mapped_where_they_lie(wide_archive: ArchiveModules, t
     path = tmp_path / "w.pth"
     weights = torch.nn.Linear(600, 600).state_dict()
     torch.save(weights, path)
-    model = load_eager(wide_archive, "model.py", str(path), "cpu")
+    model = load_eager(wide_archive, "model.py", str(path))
     assert all(is_mapped(tensor, path) for tensor in model.state_dict().values())
     assert torch.equal(model.weight, weights["weight"])
 
@@ -131,7 +131,7 @@ def test_large_weights_of_another_type_are_converted(wide_archive: ArchiveModule
     path = tmp_path / "w.pth"
     weights = torch.nn.Linear(600, 600).double().state_dict()
     torch.save(weights, path)
-    model = load_eager(wide_archive, "model.py", str(path), "cpu")
+    model = load_eager(wide_archive, "model.py", str(path))
     assert model.weight.dtype == torch.float32
     assert torch.equal(model.weight, weights["weight"].float())
 
@@ -141,7 +141,7 @@ def test_large_weights_in_the_format_before_1_6_are_loaded(
 ) -> None:
     weights = torch.nn.Linear(600, 600).state_dict()
     torch.save(weights, tmp_path / "w.pth", _use_new_zipfile_serialization=False)
-    model = load_eager(wide_archive, "model.py", str(tmp_path / "w.pth"), "cpu")
+    model = load_eager(wide_archive, "model.py", str(tmp_path / "w.pth"))
     assert torch.equal(model.weight, weights["weight"])
 
 
@@ -154,11 +154,11 @@ def test_safetensors_are_loaded(archive: ArchiveModules, tmp_path: Path) -> None
     ).encode()
     numbers = struct.pack("<4f", 1.0, 2.0, 3.0, 0.5)
     (tmp_path / "w.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + numbers)
-    model = load_eager(archive, "model.py", str(tmp_path / "w.safetensors"), "cpu")
+    model = load_eager(archive, "model.py", str(tmp_path / "w.safetensors"))
     assert model(torch.ones(1, 3)).tolist() == [[6.5]]
 
 
 def test_damaged_safetensors_are_refused(archive: ArchiveModules, tmp_path: Path) -> None:
     (tmp_path / "w.safetensors").write_bytes(b"\xff" * 16)
     with pytest.raises(RuntimeError, match="damaged safetensors"):
-        load_eager(archive, "model.py", str(tmp_path / "w.safetensors"), "cpu")
+        load_eager(archive, "model.py", str(tmp_path / "w.safetensors"))

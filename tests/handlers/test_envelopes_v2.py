@@ -9,6 +9,7 @@ import pytest
 
 from torchere.handlers.envelopes_v2 import KServev2Envelope
 from torchere.handlers.errors import PredictionException
+from torchere.handlers.mock_context import MockContext
 
 
 @pytest.fixture
@@ -22,6 +23,12 @@ def _run(context: Any, body: Any, answers: Any = None) -> Any:
     return KServev2Envelope(lambda data, _: data if answers is None else answers).handle(
         [{"body": body}], context
     )
+
+
+def test_a_stand_in_for_the_context_will_do() -> None:
+    inputs = [{"name": "x", "shape": [1], "datatype": "INT64", "data": [1]}]
+    answer = _run(MockContext(model_name="mnist"), {"id": "a", "inputs": inputs}, [3])
+    assert (answer[0]["model_name"], answer[0]["outputs"][0]["data"]) == ("mnist", [3])
 
 
 def test_numbers_are_reshaped_and_answers_flattened(context: Any) -> None:

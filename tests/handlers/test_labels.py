@@ -46,6 +46,12 @@ def test_names_are_put_to_numbers() -> None:
     assert map_class_to_label([[0.9, 0.1], [0.2, 0.8]]) == [{"0": 0.9, "1": 0.1}, {"0": 0.2, "1": 0.8}]
 
 
+def test_the_best_of_classes_that_share_a_name_is_the_one_that_is_told() -> None:
+    names = {"134": "crane", "517": "crane", "7": "cock"}
+    assert map_class_to_label([[0.9, 0.06, 0.04]], names, [[134, 7, 517]]) == [{"crane": 0.9, "cock": 0.06}]
+    assert map_class_to_label([[0.1, 0.9]], {"0": "spam", "1": "spam"}) == [{"spam": 0.9}]
+
+
 def test_a_class_without_a_name_is_reported() -> None:
     with pytest.raises(KeyError, match="class 7"):
         map_class_to_label([[1.0]], {"0": "cat"}, [[7]])

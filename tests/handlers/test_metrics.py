@@ -149,6 +149,8 @@ def test_declarations_are_typed(metrics: MetricsCache) -> None:
     with pytest.raises(MetricsCacheTypeError):
         metrics.add_metric_to_cache("Depth", "cm", [], "gauge")  # type: ignore[arg-type]
     with pytest.raises(MetricsCacheTypeError):
+        metrics.add_metric_to_cache("Depth", "cm", "Level")
+    with pytest.raises(MetricsCacheTypeError):
         metrics.get_metric(3)  # type: ignore[arg-type]
 
 

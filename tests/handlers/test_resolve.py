@@ -26,7 +26,7 @@ class Handler:
 
 def test_a_file_with_one_class_is_a_handler(write_archive: WriteArchive, make_context: Any) -> None:
     context = make_context(write_archive(dict.fromkeys(["my.py", "llama-handler.py", "3d.py"], CLASS_FORM)))
-    for handler in ("my.py", "my", "./my.py", "my.py:nothing", "folder/my.py", "llama-handler.py", "3d"):
+    for handler in ("my.py", "my::x", "./my.py", "my.py:nothing", "folder/my.py", "llama-handler.py", "3d"):
         assert load_entry_point(handler, context)([{}, {}], context) == ["m", "m"]
 
 

@@ -64,7 +64,7 @@ def test_weights_that_nobody_shares_are_their_own_file(tmp_path: Path) -> None:
 
 def test_a_state_dict_is_mapped_from_the_shared_file(archive: ArchiveModules, weights: Path) -> None:
     shared = share(weights)
-    model = load_eager(archive, "model.py", str(weights), "cpu")
+    model = load_eager(archive, "model.py", str(weights))
     assert mapped_file(model.weight) == str(shared)
 
 
@@ -87,6 +87,6 @@ def test_weights_that_the_handler_has_changed_are_its_own(
     place = weights if how == "written to" else weights.with_name("new")
     torch.save(changed, place)
     os.replace(place, weights)
-    model = load_eager(archive, "model.py", str(weights), "cpu")
+    model = load_eager(archive, "model.py", str(weights))
     assert torch.equal(model.weight, changed["weight"])
     assert mapped_file(model.weight) == str(weights)

@@ -11,6 +11,7 @@ import torch
 
 from torchere.handlers.errors import PredictionException
 from torchere.handlers.resolve import load_entry_point
+from torchere.handlers.text_classifier import TextClassifier
 
 VOCABULARY = {"it": 0, "is": 1, "good": 2, "it is": 3, "is good": 4}
 
@@ -65,6 +66,17 @@ def test_words_and_pairs_become_indices(classify: Any) -> None:
 def test_an_unknown_word_is_the_vocabularys_own_error(classify: Any) -> None:
     with pytest.raises(KeyError, match="bad"):
         classify({"body": "bad"})
+
+
+def test_an_unknown_word_is_the_one_that_the_vocabulary_has_for_them(
+    tmp_path: Path, make_context: Any
+) -> None:
+    torch.jit.save(torch.jit.script(Bag()), str(tmp_path / "bag.pt"))
+    torch.save({"<unk>": 0, "good": 1}, tmp_path / "source_vocab.pt")
+    handler = TextClassifier()
+    handler.initialize(make_context(tmp_path, model={"serializedFile": "bag.pt"}))
+    indices, _ = handler.preprocess([{"body": "good news"}])
+    assert indices.tolist() == [1, 0, 0]  # "good", "news", and the pair of them
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,20 @@ def test_a_text_is_answered_with_the_mean_over_its_tokens_of_length_one(make: An
     assert make()(row) == [unit(3, 1)]
 
 
+def test_what_leaves_the_device_of_the_model_is_one_vector_for_each_text(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes, cpu = [], torch.Tensor.cpu
+
+    def noting(tensor: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(tensor.shape))
+        return cpu(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", noting)
+    make()({"body": "cats sleep dogs"})
+    assert shapes == [(1, 2)]
+
+
 def test_texts_of_all_requests_are_embedded_as_if_each_were_alone(make: Any) -> None:
     answers = make(texts_per_run=2)(
         {"body": "cats sleep dogs dogs"},

@@ -67,6 +67,8 @@ def test_an_envelope_may_hand_bodies_over_as_they_are(handler: ImageClassifier, 
         ({"body": {"a": 1}}, "a dict that is not an image; expected"),
         ({"body": [[1], "x"]}, "a list that is not an image ("),
         ({"body": b"nonsense"}, "not an image"),
+        ({"body": 5}, "a int that is not an image; expected"),  # no tensor of so many numbers
+        ({"body": 0}, "a int that is not an image; expected"),
     ],
 )
 def test_a_row_without_a_picture_is_answered_with_400(

@@ -48,6 +48,18 @@ def test_a_socket_file_is_taken_while_it_is_answered_and_free_when_its_server_wa
     refuse_taken([address])
 
 
+@pytest.mark.parametrize(
+    ("address", "text"),
+    [
+        (Address("::1", 8080), "http://[::1]:8080"),
+        (Address("h", 8443, tls=True), "https://h:8443"),
+        (Address(unix_path="/run/s"), "unix:/run/s"),
+    ],
+)
+def test_an_address_is_written_as_it_is_configured(address: Address, text: str) -> None:
+    assert str(address) == text
+
+
 def test_what_is_wrong_with_an_address_otherwise_is_left_to_whoever_binds_it() -> None:
     refuse_taken([Address("no.such.host.invalid", 8080), Address("192.0.2.1", 8080)])
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from torchere.serving.errors import NotAllowed, Unauthorized
-from torchere.serving.fixed_keys import MAX_FILE_BYTES, FixedKeys, KeyFileUnusable
+from torchere.serving.fixed_keys import MAX_FILE_BYTES, FixedKeys, KeyFileUnusable, read_keys
 from torchere.serving.tokens import KeyRing, TokenKind
 
 PLAIN = {"inference": "inference-key", "management": "management-key"}
@@ -84,6 +85,18 @@ def test_keys_expire_when_the_file_says_so(path: Path, expires: str, expected_s:
     assert passes(keys, "inference", "inference-key")
     now_s[0] = expected_s
     assert not passes(keys, "inference", "inference-key")
+
+
+def test_a_time_without_a_zone_is_utc_wherever_the_server_is(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(path, {"inference": {"key": "inference-key", "expiration time": "2025-01-01T00:00:00"}})
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("TZ", "America/New_York")
+        time.tzset()
+        keys = read_keys(path)
+    time.tzset()
+    assert [key.expires_at_s for key in keys["inference"]] == [1_735_689_600.0]
 
 
 def test_of_several_keys_each_one_passes_so_that_they_can_be_rotated(path: Path) -> None:

@@ -67,7 +67,6 @@ def test_an_address_without_port_takes_the_default_of_its_listener(
         "localhost:8080",
         "ftp://h",
         "http://",
-        "http://h:99999",
         "unix:relative",
         "http://h:1/path",
         "http://h:",
@@ -75,6 +74,10 @@ def test_an_address_without_port_takes_the_default_of_its_listener(
 )
 def test_any_other_address_stops_the_start(text: str) -> None:
     assert f"Invalid binding address: {text}" in error(f"inference_address={text}")
+
+
+def test_a_port_that_no_system_has_stops_the_start() -> None:
+    assert "Invalid port number: http://h:65536" in error("inference_address=http://h:65536")
 
 
 def test_grpc_hosts_and_ports_come_together_in_one_address() -> None:

@@ -131,6 +131,36 @@ def test_files_that_change_while_they_are_read_are_read_once_more(tmp_path: Path
     assert Reloaded("The pair", pair, read).value == ("new", "new")
 
 
+def test_files_that_did_not_fit_as_one_was_not_there_yet_are_read_once_more(tmp_path: Path) -> None:
+    pair = (tmp_path / "a", tmp_path / "b")
+    for path, text in zip(pair, ("new", "old"), strict=True):
+        path.write_text(text)
+
+    def read() -> str:
+        first, second = (path.read_text() for path in pair)
+        if first != second:
+            replace(pair[1], "new")  # somebody writes the other one, just behind us
+            raise Unusable("no pair.", f"{first} and {second}")
+        return second
+
+    assert Reloaded("The pair", pair, read).value == "new"
+
+
+def test_of_files_that_never_stand_still_the_last_reading_counts(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("1")
+
+    def read() -> str:
+        text = path.read_text()
+        replace(path, text + "1")
+        return text
+
+    file = Reloaded("It", (path,), read)
+    assert file.value == "111"
+    file.refresh()
+    assert file.value == "111111"
+
+
 def test_watching_refreshes_again_and_again(reader: Reader) -> None:
     async def main() -> str:
         file = Reloaded("It", (reader.path,), reader)

@@ -1,5 +1,6 @@
 """The supervisor as a real process, over servers of a few lines."""
 
+import json
 import os
 import re
 import signal
@@ -58,9 +59,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Start a supervisor over a server of this code; its output is a pipe."""
     started: list[subprocess.Popen[str]] = []
 
-    def starter(code: str, changes: str = "", before: str = "") -> subprocess.Popen[str]:
+    def starter(code: str, changes: str = "", before: str = "", form: str = "text") -> subprocess.Popen[str]:
         (tmp_path / "server.py").write_text(before + PREAMBLE + textwrap.dedent(code))
-        command = [sys.executable, "-c", SHORT.format(changes=changes), "text", "--"]
+        command = [sys.executable, "-c", SHORT.format(changes=changes), form, "--"]
         process = subprocess.Popen(
             [*command, sys.executable, str(tmp_path / "server.py")],
             cwd=tmp_path,
@@ -130,6 +131,24 @@ def test_a_server_that_crashed_is_started_again_and_the_log_says_why(start: Star
     assert "the server crashed: killed by signal 11 (SIGSEGV), which ran net:1.0" in output
     assert "Fatal Python error: Segmentation fault" in output
     assert "after: ('net:1.0',)" in output
+
+
+def test_as_json_each_line_has_the_fields_of_a_servers_at_a_full_second_as_well(start: Start) -> None:
+    code = """
+        serve()
+        if start == 1:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        journal.state = ServerState.ENDING
+    """
+    now = "classmethod(lambda cls, zone: cls(2030, 1, 1, tzinfo=zone))"
+    changes = f"supervisor.datetime = type('Clock', (supervisor.datetime,), {{'now': {now}}})"
+    output, _ = start(code, changes=changes, form="json").communicate(timeout=60)
+    crash, again = (json.loads(line) for line in output.splitlines() if line.startswith("{"))
+    assert "Segmentation fault" in crash.pop("exception")
+    common = {"time": "2030-01-01T00:00:00.000000Z", "logger": "torchere.serving.supervisor"}
+    text = "the server crashed: killed by signal 11 (SIGSEGV)"
+    assert crash == {**common, "level": "ERROR", "message": text}
+    assert again == {**common, "level": "WARNING", "message": "starting the server again in 0 s"}
 
 
 def test_a_handlers_exit_is_a_crash_and_the_second_one_moves_its_model(start: Start) -> None:

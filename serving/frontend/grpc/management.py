@@ -61,6 +61,7 @@ class ManagementService:
 
     async def register(self, request: RegisterModelRequest, call: Call) -> ManagementResponse:
         """Register an archive."""
+        self._controlplane.check_model_api()
         if not request.url:
             raise InvalidRequest("Parameter url is required.")
         wish = Registration(
@@ -98,6 +99,7 @@ class ManagementService:
 
     async def unregister(self, request: UnregisterModelRequest, call: Call) -> ManagementResponse:
         """Remove a version once its requests are answered."""
+        self._controlplane.check_model_api()
         if not request.model_name:
             # It names another parameter; so does TorchServe.
             raise InvalidRequest("Parameter url is required.")

@@ -18,6 +18,7 @@ from torchere.serving.frontend.call_scope import CLIENT_GONE, CallScope
 from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.request_id import new_request_id
 from torchere.serving.frontend.rest.authorisation import is_probe
+from torchere.serving.frontend.rest.body import discard_rest
 from torchere.serving.frontend.rest.errors import error_body, status_and_type
 from torchere.serving.frontend.services import CorsHeaders
 from torchere.serving.telemetry.metrics import Metrics
@@ -117,7 +118,13 @@ class Call:
         if message["type"] == "http.response.start":
             await self.start(message["status"], list(message.get("headers", ())))
             return
-        await self.body_part(message.get("body", b""), last=not message.get("more_body", False))
+        part, last = message.get("body", b""), not message.get("more_body", False)
+        cycle = self._cycle()
+        if last and cycle is not None and cycle.more_body and not cycle.keep_alive:
+            await self.body_part(part)
+            part = b""
+            await discard_rest(cycle.receive)  # of a body that nobody asked for
+        await self.body_part(part, last=last)
 
     def ends_with(self, error: ServingError) -> None:
         """An answer that has begun goes wrong, and counts as what went wrong."""

@@ -65,7 +65,7 @@ class KnownHeads:
         end = data.find(HEAD_END, 0, MAX_HEAD_BYTES) + len(HEAD_END)
         text = data[:end]
         is_exact = text.startswith(head.request_line + b"\r\n") and text.count(b"\n") == text.count(b"\r\n")
-        if end < len(HEAD_END) or head.trace is not None or not is_exact:
+        if head.trace is not None or not is_exact:
             return
         if len(self._heads) >= MAX_HEADS:
             self._heads.clear()

@@ -67,6 +67,7 @@ class ModelRoutes:
 
     async def register(self, request: Request) -> Response:
         """Register an archive: parameters from the query, or all of them from a JSON object."""
+        self._controlplane.check_model_api()
         values: dict[str, object] = {**text_values(request.scope["query_string"])}
         content_type = request.headers.get("content-type", "")
         if content_type.partition(";")[0].strip().lower() == "application/json":

@@ -95,7 +95,9 @@ class Protocol(RequestReader):
         self._idle = self._upload = self._unread = self._ahead = None  # they hold this
         if self._direct is not None:
             self._direct.ended()
+        self._unset_keepalive_if_required()  # uvicorn leaves its timer behind a reset
         super().connection_lost(exc)
+        self.cycle = self._direct = None  # type: ignore[assignment]
 
     def pause_writing(self) -> None:
         """The socket's buffer is full."""
@@ -163,8 +165,6 @@ class Protocol(RequestReader):
             return
         if self._ahead is not None:
             self.go_on()
-        if self.flow.read_paused:
-            self.flow.resume_reading()
         if self._idle is None:
             self._mind_the_idle()
         else:

@@ -32,6 +32,7 @@ EXACT_PIECES = 64
 COARSE_BYTES = 4096
 AHEAD_BYTES = 65_536  # may wait here; who does not read on does not hear that the client has gone either
 _BLANK = re.compile(rb"[\r\n]*")
+_OF_THE_CONNECTION = frozenset({b"connection", b"proxy-connection"})  # the parser heeds them anywhere
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,11 @@ class HeadTooLarge(Exception):
 
 
 class SentTooEarly(Exception):
-    """Likewise: a request begins within the piece that ends one which is not answered."""
+    """Likewise: a request begins within the piece that ends one whose answer is to come, or was the last."""
+
+
+class Misplaced(Exception):
+    """Likewise: a trailer has the say about the connection. The parser would read nothing behind it."""
 
 
 class Flow(FlowControl):
@@ -251,8 +256,7 @@ class RequestReader(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """A request begins."""
-        cycle = self.cycle
-        if cycle is not None and not cycle.response_complete and self._between:
+        if self._between and (self.is_unanswered() or self.transport.is_closing()):
             raise SentTooEarly
         self._in_head = self._head_begun = True
         self._between = False
@@ -274,6 +278,8 @@ class RequestReader(HttpToolsProtocol):
         if self._in_head:  # a trailer may not pass for what a gateway wrote (RFC 9110, 6.5.1)
             # RFC 9110, 5.5: blanks are no part of it; the parser drops the leading ones only
             self.spelled_headers.append((name, value.rstrip(b" \t")))
+        elif name.lower() in _OF_THE_CONNECTION:
+            raise Misplaced
 
 
 def _end_of_blank(data: bytes, start: int) -> int:

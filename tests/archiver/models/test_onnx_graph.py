@@ -12,7 +12,7 @@ import torch
 
 from torchere.archiver import open_archive
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.onnx_graph import external_files_of_onnx, signature_of_onnx
+from torchere.archiver.models.onnx_graph import external_files_of_onnx, form_of_onnx, signature_of_onnx
 from torchere.archiver.models.onnx_rows import tried_signature
 from torchere.archiver.signature import Signature, parse
 from torchere.archiver.weights import ONNX, classify_file
@@ -217,3 +217,53 @@ def test_texts_need_a_handler(pack: Callable[..., Path], tmp_path: Path) -> None
         pack(serialized_file=path)
     (tmp_path / "own.py").write_text("def handle(data, context): return data")
     assert pack(str(tmp_path / "own.py"), serialized_file=path).is_file()
+
+
+@pytest.mark.parametrize(("kind", "reason"), [(8, "gives texts"), (16, "gives BF16")], ids=["texts", "BF16"])
+def test_outputs_that_no_answer_can_hold_need_a_handler(
+    pack: Callable[..., Path], tmp_path: Path, kind: int, reason: str
+) -> None:
+    path = tmp_path / "m.onnx"
+    node = part(1, "x") + part(2, "y") + part(4, "Cast") + part(5, part(1, "to") + number(3, kind))
+    infos = part(11, tensor_info("x", 1, "n", 3)) + part(12, tensor_info("y", kind, "n", 3))
+    path.write_bytes(model(part(1, node) + part(2, "cast") + infos))
+    with pytest.raises(ModelRefused, match=rf"the output 'y' {reason}.*name a --handler of your own"):
+        pack(serialized_file=path)
+
+
+def test_a_size_of_minus_one_is_a_free_one(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    node = part(1, "x") + part(2, "y") + part(4, "Relu")
+    infos = part(11, tensor_info("x", 1, 2**64 - 1, 3)) + part(12, tensor_info("y", 1, 2**64 - 1, 3))
+    path.write_bytes(model(part(1, node) + part(2, "relu") + infos))
+    assert form_of_onnx(path).signature.inputs[0].shape == (-1, 3)
+
+
+def unshaped_relu(path: Path, *inputs: int | str) -> Path:
+    """Relu that does not say how many dimensions it gives, nor, without `inputs`, how many it takes."""
+    node = part(1, "x") + part(2, "y") + part(4, "Relu")
+    unshaped = part(2, part(1, number(1, 1)))
+    taken = tensor_info("x", 1, *inputs) if inputs else part(1, "x") + unshaped
+    infos = part(11, taken) + part(12, part(1, "y") + unshaped)
+    path.write_bytes(model(part(1, node) + part(2, "relu") + infos))
+    return path
+
+
+def test_what_has_no_shape_has_the_dimensions_of_a_run(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime", reason=NEEDS_RUNTIME)
+    signature, _ = tried(unshaped_relu(tmp_path / "m.onnx", "n", 3))
+    assert (signature.outputs[0].shape, signature.batched) == ((-1, -1), True)
+    path = unshaped_relu(tmp_path / "m.onnx")
+    signature, _ = tried(path, torch.rand(2, 3))
+    assert (signature.inputs[0].shape, signature.outputs[0].shape) == ((-1, -1), (-1, -1))
+    with pytest.raises(ModelRefused, match="does not say which dimensions 'x' has; give --example"):
+        tried(path)
+
+
+def test_what_has_no_shape_is_refused_where_it_can_not_be_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = unshaped_relu(tmp_path / "m.onnx", "n", 3)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(ModelRefused, match=r"which dimensions 'y' has.*onnxruntime is not installed"):
+        tried(path)

@@ -111,3 +111,15 @@ def test_a_drift_that_is_accepted_is_packed_and_the_report_says_that_it_was_too_
 
     report = json.loads(open_archive(tmp_path / "net.mar").read_text("MAR-INF/report.json"))
     assert (report["accepted"], report["max_drift"]) == (False, 1e-9)
+
+
+@pytest.mark.parametrize(("method", "is_told"), [("int8-dynamic", True), ("int8-static", False)])
+def test_that_a_batch_shares_one_scale_is_told_where_it_does(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str, is_told: bool
+) -> None:
+    command[command.index("int8-static")] = method
+    assert main(command) == 0
+    said = capsys.readouterr()
+    assert ("all rows of a batch share one scale" in said.out + said.err) is is_told
+    report = json.loads(open_archive(tmp_path / "net.mar").read_text("MAR-INF/report.json"))
+    assert any("all rows of a batch share one scale" in note for note in report["notes"]) is is_told

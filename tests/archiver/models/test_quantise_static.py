@@ -15,7 +15,8 @@ from torchere.archiver.models import quantise as module_under_test
 from torchere.archiver.models import quantise_candidates
 from torchere.archiver.models.engines import supported
 from torchere.archiver.models.loaded import LoadedModel
-from torchere.archiver.models.quantise import quantise
+from torchere.archiver.models.quantise import quantise, shared_scale
+from torchere.archiver.models.verify_outputs import difference
 from torchere.archiver.signature import Signature, TensorSpec
 
 needs_engine = pytest.mark.skipif(not supported(), reason="this build of torch has no int8 engine")
@@ -33,6 +34,39 @@ class Masked(nn.Module):
     def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         kept = mask.unsqueeze(-1).to(torch.float32)
         scores: torch.Tensor = self.head((self.embedding(tokens) * kept).sum(1))
+        return scores
+
+
+class Sloped(nn.Module):
+    """A slope between layers that become int8, as networks for faces have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wide = nn.Conv2d(3, 8, 3)
+        self.slopes = nn.PReLU(8)
+        self.head = nn.Conv2d(8, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.head(self.slopes(self.wide(x))).mean((2, 3))
+        return scores
+
+
+class Blurred(nn.Module):
+    """A filter that is no parameter, called as a function: a pooling that blurs."""
+
+    filter: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wide = nn.Conv2d(3, 8, 3)
+        self.register_buffer("filter", torch.full((8, 1, 2, 2), 0.25))
+        self.head = nn.Conv2d(8, 4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        blurred = nn.functional.conv2d(self.wide(x), self.filter, stride=2, groups=8)
+        scores: torch.Tensor = self.head(blurred).mean((2, 3))
         return scores
 
 
@@ -101,3 +135,22 @@ def test_a_model_that_casts_to_float32_itself_is_refused_in_bfloat16(
     monkeypatch.setattr(module_under_test, "bf16", lambda module: real(module, has_bf16=True))
     with pytest.raises(ModelRefused, match=r"in bfloat16 \(take casts to float32 out of its code\) failed"):
         quantise(masked, "bf16", [])
+
+
+@needs_engine
+@pytest.mark.parametrize("layers", [Sloped, Blurred])
+def test_what_torch_has_no_int8_for_stays_in_fp32_between_layers_that_become_int8(
+    layers: type[nn.Module],
+) -> None:
+    torch.manual_seed(1)
+    samples = [(torch.randn(4, 3, 10, 10),) for _ in range(4)]
+    model = model_of(layers(), *samples[0])
+    made = quantise(model, "int8-static", samples)
+    with torch.inference_mode():
+        found = difference([((model.module(*one),), (made.module(*one),)) for one in samples])
+    assert 0 < found.drift < 0.1  # it is int8, and the same model
+
+
+def test_of_tokens_no_shared_scale_is_told(masked: LoadedModel) -> None:
+    assert not shared_scale(masked, "int8-dynamic")
+    assert shared_scale(model_of(nn.Linear(8, 4), torch.rand(2, 8)), "int8-dynamic")

@@ -18,6 +18,8 @@ GpuError: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError) 
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
         RuntimeError("HIP out of memory. Tried to allocate 2.00 GiB"),
+        Exception("[ONNXRuntimeError] : Failed to allocate memory for requested buffer of size 9"),
+        Exception("[ONNXRuntimeError] : Available memory of 5 is smaller than requested bytes of 9"),
     ],
     ids=lambda err: str(err)[:30],
 )

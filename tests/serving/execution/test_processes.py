@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from torchere.serving.errors import (
     DeadlineExceeded,
@@ -618,6 +619,7 @@ def test_batches_sent_ahead_to_a_worker_that_has_lost_its_gpu_are_all_given_back
     source = """
         import time, torch
         torch.cuda.is_initialized = lambda: True
+        torch.cuda.device_count = torch.cuda.memory_reserved = lambda *_: 1
         torch.cuda.empty_cache = torch.cuda.synchronize = lambda *_: None
         def fail(*_):
             raise RuntimeError("CUDA error: device-side assert triggered")
@@ -648,5 +650,44 @@ def test_batches_sent_ahead_to_a_worker_that_has_lost_its_gpu_are_all_given_back
             # The last one first: each goes to the front of the queue, where they shall be as they were.
             assert order == [sink.given_back for sink in reversed(ahead)]
             await until_free(pool)
+            assert pool.statuses()[0].last_failure == "it lost its GPU, and ended"
+
+    asyncio.run(main())
+
+
+LOOKING_UP = """
+    import torch
+    class Handler:
+        def initialize(self, context):
+            self.device = torch.device("cuda", context.system_properties["gpu_id"])
+            self.table = torch.arange(4, device=self.device)
+        def handle(self, data, context):
+            place = torch.tensor([int(data[0]["body"])], device=self.device)
+            return [str(self.table[place].item())]
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device and -m gpu")
+def test_a_forked_worker_computes_on_a_gpu_and_is_replaced_when_it_has_lost_it(
+    make_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec(LOOKING_UP, gpu_ids=(0,))) as pool:
+            first = pool.statuses()[0].pid
+            answers = []
+            for place in ("3", "9"):  # which is out of range
+                sink = make_sink()
+                pool.submit([make_request(place)], sink)
+                answers.append(await sink.outcome())
+            assert answers[0].body == b"3"
+            assert isinstance(answers[1], HandlerFailed)
+            while pool.statuses()[0].pid == first:
+                pool.freed.clear()
+                await asyncio.wait_for(pool.freed.wait(), 60)
+            await until_free(pool)
+            sink = make_sink()
+            pool.submit([make_request("2")], sink)
+            assert (await sink.outcome()).body == b"2"
 
     asyncio.run(main())

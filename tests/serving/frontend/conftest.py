@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from torchere.serving.batching.pending import Reply
-from torchere.serving.errors import ModelNotFound, ServingError, Unauthorized, VersionNotFound
+from torchere.serving.errors import ModelNotFound, NotAllowed, ServingError, Unauthorized, VersionNotFound
 from torchere.serving.execution.executor import ExecutorState, ExecutorStatus
 from torchere.serving.frontend.controlplane import ModelPage, Progress, Registered, VersionDescription
 from torchere.serving.frontend.model_facts import ModelFacts
@@ -127,11 +127,15 @@ class FakeDataPlane:
 
 
 class FakeControlPlane:
-    """Knows `echo` in version `1.0`; keeps every call, and raises `error` instead when that is set."""
+    """Knows `echo` in version `1.0`; keeps every call, and raises `error` instead when that is set.
+
+    With `model_api_off` it takes no registrations.
+    """
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.error: Exception | None = None
+        self.model_api_off = False
         self.progress = Progress.DONE
         self.executors = 1
         self.page = ModelPage((("echo", "echo.mar"),), None)
@@ -158,6 +162,10 @@ class FakeControlPlane:
         self.calls.append(call)
         if self.error is not None:
             raise self.error
+
+    def check_model_api(self) -> None:
+        if self.model_api_off:
+            raise NotAllowed("the model API is off")
 
     async def register(self, wish: Any) -> Registered:
         self._called("register", wish)

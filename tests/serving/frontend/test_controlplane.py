@@ -10,6 +10,8 @@ import pytest
 
 from torchere.serving.errors import Conflict, InvalidRequest, LoadFailed
 from torchere.serving.frontend.controlplane import ControlPlane, Progress, Registration
+from torchere.serving.registry.reconciler import Reconciler
+from torchere.serving.registry.version import Version
 from torchere.serving.settings import ModelSettings, ServerSettings
 from torchere.serving.types import ModelKey
 
@@ -18,7 +20,7 @@ class LoadingRegistry:
     """Knows one version, which loads until the test sets `version.settled`."""
 
     def __init__(self) -> None:
-        self.version = SimpleNamespace(
+        self.version: Any = SimpleNamespace(
             key=ModelKey("slow", "1.0"),
             target=1,
             wanted=True,
@@ -118,6 +120,64 @@ def test_who_asked_for_no_executors_does_not_wait_for_those_of_another_call() ->
         return await register_none(plane)
 
     assert asyncio.run(main()).progress is Progress.DONE
+
+
+class SlowPool:
+    """Has its executors as soon as it begins; they load until the test says so."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.loaded = asyncio.Event()
+
+    async def resize(self, count: int) -> None:
+        self.size = count
+        await self.loaded.wait()
+
+    async def warm_up(self) -> None:
+        """They are."""
+
+
+class BeginningRegistry(LoadingRegistry):
+    """Its version has the real reconciler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = SlowPool()
+        origin: Any = None
+        batcher: Any = SimpleNamespace(pump=lambda: None)
+        settings = ModelSettings().scaled(3, 3)
+        pool: Any = self.pool
+        self.version = Version(self.version.key, origin, settings, pool, batcher, observer=origin)
+        self.reconciler = Reconciler(1.0, origin)
+
+    async def register(self, wanted: Any) -> Any:
+        self.reconciler.wake(self.version)
+        return self.version
+
+    def scale(self, version: Any, min_executors: int, max_executors: int) -> None:
+        self.reconciler.wake(version)
+
+
+def register_and_leave(plane: ControlPlane) -> Any:
+    return plane.register(Registration("slow.mar", synchronous=False))
+
+
+def scale_and_leave(plane: ControlPlane) -> Any:
+    return plane.scale("slow", None, min_executors=3, max_executors=3, synchronous=False)
+
+
+@pytest.mark.parametrize("change", [register_and_leave, scale_and_leave])
+def test_who_does_not_wait_finds_executors_that_begin_to_load_all_the_same(change: Any) -> None:
+    async def main() -> int:
+        registry = BeginningRegistry()
+        plane = ControlPlane(registry, None, ServerSettings(model_api_enabled=True))  # type: ignore[arg-type]
+        await change(plane)
+        executors = registry.pool.size
+        registry.pool.loaded.set()
+        await registry.version.settled.wait()
+        return executors
+
+    assert asyncio.run(main()) == 3
 
 
 def test_a_failure_that_is_told_again_and_again_keeps_nobody_who_asked() -> None:

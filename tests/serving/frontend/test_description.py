@@ -87,15 +87,15 @@ def test_a_handler_that_describes_itself_with_an_object_is_quoted(planes):
     assert json.loads(text)[0]["customizedMetadata"] == {"a": 1}
 
 
-def test_a_handler_that_says_nothing_of_itself_is_quoted_with_an_empty_object(planes):
-    text = customized_text(planes.control.description, InferResponse(b"null"))
-    assert json.loads(text)[0]["customizedMetadata"] == {}
-
-
-def test_what_is_no_json_object_is_left_out(planes):
-    for body in (b"", b"[1]", b"not json", b"\xff", b'{"a": "\xff"}', b"[" * 10_000):
+def test_what_is_no_json_object_is_quoted_as_an_empty_one(planes):
+    for body in (b"null", b"[1]", b"not json", b"\xff", b'{"a": "\xff"}', b"[" * 10_000):
         text = customized_text(planes.control.description, InferResponse(body))
-        assert "customizedMetadata" not in json.loads(text)[0]
+        assert json.loads(text)[0]["customizedMetadata"] == {}
+
+
+def test_an_empty_answer_is_left_out(planes):
+    text = customized_text(planes.control.description, InferResponse(b""))
+    assert "customizedMetadata" not in json.loads(text)[0]
 
 
 def test_a_page_has_its_token_first_and_only_when_there_is_one():

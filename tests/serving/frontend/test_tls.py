@@ -34,7 +34,9 @@ from torchere.serving.types import InferResponse, StreamedResponse
 NEVER_ENDS = datetime.datetime(2100, 1, 1)
 
 
-def make_pair(name: str, pass_phrase: bytes | None = None) -> tuple[bytes, bytes]:
+def make_pair(
+    name: str, pass_phrase: bytes | None = None, until: datetime.datetime = NEVER_ENDS
+) -> tuple[bytes, bytes]:
     """A self-signed certificate for `localhost` with that organisation, and its key, in PEM."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.ORGANIZATION_NAME, name)])
@@ -45,7 +47,7 @@ def make_pair(name: str, pass_phrase: bytes | None = None) -> tuple[bytes, bytes
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(datetime.datetime(2020, 1, 1))
-        .not_valid_after(NEVER_ENDS)
+        .not_valid_after(until)
         .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
         .sign(key, hashes.SHA256())
     )
@@ -276,6 +278,27 @@ def test_a_key_with_a_pass_phrase_is_refused_and_nobody_is_asked_for_it(files):
     with pytest.raises(CertificateUnusable, match="can't be used") as caught:
         Certificates(files)
     assert "the key has a pass phrase" in caught.value.detail
+
+
+def test_the_expiry_is_that_of_the_pair_in_force(files, pairs):
+    before = NEVER_ENDS.replace(tzinfo=datetime.timezone.utc)
+    renewed = make_pair("renewed", until=NEVER_ENDS + datetime.timedelta(days=90))
+    certificates = Certificates(files)
+    write(files, renewed[0], pairs["first"][1])  # the key does not belong to it
+    certificates.refresh()
+    assert certificates.pair.expires_at_s == before.timestamp()
+    write(files, *renewed)
+    certificates.refresh()
+    assert certificates.pair.expires_at_s == (before + datetime.timedelta(days=90)).timestamp()
+
+
+def test_a_certificate_whose_expiry_can_not_be_told_serves_all_the_same(files, caplog):
+    text = files.certificate.read_text()
+    files.certificate.write_text(
+        text.replace("BEGIN CERT", "BEGIN X509 CERT").replace("END CERT", "END X509 CERT")
+    )
+    assert Certificates(files).pair.expires_at_s is None
+    assert "the expiry of the certificate can't be told" in caplog.text
 
 
 def test_no_message_and_no_representation_holds_the_key(files, pairs):

@@ -100,6 +100,15 @@ def test_a_part_of_a_download_is_swept_once_it_is_old_and_nobody_holds_it(tmp_pa
     assert held.exists()
 
 
+def test_so_is_one_that_was_written_before_the_clock_was_put_back(tmp_path: Path) -> None:
+    ahead, hardly = (tmp_path / f".download-{name}" for name in ("ahead", "hardly"))
+    for part, ahead_s in ((ahead, 12 * 365 * 86400), (hardly, 60)):
+        part.write_bytes(b"half")
+        os.utime(part, (time.time() + ahead_s,) * 2)
+    assert sweep_parts(tmp_path, ".download-", idle_s=600.0) == [ahead]
+    assert hardly.exists()
+
+
 def test_a_store_sweeps_both_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root, temp = tmp_path / "store", tmp_path / "temp"
     for folder in (root, temp, temp / "torchere-models-old"):

@@ -2,7 +2,7 @@
 
 import json
 import os
-from datetime import datetime
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from torchere.serving.registry.snapshot import (
     model_table,
     property_line,
     snapshot_name,
+    snapshot_text,
     write_snapshot,
 )
 from torchere.serving.serve_options import newest_snapshot
@@ -130,6 +131,11 @@ def test_a_snapshot_of_torchserve_itself_is_read(tmp_path: Path) -> None:
     assert [model.archive for model in settings.snapshot_models] == ["echo.mar"]
     assert settings.token_auth_enabled is False
     assert [finding.key for finding in configuration.of_level("warning")] == ["load_models"]
+
+
+def test_when_it_was_made_stands_in_it_in_milliseconds_as_torchserve_has_it() -> None:
+    made = datetime(2026, 1, 1, 1, 0, 0, 123_456, timezone(timedelta(hours=1)))
+    assert '"created": 1767225600123,' in snapshot_text("x.cfg", made, (), {"models": {}})
 
 
 def test_a_name_tells_the_time_and_the_kind() -> None:

@@ -26,6 +26,15 @@ def test_a_level_holds_from_now_on():
     assert "torchere.test.levels" not in levels()
 
 
+def test_a_change_is_in_the_log(caplog):
+    change_level("", "WARNING")
+    change_level("torchere.test.levels", "debug")
+    assert [record.getMessage() for record in caplog.records] == [
+        "the log level of everything else is WARNING from now on",
+        "the log level of torchere.test.levels is DEBUG from now on",
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "level", "cause"),
     [

@@ -40,6 +40,7 @@ def test_handler_metrics_get_the_label_of_the_host_once():
 
 def test_the_server_may_have_no_metric_at_all():
     assert parse_metrics_config("ts_metrics:\n" + MODEL).server == {}
+    assert parse_metrics_config(MODEL).server == {}
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def test_the_server_may_have_no_metric_at_all():
         ("a: !!timestamp then", MetricsCachePyYamlError, "not what its tag says"),
         ("[]", MetricsCacheTypeError, "found list"),
         ("", MetricsCacheTypeError, "found NoneType"),
-        ("ts_metrics: {}", MetricsCacheKeyError, "missing ['model_metrics']"),
+        ("ts_metrics: {}", MetricsCacheKeyError, "model_metrics is missing"),
         ("ts_metrics: {}\nmodel_metrics:", MetricsCacheValueError, "empty"),
         ("ts_metrics: {}\nmodel_metrics: {gauge: []}", MetricsCacheValueError, "empty"),
         (f"ts_metrics: {{}}\nmore: 1\n{MODEL}", MetricsCacheKeyError, "unknown ['more']"),

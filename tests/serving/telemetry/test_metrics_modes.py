@@ -162,6 +162,19 @@ def test_lines_are_written_whatever_the_servers_log_level_is(files):
     assert logged(files, "ts_metrics.log") == ["Requests4XX.Count:1.0|#Level:Host|#hostname:vm,timestamp:0"]
 
 
+def test_files_that_are_opened_again_have_each_line_once(files):
+    assert open_metric_files(files)
+    Metrics("vm", mode="log").request_finished(404)
+    assert len(logged(files, "ts_metrics.log")) == 1
+
+
+def test_closed_files_get_no_more_lines_and_leave_nothing_behind(files):
+    close_metric_files()
+    Metrics("vm", mode="log").request_finished(404)
+    assert logged(files, "ts_metrics.log") == []
+    assert not logging.getLogger("TS_METRICS").handlers
+
+
 def test_a_metric_without_dimensions_has_an_empty_part():
     line = metric_line("N", "u", 1, (), hostname="h", timestamp_s=5)
     assert line == "N.u:1.0|#|#hostname:h,timestamp:5"

@@ -8,6 +8,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -62,15 +63,26 @@ def no_thread(thread: threading.Thread) -> None:
 def test_at_the_end_of_the_process_a_slow_reader_gets_all_without_a_thread(
     pipe: Pipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[str] = []
-    reader = threading.Thread(target=lambda: seen.append(pipe.read("end\n")))
-    reader.start()
-    monkeypatch.setattr(threading.Thread, "start", no_thread)
-    for number in range(30_000):
-        pipe.outlet.put(f"{number}\n")
-    pipe.outlet.put("end\n")
-    reader.join()
-    assert seen[0].split() == [*map(str, range(30_000)), "end"]
+    waited_for, has_room = threading.Event(), outlet.has_room
+
+    def tell(descriptor: int, timeout_ms: int | None) -> bool:
+        if timeout_ms:
+            waited_for.set()
+        return has_room(descriptor, timeout_ms)
+
+    def read() -> str:
+        waited_for.wait(LONG_S)  # until then the pipe is full
+        with open(pipe.read_end, closefd=False) as reading:
+            return reading.read()
+
+    with ThreadPoolExecutor(1) as reader:
+        seen = reader.submit(read)
+        monkeypatch.setattr(outlet, "has_room", tell)
+        monkeypatch.setattr(threading.Thread, "start", no_thread)
+        pipe.outlet.put(more_than_it_holds(1))
+        pipe.outlet.put("end\n")
+        os.close(pipe.write_end)
+        assert seen.result() == more_than_it_holds(1) + "end\n"
     assert pipe.outlet.dropped == 0
 
 

@@ -43,9 +43,10 @@ def test_a_loop_that_stood_still_has_a_lag_and_collections_have_their_time(monke
     assert not [callback for callback in gc.callbacks if isinstance(callback, process_metrics.GcPauses)]
 
 
-def test_a_certificate_that_can_not_be_read_has_no_expiry_and_is_warned_about(tmp_path, caplog):
-    metrics = ProcessMetrics()
+def test_the_expiry_is_that_of_the_certificate_in_force_at_each_exposition():
+    metrics, expires = ProcessMetrics(), [1.8e9, 2.5e9, None]
     assert "torchere_certificate_expiry_timestamp_seconds" not in values(metrics)
-    metrics.watch_certificate(tmp_path / "none.pem")
-    assert "torchere_certificate_expiry_timestamp_seconds" not in values(metrics)
-    assert "the expiry of the certificate can't be told" in caplog.text
+    metrics.watch_certificate(lambda: expires[0])
+    for expected in tuple(expires):
+        assert values(metrics).get("torchere_certificate_expiry_timestamp_seconds") == expected
+        del expires[0]

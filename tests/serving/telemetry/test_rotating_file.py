@@ -1,11 +1,13 @@
 """Files of the log that somebody moves, removes, or fills the disk of."""
 
 import contextlib
+import errno
 import logging
 import os
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -65,6 +67,22 @@ def test_a_folder_that_was_removed_is_made_anew(file, put, tmp_path):
     assert (tmp_path / "logs/a.log").read_text() == "two\n"
 
 
+def test_one_whose_file_system_was_mounted_anew_is_opened_anew(file, put, tmp_path, monkeypatch, capsys):
+    put(file, "one")
+    gone, fstat = [file.stream.fileno()], os.fstat
+
+    def look(descriptor: int) -> os.stat_result:
+        if descriptor in gone:
+            gone.clear()  # the next one may have its number
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return fstat(descriptor)
+
+    monkeypatch.setattr(os, "fstat", look)
+    put(file, "two")
+    assert (tmp_path / "logs/a.log").read_text() == "one\ntwo\n"
+    assert capsys.readouterr().err == ""
+
+
 def test_lines_come_again_when_the_file_can_be_made_again(put, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(rotating_file, "MAX_FILE_BYTES", 8)
     folder = tmp_path / "logs"
@@ -81,14 +99,57 @@ def test_lines_come_again_when_the_file_can_be_made_again(put, tmp_path, monkeyp
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_a_full_disk_is_said_once_and_not_by_a_traceback_a_line(put, tmp_path, capsys):
+def test_a_file_stays_open_and_begins_anew_at_100_mb_and_five_old_ones_are_kept(file, put, tmp_path):
+    path = tmp_path / "logs/a.log"
+    put(file, "0")
+    for number in range(1, 8):
+        stream = file.stream
+        os.truncate(path, 100 * 2**20 - 3)
+        put(file, f"{number}")  # with which it is a byte short of 100 MB
+        assert file.stream is stream
+        put(file, f"{number}")
+        assert path.read_text() == f"{number}\n"
+    kept = sorted(path.parent.iterdir())
+    assert [kept_one.name for kept_one in kept] == ["a.log", *(f"a.log.{number}" for number in range(1, 6))]
+
+
+def test_one_that_can_not_be_moved_grows_on(put, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(rotating_file, "MAX_FILE_BYTES", 10)
+    tried: list[str] = []
+
+    def busy(source: str, target: str) -> None:  # what a file that is mounted by itself answers
+        tried.append(source)
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    file = RotatingFile(tmp_path / "a.log", logging.Formatter())
+    with monkeypatch.context() as mounted:
+        mounted.setattr(os, "rename", busy)
+        for text in ("one", "two", "six", "ten"):
+            put(file, text)
+    assert (tmp_path / "a.log").read_text() == "one\ntwo\nsix\nten\n"
+    assert tried == [str(tmp_path / "a.log")]  # once, and not again before it has grown by as much
+    for text in ("abc", "def", "ghi"):
+        put(file, text)
+    file.close()
+    texts = [(tmp_path / name).read_text() for name in ("a.log", "a.log.1", "a.log.2")]
+    assert texts == ["ghi\n", "abc\ndef\n", "one\ntwo\nsix\nten\n"]
+    said = capsys.readouterr().err
+    assert said == f"{tmp_path / 'a.log'} can't be moved, and grows: Device or resource busy\n"
+
+
+def test_a_full_disk_is_said_once_a_minute_and_not_by_a_traceback_a_line(put, tmp_path, capsys, monkeypatch):
     (tmp_path / "a.log").symlink_to("/dev/full")
     file = RotatingFile(tmp_path / "a.log", logging.Formatter())
     for _ in range(100):
         put(file, "lost")
+    said = [capsys.readouterr().err]
+    minute_s = time.monotonic() + 60
+    monkeypatch.setattr(time, "monotonic", lambda: minute_s)
+    put(file, "lost")
+    put(file, "lost")
+    said.append(capsys.readouterr().err)
     file.close()
-    said = capsys.readouterr().err.splitlines()
-    assert said == [f"lines of {tmp_path / 'a.log'} are lost: No space left on device"]
+    assert said == [f"lines of {tmp_path / 'a.log'} are lost: No space left on device\n"] * 2
 
 
 def test_where_nobody_reads_standard_error_a_full_disk_holds_nobody_up(put, tmp_path, monkeypatch):

@@ -2,7 +2,9 @@ import asyncio
 import signal
 import subprocess
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 
 from torchere.serving.telemetry import gpu_sampling
@@ -29,6 +31,27 @@ def test_a_sample_fills_the_gauges_of_the_host():
     assert found["MemoryAvailable"] > 0
     assert found["DiskUsage"] > 0
     assert 0 <= found["MemoryUtilization"] <= 100
+
+
+def in_a_thread_of_its_own(work):
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(work).result()
+
+
+def test_how_busy_the_cores_were_counts_from_the_sample_before_in_whatever_thread(monkeypatch):
+    some = psutil.cpu_times()
+    counted, taken, found = [some], Taken(), []
+    monkeypatch.setattr(psutil, "cpu_times", lambda: counted[-1])
+    system = SystemMetrics(taken)
+    for spent in (
+        {"user": 50, "system": 10, "idle": 30, "iowait": 10, "guest": 20},  # the guest's are among the user's
+        {"user": 10, "idle": 30, "iowait": -5},  # Linux puts what disks took right now and then
+    ):
+        before = counted[-1]
+        counted.append(before._replace(**{name: getattr(before, name) + s for name, s in spent.items()}))
+        in_a_thread_of_its_own(lambda: system.sample(0))
+        found.append(taken.values["CPUUtilization", "Host"])
+    assert found == [60.0, 25.0]
 
 
 def test_without_a_sample_the_gauges_of_the_host_have_no_value():

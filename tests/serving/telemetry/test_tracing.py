@@ -91,6 +91,23 @@ def test_a_prediction_is_a_span_with_its_stages_below(traced):
     assert abs(stages[0].start_time - request.start_time) < 1e7
 
 
+@pytest.mark.parametrize("step_s", [-3600, 3600])
+def test_a_clock_that_is_put_right_meanwhile_changes_no_duration(traced, monkeypatch, step_s):
+    started_s = time.monotonic() - 1.0
+    timeline = traced.metrics.timeline("rest", "r-1", started_s, None)
+    timeline.meter, timeline.read_s = traced.meter, started_s + 0.05
+    timeline.answered(Request(started_s), started_s + 0.8)
+    timeline.sending_s = started_s + 0.9
+    put_right_ns = time.time_ns() + step_s * 10**9
+    monkeypatch.setattr(time, "time_ns", lambda: put_right_ns)
+    timeline.finish(200)
+    request = traced.spans()["prediction"]
+    assert request.end_time - request.start_time == pytest.approx(1e9, rel=0.2)
+    stages = [span for span in traced.exporter.get_finished_spans() if span.name in STAGES]
+    assert stages[0].start_time == request.start_time
+    assert all(request.start_time <= span.start_time <= span.end_time <= request.end_time for span in stages)
+
+
 def test_it_belongs_to_the_trace_of_its_caller(traced):
     timeline = traced.predict("r-1", CALLER)
     span = traced.spans()["prediction"]

@@ -45,6 +45,14 @@ def test_registering_passes_on_what_is_said(ask_grpc, planes):
     assert planes.control.calls == [("register", expected)]
 
 
+@pytest.mark.parametrize("method", ["RegisterModel", "UnregisterModel"])
+def test_where_nothing_is_registered_nobody_is_told_what_is_wrong_with_a_call(refusal, planes, method):
+    planes.control.model_api_off = True
+    request = getattr(m, f"{method}Request")()
+    assert refusal("management", method, request)[0] == "PERMISSION_DENIED"
+    assert planes.control.calls == []
+
+
 def test_registering_without_a_url_is_refused(refusal, planes):
     assert refusal("management", "RegisterModel", m.RegisterModelRequest()) == (
         "INVALID_ARGUMENT",

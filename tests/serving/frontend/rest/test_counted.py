@@ -82,6 +82,14 @@ def test_what_is_no_request_counts_as_400(counted, message):
     assert (lines, counts) == one(NO_REQUEST, 400)
 
 
+def test_what_is_sent_behind_a_refusal_is_no_request(counted):
+    last = post(SHORT)  # comes with the one before it as one piece, for all that its length looks like
+    none = b"/predictions/none"
+    lines, counts, said = counted(post(none, b"", b"X-Length: %d\r\n" % len(last)) + last)
+    assert said.count(b"HTTP/1.1 ") == 1
+    assert (lines, counts) == one(none, 404)
+
+
 @pytest.mark.parametrize("path", [SHORT, ASGI, b"/ping"])
 def test_a_broken_body_counts_as_400(counted, path):
     lines, counts, said = counted(HEAD % (path, b"Transfer-Encoding: chunked\r\n") + b"zz\r\nx\r\n0\r\n\r\n")

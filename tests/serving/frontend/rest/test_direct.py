@@ -13,6 +13,7 @@ from torchere.serving.frontend.rest import direct_predictions, predict
 from torchere.serving.frontend.rest.app import listener_app
 from torchere.serving.frontend.rest.codec import INLINE_FORM_BYTES, body_parameters
 from torchere.serving.frontend.rest.direct_predictions import SMALL_BODY_BYTES
+from torchere.serving.frontend.rest.protocol import Protocol
 from torchere.serving.frontend.rest.server import RestServer
 from torchere.serving.frontend.services import CorsHeaders
 from torchere.serving.settings import Address
@@ -308,6 +309,47 @@ def test_requests_with_a_known_head_that_are_sent_at_once_keep_their_order(plane
     assert bodies == [b"one", b"one", b"two", b"one", b"x"]
 
 
+@pytest.mark.parametrize("slow", [plain(b"slow"), chunked(b"slow")], ids=["short way", "ASGI"])
+def test_a_request_with_a_known_head_waits_for_the_answer_before(planes, slow):
+    async def main() -> list[bytes]:
+        arrived, go_on, came = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        async def behave(request):
+            body = request.parameters[0].value
+            if body == b"slow":
+                arrived.set()
+                await go_on.wait()
+            return InferResponse(body)
+
+        def received(connection, data):
+            receive(connection, data)
+            if arrived.is_set():
+                came.set()
+
+        planes.data.behave = behave
+        receive = Protocol.data_received
+        app = listener_app(frozenset({"inference"}), planes.data, planes.control, planes.services())
+        server = RestServer(app, Address(port=0), drain_timeout_s=2)
+        address = await server.start()
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Protocol, "data_received", received)
+            writer.write(plain(b"fast"))
+            answers = [await reader.readuntil(b"fast")]
+            writer.write(slow)
+            await asyncio.wait_for(arrived.wait(), 20)
+            writer.write(plain(b"fast"))
+            await asyncio.wait_for(came.wait(), 20)
+        go_on.set()
+        answers.append(await asyncio.wait_for(reader.readuntil(b"fast"), 20))
+        writer.close()
+        await server.stop()
+        return answers
+
+    _, last = asyncio.run(main())
+    assert b"slow" in last
+
+
 def test_a_known_head_ends_the_connection_of_a_server_that_drains(planes):
     def before(server, answered):
         if answered == 2:
@@ -332,6 +374,18 @@ def test_a_request_that_takes_longer_than_a_connection_may_be_idle_is_answered(p
     planes.data.behave = behave
     answers = exchange(planes, plain(b"one"), plain(b"one"), keep_alive_s=0.05)
     assert [lines(answer)[2] for answer in answers] == [b"late", b"late", b""]
+
+
+def test_a_request_behind_an_answer_of_asgi_may_take_longer_than_a_connection_may_be_idle(planes):
+    async def behave(request):
+        await asyncio.sleep(0.2)
+        return InferResponse(b"late")
+
+    planes.data.behave = behave
+    ping = plain(b"", method=b"GET", path=b"/ping")
+    for message in (plain(b"one"), chunked(b"one")):  # the second time its head is known
+        answers = exchange(planes, message, ping, message, keep_alive_s=0.05)
+        assert [lines(answer)[2] == b"late" for answer in answers] == [True, False, True, False]
 
 
 FORM = b"Content-Type: Application/X-WWW-Form-Urlencoded; charset=utf-8\r\n"

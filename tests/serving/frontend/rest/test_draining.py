@@ -9,6 +9,7 @@ import pytest
 from torchere.serving.frontend.rest.app import listener_app
 from torchere.serving.frontend.rest.server import RestServer
 from torchere.serving.settings import Address
+from torchere.serving.types import InferResponse
 
 DIRECT = b"POST /predictions/echo HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\nx"
 FRAMEWORK = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -56,6 +57,28 @@ def test_while_draining_an_answer_says_that_it_is_the_last(planes, request_bytes
             return before, after, await connection.reader.read()
 
     assert asyncio.run(main()) == ([b"connection: keep-alive"], [b"connection: close"], b"")
+
+
+@pytest.mark.parametrize("request_bytes", [DIRECT, DIRECT.replace(b"Host: x", b"Host: x\r\nExpect: x")])
+def test_the_answer_to_a_request_that_came_before_is_the_last_as_well(planes, request_bytes):
+    async def main():
+        arrived, go_on = asyncio.Event(), asyncio.Event()
+
+        async def behave(request):
+            arrived.set()
+            await go_on.wait()
+            return InferResponse(b"late")
+
+        planes.data.behave = behave
+        async with serving(planes) as served:
+            connection = await served.connect()
+            connection.writer.write(request_bytes)
+            await arrived.wait()
+            served.server.drain()
+            go_on.set()
+            return await head(connection), await connection.reader.read()
+
+    assert asyncio.run(main()) == ([b"connection: close"], b"")
 
 
 @pytest.mark.parametrize("request_bytes", [DIRECT, FRAMEWORK])

@@ -51,6 +51,7 @@ def test_a_head_is_not_kept_when_its_end_is_not_certain(heads, data):
     heads.keep(data, READ)
     assert heads.find(data + b"one") is None
     assert heads.find(BYTES + b"one") is None
+    assert heads.find(known_heads.HEAD_END + b"one") is None
 
 
 def test_a_head_of_a_trace_is_not_kept(heads):

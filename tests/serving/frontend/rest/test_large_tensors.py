@@ -11,6 +11,7 @@ import uvloop
 
 from torchere.archiver.signature import Signature, TensorSpec
 from torchere.serving.frontend.rest.app import listener_app
+from torchere.serving.frontend.rest.body_receiver import BodyReceiver
 from torchere.serving.frontend.rest.server import RestServer
 from torchere.serving.settings import Address
 from torchere.serving.types import InferResponse
@@ -81,6 +82,25 @@ def test_a_large_tensor_comes_through_in_pieces_of_any_size(run, planes, piece):
 
     assert run(main()) == [(b"HTTP/1.1 200 OK", RAW)] * 2
     assert planes.data.direct  # the second, too, unless it came before the first was answered
+
+
+def test_the_kernel_writes_a_body_to_where_it_is_read(run, planes, monkeypatch):
+    by_kernel = []
+
+    def filled(receiver, size):
+        by_kernel.append(size)
+        update(receiver, size)
+
+    update = BodyReceiver.buffer_updated
+    monkeypatch.setattr(BodyReceiver, "buffer_updated", filled)
+
+    async def main():
+        async with served(planes) as (reader, writer, _):
+            writer.write(message())
+            return await answer(reader)
+
+    assert run(main()) == (b"HTTP/1.1 200 OK", RAW)
+    assert sum(by_kernel) > SIZE // 4  # the rest may have come with the head
 
 
 def test_a_body_is_freed_with_its_answer_while_the_connection_stays(run, planes):

@@ -64,6 +64,24 @@ def test_json_that_is_no_object_of_parameters_is_refused(ask, planes, body):
     assert planes.control.calls == []
 
 
+@pytest.mark.parametrize(
+    ("query", "content_type", "body"),
+    [
+        ("", "text/plain", b""),
+        ("?url=echo.mar&initial_workers=abc", "text/plain", b""),
+        ("", "application/json", b"nope"),
+        ("", "application/json", b'{"url": 1}'),
+    ],
+)
+def test_where_nothing_is_registered_nobody_is_told_what_is_wrong_with_a_registration(
+    ask, planes, query, content_type, body
+):
+    planes.control.model_api_off = True
+    answer = ask("management", "POST", f"/models{query}", body, content_type=content_type)
+    assert (answer.status, answer.json["type"]) == (405, "MethodNotAllowedException")
+    assert planes.control.calls == []
+
+
 def test_a_registration_that_is_too_large_is_refused(ask, planes):
     answer = ask("management", "POST", "/models", b"a" * 1001, content_type="application/json")
     assert (answer.status, answer.body, answer.headers["connection"]) == (413, b"", "close")

@@ -275,6 +275,15 @@ def test_a_trailer_is_bounded_as_a_head_is(planes):
     assert [status for status, _ in found] == [400]
 
 
+@pytest.mark.parametrize("name", [b"Connection", b"connection", b"Proxy-Connection"])
+def test_a_trailer_that_would_close_the_connection_is_refused(planes, name):
+    """The parser would say nothing of the requests behind it."""
+    text = chunked(b"abc", trailer=name + b": close\r\n")
+    for pieces in ([text + LAST_PING], [text, LAST_PING]):
+        assert [status for status, _ in answers(said_to(planes, *pieces))] == [400]
+    assert planes.data.asked == []
+
+
 ENDLESS = {
     "a value": (PING[:-4] + b"\r\nX: ", b"a"),
     "a name": (PING[:-2], b"a"),
@@ -331,14 +340,15 @@ def test_what_is_no_http_is_not_answered_within_a_streamed_answer(planes, reques
     assert [status for status, _ in answers(rest)] == [400]
 
 
-def test_a_broken_body_of_a_request_that_is_answered_just_ends_the_connection(planes):
+@pytest.mark.parametrize("rest", [b"no chunk\r\n", b"0\r\nConnection: close\r\n\r\n" + LAST_PING])
+def test_a_broken_body_of_a_request_that_is_answered_just_ends_the_connection(planes, rest):
     head = b"GET /ping HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nabcd\r\n"
 
     async def main() -> bytes:
         async with connected(planes) as (reader, writer):
             writer.write(head)
             answer = await asyncio.wait_for(reader.readuntil(b"}\n"), 20)
-            writer.write(b"no chunk\r\n")
+            writer.write(rest)
             return answer + await asyncio.wait_for(reader.read(), 20)
 
     assert [status for status, _ in answers(asyncio.run(main()))] == [200]

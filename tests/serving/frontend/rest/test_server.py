@@ -2,8 +2,11 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import socket
+import struct
+import weakref
 
 import pytest
 import uvloop
@@ -11,6 +14,7 @@ import uvloop
 from torchere.serving.errors import HandlerFailed
 from torchere.serving.frontend.rest.app import listener_app
 from torchere.serving.frontend.rest.disconnect import SWEEP_S
+from torchere.serving.frontend.rest.protocol import Protocol
 from torchere.serving.frontend.rest.server import RestServer
 from torchere.serving.settings import Address
 from torchere.serving.types import InferResponse, StreamedResponse
@@ -192,6 +196,31 @@ def test_a_body_that_is_too_large_is_refused_and_the_client_gets_to_see_it(plane
     assert status == b"HTTP/1.1 413 Request Entity Too Large"
     assert b"connection: close" in headers
     assert body == b""
+
+
+@pytest.mark.parametrize("text", [request(bytes(1_500_000)), request(bytes(1_500_000), close=False)])
+@pytest.mark.parametrize("expects", [False, True], ids=["at once", "after a while"])
+def test_a_client_that_sends_a_large_body_to_nowhere_gets_to_see_that(planes, text, expects):
+    """Its body is read as far as it comes: with bytes of it unread the kernel would reset the connection."""
+    text = text.replace(b"/predictions/echo", b"/prediction/echo")
+    head, end, body = text.partition(b"\r\n\r\n")
+
+    async def main():
+        async with serving(planes) as (talk, address):
+            if not expects:
+                return await talk(text)
+            reader, writer = await asyncio.open_connection(address.host, address.port)
+            writer.write(head + b"\r\nExpect: 100-continue" + end)
+            answer = await reader.readuntil(b"}\n")  # all of it, and no word to go on
+            writer.write(body)
+            answer += await reader.read()
+            writer.close()
+            return answer
+
+    status, headers, said = split(asyncio.run(main()))
+    assert status == b"HTTP/1.1 404 Not Found"
+    assert b"connection: close" in headers
+    assert json.loads(said)["code"] == 404
 
 
 def test_a_client_without_its_key_gets_to_see_that_however_much_it_sends(planes):
@@ -385,3 +414,42 @@ def test_clients_that_come_at_once_are_taken_in_within_a_few_turns_of_the_loop(p
         turns = loop.run_until_complete(main())
         loop.close()
         assert turns < 20
+
+
+PING = b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.mark.parametrize("by_reset", [False, True], ids=["closed", "reset"])
+@pytest.mark.parametrize(
+    "text", [request(b"x", close=False), PING, PING[:9]], ids=["short", "ASGI", "half a head"]
+)
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def test_a_connection_that_has_ended_is_freed_at_once(planes, monkeypatch, run, text, by_reset):
+    """Without the garbage collector, and before any of its timers."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        freed = asyncio.Event()
+
+        def made(connection, transport):
+            weakref.finalize(connection, freed.set)
+            connect(connection, transport)
+
+        connect = Protocol.connection_made
+        monkeypatch.setattr(Protocol, "connection_made", made)
+        async with serving(planes) as (_, address):
+            client = socket.create_connection((address.host, address.port))
+            client.setblocking(False)
+            await loop.sock_sendall(client, text)
+            if text != PING[:9]:
+                await loop.sock_recv(client, 65_536)
+            if by_reset:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.close()
+            await asyncio.wait_for(freed.wait(), 20)
+
+    gc.disable()
+    try:
+        run(main())
+    finally:
+        gc.enable()
