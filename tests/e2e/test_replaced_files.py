@@ -1,16 +1,19 @@
 """Keys and certificates that are replaced under a running server."""
 
 import json
+import math
 import os
 import shutil
 import ssl
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+EXPIRY = "torchere_certificate_expiry_timestamp_seconds "
 HANDLER = "def handle(data, context):\n    return None if data is None else ['ok'] * len(data)\n"
 
 
@@ -21,12 +24,12 @@ def write(path: Path, text: str) -> None:
     os.replace(draft, path)
 
 
-def make_pair(folder: Path) -> str:
+def make_pair(folder: Path, days: int) -> str:
     """Put a new self-signed pair into the folder; returns the certificate."""
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed")
     curve = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1"
-    command = f"openssl req -x509 {curve} -nodes -days 1 -subj /CN=localhost"
+    command = f"openssl req -x509 {curve} -nodes -days {days} -subj /CN=localhost"
     draft = [*command.split(), "-keyout", "key.draft", "-out", "crt.draft"]
     subprocess.run(draft, cwd=folder, check=True, capture_output=True, timeout=60)
     for name in ("key", "crt"):
@@ -47,7 +50,7 @@ def test_new_keys_and_a_new_certificate_are_used_without_a_restart(
     secrets = store.parent / "secrets"
     secrets.mkdir()
     write(secrets / "keys.json", json.dumps({"inference": "first-key"}))
-    first = make_pair(secrets)
+    first = make_pair(secrets, days=1)
     server = start_server(
         *("--models", "ok.mar"),
         properties=f"token_keys_file={secrets}/keys.json\nenable_grpc_ssl=true\n"
@@ -59,13 +62,18 @@ def test_new_keys_and_a_new_certificate_are_used_without_a_restart(
         answer = server.call("POST", "/predictions/ok", b"x", authorization=f"Bearer {key}")
         return int(answer.status)
 
-    assert (status("first-key"), status("second-key")) == (200, 400)
+    def days_left() -> float:
+        scrape = server.call("GET", "/metrics", api="metrics").body.decode()
+        (line,) = (line for line in scrape.splitlines() if line.startswith(EXPIRY))
+        return (float(line.split()[1]) - time.time()) / 86400
+
+    assert (status("first-key"), status("second-key"), math.ceil(days_left())) == (200, 400, 1)
     assert shown(server.grpc["inference"]) == first
     write(secrets / "keys.json", json.dumps({"inference": ["second-key"]}))
-    second = make_pair(secrets)
+    second = make_pair(secrets, days=2)
     server.follow("The token keys: read again")
     server.follow("The TLS certificate: read again")
-    assert (status("first-key"), status("second-key")) == (400, 200)
+    assert (status("first-key"), status("second-key"), math.ceil(days_left())) == (400, 200, 2)
     assert shown(server.grpc["inference"]) == second != first
     assert server.call("GET", "/token?type=inference", api="management").status == 405
     assert not list(server.folder.glob("key_file.json"))
