@@ -60,6 +60,7 @@ NO_KEYSTORES = (
 )
 _NO_KEYSTORE = f"{NO_KEYSTORES}, and set certificate_file and private_key_file to what it prints"
 _NO_IPEX = "the Intel extension is retired; use torch.compile in the handler"
+_NO_COMMAND = "the server samples the system itself; metrics of your own need an exporter; remove it"
 _NO_LAUNCHER = "the server divides the cores among its executors itself; remove it"
 _NO_SEQUENCES = "the header has its usual name, whatever stands here; let clients send that one"
 
@@ -169,7 +170,7 @@ _WITHOUT_EFFECT = (
     _advice("ts_header_key_sequence_id", _NO_SEQUENCES, "ts_request_sequence_id"),
     _advice("ts_header_key_sequence_start", _NO_SEQUENCES, "ts_request_sequence_start"),
     _advice("ts_header_key_sequence_end", _NO_SEQUENCES, "ts_request_sequence_end"),
-    _file_only(_advice("system_metrics_cmd", "the server samples the system itself; remove it")),
+    _file_only(_advice("system_metrics_cmd", _NO_COMMAND)),
     _file_only(_advice("vmargs", _NO_JVM)),
     _file_only(_advice("plugins_path", "Java plug-ins can't be loaded; remove it")),
 )
