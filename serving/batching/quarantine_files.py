@@ -74,15 +74,17 @@ def save(key: ModelKey, conviction: Conviction, settings: QuarantineSettings) ->
     except OSError:
         path.unlink(missing_ok=True)  # half of it, on a full disk
         raise
-    prune(settings)
+    _prune(settings, path)
     return path
 
 
-def prune(settings: QuarantineSettings) -> None:
+def _prune(settings: QuarantineSettings, newest: Path) -> None:
     """Delete the oldest files until what is left is within the bounds."""
-    files = sorted(settings.directory.glob(f"*{SUFFIX}"), reverse=True)  # the names begin with the time
+    files = settings.directory.glob(f"*{SUFFIX}")
+    # The names begin with the time; there may be some from before the clock was put right.
+    latest_first = sorted(files, key=lambda file: (file == newest, file), reverse=True)
     room = settings.max_bytes
-    for place, file in enumerate(files):
+    for place, file in enumerate(latest_first):
         try:
             room -= file.stat().st_size
         except FileNotFoundError:  # another server cleans up, too

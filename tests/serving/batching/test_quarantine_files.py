@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from torchere.serving.batching.quarantine import Conviction
-from torchere.serving.batching.quarantine_files import QuarantineFiles, save
+from torchere.serving.batching.quarantine_files import SUFFIX, QuarantineFiles, save
 from torchere.serving.settings import QuarantineSettings
 from torchere.serving.types import InferRequest, ModelKey, Parameter
 
@@ -42,6 +42,15 @@ def test_the_oldest_go_when_there_are_too_many(tmp_path: Path) -> None:
     settings = QuarantineSettings(tmp_path, max_files=3)
     written = [save(KEY, conviction(digest=f"{number:032}"), settings) for number in range(5)]
     assert sorted(tmp_path.iterdir()) == written[2:]
+
+
+def test_what_was_saved_just_now_stays_beside_files_from_a_clock_that_was_ahead(tmp_path: Path) -> None:
+    settings = QuarantineSettings(tmp_path, max_files=2)
+    for year in (2098, 2099):
+        (tmp_path / f"{year}0101T000000000000-net-{'d' * 12}{SUFFIX}").write_text("{}")
+    path = save(KEY, conviction(), settings)
+    assert path is not None
+    assert [file.name[:4] for file in sorted(tmp_path.iterdir())] == [path.name[:4], "2099"]
 
 
 def test_the_oldest_go_when_they_are_too_large(tmp_path: Path) -> None:
