@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,8 +73,10 @@ class Archive:
         except UnicodeDecodeError as error:
             raise ArchiveError(self.path, "the text is not UTF-8", "save it as UTF-8", entry=name) from error
 
-    def extract(self, target: str | Path) -> Path:
+    def extract(self, target: str | Path, *, without: Collection[str] = ()) -> Path:
         """Unpack everything into `target`, a new directory, and return it.
+
+        Entries named in `without` are verified like the others, and not written.
 
         The directory appears at once when all is unpacked and verified; on failure there is nothing. Files
         are made with the umask's modes, never with the archive's.
@@ -88,18 +90,16 @@ class Archive:
                 raise ArchiveError(self.path, f"{folder} exists", "unpack to a path that does not")
             work.mkdir()
             for entry, chunks in self.chunks():
-                file = work / entry.name
-                file.parent.mkdir(parents=True, exist_ok=True)
-                with open(file, "xb") as out:
-                    for chunk in chunks:
-                        out.write(chunk)
+                if entry.name in without:
+                    _use_up(chunks)
+                else:
+                    _write(chunks, work / entry.name)
         return folder
 
     def verify(self) -> None:
         """Read everything once and check sizes, CRCs and digests; ArchiveError tells the first wrong one."""
         for _, chunks in self.chunks():
-            for _ in chunks:
-                pass
+            _use_up(chunks)
 
     def _verified(self, entry: Entry, chunks: Chunks) -> Chunks:
         expected = (self.manifest.digests or {}).get(entry.name)
@@ -134,6 +134,19 @@ def open_archive(path: str | Path, limits: ArchiveLimits | None = None) -> Archi
     archive = Archive(place, kind, Manifest.parse(text, str(place)), True, container)
     _check_digest_list(archive)
     return archive
+
+
+def _use_up(chunks: Chunks) -> None:
+    """Read them, which checks them."""
+    for _ in chunks:
+        pass
+
+
+def _write(chunks: Chunks, file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with open(file, "xb") as out:
+        for chunk in chunks:
+            out.write(chunk)
 
 
 def _kind_of(path: Path) -> Kind:

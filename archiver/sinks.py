@@ -18,7 +18,9 @@ from typing import IO, Protocol
 
 from torchere.archiver.manifest import EPOCH_S
 
-ALIGNMENT = 64  # bytes: a cache line, and what torch.save uses inside a .pt; lets stored weights be mapped
+ALIGNMENT = 64  # bytes: a cache line, and what torch.save uses inside a .pt
+PAGE_BYTES = 4096  # larger entries begin at a page: a server can map them where they are
+PAGED_FROM_BYTES = 2**20
 CHUNK_BYTES = 2**20
 FILE_MODE = 0o644
 # From this size the local header gets 64-bit sizes. Python's zipfile adds them above 2 GiB / 1.05; deciding
@@ -62,7 +64,7 @@ class _Zip(zipfile.ZipFile):
 
 
 class ZipSink:
-    """A `.mar`: a zip whose stored entries begin at a multiple of `ALIGNMENT` bytes."""
+    """A `.mar`: a zip whose stored entries begin at a multiple of `ALIGNMENT` bytes, large ones at a page."""
 
     def __init__(self, archive: zipfile.ZipFile, file: IO[bytes]) -> None:
         self._archive = archive
@@ -77,7 +79,8 @@ class ZipSink:
         info.file_size = size
         wide = size >= WIDE_FROM_BYTES
         if store:
-            info.extra = _padding(self._file.tell(), name, wide)
+            alignment = PAGE_BYTES if size >= PAGED_FROM_BYTES else ALIGNMENT
+            info.extra = _padding(self._file.tell(), name, wide, alignment)
         with self._archive.open(info, "w", force_zip64=wide) as entry:
             shutil.copyfileobj(source, entry, CHUNK_BYTES)
         info.extra = b""  # the padding belongs to the local header; the central directory is written later
@@ -133,8 +136,8 @@ def open_sink(archive_format: str, work: Path, model_name: str) -> Iterator[Sink
             archive.close()
 
 
-def _padding(header_offset: int, name: str, wide: bool) -> bytes:
+def _padding(header_offset: int, name: str, wide: bool, alignment: int) -> bytes:
     """The extra field that moves the data of an entry to the next aligned offset."""
     fixed = _LOCAL_HEADER_BYTES + len(name.encode()) + (_WIDE_EXTRA_BYTES if wide else 0)
-    zeros = -(header_offset + fixed + _PADDING.size) % ALIGNMENT
-    return _PADDING.pack(_PADDING_ID, _PADDING.size - 4 + zeros, ALIGNMENT) + bytes(zeros)
+    zeros = -(header_offset + fixed + _PADDING.size) % alignment
+    return _PADDING.pack(_PADDING_ID, _PADDING.size - 4 + zeros, alignment) + bytes(zeros)

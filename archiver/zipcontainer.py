@@ -62,10 +62,14 @@ class ZipContainer:
 
     def walk(self, wanted: Callable[[Entry], bool]) -> Iterator[tuple[Entry, Chunks]]:
         """See `Container.walk`."""
-        with open_regular(self._path, self._identity) as file:
+        with self.reopened() as file:
             for entry in self.entries:
                 if wanted(entry):
                     yield entry, self._checked(entry, _unpacked(file, entry))
+
+    def reopened(self) -> BinaryIO:
+        """The file that was indexed; ArchiveError when it was replaced or changed since."""
+        return open_regular(self._path, self._identity)
 
     def _checked(self, entry: Entry, chunks: Chunks) -> Chunks:
         crc = size = 0

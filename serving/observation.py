@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from torchere.handlers.weights_place import weights_size
 from torchere.serving.batching.running import RunningBatch
 from torchere.serving.errors import ServingError
 from torchere.serving.execution.executor import BatchReport, ExecutorState, Unfinished
@@ -129,6 +130,6 @@ def _weights_bytes(version: Version) -> int:
     if not isinstance(serialized, str):
         return 0
     try:
-        return (Path(version.origin.archive.directory) / Path(serialized).name).stat().st_size
+        return weights_size(str(Path(version.origin.archive.directory, Path(serialized).name)))
     except OSError:  # the archive is being removed
         return 0

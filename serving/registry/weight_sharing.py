@@ -121,7 +121,7 @@ def _shielded(held: WeightsFile) -> Path | None:
     link = held.shared
     if link.exists():
         return link
-    if _is_in_memory(held.path):
+    if is_in_memory(held.path):
         return None
     link.parent.mkdir(exist_ok=True)
     copy = link.with_name("copy")
@@ -148,7 +148,7 @@ def _adopt(new: WeightsFile, shielded: Path, changed_ns: int) -> None:
         link.parent.rmdir()
 
 
-def _is_in_memory(path: Path) -> bool:
+def is_in_memory(path: Path) -> bool:
     """Whether a copy of the file would be kept in memory; False where that is not known."""
     device = path.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"

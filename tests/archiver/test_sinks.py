@@ -40,6 +40,16 @@ def test_stored_data_is_aligned_whatever_the_names(
     assert [entry.size for entry in open_archive(path).entries] == [11, 11, 11]
 
 
+def test_large_entries_begin_at_a_page(tmp_path: Path) -> None:
+    path, large = tmp_path / "x.mar", bytes(sinks.PAGED_FROM_BYTES)
+    with open_sink("default", path, "x") as sink:
+        for name in ("a", "bb", "c" * 90):
+            sink.add(name, len(large), io.BytesIO(large), True)
+    entries = open_archive(path).entries
+    assert [entry.offset is not None and entry.offset % sinks.PAGE_BYTES for entry in entries] == [0, 0, 0]
+    open_archive(path).verify()
+
+
 def test_the_padding_is_one_well_formed_extra_field(tmp_path: Path) -> None:
     path = tmp_path / "x.mar"
     with open_sink("default", path, "x") as sink:
