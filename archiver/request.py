@@ -39,7 +39,6 @@ _BUILT_IN_PYTHON = frozenset({*BUILT_IN_HANDLERS, "dali_image_classifier", "vllm
 _BUILT_IN_CPP = frozenset({"BaseHandler", "TorchScriptHandler"})
 _SUFFIXES = {"default": ".mar", "zip-store": ".mar", "tgz": ".tar.gz", "no-archive": ""}
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-.]*")
-_FUNCTION = re.compile(r":[^/\\]*$")  # not the drive of C:\models\service
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +96,9 @@ class ArchiveRequest:
         if self.handler in (_BUILT_IN_CPP if self.runtime == "LSP" else _BUILT_IN_PYTHON) or not self.handler:
             return None
         suffix = _cpp_suffix() if self.runtime == "LSP" else ".py"
-        file = self.handler if self.handler.endswith(suffix) else _FUNCTION.sub("", self.handler)
-        return Path(file if file.endswith(suffix) else f"{file}{suffix}")
+        path = Path(self.handler)
+        name = path.name.partition(":")[0]  # as the server reads it; a colon before the name is a drive's
+        return path.parent / (name if name.endswith(suffix) else f"{name}{suffix}")
 
     def manifest(self, digests: Mapping[str, str]) -> Manifest:
         """The manifest of the archive whose files have these digests.

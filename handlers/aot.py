@@ -131,9 +131,9 @@ def _load_program(path: str, device: str | None) -> CompiledModel:
     importlib.import_module(INT8_OPERATORS)
     with _READING_LOCK:
         program = torch.export.load(path)
-        if device not in (None, "cpu"):  # with what its operators make: they name the device of the export
-            program = importlib.import_module("torch.export.passes").move_to_device_pass(program, device)
-        return by_position(program)
+    if device not in (None, "cpu"):  # with what its operators make: they name the device of the export
+        program = importlib.import_module("torch.export.passes").move_to_device_pass(program, device)
+    return by_position(program)
 
 
 def _refuse_code(path: str) -> None:

@@ -27,8 +27,10 @@ class BaseEnvelope(ABC):
         self._handle_fn = handle_fn
 
     def handle(self, data: Any, context: Any) -> Any:
-        """Answer one batch: unwrap, let the handler work, wrap."""
+        """Answer one batch: unwrap, let the handler work, wrap; a `describe` has nothing to unwrap."""
         self.context = context
+        if data and context.get_request_header(0, "describe") == "True":
+            return self._handle_fn(data, context)
         if data:
             data = self.parse_input(data)
         results = self._handle_fn(data, context)
@@ -73,7 +75,16 @@ class JSONEnvelope(BaseEnvelope):
         return [_decoded(one) if isinstance(one, dict) else one for batch in batches for one in batch]
 
     def format_output(self, data: Any) -> Any:
-        """The answers of each request as one line of JSON."""
+        """The answers of each request as one line of JSON.
+
+        Raises:
+            ValueError: there are more or fewer answers than instances, and several requests to share them.
+        """
+        if len(self._lengths) > 1 and len(data) != sum(self._lengths):
+            raise ValueError(
+                f"the handler gave {len(data)} answers for {sum(self._lengths)} instances of "
+                f"{len(self._lengths)} requests, so it can't be told whose they are"
+            )
         answers = []
         start = 0
         for length in self._lengths:

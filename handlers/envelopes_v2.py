@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import numpy as np
 
 from torchere.handlers.envelopes import BaseEnvelope, json_body
 from torchere.handlers.errors import PredictionException
-from torchere.handlers.tensors import datatype_of_array
+from torchere.handlers.tensors import Array, datatype_of_array, shown
+
+# What a shape may ask for in lists: models take fewer than ten dimensions, and a 0 asks for lists of nothing.
+_LISTS_PER_ELEMENT = 10
+_LISTS_OF_NOTHING = 65_536
 
 
 class KServev2Envelope(BaseEnvelope):
@@ -39,12 +45,11 @@ class KServev2Envelope(BaseEnvelope):
 
     def format_output(self, data: Any) -> Any:
         """One answer with all outputs; output i has the name of input i."""
-        model = {"modelName": getattr(self.context, "model_name", None)}  # a stand-in in a test may have none
-        model |= (self.context.manifest or {}).get("model") or {}
+        model = (self.context.manifest or {}).get("model") or {}
         return [
             {
                 "id": self._request_id or self.context.get_request_id(0),
-                "model_name": model["modelName"],
+                "model_name": model.get("modelName") or self.context.model_name,
                 "model_version": model.get("modelVersion"),
                 "outputs": [_output(self._name(index), item) for index, item in enumerate(data)],
             }
@@ -55,18 +60,34 @@ class KServev2Envelope(BaseEnvelope):
 
 
 def _shaped(tensor: dict[str, Any]) -> Any:
+    name, shape = shown(tensor.get("name")), tensor.get("shape", [-1])
     values = tensor.get("data")
     if not isinstance(values, list):
-        raise PredictionException(f"The input {tensor.get('name')!r} has no list of data", 400)
+        raise PredictionException(f"The input {name} has no list of data", 400)
     if tensor.get("datatype") == "BYTES":
         return values[0] if values else values
     try:
-        return np.array(values).reshape(tensor.get("shape", [-1])).tolist()
+        array = _elements(values).reshape(shape)
+        _check_lists(array)
     except (ValueError, TypeError) as err:
         raise PredictionException(
-            f"The data of input {tensor.get('name')!r} does not fit its shape {tensor.get('shape')!r}: {err}",
-            400,
+            f"The data of input {name} does not fit its shape {shown(shape)}: {err}", 400
         ) from err
+    return array.tolist()
+
+
+def _elements(values: list[Any]) -> Array:
+    """The elements as they are: an array of texts would take as much for each as the longest needs."""
+    array = np.array(values, dtype=object)
+    if list in set(map(type, array.flat)):
+        raise ValueError("its lists are not of one length, or not of one depth")
+    return array
+
+
+def _check_lists(array: Array) -> None:
+    lists = sum(accumulate(array.shape[:-1], mul))
+    if lists > _LISTS_PER_ELEMENT * array.size + _LISTS_OF_NOTHING:
+        raise ValueError(f"that would be {lists} lists for {array.size} elements")
 
 
 def _output(name: str, item: Any) -> dict[str, Any]:

@@ -52,8 +52,6 @@ NOT_SHIPPED = {
 }
 """Names that TorchServe ships and we do not, and why."""
 
-_HANDLER = re.compile(r"(?P<path>[^:]+?)(\.py)?(:(?P<function>.+))?")  # the first colon ends the file
-_ABSOLUTE_FILE = re.compile(r"(?P<file>/[^:]+\.py)(:(?P<function>.+))?")
 _MODULE = re.compile(r"\w[\w-]*(\.\w[\w-]*)*")  # also what no statement can import: `llama-handler.py`
 
 
@@ -97,15 +95,21 @@ def _named(handler: str, context: Context, installed: bool) -> EntryPoint:
 
 
 def _parse(handler: str) -> tuple[str, str]:
-    match = _HANDLER.fullmatch(handler.strip().removeprefix("./"))
-    path = match["path"].replace("/", ".") if match else ""
-    if match is None or not _MODULE.fullmatch(path):
+    file, function = _split(handler)
+    path = file.removeprefix("./").removesuffix(".py").replace("/", ".")
+    if not _MODULE.fullmatch(path):
         raise HandlerLoadError(
             f"the handler {handler!r} can't be used: expected a Python file of the archive, such as "
             f"'my_handler.py' or 'my_handler:function', or one of {_known(BUILT_IN_HANDLERS)}; paths that "
             "leave the archive are refused"
         )
-    return path, match["function"] or "handle"
+    return path, function
+
+
+def _split(handler: str) -> tuple[str, str]:
+    """The file, which the first colon ends, and the function in it."""
+    file, _, function = handler.strip().partition(":")
+    return file, function or "handle"
 
 
 def _import_file(archive: ArchiveModules, module_name: str) -> ModuleType:
@@ -178,11 +182,11 @@ def _built_in(handler: str, module_name: str, model_dir: str, context: Context) 
 
 def _operators_own(handler: str, context: Context) -> EntryPoint | None:
     """The handler in a file that the operator names by an absolute path; None for any other name."""
-    found = _ABSOLUTE_FILE.fullmatch(handler.strip())
-    if found is None:
+    file, function = _split(handler)
+    if not (file.startswith("/") and file.endswith(".py")):
         return None
     ts_alias.install()
-    return entry_of(_outside(Path(found["file"])), found["function"] or "handle", context)
+    return entry_of(_outside(Path(file)), function, context)
 
 
 def _outside(file: Path) -> ModuleType:

@@ -32,7 +32,7 @@ def module_from_folder(path: Path) -> torch.nn.Module:
 
     Raises:
         ModelRefused: transformers is not installed, the architecture is unknown or in the folder's own
-            Python, or the weights are a pickle.
+            Python, or the weights are a pickle, or some are missing.
     """
     architecture = _architecture(path)
     if importlib.util.find_spec("transformers") is None:
@@ -44,17 +44,27 @@ def module_from_folder(path: Path) -> torch.nn.Module:
         raise ModelRefused(f"{path}: no *.safetensors in it; save the model with safe_serialization=True")
     transformers: Any = importlib.import_module("transformers")
     known = getattr(transformers, architecture, None)
-    if known is None:
+    if not (isinstance(known, type) and issubclass(known, torch.nn.Module)):
         raise ModelRefused(
-            f"{path}: this transformers ({transformers.__version__}) has no {architecture}; "
+            f"{path}: this transformers ({transformers.__version__}) has no model {architecture}; "
             "install one that has; Python in the folder is not run"
         )
-    with refusing(f"{path}: loading {architecture}"):
-        model = known.from_pretrained(
-            str(path), local_files_only=True, use_safetensors=True, trust_remote_code=False
-        )
+    model = _loaded(known, path)
     main = str(getattr(model, "main_input_name", _TEXT))
     return _TextModel(model.eval()) if main == _TEXT else _OneInputModel(model.eval(), main)
+
+
+def _loaded(known: Any, path: Path) -> Any:
+    options = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
+    with refusing(f"{path}: loading {known.__name__}"):
+        model, found = known.from_pretrained(str(path), output_loading_info=True, **options)
+        missing = sorted(found["missing_keys"])
+    if missing:  # transformers makes up random numbers for them
+        raise ModelRefused(
+            f"{path}: it lacks {len(missing)} of the weights of {known.__name__}, {missing[0]} for one; get "
+            "the whole folder, or name in config.json the architecture that its weights are of"
+        )
+    return model
 
 
 def example_for(module: torch.nn.Module) -> Tensors | None:

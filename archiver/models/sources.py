@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.ao.quantization import disable_observer
 
 from torchere.archiver.entries import ArchiveLimits, open_regular
 from torchere.archiver.errors import ArchiveError, ModelRefused
@@ -69,7 +70,7 @@ class Source:
 def read_source(
     serialized: Path | None, model_file: Path | None, factory: str | None, allow_pickle: bool
 ) -> Source:
-    """Read a model; modules come in eval mode, on the CPU, without gradients.
+    """Read a model; modules come in eval mode, on the CPU, without gradients, and learn nothing any more.
 
     Args:
         serialized: a file or folder of weights or of a whole model; None when the class makes its own.
@@ -217,6 +218,8 @@ def _ready(source: Source) -> Source:
     if not isinstance(module, torch.jit.ScriptModule):
         for part in module.modules():
             part.training = False  # as eval() does, which exported programs refuse
+            # A model that is trained for int8 would learn from each run, in eval mode, too.
+            disable_observer(part)  # type: ignore[no-untyped-call]
     elif getattr(module, "training", False):  # frozen modules have no such attribute
         module.eval()
     for parameter in module.parameters():

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from torchere.archiver.errors import PackingError
 from torchere.archiver.request import BUILT_IN_HANDLERS, ArchiveRequest
 from torchere.handlers import resolve
+from torchere.handlers.errors import HandlerLoadError
 
 
 def request_of(handler: str = "base_handler", **fields: Any) -> ArchiveRequest:
@@ -53,11 +56,27 @@ def test_an_unknown_choice_is_refused(fields: dict[str, Any]) -> None:
         ("C:/src/service:handle", "C:/src/service.py"),
         ("src/service:Handler.handle", "src/service.py"),
         ("src/service::handle", "src/service.py"),
+        ("src/service.py:", "src/service.py"),
+        (".", ".py"),
         ("", None),
     ],
 )
 def test_a_handler_names_its_file(handler: str, file: str | None) -> None:
     assert request_of(handler).handler_file() == (Path(file) if file else None)
+
+
+@given(st.lists(st.sampled_from(["a", "service", ".py", ":", "/", "-", "é", "C:"]), max_size=7).map("".join))
+@example("service.py:x.py")
+@example("service.py:")
+def test_the_server_looks_for_the_file_that_was_packed(handler: str) -> None:
+    request = request_of(handler)
+    try:
+        module, _ = resolve._parse(request.manifest({}).handler or "")
+    except HandlerLoadError:
+        return  # of these the server says itself what is wrong
+    packed = request.handler_file()
+    assert packed is not None
+    assert packed.name == f"{module}.py"
 
 
 def test_an_archive_may_leave_the_handler_to_the_server() -> None:

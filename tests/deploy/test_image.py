@@ -66,22 +66,27 @@ def index(folder: Path, **wheels: str) -> Path:
     return folder
 
 
+@pytest.mark.parametrize(
+    ("document", "command"),
+    [("deploy/Dockerfile", r"^RUN (pip install .*) torch "), ("README.md", r"^/\S+/(pip install .*?INDEX) ")],
+)
 def test_an_index_of_torch_gives_torch_and_the_pinned_rest_comes_from_the_usual_one(
-    dockerfile: str, tmp_path: Path
+    root: Path, tmp_path: Path, document: str, command: str
 ) -> None:
     usual = index(tmp_path / "usual", torch="2.13.0", filelock="4.2.11")
     of_torch = index(
         tmp_path / "torch", torch="2.13.0+cpu", filelock="3.20.0"
     )  # has old versions of the rest
     (tmp_path / "constraints.txt").write_text("torch==2.13.0\nfilelock==4.2.11\n")
-    install = re.search(r"^RUN (pip install .* torch) ", dockerfile, re.MULTILINE)
+    install = re.search(command, (root / document).read_text(), re.MULTILINE)
     assert install
     bare = {"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": ""}
     indexes = {"TORCH_INDEX": of_torch.as_uri(), "PIP_INDEX_URL": usual.as_uri()}
-    command = f'"{sys.executable}" -m {install[1]} --dry-run --ignore-installed --report report.json'
+    words = install[1].replace(" INDEX", ' "$TORCH_INDEX"')  # which people read off a page
+    shell = f'"{sys.executable}" -m {words} torch --dry-run --ignore-installed --report report.json'
 
     done = subprocess.run(
-        ["bash", "-euc", command], cwd=tmp_path, env={**os.environ, **bare, **indexes},
+        ["bash", "-euc", shell], cwd=tmp_path, env={**os.environ, **bare, **indexes},
         check=False, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
 
@@ -175,7 +180,7 @@ def test_systemd_accepts_the_unit(root: Path, tool: Callable[[str], str], tmp_pa
     assert stop_s and int(stop_s.group(1)) > settings.drain_delay_s + settings.drain_timeout_s
 
 
-def test_the_configuration_that_the_unit_installs_listens_on_loopback_alone(
+def test_the_configuration_that_the_unit_installs_loads_the_store_and_listens_on_loopback_alone(
     root: Path, tmp_path: Path
 ) -> None:
     unit = (root / "deploy/systemd/torchere.service").read_text()
@@ -189,3 +194,4 @@ def test_the_configuration_that_the_unit_installs_listens_on_loopback_alone(
     rest = (settings.inference_address, settings.management_address, settings.metrics_address)
     grpc = (settings.grpc_inference_address, settings.grpc_management_address)
     assert {address.host for address in (*rest, *grpc) if address} == {"127.0.0.1"}
+    assert settings.load_models == ("all",)

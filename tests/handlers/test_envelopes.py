@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from torchere.handlers.envelopes import BodyEnvelope, JSONEnvelope, KServeEnvelope
+from torchere.handlers.envelopes_v2 import KServev2Envelope
 from torchere.handlers.errors import PredictionException
 
 
@@ -44,6 +45,23 @@ def test_json_runs_all_instances_as_one_batch_and_splits_the_answers(context: An
     answers = JSONEnvelope(handler).handle(rows, context)
     assert seen == [[1, 2, 3]]
     assert answers == ['{"predictions": [10, 20]}', '{"predictions": []}', '{"predictions": [30]}']
+
+
+def test_answers_that_are_not_one_for_each_instance_are_given_to_nobody(context: Any) -> None:
+    rows = [{"body": {"instances": [1, -1]}}, {"body": {"instances": [3]}}]
+
+    def handler(data: Any, context: Any) -> Any:
+        return [item * 10 for item in data if item > 0]
+
+    with pytest.raises(ValueError, match="2 answers for 3 instances of 2 requests"):
+        JSONEnvelope(handler).handle(rows, context)
+    assert JSONEnvelope(handler).handle(rows[:1], context) == ['{"predictions": [10]}']  # nobody else's
+
+
+@pytest.mark.parametrize("envelope", [BodyEnvelope, JSONEnvelope, KServeEnvelope, KServev2Envelope])
+def test_a_describe_is_left_to_the_handler(context: Any, begin: Any, envelope: Any) -> None:
+    begin(context, 1, describe="True")
+    assert envelope(_same).handle([{}], context) == [{}]
 
 
 def test_base64_is_decoded_whole_and_in_fields(context: Any) -> None:

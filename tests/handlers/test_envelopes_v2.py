@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,20 @@ def test_bytes_come_as_their_first_item(context: Any) -> None:
     assert seen == ["hello"]
 
 
+def test_texts_that_are_not_called_bytes_take_no_more_room_than_they_need(context: Any) -> None:
+    texts = ["a" * 10_000, *"b" * 1_000]  # 40 MB, were each given the room of the longest
+    inputs = [{"name": "x", "shape": [-1], "datatype": "FP32", "data": texts}]
+    seen: list[Any] = []
+    tracemalloc.start()
+    try:
+        KServev2Envelope(lambda data, _: seen.extend(data)).handle([{"body": {"inputs": inputs}}], context)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert seen[0]["data"] == texts
+    assert peak_bytes < 1_000_000
+
+
 def test_a_blank_id_is_replaced_by_the_servers(context: Any) -> None:
     body = {"id": "  ", "inputs": [{"name": "x", "shape": [1], "datatype": "FP32", "data": [1.0]}]}
     assert _run(context, json.dumps(body).encode(), [[1.0]])[0]["id"] == "request-0"
@@ -86,6 +101,11 @@ def test_more_answers_than_inputs_get_names_of_their_own(context: Any) -> None:
         ({"inputs": [{"name": "x", "data": 3}]}, "'x' has no list of data"),
         ({"inputs": [{"name": "x", "shape": [3], "data": [1, 2]}]}, "does not fit its shape"),
         ({"inputs": [{"name": "x", "shape": "a", "data": [1, 2]}]}, "does not fit its shape"),
+        ({"inputs": [{"name": "x", "shape": [2], "data": [[1], [2, 3]]}]}, "not of one length"),
+        ({"inputs": [{"name": "x", "shape": [2], "data": [[1], 2]}]}, "or not of one depth"),
+        ({"inputs": [{"name": "x", "shape": [10**12, 0], "data": []}]}, "10{12} lists for 0 elements"),
+        ({"inputs": [{"name": "x", "shape": [-1, *[1] * 60], "data": [1] * 2000}]}, "for 2000 elements"),
+        ({"inputs": [{"name": "x" * 5000, "data": [1, 2], "shape": [1] * 5000}]}, "^.{,999}$"),
     ],
 )
 def test_a_wrong_body_is_answered_with_400(context: Any, body: Any, message: str) -> None:

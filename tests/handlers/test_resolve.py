@@ -26,7 +26,8 @@ class Handler:
 
 def test_a_file_with_one_class_is_a_handler(write_archive: WriteArchive, make_context: Any) -> None:
     context = make_context(write_archive(dict.fromkeys(["my.py", "llama-handler.py", "3d.py"], CLASS_FORM)))
-    for handler in ("my.py", "my::x", "./my.py", "my.py:nothing", "folder/my.py", "llama-handler.py", "3d"):
+    same = ("my.py", "my.py:", "my::x", "./my.py", "my.py:nothing", "folder/my.py")
+    for handler in (*same, "llama-handler.py", "3d"):
         assert load_entry_point(handler, context)([{}, {}], context) == ["m", "m"]
 
 
@@ -107,7 +108,7 @@ def test_what_initialize_raises_comes_through(write_archive: WriteArchive, make_
 
 
 @pytest.mark.parametrize(
-    "handler", ["../my.py", "/etc/my.py", "a/../../my.py", "", ":", "my.py:", "my handler", "a;b"]
+    "handler", ["../my.py", "/etc/my.py", "a/../../my.py", "", ":", ":my", "my handler", "a;b"]
 )
 def test_paths_that_leave_the_archive_are_refused(tmp_path: Path, make_context: Any, handler: str) -> None:
     (tmp_path / "my.py").write_text(CLASS_FORM)

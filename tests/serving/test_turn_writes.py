@@ -17,7 +17,7 @@ class FakeTransport:
         self.written.append(bytes(data))
 
     def writelines(self, buffers):
-        self.written.append(b"".join(buffers))
+        self.written.append(tuple(buffers))
 
     def get_write_buffer_limits(self):
         return 16_384, 65_536
@@ -33,7 +33,7 @@ class FakeTransport:
 
 
 def after_a_turn(act):
-    """What was written by the end of `act`, and a turn later."""
+    """What was written by the end of `act`, and a turn later: joined, or as a tuple where it is much."""
 
     async def main():
         transport, writes = FakeTransport(), TurnWrites()
@@ -73,6 +73,26 @@ def test_what_comes_after_a_flush_goes_out_with_the_turn():
     assert after_a_turn(act) == ([b"a"], [b"a", b"b"])
 
 
+def test_each_turn_ends_with_what_came_in_it():
+    async def main():
+        transport, writes = FakeTransport(), TurnWrites()
+        writes.begin(transport)
+        for data in (b"a", b"b"):
+            writes.write(data)
+            await asyncio.sleep(0)
+        return transport.written
+
+    assert asyncio.run(main()) == [b"a", b"b"]
+
+
+def test_the_end_of_the_turn_sends_nothing_for_whoever_flushes_by_himself():
+    def act(writes):
+        writes.expect_flush()
+        writes.write(b"a")
+
+    assert after_a_turn(act) == ([], [])
+
+
 @pytest.mark.parametrize("many", [1, 3])
 def test_much_goes_out_as_it_comes_behind_what_is_held(many):
     part = bytes(AT_ONCE_BYTES // many + 1)
@@ -81,7 +101,17 @@ def test_much_goes_out_as_it_comes_behind_what_is_held(many):
         writes.write(b"a")
         writes.write_all([part] * many)
 
-    assert after_a_turn(act) == ([b"a" + part * many], [b"a" + part * many])
+    assert after_a_turn(act) == ([(b"a", *[part] * many)], [(b"a", *[part] * many)])
+
+
+def test_little_behind_much_waits_for_the_end_of_the_turn():
+    much = bytes(AT_ONCE_BYTES + 1)
+
+    def act(writes):
+        for data in (much, b"a", b"b"):
+            writes.write(data)
+
+    assert after_a_turn(act) == ([(much,)], [(much,), b"ab"])
 
 
 def test_promptly_is_now_for_the_first_of_a_turn_and_together_for_the_others():
@@ -98,13 +128,13 @@ def test_promptly_keeps_the_order_behind_what_is_held():
         writes.write_promptly(b"b")
         writes.write_promptly(bytes(AT_ONCE_BYTES))
 
-    everything = b"ab" + bytes(AT_ONCE_BYTES)
+    everything = (b"a", b"b", bytes(AT_ONCE_BYTES))
     assert after_a_turn(act) == ([everything], [everything])
 
 
 def test_promptly_sends_much_once():
     much = bytes(AT_ONCE_BYTES + 1)
-    assert after_a_turn(lambda writes: writes.write_promptly(much)) == ([much], [much])
+    assert after_a_turn(lambda writes: writes.write_promptly(much)) == ([(much,)], [(much,)])
 
 
 def test_a_close_sends_what_is_held_and_nothing_later():

@@ -129,7 +129,7 @@ class OneRequest(Call, ABC):
         """The client's message."""
         if self._message is None:
             self._message = message
-        elif not self.stream.ended:
+        else:
             self.flawed(StatusCode.INTERNAL, "found several messages, expected one")
 
     def half_closed(self) -> None:

@@ -153,11 +153,6 @@ class Connection(asyncio.BufferedProtocol):
         self._forget(stream)
         stream.receiver = OVER  # or the two would hold each other, and the request, until a collector comes
 
-    @property
-    def is_closing(self) -> bool:
-        """Whether nothing goes out any more."""
-        return self._transport.is_closing()
-
     def later(self, delay_s: float, act: Callable[[], None]) -> None:
         """Have something done, unless the connection is gone by then."""
         self._timers.append(asyncio.get_running_loop().call_later(delay_s, act))

@@ -41,10 +41,10 @@ class Farewell:
         Calls that cross with the news are still taken: only when the client has answered a ping behind it, or
         did not for `FAREWELL_S`, is it told which call was the last one.
         """
-        connection = self._connection
-        if self._said or connection.is_closing:
+        if self._said:
             return
         self._said = True
+        connection = self._connection
         connection.write(f.goaway(f.MAX_STREAM_ID, ErrorCode.NO_ERROR) + f.frame(f.PING, 0, 0, PING))
         connection.later(FAREWELL_S, self.take_no_more)
 
@@ -58,13 +58,14 @@ class Farewell:
         """The client begins no more calls."""
         self._said = True
         self._linger_s = 0.0
-        self.last_taken = self._connection.last_id
+        if self.last_taken is None:  # a later call than the client was told of can't be the last one
+            self.last_taken = self._connection.last_id
         self.close_if_done()
 
     def take_no_more(self) -> None:
         """Tell the client which call is the last."""
         connection = self._connection
-        if self.last_taken is None and not connection.is_closing:
+        if self.last_taken is None:
             self.last_taken = connection.last_id
             connection.write(f.goaway(connection.last_id, ErrorCode.NO_ERROR))
             self.close_if_done()

@@ -207,7 +207,7 @@ class FrameReader:
         piece = data[start : start + left]
         left -= len(piece)
         start += len(piece)
-        skipped = min(padding, len(data) - start) if not left else 0
+        skipped = min(padding, len(data) - start)  # none while some is left
         padding -= skipped
         is_whole = not left and not padding
         self._data = None if is_whole else _Split(stream_id, flags, left, padding)

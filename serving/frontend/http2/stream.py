@@ -131,7 +131,7 @@ class Stream:
     def half_close(self) -> None:
         """The client sends no more."""
         self.remote_open = False
-        if not (self._ended or (self.paused and self.reader.behind)):
+        if not (self._ended or self.reader.behind):  # which is so while it is paused only
             self._half_closed()
 
     def _half_closed(self) -> None:

@@ -232,7 +232,6 @@ class RequestReader(HttpToolsProtocol):
         """
         lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self._version())]
         lines += [b"%b: %b" % line for line in self.spelled_headers if line[0].lower() != b"upgrade"]
-        self._first = b""
         self.renew_parser()
         self._parse(b"\r\n".join(lines) + HEAD_END)
 

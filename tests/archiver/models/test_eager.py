@@ -12,6 +12,7 @@ import torch
 
 from torchere.archiver import open_archive
 from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.sources import read_source
 from torchere.archiver.signature import parse
 
 Pack = Callable[..., Path]
@@ -108,6 +109,20 @@ def test_of_two_models_in_a_file_the_refusal_says_what_works(
 
     pack(factory="two_models:Net", example=example, model_format="export")
     assert str(tmp_path / "folder") not in sys.path
+
+
+def test_a_model_that_is_trained_for_int8_learns_nothing_from_runs_of_the_packer(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(
+        "import torch\nfrom torch.ao.quantization import FakeQuantize\n\n\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.fake = FakeQuantize()\n"
+        "        self(torch.linspace(-1, 1, 9))\n\n"
+        "    def forward(self, x):\n        return self.fake(x)\n"
+    )
+    module: Any = read_source(None, tmp_path / "net.py", None, False).module
+    scale = module.fake.scale.clone()
+    module(torch.full((2,), 100.0))
+    assert torch.equal(module.fake.scale, scale)
 
 
 def test_a_file_without_a_model_is_refused_with_what_to_do(pack: Pack, tmp_path: Path, example: Path) -> None:

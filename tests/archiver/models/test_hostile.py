@@ -259,11 +259,3 @@ def test_a_model_file_must_define_one_module(tmp_path: Path) -> None:
     path.write_text("raise KeyError('no')\n")
     with pytest.raises(ModelRefused, match="importing the model file failed: KeyError"):
         read_source(None, path, None, False)
-
-
-def test_a_hugging_face_folder_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    refused(tmp_path, r"install torchere\[huggingface\]")
-    (tmp_path / "config.json").write_text('{"architectures": ["os.system"]}')
-    refused(tmp_path, "expected one name")

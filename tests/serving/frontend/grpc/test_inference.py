@@ -221,7 +221,17 @@ def test_what_goes_wrong_in_a_sequence_is_told_in_band_and_the_stream_goes_on(se
     assert found[2].prediction == b"3"
 
 
-def test_a_client_that_cancels_withdraws_its_request(serving, planes):
+def test_a_client_that_cancels_withdraws_its_request_which_counts_as_cancelled(serving, planes, caplog):
+    meter = planes.metrics.meter("echo", "1.0")
+    planes.metrics.show(meter)
+    admit = planes.data.admit
+
+    def metered(*asked, timeline):
+        timeline.meter = meter
+        return admit(*asked, timeline=timeline)
+
+    planes.data.admit = metered
+
     async def main():
         waiting, withdrawn = asyncio.Event(), asyncio.Event()
 
@@ -241,6 +251,8 @@ def test_a_client_that_cancels_withdraws_its_request(serving, planes):
 
     asyncio.run(main())
     assert planes.data.withdrawn == 1
+    assert 'protocol="grpc",code="CANCELLED",} 1.0' in planes.metrics.exposition({"torchere_requests_total"})
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 def test_a_message_that_is_too_large_is_refused(refusal):

@@ -10,7 +10,7 @@ from google.protobuf import empty_pb2
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from torchere.serving.frontend.grpc import health
+from torchere.serving.frontend.grpc import health, server
 from torchere.serving.frontend.grpc.protos import inference_pb2, management_pb2
 from torchere.serving.frontend.grpc.server import grpc_listeners, inference_server
 from torchere.serving.frontend.readiness import Readiness
@@ -159,6 +159,17 @@ def test_the_settings_say_which_ports_to_open(planes):
     assert opened(grpc_inference_address=None, grpc_management_address=None) == []
 
 
+def test_a_body_of_the_greatest_size_has_room_for_what_is_around_it(planes):
+    services = planes.services(max_request_bytes=1000)
+    for made in grpc_listeners(planes.data, planes.control, services):
+        limits = made._listening.receive_limit_bytes, made._listening.send_limit_bytes
+        assert limits == (1000 + 4096, services.settings.limits.max_response_bytes + 4096)
+
+
+def test_a_server_that_did_not_start_can_be_stopped(planes):
+    asyncio.run(inference_server(planes.data, planes.control, planes.services(), Address(port=0)).stop(1))
+
+
 def test_a_port_that_is_taken_is_an_error_at_the_start(serving, planes):
     async def main():
         async with serving("inference") as served:
@@ -206,6 +217,19 @@ def test_connections_over_tcp_are_kept_alive(serving):
             return sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
     assert asyncio.run(main()) == 1
+
+
+@pytest.mark.parametrize(("pick", "factor"), [(min, 0.9), (max, 1.1)])
+def test_connections_grow_as_old_as_the_settings_say_and_not_all_at_once(planes, monkeypatch, pick, factor):
+    monkeypatch.setattr(server.random, "uniform", lambda *ends: pick(ends))
+    services = planes.services(
+        grpc_inference_max_connection_age_ms=2000,
+        grpc_inference_max_connection_age_grace_ms=500,
+        grpc_management_max_connection_age_ms=4000,
+    )
+    found = [made._listening for made in grpc_listeners(planes.data, planes.control, services)]
+    assert [shared.age_s() for shared in found] == pytest.approx([2 * factor, 4 * factor])
+    assert [shared.age_grace_s for shared in found] == [0.5, None]
 
 
 def test_a_call_with_too_much_metadata_ends_alone(serving):

@@ -53,9 +53,9 @@ def test_a_client_that_does_not_greet_is_closed(run, http2, monkeypatch, said):
     async def main():
         async with http2.listener() as served, http2.wire(served) as wire:
             wire.send(said)
-            return [type(frame) for frame in await wire.all()]
+            return {type(frame) for frame in await wire.all()}
 
-    assert run(main()) == [SettingsFrame, WindowUpdateFrame]
+    assert run(main()) <= {SettingsFrame, WindowUpdateFrame}
 
 
 def test_a_client_that_greeted_may_wait(run, http2):
@@ -239,10 +239,11 @@ def test_a_client_that_gives_a_call_up_in_any_state_hurts_no_other(run, http2):
     assert ends == ["gone", "gone", "gone", "", "", "gone", "half_closed"]
 
 
-def test_data_after_the_end_of_a_call_is_a_fault_of_that_call(run, http2):
+@pytest.mark.parametrize("end", [[], [DataFrame(1, flags=["END_STREAM"])]], ids=["its head", "data"])
+def test_data_after_the_end_of_a_call_is_a_fault_of_that_call(run, http2, end):
     async def main():
         async with http2.greeted() as (served, wire):
-            wire.send(wire.headers("/hang", last=True), DataFrame(1, b"x"))
+            wire.send(wire.headers("/hang", last=not end), *end, DataFrame(1, b"x"))
             reset = await wire.next(RstStreamFrame)
             return reset.error_code, served.calls[0].ended_by
 

@@ -1,11 +1,11 @@
 """The ends of a connection: no call that crosses with the news is lost, and nobody is waited for long."""
 
-import asyncio
-
+import pytest
 from h2.settings import SettingCodes
 from hyperframe.frame import (
     DataFrame,
     GoAwayFrame,
+    HeadersFrame,
     PingFrame,
     RstStreamFrame,
     SettingsFrame,
@@ -22,7 +22,7 @@ def begun_farewell(served):
 
 
 def test_a_drain_takes_calls_that_cross_and_refuses_later_ones(run, http2, monkeypatch):
-    monkeypatch.setattr(farewell, "FAREWELL_S", 0.05)
+    monkeypatch.setattr(farewell, "FAREWELL_S", 60)
 
     async def main():
         async with http2.greeted() as (served, wire):
@@ -74,7 +74,7 @@ def test_a_connection_that_grows_old_is_drained_and_its_last_calls_get_their_gra
 
 
 def test_a_connection_made_while_the_listener_leaves_is_drained(run, http2, monkeypatch):
-    monkeypatch.setattr(farewell, "FAREWELL_S", 0.05)
+    monkeypatch.setattr(farewell, "FAREWELL_S", 60)
 
     async def main():
         async with http2.listener() as served:
@@ -89,12 +89,15 @@ def test_a_connection_made_while_the_listener_leaves_is_drained(run, http2, monk
 
 def test_a_client_that_says_goodbye_gets_its_last_answers(run, http2):
     async def main():
-        async with http2.greeted() as (_, wire):
-            wire.send(wire.headers("/echo"), GoAwayFrame(0, 0))
+        async with http2.greeted() as (served, wire):
+            wire.send(wire.headers("/echo"), GoAwayFrame(0, 0), PingFrame(0, bytes(8)))
+            await wire.next(PingFrame)
+            begun_farewell(served)  # nothing that its client does not know
             wire.send(DataFrame(1, http2.prefixed(b"last"), flags=["END_STREAM"]))
-            return [frame.data for frame in await wire.all() if type(frame) is DataFrame]
+            _, *rest = await wire.all()
+            return [type(frame) for frame in rest], rest[0].data
 
-    assert run(main()) == [http2.prefixed(b"last")]
+    assert run(main()) == ([DataFrame, HeadersFrame], http2.prefixed(b"last"))
 
 
 def test_a_broken_connection_ends_even_when_its_client_reads_nothing(run, http2, monkeypatch):
@@ -127,7 +130,8 @@ def test_a_drain_ends_as_soon_as_the_client_has_heard_and_no_sooner(run, http2, 
 
     async def main():
         async with http2.greeted() as (served, wire):
-            await wire.next(SettingsFrame)
+            wire.send(PingFrame(0, b"farewell", flags=["ACK"]), PingFrame(0, b"12345678"))  # too early
+            await wire.next(PingFrame)
             leave = begun_farewell(served)
             wire.send(PingFrame(0, b"12345678", flags=["ACK"]), PingFrame(0, b"12345678"))
             await wire.next(PingFrame)  # the server's own
@@ -140,22 +144,24 @@ def test_a_drain_ends_as_soon_as_the_client_has_heard_and_no_sooner(run, http2, 
 
 
 def test_the_last_call_is_told_once(run, http2, monkeypatch):
-    monkeypatch.setattr(farewell, "FAREWELL_S", 0.05)
+    monkeypatch.setattr(farewell, "FAREWELL_S", 60)
 
     async def main():
         async with http2.greeted() as (served, wire):
             wire.send(wire.headers("/hang"))
             await wire.next(SettingsFrame)
             await taken_leave(wire, served)
-            await asyncio.sleep(0.1)  # the time is over, too
+            (connection,) = served.listening.connections
+            connection.farewell.take_no_more()  # the timer, which is seconds away
             served.calls[0].stream.end()
             return [frame for frame in await wire.all() if type(frame) is GoAwayFrame]
 
     assert run(main()) == []
 
 
+@pytest.mark.parametrize("goodbye", [b"", GoAwayFrame(0, 0)], ids=["", "and says goodbye"])
 def test_a_client_that_breaks_the_protocol_in_a_drain_is_closed_and_may_send_again_what_was_refused(
-    run, http2, monkeypatch
+    run, http2, monkeypatch, goodbye
 ):
     monkeypatch.setattr(farewell, "FAREWELL_S", 60)
 
@@ -164,7 +170,7 @@ def test_a_client_that_breaks_the_protocol_in_a_drain_is_closed_and_may_send_aga
             wire.send(wire.headers("/hang"))
             await wire.next(SettingsFrame)
             await taken_leave(wire, served)
-            wire.send(wire.headers("/echo", 3, last=True), b"\0\0\0\3\0\0\0\0\1")
+            wire.send(wire.headers("/echo", 3, last=True), goodbye, b"\0\0\0\3\0\0\0\0\1")
             return [frame.last_stream_id for frame in await wire.all() if type(frame) is GoAwayFrame]
 
     assert run(main()) == [1]

@@ -2,7 +2,7 @@
 
 import pytest
 from hyperframe.frame import Frame, HeadersFrame
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from torchere.serving.frontend.http2 import frames as f
@@ -35,6 +35,7 @@ def test_window_updates_are_what_others_read(increment, stream_id):
 
 
 @given(U31, st.sampled_from(list(f.ErrorCode)), st.text(max_size=2000))
+@example(1, f.ErrorCode.NO_ERROR, "x" * 1001)
 def test_goaway_is_what_others_read_and_short(last_id, code, message):
     frame = parsed(f.goaway(last_id, code, message))
     assert (frame.last_stream_id, frame.error_code) == (last_id, code)

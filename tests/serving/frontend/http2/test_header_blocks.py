@@ -168,7 +168,7 @@ def test_binary_metadata_comes_back_padded_or_not_and_joined(values, padded):
     assert head.metadata == tuple(("x-bin", value) for value in values)
 
 
-@pytest.mark.parametrize("text", ["a", "é", "ab c", "abcde", "\u2603\u2603\u2603\u2603"])
+@pytest.mark.parametrize("text", ["a", "é", "ab c", "abcde", "dGV!u", "\u2603\u2603\u2603\u2603"])
 def test_binary_metadata_that_is_none_is_a_flaw_of_the_call(text):
     assert request_head([("x-bin", text)]).flaw == "metadata x-bin: not base64"
 

@@ -23,8 +23,7 @@ def test_the_last_connection_ends_the_waiting():
         waiting = asyncio.ensure_future(shared.emptied(10))
         await asyncio.sleep(0)
         shared.lost("a")
-        await asyncio.sleep(0)
-        after_one = waiting.done()
+        after_one = shared._emptied.done()
         shared.lost("b")
         await waiting
         return after_one

@@ -32,6 +32,13 @@ def test_a_client_that_shrinks_its_header_table_is_told_that_none_is_used(run, h
     assert [block[:1] for block in blocks] == [b"\x20", b"\0"]
 
 
+@pytest.mark.parametrize("settings", [b"\0\2\0\0\0\0", b"\0\1\0\0\x10\0"], ids=["another", "as it was"])
+def test_a_client_that_keeps_its_header_table_is_told_nothing_of_it(settings):
+    made = outflow().outflow
+    made.configure(settings, [])
+    assert made.noted(b"block") == b"block"
+
+
 class FakeStream:
     def __init__(self, stream_id, *, window):
         self.id, self.window, self.trailers = stream_id, window, None
@@ -79,7 +86,7 @@ def test_a_stream_without_leave_of_its_own_does_not_wait_for_the_connections():
     stream = FakeStream(1, window=0)
     made.outflow.pump(stream)
     made.outflow.widen(100)
-    assert made.written == []
+    assert (made.written, made.outflow.sends) == ([], 0)
     made.outflow.widen_stream(stream, 100)
     assert len(made.written) == 1
     assert not stream.outbox
@@ -116,6 +123,13 @@ def test_who_gives_leave_for_the_connection_and_none_for_a_stream_has_that_strea
     before = outflow_.waiting({1: shut}, None)
     outflow_.widen(5)
     assert before == outflow_.waiting({1: shut}, None) == {1: (0, 0)}
+
+
+def test_over_tls_nobody_can_tell_what_a_full_socket_waits_for():
+    made = outflow().outflow
+    made.stopped = True
+    transport = SimpleNamespace(get_extra_info=lambda name: "there")
+    assert made.waiting({1: FakeStream(1, window=5)}, transport) == {}
 
 
 def test_an_initial_window_told_many_times_in_one_frame_counts_once():

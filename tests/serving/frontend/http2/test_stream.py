@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from h2.settings import SettingCodes
 
 
 @pytest.mark.parametrize("size", [0, 1, 1000, 65_531, 200_000, 6 * 2**20])
@@ -37,6 +38,44 @@ def test_a_refusal_is_headers_alone_and_stops_the_client(run, http2):
     answer = run(main())
     assert (answer.headers["grpc-status"], answer.headers["grpc-message"]) == ("12", "no")
     assert (answer.trailers, answer.data) == ({}, b"")
+
+
+def test_a_refusal_may_have_a_status_of_http(run, http2):
+    async def main():
+        async with http2.listener() as served, http2.peer(served) as peer:
+            stream_id = peer.begin("/hang", b"m")
+            await peer.round_trip()
+            (call,) = served.calls
+            call.stream.refuse(415, 13, "no")
+            call.stream.end(0)
+            await peer.round_trip()
+            return peer.answers[stream_id]
+
+    answer = run(main())
+    assert (answer.headers[":status"], answer.status, answer.data) == ("415", "13", b"")
+
+
+def test_a_short_answer_does_not_wait_and_one_without_messages_is_whole(run, http2):
+    async def main():
+        async with http2.listener() as served, http2.peer(served) as peer:
+            await peer.call("/echo", b"m")
+            (connection,) = served.listening.connections
+            return connection.outflow.sends, await peer.call("/many")
+
+    sends, answer = run(main())
+    assert sends == 0
+    assert answer.headers == {":status": "200", "content-type": "application/grpc"}
+    assert (answer.data, answer.trailers) == (b"", {"grpc-status": "0"})
+
+
+def test_any_number_of_messages_may_come_at_once(run, http2):
+    messages = [b"%d" % number for number in range(100)]
+
+    async def main():
+        async with http2.listener() as served, http2.peer(served) as peer:
+            return await peer.call("/many", *messages)
+
+    assert run(main()).messages == messages
 
 
 def test_an_answer_over_the_limit_is_none(run, http2):
@@ -74,6 +113,20 @@ def test_half_a_message_at_the_end_ends_the_call(run, http2):
     )
 
 
+def test_a_call_that_is_resumed_behind_its_end_is_not_ended_twice(run, http2):
+    async def main():
+        async with http2.listener() as served, http2.peer(served) as peer:
+            peer.begin("/hold", b"message")
+            await peer.round_trip()
+            (call,) = served.calls
+            before = call.ended_by
+            call.over.clear()
+            call.stream.resume()
+            return before, call.over.is_set()
+
+    assert run(main()) == ("half_closed", False)
+
+
 def test_whoever_makes_much_waits_for_a_slow_client(run, http2):
     async def main():
         async with http2.listener() as served, http2.peer(served, eats=False) as peer:
@@ -108,10 +161,11 @@ def test_whoever_waits_for_a_client_that_leaves_is_woken(run, http2):
     assert run(main()) == ("gone", 300)
 
 
-def test_what_is_said_after_the_end_is_not_sent(run, http2):
+@pytest.mark.parametrize(("path", "data", "status"), [("/refuse", b"", "12"), ("/echo", b"\0\0\0\0\1m", "0")])
+def test_what_is_said_after_the_end_is_not_sent(run, http2, path, data, status):
     async def main():
         async with http2.listener() as served, http2.peer(served) as peer:
-            answer = await peer.call("/refuse")
+            answer = await peer.call(path, b"m")
             stream = served.calls[0].stream
             stream.send(b"late")
             stream.answer(b"late")
@@ -122,7 +176,22 @@ def test_what_is_said_after_the_end_is_not_sent(run, http2):
             return answer
 
     answer = run(main())
-    assert (answer.data, answer.headers["grpc-status"]) == (b"", "12")
+    assert (answer.data, answer.status) == (data, status)
+
+
+def test_what_comes_behind_an_answer_that_waits_is_passed_over(run, http2):
+    async def main():
+        settings = {SettingCodes.INITIAL_WINDOW_SIZE: 0}
+        async with http2.listener() as served, http2.peer(served, settings=settings) as peer:
+            stream_id = peer.begin("/hang", b"one", end=False)
+            await peer.round_trip()
+            (call,) = served.calls
+            call.stream.answer(b"answer")
+            peer.say(stream_id, http2.prefixed(b"two"))
+            await peer.round_trip()
+            return call.messages, call.stream.held_bytes
+
+    assert run(main()) == ([b"one"], 8)
 
 
 def test_a_call_that_is_refused_early_may_stop_and_did_nothing_wrong(run, http2):

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from hyperframe.frame import DataFrame
+from hyperframe.frame import DataFrame, SettingsFrame
 
 from torchere.serving.frontend.http2 import connection, listening
 
@@ -35,6 +35,42 @@ def test_many_calls_that_come_at_once_leave_turns_to_others(run, http2, monkeypa
 
     assert run(main()) == list(range(1, 2 * CALLS, 2))
     assert len(taken) > CALLS / 4
+
+
+@pytest.mark.parametrize("landing_bytes", [20, 262_144])
+def test_calls_that_come_at_once_and_are_quick_are_taken_in_one_turn(run, http2, monkeypatch, landing_bytes):
+    monkeypatch.setattr(listening, "LANDING_BYTES", landing_bytes)
+    for name, value in (("TURN_S", 60), ("AGAIN_S", 60), ("STEP_FRAMES", 1)):
+        monkeypatch.setattr(connection, name, value)
+    turns = []
+
+    async def main():
+        async with http2.greeted() as (served, wire):
+            await wire.next(SettingsFrame)
+            (one,) = served.listening.connections
+            monkeypatch.setattr(one, "_go_on", lambda: turns.append("another"))
+            wire.send(wire.calls("/echo", CALLS, flags=5))
+            return [(await wire.next(DataFrame)).stream_id for _ in range(CALLS)]
+
+    assert run(main()) == list(range(1, 2 * CALLS, 2))
+    assert turns == []
+
+
+def test_what_comes_while_some_is_put_off_waits_behind_it(run, http2, monkeypatch):
+    for module, name, value in BOUNDS["one read of many calls"]:
+        monkeypatch.setattr(module, name, value)
+
+    async def main():
+        async with http2.greeted() as (served, wire):
+            await wire.next(SettingsFrame)
+            (one,) = served.listening.connections
+            sent = wire.calls("/echo", CALLS, flags=5)
+            for part in (sent[:1000], sent[1000:]):  # as TLS of Python 3.10 does
+                served.listening.landing[: len(part)] = part
+                one.buffer_updated(len(part))
+            return [(await wire.next(DataFrame)).stream_id for _ in range(CALLS)]
+
+    assert run(main()) == list(range(1, 2 * CALLS, 2))
 
 
 def test_a_client_that_leaves_before_its_turn_is_let_go(run, http2, monkeypatch):

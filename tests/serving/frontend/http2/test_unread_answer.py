@@ -83,6 +83,21 @@ def test_a_client_that_gives_leave_bit_by_bit_gets_all(run, http2):
     assert run(main()).messages == [bytes(90)] * 2
 
 
+def test_a_client_that_leaves_leaves_no_timer(run, http2):
+    async def main():
+        async with http2.listener(age_s=lambda: 60.0) as served:
+            async with http2.peer(served, settings={WINDOW: 0}) as peer:
+                peer.begin("/echo", b"message")
+                peer.begin("/echo", end=False)
+                await peer.round_trip()
+                (connection,) = served.listening.connections
+            await lost(served)
+            timers = [connection._unread._timer, connection.unfinished._stalls._timer, *connection._timers]
+            return [timer.cancelled() for timer in timers]
+
+    assert run(main()) == [True] * 4
+
+
 def test_an_idle_connection_stays(run, http2):
     async def main():
         async with http2.listener() as served, http2.peer(served, settings={WINDOW: 0}) as peer:

@@ -1,4 +1,4 @@
-"""Talking to a REST server in bytes."""
+"""A REST server on a real socket, over planes that answer what a test tells them to."""
 
 import asyncio
 import contextlib
@@ -8,6 +8,39 @@ import pytest
 from torchere.serving.frontend.rest.app import listener_app
 from torchere.serving.frontend.rest.server import RestServer
 from torchere.serving.settings import Address
+from torchere.serving.types import InferResponse
+
+
+@pytest.fixture
+def planes(planes):
+    """The planes of all frontends, with two context managers more, for use within a coroutine.
+
+    `serving(...)` is a server over them on a free port; `connected(...)` is that, and a client's reader and
+    writer.
+    """
+
+    @contextlib.asynccontextmanager
+    async def serving(surface: str = "inference", *, keep_alive_s: float = 75, **settings):
+        app = listener_app(frozenset({surface}), planes.data, planes.control, planes.services(**settings))
+        server = RestServer(app, Address(port=0), drain_timeout_s=5)
+        server._server.config.timeout_keep_alive = keep_alive_s
+        await server.start()
+        try:
+            yield server
+        finally:
+            await server.stop()
+
+    @contextlib.asynccontextmanager
+    async def connected(surface: str = "inference", **settings):
+        async with serving(surface, **settings) as server:
+            reader, writer = await asyncio.open_connection(server.address.host, server.address.port)
+            try:
+                yield server, reader, writer
+            finally:
+                writer.transport.abort()
+
+    planes.serving, planes.connected = serving, connected
+    return planes
 
 
 @pytest.fixture
@@ -15,16 +48,27 @@ def talk(planes):
     """`talk(*messages, **settings)`: what a server says to these bytes, sent at once, until it closes."""
 
     async def main(messages: tuple[bytes, ...], settings: dict) -> bytes:
-        app = listener_app(frozenset({"inference"}), planes.data, planes.control, planes.services(**settings))
-        server = RestServer(app, Address(port=0), drain_timeout_s=2)
-        address = await server.start()
-        reader, writer = await asyncio.open_connection(address.host, address.port)
-        writer.write(b"".join(messages))
-        answer = await asyncio.wait_for(reader.read(), 20)
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
-        await server.stop()
-        return answer
+        async with planes.connected(**settings) as (_, reader, writer):
+            writer.write(b"".join(messages))
+            return await asyncio.wait_for(reader.read(), 20)
 
     return lambda *messages, **settings: asyncio.run(main(messages, settings))
+
+
+class Held:
+    """For `planes.data.behave`: requests wait for `go_on`, and are answered with what they brought."""
+
+    def __init__(self) -> None:
+        self.arrived = asyncio.Event()  # one waits
+        self.go_on = asyncio.Event()
+
+    async def __call__(self, request) -> InferResponse:
+        self.arrived.set()
+        await self.go_on.wait()
+        return InferResponse(request.parameters[0].value)
+
+
+@pytest.fixture
+def held() -> Held:
+    """A behaviour that holds requests back until the test lets them go on."""
+    return Held()

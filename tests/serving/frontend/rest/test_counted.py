@@ -1,16 +1,14 @@
 """Every request is counted once and has one line in the access log, however it ends."""
 
 import asyncio
-import contextlib
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from torchere.serving.errors import HandlerFailed, LeftUnread
 from torchere.serving.frontend.rest import protocol
-from torchere.serving.frontend.rest.app import listener_app
 from torchere.serving.frontend.rest.server import RestServer
-from torchere.serving.settings import Address
 from torchere.serving.types import InferResponse, StreamedResponse
 
 HEAD = b"POST %b HTTP/1.1\r\nHost: x\r\n%b\r\n"
@@ -37,21 +35,12 @@ def counted(planes, caplog):
             await asyncio.sleep(0.001)
 
     async def main(message: bytes, until: bytes | None) -> bytes:
-        app = listener_app(frozenset({"inference"}), planes.data, planes.control, planes.services())
-        server = RestServer(app, Address(port=0), drain_timeout_s=2)
-        address = await server.start()
-        reader, writer = await asyncio.open_connection(address.host, address.port)
-        writer.write(message)
-        if until is None:
-            said = await asyncio.wait_for(reader.read(), 20)
-        else:
+        async with planes.connected() as (server, reader, writer):
+            writer.write(message)
+            if until is None:
+                return await asyncio.wait_for(reader.read(), 20)
             await asyncio.wait_for(asked(server), 20)
-            said = await asyncio.wait_for(reader.readuntil(until), 20) if until else b""
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
-        await server.stop()
-        return said
+            return await asyncio.wait_for(reader.readuntil(until), 20) if until else b""
 
     def ask(message: bytes, until: bytes | None = None) -> tuple[list, dict, bytes]:
         with caplog.at_level("INFO", "ACCESS_LOG"):
@@ -120,6 +109,15 @@ def test_a_client_that_does_not_wait_for_its_answer_counts_as_499(planes, counte
     lines, counts, _ = counted(post(path), until=b"")
     assert (lines, counts) == one(path, 499)
     assert planes.data.withdrawn == 1
+
+
+def test_an_answer_that_comes_as_its_client_leaves_is_not_counted_as_well(planes, counted):
+    def admit(model, version, request, reply, group, *, timeline):
+        return SimpleNamespace(hurry=lambda: None, withdraw=lambda: reply(InferResponse(b"late")))
+
+    planes.data.admit = admit
+    lines, counts, _ = counted(post(SHORT), until=b"")
+    assert (lines, counts) == one(SHORT, 499)
 
 
 def streaming(planes, error: Exception | None) -> None:

@@ -1,22 +1,20 @@
 """Plain predictions are answered on the connection, and nobody can tell that they are."""
 
 import asyncio
-import contextlib
 import dataclasses
 import threading
+import time
+import weakref
 from functools import partial
 
 import pytest
 
-from torchere.serving.errors import HandlerFailed, QueueFull, Unavailable
+from torchere.serving.errors import HandlerFailed, QueueFull, Unauthorized, Unavailable
 from torchere.serving.frontend.rest import direct_predictions, predict
-from torchere.serving.frontend.rest.app import listener_app
 from torchere.serving.frontend.rest.codec import INLINE_FORM_BYTES, body_parameters
 from torchere.serving.frontend.rest.direct_predictions import SMALL_BODY_BYTES
 from torchere.serving.frontend.rest.protocol import Protocol
-from torchere.serving.frontend.rest.server import RestServer
 from torchere.serving.frontend.services import CorsHeaders
-from torchere.serving.settings import Address
 from torchere.serving.types import InferResponse, Parameter, StreamedResponse
 
 HEAD = b"%s %s HTTP/1.1\r\nHost: x\r\n"
@@ -142,20 +140,12 @@ def test_requests_sent_at_once_are_answered_in_their_order(planes, talk):
 
 def test_a_body_in_pieces_is_put_together(planes):
     async def main() -> bytes:
-        server = RestServer(
-            listener_app(frozenset({"inference"}), planes.data, planes.control, planes.services()),
-            Address(port=0),
-        )
-        address = await server.start()
-        reader, writer = await asyncio.open_connection(address.host, address.port)
-        for piece in (plain(b"abcdef", headers=CLOSE)[:-3], b"d", b"ef"):
-            writer.write(piece)
-            await writer.drain()
-            await asyncio.sleep(0)
-        answer = await asyncio.wait_for(reader.read(), 20)
-        writer.close()
-        await server.stop()
-        return answer
+        async with planes.connected() as (_, reader, writer):
+            for piece in (plain(b"abcdef", headers=CLOSE)[:-3], b"d", b"ef"):
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(0)
+            return await asyncio.wait_for(reader.read(), 20)
 
     assert lines(asyncio.run(main()))[2] == b"abcdef"
     assert planes.data.direct == 1
@@ -196,6 +186,63 @@ def test_a_long_body_without_a_key_is_refused_before_it_is_kept(planes, talk):
     assert not planes.data.asked
 
 
+def test_a_long_body_is_not_held_twice_while_the_handler_works(planes, held):
+    async def main() -> tuple:
+        planes.data.behave = held
+        async with planes.connected(max_request_bytes=len(LONG)) as (server, _, writer):
+            writer.write(plain(LONG))
+            await asyncio.wait_for(held.arrived.wait(), 20)
+            (connection,) = server._server.server_state.connections
+            return connection.cycle.body, connection.cycle.incoming
+
+    assert asyncio.run(main()) == (b"", None)
+    assert planes.data.direct == 1
+
+
+class Asked:
+    """A prediction that is answered when it is told to hurry."""
+
+    def __init__(self, reply, timeline):
+        self.reply = reply
+        timeline.answered(self, time.monotonic())
+
+    def hurry(self):
+        self.reply(InferResponse(b"last"))
+
+
+def test_an_idle_connection_keeps_nothing_of_the_request_before(planes):
+    kept = []
+
+    def admit(model, version, request, reply, group, *, timeline):
+        asked = Asked(reply, timeline)
+        kept.append(weakref.ref(asked))
+        return asked
+
+    async def main() -> object:
+        planes.data.admit = admit
+        async with planes.connected() as (_, reader, writer):
+            writer.write(plain(b"x"))
+            await asyncio.wait_for(reader.readuntil(b"last"), 20)
+            return kept[0]()
+
+    assert asyncio.run(main()) is None
+
+
+def test_what_a_request_passes_is_timed(planes, talk):
+    timelines = []
+    admit = planes.data.admit
+
+    def noting(*args, timeline):
+        timelines.append(timeline)
+        return admit(*args, timeline=timeline)
+
+    planes.data.admit = noting
+    talk(plain(b"x", headers=CLOSE))
+    (timeline,) = timelines
+    assert 0 < timeline.started_s <= timeline.read_s <= timeline.answered_s <= timeline.sending_s
+    assert timeline.over
+
+
 def test_a_stream_whose_client_left_is_given_up(planes):
     ended = asyncio.Event()
 
@@ -211,54 +258,31 @@ def test_a_stream_whose_client_left_is_given_up(planes):
 
     async def main() -> None:
         planes.data.behave = behave
-        server = RestServer(
-            listener_app(frozenset({"inference"}), planes.data, planes.control, planes.services()),
-            Address(port=0),
-            drain_timeout_s=1,
-        )
-        address = await server.start()
-        reader, writer = await asyncio.open_connection(address.host, address.port)
-        writer.write(plain(b"x"))
-        await asyncio.wait_for(reader.readuntil(b"first"), 20)
-        writer.close()
-        await asyncio.wait_for(ended.wait(), 20)
-        await server.stop()
+        async with planes.connected() as (_, reader, writer):
+            writer.write(plain(b"x"))
+            await asyncio.wait_for(reader.readuntil(b"first"), 20)
+            writer.close()
+            await asyncio.wait_for(ended.wait(), 20)
 
     asyncio.run(main())
     assert ended.is_set()
 
 
-def exchange(planes, *messages: bytes, before=None, keep_alive_s: float = 75):
+def exchange(planes, *messages: bytes, before=None, **settings):
     """The answers to messages that are sent one after the other on one connection, which ends by itself."""
 
     async def main() -> list[bytes]:
-        server = RestServer(
-            listener_app(
-                frozenset({"inference"}),
-                planes.data,
-                planes.control,
-                planes.services(max_request_bytes=100_000),
-            ),
-            Address(port=0),
-            drain_timeout_s=2,
-        )
-        server._server.config.timeout_keep_alive = keep_alive_s
-        address = await server.start()
-        reader, writer = await asyncio.open_connection(address.host, address.port)
-        answers = []
-        for message in messages:
-            if before is not None:
-                before(server, len(answers))
-            writer.write(message)
-            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
-            length = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
-            answers.append(head + await reader.readexactly(length))
-        answers.append(await asyncio.wait_for(reader.read(), 20))
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
-        await server.stop()
-        return answers
+        async with planes.connected(**{"max_request_bytes": 100_000, **settings}) as (server, reader, writer):
+            answers = []
+            for message in messages:
+                if before is not None:
+                    before(server, len(answers))
+                writer.write(message)
+                head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
+                length = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
+                answers.append(head + await reader.readexactly(length))
+            answers.append(await asyncio.wait_for(reader.read(), 20))
+            return answers
 
     return asyncio.run(main())
 
@@ -310,44 +334,29 @@ def test_requests_with_a_known_head_that_are_sent_at_once_keep_their_order(plane
 
 
 @pytest.mark.parametrize("slow", [plain(b"slow"), chunked(b"slow")], ids=["short way", "ASGI"])
-def test_a_request_with_a_known_head_waits_for_the_answer_before(planes, slow):
-    async def main() -> list[bytes]:
-        arrived, go_on, came = asyncio.Event(), asyncio.Event(), asyncio.Event()
-
-        async def behave(request):
-            body = request.parameters[0].value
-            if body == b"slow":
-                arrived.set()
-                await go_on.wait()
-            return InferResponse(body)
+def test_a_request_with_a_known_head_waits_for_the_answer_before(planes, held, monkeypatch, slow):
+    async def main() -> bytes:
+        came = asyncio.Event()
 
         def received(connection, data):
             receive(connection, data)
-            if arrived.is_set():
+            if held.arrived.is_set():
                 came.set()
 
-        planes.data.behave = behave
         receive = Protocol.data_received
-        app = listener_app(frozenset({"inference"}), planes.data, planes.control, planes.services())
-        server = RestServer(app, Address(port=0), drain_timeout_s=2)
-        address = await server.start()
-        reader, writer = await asyncio.open_connection(address.host, address.port)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Protocol, "data_received", received)
+        monkeypatch.setattr(Protocol, "data_received", received)
+        async with planes.connected() as (_, reader, writer):
             writer.write(plain(b"fast"))
-            answers = [await reader.readuntil(b"fast")]
+            await reader.readuntil(b"fast")
+            planes.data.behave = held
             writer.write(slow)
-            await asyncio.wait_for(arrived.wait(), 20)
+            await asyncio.wait_for(held.arrived.wait(), 20)
             writer.write(plain(b"fast"))
             await asyncio.wait_for(came.wait(), 20)
-        go_on.set()
-        answers.append(await asyncio.wait_for(reader.readuntil(b"fast"), 20))
-        writer.close()
-        await server.stop()
-        return answers
+            held.go_on.set()
+            return await asyncio.wait_for(reader.readuntil(b"fast"), 20)
 
-    _, last = asyncio.run(main())
-    assert b"slow" in last
+    assert b"slow" in asyncio.run(main())
 
 
 def test_a_known_head_ends_the_connection_of_a_server_that_drains(planes):
@@ -357,6 +366,21 @@ def test_a_known_head_ends_the_connection_of_a_server_that_drains(planes):
 
     answers = exchange(planes, plain(b"one"), plain(b"one"), plain(b"one"), before=before)
     assert [b"connection: close" in answer for answer in answers] == [False, False, True, False]
+
+
+def test_a_known_head_does_not_outlive_its_key(planes):
+    def refuse(kind, authorization):
+        raise Unauthorized("expired")
+
+    def before(server, answered):
+        if answered == 2:
+            planes.keys.authorize = refuse
+
+    keyed = plain(b"x", headers=b"Authorization: Bearer inference\r\n")
+    *answers, _ = exchange(planes, keyed, keyed, keyed, before=before, keys=planes.keys)
+    assert [int(answer.split(b" ")[1]) for answer in answers] == [200, 200, 400]
+    assert len(planes.data.asked) == 2
+    assert 'reason="auth",} 1.0' in planes.metrics.exposition({"torchere_requests_rejected_total"})
 
 
 @pytest.mark.parametrize("messages", [[plain(b"one")], [plain(b"one")] * 3, [plain(b"one"), chunked(b"two")]])

@@ -6,10 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchere.serving.frontend.rest.app import listener_app
-from torchere.serving.frontend.rest.server import RestServer
-from torchere.serving.settings import Address
-from torchere.serving.types import InferResponse
+from torchere.serving.types import InferResponse, StreamedResponse
 
 DIRECT = b"POST /predictions/echo HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\nx"
 FRAMEWORK = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -17,21 +14,15 @@ FRAMEWORK = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
 
 @contextlib.asynccontextmanager
 async def serving(planes):
-    server = RestServer(
-        listener_app(frozenset({"inference"}), planes.data, planes.control, planes.services()),
-        Address(port=0),
-        drain_timeout_s=5,
-    )
-    address = await server.start()
     connections = []
+    async with planes.serving() as server:
 
-    async def connect():
-        reader, writer = await asyncio.open_connection(address.host, address.port)
-        connections.append(writer)
-        return SimpleNamespace(reader=reader, writer=writer)
+        async def connect():
+            reader, writer = await asyncio.open_connection(server.address.host, server.address.port)
+            connections.append(writer)
+            return SimpleNamespace(reader=reader, writer=writer)
 
-    yield SimpleNamespace(server=server, connect=connect)
-    await server.stop()
+        yield SimpleNamespace(server=server, connect=connect)
     for writer in connections:
         writer.close()
 
@@ -60,22 +51,15 @@ def test_while_draining_an_answer_says_that_it_is_the_last(planes, request_bytes
 
 
 @pytest.mark.parametrize("request_bytes", [DIRECT, DIRECT.replace(b"Host: x", b"Host: x\r\nExpect: x")])
-def test_the_answer_to_a_request_that_came_before_is_the_last_as_well(planes, request_bytes):
+def test_the_answer_to_a_request_that_came_before_is_the_last_as_well(planes, held, request_bytes):
     async def main():
-        arrived, go_on = asyncio.Event(), asyncio.Event()
-
-        async def behave(request):
-            arrived.set()
-            await go_on.wait()
-            return InferResponse(b"late")
-
-        planes.data.behave = behave
+        planes.data.behave = held
         async with serving(planes) as served:
             connection = await served.connect()
             connection.writer.write(request_bytes)
-            await arrived.wait()
+            await held.arrived.wait()
             served.server.drain()
-            go_on.set()
+            held.go_on.set()
             return await head(connection), await connection.reader.read()
 
     assert asyncio.run(main()) == ([b"connection: close"], b"")
@@ -149,3 +133,29 @@ def test_a_client_that_asks_for_the_end_hears_it_once(planes):
             return await head(connection)
 
     assert asyncio.run(main()) == [b"connection: close"]
+
+
+@pytest.mark.parametrize("request_bytes", [DIRECT, DIRECT.replace(b"Host: x", b"Host: x\r\nExpect: x")])
+def test_a_stream_that_does_not_end_in_time_is_given_up(planes, request_bytes):
+    async def main():
+        ended = asyncio.Event()
+
+        async def parts():
+            try:
+                yield b"first"
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+
+        async def behave(request):
+            return StreamedResponse(InferResponse(b""), parts())
+
+        planes.data.behave = behave
+        async with planes.connected() as (server, reader, writer):
+            writer.write(request_bytes)
+            await reader.readuntil(b"first")
+            server._server.config.timeout_graceful_shutdown = 0.05
+            await server.stop()
+            await asyncio.wait_for(ended.wait(), 20)
+
+    asyncio.run(main())

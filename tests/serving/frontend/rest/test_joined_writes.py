@@ -65,13 +65,29 @@ def test_a_large_body_goes_out_with_its_head_and_is_not_copied() -> None:
     asyncio.run(main())
 
 
-def test_a_single_write_goes_out_at_the_end_of_the_turn() -> None:
+def test_a_single_write_goes_out_at_the_end_of_its_turn() -> None:
     async def main() -> None:
         transport, writes = joined()
-        writes.write(b"head")
+        writes.write(b"one")
         assert transport.written == []
         await asyncio.sleep(0)
-        assert transport.written == [b"head"]
+        assert transport.written == [b"one"]
+        writes.write(b"two")
+        await asyncio.sleep(0)
+        assert transport.written == [b"one", b"two"]
+
+    asyncio.run(main())
+
+
+def test_what_is_whole_goes_out_at_once_behind_what_is_held() -> None:
+    async def main() -> None:
+        transport, writes = joined()
+        writes.write(b"go on ")
+        writes.write_whole(b"head ", b"body")
+        writes.write_whole(b"chunk")
+        assert transport.written == [b"go on ", b"head body", b"chunk"]
+        await asyncio.sleep(0)
+        assert len(transport.written) == 3
 
     asyncio.run(main())
 
@@ -82,6 +98,7 @@ def test_closing_sends_what_is_held_first() -> None:
         writes.write(b"last words")
         writes.close()
         assert (transport.written, transport.closed) == ([b"last words"], True)
+        assert writes.is_closing()
 
     asyncio.run(main())
 
@@ -103,6 +120,7 @@ def test_nothing_is_written_where_the_client_has_just_left() -> None:
         transport.closed = True
         writes.write(b"body")
         writes.write_whole(b"head", b"body")
+        writes.write(b"held")
         await asyncio.sleep(0)
         assert transport.written == []
 

@@ -10,10 +10,7 @@ import pytest
 import uvloop
 
 from torchere.archiver.signature import Signature, TensorSpec
-from torchere.serving.frontend.rest.app import listener_app
 from torchere.serving.frontend.rest.body_receiver import BodyReceiver
-from torchere.serving.frontend.rest.server import RestServer
-from torchere.serving.settings import Address
 from torchere.serving.types import InferResponse
 
 SIZE = 600_000
@@ -52,16 +49,8 @@ async def served(planes):
         return InferResponse(bytes(request.parameters[0].value))
 
     planes.data.behave = echo
-    services = planes.services(max_request_bytes=2 * SIZE)
-    app = listener_app(frozenset({"inference"}), planes.data, planes.control, services)
-    server = RestServer(app, Address(port=0), drain_timeout_s=5)
-    address = await server.start()
-    reader, writer = await asyncio.open_connection(address.host, address.port)
-    yield reader, writer, address
-    writer.close()
-    with contextlib.suppress(ConnectionError):
-        await writer.wait_closed()
-    await server.stop()
+    async with planes.connected(max_request_bytes=2 * SIZE) as (server, reader, writer):
+        yield reader, writer, server.address
 
 
 async def answer(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:

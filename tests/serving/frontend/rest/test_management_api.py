@@ -16,9 +16,6 @@ from torchere.serving.errors import (
     VersionNotFound,
 )
 from torchere.serving.frontend.controlplane import ModelPage, Progress, Registered, Registration
-from torchere.serving.frontend.rest.app import listener_app
-from torchere.serving.frontend.rest.server import RestServer
-from torchere.serving.settings import Address
 from torchere.serving.types import InferResponse, ModelKey
 
 
@@ -316,17 +313,13 @@ def test_a_registration_goes_on_when_its_client_leaves(planes):
             return Registered(ModelKey("echo", "1.0"), 1, Progress.DONE)
 
         planes.control.register = register
-        app = listener_app(frozenset({"management"}), planes.data, planes.control, planes.services())
-        server = RestServer(app, Address(port=0), drain_timeout_s=2)
-        address = await server.start()
-        _, writer = await asyncio.open_connection(address.host, address.port)
-        writer.write(b"POST /models?url=a.mar HTTP/1.1\r\nHost: x\r\n\r\n")
-        await asyncio.wait_for(asked.wait(), 20)
-        writer.close()
-        while server._server.server_state.connections:
-            await asyncio.sleep(0)
-        go_on.set()
-        await asyncio.wait_for(done.wait(), 20)
-        await server.stop()
+        async with planes.connected("management") as (server, _, writer):
+            writer.write(b"POST /models?url=a.mar HTTP/1.1\r\nHost: x\r\n\r\n")
+            await asyncio.wait_for(asked.wait(), 20)
+            writer.close()
+            while server._server.server_state.connections:
+                await asyncio.sleep(0)
+            go_on.set()
+            await asyncio.wait_for(done.wait(), 20)
 
     asyncio.run(main())

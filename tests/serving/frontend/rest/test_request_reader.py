@@ -1,7 +1,6 @@
 """Requests that are sent ahead, that ask for another protocol, or that are none: on a real socket."""
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import shutil
@@ -11,15 +10,12 @@ import pytest
 import uvloop
 from uvicorn.protocols.http import httptools_impl
 
-from torchere.serving.frontend.rest.app import listener_app
 from torchere.serving.frontend.rest.request_reader import (
     EXACT_PIECES,
     MAX_ENDLESS_BYTES,
     MAX_HEADER_BYTES,
     MAX_REQUEST_LINE_BYTES,
 )
-from torchere.serving.frontend.rest.server import RestServer
-from torchere.serving.settings import Address
 from torchere.serving.types import InferResponse, StreamedResponse
 
 HEAD = b"POST /predictions/echo HTTP/1.1\r\nHost: x\r\n"
@@ -50,26 +46,11 @@ def answers(said: bytes) -> list[tuple[int, bytes]]:
     return found
 
 
-@contextlib.asynccontextmanager
-async def connected(planes, keep_alive_s=75, **settings):
-    """A server, and a client's reader and writer."""
-    app = listener_app(frozenset({"inference"}), planes.data, planes.control, planes.services(**settings))
-    server = RestServer(app, Address(port=0), drain_timeout_s=2)
-    server._server.config.timeout_keep_alive = keep_alive_s
-    address = await server.start()
-    reader, writer = await asyncio.open_connection(address.host, address.port)
-    try:
-        yield reader, writer
-    finally:
-        writer.transport.abort()
-        await server.stop()
-
-
 def said_to(planes, *pieces: bytes, **settings) -> bytes:
     """What the server says until it closes, to pieces that come one after the other."""
 
     async def main() -> bytes:
-        async with connected(planes, **settings) as (reader, writer):
+        async with planes.connected(**settings) as (_, reader, writer):
             for piece in pieces:
                 writer.write(piece)
                 await asyncio.sleep(0.01)
@@ -99,7 +80,7 @@ def test_hundreds_of_requests_sent_ahead_are_answered_in_their_order(planes, kin
     async def main() -> bytes:
         planes.data.behave = echo
         text = b"".join([kind(b"body %d" % i) for i in range(200)]) + plain(b"last", CLOSE)
-        async with connected(planes) as (reader, writer):
+        async with planes.connected() as (_, reader, writer):
             for start in range(0, len(text), size):
                 writer.write(text[start : start + size])
                 await asyncio.sleep(0)
@@ -126,22 +107,16 @@ def cycles(monkeypatch):
 
 
 @pytest.mark.parametrize("first", [b"", plain(b"x"), chunked(b"x")], ids=["ASGI", "short way", "slow ASGI"])
-def test_what_is_sent_ahead_takes_no_memory_but_its_bytes(planes, cycles, first):
-    go_on = asyncio.Event()
-
-    async def behave(request):
-        await go_on.wait()
-        return InferResponse(b"")
-
+def test_what_is_sent_ahead_takes_no_memory_but_its_bytes(planes, held, cycles, first):
     async def main() -> None:
-        planes.data.behave = behave
+        planes.data.behave = held
         most = 0
-        async with connected(planes) as (reader, writer):
+        async with planes.connected() as (_, reader, writer):
             writer.write(first + PING * 5_000 + LAST_PING)
             for _ in range(50):
                 most = max(most, len(cycles))
                 await asyncio.sleep(0.002)
-            go_on.set()
+            held.go_on.set()
             while len(await asyncio.wait_for(reader.read(2**16), 20)) > 0:
                 most = max(most, len(cycles))
         assert most <= 4
@@ -152,7 +127,7 @@ def test_what_is_sent_ahead_takes_no_memory_but_its_bytes(planes, cycles, first)
 def test_the_socket_is_not_read_while_requests_wait(planes):
     async def main() -> None:
         planes.data.behave = lambda request: asyncio.Event().wait()
-        async with connected(planes) as (_, writer):
+        async with planes.connected() as (_, _, writer):
             writer.write(chunked(b"x"))  # by ASGI, which listens for the end of the connection while it waits
             writer.write(PING * 1_000_000)
             await asyncio.sleep(0.5)
@@ -166,7 +141,7 @@ def test_the_socket_is_not_read_while_requests_wait(planes):
 def test_a_client_that_leaves_is_noticed_though_it_had_sent_something_ahead(planes, kind, behind):
     async def main() -> None:
         planes.data.behave = lambda request: asyncio.Event().wait()
-        async with connected(planes) as (_, writer):
+        async with planes.connected() as (_, _, writer):
             writer.write(KINDS[kind](b"abcd") + behind)
             while not planes.data.asked:
                 await asyncio.sleep(0.002)
@@ -195,7 +170,7 @@ def test_other_connections_have_their_turn_between_requests_that_were_sent_ahead
             return type("Asked", (), {"hurry": lambda self: None})()
 
         planes.data.admit = admit
-        async with connected(planes) as (reader, writer):
+        async with planes.connected() as (_, reader, writer):
             turn()
             writer.write(plain(b"x") * 50 + plain(b"x", CLOSE))
             assert (await asyncio.wait_for(reader.read(), 20)).count(b"HTTP/1.1 200") == 51
@@ -218,10 +193,12 @@ UPGRADING = {
 
 @pytest.mark.parametrize("pieces", UPGRADING.values(), ids=UPGRADING)
 def test_a_wish_for_another_protocol_is_passed_over_and_the_body_is_read(planes, pieces):
-    rest = [] if b"HTTP/1.0" in pieces[0] else [plain(b"second", UPGRADE), plain(b"last", CLOSE)]
+    again = [plain(body, UPGRADE) for body in (b"second", b"second", b"others")]
+    rest = [] if b"HTTP/1.0" in pieces[0] else [*again, plain(b"last", CLOSE)]
     found = answers(said_to(planes, *pieces, *rest))
     assert [status for status, _ in found] == [200] * (1 + len(rest))
-    assert [body for _, body in found] == [b"hello", b"second", b"last"][: len(found)]
+    assert [body for _, body in found] == [b"hello", b"second", b"second", b"others", b"last"][: len(found)]
+    assert not any("Upgrade" in dict(request.headers) for _, _, request in planes.data.asked)
 
 
 def test_a_body_behind_a_wish_for_another_protocol_is_no_request(planes):
@@ -240,17 +217,14 @@ def test_a_handler_sees_the_head_without_the_wish(planes):
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")
 def test_curl_may_ask_for_http2(planes):
     async def main() -> bytes:
-        app = listener_app(frozenset({"inference"}), planes.data, planes.control, planes.services())
-        server = RestServer(app, Address(port=0), drain_timeout_s=2)
-        address = await server.start()
-        url = f"http://127.0.0.1:{address.port}/predictions/echo"
-        curl = await asyncio.create_subprocess_exec(
-            *("curl", "-s", "--http2", "-H", "Content-Type: text/plain", "-d", "hello", url, url),
-            stdout=asyncio.subprocess.PIPE,
-        )
-        said, _ = await asyncio.wait_for(curl.communicate(), 20)
-        await server.stop()
-        return said
+        async with planes.serving() as server:
+            url = f"http://127.0.0.1:{server.address.port}/predictions/echo"
+            curl = await asyncio.create_subprocess_exec(
+                *("curl", "-s", "--http2", "-H", "Content-Type: text/plain", "-d", "hello", url, url),
+                stdout=asyncio.subprocess.PIPE,
+            )
+            said, _ = await asyncio.wait_for(curl.communicate(), 20)
+            return said
 
     assert asyncio.run(main()) == b"hellohello"
 
@@ -345,7 +319,7 @@ def test_a_broken_body_of_a_request_that_is_answered_just_ends_the_connection(pl
     head = b"GET /ping HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nabcd\r\n"
 
     async def main() -> bytes:
-        async with connected(planes) as (reader, writer):
+        async with planes.connected() as (_, reader, writer):
             writer.write(head)
             answer = await asyncio.wait_for(reader.readuntil(b"}\n"), 20)
             writer.write(rest)
@@ -361,25 +335,19 @@ def test_a_body_that_nobody_reads_leaves_turns_to_others(planes):
 
     async def main() -> bytes:
         loop = asyncio.get_running_loop()
-        app = listener_app(frozenset({"inference"}), planes.data, planes.control, planes.services())
-        server = RestServer(app, Address(port=0), drain_timeout_s=2)
-        address = await server.start()
-        reader, writer = await asyncio.open_connection(address.host, address.port)
-        writer.write(head)
-        await reader.readuntil(b"}\n")
-        (connection,) = server._server.server_state.connections
+        async with planes.connected() as (server, reader, writer):
+            writer.write(head)
+            await reader.readuntil(b"}\n")
+            (connection,) = server._server.server_state.connections
 
-        def turn() -> None:
-            came.append(max(came[-1], connection._body_bytes))
-            if connection._body_bytes or came[-1] == 0:
-                loop.call_soon(turn)
+            def turn() -> None:
+                came.append(max(came[-1], connection._body_bytes))
+                if connection._body_bytes or came[-1] == 0:
+                    loop.call_soon(turn)
 
-        turn()
-        writer.write(body + LAST_PING)
-        answer = await asyncio.wait_for(reader.read(), 20)
-        writer.close()
-        await server.stop()
-        return answer
+            turn()
+            writer.write(body + LAST_PING)
+            return await asyncio.wait_for(reader.read(), 20)
 
     found = answers(uvloop.run(main()))
     assert [status for status, _ in found] == [200]

@@ -25,24 +25,20 @@ POST = b"POST /predictions/echo HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n%s\
 @contextlib.asynccontextmanager
 async def serving(planes, **settings):
     """A server on a free port, and `talk(*pieces)`: what it answers until it closes the connection."""
-    app = listener_app(frozenset({"inference"}), planes.data, planes.control, planes.services(**settings))
-    server = RestServer(app, Address(port=0), drain_timeout_s=2)
-    address = await server.start()
+    async with planes.serving(**settings) as server:
+        address = server.address
 
-    async def talk(*pieces: bytes) -> bytes:
-        reader, writer = await asyncio.open_connection(address.host, address.port)
-        with contextlib.suppress(ConnectionError):
-            for piece in pieces:
-                writer.write(piece)
-                await writer.drain()
-        answer = await asyncio.wait_for(reader.read(), 20)
-        writer.close()
-        return answer
+        async def talk(*pieces: bytes) -> bytes:
+            reader, writer = await asyncio.open_connection(address.host, address.port)
+            with contextlib.suppress(ConnectionError):
+                for piece in pieces:
+                    writer.write(piece)
+                    await writer.drain()
+            answer = await asyncio.wait_for(reader.read(), 20)
+            writer.close()
+            return answer
 
-    try:
         yield talk, address
-    finally:
-        await server.stop()
 
 
 def request(body: bytes = b"", headers: bytes = b"", close: bool = True) -> bytes:
@@ -313,47 +309,29 @@ def test_a_client_that_goes_away_withdraws_its_request(planes):
     assert planes.data.withdrawn == 1
 
 
-def test_a_request_that_waits_long_is_answered_all_the_same(planes):
+def test_a_request_that_waits_long_is_answered_all_the_same(planes, held):
     async def main():
-        watched, arrived = asyncio.Event(), asyncio.Event()
-
-        async def behave(request):
-            arrived.set()
-            await watched.wait()
-            return InferResponse(b"late")
-
-        planes.data.behave = behave
+        planes.data.behave = held
         async with serving(planes) as (talk, _):
-            talking = asyncio.create_task(talk(request(b"x")))
-            await arrived.wait()
-            asyncio.get_running_loop().call_later(5 * SWEEP_S, watched.set)
+            talking = asyncio.create_task(talk(request(b"late")))
+            await held.arrived.wait()
+            asyncio.get_running_loop().call_later(5 * SWEEP_S, held.go_on.set)
             return await talking
 
     assert split(asyncio.run(main()))[2] == b"late"
 
 
-def test_stopping_lets_a_request_finish(planes):
+def test_stopping_lets_a_request_finish(planes, held):
     async def main():
-        arrived, go_on = asyncio.Event(), asyncio.Event()
-
-        async def behave(request):
-            arrived.set()
-            await go_on.wait()
-            return InferResponse(b"done")
-
-        planes.data.behave = behave
-        app = listener_app(frozenset({"inference"}), planes.data, planes.control, planes.services())
-        server = RestServer(app, Address(port=0), drain_timeout_s=5)
-        address = await server.start()
-        reader, writer = await asyncio.open_connection(address.host, address.port)
-        writer.write(request(b"x", close=False))
-        await arrived.wait()
-        stopping = asyncio.create_task(server.stop())
-        asyncio.get_running_loop().call_soon(go_on.set)
-        answer = await reader.read()
-        await stopping
-        writer.close()
-        return answer
+        planes.data.behave = held
+        async with planes.connected() as (server, reader, writer):
+            writer.write(request(b"done", close=False))
+            await held.arrived.wait()
+            stopping = asyncio.create_task(server.stop())
+            asyncio.get_running_loop().call_soon(held.go_on.set)
+            answer = await reader.read()
+            await stopping
+            return answer
 
     assert split(asyncio.run(main()))[2] == b"done"
 
@@ -395,18 +373,16 @@ def test_a_tls_address_without_files_is_refused():
 
 def test_clients_that_come_at_once_are_taken_in_within_a_few_turns_of_the_loop(planes):
     async def main() -> int:
-        app = listener_app(frozenset({"inference"}), planes.data, planes.control, planes.services())
-        server = RestServer(app, Address(port=0), drain_timeout_s=2)
-        address = await server.start()
-        connections = server._server.server_state.connections
-        clients = [socket.create_connection((address.host, address.port)) for _ in range(100)]
-        turns = 0
-        while len(connections) < len(clients):
-            await asyncio.sleep(0)
-            turns += 1
-        for client in clients:
-            client.close()
-        await server.stop()
+        async with planes.serving() as server:
+            connections = server._server.server_state.connections
+            place = server.address.host, server.address.port
+            clients = [socket.create_connection(place) for _ in range(100)]
+            turns = 0
+            while len(connections) < len(clients):
+                await asyncio.sleep(0)
+                turns += 1
+            for client in clients:
+                client.close()
         return turns
 
     for policy in (asyncio.new_event_loop, uvloop.new_event_loop):

@@ -7,10 +7,7 @@ import time
 import pytest
 
 from torchere.serving.frontend.rest import protocol
-from torchere.serving.frontend.rest.app import listener_app
 from torchere.serving.frontend.rest.direct_predictions import SMALL_BODY_BYTES
-from torchere.serving.frontend.rest.server import RestServer
-from torchere.serving.settings import Address
 from torchere.serving.types import InferResponse
 
 TIMEOUT_S = 0.3
@@ -57,21 +54,11 @@ def trickled(planes, *pieces: bytes, every_s: float) -> bytes:
 
     async def main() -> bytes:
         planes.data.behave = echo
-        services = planes.services(max_request_bytes=2 * LARGE)
-        server = RestServer(
-            listener_app(frozenset({"inference"}), planes.data, planes.control, services),
-            Address(port=0),
-            drain_timeout_s=2,
-        )
-        address = await server.start()
-        reader, writer = await asyncio.open_connection(address.host, address.port)
-        for piece in pieces:
-            writer.write(piece)
-            await asyncio.sleep(every_s)
-        said = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
-        writer.close()
-        await server.stop()
-        return said
+        async with planes.connected(max_request_bytes=2 * LARGE) as (_, reader, writer):
+            for piece in pieces:
+                writer.write(piece)
+                await asyncio.sleep(every_s)
+            return await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
 
     return asyncio.run(main())
 

@@ -5,8 +5,6 @@ import asyncio
 import pytest
 
 from torchere.serving.frontend.rest import protocol
-from torchere.serving.frontend.rest.app import listener_app
-from torchere.serving.frontend.rest.server import RestServer
 from torchere.serving.settings import Address
 from torchere.serving.types import InferResponse
 
@@ -36,12 +34,8 @@ def conversations(planes, *pieces_of_each: list[bytes]) -> list[bytes]:
         return said
 
     async def main() -> list[bytes]:
-        app = listener_app(frozenset({"inference"}), planes.data, planes.control, planes.services())
-        server = RestServer(app, Address(port=0), drain_timeout_s=2)
-        address = await server.start()
-        said = await asyncio.gather(*[talk(address, pieces) for pieces in pieces_of_each])
-        await server.stop()
-        return said
+        async with planes.serving() as server:
+            return await asyncio.gather(*[talk(server.address, pieces) for pieces in pieces_of_each])
 
     return asyncio.run(main())
 

@@ -8,9 +8,6 @@ import time
 import pytest
 
 from torchere.serving.frontend import unread
-from torchere.serving.frontend.rest.app import listener_app
-from torchere.serving.frontend.rest.server import RestServer
-from torchere.serving.settings import Address
 from torchere.serving.types import InferResponse
 
 TIMEOUT_S = 0.3
@@ -34,23 +31,14 @@ async def asked(planes, request):
         return InferResponse(ANSWER)
 
     planes.data.behave = long_answer
-    server = RestServer(
-        listener_app(frozenset({"inference"}), planes.data, planes.control, planes.services()),
-        Address(port=0),
-        drain_timeout_s=2,
-    )
-    address = await server.start()
-    client = socket.socket()
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 32_768)
-    client.setblocking(False)
     loop = asyncio.get_running_loop()
-    await loop.sock_connect(client, (address.host, address.port))
-    await loop.sock_sendall(client, request)
-    try:
-        yield client
-    finally:
-        client.close()
-        await server.stop()
+    async with planes.serving() as server:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 32_768)
+            client.setblocking(False)
+            await loop.sock_connect(client, (server.address.host, server.address.port))
+            await loop.sock_sendall(client, request)
+            yield client
 
 
 async def read_all(client, *, every_s=0.0):
