@@ -160,6 +160,7 @@ def measure(folder: Path, executors: int, models: Sequence[str] = (MODEL,)) -> i
         # Twice as many at a time as there are executors, so that none is ever without work.
         with ThreadPoolExecutor(2 * executors) as clients:
             list(clients.map(predict, range(_PREDICTIONS_PER_EXECUTOR * executors * len(models))))
+        wait_until_unpacked(server)
         return tree_pss(server.process.pid)
 
 
@@ -229,6 +230,19 @@ def wait_until_ready(server: Server, model: str, executors: int) -> None:
             raise ServerFailed(
                 f"torchere serve has no {executors} READY executors, {found}; its log:\n{words}"
             )
+        time.sleep(0.2)
+
+
+def wait_until_unpacked(server: Server) -> None:
+    """Block until the server has let go of its archives: large weights stay in them for a moment.
+
+    Raises:
+        ServerFailed: it took longer than `START_TIMEOUT_S`.
+    """
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while ".mar" in Path(f"/proc/{server.process.pid}/maps").read_text():
+        if time.monotonic() > deadline_s:
+            raise ServerFailed("torchere serve still has the pages of an archive in its memory")
         time.sleep(0.2)
 
 
