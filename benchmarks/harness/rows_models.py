@@ -26,8 +26,8 @@ _SHARE = 0.95  # of the bare loop
 # what is on its way when wrk stops counts for nothing; in 2 s that was a tenth of all rows, or more.
 LONGER = 12
 _COLUMNS = {"per_second": "rows/s", "p50_ms": "p50 ms", "batch": "batch", "loops": "loops"}
-_BATCHES = (1, 2, 4, 8, 16)  # what the bare loop tries, too
-_TRY_S = 5.0  # of the server with each
+_BATCHES = (1, 2, 4, 8, 16, 32)  # what the bare loop tries, too
+TRY_S = 10.0  # of the server with each
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def plan_of(subject: _Subject, shop: Workshop) -> Plan:
     """What the server was fastest with, tried once a run; as many executors as the best bare loop has."""
     loops = int(_bare_loop(subject, shop, 0)["loops"])
     plans = [Plan(batch, loops) for batch in _BATCHES]
-    return max(plans, key=lambda plan: _rates(subject, plan, Conditions(shop, _TRY_S))["per_second"])
+    return max(plans, key=lambda plan: _rates(subject, plan, Conditions(shop, TRY_S))["per_second"])
 
 
 def _bare_loop(subject: _Subject, shop: Workshop, seconds: float, *options: str) -> Figures:
@@ -151,9 +151,9 @@ def _row(key: str, title: str, what: str, subject: _Subject) -> Row:
         title,
         f"{what} as raw tensors of the Open Inference Protocol over REST, by wrk. The bare loop runs the "
         f"same TorchScript file on the same tensors with {cores()} threads in all, as one loop or as one for "
-        "each thread, whichever is faster, with the best batch size of 1, 2, 4, 8 and 16, and with the "
+        "each thread, whichever is faster, with the best batch size of 1, 2, 4, 8, 16 and 32, and with the "
         "server's settings of the allocator. The server, with the built-in handler tensor, has the batch "
-        f"size that it was fastest with in {_TRY_S:g} s of each before the first round, as many executor "
+        f"size that it was fastest with in {TRY_S:g} s of each before the first round, as many executor "
         "threads as there were loops, and twice as many clients as rows fit into them. "
         f"Both run {LONGER} times as long as other phases, for what is on its way at the end does not count.",
         {"torchere": _served(subject), "bare loop": _bare(subject)},

@@ -1,6 +1,6 @@
 """The floor under a model server: bare loops over the same file, nothing served.
 
-    python bare_loop.py FILE INPUT... --seconds 2 --threads 2 [--batches 1,2,4,8,16] [--each] [--optimize]
+    python bare_loop.py FILE INPUT... --seconds 2 --threads 2 [--batches 1,2,4,8,16,32] [--each] [--optimize]
 
 FILE is TorchScript, or a `.pt2`, which is loaded as the server does, for torch's own binding keeps the GIL.
 An INPUT is one row: a `.npy` file with the batch as its first dimension, repeated for larger batches; or a
@@ -155,7 +155,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("inputs", type=Path, nargs="+", help=".npy files of one row, or one picture")
     parser.add_argument("--seconds", type=float, default=2.0, help="of the measurement; default: %(default)s")
     parser.add_argument("--threads", type=int, default=2, help="in all; default: %(default)s")
-    parser.add_argument("--batches", default="1,2,4,8,16", help="sizes to try; default: %(default)s")
+    parser.add_argument("--batches", default="1,2,4,8,16,32", help="sizes to try; default: %(default)s")
     parser.add_argument("--each", action="store_true", help="one thread for each loop, and no other way")
     parser.add_argument("--optimize", action="store_true", help="TorchScript for this processor, at load")
     return parser
