@@ -34,7 +34,7 @@ PEER_LIST = (
         "bin/torchserve",
         ("java",),
     ),
-    Peer("mosec", (_TORCH, "mosec"), "lib/python*/site-packages/mosec"),
+    Peer("mosec", (_TORCH, "mosec", "orjson"), "lib/python*/site-packages/orjson"),
     Peer("litserve", (_TORCH, "litserve"), "lib/python*/site-packages/litserve"),
     Peer(
         "triton",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 
 from harness import servers
 from harness.figures import Goal
@@ -47,17 +48,21 @@ def closed_loop(
 
 
 _OTHERS = ("mosec", "triton", "litserve")
+_FAST_JSON = "mosec, orjson"
 _UNBATCHED = "torchserve, batch size 1"
+_TORCHSERVES = ("torchserve", _UNBATCHED)
 _OURS_UNBATCHED = "torchere, batch size 1"
 _TINY_GOALS = (
-    Goal("req/s at 32 clients, to TorchServe", "rps_32", 12, against=("torchserve",)),
-    Goal("req/s at 128 clients, to TorchServe", "rps_128", 12, against=("torchserve",)),
-    Goal("req/s at 32 clients, to TorchServe as it comes", "rps_32", None, against=(_UNBATCHED,)),
-    Goal("req/s at 128 clients, to TorchServe as it comes", "rps_128", None, against=(_UNBATCHED,)),
+    Goal("req/s at 32 clients, to TorchServe as it comes", "rps_32", 12, against=(_UNBATCHED,)),
+    Goal("req/s at 128 clients, to TorchServe as it comes", "rps_128", 12, against=(_UNBATCHED,)),
+    Goal("req/s at 32 clients, to TorchServe with batches", "rps_32", 12, against=("torchserve",)),
+    Goal("req/s at 128 clients, to TorchServe with batches", "rps_128", 12, against=("torchserve",)),
     Goal("req/s at 32 clients, neither batches", "rps_32", None, against=(_UNBATCHED,), ours=_OURS_UNBATCHED),
     Goal("req/s at 32 clients, to the best of mosec, Triton, LitServe", "rps_32", 1.1, against=_OTHERS),
     Goal("req/s at 128 clients, to the best of mosec, Triton, LitServe", "rps_128", 1.0, against=_OTHERS),
-    Goal("p50 of 1 client, to the best peer", "p50_1_ms", 0.75, False, ("torchserve", *_OTHERS)),
+    Goal("req/s at 32 clients, to mosec with orjson in its worker", "rps_32", 1.1, against=(_FAST_JSON,)),
+    Goal("req/s at 128 clients, to mosec with orjson in its worker", "rps_128", 1.0, against=(_FAST_JSON,)),
+    Goal("p50 of 1 client, to the best peer", "p50_1_ms", 0.75, False, (*_TORCHSERVES, *_OTHERS, _FAST_JSON)),
     Goal("req/s at 32 clients, to the echo", "rps_32", None, against=("echo",)),
     Goal("the echo, to TorchServe", "rps_32", None, against=("torchserve",), ours="echo"),
 )
@@ -71,8 +76,9 @@ def _tiny() -> Row:
         "TorchServe serve the same archive (base_handler, json envelope, batches of up to 32, 2 workers), "
         "both also without batches, which is what they do unless they are told otherwise; "
         "mosec, LitServe and Triton run the same file with batches of up to 32 in one worker, as their "
-        "documents say. The echo is uvloop and httptools with nothing behind them: what one process of "
-        "Python could reach if it did nothing.",
+        "documents say, mosec also with orjson in the place of its own JSON, which is written by Python. The "
+        "echo is uvloop and httptools with nothing behind them: what one process of Python could reach if it "
+        "did nothing.",
         {
             "torchere": _with_archive(servers.torchere, "tiny"),
             "torchserve": _with_archive(servers.torchserve, "tiny"),
@@ -80,6 +86,9 @@ def _tiny() -> Row:
             _UNBATCHED: _with_archive(servers.torchserve, "single"),
             "echo": _echo,
             "mosec": _with_file(servers.mosec, Probe("/inference", plain_body(), b'"y"')),
+            _FAST_JSON: _with_file(
+                partial(servers.mosec, fast_json=True), Probe("/inference", plain_body(), b'"y"')
+            ),
             "litserve": _with_file(servers.litserve, Probe("/predict", plain_body(), b'"y"')),
             "triton": _with_file(servers.triton, Probe("/v2/models/mlp/infer", v2_body(), b'"outputs"')),
         },

@@ -91,12 +91,13 @@ def http_echo(shop: Workshop) -> Iterator[Endpoint]:
 
 
 @contextmanager
-def mosec(shop: Workshop, width: int, layers: int) -> Iterator[Endpoint]:
-    """The server of mosec, with one worker and its own batching."""
+def mosec(shop: Workshop, width: int, layers: int, *, fast_json: bool = False) -> Iterator[Endpoint]:
+    """The server of mosec, with one worker and its own batching; `fast_json`: see `peers/mosec_server.py`."""
     python = environment("mosec") / "bin" / "python"
     (port,) = free_ports(1)
     command = [str(python), str(SCRIPTS / "mosec_server.py"), "--address", "127.0.0.1", "--port", str(port)]
-    with _scripted(shop, command, port, width, layers) as endpoint:
+    extra = {"FAST_JSON": "1"} if fast_json else {}
+    with _scripted(shop, command, port, width, layers, **extra) as endpoint:
         yield endpoint
 
 
@@ -111,8 +112,11 @@ def litserve(shop: Workshop, width: int, layers: int) -> Iterator[Endpoint]:
 
 
 @contextmanager
-def _scripted(shop: Workshop, command: list[str], port: int, width: int, layers: int) -> Iterator[Endpoint]:
+def _scripted(
+    shop: Workshop, command: list[str], port: int, width: int, layers: int, **variables: str
+) -> Iterator[Endpoint]:
     extra = {
+        **variables,
         "MODEL": str(shop.mlp(width, layers)),
         "PORT": str(port),
         "BATCH": str(MAX_BATCH),

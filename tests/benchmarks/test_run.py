@@ -26,7 +26,7 @@ def test_the_list_shows_every_row_and_its_contenders(capsys):
     shown = capsys.readouterr().out
     assert "tiny_mlp" in shown
     ours_and_torchserve = "torchere, torchserve, torchere, batch size 1, torchserve, batch size 1"
-    assert f"{ours_and_torchserve}, echo, mosec, litserve, triton" in shown
+    assert f"{ours_and_torchserve}, echo, mosec, mosec, orjson, litserve, triton" in shown
     assert len(shown.splitlines()) >= 8
 
 
@@ -34,7 +34,7 @@ def test_peers_that_are_not_asked_for_are_left_out(capsys):
     assert run("--list", "--only", "tiny_mlp,grpc", "--peers", "mosec") == 0
     shown = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in shown] == ["tiny_mlp", "grpc"]
-    assert shown[0].endswith("torchere, torchere, batch size 1, echo, mosec")
+    assert shown[0].endswith("torchere, torchere, batch size 1, echo, mosec, mosec, orjson")
     assert shown[1].endswith("torchere, grpc.aio echo")
 
 
