@@ -24,13 +24,14 @@ class Measured:
 def measure(row: Row, conditions: Conditions, count: int) -> Measured:
     """Run the rounds; prints a line for each turn. A contender that can't be had is asked once only."""
     measured = Measured(row)
+    width = max(map(len, row.contenders), default=0)
     out: set[str] = set()
     taken: dict[str, list[Figures]] = {name: [] for name in row.contenders}
     for number in range(count):
         for name in turns(list(row.contenders), number):
             if name in out:
                 continue
-            print(f"[{row.key}] round {number + 1}/{count} {name:<14}", end="", flush=True)
+            print(f"[{row.key}] round {number + 1}/{count} {name:<{width}}  ", end="", flush=True)
             figures: Figures = {}
             try:
                 figures = row.contenders[name](conditions)

@@ -19,7 +19,7 @@ from harness.processes import Probe
 from harness.real_models import SIDE, lite0_archive, lite0_file
 from harness.rows import Conditions, Figures, Measure, Row
 from harness.rows_http import closed_loop
-from harness.rows_models import LONGER, TRY_S, Plan, cores, longer
+from harness.rows_models import LONGER, TRY_S, Plan, cores, fastest, longer
 from torchere.archiver import open_archive
 
 _BATCHES = (8, 16)  # of the server: what bare loops with one thread each are the fastest with
@@ -50,7 +50,7 @@ def _torchere(conditions: Conditions) -> Figures:
 def _plan(shop: Workshop) -> Plan:
     """What the server was fastest with, tried once a run."""
     plans = [Plan(batch, cores()) for batch in _BATCHES]
-    return max(plans, key=lambda plan: _rates(plan, Conditions(shop, TRY_S))["per_second"])
+    return fastest(plans, lambda plan: _rates(plan, Conditions(shop, TRY_S))["per_second"])
 
 
 def _rates(plan: Plan, conditions: Conditions) -> Figures:
@@ -98,8 +98,8 @@ def rows() -> list[Row]:
             "Image classification, EfficientNet-Lite0",
             f"The demo's fp32 archive (built-in image_classifier, {cores()} threads): a JPEG of {_SENT} x "
             f"{_SENT} pixels in, five labels out. The server has the batch size of "
-            f"{' and '.join(map(str, _BATCHES))} that it was faster with in {TRY_S:g} s of each before the "
-            "first round, and twice as many clients as pictures fit into the executors. One bare loop "
+            f"{' and '.join(map(str, _BATCHES))} that it was faster with in tries of {TRY_S:g} s before "
+            "the first round, and twice as many clients as pictures fit into the executors. One bare loop "
             "decodes, cuts and normalises the same JPEG for every run, as the handler does; the other runs "
             "forward only, on tensors that are there already. Each takes the best batch size of 1, 2, 4, 8, "
             "16 and 32, and the better of one loop on all cores and one loop a core, with the server's "
