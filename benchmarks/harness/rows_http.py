@@ -69,6 +69,7 @@ _TINY_GOALS = (
 
 
 def _tiny() -> Row:
+    mosec = Probe("/inference", plain_body(), b'"y"')
     return Row(
         "tiny_mlp",
         "Tiny MLP, thread executors",
@@ -85,10 +86,8 @@ def _tiny() -> Row:
             _OURS_UNBATCHED: _with_archive(servers.torchere, "single"),
             _UNBATCHED: _with_archive(servers.torchserve, "single"),
             "echo": _echo,
-            "mosec": _with_file(servers.mosec, Probe("/inference", plain_body(), b'"y"')),
-            _FAST_JSON: _with_file(
-                partial(servers.mosec, fast_json=True), Probe("/inference", plain_body(), b'"y"')
-            ),
+            "mosec": _with_file(servers.mosec, mosec),
+            _FAST_JSON: _with_file(partial(servers.mosec, fast_json=True), mosec),
             "litserve": _with_file(servers.litserve, Probe("/predict", plain_body(), b'"y"')),
             "triton": _with_file(servers.triton, Probe("/v2/models/mlp/infer", v2_body(), b'"outputs"')),
         },

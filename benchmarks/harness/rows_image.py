@@ -19,7 +19,8 @@ from harness.processes import Probe
 from harness.real_models import SIDE, lite0_archive, lite0_file
 from harness.rows import Conditions, Figures, Measure, Row
 from harness.rows_http import closed_loop
-from harness.rows_models import LONGER, TRY_S, Plan, cores, fastest, longer
+from harness.rows_models import LONGER, TRY_S, Plan, cores, longer
+from harness.tries import fastest, tries_of
 from torchere.archiver import open_archive
 
 _BATCHES = (8, 16)  # of the server: what bare loops with one thread each are the fastest with
@@ -50,7 +51,7 @@ def _torchere(conditions: Conditions) -> Figures:
 def _plan(shop: Workshop) -> Plan:
     """What the server was fastest with, tried once a run."""
     plans = [Plan(batch, cores()) for batch in _BATCHES]
-    return fastest(plans, lambda plan: _rates(plan, Conditions(shop, TRY_S))["per_second"])
+    return fastest(tries_of(plans, lambda plan: _rates(plan, Conditions(shop, TRY_S))["per_second"]))
 
 
 def _rates(plan: Plan, conditions: Conditions) -> Figures:
@@ -103,10 +104,9 @@ def rows() -> list[Row]:
             "decodes, cuts and normalises the same JPEG for every run, as the handler does; the other runs "
             "forward only, on tensors that are there already. Each takes the best batch size of 1, 2, 4, 8, "
             "16 and 32, and the better of one loop on all cores and one loop a core, with the server's "
-            "settings of the "
-            "allocator. The archive says `torchscript: optimize_for_inference`, which the packer measured to "
-            "gain: the server optimises the file while it loads it. The bare loops run it as it is, and "
-            "optimised in the same way. All run "
+            "settings of the allocator. The archive says `torchscript: optimize_for_inference`, which the "
+            "packer measured to gain: the server optimises the file while it loads it. The bare loops run it "
+            "as it is, and optimised in the same way. All run "
             f"{LONGER} times as long as other phases, for what is on its way at the end does not count.",
             {
                 "torchere": _torchere,

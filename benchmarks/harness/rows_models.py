@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +19,7 @@ from harness.models import Workshop
 from harness.processes import Probe
 from harness.rows import Conditions, Figures, Row
 from harness.rows_http import closed_loop
+from harness.tries import fastest, tries_of
 from torchere.archiver.signature import Signature
 
 _SHARE = 0.95  # of the bare loop
@@ -29,7 +29,6 @@ LONGER = 12
 _COLUMNS = {"per_second": "rows/s", "p50_ms": "p50 ms", "batch": "batch", "loops": "loops"}
 _BATCHES = (1, 2, 4, 8, 16, 32)  # what the bare loop tries, too
 TRY_S = 6.0  # of the server with each
-_NEAR, _TRIES_AGAIN = 0.1, 2  # as in `peers/bare_loop.py`
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,25 +75,13 @@ LITE0 = _Subject("lite0t", real_models.lite0_file, real_models.LITE0, _lite0_row
 MINILM = _Subject("minilm", real_models.minilm_file, real_models.MINILM, _minilm_rows)
 
 
-def fastest(plans: Sequence[Plan], rate: Callable[[Plan], float]) -> Plan:
-    """The plan with the greatest median rate, for one try in a noisy moment must not decide.
-
-    Those near the fastest are tried again, in turn, as the bare loop does with its ways.
-    """
-    tries = {plan: [rate(plan)] for plan in plans}
-    least = (1 - _NEAR) * max(rates[0] for rates in tries.values())
-    near = [plan for plan, rates in tries.items() if rates[0] >= least]
-    for plan in near * _TRIES_AGAIN:
-        tries[plan].append(rate(plan))
-    return max(tries, key=lambda plan: median(tries[plan]))
-
-
 @cache
 def plan_of(subject: _Subject, shop: Workshop) -> Plan:
     """What the server was fastest with, tried once a run; as many executors as the best bare loop has."""
     loops = int(_bare_loop(subject, shop, 0)["loops"])
     plans = [Plan(batch, loops) for batch in _BATCHES]
-    return fastest(plans, lambda plan: _rates(subject, plan, Conditions(shop, TRY_S))["per_second"])
+    tried = Conditions(shop, TRY_S)
+    return fastest(tries_of(plans, lambda plan: _rates(subject, plan, tried)["per_second"]))
 
 
 def _bare_loop(subject: _Subject, shop: Workshop, seconds: float, *options: str) -> Figures:

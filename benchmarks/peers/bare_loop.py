@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -30,11 +30,12 @@ import numpy as np
 import torch
 from PIL import Image
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from harness.tries import fastest, tries_of  # found by the line above
+
 Inputs = tuple[torch.Tensor, ...]
 WARM_UP_RUNS = 3  # TorchScript specialises on the second
 TRY_S = 0.4  # of each batch size and way; at least one run
-NEAR = 0.1  # ways this much slower than the fastest are not tried again
-TRIES_AGAIN = 2  # of those that are nearer
 RESIZE, CROP = 256, 224  # of pictures, in pixels
 
 
@@ -123,8 +124,8 @@ def main() -> None:
     """Try everything, measure the best, print."""
     options = _arguments().parse_args()
     work = Work(options.file, options.inputs, optimize=options.optimize)
-    tries = tries_of(work, _ways(options))
-    best = max(tries, key=lambda way: statistics.median(tries[way]))
+    tries = _tries(work, _ways(options))
+    best = fastest(tries)
     found = {"batch": best.batch, "loops": best.loops, "per_second": rate(work, best, options.seconds)}
     tried = {f"batch {way.batch}, {way.loops} loop(s)": rates for way, rates in tries.items()}
     print(json.dumps({**found, "tries": tried}))
@@ -137,16 +138,11 @@ def _ways(options: argparse.Namespace) -> list[Way]:
     return [Way(batch, *side) for batch in map(int, options.batches.split(",")) for side in sides]
 
 
-def tries_of(work: Work, ways: list[Way]) -> dict[Way, list[float]]:
-    """Rows a second of each way: of one try, and of more in turn for those near the fastest."""
+def _tries(work: Work, ways: list[Way]) -> dict[Way, list[float]]:
+    """Rows a second of each way; what is the only one need not be tried."""
     if len(ways) == 1:
         return {ways[0]: [0.0]}
-    tries = {way: [rate(work, way, TRY_S)] for way in ways}
-    least = (1 - NEAR) * max(rates[0] for rates in tries.values())
-    near = [way for way, rates in tries.items() if rates[0] >= least]
-    for way in near * TRIES_AGAIN:
-        tries[way].append(rate(work, way, TRY_S))
-    return tries
+    return tries_of(ways, lambda way: rate(work, way, TRY_S))
 
 
 def _arguments() -> argparse.ArgumentParser:

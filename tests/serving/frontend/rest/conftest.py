@@ -8,7 +8,7 @@ import pytest
 from torchere.serving.frontend.rest.app import listener_app
 from torchere.serving.frontend.rest.server import RestServer
 from torchere.serving.settings import Address
-from torchere.serving.types import InferResponse
+from torchere.serving.types import InferResponse, StreamedResponse
 
 
 @pytest.fixture
@@ -72,3 +72,26 @@ class Held:
 def held() -> Held:
     """A behaviour that holds requests back until the test lets them go on."""
     return Held()
+
+
+class Endless:
+    """For `planes.data.behave`: an answer that streams `first`, then nothing until it is given up."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+
+    async def __call__(self, request) -> StreamedResponse:
+        return StreamedResponse(InferResponse(b""), self._parts())
+
+    async def _parts(self):
+        try:
+            yield b"first"
+            await asyncio.Event().wait()
+        finally:
+            self.ended.set()
+
+
+@pytest.fixture
+def endless() -> Endless:
+    """A behaviour whose answer never ends."""
+    return Endless()

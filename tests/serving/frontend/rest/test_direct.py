@@ -243,29 +243,17 @@ def test_what_a_request_passes_is_timed(planes, talk):
     assert timeline.over
 
 
-def test_a_stream_whose_client_left_is_given_up(planes):
-    ended = asyncio.Event()
-
-    async def parts():
-        try:
-            yield b"first"
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
-
-    async def behave(request):
-        return StreamedResponse(InferResponse(b""), parts())
-
+def test_a_stream_whose_client_left_is_given_up(planes, endless):
     async def main() -> None:
-        planes.data.behave = behave
+        planes.data.behave = endless
         async with planes.connected() as (_, reader, writer):
             writer.write(plain(b"x"))
             await asyncio.wait_for(reader.readuntil(b"first"), 20)
             writer.close()
-            await asyncio.wait_for(ended.wait(), 20)
+            await asyncio.wait_for(endless.ended.wait(), 20)
 
     asyncio.run(main())
-    assert ended.is_set()
+    assert endless.ended.is_set()
 
 
 def exchange(planes, *messages: bytes, before=None, **settings):

@@ -6,8 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchere.serving.types import InferResponse, StreamedResponse
-
 DIRECT = b"POST /predictions/echo HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\nx"
 FRAMEWORK = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
 
@@ -136,26 +134,14 @@ def test_a_client_that_asks_for_the_end_hears_it_once(planes):
 
 
 @pytest.mark.parametrize("request_bytes", [DIRECT, DIRECT.replace(b"Host: x", b"Host: x\r\nExpect: x")])
-def test_a_stream_that_does_not_end_in_time_is_given_up(planes, request_bytes):
+def test_a_stream_that_does_not_end_in_time_is_given_up(planes, endless, request_bytes):
     async def main():
-        ended = asyncio.Event()
-
-        async def parts():
-            try:
-                yield b"first"
-                await asyncio.Event().wait()
-            finally:
-                ended.set()
-
-        async def behave(request):
-            return StreamedResponse(InferResponse(b""), parts())
-
-        planes.data.behave = behave
+        planes.data.behave = endless
         async with planes.connected() as (server, reader, writer):
             writer.write(request_bytes)
             await reader.readuntil(b"first")
             server._server.config.timeout_graceful_shutdown = 0.05
             await server.stop()
-            await asyncio.wait_for(ended.wait(), 20)
+            await asyncio.wait_for(endless.ended.wait(), 20)
 
     asyncio.run(main())
