@@ -12,11 +12,13 @@ class TorchScriptOptions:
     """What the packer found best for the model, and the server does while it loads it."""
 
     quantized_engine: str | None = None  # that int8 weights are packed for; None: the process's own
-    optimize_for_inference: bool = False  # on a CPU; see archiver/models/optimize.py
+    optimize_for_inference: bool = False  # on a CPU; see archiver/models/optimized.py
 
     @staticmethod
     def read(config: Mapping[str, Any]) -> TorchScriptOptions:
         """The options in a whole model-config.yaml; members of the section that are not known do nothing.
+
+        With `autocast` nothing is optimised: weights that are packed in float32 take no other type.
 
         Raises:
             ValueError: `optimize_for_inference` is neither true nor false.
@@ -30,7 +32,9 @@ class TorchScriptOptions:
                 f"torchscript.optimize_for_inference in model-config.yaml is {optimize!r}; expected true or "
                 "false"
             )
-        return TorchScriptOptions(section.get("quantized_engine"), bool(optimize))
+        return TorchScriptOptions(
+            section.get("quantized_engine"), bool(optimize) and config.get("autocast") is None
+        )
 
     def lines(self) -> list[str]:
         """The members of the section as YAML, a line each; none when there is nothing to say."""

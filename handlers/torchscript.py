@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
+from torchere.archiver.models.optimized import optimized
 from torchere.archiver.torchscript_files import UnsafeScript, check_script
 from torchere.archiver.torchscript_options import TorchScriptOptions
 from torchere.handlers.torchscript_mapped import load_mapped
@@ -20,6 +21,15 @@ logger = logging.getLogger(__name__)
 # rebuilt while a module loads. Every load takes it: one without a wish must not see another's.
 _LOAD_LOCK = threading.Lock()
 _AS_IT_IS = TorchScriptOptions()
+# A worker process has these to itself, while the weights in the file are there once for all of them.
+_MOST_PACKED_BYTES_OF_A_WORKER = 64 * 2**20
+_most_packed_bytes: int | None = None  # None: all; set once, before anything is loaded
+
+
+def spare_memory() -> None:
+    """Optimise no more than 64 MiB of linear layers from now on: this process is one of a model's workers."""
+    global _most_packed_bytes  # noqa: PLW0603  # what a process is for is the process's
+    _most_packed_bytes = _MOST_PACKED_BYTES_OF_A_WORKER
 
 
 def load_torchscript(
@@ -45,8 +55,7 @@ def load_torchscript(
         module = _in_eval_mode(_load(path, device))
         if options.optimize_for_inference and torch.device(device).type == "cpu":
             try:
-                optimized: torch.jit.ScriptModule = torch.jit.optimize_for_inference(module)
-                return optimized
+                return optimized(module, _most_packed_bytes)
             except RuntimeError as err:
                 logger.warning("%s is served as it is, for it can't be optimised: %s", path, err)
                 module = _in_eval_mode(_load(path, device))  # again: what failed may have changed it

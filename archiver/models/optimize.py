@@ -1,10 +1,11 @@
-"""TorchScript in oneDNN's own layouts: what `torch.jit.optimize_for_inference` makes of convolutions.
+"""Whether TorchScript is faster in oneDNN's own layouts (`optimized.py`), and worth its memory.
 
-By itself each convolution brings its input into the layout that oneDNN likes, and its output back. Optimised,
-the layers between them work in that layout, too, and the weights are brought into it once. That is for the
-processor it is done on and can't be saved, so that it is done at each load; what it gains is measured when
-the archive is packed. Layers between convolutions may take fewer sizes then: `AdaptiveAvgPool2d` of oneDNN
-wants a multiple of its output. So it is for models of which nothing but the batch varies.
+By itself each convolution brings its input into the layout that oneDNN likes, and its output back, and each
+linear layer its weights. Optimised, the layers between convolutions work in that layout, too, and all weights
+are brought into it once. That is for the processor it is done on and can't be saved, so that it is done at
+each load; what it gains is measured when the archive is packed. Layers between convolutions may take fewer
+sizes then: `AdaptiveAvgPool2d` of oneDNN wants a multiple of its output. So it is for models with
+convolutions only where nothing but the batch varies.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from torchere.archiver.models.engines import rebuilt_file
+from torchere.archiver.models.optimized import has_convolutions, has_linear_layers, optimized
 from torchere.archiver.models.verify_outputs import answers, difference
 from torchere.archiver.models.verify_timing import Samples, batches_of, medians_ms, one_thread
 from torchere.archiver.signature import ANY, Signature
@@ -25,7 +26,6 @@ from torchere.archiver.torchscript_options import TorchScriptOptions
 MAX_DRIFT = 1e-3  # from the model as it is; only the order of sums is another
 LEAST_GAIN = 1.05  # at every batch size: less is noise, and the second copy of the weights costs memory
 _BUDGET_S = 1.5  # of timing, for each batch size and both ways
-_CONVOLUTIONS = ("aten::_convolution", "aten::conv2d", "aten::conv3d")  # as traced, as scripted
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +55,14 @@ class Gain:
 def loaded(file: Path, options: TorchScriptOptions) -> torch.jit.ScriptModule:
     """Load a file onto the CPU as a server does; RuntimeError when an engine or the optimiser can't."""
     module = rebuilt_file(file, options.quantized_engine)
-    if not options.optimize_for_inference:
-        return module
-    optimized: torch.jit.ScriptModule = torch.jit.optimize_for_inference(module.eval())
-    return optimized
+    return optimized(module.eval()) if options.optimize_for_inference else module
 
 
-def only_batch_varies(signature: Signature) -> bool:
-    """Whether the sizes that the samples have are all there are."""
-    return all(ANY not in spec.shape[1:] for spec in signature.inputs)
-
-
-def has_convolutions(module: torch.jit.ScriptModule) -> bool:
-    """Whether there is anything to gain."""
-    graph: Any = module.inlined_graph
-    return any(graph.findAllNodes(kind, True) for kind in _CONVOLUTIONS)
+def may_gain(module: torch.jit.ScriptModule, signature: Signature) -> bool:
+    """Whether there is anything to gain, and it takes all the sizes then that the signature promises."""
+    if has_convolutions(module):
+        return all(ANY not in spec.shape[1:] for spec in signature.inputs)
+    return has_linear_layers(module)
 
 
 def measured_gain(file: Path, samples: Samples, *, batched: bool) -> Gain | None:

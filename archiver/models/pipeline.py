@@ -35,7 +35,7 @@ from torchere.archiver.models.input_names import inputs_up_to
 from torchere.archiver.models.keeping import keep
 from torchere.archiver.models.loaded import LoadedModel
 from torchere.archiver.models.onnx_rows import tried_signature
-from torchere.archiver.models.optimize import has_convolutions, loaded, measured_gain, only_batch_varies
+from torchere.archiver.models.optimize import loaded, may_gain, measured_gain
 from torchere.archiver.models.packing import Packed, write_model
 from torchere.archiver.models.quantise import Quantised, check_method, quantise, shared_scale
 from torchere.archiver.models.report import REPORT_NAME
@@ -222,7 +222,7 @@ class _Compilation:
         )
         is_open = quantised is None and self.options.verify and may_say(self.options.config_file)
         run: Any = packed.run
-        if not is_open or not has_convolutions(run) or not only_batch_varies(signature):
+        if not is_open or not may_gain(run, signature):
             return load
         with step(self.say, "optimising for inference, to compare"):
             gain = measured_gain(packed.file, samples, batched=signature.batched)

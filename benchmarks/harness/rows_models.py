@@ -1,4 +1,4 @@
-"""Rows of real models, tensors in and out: what of a bare loop over the same file the server keeps."""
+"""Rows of real models, tensors in and out: what of bare loops over the same file the server keeps."""
 
 from __future__ import annotations
 
@@ -21,12 +21,20 @@ from harness.rows import Conditions, Figures, Row
 from harness.rows_http import closed_loop
 from harness.tries import fastest, tries_of
 from torchere.archiver.signature import Signature
+from torchere.archiver.torchscript_options import TorchScriptOptions
 
 _SHARE = 0.95  # of the bare loop
 # Phases are that much longer: a batch takes a tenth of a second and more, on slow machines half of one, and
 # what is on its way when wrk stops counts for nothing; in 2 s that was a tenth of all rows, or more.
 LONGER = 12
-_COLUMNS = {"per_second": "rows/s", "p50_ms": "p50 ms", "batch": "batch", "loops": "loops"}
+_COLUMNS = {
+    "per_second": "rows/s",
+    "p50_ms": "p50 ms",
+    "batch": "batch",
+    "loops": "loops",
+    "optimised": "optimised",
+}
+_OPTIMISED = "bare loop, optimised"
 _BATCHES = (1, 2, 4, 8, 16, 32)  # what the bare loop tries, too
 TRY_S = 6.0  # of the server with each
 
@@ -76,6 +84,18 @@ MINILM = _Subject("minilm", real_models.minilm_file, real_models.MINILM, _minilm
 
 
 @cache
+def options_of(subject: _Subject, shop: Workshop) -> TorchScriptOptions:
+    """How the archive says that the file is to be loaded: as `torchere archive` measures fastest."""
+    import torch  # noqa: PLC0415  # seconds to import
+
+    from torchere.archiver.models.optimize import measured_gain  # noqa: PLC0415  # as above
+
+    sample = tuple(torch.from_numpy(row) for row in subject.rows())
+    gain = measured_gain(subject.file(shop), [sample], batched=True)
+    return TorchScriptOptions(optimize_for_inference=gain is not None and gain.is_worthwhile)
+
+
+@cache
 def plan_of(subject: _Subject, shop: Workshop) -> Plan:
     """What the server was fastest with, tried once a run; as many executors as the best bare loop has."""
     loops = int(_bare_loop(subject, shop, 0)["loops"])
@@ -112,7 +132,9 @@ def binary_request(
 
 def packed(subject: _Subject, plan: Plan, shop: Workshop) -> Probe:
     """Pack its archive, and say what it is asked."""
-    real_models.tensor_archive(shop, subject.name, subject.file(shop), subject.signature, plan.config)
+    load = "".join(f"  {line}\n" for line in options_of(subject, shop).lines())
+    config = plan.config + (f"torchscript:\n{load}" if load else "")
+    real_models.tensor_archive(shop, subject.name, subject.file(shop), subject.signature, config)
     body, headers = binary_request(subject.signature, subject.rows())
     path = f"/v2/models/{subject.name}/infer"
     wanted = f'"name":"{subject.signature.outputs[0].name}"'.encode()
@@ -130,14 +152,17 @@ def _served(subject: _Subject) -> Callable[[Conditions], Figures]:
     def measure(conditions: Conditions) -> Figures:
         plan = plan_of(subject, conditions.shop)
         figures = _rates(subject, plan, longer(conditions))
-        return {**figures, "batch": float(plan.batch), "loops": float(plan.executors)}
+        chosen = {"batch": plan.batch, "loops": plan.executors}
+        optimised = options_of(subject, conditions.shop).optimize_for_inference
+        return {**figures, **{name: float(count) for name, count in chosen.items()}, "optimised": optimised}
 
     return measure
 
 
-def _bare(subject: _Subject) -> Callable[[Conditions], Figures]:
+def _bare(subject: _Subject, *options: str) -> Callable[[Conditions], Figures]:
     def measure(conditions: Conditions) -> Figures:
-        return _bare_loop(subject, conditions.shop, longer(conditions).seconds)
+        figures = _bare_loop(subject, conditions.shop, longer(conditions).seconds, *options)
+        return {**figures, "optimised": float("--optimize" in options)}
 
     return measure
 
@@ -147,20 +172,33 @@ def longer(conditions: Conditions) -> Conditions:
     return replace(conditions, seconds=LONGER * conditions.seconds)
 
 
+def _goal(text: str, against: str) -> Goal:
+    return Goal(f"rows a second, to {text}", "per_second", _SHARE, against=(against,))
+
+
 def _row(key: str, title: str, what: str, subject: _Subject) -> Row:
     return Row(
         key,
         title,
-        f"{what} as raw tensors of the Open Inference Protocol over REST, by wrk. The bare loop runs the "
+        f"{what} as raw tensors of the Open Inference Protocol over REST, by wrk. The bare loops run the "
         f"same TorchScript file on the same tensors with {cores()} threads in all, as one loop or as one for "
         "each thread, whichever is faster, with the best batch size of 1, 2, 4, 8, 16 and 32, and with the "
-        "server's settings of the allocator. The server, with the built-in handler tensor, has the batch "
+        "server's settings of the allocator: one has the file as it is, the other optimises it as the server "
+        "does where the archive says `torchscript: optimize_for_inference`. That it says (1 in the table) "
+        "where the packer measures it to gain. The server, with the built-in handler tensor, has the batch "
         f"size that it was fastest with in tries of {TRY_S:g} s before the first round, as many executor "
         "threads as there were loops, and twice as many clients as rows fit into them. "
         f"Both run {LONGER} times as long as other phases, for what is on its way at the end does not count.",
-        {"torchere": _served(subject), "bare loop": _bare(subject)},
+        {
+            "torchere": _served(subject),
+            "bare loop": _bare(subject),
+            _OPTIMISED: _bare(subject, "--optimize"),
+        },
         _COLUMNS,
-        (Goal("rows a second, to a bare loop over the model", "per_second", _SHARE, against=("bare loop",)),),
+        (
+            _goal("a bare loop over the model", "bare loop"),
+            _goal("a bare loop over the model optimised", _OPTIMISED),
+        ),
     )
 
 

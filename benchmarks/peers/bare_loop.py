@@ -77,8 +77,12 @@ class Work:
 def _loaded(file: Path, *, optimize: bool) -> Any:
     if file.suffix != ".pt2":
         plain = torch.jit.load(str(file))  # type: ignore[no-untyped-call]
-        return torch.jit.optimize_for_inference(plain.eval()) if optimize else plain
-    from torchere.handlers.aot import load_package  # noqa: PLC0415  # TorchScript needs torch only
+        if not optimize:
+            return plain
+        from torchere.archiver.models.optimized import optimized  # noqa: PLC0415  # else torch is enough
+
+        return optimized(plain.eval())
+    from torchere.handlers.aot import load_package  # noqa: PLC0415  # as above
 
     return load_package(str(file), tempfile.mkdtemp(prefix="torchere-bench-"), "cpu")
 

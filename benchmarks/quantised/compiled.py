@@ -8,7 +8,7 @@ from pathlib import Path
 from quantised.zoo import Ready, Sample
 from torchere.archiver.models.dynamic import batch_of as free_batch
 from torchere.archiver.models.folding import folded_paddings
-from torchere.archiver.models.optimize import has_convolutions, loaded
+from torchere.archiver.models.optimize import loaded
 from torchere.archiver.models.quantise_traced import plain_attention, traced
 from torchere.archiver.models.to_aoti import compile_aoti
 from torchere.archiver.models.to_program import to_program
@@ -29,9 +29,9 @@ class Pair:
     title: str
     compiled: str  # how layers with weights are computed
     torchscript_ms: dict[int, float]
+    optimized_ms: dict[int, float]  # TorchScript, optimised for inference while it is loaded
     aoti_ms: dict[int, float]
     drift: float  # of AOTInductor's answers from TorchScript's
-    optimized_ms: dict[int, float] | None = None  # TorchScript, optimised for inference while it is loaded
 
     def speedup(self, batch: int) -> float:
         """How many times as fast AOTInductor is."""
@@ -43,10 +43,10 @@ class Both:
     """A model's two forms, loaded as the server loads them."""
 
     torchscript: CompiledModel
+    optimized: CompiledModel  # the same file
     aoti: CompiledModel
     aoti_file: Path
     compiled: str  # see Pair
-    optimized: CompiledModel | None  # where there are convolutions
 
 
 def both(ready: Ready, folder: Path) -> Both:
@@ -58,9 +58,7 @@ def both(ready: Ready, folder: Path) -> Both:
         script = traced(module, example)
     saved = folder / "model.pt"
     script.save(str(saved))
-    fast = (
-        loaded(saved, TorchScriptOptions(optimize_for_inference=True)) if has_convolutions(script) else None
-    )
+    fast = loaded(saved, TorchScriptOptions(optimize_for_inference=True))
     file = folder / "model.pt2"
     rows = batch_of([example], 2)
     program = to_program(module, rows, [free_batch(rows, (1, _LARGEST_BATCH))])
@@ -70,19 +68,19 @@ def both(ready: Ready, folder: Path) -> Both:
     compiled = load_package(str(file), str(folder), "cpu")
     templates = made.timed is not None and made.timed.templates_win
     layers = "oneDNN" if made.frozen else "templates" if templates else "MKL"
-    return Both(script, compiled, file, layers, fast)
+    return Both(script, fast, compiled, file, layers)
 
 
 def compared(title: str, forms: Both, sample: Sample) -> Pair:
     """Time both forms in turns."""
     found = difference([(flattened(forms.torchscript(*sample)), flattened(forms.aoti(*sample)))])
-    models = [forms.torchscript, forms.aoti, *([forms.optimized] if forms.optimized else [])]
+    models = [forms.torchscript, forms.optimized, forms.aoti]
     times = {size: quick_ms(models, batch_of([sample], size), _BUDGET_S) for size in BATCHES}
     return Pair(
         title=title,
         compiled=forms.compiled,
         torchscript_ms={size: one[0] for size, one in times.items()},
-        aoti_ms={size: one[1] for size, one in times.items()},
+        optimized_ms={size: one[1] for size, one in times.items()},
+        aoti_ms={size: one[2] for size, one in times.items()},
         drift=found.drift,
-        optimized_ms={size: one[2] for size, one in times.items()} if forms.optimized else None,
     )

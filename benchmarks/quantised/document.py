@@ -104,8 +104,8 @@ def markdown(
         f"torchere {machine.torchere} (commit {machine.commit}); load average before the run "
         f"{machine.load_before:g}{quiet}. "
         "One thread; fp32 and int8 are both frozen TorchScript, as it is in the file, run in turns; the "
-        "tenth percentile of processor time. Networks of convolutions in fp32 are faster than here when "
-        "they are [optimised at load](formats.md#convolutions-in-torchscript), and int8 gains less on them.\n"
+        "tenth percentile of processor time. Most models in fp32 are faster than here when they are "
+        "[optimised at load](formats.md#torchscript-for-the-processor), and int8 gains less on them.\n"
     )
     parts = [
         _HEAD,

@@ -25,6 +25,7 @@ from torchere.handlers.metrics import MetricsCache
 from torchere.handlers.resolve import load_entry_point
 from torchere.handlers.shared_models import SharedModels
 from torchere.handlers.tensors_answer import AnswerEncoder
+from torchere.handlers.torchscript import spare_memory
 from torchere.serving.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -80,6 +81,7 @@ class HandlerHost:
 
     def own_process(self) -> None:
         """Nothing else is hosted in this process: the archive's modules get their plain names, too."""
+        spare_memory()
         give_plain_names(archive_of(self._context))
         self._cpu_time = float  # always 0.0: only among threads is it of use, and asking is a system call
         self._is_alone = True

@@ -31,6 +31,11 @@ def test_what_is_written_is_read(options: TorchScriptOptions) -> None:
     assert TorchScriptOptions.read({"torchscript": yaml.safe_load("\n".join(options.lines()))}) == options
 
 
+def test_what_is_computed_in_half_precision_is_not_optimised() -> None:
+    config = {"torchscript": {"optimize_for_inference": True}, "autocast": "bfloat16"}
+    assert TorchScriptOptions.read(config) == TorchScriptOptions()
+
+
 @pytest.mark.parametrize("value", ["yes", 1, []])
 def test_a_value_that_is_no_boolean_is_refused(value: object) -> None:
     with pytest.raises(ValueError, match=r"optimize_for_inference in model-config.yaml is .*true or false"):

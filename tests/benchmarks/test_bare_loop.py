@@ -64,6 +64,13 @@ def test_a_batch_is_the_row_so_many_times_and_runs_at_least_once(file: Path, row
     assert work.run(3, lambda: True) == 3
 
 
+def test_a_model_is_optimised_as_the_server_does_it(file: Path, row: Path) -> None:
+    plain, fast = Work(file, [row]).model, Work(file, [row], optimize=True).model
+
+    kind = "mkldnn::_linear_pointwise"
+    assert (len(plain.graph.findAllNodes(kind)), len(fast.graph.findAllNodes(kind))) == (0, 1)
+
+
 def test_a_bare_loop_sees_the_pixels_that_the_handler_would_show_it() -> None:
     picture = io.BytesIO()
     noise = np.random.default_rng(0).integers(0, 256, (256, 256, 3), np.uint8)

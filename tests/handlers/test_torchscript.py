@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from torchere.archiver.torchscript_options import TorchScriptOptions
+from torchere.handlers import torchscript
 from torchere.handlers.torchscript import load_torchscript
 
 
@@ -194,15 +195,31 @@ def test_an_optimised_module_has_onednns_layouts_and_answers_the_same_in_several
         assert all(threads.map(agrees, batches))
 
 
+def test_linear_layers_of_an_optimised_module_are_packed_once_for_all_threads(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    path = saved(torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU()), tmp_path / "net.pt")
+    module, plain = load_torchscript(path, "cpu", OPTIMIZED), load_torchscript(path, "cpu")
+    assert len(module.graph.findAllNodes("mkldnn::_linear_pointwise")) == 1
+
+    def agrees(rows: int) -> bool:
+        given = torch.rand(rows, 64)
+        with torch.inference_mode():
+            inside = module(given)
+        return torch.allclose(inside, plain(given), atol=1e-5) and torch.allclose(module(given), inside)
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(agrees, [1 + index % 40 for index in range(200)]))
+
+
 def test_a_module_that_torch_cannot_optimise_is_served_as_it_is_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def spoil(module: torch.jit.ScriptModule) -> None:
+    def spoil(module: torch.jit.ScriptModule, most_packed_bytes: int | None) -> None:
         with torch.no_grad():
             module.weight.zero_()
         raise RuntimeError("INTERNAL ASSERT FAILED")  # torch 2.13 does so for torch.clamp(x, 0, 6)
 
-    monkeypatch.setattr(torch.jit, "optimize_for_inference", spoil)
+    monkeypatch.setattr(torchscript, "optimized", spoil)
     path = saved(torch.nn.Conv2d(3, 4, 3), tmp_path / "net.pt")
     module = load_torchscript(path, "cpu", OPTIMIZED)
     rows = torch.rand(2, 3, 12, 12)

@@ -17,7 +17,8 @@ from torchere.archiver import open_archive
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models import optimize, pipeline, verify
 from torchere.archiver.models.config_section import config_with
-from torchere.archiver.models.optimize import Gain, has_convolutions, loaded, measured_gain
+from torchere.archiver.models.optimize import Gain, may_gain, measured_gain
+from torchere.archiver.signature import ANY, Signature, TensorSpec
 from torchere.archiver.torchscript_options import TorchScriptOptions
 from torchere.serving.cli import main
 
@@ -61,10 +62,22 @@ def test_it_is_taken_where_it_gains_throughout_and_answers_the_same(
     assert gain.note.endswith("; taken") is taken
 
 
-def test_convolutions_are_seen_and_their_absence_too(tmp_path: Path) -> None:
-    as_it_is = TorchScriptOptions()
-    assert has_convolutions(loaded(saved(nn.Conv2d(3, 4, 3), tmp_path / "a.pt"), as_it_is))
-    assert not has_convolutions(loaded(saved(nn.Linear(3, 4), tmp_path / "b.pt"), as_it_is))
+@pytest.mark.parametrize(
+    ("module", "length", "may"),
+    [
+        (nn.Conv1d(3, 4, 3), 8, False),
+        (nn.Conv2d(3, 4, 3), 8, True),
+        (nn.Conv2d(3, 4, 3), ANY, False),  # poolings of oneDNN take fewer sizes
+        (nn.Linear(3, 4), ANY, True),
+        (nn.ReLU(), 8, False),
+    ],
+    ids=["another convolution", "convolution", "of any size", "linear layer", "neither"],
+)
+def test_what_is_tried_has_layers_to_gain_with_and_no_sizes_to_lose(
+    module: nn.Module, length: int, may: bool
+) -> None:
+    rows = TensorSpec("x", "FP32", (ANY, 3, length))
+    assert may_gain(torch.jit.script(module.eval()), Signature((rows,), (rows,))) is may
 
 
 def test_both_ways_are_compared_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,35 @@ def test_a_handler_gets_the_dates_and_sets_of_its_model_config(
     asyncio.run(main())
 
 
+OPTIMISED = """
+    import os, torch
+    from torchere.archiver.torchscript_options import TorchScriptOptions
+    from torchere.handlers.torchscript import load_torchscript
+
+    class Handler:
+        def initialize(self, context):
+            layers = torch.nn.Sequential(torch.nn.Linear(4096, 4200), torch.nn.Linear(4200, 2))
+            torch.jit.script(layers.eval()).save("net.pt")
+            options = TorchScriptOptions(optimize_for_inference=True)
+            self.graph = load_torchscript(os.path.abspath("net.pt"), "cpu", options).graph
+
+        def handle(self, data, context):
+            kinds = "aten::linear", "mkldnn::_linear_pointwise"
+            return [[len(self.graph.findAllNodes(kind)) for kind in kinds]]
+"""
+
+
+def test_a_worker_leaves_large_weights_in_the_file_that_all_workers_share(
+    make_spec: Callable[..., LoadSpec],
+) -> None:
+    async def main() -> None:
+        async with worker_of(ExecLauncher(worker_environment()), make_spec(OPTIMISED)) as exchange:
+            done = await exchange(Run(1, (InferRequest("a", ()),)))
+        assert json.loads(done.outcomes[0].response.body) == [1, 1]  # 66 MiB are not packed
+
+    asyncio.run(main())
+
+
 def test_parts_that_several_threads_send_at_once_stay_whole(make_spec: Callable[..., LoadSpec]) -> None:
     async def main() -> None:
         async with worker_of(ExecLauncher(worker_environment()), make_spec(THREADED)) as exchange:

@@ -1,0 +1,96 @@
+"""TorchScript made for the processor it is loaded on: what `torchscript.optimize_for_inference` does.
+
+oneDNN multiplies fastest by weights that lie in its own order. An `nn.Linear` of TorchScript brings its
+weights into that order in every call, and writes its output before the activation behind it reads it again;
+here the weights are brought there once, and the activation is computed with the product. Convolutions, and
+the layers between them, are what `torch.jit.optimize_for_inference` is for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_LINEAR = "aten::linear"
+_CONVOLUTIONS = ("aten::_convolution", "aten::conv2d", "aten::conv3d")  # as traced, as scripted
+# Activations by their operator, as oneDNN's linear layer calls them (torch's native/mkldnn/Linear.cpp).
+_ACTIVATIONS = {"aten::relu": "relu", "aten::relu_": "relu", "aten::gelu": "gelu", "aten::silu": "swish"}
+_ROWS = 32  # that the order is chosen for; it serves all, and those for 1 to 1024 were as fast as each other
+
+
+def has_convolutions(module: torch.jit.ScriptModule) -> bool:
+    """Whether there are any."""
+    graph: Any = module.inlined_graph
+    return any(graph.findAllNodes(kind, True) for kind in _CONVOLUTIONS)
+
+
+def has_linear_layers(module: torch.jit.ScriptModule) -> bool:
+    """Whether there are any."""
+    graph: Any = module.inlined_graph
+    return bool(graph.findAllNodes(_LINEAR, True))
+
+
+def optimized(module: torch.jit.ScriptModule, most_packed_bytes: int | None = None) -> torch.jit.ScriptModule:
+    """The module for this processor: same answers but for the order of sums. It can't be saved.
+
+    The weights of linear layers and convolutions are copied, and those of the file are let go. The module
+    given may be changed by this, and is of no more use. As thread-safe as the module.
+
+    Args:
+        module: on the CPU, in eval mode; nothing but its `forward` remains.
+        most_packed_bytes: how many bytes of weights of linear layers are copied at most; None: all of them.
+
+    Raises:
+        RuntimeError: it can't be done with this module, or this build of torch.
+    """
+    frozen: torch.jit.ScriptModule = torch.jit.freeze(module) if hasattr(module, "training") else module
+    try:
+        _pack_linear_layers(frozen.graph, most_packed_bytes)
+    except (AttributeError, TypeError) as err:  # of what torch promises to nobody
+        raise RuntimeError(f"this build of torch has other linear layers of oneDNN: {err}") from err
+    if not has_convolutions(frozen):
+        return frozen
+    fast: torch.jit.ScriptModule = torch.jit.optimize_for_inference(frozen)
+    return fast
+
+
+def _pack_linear_layers(graph: Any, most_bytes: int | None) -> None:
+    left = float("inf") if most_bytes is None else most_bytes
+    for node in graph.findAllNodes(_LINEAR, True):
+        weight = _constant(list(node.inputs())[1])
+        if weight is not None and weight.nbytes <= left:
+            left -= weight.nbytes
+            _pack(graph, node, weight)
+    torch._C._jit_pass_dce(graph)  # the weights that were packed
+
+
+def _constant(value: Any) -> torch.Tensor | None:
+    """A matrix of float32 that the graph holds."""
+    found = value.toIValue() if value.node().kind() == "prim::Constant" else None
+    is_fit = isinstance(found, torch.Tensor) and found.dtype is torch.float32 and found.device.type == "cpu"
+    return found if is_fit else None
+
+
+def _pack(graph: Any, node: Any, weight: torch.Tensor) -> None:
+    """Put oneDNN's layer in the place of one node, and of the activation that alone reads its output."""
+    rows, _, bias = node.inputs()
+    users = [use.user for use in node.output().uses()]
+    activation = users[0] if len(users) == 1 and users[0].kind() in _ACTIVATIONS else None
+    options = list(activation.inputs())[1:] if activation else []  # gelu has one: the name of its formula
+    with graph.insert_point_guard(node):  # else nodes would be put in beside one that is gone by then
+        packed = _inserted(graph, "prim::Constant")
+        packed.t_("value", torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS))
+        scalars = _inserted(graph, "prim::ListConstruct")  # parameters of activations that have some
+        scalars.output().setType(torch._C.ListType(torch._C.OptionalType(torch._C.NumberType.get())))
+        name = graph.insertConstant(_ACTIVATIONS[activation.kind()] if activation else "none")
+        formula = graph.insertConstant(options[0].toIValue() if options else None)
+        arguments = [rows, packed.output(), bias, name, scalars.output(), formula]
+        layer = _inserted(graph, "mkldnn::_linear_pointwise", arguments)
+    for replaced in filter(None, (activation, node)):
+        replaced.output().replaceAllUsesWith(layer.output())
+        replaced.destroy()
+
+
+def _inserted(graph: Any, kind: str, inputs: list[Any] | None = None) -> Any:
+    return graph.insertNode(graph.create(kind, inputs or [], 1))

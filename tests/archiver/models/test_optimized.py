@@ -1,0 +1,174 @@
+"""TorchScript with its linear layers in oneDNN's order: the same answers, of fewer operators."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from torchere.archiver.models.optimized import has_convolutions, has_linear_layers, optimized
+
+PACKED, PLAIN = "mkldnn::_linear_pointwise", "aten::linear"
+
+
+def again(module: Any) -> Any:
+    """The TorchScript module as it comes out of a file."""
+    file = io.BytesIO()
+    torch.jit.save(module, file)
+    file.seek(0)
+    return torch.jit.load(file).eval()  # type: ignore[no-untyped-call]
+
+
+def loaded(module: nn.Module) -> Any:
+    """The module as TorchScript out of a file."""
+    return again(torch.jit.script(module.eval()))
+
+
+def count(module: Any, kind: str) -> int:
+    return len(module.graph.findAllNodes(kind, True))
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+class Activated(nn.Module):
+    def __init__(self, activation: nn.Module, bias: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 24, bias=bias)
+        self.activation = activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.activation(self.layer(x))
+        return y
+
+
+ACTIVATIONS = {
+    "aten::relu": nn.ReLU(),
+    "aten::relu_": nn.ReLU(inplace=True),
+    "aten::gelu": nn.GELU(),
+    "aten::gelu of tanh": nn.GELU(approximate="tanh"),
+    "aten::silu": nn.SiLU(),
+}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_a_layer_and_its_activation_are_one_operator(kind: str, bias: bool) -> None:
+    plain = loaded(Activated(ACTIVATIONS[kind], bias))
+    fast = optimized(again(plain))
+    assert count(fast, PACKED) == 1
+    assert count(fast, PLAIN) == count(fast, kind.partition(" ")[0]) == 0
+    x = torch.randn(7, 16)
+    assert torch.allclose(fast(x), plain(x), atol=1e-6)
+
+
+def test_other_activations_stay_behind_the_layer() -> None:
+    plain = loaded(Activated(nn.Sigmoid(), True))
+    fast = optimized(again(plain))
+    assert (count(fast, PACKED), count(fast, "aten::sigmoid")) == (1, 1)
+    assert torch.allclose(fast(torch.ones(2, 16)), plain(torch.ones(2, 16)), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.randn(16),
+        lambda: torch.randn(0, 16),
+        lambda: torch.randn(2, 0, 16),
+        lambda: torch.randn(1, 16),
+        lambda: torch.randn(2, 3, 4, 16),
+        lambda: torch.randn(16, 5).t(),
+        lambda: torch.randn(1, 1, 16).expand(4, 3, 16),
+        lambda: torch.randn(6, 3, 32)[::2, :, ::2],
+        lambda: torch.randn(2000, 16),
+    ],
+    ids=["one row", "none", "none inside", "batch of 1", "4-d", "transposed", "expanded", "strided", "many"],
+)
+def test_it_takes_every_shape_that_a_linear_layer_takes(make: Callable[[], torch.Tensor]) -> None:
+    plain = loaded(Activated(nn.GELU(), True))
+    fast, x = optimized(again(plain)), make()
+    for _ in range(3):  # TorchScript compiles in the second run
+        found, expected = fast(x), plain(x)
+        assert found.shape == expected.shape
+        assert torch.allclose(found, expected, atol=1e-6)
+
+
+class Branches(nn.Module):
+    """A layer read twice, and layers that run in a branch or in a loop only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor, times: int) -> torch.Tensor:
+        read_twice = self.first(x)
+        y = functional.relu(read_twice) + read_twice
+        if times:
+            y = functional.silu(self.second(y))
+        for _ in range(times):
+            y = functional.gelu(self.first(y))
+        return y
+
+
+def test_layers_inside_of_branches_and_loops_are_packed_where_they_are() -> None:
+    plain = loaded(Branches())
+    fast = optimized(again(plain))
+    assert (count(fast, PACKED), count(fast, PLAIN)) == (3, 0)
+    assert count(fast, "aten::relu") == 1  # what is read twice keeps its output
+    for times in (0, 1, 3):
+        x = torch.randn(4, 8)
+        assert torch.allclose(fast(x, times), plain(x, times), atol=1e-6)
+
+
+def test_weights_that_are_no_constant_matrix_of_float32_stay_as_they_are() -> None:
+    class Given(nn.Module):
+        def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return functional.linear(x, weight)
+
+    double = optimized(loaded(nn.Linear(4, 4).double()))
+    assert (count(double, PACKED), count(double, PLAIN)) == (0, 1)
+    assert double(torch.ones(2, 4).double()).dtype is torch.float64
+    given = optimized(again(torch.jit.trace(Given(), (torch.ones(2, 4), torch.ones(3, 4)))))
+    assert (count(given, PACKED), count(given, PLAIN)) == (0, 1)
+
+
+def test_so_many_bytes_of_weights_are_copied_and_no_more() -> None:
+    plain = loaded(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 64), nn.Linear(64, 2)))
+    fast = optimized(again(plain), most_packed_bytes=4 * (8 * 8 + 64 * 2))
+    assert (count(fast, PACKED), count(fast, PLAIN)) == (2, 1)
+    assert torch.allclose(fast(torch.ones(3, 8)), plain(torch.ones(3, 8)), atol=1e-6)
+
+
+def test_convolutions_and_linear_layers_of_one_model_are_both_made_for_the_processor() -> None:
+    plain = loaded(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 6 * 6, 5)))
+    assert has_convolutions(plain)
+    assert has_linear_layers(plain)
+    fast = optimized(again(plain))
+    assert "mkldnn_convolution" in str(fast.graph)
+    assert count(fast, PACKED) == 1
+    x = torch.randn(3, 3, 8, 8)
+    assert torch.allclose(fast(x), plain(x), atol=1e-5)
+
+
+def test_a_module_with_neither_is_frozen_and_no_more() -> None:
+    plain = loaded(nn.ReLU())
+    assert not has_convolutions(plain)
+    assert not has_linear_layers(plain)
+    assert optimized(again(plain))(torch.tensor([-1.0, 2.0])).tolist() == [0.0, 2.0]
+
+
+def test_a_torch_with_other_layers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(weight: torch.Tensor, rows: int) -> None:
+        raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_reorder_linear_weight'")
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", missing)
+    with pytest.raises(RuntimeError, match="this build of torch has other linear layers of oneDNN"):
+        optimized(loaded(nn.Linear(4, 4)))
