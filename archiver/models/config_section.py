@@ -13,6 +13,7 @@ from torchere.archiver.errors import ModelRefused
 from torchere.archiver.torchscript_options import TorchScriptOptions
 
 _NAME = re.compile(r"""["']?torchscript["']?:""")
+_AUTOCAST = re.compile(r"""^["']?autocast["']?:""", re.MULTILINE)  # with which nothing is optimised
 _COMMENT = re.compile(r"(^|\s)#.*")
 
 
@@ -55,7 +56,8 @@ def members_of(config: Path | None) -> set[str] | None:
 
 def may_say(config: Path | None) -> bool:
     """Whether how the file is to be loaded is ours to say, and can be said."""
-    return members_of(config) is None and _takes_sections(_text(config))
+    text = _text(config)
+    return members_of(config) is None and _takes_sections(text) and not _AUTOCAST.search(text)
 
 
 def _takes_sections(text: str) -> bool:

@@ -32,8 +32,9 @@ def has_linear_layers(module: torch.jit.ScriptModule) -> bool:
 
 
 def optimized(module: torch.jit.ScriptModule, most_packed_bytes: int | None = None) -> torch.jit.ScriptModule:
-    """The module for this processor: same answers but for the order of sums. It can't be saved.
+    """The module for this processor: same answers but for the order of sums, and NaN. It can't be saved.
 
+    NaN becomes 0 in a ReLU that is computed with the layer before it; so it is in torch's own convolutions.
     The weights of linear layers and convolutions are copied, and those of the file are let go. The module
     given may be changed by this, and is of no more use. As thread-safe as the module.
 
@@ -57,30 +58,53 @@ def optimized(module: torch.jit.ScriptModule, most_packed_bytes: int | None = No
 
 def _pack_linear_layers(graph: Any, most_bytes: int | None) -> None:
     left = float("inf") if most_bytes is None else most_bytes
-    for node in graph.findAllNodes(_LINEAR, True):
-        weight = _constant(list(node.inputs())[1])
-        if weight is not None and weight.nbytes <= left:
+    aliases = graph.alias_db()
+    # All of them before anything is replaced: what torch knows of aliases is about the graph as it is now.
+    layers = [(node, _weight(node, aliases)) for node in graph.findAllNodes(_LINEAR, True)]
+    packed: dict[tuple[object, ...], torch.Tensor] = {}  # a layer that is used again has one copy
+    for node, weight in layers:
+        if weight is None:
+            continue
+        key = (weight.data_ptr(), weight.shape, weight.stride())
+        if key not in packed and weight.nbytes <= left:
             left -= weight.nbytes
-            _pack(graph, node, weight)
+            packed[key] = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS)
+        if key in packed:
+            _pack(graph, node, packed[key])
     torch._C._jit_pass_dce(graph)  # the weights that were packed
 
 
+def _weight(node: Any, aliases: Any) -> torch.Tensor | None:
+    """The layer's weights, where nothing writes to them, and they and its bias are what oneDNN takes.
+
+    `aten::linear` takes more: weights of no size, a bias that is broadcast or has strides. oneDNN would fail
+    or, with a bias that is one number or has strides, compute something else.
+    """
+    _, weight_of, bias_of, *others = node.inputs()
+    weight, bias = _constant(weight_of), _constant(bias_of)
+    if others or weight is None or weight.dim() != 2 or not weight.numel() or aliases.has_writers(weight_of):
+        return None
+    if bias is None:
+        return weight if str(bias_of.type()) == "NoneType" else None
+    return weight if bias.shape == weight.shape[:1] and bias.is_contiguous() else None
+
+
 def _constant(value: Any) -> torch.Tensor | None:
-    """A matrix of float32 that the graph holds."""
+    """A tensor of float32 that the graph holds."""
     found = value.toIValue() if value.node().kind() == "prim::Constant" else None
-    is_fit = isinstance(found, torch.Tensor) and found.dtype is torch.float32 and found.device.type == "cpu"
-    return found if is_fit else None
+    if not isinstance(found, torch.Tensor) or found.layout is not torch.strided:
+        return None
+    return found if found.dtype is torch.float32 and found.device.type == "cpu" else None
 
 
 def _pack(graph: Any, node: Any, weight: torch.Tensor) -> None:
     """Put oneDNN's layer in the place of one node, and of the activation that alone reads its output."""
     rows, _, bias = node.inputs()
-    users = [use.user for use in node.output().uses()]
-    activation = users[0] if len(users) == 1 and users[0].kind() in _ACTIVATIONS else None
+    activation = _activation(node)
     options = list(activation.inputs())[1:] if activation else []  # gelu has one: the name of its formula
     with graph.insert_point_guard(node):  # else nodes would be put in beside one that is gone by then
         packed = _inserted(graph, "prim::Constant")
-        packed.t_("value", torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS))
+        packed.t_("value", weight)
         scalars = _inserted(graph, "prim::ListConstruct")  # parameters of activations that have some
         scalars.output().setType(torch._C.ListType(torch._C.OptionalType(torch._C.NumberType.get())))
         name = graph.insertConstant(_ACTIVATIONS[activation.kind()] if activation else "none")
@@ -90,6 +114,15 @@ def _pack(graph: Any, node: Any, weight: torch.Tensor) -> None:
     for replaced in filter(None, (activation, node)):
         replaced.output().replaceAllUsesWith(layer.output())
         replaced.destroy()
+
+
+def _activation(node: Any) -> Any:
+    """The activation that alone reads a layer's output; None where there is none that goes with it."""
+    users = [use.user for use in node.output().uses()]
+    if len(users) != 1 or users[0].kind() not in _ACTIVATIONS:
+        return None
+    options = list(users[0].inputs())[1:]
+    return users[0] if all(option.node().kind() == "prim::Constant" for option in options) else None
 
 
 def _inserted(graph: Any, kind: str, inputs: list[Any] | None = None) -> Any:

@@ -160,6 +160,7 @@ def test_nothing_is_said_where_nothing_is_measured(
         ("torchscript:\n  optimize_for_inference: false\n", False),
         ("torchscript:\n  optimize_for_inference: true\n", True),
         ("{}\n", False),  # to which no section can be added
+        ("minWorkers: 2\nautocast: bfloat16\n", False),
     ],
 )
 def test_a_configuration_that_says_so_or_takes_no_more_stands_and_is_what_the_report_is_of(

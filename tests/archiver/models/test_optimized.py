@@ -140,6 +140,114 @@ def test_weights_that_are_no_constant_matrix_of_float32_stay_as_they_are() -> No
     assert (count(given, PACKED), count(given, PLAIN)) == (0, 1)
 
 
+class Parametrised(nn.Module):
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(weight), nn.Parameter(bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+
+class Stepped(Parametrised):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.weight, self.bias[::2])
+
+
+class WithoutBias(Parametrised):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.weight)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        Parametrised(torch.ones(8, 8), torch.tensor(2.0)),
+        Parametrised(torch.ones(8, 8), torch.ones(1)),
+        Parametrised(torch.ones(8, 8), torch.randn(2, 8)),
+        Stepped(torch.ones(8, 8), torch.arange(16.0)),
+        WithoutBias(torch.ones(8), torch.ones(1)),
+        nn.Sequential(*(Parametrised(torch.ones(n, m), torch.ones(n)) for n, m in ((0, 8), (3, 0)))),
+    ],
+    ids=["a number", "one for all", "one a row", "every second", "vector of weights", "no size"],
+)
+def test_what_only_torch_can_add_and_multiply_stays_with_torch(module: nn.Module) -> None:
+    plain, x = loaded(module), torch.randn(2, 8)
+    fast = optimized(again(plain))
+    assert count(fast, PLAIN) >= 1
+    assert torch.allclose(fast(x), plain(x), atol=1e-6)
+
+
+def test_a_bias_that_a_caller_gives_may_have_any_shape() -> None:
+    class Given(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+            return functional.linear(x, self.weight, bias)
+
+    plain, x = loaded(Given()), torch.randn(2, 8)
+    fast = optimized(again(plain))
+    for bias in (torch.randn(8), torch.randn(16)[::2], torch.tensor(2.0), torch.randn(2, 8)):
+        assert torch.allclose(fast(x, bias), plain(x, bias), atol=1e-6)
+
+
+def test_a_layer_that_writes_into_a_tensor_it_is_given_stays_as_it_is() -> None:
+    class Written(Parametrised):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.empty(x.size(0), 8)
+            return torch._C._nn.linear(x, self.weight, self.bias, out=y)
+
+    plain, x = loaded(Written(torch.randn(8, 8), torch.randn(8)).requires_grad_(False)), torch.randn(2, 8)
+    assert torch.equal(optimized(again(plain))(x), plain(x))
+
+
+def test_weights_that_the_model_itself_changes_stay_as_they_are() -> None:
+    weight = torch.ones(4, 4)
+
+    def grows(x: torch.Tensor) -> torch.Tensor:
+        y = functional.linear(x, weight)
+        return y + 0 * weight.mul_(x.mean() + 1)[0]
+
+    traced, x = torch.jit.trace(grows, torch.ones(2, 4), check_trace=False), torch.ones(2, 4)
+    plain, fast = again(traced), optimized(again(traced))
+    assert count(fast, PLAIN) == 1
+    for _ in range(3):
+        assert torch.equal(fast(x), plain(x))
+
+
+def test_a_formula_that_is_chosen_at_run_time_stays_behind_the_layer() -> None:
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, exact: bool) -> torch.Tensor:
+            return functional.gelu(self.layer(x), approximate="none" if exact else "tanh")
+
+    plain, x = loaded(Chosen()), torch.randn(2, 8)
+    fast = optimized(again(plain))
+    assert (count(fast, PACKED), count(fast, "aten::gelu")) == (1, 1)
+    for exact in (True, False):
+        assert torch.allclose(fast(x, exact), plain(x, exact), atol=1e-6)
+
+
+def test_weights_of_a_layer_that_runs_twice_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reorder, copied = torch.ops.mkldnn._reorder_linear_weight, []
+
+    def counted(weight: torch.Tensor, rows: int) -> Any:
+        copied.append(weight.nbytes)
+        return reorder(weight, rows)
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", counted)
+    layer = nn.Linear(8, 8)
+    plain, x = loaded(nn.Sequential(layer, nn.ReLU(), layer, layer)), torch.randn(2, 8)
+    fast = optimized(again(plain), most_packed_bytes=4 * 8 * 8)
+    assert (count(fast, PACKED), count(fast, PLAIN), copied) == (3, 0, [4 * 8 * 8])
+    assert torch.allclose(fast(x), plain(x), atol=1e-6)
+
+
 def test_so_many_bytes_of_weights_are_copied_and_no_more() -> None:
     plain = loaded(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 64), nn.Linear(64, 2)))
     fast = optimized(again(plain), most_packed_bytes=4 * (8 * 8 + 64 * 2))
