@@ -64,7 +64,8 @@ def send(case: Case, addresses: Mapping[str, str]) -> Answer:
     """Send a request on a connection of its own; OSError when there is no answer."""
     connection = http.client.HTTPConnection(addresses[case.api], timeout=TIMEOUT_S)
     try:
-        with suppress(BrokenPipeError):  # refused before the body was out; the answer can still be read
+        # Refused before the body was out; the answer can still be read.
+        with suppress(BrokenPipeError, ConnectionResetError):
             connection.request(case.method, case.path, case.body, dict(case.headers))
         reply = connection.getresponse()
         pieces = list(iter(reply.read1, b"")) if reply.chunked else [reply.read()]
