@@ -2,8 +2,9 @@
 
 oneDNN multiplies fastest by weights that lie in its own order. An `nn.Linear` of TorchScript brings its
 weights into that order in every call, and writes its output before the activation behind it reads it again;
-here the weights are brought there once, and the activation is computed with the product. Convolutions, and
-the layers between them, are what `torch.jit.optimize_for_inference` is for.
+here the weights are brought there once, and the activation is computed with the product. A convolution brings
+its input into oneDNN's layout, and its output back; `torch.jit.optimize_for_inference` leaves the layers
+between convolutions in that layout.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ _ROWS = 32  # that the order is chosen for; it serves all, and those for 1 to 10
 
 def has_convolutions(module: torch.jit.ScriptModule) -> bool:
     """Whether there are any."""
-    graph: Any = module.inlined_graph
-    return any(graph.findAllNodes(kind, True) for kind in _CONVOLUTIONS)
+    return _has(module, *_CONVOLUTIONS)
 
 
 def has_linear_layers(module: torch.jit.ScriptModule) -> bool:
     """Whether there are any."""
+    return _has(module, _LINEAR)
+
+
+def _has(module: torch.jit.ScriptModule, *kinds: str) -> bool:
     graph: Any = module.inlined_graph
-    return bool(graph.findAllNodes(_LINEAR, True))
+    return any(graph.findAllNodes(kind, True) for kind in kinds)
 
 
 def optimized(module: torch.jit.ScriptModule, most_packed_bytes: int | None = None) -> torch.jit.ScriptModule:

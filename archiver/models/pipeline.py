@@ -35,7 +35,7 @@ from torchere.archiver.models.input_names import inputs_up_to
 from torchere.archiver.models.keeping import keep
 from torchere.archiver.models.loaded import LoadedModel
 from torchere.archiver.models.onnx_rows import tried_signature
-from torchere.archiver.models.optimize import loaded, may_gain, measured_gain
+from torchere.archiver.models.optimize_gain import loaded, may_gain, measured_gain
 from torchere.archiver.models.packing import Packed, write_model
 from torchere.archiver.models.quantise import Quantised, check_method, quantise, shared_scale
 from torchere.archiver.models.report import REPORT_NAME

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from torchere.archiver.models.optimize import loaded
+from torchere.archiver.models.optimize_gain import loaded
 from torchere.archiver.torchscript_options import TorchScriptOptions
 from torchere.archiver.weights import TORCHSCRIPT, classify_file
 

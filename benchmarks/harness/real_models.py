@@ -17,7 +17,9 @@ from harness.errors import Unavailable
 from harness.models import Workshop
 from harness.paths import ROOT
 from torchere.archiver import ArchiveRequest, open_archive, write_archive
+from torchere.archiver.models.config_section import config_with
 from torchere.archiver.signature import ANY, SIGNATURE_NAME, Signature, TensorSpec
+from torchere.archiver.torchscript_options import TorchScriptOptions
 
 if TYPE_CHECKING:
     import torch
@@ -84,12 +86,18 @@ def minilm_inputs_of(texts: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids.repeat(texts, 1), mask.repeat(texts, 1)
 
 
-def tensor_archive(shop: Workshop, name: str, file: Path, signature: Signature, config: str) -> str:
-    """Pack a file for the handler `tensor`, in place of what was; returns the archive's name in the store."""
+def tensor_archive(
+    shop: Workshop, name: str, file: Path, signature: Signature, config: str, *, load: TorchScriptOptions
+) -> str:
+    """Pack a file for the handler `tensor`, in place of what was; returns the archive's name in the store.
+
+    Its model-config.yaml is `config`, and says how the file is to be loaded.
+    """
     folder = shop.folder / f"{name}_tensors"
     folder.mkdir(exist_ok=True)
     (folder / SIGNATURE_NAME).write_text(signature.to_json(), encoding="utf-8")
-    (folder / "model-config.yaml").write_text(config, encoding="utf-8")
+    config_file = folder / "model-config.yaml"
+    config_file.write_text(config, encoding="utf-8")
     (shop.store / f"{name}.mar").unlink(missing_ok=True)
     write_archive(
         ArchiveRequest(
@@ -99,7 +107,7 @@ def tensor_archive(shop: Workshop, name: str, file: Path, signature: Signature, 
             serialized_file=file,
             extra_files=(folder / SIGNATURE_NAME,),
             export_path=shop.store,
-            config_file=folder / "model-config.yaml",
+            config_file=config_with(config_file, load, folder),
         )
     )
     return name

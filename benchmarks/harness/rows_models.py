@@ -88,7 +88,7 @@ def options_of(subject: _Subject, shop: Workshop) -> TorchScriptOptions:
     """How the archive says that the file is to be loaded: as `torchere archive` measures fastest."""
     import torch  # noqa: PLC0415  # seconds to import
 
-    from torchere.archiver.models.optimize import measured_gain  # noqa: PLC0415  # as above
+    from torchere.archiver.models.optimize_gain import measured_gain  # noqa: PLC0415  # as above
 
     sample = tuple(torch.from_numpy(row) for row in subject.rows())
     gain = measured_gain(subject.file(shop), [sample], batched=True)
@@ -132,9 +132,10 @@ def binary_request(
 
 def packed(subject: _Subject, plan: Plan, shop: Workshop) -> Probe:
     """Pack its archive, and say what it is asked."""
-    load = "".join(f"  {line}\n" for line in options_of(subject, shop).lines())
-    config = plan.config + (f"torchscript:\n{load}" if load else "")
-    real_models.tensor_archive(shop, subject.name, subject.file(shop), subject.signature, config)
+    load = options_of(subject, shop)
+    real_models.tensor_archive(
+        shop, subject.name, subject.file(shop), subject.signature, plan.config, load=load
+    )
     body, headers = binary_request(subject.signature, subject.rows())
     path = f"/v2/models/{subject.name}/infer"
     wanted = f'"name":"{subject.signature.outputs[0].name}"'.encode()
@@ -152,9 +153,8 @@ def _served(subject: _Subject) -> Callable[[Conditions], Figures]:
     def measure(conditions: Conditions) -> Figures:
         plan = plan_of(subject, conditions.shop)
         figures = _rates(subject, plan, longer(conditions))
-        chosen = {"batch": plan.batch, "loops": plan.executors}
-        optimised = options_of(subject, conditions.shop).optimize_for_inference
-        return {**figures, **{name: float(count) for name, count in chosen.items()}, "optimised": optimised}
+        optimised = float(options_of(subject, conditions.shop).optimize_for_inference)
+        return {**figures, "batch": plan.batch, "loops": plan.executors, "optimised": optimised}
 
     return measure
 

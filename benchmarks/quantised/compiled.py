@@ -8,7 +8,7 @@ from pathlib import Path
 from quantised.zoo import Ready, Sample
 from torchere.archiver.models.dynamic import batch_of as free_batch
 from torchere.archiver.models.folding import folded_paddings
-from torchere.archiver.models.optimize import loaded
+from torchere.archiver.models.optimize_gain import loaded
 from torchere.archiver.models.quantise_traced import plain_attention, traced
 from torchere.archiver.models.to_aoti import compile_aoti
 from torchere.archiver.models.to_program import to_program
@@ -40,7 +40,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Both:
-    """A model's two forms, loaded as the server loads them."""
+    """A model's forms, loaded as the server loads them."""
 
     torchscript: CompiledModel
     optimized: CompiledModel  # the same file
@@ -72,7 +72,7 @@ def both(ready: Ready, folder: Path) -> Both:
 
 
 def compared(title: str, forms: Both, sample: Sample) -> Pair:
-    """Time both forms in turns."""
+    """Time the forms in turns."""
     found = difference([(flattened(forms.torchscript(*sample)), flattened(forms.aoti(*sample)))])
     models = [forms.torchscript, forms.optimized, forms.aoti]
     times = {size: quick_ms(models, batch_of([sample], size), _BUDGET_S) for size in BATCHES}

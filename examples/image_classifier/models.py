@@ -27,7 +27,7 @@ from examples.image_classifier.network import pretrained
 from examples.image_classifier.photographs import CALIBRATION, HELD_OUT, MEAN, STD, centre, crops
 from examples.image_classifier.quantise import agreement, int8
 from torchere.archiver.models.folding import fold
-from torchere.archiver.models.optimize import measured_gain
+from torchere.archiver.models.optimize_gain import measured_gain
 from torchere.archiver.models.quantise import Quantised
 from torchere.archiver.models.quantise_traced import traced
 from torchere.archiver.torchscript_options import TorchScriptOptions

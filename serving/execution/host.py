@@ -80,7 +80,7 @@ class HandlerHost:
         self.has_lost_its_gpu = False
 
     def own_process(self) -> None:
-        """Nothing else is hosted in this process: the archive's modules get their plain names, too."""
+        """Nothing else is hosted here: modules get their plain names, too, and weights stay in the file."""
         spare_memory()
         give_plain_names(archive_of(self._context))
         self._cpu_time = float  # always 0.0: only among threads is it of use, and asking is a system call

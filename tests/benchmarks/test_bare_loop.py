@@ -18,6 +18,7 @@ from peers.bare_loop import Work, pixels
 from PIL import Image
 
 from torchere.archiver.reader import open_archive
+from torchere.archiver.torchscript_options import TorchScriptOptions
 from torchere.handlers.image_transform import ImageTransform
 
 LEVELS = (127 / 255,) * 3, (128 / 255,) * 3
@@ -125,6 +126,6 @@ def test_an_archive_is_packed_anew_for_each_batch_size(file: Path, tmp_path: Pat
     shop = Workshop(tmp_path)
     for batch in (1, 16):
         config = rows_models.Plan(batch, 2).config
-        real_models.tensor_archive(shop, "m", file, LITE0.signature, config)
+        real_models.tensor_archive(shop, "m", file, LITE0.signature, config, load=TorchScriptOptions())
 
         assert open_archive(shop.store / "m.mar").read_text("model-config.yaml") == config

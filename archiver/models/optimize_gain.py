@@ -1,11 +1,8 @@
-"""Whether TorchScript is faster in oneDNN's own layouts (`optimized.py`), and worth its memory.
+"""Whether TorchScript is faster when it is made for the processor (`optimized.py`), and worth its memory.
 
-By itself each convolution brings its input into the layout that oneDNN likes, and its output back, and each
-linear layer its weights. Optimised, the layers between convolutions work in that layout, too, and all weights
-are brought into it once. That is for the processor it is done on and can't be saved, so that it is done at
-each load; what it gains is measured when the archive is packed. Layers between convolutions may take fewer
-sizes then: `AdaptiveAvgPool2d` of oneDNN wants a multiple of its output. So it is for models with
-convolutions only where nothing but the batch varies.
+The result can't be saved, so that it is made at each load; what it gains is measured when the archive is
+packed. Layers between convolutions may take fewer sizes then: `AdaptiveAvgPool2d` of oneDNN wants a multiple
+of its output. So models with convolutions are tried only where nothing but the batch varies.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ from torch import nn
 
 from torchere.archiver import open_archive
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models import optimize, pipeline, verify
+from torchere.archiver.models import optimize_gain, pipeline, verify
 from torchere.archiver.models.config_section import config_with
-from torchere.archiver.models.optimize import Gain, may_gain, measured_gain
+from torchere.archiver.models.optimize_gain import Gain, may_gain, measured_gain
 from torchere.archiver.signature import ANY, Signature, TensorSpec
 from torchere.archiver.torchscript_options import TorchScriptOptions
 from torchere.serving.cli import main
@@ -81,7 +81,7 @@ def test_what_is_tried_has_layers_to_gain_with_and_no_sizes_to_lose(
 
 
 def test_both_ways_are_compared_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimize, "_BUDGET_S", 0.01)
+    monkeypatch.setattr(optimize_gain, "_BUDGET_S", 0.01)
     file = saved(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)), tmp_path / "net.pt")
     gain = measured_gain(file, [(torch.rand(1, 3, 12, 12),)], batched=True)
     assert gain is not None
