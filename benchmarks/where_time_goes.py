@@ -30,7 +30,7 @@ from harness.models import ENVELOPE, Workshop, instances_body, plain_body
 from harness.paths import ROOT
 from harness.processes import Endpoint, Probe, until_answered
 from harness.report import aligned, markdown_table
-from harness.rows_models import MINILM, packed, plan_of
+from harness.rows_models import LITE0, MINILM, RealModel, packed, plan_of
 
 DOCUMENT = ROOT / "docs" / "profile.md"
 LOOP = "waiting, receiving, waking (uvloop)"
@@ -94,7 +94,6 @@ def shares(lines: Iterable[str]) -> dict[str, float]:
 
 def subjects(shop: Workshop) -> list[Subject]:
     """The rows to look at."""
-    minilm = plan_of(MINILM, shop)
     return [
         Subject(
             "tiny MLP, 32 clients",
@@ -108,13 +107,15 @@ def subjects(shop: Workshop) -> list[Subject]:
             Probe("/predictions/custom", plain_body(), b'"y"'),
             32,
         ),
-        Subject(
-            f"MiniLM tensors, {minilm.clients} clients",
-            servers.torchere(shop, MINILM.name, minilm.executors),
-            packed(MINILM, minilm, shop),
-            minilm.clients,
-        ),
+        _real_model("MiniLM tensors", MINILM, shop),
+        _real_model("EfficientNet-Lite0 tensors of 600 KB", LITE0, shop),
     ]
+
+
+def _real_model(title: str, model: RealModel, shop: Workshop) -> Subject:
+    plan = plan_of(model, shop)
+    server = servers.torchere(shop, model.name, plan.executors)
+    return Subject(f"{title}, {plan.clients} clients", server, packed(model, plan, shop), plan.clients)
 
 
 def measured(subject: Subject, seconds: float) -> Found:

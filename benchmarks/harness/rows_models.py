@@ -40,7 +40,7 @@ TRY_S = 6.0  # of the server with each
 
 
 @dataclass(frozen=True, slots=True)
-class _Subject:
+class RealModel:
     """A model, and what it is asked."""
 
     name: str
@@ -79,12 +79,12 @@ def _minilm_rows() -> Sequence[np.ndarray[Any, Any]]:
     return [tensor.numpy() for tensor in real_models.minilm_inputs_of(1)]
 
 
-LITE0 = _Subject("lite0t", real_models.lite0_file, real_models.LITE0, _lite0_rows)
-MINILM = _Subject("minilm", real_models.minilm_file, real_models.MINILM, _minilm_rows)
+LITE0 = RealModel("lite0t", real_models.lite0_file, real_models.LITE0, _lite0_rows)
+MINILM = RealModel("minilm", real_models.minilm_file, real_models.MINILM, _minilm_rows)
 
 
 @cache
-def options_of(subject: _Subject, shop: Workshop) -> TorchScriptOptions:
+def options_of(subject: RealModel, shop: Workshop) -> TorchScriptOptions:
     """How the archive says that the file is to be loaded: as `torchere archive` measures fastest."""
     import torch  # noqa: PLC0415  # seconds to import
 
@@ -96,7 +96,7 @@ def options_of(subject: _Subject, shop: Workshop) -> TorchScriptOptions:
 
 
 @cache
-def plan_of(subject: _Subject, shop: Workshop) -> Plan:
+def plan_of(subject: RealModel, shop: Workshop) -> Plan:
     """What the server was fastest with, tried once a run; as many executors as the best bare loop has."""
     loops = int(_bare_loop(subject, shop, 0)["loops"])
     plans = [Plan(batch, loops) for batch in _BATCHES]
@@ -104,7 +104,7 @@ def plan_of(subject: _Subject, shop: Workshop) -> Plan:
     return fastest(tries_of(plans, lambda plan: _rates(subject, plan, tried)["per_second"]))
 
 
-def _bare_loop(subject: _Subject, shop: Workshop, seconds: float, *options: str) -> Figures:
+def _bare_loop(subject: RealModel, shop: Workshop, seconds: float, *options: str) -> Figures:
     inputs = []
     for spec, array in zip(subject.signature.inputs, subject.rows(), strict=True):
         inputs.append(shop.folder / f"{subject.name}_{spec.name}.npy")
@@ -130,7 +130,7 @@ def binary_request(
     return b"".join([head, *raws]), {"Inference-Header-Content-Length": str(len(head))}
 
 
-def packed(subject: _Subject, plan: Plan, shop: Workshop) -> Probe:
+def packed(subject: RealModel, plan: Plan, shop: Workshop) -> Probe:
     """Pack its archive, and say what it is asked."""
     load = options_of(subject, shop)
     real_models.tensor_archive(
@@ -142,14 +142,14 @@ def packed(subject: _Subject, plan: Plan, shop: Workshop) -> Probe:
     return Probe(path, body, wanted, "application/octet-stream", headers)
 
 
-def _rates(subject: _Subject, plan: Plan, conditions: Conditions) -> Figures:
+def _rates(subject: RealModel, plan: Plan, conditions: Conditions) -> Figures:
     probe = packed(subject, plan, conditions.shop)
     server = servers.torchere(conditions.shop, subject.name, plan.executors)
     figures = closed_loop(server, probe, conditions, (plan.clients,))
     return {"per_second": figures[f"rps_{plan.clients}"], "p50_ms": figures[f"p50_{plan.clients}_ms"]}
 
 
-def _served(subject: _Subject) -> Callable[[Conditions], Figures]:
+def _served(subject: RealModel) -> Callable[[Conditions], Figures]:
     def measure(conditions: Conditions) -> Figures:
         plan = plan_of(subject, conditions.shop)
         figures = _rates(subject, plan, longer(conditions))
@@ -159,7 +159,7 @@ def _served(subject: _Subject) -> Callable[[Conditions], Figures]:
     return measure
 
 
-def _bare(subject: _Subject, *options: str) -> Callable[[Conditions], Figures]:
+def _bare(subject: RealModel, *options: str) -> Callable[[Conditions], Figures]:
     def measure(conditions: Conditions) -> Figures:
         figures = _bare_loop(subject, conditions.shop, longer(conditions).seconds, *options)
         return {**figures, "optimised": float("--optimize" in options)}
@@ -176,7 +176,7 @@ def _goal(text: str, against: str) -> Goal:
     return Goal(f"rows a second, to {text}", "per_second", _SHARE, against=(against,))
 
 
-def _row(key: str, title: str, what: str, subject: _Subject) -> Row:
+def _row(key: str, title: str, what: str, subject: RealModel) -> Row:
     return Row(
         key,
         title,
