@@ -1,4 +1,4 @@
-"""Where the event loop's time goes, request by request, in rows of `run.py` that miss their goals.
+"""Where the event loop's time goes, request by request, in rows of `run.py` that a faster one would help.
 
     python benchmarks/where_time_goes.py [--seconds 6] [--write-docs]
 
