@@ -121,18 +121,29 @@ async def _launched(start: Callable[[int, int], Awaitable[tuple[int, asyncio.Fut
     """A worker that `start` starts with its ends of a socket and of the pipe for its output."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     read_end, write_end = os.pipe()
-    pipe = os.fdopen(read_end, "rb", 0)
-    output = asyncio.StreamReader()
     try:
         pid, exit_code = await start(theirs.fileno(), write_end)
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(output), pipe
-        )
     except BaseException:
         ours.close()
-        pipe.close()
+        os.close(read_end)
         raise
     finally:
         theirs.close()
         os.close(write_end)
+    try:
+        output, transport = await _read_from(read_end)
+    except BaseException:
+        ours.close()
+        raise
     return Launched(pid, ours, output, exit_code, close=transport.close)
+
+
+async def _read_from(read_end: int) -> tuple[asyncio.StreamReader, asyncio.ReadTransport]:
+    """Read a pipe as a stream; the transport owns the descriptor, and closes it if this raises."""
+    loop = asyncio.get_running_loop()
+    # asyncio's transport closes the file object only. uvloop's closes the descriptor first: a file object
+    # that closed it again would close the file that another thread has opened under that number meanwhile.
+    file = os.fdopen(read_end, "rb", 0, closefd=isinstance(loop, asyncio.BaseEventLoop))
+    output = asyncio.StreamReader()
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(output), file)
+    return output, transport

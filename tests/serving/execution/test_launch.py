@@ -1,19 +1,28 @@
 """Both ways of starting a worker give the same worker."""
 
 import asyncio
+import fcntl
+import io
 import os
 import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import pytest
+import uvloop
 
 from torchere.serving.execution.fork_client import Spawned, spawn
-from torchere.serving.execution.launch import ExecLauncher, ForkLauncher, Launched, worker_environment
+from torchere.serving.execution.launch import (
+    ExecLauncher,
+    ForkLauncher,
+    Launched,
+    _launched,
+    worker_environment,
+)
 
 LAUNCHERS = {"fork": ForkLauncher, "exec": ExecLauncher}
 
@@ -78,6 +87,83 @@ def test_nothing_of_a_worker_stays_open_while_what_it_has_started_lives(tmp_path
             os.kill(left_behind, signal.SIGKILL)
 
     asyncio.run(main())
+
+
+class _SlowToClose(io.FileIO):
+    """A file that is closed while another thread opens one, which gets the number if it is free already."""
+
+    opened_meanwhile: ClassVar[list[int]] = []
+
+    def close(self) -> None:
+        if not self.closed:
+            with open(os.devnull) as devnull:
+                self.opened_meanwhile.append(fcntl.fcntl(devnull, fcntl.F_DUPFD, self.fileno()))
+        super().close()
+
+
+async def _started(worker_socket: int, output: int) -> tuple[int, asyncio.Future[int]]:
+    exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    exit_code.set_result(0)
+    return 1, exit_code
+
+
+async def _refused(worker_socket: int, output: int) -> tuple[int, asyncio.Future[int]]:
+    raise OSError("no process left")
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+@pytest.mark.parametrize("ends_first", ["worker", "server"])
+def test_the_ends_of_200_workers_close_no_descriptor_of_another_thread(
+    run: Any, ends_first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fdopen(descriptor: int, mode: str, buffering: int, **more: Any) -> _SlowToClose:
+        return _SlowToClose(descriptor, mode, **more)
+
+    opened: list[int] = []
+    monkeypatch.setattr(os, "fdopen", fdopen)
+    monkeypatch.setattr(_SlowToClose, "opened_meanwhile", opened)
+
+    async def end_one() -> None:
+        worker = await _launched(_started)  # its end of the pipe is closed
+        if ends_first == "worker":
+            await worker.output.read()
+        worker.close()
+        worker.connection.close()
+        await asyncio.sleep(0)
+
+    async def main() -> int:
+        await end_one()  # a loop opens descriptors of its own
+        before = psutil.Process().num_fds()
+        for _ in range(199):
+            await end_one()
+        return psutil.Process().num_fds() - before
+
+    try:
+        more_open = run(main())
+        taken_away = [descriptor for descriptor in opened if not _is_devnull(descriptor)]
+        assert (len(opened), taken_away) == (200, [])
+        assert more_open == 199  # the files that were opened meanwhile, and nothing of a worker
+    finally:
+        for descriptor in set(filter(_is_devnull, opened)):
+            os.close(descriptor)
+
+
+def _is_devnull(descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(os.devnull))
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_a_worker_that_can_not_be_started_leaves_nothing_open(run: Any) -> None:
+    async def main() -> int:
+        before = psutil.Process().num_fds()
+        with pytest.raises(OSError, match="no process left"):
+            await _launched(_refused)
+        return psutil.Process().num_fds() - before
+
+    assert run(main()) == 0
 
 
 def test_workers_of_a_lost_fork_server_are_lost_and_the_next_launch_starts_another() -> None:
