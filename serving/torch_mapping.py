@@ -25,6 +25,7 @@ EXTENSIONS = (
     "msgspec",
     "multiprocessing.connection",
     "numpy",
+    "orjson",
     "psutil",
     "queue",
     "resource",
