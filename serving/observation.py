@@ -1,4 +1,4 @@
-"""Turns what the rooms tell into metrics and spans: the one place where batches and telemetry meet."""
+"""Hand the plain values of batches and versions to telemetry: the one place where the two rooms meet."""
 
 from __future__ import annotations
 
@@ -15,45 +15,54 @@ from torchere.serving.registry.version import Version, VersionState
 from torchere.serving.telemetry.exposure import States
 from torchere.serving.telemetry.load_metrics import ExecutorLoad, VersionLoad
 from torchere.serving.telemetry.metrics import Metrics
-from torchere.serving.telemetry.version_meter import UNREAD, VersionMeter
+from torchere.serving.telemetry.numbers import UNREAD, VersionNumbers
+from torchere.serving.telemetry.saturation import LoadSample
 from torchere.serving.types import ModelKey
 
 
 class VersionMetrics:
     """`VersionObserver` of one version."""
 
-    def __init__(self, meter: VersionMeter, metrics: Metrics) -> None:
+    def __init__(self, meter: VersionNumbers, metrics: Metrics) -> None:
         self.meter = meter
         self._metrics = metrics
-        self._statistics = metrics.statistics.of(meter.model, meter.version)
-        self.queue_length: Callable[[], int] = lambda: 0
+
+    def batches_running(self, batches: int, now_s: float) -> None:
+        """Take the number of batches that executors have."""
+        self.meter.batches_running(batches, now_s)
 
     def batch_finished(self, batch: RunningBatch, report: BatchReport, executor_s: float) -> None:
         """Count the batch and take over what its handler reported."""
-        metrics, pendings = self._metrics, batch.pendings
-
-        def ids() -> Sequence[str]:
-            return [pending.request.request_id for pending in pendings]
-
-        succeeded_s: list[float] = []  # how long each waited
-        failed_s: list[float] = []
-        for pending, outcome in zip(pendings, report.outcomes, strict=True):
-            if not isinstance(outcome, Unfinished):  # what goes on in the next batch counts when it is over
-                waits_s = failed_s if isinstance(outcome, ServingError) else succeeded_s
-                waits_s.append(pending.dequeued_s - pending.enqueued_s)
-        metrics.batch_finished(
-            self.meter,
-            size=len(pendings),
-            executor_s=executor_s / batch.rounds,  # those in front of it count for themselves
+        succeeded = failed = 0
+        succeeded_wait_s = failed_wait_s = 0.0
+        # The batches in front of it in the same executor: it waited for them.
+        front_s = executor_s - executor_s / batch.rounds
+        for pending, outcome in zip(batch.pendings, report.outcomes, strict=True):
+            if isinstance(outcome, Unfinished):  # it counts when it is over
+                continue
+            wait_s = pending.dequeued_s - pending.enqueued_s + front_s
+            if isinstance(outcome, ServingError):
+                failed += 1
+                failed_wait_s += wait_s
+            else:
+                succeeded += 1
+                succeeded_wait_s += wait_s
+        meter = self.meter
+        ids: Sequence[str] = ()
+        if meter.wants_ids:
+            ids = [pending.request.request_id for pending in batch.pendings]
+        meter.batch_finished(
+            size=len(batch.pendings),
+            succeeded=succeeded,
+            failed=failed,
+            succeeded_wait_s=succeeded_wait_s,
+            failed_wait_s=failed_wait_s,
+            executor_s=executor_s - front_s,
             handler_s=report.handler_s,
-            succeeded_ids=None if len(failed_s) == len(pendings) else ids,
+            request_ids=ids,
         )
-        self._statistics.batch_finished(succeeded_s, failed_s, executor_s, report.handler_s)
         if report.metrics:
-            metrics.handler_metrics(report.metrics)
-        if metrics.tracing is not None:
-            meter = self.meter
-            metrics.tracing.batch(meter.model, meter.version, ids(), self.queue_length(), executor_s)
+            self._metrics.handler_metrics(report.metrics)
 
     def left_unread(self) -> None:
         """Count a streamed answer that was given up because its client read too slowly."""
@@ -90,13 +99,21 @@ class RegistryMetrics:
 
     def registered(self, version: Version, weight: Callable[[], float]) -> None:
         """Show a version from now on, and its load at each exposition."""
-        self._metrics.show(version.observer.meter, lambda: load_of(version, weight()))
-        if isinstance(version.observer, VersionMetrics):
-            version.observer.queue_length = lambda: version.batcher.queue_length
+        meter = version.observer.meter
+        meter.load = lambda: load_sample_of(version)
+        self._metrics.show(meter, lambda: load_of(version, weight()))
 
     def gone(self, version: Version, *, was_last: bool) -> None:
         """Drop the series of a version."""
         self._metrics.forget(version.observer.meter, was_last=was_last)
+
+
+def load_sample_of(version: Version) -> LoadSample:
+    """What the saturation of a version follows from; cheap. Call it on the event loop."""
+    batcher, pool = version.batcher, version.pool
+    # On the event loop one batch runs at a time, however many executors there are.
+    executors = min(1, pool.in_service) if pool.on_loop else pool.in_service
+    return LoadSample(batcher.queue_length, batcher.queue_capacity, executors, pool.size)
 
 
 def load_of(version: Version, weight: float) -> VersionLoad:
@@ -111,8 +128,6 @@ def load_of(version: Version, weight: float) -> VersionLoad:
         queue_room=batcher.queue_capacity,
         oldest_age_s=batcher.oldest_age_s(time.monotonic()),
         predicted_s=batcher.predicted_s,
-        in_service=pool.in_service,
-        busy=pool.in_service - len(pool.idle_ids()),
         executors=tuple(
             ExecutorLoad(status.executor_id, status.state.value, status.pid if own_process else 0)
             for status in pool.statuses()

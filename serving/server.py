@@ -119,6 +119,7 @@ class Server:
             dropped_lines=lambda: access_log.dropped + lost_lines(),
         )
         self._background.append(asyncio.create_task(self._metrics.process.watch_loop()))
+        self._background.append(asyncio.create_task(self._metrics.watch_load()))
         if settings.metrics_mode != "prometheus":
             open_metric_files(settings.metrics_directory)
         if settings.system_metrics_enabled:

@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 class BatchObserver(Protocol):
     """Who wants to know what ran; called on the event loop after a batch is answered."""
 
+    def batches_running(self, batches: int, now_s: float) -> None:
+        """The number of batches that executors have, or were sent, has changed to `batches`."""
+
     def batch_finished(self, batch: RunningBatch, report: BatchReport, executor_s: float) -> None:
         """`executor_s` is from dispatch to report; the executor ran `batch.rounds` batches in it."""
 
@@ -213,6 +216,7 @@ class Admission(ABC):
         batch = RunningBatch(self, live, now_s, executor_id, rounds, ahead=ahead)
         if live:
             self._batches.add(batch)  # whoever is answered may end another request, which asks what is in
+            self._observer.batches_running(len(self._batches), now_s)
         for pending in late:
             pending.finish(DeadlineExceeded(LATE))
         if live:
@@ -223,6 +227,7 @@ class Admission(ABC):
     def batch_done(self, batch: RunningBatch, report: BatchReport) -> None:
         """Answer the requests of a batch; `RunningBatch` calls it."""
         self._batches.discard(batch)
+        self._observer.batches_running(len(self._batches), self._now())
         if self.quarantine.concerns(report):
             report = self._judged(batch, report)
         if self._answer(batch, report):
@@ -239,6 +244,7 @@ class Admission(ABC):
     def batch_returned(self, batch: RunningBatch) -> None:
         """No executor began with the batch: it was lost before, or nobody waits any more."""
         self._batches.discard(batch)
+        self._observer.batches_running(len(self._batches), self._now())
         self._put_back(batch.pendings)
 
     def _put_back(self, pendings: Sequence[Pending]) -> None:

@@ -186,7 +186,7 @@ class DataPlane:
         """What clients may learn of a version; raises `ModelNotFound` or `VersionNotFound`."""
         found = self._registry.find(model, version)
         versions = tuple(self._registry.served()[model].versions)
-        return facts_of(found, versions, self._metrics.statistics.of(*found.key))
+        return facts_of(found, versions, found.observer.meter)
 
     def registered(self) -> list[ModelKey]:
         """Every registered version."""

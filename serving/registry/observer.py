@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from torchere.handlers.metric_types import MetricDeclaration
 from torchere.serving.batching.running import RunningBatch
 from torchere.serving.execution.executor import BatchReport
-from torchere.serving.telemetry.version_meter import VersionMeter
+from torchere.serving.telemetry.numbers import VersionNumbers
 from torchere.serving.types import ModelKey
 
 if TYPE_CHECKING:
@@ -19,8 +19,11 @@ class VersionObserver(Protocol):
     """Watches one version. Called on the event loop."""
 
     @property
-    def meter(self) -> VersionMeter:
+    def meter(self) -> VersionNumbers:
         """What counts its requests."""
+
+    def batches_running(self, batches: int, now_s: float) -> None:
+        """The number of batches that executors have, or were sent, has changed to `batches`."""
 
     def batch_finished(self, batch: RunningBatch, report: BatchReport, executor_s: float) -> None:
         """A batch was answered, `executor_s` after its dispatch; the executor ran `batch.rounds` in that."""

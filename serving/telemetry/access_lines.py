@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 from torchere.serving.telemetry.timeline import log_fields
 
 if TYPE_CHECKING:
+    from torchere.serving.telemetry.numbers import VersionNumbers
     from torchere.serving.telemetry.timeline import Timeline
     from torchere.serving.telemetry.trace_context import TraceContext
-    from torchere.serving.telemetry.version_meter import VersionMeter
 
 FLUSH_S = 0.1  # how long a line may wait, and what a crash may cost
 MAX_WAITING = 100_000  # lines; some 30 MB
@@ -43,7 +43,7 @@ class AccessLine(NamedTuple):
     elapsed_ms: int
     request_id: str = ""
     trace: TraceContext | None = None
-    meter: VersionMeter | None = None  # of the version that a prediction was for
+    meter: VersionNumbers | None = None  # of the version that a prediction was for
 
     @property
     def ids(self) -> dict[str, str]:

@@ -21,7 +21,8 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 from opentelemetry.trace.span import NonRecordingSpan, TraceState
 
-from torchere.serving.telemetry.timeline import COLUMNS, STAGES, Timeline, row_of
+from torchere.serving.telemetry.stages import COLUMNS, STAGES, row_of
+from torchere.serving.telemetry.timeline import Timeline
 from torchere.serving.telemetry.trace_context import TraceContext
 
 _FIRST_STAGE = COLUMNS.index(STAGES[0])
@@ -70,8 +71,8 @@ class SpanMaker:
         span, start_ns = opened
         if span.is_recording():
             _describe(span, timeline, code)
-            if timeline.waited is not None:
-                stages_s = row_of(timeline, timeline.waited, now_s)[_FIRST_STAGE:]
+            if timeline.answered_s:
+                stages_s = row_of(timeline, now_s)[_FIRST_STAGE:]
                 self._add_stages(span, start_ns, stages_s)
                 self._ended[timeline.request_id] = span.get_span_context()
                 if len(self._ended) > MAX_REMEMBERED:

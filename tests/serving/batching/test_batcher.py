@@ -88,6 +88,7 @@ class Stage:
         self.now_s = 100.0
         self.pool = PuppetPool(free)
         self.reports: list[int] = []
+        self.counts: list[int] = []
         self.unread = 0
         self.batcher = Batcher(
             settings,
@@ -96,6 +97,9 @@ class Stage:
             now=lambda: self.now_s,
             refusal="no worker",  # type: ignore[arg-type]
         )
+
+    def batches_running(self, batches: int, now_s: float) -> None:
+        self.counts.append(batches)
 
     def batch_finished(self, batch: RunningBatch, report: BatchReport, executor_s: float) -> None:
         self.reports.append(len(batch.pendings))
@@ -414,6 +418,19 @@ async def test_a_full_batch_goes_ahead_of_the_executor_that_will_be_free_first()
     assert (await ahead.answer).body == b"d"
     assert ahead.pending.dequeued_s == sink.begun_s > 0.0  # until then it waited
     assert (sink.dispatched_s, sink.rounds) == (sink.begun_s, 1)
+
+
+@run
+async def test_the_observer_learns_how_many_batches_executors_have() -> None:
+    stage = busy()
+    stage.submit("c")
+    stage.submit("d")
+    assert stage.counts == [1, 2]
+    stage.pool.batches.pop()[1].returned()  # its requests wait again, and go ahead once more
+    stage.pool.finish()
+    stage.pool.finish()
+    assert stage.counts[2] == 1
+    assert stage.counts[-1] == 0
 
 
 @run

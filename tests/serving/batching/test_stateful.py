@@ -80,6 +80,9 @@ class Stage:
             refusal="no worker",
         )
 
+    def batches_running(self, batches: int, now_s: float) -> None:
+        pass
+
     def batch_finished(self, batch: RunningBatch, report: BatchReport, executor_s: float) -> None:
         pass
 

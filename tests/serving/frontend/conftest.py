@@ -22,7 +22,7 @@ from torchere.serving.frontend.services import Services
 from torchere.serving.registry.version import VersionState
 from torchere.serving.settings import Limits, ModelSettings, ServerSettings
 from torchere.serving.telemetry.metrics import Metrics
-from torchere.serving.telemetry.statistics import VersionStatistics
+from torchere.serving.telemetry.numbers import VersionNumbers
 from torchere.serving.types import InferRequest, InferResponse, ModelKey
 
 
@@ -52,7 +52,7 @@ class FakeDataPlane:
             signature=None,
             max_batch_size=1,
             ready=True,
-            statistics=VersionStatistics(),
+            numbers=VersionNumbers("echo", "1.0"),
         )
 
     async def infer(self, model: str, version: str | None, request: InferRequest, group: str = "") -> Any:

@@ -73,6 +73,9 @@ class Stage:
         self.version = Version(ModelKey("m", "1"), origin, settings, self.pool, batcher, observer=self)  # type: ignore[arg-type]
         self.reconciler = Reconciler(drain_timeout_s=5.0, on_gone=self._gone)
 
+    def batches_running(self, *_: object) -> None:
+        """Nothing is counted here."""
+
     def batch_finished(self, *_: object) -> None:
         """Nothing is counted here."""
 

@@ -22,7 +22,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from torchere.serving.errors import ServingError
 from torchere.serving.telemetry import tracing
 from torchere.serving.telemetry.metrics import Metrics
-from torchere.serving.telemetry.timeline import STAGES
+from torchere.serving.telemetry.stages import STAGES
 from torchere.serving.telemetry.trace_context import TraceContext
 from torchere.serving.telemetry.trace_setup import open_tracing
 from torchere.serving.telemetry.tracing import SpanMaker, exporting_provider

@@ -18,7 +18,7 @@ from torchere.serving.errors import DeadlineExceeded, HandlerFailed, QueueFull
 from torchere.serving.frontend.grpc.open_inference_descriptors import PUBLIC_NAME, SERVICE, TORCHSERVE_NAME
 from torchere.serving.frontend.grpc.protos import open_inference_pb2 as pb
 from torchere.serving.frontend.model_facts import ModelFacts
-from torchere.serving.telemetry.statistics import VersionStatistics
+from torchere.serving.telemetry.numbers import VersionNumbers
 from torchere.serving.types import InferResponse, ModelKey, StreamedResponse
 
 
@@ -31,7 +31,7 @@ def facts(signature=None):
         signature=signature,
         max_batch_size=8,
         ready=True,
-        statistics=VersionStatistics(),
+        numbers=VersionNumbers("echo", "1.0"),
     )
 
 
