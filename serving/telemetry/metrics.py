@@ -113,10 +113,14 @@ class Metrics:
         if load is not None:
             self._load.watch(meter, load)
 
+    def sample_load(self) -> None:
+        """Sample how loaded every version is; call it every `TICK_S`."""
+        self._load.tick()
+
     async def watch_load(self) -> None:
         """Sample how loaded every version is, until cancelled."""
         while True:
-            self._load.tick()
+            self.sample_load()
             await asyncio.sleep(TICK_S)
 
     def request_finished(self, status: int, *, is_probe: bool = False) -> None:
