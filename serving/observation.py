@@ -111,9 +111,7 @@ class RegistryMetrics:
 def load_sample_of(version: Version) -> LoadSample:
     """What the saturation of a version follows from; cheap. Call it on the event loop."""
     batcher, pool = version.batcher, version.pool
-    # On the event loop one batch runs at a time, however many executors there are.
-    executors = min(1, pool.in_service) if pool.on_loop else pool.in_service
-    return LoadSample(batcher.queue_length, batcher.queue_capacity, executors, pool.size)
+    return LoadSample(batcher.queue_length, batcher.queue_capacity, pool.in_service, pool.size)
 
 
 def load_of(version: Version, weight: float) -> VersionLoad:
