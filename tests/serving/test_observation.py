@@ -61,6 +61,13 @@ def test_busy_seconds_are_those_of_batches_that_executors_have(metrics):
     assert lines(metrics, "torchere_executor_busy_seconds_total{")[0].endswith(" 2.5")
 
 
+def test_the_span_of_a_batch_gets_its_requests_and_how_many_wait():
+    spans = []
+    metrics = Metrics("vm", tracing=SimpleNamespace(batch=lambda *said: spans.append(said)))
+    finish(metrics, [DONE, HandlerFailed("x")])
+    assert spans == [("m", "1.0", ["r0", "r1"], 2, 2.0)]
+
+
 def test_only_spans_and_logged_metrics_need_the_ids_of_a_batch():
     assert not finish(Metrics("vm"), [DONE]).meter.wants_ids
     assert finish(Metrics("vm", mode="log"), [DONE]).meter.wants_ids
