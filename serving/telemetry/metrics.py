@@ -87,7 +87,7 @@ class Metrics:
     def timeline(
         self, transport: Transport, request_id: str, started_s: float, trace: TraceContext | None = None
     ) -> Timeline:
-        """The timeline of a prediction that came in at `started_s`; `trace` is what its client said."""
+        """Return the timeline of a prediction whose head arrived at `started_s`; `trace` is its client's."""
         timeline = Timeline(transport, request_id, started_s, trace, self.tracing)
         if self.tracing is not None:
             self.tracing.begin(timeline)
@@ -143,11 +143,11 @@ class Metrics:
         self._numbers.refused[TOO_LARGE] += 1
 
     def handler_metrics(self, samples: Iterable[HandlerSample]) -> None:
-        """What a handler reported through `context.metrics`, in one batch."""
+        """Record the values that a handler reported through `context.metrics` in one batch."""
         self._of_handlers.record(samples)
 
     def executor_loaded(self, meter: VersionNumbers, executor_id: int, load_s: float) -> None:
-        """An executor of a version is up, `load_s` after it was started."""
+        """Record that an executor of a version is up, `load_s` after it was started."""
         name = f"W-{executor_id}-{meter.model}_{meter.version}"
         known = self._load.executors_of(meter.model, meter.version)
         if known is not None:
@@ -161,7 +161,7 @@ class Metrics:
     def watch_server(
         self, ready: Callable[[], bool], inflight: Callable[[], int], dropped_lines: Callable[[], int]
     ) -> None:
-        """Ask at each exposition what no event tells.
+        """Ask for these values at each exposition.
 
         Args:
             ready: whether the server is.
@@ -175,11 +175,11 @@ class Metrics:
         }
 
     def know_states(self, states: States) -> None:
-        """Which states executors and versions can be in."""
+        """Take the states that executors and versions can be in."""
         self._states = states
 
     def forget(self, meter: VersionNumbers, *, was_last: bool) -> None:
-        """A version is gone: drop its series, and with the last version those of the whole model.
+        """Drop the series of a version that is gone, and with the last version those of the whole model.
 
         Call it after the last answer of the version.
         """
@@ -201,7 +201,7 @@ class Metrics:
             self._server.drop("WorkerLoadTime", names.pop(executor_id), "Host")
 
     def expose(self) -> Exposure:
-        """All metrics as they are now; the result may be made into text in another thread."""
+        """Copy all metrics as they are now; another thread may make text of the result."""
         numbers = self._numbers
         self._predictions.report_last(numbers)
         loads = self._load.ask()
@@ -220,7 +220,7 @@ class Metrics:
         )
 
     def exposition(self, names: Collection[str] = ()) -> str:
-        """All metrics as text; only the samples called `names` when there are any."""
+        """Return all metrics as text; only the samples called `names` when there are any."""
         return self.expose().text(names)
 
 
