@@ -363,7 +363,7 @@ def test_a_real_server_goes_from_idle_to_refusing_and_a_real_prometheus_fires_bo
             clients(2)
             eventually("min_over_time(torchere_saturation[3s]) > 0.7 < 1.2")
             assert prometheus.query(firing("TorchereQueueNearlyFull")) == []
-            clients(12)
+            clients(8)
             eventually("torchere_saturation > 1.8")
             eventually(firing("TorchereSaturated"))
             eventually(firing("TorchereQueueNearlyFull"))
