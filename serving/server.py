@@ -15,11 +15,8 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-import torch
-
 from torchere.handlers.errors import MetricsCacheError
 from torchere.serving import __version__
-from torchere.serving.crash_journal import Journal, ServerState
 from torchere.serving.errors import ServingError
 from torchere.serving.fixed_keys import FixedKeys, keys_of
 from torchere.serving.frontend.access_log import access_log
@@ -40,7 +37,6 @@ from torchere.serving.telemetry.metric_log import close_metric_files, open_metri
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.telemetry.metrics_config import MetricsConfig, built_in_config, read_metrics_config
 from torchere.serving.telemetry.trace_setup import open_tracing
-from torchere.serving.vitals import beat
 
 logger = logging.getLogger(__name__)
 
@@ -60,11 +56,8 @@ class Server:
         await server.stop()
     """
 
-    def __init__(
-        self, settings: ServerSettings, journal: Journal | None = None, prepared: Prepared | None = None
-    ) -> None:
+    def __init__(self, settings: ServerSettings, prepared: Prepared | None = None) -> None:
         self._settings = settings
-        self._journal = journal  # of a supervised server
         self._prepared = prepared
         self._metrics = Metrics(
             mode=settings.metrics_mode,
@@ -84,9 +77,9 @@ class Server:
         await self._ports.refuse_if_taken()
         if settings.tracing_enabled:
             self._metrics.tracing = open_tracing(__version__)
-        keys = keys_of(settings, keep=self._journal is not None and bool(self._journal.history.crashes))
+        keys = keys_of(settings)
         certificates = certificates_of(settings)
-        self._registry = Registry(settings, RegistryMetrics(self._metrics), self._journal, self._prepared)
+        self._registry = Registry(settings, RegistryMetrics(self._metrics), self._prepared)
         self._dataplane = DataPlane(self._registry, self._metrics)
         self._observe()
         if certificates is not None:
@@ -105,9 +98,6 @@ class Server:
             raise
         loaded = [version.settled.wait() for version in self._registry.versions()]
         self._background.append(asyncio.create_task(build_after(loaded, self._ports.routes)))
-        if self._journal is not None:
-            self._background.append(asyncio.create_task(beat(self._journal)))
-            self._journal.state = ServerState.SERVING
         return endpoints
 
     def _observe(self) -> None:
@@ -161,9 +151,7 @@ class Server:
         return self._dataplane.accepted, self._dataplane.answered
 
 
-async def run(
-    settings: ServerSettings, journal: Journal | None = None, prepared: Prepared | None = None
-) -> int:
+async def run(settings: ServerSettings, prepared: Prepared | None = None) -> int:
     """Serve until SIGTERM, SIGINT or SIGHUP; a second signal ends the process at once.
 
     Returns the exit status: 0 after an orderly stop, 1 when the server could not start.
@@ -171,8 +159,8 @@ async def run(
     stop = asyncio.Event()
     if settings.install_signal_handlers:
         for number in ending_signals():
-            asyncio.get_running_loop().add_signal_handler(number, _on_signal, number, stop, journal)
-    server = Server(settings, journal, prepared)
+            asyncio.get_running_loop().add_signal_handler(number, _on_signal, number, stop)
+    server = Server(settings, prepared)
     try:
         endpoints = await _started(server, stop)
     except ServingError as err:
@@ -205,18 +193,17 @@ async def _started(server: Server, stop: asyncio.Event) -> Endpoints | None:
         return None
 
 
-def serve(settings: ServerSettings, journal: Journal | None = None, prepared: Prepared | None = None) -> int:
+def serve(settings: ServerSettings, prepared: Prepared | None = None) -> int:
     """Run a server in this thread until it is told to stop; returns the exit status."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    torch.set_num_threads(1)  # of this thread, where tiny models may run; executors set their own
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # it announces each port's start and end
     if sys.platform == "win32":
-        return asyncio.run(run(settings, journal, prepared))
+        return asyncio.run(run(settings, prepared))
     import uvloop  # noqa: PLC0415 - not to be had on Windows
 
     _allow_many_files()
     _show_threads_on_sigquit()
-    return uvloop.run(run(settings, journal, prepared))
+    return uvloop.run(run(settings, prepared))
 
 
 def _allow_many_files() -> None:
@@ -237,13 +224,11 @@ def _show_threads_on_sigquit() -> None:
         faulthandler.register(signal.SIGQUIT)
 
 
-def _on_signal(number: int, stop: asyncio.Event, journal: Journal | None) -> None:
+def _on_signal(number: int, stop: asyncio.Event) -> None:
     if stop.is_set():
         logger.warning("second signal %d: ending at once", number)
         sys.exit(128 + number)
     logger.info("signal %d: draining", number)
-    if journal is not None:
-        journal.state = ServerState.ENDING
     stop.set()
 
 

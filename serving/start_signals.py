@@ -7,7 +7,7 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-from torchere.serving.crash_policy import ENDING_SIGNALS
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:

@@ -11,6 +11,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+import torch
+
 from torchere.handlers.resolve import BUILT_IN_HANDLERS, UNEVEN_HANDLERS
 from torchere.handlers.shared_models import SharedModels
 from torchere.serving.errors import DeadlineExceeded, ExecutorDied
@@ -56,6 +58,7 @@ class ThreadPool:
         offload: Offload | None = None,
         sends_ahead: bool = True,
     ) -> None:
+        torch.set_num_threads(1)  # of the event loop's thread, where tiny models may run
         self._spec = spec
         self._make_host = make_host
         self._response_timeout_s = response_timeout_s

@@ -80,7 +80,6 @@ class VersionDescription:
     queue_capacity: int  # how many more requests may wait
     queue_length: int
     uses_venv: bool = False  # its workers run in a virtual environment of their own
-    isolation_reason: str = ""  # why it is not what the archive asks for
     quarantined: int = 0  # requests that will not be run again, because they crash executors
 
 
@@ -289,6 +288,5 @@ def _describe(version: Version) -> VersionDescription:
         executors=version.pool.statuses(),
         queue_capacity=version.batcher.queue_capacity,
         queue_length=version.batcher.queue_length,
-        isolation_reason=version.origin.isolation_reason,
         quarantined=version.batcher.quarantine.convicted,
     )

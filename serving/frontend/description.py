@@ -110,8 +110,6 @@ def _sequence_json(settings: ModelSettings) -> dict[str, Any]:
 
 def _own_json(version: VersionDescription) -> dict[str, Any]:
     own: dict[str, Any] = {"state": version.state.value, "isolation": version.isolation}
-    if version.isolation_reason:
-        own["isolationReason"] = version.isolation_reason
     if version.failure:
         own["failure"] = version.failure
     if lost := [_loss_json(executor) for executor in version.executors if executor.losses]:

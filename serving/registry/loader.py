@@ -10,7 +10,6 @@ import itertools
 import logging
 import os
 import time
-from functools import partial
 from typing import Literal
 
 from torchere.handlers import aot
@@ -20,18 +19,15 @@ from torchere.serving.batching.quarantine import Quarantine
 from torchere.serving.batching.quarantine_files import QuarantineFiles
 from torchere.serving.batching.stateful import StatefulBatcher
 from torchere.serving.batching.unread_parts import limit_bytes
-from torchere.serving.crash_journal import Journal
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.execution.devices import available_cores, gpu_count, intra_op_threads
 from torchere.serving.execution.executor import ExecutorPool, FreeCallback, LoadSpec
 from torchere.serving.execution.fork_client import Spawned
-from torchere.serving.execution.host import HandlerHost
 from torchere.serving.execution.isolation import choose_isolation
 from torchere.serving.execution.launch import ExecLauncher, ForkLauncher, Launcher, worker_environment
 from torchere.serving.execution.offload import ROOM, Offload
 from torchere.serving.execution.oom import OomWatch
 from torchere.serving.execution.processes import ProcessPool
-from torchere.serving.execution.recorded_host import RecordedHost
 from torchere.serving.execution.send_ahead import MOST_AHEAD
 from torchere.serving.execution.threads import ThreadPool
 from torchere.serving.registry.effective import Asked, effective_settings
@@ -64,11 +60,9 @@ class Loader:
         self,
         server: ServerSettings,
         observer: RegistryObserver,
-        journal: Journal | None = None,
         fork_server: Spawned | None = None,
     ) -> None:
         self._server = server
-        self._journal = journal
         self._observer = observer
         self._executor_ids = itertools.count(FIRST_EXECUTOR_ID)
         self._launcher = ForkLauncher(worker_environment(server.hidden_env_vars), fork_server)
@@ -105,16 +99,12 @@ class Loader:
             logger.warning("%s asks for a GPU in its model config, and there is none: the CPU does it", key)
         settings = effective_settings(asked, config, self._defaults_of(key), self._server, self.gpus)
         isolation = _isolation(archive, settings, handler)
-        crashed = self._server.isolated.get(str(key), "") if isolation == "thread" else ""
-        if crashed:
-            logger.warning("%s runs in processes: %s", key, crashed)
         origin = Origin(
             archive=archive,
             handler=handler,
             runtime=runtime,
-            isolation="process" if crashed else isolation,
+            isolation=isolation,
             loaded_at_startup=loaded_at_startup,
-            isolation_reason=crashed,
         )
         return self._assemble(key, origin, settings)
 
@@ -168,7 +158,6 @@ class Loader:
             next_id=self._next_id,
             on_free=on_free,
             on_loaded=observer.executor_loaded,
-            make_host=HandlerHost if self._journal is None else partial(RecordedHost, self._journal),
             offload=beside,
             sends_ahead=not counts_all,
         )

@@ -15,7 +15,6 @@ from weakref import WeakValueDictionary
 
 from torchere.archiver.reader import Archive
 from torchere.handlers.archive_import import forget_archive
-from torchere.serving.crash_journal import Journal
 from torchere.serving.errors import (
     Conflict,
     DefaultVersionInUse,
@@ -57,7 +56,6 @@ class Registry:
         self,
         server: ServerSettings,
         observer: RegistryObserver,
-        journal: Journal | None = None,
         prepared: Prepared | None = None,
     ) -> None:
         self._server = server
@@ -69,11 +67,11 @@ class Registry:
         self._ahead = prepared.ahead if prepared else None
         variables = worker_environment(server.hidden_env_vars)
         self._environments = EnvironmentBuilder(variables, server.install_timeout_s)
-        self._loader = Loader(server, observer, journal, prepared.fork_server if prepared else None)
+        self._loader = Loader(server, observer, prepared.fork_server if prepared else None)
         self._reconciler = Reconciler(server.unregister_timeout_s, self._gone)
         self._serving: routing.ServingMap = routing.EMPTY
         self._missing = Missing()
-        self._snapshots = SnapshotKeeper(server.snapshots, self.served, journal, self._missing.to_restore)
+        self._snapshots = SnapshotKeeper(server.snapshots, self.served, self._missing.to_restore)
         self._registering: WeakValueDictionary[ModelKey, asyncio.Lock] = WeakValueDictionary()
         self._closing = False
         self._sweeping: asyncio.Future[None] | None = None

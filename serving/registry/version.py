@@ -64,7 +64,6 @@ class Origin:
     runtime: str
     isolation: str  # "thread" | "process"
     loaded_at_startup: bool
-    isolation_reason: str = ""  # why it is not what the archive asks for; "" when it is
 
 
 class Version:

@@ -102,7 +102,7 @@ def test_what_goes_beside_the_mapping_of_torch_never_waits_for_the_linker() -> N
     code = """
     import importlib, sys
     from importlib.machinery import EXTENSION_SUFFIXES
-    import torchere.serving.cli_serve, torchere.serving.start_signals, torchere.serving.vitals
+    import torchere.serving.cli_serve, torchere.serving.start_signals
     from torchere.serving.torch_mapping import EXTENSIONS
 
     def linked():
