@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from torchere.handlers.tensors import BF16, BYTES, Array, Datatype, TensorError, check_shape, shown
-from torchere.handlers.tensors_bytes import objects_array
+from torchere.handlers.tensors_bytes import objects_array, rounded_to_bfloat16
 
 _NUMBERS = frozenset({int, float})
 _LISTS = frozenset({list})
@@ -35,7 +35,20 @@ NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def tensor_from_json(data: object, datatype: Datatype, shape: Sequence[object], field: str) -> Any:
-    """A numpy array of parsed JSON (BF16: a torch tensor; BYTES: an array of `bytes` objects, UTF-8).
+    """A numpy array of parsed JSON (BF16: a torch tensor; BYTES: an array of `bytes` objects), for handlers.
+
+    Arguments and errors are those of `array_from_json`.
+    """
+    array = array_from_json(data, datatype, shape, field)
+    if datatype is not BF16:
+        return array
+    import torch  # noqa: PLC0415  # numpy has no such type
+
+    return torch.from_numpy(array).to(torch.bfloat16)
+
+
+def array_from_json(data: object, datatype: Datatype, shape: Sequence[object], field: str) -> Array:
+    """A numpy array of parsed JSON (BF16: of float32, rounded; BYTES: of `bytes` objects, UTF-8).
 
     Args:
         data: a flat list in row-major order, or lists nested as `shape` says.
@@ -122,26 +135,19 @@ def _check_types(flat: list[Any], kind: str, datatype: Datatype, name: str) -> N
     raise TensorError(f"{name}[{place}]", _kind_of(item), f"{words} for {datatype.name}")
 
 
-def _floats(flat: list[Any], datatype: Datatype, name: str, sizes: tuple[int, ...]) -> Any:
+def _floats(flat: list[Any], datatype: Datatype, name: str, sizes: tuple[int, ...]) -> Array:
     try:
-        exact = np.array(flat, dtype=_FLOAT64)
+        exact: Array = np.array(flat, dtype=_FLOAT64)
     except OverflowError as err:  # a whole number that no float is as large as
         place = next(i for i, item in enumerate(flat) if abs(item) >= 2**1024)
         raise TensorError(f"{name}[{place}]", shown(flat[place]), f"a number within {datatype.name}") from err
     if datatype is BF16:
-        return _bfloat16(exact, name, flat).reshape(sizes)
-    with np.errstate(over="ignore"):
-        array = exact.astype(datatype.numpy, copy=False)
+        array = rounded_to_bfloat16(exact)
+    else:
+        with np.errstate(over="ignore"):
+            array = exact.astype(datatype.numpy, copy=False)
     _refuse_infinite(np.isfinite(array), datatype, name, flat)
     return array.reshape(sizes)
-
-
-def _bfloat16(exact: Array, name: str, flat: list[Any]) -> Any:
-    import torch  # noqa: PLC0415  # numpy has no such type
-
-    tensor = torch.from_numpy(exact).to(torch.bfloat16)
-    _refuse_infinite(torch.isfinite(tensor).numpy(), BF16, name, flat)
-    return tensor
 
 
 def _refuse_infinite(finite: Array, datatype: Datatype, name: str, flat: list[Any]) -> None:

@@ -6,13 +6,14 @@ Nothing is loaded here: the reconciler does that when executors are wanted.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import os
 import time
 from typing import Literal
 
-from torchere.handlers import aot
+from torchere.handlers.aot_gil import holds_gil
 from torchere.serving.batching.admission import Admission
 from torchere.serving.batching.batcher import Batcher
 from torchere.serving.batching.quarantine import Quarantine
@@ -29,7 +30,6 @@ from torchere.serving.execution.offload import ROOM, Offload
 from torchere.serving.execution.oom import OomWatch
 from torchere.serving.execution.processes import ProcessPool
 from torchere.serving.execution.send_ahead import MOST_AHEAD
-from torchere.serving.execution.threads import ThreadPool
 from torchere.serving.registry.effective import Asked, effective_settings
 from torchere.serving.registry.environments import Environment
 from torchere.serving.registry.names import check_runtime
@@ -67,7 +67,11 @@ class Loader:
         self._executor_ids = itertools.count(FIRST_EXECUTOR_ID)
         self._launcher = ForkLauncher(worker_environment(server.hidden_env_vars), fork_server)
         self._oom = OomWatch()
-        self.gpus = gpu_count(server.max_gpus)  # how many executors may take
+
+    @functools.cached_property
+    def gpus(self) -> int:
+        """How many GPUs executors may take; blocks the first time, when the driver is asked."""
+        return gpu_count(self._server.max_gpus)
 
     def build(
         self,
@@ -151,6 +155,8 @@ class Loader:
         if settings.isolation == "auto" and available_cores() > 1 and not (spec.gpu_ids or counts_all):
             name = f"model {spec.model_name} version {spec.model_version}"
             beside = Offload(name, workers(ROOM))
+        from torchere.serving.execution.threads import ThreadPool  # noqa: PLC0415 - imports torch
+
         return ThreadPool(
             spec,
             response_timeout_s=settings.response_timeout_s,
@@ -207,8 +213,8 @@ def _isolation(archive: StoredArchive, settings: ModelSettings, handler: str) ->
         return "process"
     model = archive.manifest.get("model") or {}
     on_gpu = bool(settings.gpu_ids)
-    holds_gil = not on_gpu and _holds_gil(archive)
-    return choose_isolation(settings.isolation, handler, model, holds_gil=holds_gil, on_gpu=on_gpu)
+    keeps_gil = not on_gpu and _holds_gil(archive)
+    return choose_isolation(settings.isolation, handler, model, holds_gil=keeps_gil, on_gpu=on_gpu)
 
 
 def _holds_gil(archive: StoredArchive) -> bool:
@@ -216,7 +222,7 @@ def _holds_gil(archive: StoredArchive) -> bool:
     serialized = str((archive.manifest.get("model") or {}).get("serializedFile") or "")
     if not serialized.endswith(".pt2"):
         return False
-    return aot.holds_gil(str(archive.directory / serialized), str(archive.directory))
+    return holds_gil(str(archive.directory / serialized), str(archive.directory))
 
 
 def _is_stateful(settings: ModelSettings) -> bool:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from torchere.handlers.tensors import BF16, BYTES, DATATYPES, TensorError
 from torchere.handlers.tensors_bytes import objects_array
-from torchere.handlers.tensors_json import json_from_tensor, tensor_from_json
+from torchere.handlers.tensors_json import array_from_json, json_from_tensor, tensor_from_json
 
 
 def read(data: object, name: str, shape: list[Any]) -> Any:
@@ -50,6 +50,12 @@ def test_bf16_is_rounded_by_torch() -> None:
     assert tensor.tolist() == [1.0, 0.10009765625]
 
 
+def test_without_torch_bf16_is_the_same_numbers_as_float32() -> None:
+    array = array_from_json([1.0, 0.1], BF16, [2], "inputs[0]")
+    assert array.dtype == np.float32
+    assert array.tolist() == [1.0, 0.10009765625]
+
+
 @pytest.mark.parametrize(
     ("data", "name", "shape", "text"),
     [
@@ -73,6 +79,7 @@ def test_bf16_is_rounded_by_torch() -> None:
         ([1, 2**1024], "FP64", [2], r"inputs\[0\]\.data\[1\]: found a whole number of more than 128 bits"),
         ([1e39], "FP32", [1], r"inputs\[0\]\.data\[0\]: found 1e\+39, expected a number within FP32"),
         ([1, 1e5], "FP16", [2], r"inputs\[0\]\.data\[1\]: found 100000.0, expected a number within FP16"),
+        ([3.39e38, 3.4e38], "BF16", [2], r"inputs\[0\]\.data\[1\]: found 3.4e\+38, expected a number within"),
         ([1e39], "BF16", [1], r"inputs\[0\]\.data\[0\]: found 1e\+39, expected a number within BF16"),
         ({"a": 1}, "FP32", [1], r"inputs\[0\]\.data: found an object, expected a list of 1 elements"),
         (None, "FP32", [], r"inputs\[0\]\.data: found nothing, expected a list of 1 elements"),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from torchere.serving.execution import devices
 from torchere.serving.execution.devices import available_cores, gpu_count, intra_op_threads, new_places
 from torchere.serving.execution.executor import ExecutorState, ExecutorStatus
 from torchere.serving.execution.threads import ThreadPool
@@ -41,7 +42,7 @@ def test_without_a_quota_the_affinity_counts(tmp_path: Path, text: str) -> None:
 def test_no_more_gpus_are_used_than_there_are_and_the_operator_says(
     most: int | None, expected: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(devices, "visible_gpus", lambda: 4)
     assert gpu_count(most) == expected
     assert ("number_of_gpu=9, and CUDA shows 4 GPUs" in caplog.text) is (most == 9)
 
