@@ -65,19 +65,17 @@ def _planned_and_served(options: argparse.Namespace) -> int:
 
 def _prepared_and_served(plan: Plan) -> int:
     from torchere.serving.start_signals import SignalsKept  # noqa: PLC0415 - not needed for --help
-    from torchere.serving.torch_mapping import map_torch_aside  # noqa: PLC0415 - likewise
 
     with SignalsKept() as kept:
-        map_torch_aside()  # before what is imported here, or it would have nothing to go beside
-        from torchere.serving.preparation import preparation  # noqa: PLC0415 - imports NumPy
+        from torchere.serving.preparation import fork_server_ahead  # noqa: PLC0415 - likewise
 
-        with preparation(plan.settings) as prepared:
-            from torchere.serving.server import serve  # noqa: PLC0415 - imports torch
+        with fork_server_ahead(plan.settings) as fork_server:
+            from torchere.serving.server import serve  # noqa: PLC0415 - takes most of a start
 
             if number := kept.let_go():
                 logger.info("signal %d: stopped before the start was over", number)
                 return 0
-            return serve(plan.settings, prepared)
+            return serve(plan.settings, fork_server)
 
 
 def _log_as_asked(plan: Plan, options: argparse.Namespace, as_torchserve: bool, as_json: bool) -> None:

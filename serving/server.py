@@ -18,6 +18,7 @@ from contextlib import suppress
 from torchere.handlers.errors import MetricsCacheError
 from torchere.serving import __version__
 from torchere.serving.errors import ServingError
+from torchere.serving.execution.fork_client import Spawned
 from torchere.serving.fixed_keys import FixedKeys, keys_of
 from torchere.serving.frontend.access_log import access_log
 from torchere.serving.frontend.controlplane import ControlPlane
@@ -27,7 +28,6 @@ from torchere.serving.frontend.services import CorsHeaders, Services
 from torchere.serving.frontend.tls import Certificates, certificates_of
 from torchere.serving.observation import RegistryMetrics
 from torchere.serving.ports import Endpoints, Ports
-from torchere.serving.registry.ahead import Prepared
 from torchere.serving.registry.registry import Registry
 from torchere.serving.reloading import Reloadable, watch
 from torchere.serving.settings import ServerSettings
@@ -56,9 +56,9 @@ class Server:
         await server.stop()
     """
 
-    def __init__(self, settings: ServerSettings, prepared: Prepared | None = None) -> None:
+    def __init__(self, settings: ServerSettings, fork_server: Spawned | None = None) -> None:
         self._settings = settings
-        self._prepared = prepared
+        self._fork_server = fork_server  # that was started already; the caller ends it
         self._metrics = Metrics(
             mode=settings.metrics_mode,
             config=_metrics_config(settings),
@@ -79,7 +79,7 @@ class Server:
             self._metrics.tracing = open_tracing(__version__)
         keys = keys_of(settings)
         certificates = certificates_of(settings)
-        self._registry = Registry(settings, RegistryMetrics(self._metrics), self._prepared)
+        self._registry = Registry(settings, RegistryMetrics(self._metrics), self._fork_server)
         self._dataplane = DataPlane(self._registry, self._metrics)
         self._observe()
         if certificates is not None:
@@ -88,8 +88,10 @@ class Server:
         services = Services(settings, self._metrics, keys, __version__, _cors(settings), certificates)
         self._follow([each for each in (keys, certificates) if isinstance(each, FixedKeys | Certificates)])
         try:
-            await self._registry.load_at_startup()
+            wanted = await self._registry.wanted_at_startup()
+            # Before archives are unpacked, which may take minutes: probes are answered meanwhile.
             endpoints = await self._ports.open(self._dataplane, controlplane, services)
+            await self._registry.load_at_startup(wanted)
             self._dataplane.opened()
             await self._registry.opened()
         except BaseException:
@@ -151,7 +153,7 @@ class Server:
         return self._dataplane.accepted, self._dataplane.answered
 
 
-async def run(settings: ServerSettings, prepared: Prepared | None = None) -> int:
+async def run(settings: ServerSettings, fork_server: Spawned | None = None) -> int:
     """Serve until SIGTERM, SIGINT or SIGHUP; a second signal ends the process at once.
 
     Returns the exit status: 0 after an orderly stop, 1 when the server could not start.
@@ -160,7 +162,7 @@ async def run(settings: ServerSettings, prepared: Prepared | None = None) -> int
     if settings.install_signal_handlers:
         for number in ending_signals():
             asyncio.get_running_loop().add_signal_handler(number, _on_signal, number, stop)
-    server = Server(settings, prepared)
+    server = Server(settings, fork_server)
     try:
         endpoints = await _started(server, stop)
     except ServingError as err:
@@ -193,17 +195,17 @@ async def _started(server: Server, stop: asyncio.Event) -> Endpoints | None:
         return None
 
 
-def serve(settings: ServerSettings, prepared: Prepared | None = None) -> int:
+def serve(settings: ServerSettings, fork_server: Spawned | None = None) -> int:
     """Run a server in this thread until it is told to stop; returns the exit status."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # it announces each port's start and end
     if sys.platform == "win32":
-        return asyncio.run(run(settings, prepared))
+        return asyncio.run(run(settings, fork_server))
     import uvloop  # noqa: PLC0415 - not to be had on Windows
 
     _allow_many_files()
     _show_threads_on_sigquit()
-    return uvloop.run(run(settings, prepared))
+    return uvloop.run(run(settings, fork_server))
 
 
 def _allow_many_files() -> None:

@@ -17,8 +17,11 @@ from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.telemetry.timeline import Timeline
 from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, ModelKey, StreamedResponse
 
-if TYPE_CHECKING:  # to run, this room needs no registry, and so no torch: see `preparation.py`
+if TYPE_CHECKING:  # to run, this room needs no registry
     from torchere.serving.registry.registry import Registry
+
+
+STARTING = "The server is starting, and its models are not registered yet. Try again later."
 
 
 class Prediction:
@@ -148,8 +151,9 @@ class DataPlane:
         try:
             return self._registry.find(model, version)
         except NotFound as err:
-            self._metrics.refused(err)
-            raise
+            refusal = err if self._started else Unavailable(STARTING)
+            self._metrics.refused(refusal)
+            raise refusal from None
 
     def settle(
         self, prediction: Prediction, outcome: InferResponse | StreamedResponse | ServingError
@@ -195,9 +199,10 @@ class DataPlane:
     def healthy(self) -> bool:
         """The rule of `/ping`: every default version has as many living executors as it should.
 
-        Executors that load or restart count as living, as in TorchServe; `readiness` asks for more.
+        Executors that load or restart count as living, as in TorchServe; `readiness` asks for more. As
+        TorchServe opens its port when the models of its start are registered, the answer is no until then.
         """
-        return all(
+        return self._started and all(
             living(default) >= default.settings.min_executors
             for default in (self._registry.find(name, None) for name in self._registry.served())
         )
