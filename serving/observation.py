@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torchere.handlers.weights_place import weights_size
 from torchere.serving.batching.running import RunningBatch
 from torchere.serving.errors import ServingError
 from torchere.serving.execution.executor import BatchReport, ExecutorState, Unfinished
@@ -130,6 +129,6 @@ def _weights_bytes(version: Version) -> int:
     if not isinstance(serialized, str):
         return 0
     try:
-        return weights_size(str(Path(version.origin.archive.directory, Path(serialized).name)))
+        return Path(version.origin.archive.directory, Path(serialized).name).stat().st_size
     except OSError:  # the archive is being removed
         return 0

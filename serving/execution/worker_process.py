@@ -10,7 +10,6 @@ from contextlib import suppress
 
 import msgspec
 
-from torchere.handlers.weights_place import late_weights_of
 from torchere.serving.errors import LoadFailed
 from torchere.serving.execution.executor import LoadSpec
 from torchere.serving.execution.frames import FrameProtocol
@@ -99,8 +98,6 @@ class WorkerProcess:
             LoadFailed: the system would not start one.
         """
         try:
-            if late := late_weights_of(self._spec.archive_dir):  # the worker opens the file
-                await asyncio.to_thread(late.wait)
             self._launched = await self._launcher.launch()
             self._transport, _ = await self._loop.create_unix_connection(
                 lambda: self._frames, sock=self._launched.connection

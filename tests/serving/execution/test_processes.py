@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 
-from torchere.handlers.weights_place import announce, withdraw
 from torchere.serving.errors import (
     DeadlineExceeded,
     ExecutorDied,
@@ -487,48 +486,6 @@ class Handler:
     def handle(self, data, context):
         return [self.weights] * len(data)
 """
-
-
-class Weights:
-    """`LateWeights` that are there when somebody waits for them, or never."""
-
-    size = 4
-
-    def __init__(self, path: Path, fault: OSError | None) -> None:
-        self._path = path
-        self._fault = fault
-
-    def lent(self) -> Any:
-        raise NotImplementedError
-
-    def wait(self) -> None:
-        if self._fault:
-            raise self._fault
-        self._path.write_text("here")
-
-
-@pytest.mark.parametrize("fault", [None, OSError("no room")])
-def test_a_worker_starts_when_the_weights_are_in_its_folder(
-    make_spec: Any, make_sink: Any, make_request: Any, tmp_path: Path, fault: OSError | None
-) -> None:
-    path = tmp_path / "w.pt"
-
-    async def main() -> None:
-        async with pool_of(make_spec(READS_WEIGHTS)) as pool:
-            sink = make_sink()
-            pool.submit([make_request("x")], sink)
-            assert (await sink.outcome()).body == b"here"
-
-    announce(str(path), Weights(path, fault))
-    try:
-        if fault is None:
-            asyncio.run(main())
-            return
-        with pytest.raises(LoadFailed) as caught:
-            asyncio.run(main())
-        assert "no room" in caught.value.detail
-    finally:
-        withdraw(str(path))
 
 
 def test_a_worker_that_is_stopped_while_idle_loses_no_request_and_is_replaced(
