@@ -213,6 +213,7 @@ def test_a_request_that_outlasts_the_drain_is_ended_and_not_waited_for(
     """Whatever kills the process waits for both delays of the configuration, and no longer."""
     patient = pack("patient", {"h.py": PATIENT}, handler="h.py")
     server = start_server("--models", patient, "--disable-token-auth", properties="drain_timeout_s=1\n")
+    server.follow("patient:1.0 is ready")  # the request has to be in the handler, not in the queue
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(
             server.call,
