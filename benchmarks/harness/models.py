@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import struct
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.paths import ROOT
+from harness.trees import CHECKOUT, Tree
 from torchere.archiver import ArchiveRequest, write_archive
 from torchere.archiver.signature import ANY, SIGNATURE_NAME, Signature, TensorSpec
 
@@ -34,9 +35,13 @@ _SINGLE = "batchSize: 1\njobQueueSize: 1000\n"
 
 @dataclass(frozen=True, slots=True)
 class Workshop:
-    """Makes what a row asks for, once, under `folder`; `store` holds the archives."""
+    """Makes what a row asks for, once, under `folder`; `store` holds the archives.
+
+    `tree` serves them. Shops of one folder are equal, so that two trees share what is made and tried once.
+    """
 
     folder: Path
+    tree: Tree = field(default=CHECKOUT, compare=False)
 
     @property
     def store(self) -> Path:
@@ -111,6 +116,8 @@ _ARCHIVES = {
     ),
     "large": _Packing("base_handler", LARGE, LARGE_LAYERS, _SINGLE),
     "identity": _Packing("tensor", TENSOR, 0, _BATCHED, signed=True),
+    "tiny_tensor": _Packing("tensor", FEATURES, 4, _BATCHED, signed=True),
+    "parts": _Packing(str(_HANDLERS / "parts.py"), 0, 0, _SINGLE + "isolation: process\n"),
     "timed": _Packing(str(_HANDLERS / "timed_work.py"), 0, 0, "batchSize: 1\nisolation: process\n"),
 }
 

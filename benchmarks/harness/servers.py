@@ -5,7 +5,6 @@ All serve models with one intra-op thread, so that a second worker finds a core.
 
 from __future__ import annotations
 
-import compileall
 import os
 import shutil
 import sys
@@ -13,13 +12,13 @@ import sysconfig
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 
 from harness.environments import environment, site_packages
 from harness.models import MAX_BATCH, Workshop
-from harness.paths import ROOT, SCRIPTS
+from harness.paths import SCRIPTS
 from harness.processes import Endpoint, free_ports, serving
+from harness.trees import compile_tree
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 WAIT_MS = 1  # how long a batch waits for company, in every server that batches
@@ -27,18 +26,11 @@ WAIT_MS = 1  # how long a batch waits for company, in every server that batches
 
 @contextmanager
 def torchere(shop: Workshop, archive: str, workers: int, properties: str = "") -> Iterator[Endpoint]:
-    """`torchere serve` of this checkout, with its defaults but for ports and tokens."""
-    _compile_checkout()
-    command = [str(Path(sys.executable).with_name("torchere")), "serve", "--ncs", "--disable-token-auth"]
+    """`torchere serve` of the shop's tree, with its defaults but for ports and tokens."""
+    compile_tree(shop.tree)
+    command = [shop.tree.program, "serve", "--ncs", "--disable-token-auth"]
     with _configured(shop, command, archive, workers, properties) as endpoint:
         yield endpoint
-
-
-@cache
-def _compile_checkout() -> None:
-    """Write the bytecode that pip writes as it installs: without it each start compiles every module."""
-    for room in ("archiver", "client", "handlers", "serving"):
-        compileall.compile_dir(ROOT / room, quiet=1)
 
 
 @contextmanager
