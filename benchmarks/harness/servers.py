@@ -10,7 +10,7 @@ import shutil
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,9 +27,18 @@ WAIT_MS = 1  # how long a batch waits for company, in every server that batches
 @contextmanager
 def torchere(shop: Workshop, archive: str, workers: int, properties: str = "") -> Iterator[Endpoint]:
     """`torchere serve` of the shop's tree, with its defaults but for ports and tokens."""
+    with torchere_with(shop, {archive: shop.archive(archive)}, workers, properties) as endpoint:
+        yield endpoint
+
+
+@contextmanager
+def torchere_with(
+    shop: Workshop, models: Mapping[str, str], workers: int, properties: str = ""
+) -> Iterator[Endpoint]:
+    """The same with any number of models: their names, and the files in the store."""
     compile_tree(shop.tree)
     command = [shop.tree.program, "serve", "--ncs", "--disable-token-auth"]
-    with _configured(shop, command, archive, workers, properties) as endpoint:
+    with _configured(shop, command, models, workers, properties) as endpoint:
         yield endpoint
 
 
@@ -40,16 +49,21 @@ def torchserve(shop: Workshop, archive: str, workers: int, properties: str = "")
     # It starts Python by name, and writes logs where it stands.
     path = {"PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}", **_ONE_THREAD}
     command = [str(binaries / "torchserve"), "--start", "--foreground", "--ncs", "--disable-token-auth"]
-    with _configured(shop, command, archive, workers, properties, **path) as endpoint:
+    models = {archive: shop.archive(archive)}
+    with _configured(shop, command, models, workers, properties, **path) as endpoint:
         yield endpoint
 
 
 @contextmanager
 def _configured(
-    shop: Workshop, command: list[str], archive: str, workers: int, properties: str, **extra: str
+    shop: Workshop,
+    command: list[str],
+    models: Mapping[str, str],
+    workers: int,
+    properties: str,
+    **extra: str,
 ) -> Iterator[Endpoint]:
     ports = free_ports(5)
-    file = shop.archive(archive)
     with tempfile.TemporaryDirectory(dir=shop.folder) as place:
         # Else TorchServe's process number and sockets lie where any other TorchServe has its own, too.
         extra |= {"TMPDIR": place, "TEMP": place}
@@ -65,8 +79,16 @@ def _configured(
             encoding="utf-8",
         )
         whole = [*command, "--model-store", str(shop.store), "--ts-config", str(config)]
-        whole += ["--models", f"{archive}={file}"]
-        with serving(whole, Path(place), ports[0], grpc_port=ports[3], environment=extra) as endpoint:
+        whole += ["--models", *(f"{name}={file}" for name, file in models.items())] if models else []
+        started = serving(
+            whole,
+            Path(place),
+            ports[0],
+            grpc_port=ports[3],
+            management_port=ports[1],
+            environment=extra,
+        )
+        with started as endpoint:
             yield endpoint
 
 
