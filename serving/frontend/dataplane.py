@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torchere.serving.batching.pending import AwaitedReply, Pending, Reply, told
@@ -63,6 +64,8 @@ class DataPlane:
         self._started = False
         self._draining = False
         self._started_up = False  # `startup` said so once
+        # Called when readiness may have changed. Executors that are lost or come back do not call them.
+        self.readiness_listeners: set[Callable[[], None]] = set()
 
     async def infer(
         self,
@@ -249,10 +252,17 @@ class DataPlane:
     def opened(self) -> None:
         """All listeners are up."""
         self._started = True
+        self.readiness_changed()
 
     def draining(self) -> None:
         """The end has begun: unready from now on."""
         self._draining = True
+        self.readiness_changed()
+
+    def readiness_changed(self) -> None:
+        """Have those that watch readiness look at it."""
+        for listener in list(self.readiness_listeners):
+            listener()
 
 
 def _prepared(request: InferRequest, target: Version) -> InferRequest:

@@ -44,6 +44,7 @@ class FakeDataPlane:
         self.is_healthy = True
         self.is_ready = Readiness(True)
         self.is_started = Readiness(True)
+        self.readiness_listeners: set[Callable[[], None]] = set()
         self.known = ModelFacts(
             key=ModelKey("echo", "1.0"),
             versions=("1.0",),

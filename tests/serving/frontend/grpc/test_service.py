@@ -1,10 +1,15 @@
 """Which calls reach a method, and what the others are told."""
 
+from inspect import iscoroutinefunction
 from types import SimpleNamespace
 
 import pytest
 
-from torchere.serving.frontend.grpc.dispatch import dispatcher
+from torchere.serving.frontend.grpc.call import Method
+from torchere.serving.frontend.grpc.errors import MANAGEMENT
+from torchere.serving.frontend.grpc.management import ManagementService
+from torchere.serving.frontend.grpc.open_inference_control import ModelCalls
+from torchere.serving.frontend.grpc.service import dispatcher, opener
 from torchere.serving.frontend.http2.header_blocks import request_head
 from torchere.serving.telemetry.metrics import Metrics
 
@@ -26,10 +31,10 @@ class FakeStream:
         path = headers.pop("path", None)
         if path is not None:
             headers[":path"] = path
-        self.head = request_head(headers.items())
+        self.head, _ = request_head(headers.items())
         self.answered = None
 
-    def end(self, code, message):
+    def end(self, code, message, details=b""):
         self.answered = (code, message)
 
     def refuse(self, status, code, message):
@@ -103,7 +108,32 @@ def test_calls_without_their_key_are_counted(planes):
 
 
 def test_what_still_comes_of_a_call_that_was_refused_is_passed_over():
-    stream = SimpleNamespace(head=request_head([]), refuse=lambda *told: None)
+    stream = SimpleNamespace(head=request_head([])[0], refuse=lambda *told: None)
     receiver = dispatcher({}, None, "inference", METRICS)(stream)
-    told = [receiver.message(b"m"), receiver.half_closed(), receiver.flawed(13, "no"), receiver.gone()]
-    assert told == [None] * 4
+    told = [receiver.on_message(b"m"), receiver.on_half_close(), receiver.on_failure(13, "no")]
+    assert [*told, receiver.on_cancel(), receiver.on_drain()] == [None] * 5
+
+
+def test_a_plain_function_answers_within_the_half_close_and_without_a_task():
+    answered = []
+    stream = SimpleNamespace(head=request_head([])[0], timeout_s=None, client=None, ended=False)
+    stream.consumed_all = lambda: None
+    stream.answer = answered.append
+    tasks = set()
+    method = Method("test.Service/echo", MANAGEMENT, bytes.decode, str.encode, tasks)
+    call = opener(lambda request, call: request.upper(), method, streams_in=False, streams_out=False)(stream)
+    call.on_message(b"word")
+    call.on_half_close()
+    assert (answered, tasks) == ([b"WORD"], set())
+
+
+def test_questions_about_server_and_models_need_no_task(planes):
+    methods = {
+        **ModelCalls(planes.data, planes.control, unknown_is_unready=True).methods(),
+        **ManagementService(planes.control).methods(),
+    }
+    waiting = {name for name, implementation in methods.items() if iscoroutinefunction(implementation)}
+    assert waiting == {
+        *("RepositoryModelLoad", "RepositoryModelUnload"),
+        *("DescribeModel", "RegisterModel", "ScaleWorker", "SetDefault", "UnregisterModel"),
+    }

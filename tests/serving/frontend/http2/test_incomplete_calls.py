@@ -6,8 +6,9 @@ import time
 import pytest
 from hyperframe.frame import DataFrame, HeadersFrame
 
-from torchere.serving.frontend.http2 import unfinished
-from torchere.serving.frontend.http2.unfinished import Unfinished
+from torchere.serving.frontend.http2 import connection as connections
+from torchere.serving.frontend.http2 import flow_control
+from torchere.serving.frontend.http2.flow_control import InboundFlow
 
 TIMEOUT_S = 0.15
 DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED = "4", "8"
@@ -15,7 +16,7 @@ DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED = "4", "8"
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(unfinished, "SILENCE_S", TIMEOUT_S)
+    monkeypatch.setattr(connections, "INCOMPLETE_TIMEOUT_S", TIMEOUT_S)
 
 
 BEGINNINGS = {
@@ -124,18 +125,18 @@ def half(size):
 
 
 def test_calls_on_their_way_may_have_so_many_bytes_together(run, http2, monkeypatch):
-    monkeypatch.setattr(unfinished, "UNFINISHED_BYTES", 100_000)
+    monkeypatch.setattr(flow_control, "INCOMPLETE_BYTES", 100_000)
 
     async def main():
         async with http2.listener(limit_bytes=25_000) as served, http2.peer(served) as peer:
             await peer.round_trip()
-            (connection,) = served.listening.connections
+            (connection,) = served.listener.connections
             ids = [peer.begin("/echo", end=False) for _ in range(6)]
             for piece in (half(20_000)[:5000], bytes(15_000)):
                 for stream_id in ids[:5]:
                     peer.say(stream_id, piece)
                 await peer.round_trip()
-            held = connection.unfinished.held_bytes
+            held = connection.inbound.held_bytes
             at_once = await peer.call("/echo", b"m")
             peer.say(ids[5], half(20_000))
             refused = await peer.answered(ids[5])
@@ -149,7 +150,7 @@ def test_calls_on_their_way_may_have_so_many_bytes_together(run, http2, monkeypa
                 refused.status,
                 len(taken.messages[0]),
                 whole.status,
-                connection.unfinished.held_bytes,
+                connection.inbound.held_bytes,
             )
 
     held, at_once, refused, taken, whole, left = run(main())
@@ -160,10 +161,8 @@ def test_calls_on_their_way_may_have_so_many_bytes_together(run, http2, monkeypa
 
 
 def test_where_messages_may_be_long_there_is_room_for_some():
-    async def main():
-        return Unfinished({}, 2**30)._limit_bytes, Unfinished({}, 2**20)._limit_bytes
-
-    assert asyncio.run(main()) == (4 * 2**30, 2**29)
+    limits = [InboundFlow(size, None)._incomplete_limit_bytes for size in (2**30, 2**20)]
+    assert limits == [4 * 2**30, 2**29]
 
 
 def test_messages_that_were_taken_are_not_counted(run, http2):
@@ -171,12 +170,12 @@ def test_messages_that_were_taken_are_not_counted(run, http2):
         async with http2.listener() as served, http2.peer(served) as peer:
             stream_id = peer.begin("/many", bytes(100), bytes(200), end=False)
             await peer.until(lambda: len(peer.answers[stream_id].messages) == 2)
-            (connection,) = served.listening.connections
+            (connection,) = served.listener.connections
             stream = served.calls[0].stream
-            found = [connection.unfinished.held_bytes]
+            found = [connection.inbound.held_bytes]
             for size in (100, 300, 300):
-                stream.taken(size)
-                found.append(connection.unfinished.held_bytes)
+                stream.consumed(size)
+                found.append(connection.inbound.held_bytes)
             return found
 
     assert run(main()) == [310, 205, 0, 0]

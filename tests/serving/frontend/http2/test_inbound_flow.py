@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from hyperframe.frame import DataFrame, HeadersFrame, RstStreamFrame, SettingsFrame
 
-from torchere.serving.frontend.http2 import inflow
+from torchere.serving.frontend.http2 import flow_control
+from torchere.serving.frontend.http2.flow_control import InboundFlow
 from torchere.serving.frontend.http2.frames import ConnectionBroken, window_update
-from torchere.serving.frontend.http2.inflow import Inflow
 
 
 def test_a_message_longer_than_the_window_comes_with_leave(run, http2):
@@ -41,41 +41,43 @@ def test_data_without_leave_ends_its_stream_alone(run, http2):
 
 
 def test_data_without_leave_on_the_connection_ends_it():
-    flow = Inflow(lambda data: None)
+    flow = InboundFlow(2**20, lambda data: None)
     with pytest.raises(ConnectionBroken, match="leave"):
-        flow.take(None, inflow.CONNECTION_WINDOW_BYTES + 1)
+        flow.consume(None, flow_control.CONNECTION_WINDOW_BYTES + 1)
 
 
 def test_the_connection_gets_leave_for_just_what_came_once_half_of_it_is_used_up():
     told = []
-    flow = Inflow(told.append)
-    half = inflow.CONNECTION_WINDOW_BYTES // 2
-    flow.take(None, half - 1)
+    flow = InboundFlow(2**20, told.append)
+    half = flow_control.CONNECTION_WINDOW_BYTES // 2
+    flow.consume(None, half - 1)
     assert told == []
     for size in (1, half - 1, 1):
-        flow.take(None, size)
+        flow.consume(None, size)
     assert told == [window_update(0, half)] * 2
-    flow.take(None, 2 * half)
+    flow.consume(None, 2 * half)
     with pytest.raises(ConnectionBroken, match="leave"):
-        flow.take(None, 2 * half + 1)
+        flow.consume(None, 2 * half + 1)
 
 
 @pytest.mark.parametrize(
-    ("came_bytes", "remote_open", "paused", "is_told"),
+    ("received_bytes", "remote_open", "paused", "is_told"),
     [
-        (inflow.STREAM_WINDOW_BYTES // 2, True, False, True),
-        (inflow.STREAM_WINDOW_BYTES // 2 - 1, True, False, False),
-        (inflow.STREAM_WINDOW_BYTES, False, False, False),
-        (inflow.STREAM_WINDOW_BYTES, True, True, False),
+        (flow_control.STREAM_WINDOW_BYTES // 2, True, False, True),
+        (flow_control.STREAM_WINDOW_BYTES // 2 - 1, True, False, False),
+        (flow_control.STREAM_WINDOW_BYTES, False, False, False),
+        (flow_control.STREAM_WINDOW_BYTES, True, True, False),
     ],
     ids=["half", "less than half", "ended", "paused"],
 )
-def test_a_stream_gets_leave_once_half_of_it_is_used_up(came_bytes, remote_open, paused, is_told):
+def test_a_stream_gets_leave_once_half_of_it_is_used_up(received_bytes, remote_open, paused, is_told):
     told = []
-    stream = SimpleNamespace(id=1, allowed_bytes=inflow.STREAM_WINDOW_BYTES, came_bytes=came_bytes)
+    stream = SimpleNamespace(
+        id=1, allowed_bytes=flow_control.STREAM_WINDOW_BYTES, received_bytes=received_bytes
+    )
     stream.remote_open, stream.paused = remote_open, paused
-    Inflow(told.append).give_leave(stream)
-    assert told == ([window_update(1, came_bytes)] if is_told else [])
+    InboundFlow(2**20, told.append).extend(stream)
+    assert told == ([window_update(1, received_bytes)] if is_told else [])
 
 
 def test_a_stream_that_nobody_reads_does_not_stop_others(run, http2):
@@ -116,11 +118,11 @@ def test_a_client_that_asks_and_never_reads_is_cut_off(run, http2, monkeypatch):
         async with http2.listener() as served, http2.wire(served) as wire:
             wire.greet()
             await wire.next(SettingsFrame)
-            (connection,) = served.listening.connections
+            (connection,) = served.listener.connections
             connection._transport.get_extra_info("socket").setsockopt(SOL_SOCKET, SO_SNDBUF, 10_000)
             first = 1
             with contextlib.suppress(ConnectionError):
-                while served.listening.connections:
+                while served.listener.connections:
                     wire.send(wire.calls("/refuse", 1000, first=first, flags=5))
                     first += 2000
                     await asyncio.wait_for(wire.writer.drain(), 10)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gzip
+import random
 import threading
 import time
 import tracemalloc
@@ -17,16 +18,13 @@ from hyperframe.frame import DataFrame, HeadersFrame, RstStreamFrame, SettingsFr
 
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.frontend.call_scope import current_call
-from torchere.serving.frontend.grpc import running
+from torchere.serving.frontend.grpc import streams
 from torchere.serving.frontend.grpc.call import Method
-from torchere.serving.frontend.grpc.dispatch import dispatcher
 from torchere.serving.frontend.grpc.errors import MANAGEMENT
-from torchere.serving.frontend.grpc.running import one_to_one, to_many
-from torchere.serving.frontend.http2 import unfinished
-from torchere.serving.frontend.http2.connection import Connection
-from torchere.serving.frontend.http2.listening import Listening
-from torchere.serving.frontend.http2.messages import MessageFailed, Packed
-from torchere.serving.frontend.http2.status import StatusCode
+from torchere.serving.frontend.grpc.service import dispatcher, opener
+from torchere.serving.frontend.http2 import connection as connections
+from torchere.serving.frontend.http2.connection import Connection, Listener
+from torchere.serving.frontend.http2.messages import Compressed, MessageFailed, StatusCode
 from torchere.serving.telemetry.metrics import Metrics
 
 LIMIT = 8 * 2**20
@@ -51,7 +49,7 @@ class Service:
             await asyncio.Event().wait()
 
     async def block(self, request, call):
-        time.sleep(call.deadline_s - time.monotonic() + running.LATE_S)  # as a loop that stood still
+        time.sleep(call.deadline_s - time.monotonic() + streams.LATE_S)  # as a loop that stood still
         return request
 
     async def fail(self, request, call):
@@ -104,41 +102,43 @@ class Service:
             self.closed.set()
 
 
-def method(name):
-    return Method(f"test.Service/{name}", MANAGEMENT, BytesValue.FromString, BytesValue.SerializeToString)
+def method(name, tasks):
+    codec = (BytesValue.FromString, BytesValue.SerializeToString)
+    return Method(f"test.Service/{name}", MANAGEMENT, *codec, tasks)
 
 
 @contextlib.asynccontextmanager
 async def serving(**options):
     service, tasks = Service(), set()
-    openers = {
-        f"/{method(name).path}": one_to_one(method(name), getattr(service, name), tasks)
-        for name in ("echo", "hang", "block", "fail")
+    kinds = {
+        (False, False): ("echo", "hang", "block", "fail"),
+        (False, True): ("flow", "predict"),
+        (True, True): ("each", "slow", "deaf", "stuck"),
     }
-    for name in ("flow", "predict"):
-        implementation = getattr(service, name)
-        openers[f"/test.Service/{name}"] = to_many(method(name), implementation, tasks, from_many=False)
-    for name in ("each", "slow", "deaf", "stuck"):
-        implementation = getattr(service, name)
-        openers[f"/test.Service/{name}"] = to_many(method(name), implementation, tasks, from_many=True)
-    listening = Listening(dispatcher(openers, None, "inference", service.metrics), LIMIT, LIMIT, **options)
+    openers = {
+        f"/test.Service/{name}": opener(
+            getattr(service, name), method(name, tasks), streams_in=streams_in, streams_out=streams_out
+        )
+        for (streams_in, streams_out), names in kinds.items()
+        for name in names
+    }
+    listener = Listener(dispatcher(openers, None, "inference", service.metrics), LIMIT, LIMIT, **options)
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Connection(listening), "127.0.0.1", 0)
+    server = await loop.create_server(lambda: Connection(listener), "127.0.0.1", 0)
     target = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     unlimited = [("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
     try:
         async with grpc.aio.insecure_channel(target, unlimited) as channel:
             yield SimpleNamespace(
-                channel=channel, service=service, tasks=tasks, listening=listening, target=target
+                channel=channel, service=service, tasks=tasks, listener=listener, target=target
             )
     finally:
         server.close()
-        for connection in list(listening.connections):
-            connection.abort()
+        listener.abort()
         if tasks:
             await asyncio.wait(tasks, timeout=10)
         assert tasks == set()
-        await listening.emptied(10)
+        await listener.all_closed(10)
 
 
 CODEC = (BytesValue.SerializeToString, BytesValue.FromString)
@@ -190,12 +190,12 @@ def test_compressed_messages_on_a_stream_come_back():
     assert run(main()) == [0, 5, 50_000]
 
 
-@pytest.mark.parametrize(("count", "size"), [(running.MESSAGES_AHEAD * 2, 1), (2, running.BYTES_AHEAD)])
+@pytest.mark.parametrize(("count", "size"), [(streams.MESSAGES_AHEAD * 2, 1), (2, streams.BYTES_AHEAD)])
 def test_a_stream_ends_whose_last_message_is_one_too_many_to_wait(count, size):
     async def main():
         async with serving() as served:
             answers = both(served, "slow", iter([BytesValue(value=bytes(size))] * count))
-            while not any(c._streams and not c._streams[1].remote_open for c in served.listening.connections):
+            while not any(c._streams and not c._streams[1].remote_open for c in served.listener.connections):
                 await asyncio.sleep(0.01)  # until the client has sent all
             served.service.go.set()
             return [answer.value async for answer in answers]
@@ -276,7 +276,7 @@ def test_a_client_that_cancels_ends_the_task(begin):
             call.cancel()
             await served.service.closed.wait()
             await asyncio.wait(served.tasks, timeout=10) if served.tasks else None
-            (connection,) = served.listening.connections
+            (connection,) = served.listener.connections
             return len(served.tasks), len(connection._streams)
 
     assert run(main()) == (0, 0)
@@ -285,7 +285,7 @@ def test_a_client_that_cancels_ends_the_task(begin):
 @pytest.mark.parametrize("end", ["CANCELLED", "DEADLINE_EXCEEDED"])
 def test_a_stream_that_ends_early_counts_as_what_ended_it(monkeypatch, end):
     if end == "DEADLINE_EXCEEDED":
-        monkeypatch.setattr(running, "LATE_S", -19.8)  # long before the client gives up
+        monkeypatch.setattr(streams, "LATE_S", -19.8)  # long before the client gives up
 
     async def main():
         async with serving() as served:
@@ -308,7 +308,7 @@ def test_a_client_that_loses_its_connection_ends_the_tasks():
         async with serving() as served:
             call = unary(served, "hang")
             await served.service.began.wait()
-            for connection in list(served.listening.connections):
+            for connection in list(served.listener.connections):
                 connection.abort()
             await served.service.closed.wait()
             return (await status_of(call))[0]
@@ -317,7 +317,7 @@ def test_a_client_that_loses_its_connection_ends_the_tasks():
 
 
 def test_a_call_that_hangs_is_ended_after_its_deadline_even_when_its_client_waits(monkeypatch):
-    monkeypatch.setattr(running, "LATE_S", 0.0)
+    monkeypatch.setattr(streams, "LATE_S", 0.0)
 
     async def main():
         async with serving() as served:
@@ -360,8 +360,8 @@ def test_keepalives_of_a_client_are_answered():
         ]
         async with serving() as served, grpc.aio.insecure_channel(served.target, options) as channel:
             code, _ = await status_of(unary(SimpleNamespace(channel=channel), "hang", timeout=0.3))
-            (connection,) = served.listening.connections
-            return code, connection.chatter._count
+            (connection,) = served.listener.connections
+            return code, connection._flood._count
 
     code, pings = run(main())
     assert code is CODE.DEADLINE_EXCEEDED
@@ -370,12 +370,11 @@ def test_keepalives_of_a_client_are_answered():
 
 def test_a_call_given_up_before_its_task_began_leaves_no_timer():
     async def main():
-        stream = SimpleNamespace(
-            head=SimpleNamespace(timeout_s=3600.0, metadata=()), resume=lambda: None, ended=False
-        )
+        head = SimpleNamespace(metadata=())
+        stream = SimpleNamespace(head=head, timeout_s=3600.0, resume=lambda: None, ended=False)
         tasks = set()
-        call = to_many(method("stuck"), Service().stuck, tasks, from_many=True)(stream)
-        call.gone()
+        call = opener(Service().stuck, method("stuck", tasks), streams_in=True, streams_out=True)(stream)
+        call.on_cancel()
         await asyncio.wait({call.task})
         return call._expiry.cancelled(), tasks
 
@@ -419,9 +418,9 @@ def test_a_client_that_streams_faster_than_it_is_read_waits():
                 before = sent
                 for _ in range(200):
                     await asyncio.sleep(0)
-            (connection,) = served.listening.connections
+            (connection,) = served.listener.connections
             (stream,) = connection._streams.values()
-            waiting = len(stream.receiver._coming)
+            waiting = len(stream.listener._messages)
             served.service.go.set()
             return waiting, [answer.value async for answer in call]
 
@@ -474,8 +473,8 @@ def test_no_call_is_lost_when_a_connection_takes_no_more_without_a_word_before()
                     found.append((await unary(served, "echo", b"%d" % n)).value)
                     # By one of them only: grpcio sends a call that was not taken again, but only once.
                     if number == 0 and n % 20 == 10:
-                        for connection in list(served.listening.connections):
-                            connection.farewell.take_no_more()
+                        for connection in list(served.listener.connections):
+                            connection.closing.take_no_more()
                 return found
 
             return await asyncio.gather(*map(client, range(4)))
@@ -511,9 +510,9 @@ class Wire:
 
     async def connection(self, calls):
         """The server's end, once so many calls have come."""
-        while not any(len(one._streams) == calls for one in self.served.listening.connections):
+        while not any(len(one._streams) == calls for one in self.served.listener.connections):
             await asyncio.sleep(0)
-        return next(one for one in self.served.listening.connections if len(one._streams) == calls)
+        return next(one for one in self.served.listener.connections if len(one._streams) == calls)
 
 
 @pytest.mark.parametrize(("count", "found"), [(0, b"found no message"), (3, b"found several messages")])
@@ -528,7 +527,39 @@ def test_a_call_of_a_method_that_takes_one_message_brings_one(count, found):
     assert run(main()) == (b"grpc-status\x0213", True)
 
 
+def unsplit(stream):
+    """How many bytes wait to become messages."""
+    return 0 if stream._reader is None else len(stream._reader.unsplit)
+
+
 BOMB = gzip.compress(BytesValue(value=bytes(6 * 2**20)).SerializeToString())
+
+
+@pytest.mark.parametrize("name", ["echo", "each"])
+@pytest.mark.parametrize("size", [900, 1_000_000])
+def test_a_long_message_is_inflated_in_a_thread_and_a_short_one_is_not(name, size, monkeypatch):
+    threads = []
+    inflated = Compressed.inflated
+
+    def watched(compressed):
+        threads.append(threading.current_thread())
+        return inflated(compressed)
+
+    monkeypatch.setattr(Compressed, "inflated", watched)
+    value = random.Random(0).randbytes(size // 2).hex().encode()  # half as long when compressed
+
+    async def main():
+        async with serving() as served:
+            if name == "echo":
+                return (await unary(served, name, value, compression=grpc.Compression.Gzip)).value
+            requests = iter([BytesValue(value=value)])
+            (answer,) = [
+                one.value async for one in both(served, name, requests, compression=grpc.Compression.Gzip)
+            ]
+            return answer
+
+    assert run(main()) == value
+    assert (threads != [threading.main_thread()]) == (size > 1024)
 
 
 @pytest.mark.parametrize("name", ["echo", "stuck"])
@@ -540,7 +571,7 @@ def test_compressed_messages_of_calls_on_their_way_take_what_was_sent(name):
                 for stream_id in range(1, 40, 2):
                     wire.begin(stream_id, name, BOMB)
                 connection = await wire.connection(20)
-                while connection.unfinished.held_bytes < 20 * (len(BOMB) + 5):
+                while connection.inbound.held_bytes < 20 * (len(BOMB) + 5):
                     await asyncio.sleep(0)
                 return tracemalloc.get_traced_memory()[1]
             finally:
@@ -551,14 +582,14 @@ def test_compressed_messages_of_calls_on_their_way_take_what_was_sent(name):
 
 def test_the_loop_goes_on_while_a_long_message_is_inflated(monkeypatch):
     go_on, threads = threading.Event(), []
-    inflated = Packed.inflated
+    inflated = Compressed.inflated
 
     def slow(packed):
         threads.append(threading.current_thread())
         assert go_on.wait(10)
         return inflated(packed)
 
-    monkeypatch.setattr(Packed, "inflated", slow)
+    monkeypatch.setattr(Compressed, "inflated", slow)
 
     async def main():
         async with serving() as served, Wire(served) as wire:
@@ -568,9 +599,9 @@ def test_the_loop_goes_on_while_a_long_message_is_inflated(monkeypatch):
             while not threads:
                 await asyncio.sleep(0)
             other = (await unary(served, "echo")).value
-            held = connection.unfinished.held_bytes
+            held = connection.inbound.held_bytes
             go_on.set()
-            while connection.unfinished.held_bytes:
+            while connection.inbound.held_bytes:
                 await asyncio.sleep(0)
             return other, held
 
@@ -581,14 +612,14 @@ def test_the_loop_goes_on_while_a_long_message_is_inflated(monkeypatch):
 
 def test_a_call_given_up_while_its_message_is_inflated_is_not_begun(monkeypatch):
     go_on, came = threading.Event(), threading.Event()
-    inflated = Packed.inflated
+    inflated = Compressed.inflated
 
     def slow(packed):
         came.set()
         assert go_on.wait(10)
         return inflated(packed)
 
-    monkeypatch.setattr(Packed, "inflated", slow)
+    monkeypatch.setattr(Compressed, "inflated", slow)
 
     async def main():
         async with serving() as served, Wire(served) as wire:
@@ -609,7 +640,7 @@ def test_a_call_given_up_while_its_message_is_inflated_is_not_begun(monkeypatch)
 
 
 def test_a_call_that_sent_its_message_and_no_end_is_given_up(monkeypatch):
-    monkeypatch.setattr(unfinished, "SILENCE_S", 0.02)
+    monkeypatch.setattr(connections, "INCOMPLETE_TIMEOUT_S", 0.02)
 
     async def main():
         async with serving() as served, Wire(served) as wire:
@@ -642,7 +673,7 @@ def test_a_compressed_message_that_is_none_ends_its_call_alone():
 
 
 def test_a_client_with_few_long_messages_ahead_waits(monkeypatch):
-    monkeypatch.setattr(running, "BYTES_AHEAD", 1000)
+    monkeypatch.setattr(streams, "BYTES_AHEAD", 1000)
 
     async def main():
         async with serving() as served:
@@ -652,9 +683,9 @@ def test_a_client_with_few_long_messages_ahead_waits(monkeypatch):
                 yield BytesValue(value=bytes(700))
 
             call = both(served, "slow", requests())
-            while not served.listening.connections:
+            while not served.listener.connections:
                 await asyncio.sleep(0)
-            (connection,) = served.listening.connections
+            (connection,) = served.listener.connections
             while not connection._streams:
                 await asyncio.sleep(0)
             (stream,) = connection._streams.values()
@@ -676,14 +707,14 @@ def test_messages_that_nobody_takes_are_held_as_the_bytes_that_came():
             try:
                 for _ in range(200):  # messages of no bytes: two hundred thousand of them
                     wire.writer.write(DataFrame(1, bytes(5 * 1000)).serialize())
-                while connection.unfinished.held_bytes < 1_000_000:
+                while connection.inbound.held_bytes < 1_000_000:
                     await asyncio.sleep(0)
-                return len(stream.receiver._coming), tracemalloc.get_traced_memory()[0]
+                return len(stream.listener._messages), tracemalloc.get_traced_memory()[0]
             finally:
                 tracemalloc.stop()
 
     waiting, traced_bytes = run(main())
-    assert running.MESSAGES_AHEAD <= waiting < 2 * running.MESSAGES_AHEAD
+    assert streams.MESSAGES_AHEAD <= waiting < 2 * streams.MESSAGES_AHEAD
     assert traced_bytes < 3_000_000
 
 
@@ -699,11 +730,11 @@ def test_messages_that_came_while_nobody_took_any_are_all_taken_in_the_end(ends)
                 DataFrame(1, data).serialize() + DataFrame(1, data[8:], flags=flags).serialize()
             )
             (stream,) = connection._streams.values()
-            while len(stream.reader.behind) < 15_000:
+            while unsplit(stream) < 15_000:
                 await asyncio.sleep(0)
             served.service.go.set()
             if ends == "later":
-                while connection.unfinished.held_bytes:
+                while connection.inbound.held_bytes:
                     await asyncio.sleep(0)
                 wire.end(1)
             return await wire.reader.readuntil(b"1999")
@@ -718,7 +749,7 @@ def test_a_message_that_can_not_be_taken_behind_others_ends_the_call():
             connection = await wire.connection(1)
             wire.writer.write(DataFrame(1, bytes(500) + b"\0\xff\xff\xff\xff").serialize())
             (stream,) = connection._streams.values()
-            while len(stream.reader.behind) < 400:
+            while unsplit(stream) < 400:
                 await asyncio.sleep(0)
             served.service.go.set()
             found = await wire.reader.readuntil(b"grpc-message")

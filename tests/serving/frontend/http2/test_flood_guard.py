@@ -1,5 +1,6 @@
 """Frames that move nothing: a flood of them ends the connection, what comes with ordinary calls does not."""
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +16,9 @@ from hyperframe.frame import (
     WindowUpdateFrame,
 )
 
-from torchere.serving.frontend.http2 import chatter as module
-from torchere.serving.frontend.http2.chatter import CHATTER, Chatter
+from torchere.serving.frontend.http2 import connection
+from torchere.serving.frontend.http2 import flood_guard as module
+from torchere.serving.frontend.http2.flood_guard import IDLE_FRAMES, FloodGuard
 from torchere.serving.frontend.http2.frames import ConnectionBroken
 
 ENHANCE_YOUR_CALM = 11
@@ -31,21 +33,27 @@ def clock(monkeypatch):
 
 
 def quiet():
-    return SimpleNamespace(sends=0, sent_bytes=0)
+    return 0
 
 
-def test_chatter_now_and_then_is_no_flood(clock):
-    chatter = Chatter(quiet())
-    for _ in range(20 * CHATTER):
-        clock.now_s += module.CHATTER_S / CHATTER * 1.1
-        chatter.count()
+def test_frames_that_move_nothing_now_and_then_are_no_flood(clock):
+    guard = FloodGuard(quiet)
+    for _ in range(20 * IDLE_FRAMES):
+        clock.now_s += module.INTERVAL_S / IDLE_FRAMES * 1.1
+        guard.count()
 
 
-def test_chatter_in_a_short_time_is_one_too_many(clock):
-    chatter = Chatter(quiet())
+def test_frames_that_move_nothing_in_a_short_time_are_one_too_many(clock):
+    guard = FloodGuard(quiet)
     with pytest.raises(ConnectionBroken):
-        for _ in range(2 * CHATTER):
-            chatter.count()
+        for _ in range(2 * IDLE_FRAMES):
+            guard.count()
+
+
+def connection_with(answers=0, sends=0, sent_bytes=0):
+    made = connection.Connection(connection.Listener(None, 1, 1))
+    made._answers, made.outbound.sends, made.outbound.sent_bytes = answers, sends, sent_bytes
+    return made
 
 
 @pytest.mark.parametrize(
@@ -53,41 +61,48 @@ def test_chatter_in_a_short_time_is_one_too_many(clock):
     [(0, 0, 0, 0), (100, 0, 0, 400), (0, 100, 0, 400), (0, 0, 100 * 1024, 100)],
 )
 def test_so_many_frames_pass_and_no_more(clock, answers, sends, sent_bytes, earned):
-    chatter = Chatter(SimpleNamespace(sends=sends, sent_bytes=sent_bytes))
-    chatter.answers = answers
-    passed = 0
-    with pytest.raises(ConnectionBroken):
-        while passed < 10 * CHATTER:
-            chatter.count()
-            passed += 1
-    assert passed == 2 * (CHATTER - 1) + earned
+    async def main():
+        guard = connection_with(answers, sends, sent_bytes)._flood
+        passed = 0
+        with pytest.raises(ConnectionBroken):
+            while passed < 10 * IDLE_FRAMES:
+                guard.count()
+                passed += 1
+        return passed
+
+    assert asyncio.run(main()) == 2 * (IDLE_FRAMES - 1) + earned
 
 
 @pytest.mark.parametrize("answers_a_frame", [1, 0.3])
-def test_whoever_is_answered_may_say_more(clock, answers_a_frame):
-    chatter = Chatter(quiet())
-    for number in range(50 * CHATTER):
-        chatter.answers = int(number * answers_a_frame)
-        chatter.count()
+def test_a_client_that_is_answered_may_send_more(clock, answers_a_frame):
+    async def main():
+        made = connection_with()
+        for number in range(50 * IDLE_FRAMES):
+            made._answers = int(number * answers_a_frame)
+            made._flood.count()
+
+    asyncio.run(main())
 
 
 def test_long_answers_may_be_acknowledged_bit_by_bit(clock):
-    outflow = quiet()
-    chatter = Chatter(outflow)
-    for _ in range(50):
-        outflow.sends += 6
-        outflow.sent_bytes += 6 * 2**20
-        chatter.count(6 * 2**20 // 4096)
+    async def main():
+        made = connection_with()
+        for _ in range(50):
+            made.outbound.sends += 6
+            made.outbound.sent_bytes += 6 * 2**20
+            made._flood.count(6 * 2**20 // 4096)
+
+    asyncio.run(main())
 
 
-def test_what_was_answered_before_does_not_count_for_ever(clock):
-    chatter = Chatter(quiet())
-    chatter.answers = CHATTER
-    chatter.count(CHATTER)
-    clock.now_s += module.CHATTER_S
+def test_answers_of_long_ago_do_not_count_for_ever(clock):
+    earned = connection.EARNED_BY_ANSWER * IDLE_FRAMES
+    guard = FloodGuard(lambda: earned)
+    guard.count(IDLE_FRAMES)
+    clock.now_s += module.INTERVAL_S
     with pytest.raises(ConnectionBroken):
-        for _ in range((2 + module.EARNED_BY_ANSWER) * CHATTER):  # once
-            chatter.count()
+        for _ in range((2 + connection.EARNED_BY_ANSWER) * IDLE_FRAMES):  # once
+            guard.count()
 
 
 FLOODS = {
@@ -121,7 +136,7 @@ def test_a_flood_of_frames_that_move_nothing_is_ended_calmly(run, http2, kind):
 
 @pytest.mark.parametrize("flags", [["END_STREAM"], ["END_STREAM", "PADDED"]], ids=["plain", "padded"])
 def test_empty_data_that_ends_calls_is_no_flood(run, http2, monkeypatch, flags):
-    monkeypatch.setattr(module, "CHATTER", 100)
+    monkeypatch.setattr(module, "IDLE_FRAMES", 100)
 
     async def main():
         async with http2.greeted() as (_, wire):
@@ -163,7 +178,7 @@ def test_a_flood_of_calls_given_up_before_they_said_anything_is_ended_calmly(run
 
     code, calls = run(main())
     assert code == ENHANCE_YOUR_CALM
-    assert calls <= 2 * CHATTER
+    assert calls <= 2 * IDLE_FRAMES
 
 
 def test_a_flood_of_calls_that_break_their_rules_is_ended_calmly(run, http2):
@@ -231,7 +246,7 @@ def test_data_that_crosses_with_its_answer_is_no_flood(run, http2):
         async with http2.greeted() as (_, wire):
             wire.send(wire.calls("/refuse", 2))
             late = DataFrame(1, bytes(128)).serialize(), DataFrame(3, bytes(128)).serialize()
-            wire.send(b"".join(late) * 2 * CHATTER, PingFrame(0, b"12345678"))
+            wire.send(b"".join(late) * 2 * IDLE_FRAMES, PingFrame(0, b"12345678"))
             return (await wire.next(PingFrame)) is not None
 
     assert run(main())
