@@ -26,7 +26,9 @@ from torchere.serving.frontend.http2.messages import (
 
 JOINED_BYTES = 65_536  # below this, copying a message is cheaper than writing it in parts
 Encoded = bytes | Sequence[bytes | memoryview]  # whole, or the parts of a long one
-_LAST = END_STREAM | END_HEADERS
+# The frames around an answer of one message, up to the stream's number.
+_HEAD_START = head(len(HEAD_BLOCK), HEADERS, END_HEADERS, 0)[:-4]
+_OK_START = head(len(OK_BLOCK), HEADERS, END_STREAM | END_HEADERS, 0)[:-4]
 
 
 class CallListener(Protocol):
@@ -209,16 +211,21 @@ class Stream(StreamFlow):
             self.end()  # sends all of it together
             return
         self.ended = True
-        stream_id, size = self.id, len(message)
-        frames = (
-            frame(HEADERS, END_HEADERS, stream_id, HEAD_BLOCK)
-            + head(PREFIX_BYTES + size, DATA, 0, stream_id)
-            + b"\0"
-            + size.to_bytes(4, "big")
-            + message
-            + frame(HEADERS, _LAST, stream_id, OK_BLOCK)
+        stream_id, size = self.id.to_bytes(4, "big"), len(message)
+        data_head = head(PREFIX_BYTES + size, DATA, 0, self.id)
+        prefix = b"\0" + size.to_bytes(4, "big")
+        parts = (
+            _HEAD_START,
+            stream_id,
+            HEAD_BLOCK,
+            data_head,
+            prefix,
+            message,
+            _OK_START,
+            stream_id,
+            OK_BLOCK,
         )
-        self._outbound.write(frames)
+        self._outbound.write(b"".join(parts))
         self._outbound.finished(self)
 
     def send(self, message: Encoded) -> None:
