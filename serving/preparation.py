@@ -32,7 +32,6 @@ WITHOUT_TORCH = (
     "google.protobuf.json_format",
     "torchere.serving.observation",
     "torchere.serving.ports",
-    "uvicorn.protocols.http.httptools_impl",
 )
 
 

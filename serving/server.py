@@ -209,7 +209,6 @@ def serve(settings: ServerSettings, journal: Journal | None = None, prepared: Pr
     """Run a server in this thread until it is told to stop; returns the exit status."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     torch.set_num_threads(1)  # of this thread, where tiny models may run; executors set their own
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # it announces each port's start and end
     if sys.platform == "win32":
         return asyncio.run(run(settings, journal, prepared))
     import uvloop  # noqa: PLC0415 - not to be had on Windows

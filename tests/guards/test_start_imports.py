@@ -26,7 +26,6 @@ SERVER = {
     "numpy",
     "grpc",
     "google.protobuf",
-    "uvicorn",
     "uvloop",
     "prometheus_client",
     "psutil",

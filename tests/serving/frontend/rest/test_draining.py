@@ -84,7 +84,7 @@ def test_a_request_on_its_way_to_an_idle_connection_is_answered(planes, request_
             await head(used)
             served.server.drain()
             stopping = asyncio.create_task(served.server.stop())
-            while served.server._server.servers[0].is_serving():
+            while served.server.is_serving:
                 await asyncio.sleep(0)
             answers = []
             for connection in (fresh, used):
@@ -140,7 +140,7 @@ def test_a_stream_that_does_not_end_in_time_is_given_up(planes, endless, request
         async with planes.connected() as (server, reader, writer):
             writer.write(request_bytes)
             await reader.readuntil(b"first")
-            server._server.config.timeout_graceful_shutdown = 0.05
+            server.drain_timeout_s = 0.05
             await server.stop()
             await asyncio.wait_for(endless.ended.wait(), 20)
 

@@ -5,12 +5,13 @@ import numpy as np
 import pytest
 
 from torchere.serving.frontend.alignment import TENSOR_ALIGNMENT
-from torchere.serving.frontend.rest import body
-from torchere.serving.frontend.rest.body import (
+from torchere.serving.frontend.rest.bodies import (
+    MAX_LINE_BYTES,
+    BadBody,
     BodyTooLarge,
+    Chunks,
     ClientGone,
     WholeBody,
-    discard_rest,
     read_body,
 )
 
@@ -74,21 +75,6 @@ def test_a_client_that_goes_away_is_told_from_one_that_is_done(chunks):
         read(Incoming(*chunks, ends=False))
 
 
-def test_what_is_left_of_a_refused_body_is_dropped_to_its_end():
-    rest = Incoming(*[b"aaaa"] * 100)
-    asyncio.run(discard_rest(rest.receive))
-    assert rest.left == []
-
-
-def test_a_refused_body_without_end_is_dropped_for_a_while(monkeypatch):
-    async def endless():
-        await asyncio.sleep(0)
-        return {"type": "http.request", "body": b"aaaa", "more_body": True}
-
-    monkeypatch.setattr(body, "LINGER_S", 0.05)
-    asyncio.run(asyncio.wait_for(discard_rest(endless), 30))
-
-
 @pytest.mark.parametrize("length", [1, 15, 16, 70_001])
 def test_a_large_body_ends_where_a_tensor_may_end(length: int) -> None:
     whole = WholeBody(length)
@@ -106,3 +92,46 @@ def test_a_whole_body_takes_in_piece_after_piece():
     whole.add(bytearray(b"f"))
     assert whole.view == b"abcdef"
     assert not whole.room
+
+
+CHUNKED = b"3\r\nabc\r\n10;x=y\r\n0123456789abcdef\r\n001\r\n!\r\n00\r\nX: 1\r\nY:\r\n\r\n"
+
+
+@pytest.mark.parametrize("size", [*range(1, 12), 100])
+def test_chunks_are_decoded_in_pieces_of_any_size_up_to_their_end(size):
+    chunks, text, decoded = Chunks(), CHUNKED + b"GET / HTTP/1.1", b""
+    for start in range(0, len(text), size):
+        piece = b"before" + text[start : start + size]
+        end, found = chunks.feed(piece, len(b"before"))
+        decoded += b"".join(found)
+        if chunks.over:
+            break
+        assert end == len(piece)
+    assert decoded == b"abc0123456789abcdef!"
+    assert text[start + end - len(b"before") :] == b"GET / HTTP/1.1"
+
+
+BROKEN = {
+    "longer than its size": b"3\r\nabcd\r\n",
+    "no size": b"zz\r\n",
+    "a sign": b"-1\r\n",
+    "a prefix": b"0x3\r\n",
+    "an empty size": b"\r\n",
+    "a size and more": b"3 x\r\n",
+    "a size out of range": b"8000000000000000\r\n",
+    "a bare line feed": b"3\nabc",
+    "a bare carriage return": b"3\r\nabc\rX",
+    "a trailer that is no header": b"0\r\nbad header\r\n\r\n",
+    "a trailer without a name": b"0\r\n: x\r\n\r\n",
+    "a trailer with a control character": b"0\r\nX: \x00\r\n\r\n",
+    "a line without an end": b"3;" + b"a" * MAX_LINE_BYTES,
+}
+
+
+@pytest.mark.parametrize("size", [1, 100_000])
+@pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
+def test_broken_chunks_are_refused(text, size):
+    chunks = Chunks()
+    with pytest.raises(BadBody):
+        for start in range(0, len(text), size):
+            chunks.feed(text[start : start + size], 0)

@@ -1,4 +1,4 @@
-"""Plain requests of the Open Inference Protocol are answered on the connection, and nobody can tell."""
+"""Requests of the Open Inference Protocol get one answer, in one body or in chunks."""
 
 import json
 from dataclasses import replace
@@ -83,13 +83,11 @@ BEHAVIOURS = {
 
 
 @pytest.mark.parametrize("behave", BEHAVIOURS.values(), ids=BEHAVIOURS.keys())
-def test_the_answer_is_that_of_the_long_way(planes, talk, behave):
+def test_a_body_in_chunks_gets_the_same_answer(planes, talk, behave):
     planes.data.behave = behave
     direct = shown(talk(message(TENSORS)))
-    assert planes.data.direct == 1
-    long_way = shown(talk(chunked(TENSORS)))
-    assert planes.data.direct == 1
-    assert direct == long_way
+    in_chunks = shown(talk(chunked(TENSORS)))
+    assert direct == in_chunks
 
 
 REQUESTS = {
@@ -108,14 +106,14 @@ REQUESTS = {
 
 
 @pytest.mark.parametrize("sent", REQUESTS.values(), ids=REQUESTS.keys())
-def test_a_refusal_is_that_of_the_long_way(planes, talk, sent):
+def test_a_body_in_chunks_gets_the_same_refusal(planes, talk, sent):
     head, _, body = sent.partition(b"\r\n\r\n")
     lines = [line for line in head.split(b"\r\n") if not line.startswith(b"Content-Length")]
     length = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % len(body)
     direct = shown(talk(sent))
-    long_way = shown(talk(b"\r\n".join([*lines, length]) + body + b"\r\n0\r\n\r\n"))
+    in_chunks = shown(talk(b"\r\n".join([*lines, length]) + body + b"\r\n0\r\n\r\n"))
     assert direct[0].split()[1][:1] == b"4"
-    assert direct == long_way
+    assert direct == in_chunks
     assert not planes.data.asked
 
 
@@ -125,10 +123,10 @@ def test_what_comes_behind_a_refusal_is_not_run(planes, talk):
     assert not planes.data.asked
 
 
-def test_a_bug_is_told_as_the_long_way_tells_it(planes, talk, caplog):
+def test_a_bug_is_told_in_the_words_of_the_protocol(planes, talk, caplog):
     planes.data.facts = raising_now
-    direct, long_way = shown(talk(message(TENSORS))), shown(talk(chunked(TENSORS)))
-    assert direct == long_way
+    direct, in_chunks = shown(talk(message(TENSORS))), shown(talk(chunked(TENSORS)))
+    assert direct == in_chunks
     assert direct[0].split()[1] == b"500"
     assert "failed unexpectedly" in caplog.text
 
@@ -141,7 +139,7 @@ def test_a_bug_is_told_as_the_long_way_tells_it(planes, talk, caplog):
 def test_the_executor_gets_the_tensors(planes, talk, sent):
     assert shown(talk(sent))[0] == b"HTTP/1.1 200 OK"
     model, version, asked = planes.data.asked[0]
-    assert (model, version, planes.data.direct) == ("echo", None, 1)
+    assert (model, version) == ("echo", None)
     assert [(p.name, bytes(p.value)) for p in asked.parameters] == [("x", b"\1\2")]
     assert ("explain", "False") in asked.headers
 
@@ -151,8 +149,8 @@ def test_a_body_is_for_the_handler_where_the_archive_has_no_signature(planes, ta
     assert shown(talk(message(b"what ever")))[2] == b"what ever"
     assert [parameter.value for parameter in planes.data.asked[0][2].parameters] == [b"what ever"]
     planes.data.behave = raising(HandlerFailed("Prediction failed", 503))
-    direct, long_way = shown(talk(message(b"it"))), shown(talk(chunked(b"it")))
-    assert direct == long_way
+    direct, in_chunks = shown(talk(message(b"it"))), shown(talk(chunked(b"it")))
+    assert direct == in_chunks
     assert direct[0].split()[1] == b"503"  # the contract's, as the handler is TorchServe's
 
 
@@ -162,36 +160,10 @@ def test_an_envelopes_answer_is_translated(planes, talk, wanted):
     said = b'{"parameters": {"binary_data_output": %b}, ' % wanted + BINARY_HEAD[1:]
     length = b"Inference-Header-Content-Length: %d\r\n" % len(said)
     both = (message(said + b"\1\2", headers=length), chunked(said + b"\1\2", headers=length))
-    direct, long_way = (shown(talk(one, service_envelope="kservev2")) for one in both)
-    assert direct == long_way
+    direct, in_chunks = (shown(talk(one, service_envelope="kservev2")) for one in both)
+    assert direct == in_chunks
     assert direct[2].endswith(b"\7") == (wanted == b"true")
-    assert planes.data.direct == 1
-
-
-LONG_WAY = {
-    "packed": b"Content-Encoding: identity, gzip\r\n",
-    "to be packed": b"Accept-Encoding: gzip\r\n",
-    "events": b"Accept: text/event-stream\r\n",
-    "a length that is none": b"Inference-Header-Content-Length: many\r\n",
-}
-
-
-@pytest.mark.parametrize("headers", LONG_WAY.values(), ids=LONG_WAY.keys())
-def test_what_wants_more_than_an_answer_goes_the_long_way(planes, talk, headers):
-    talk(message(TENSORS, headers=headers))
-    assert planes.data.direct == 0
-
-
-def test_other_verbs_go_the_long_way(planes, talk):
-    talk(message(b"{}", b"/v2/models/echo/generate"))
-    assert planes.data.direct == 0
-
-
-def test_clients_that_list_what_they_can_read_go_the_short_way(planes, talk):
-    talk(message(TENSORS, headers=b"Accept-Encoding: gzip, deflate\r\nAccept: */*\r\n"))
-    assert planes.data.direct == 1
 
 
 def test_without_the_protocol_the_path_is_torchserves(planes, talk):
     assert shown(talk(message(TENSORS), open_inference_protocol=False))[2] == TENSORS
-    assert planes.data.direct == 0

@@ -1,4 +1,4 @@
-"""Plain predictions are answered on the connection, and nobody can tell that they are."""
+"""Predictions on a connection: their answers, their known heads, their idle times, and what they let go."""
 
 import asyncio
 import dataclasses
@@ -10,10 +10,10 @@ from functools import partial
 import pytest
 
 from torchere.serving.errors import HandlerFailed, QueueFull, Unauthorized, Unavailable
-from torchere.serving.frontend.rest import direct_predictions, predict
+from torchere.serving.frontend.rest import heads, predictions
 from torchere.serving.frontend.rest.codec import INLINE_FORM_BYTES, body_parameters
-from torchere.serving.frontend.rest.direct_predictions import SMALL_BODY_BYTES
-from torchere.serving.frontend.rest.protocol import Protocol
+from torchere.serving.frontend.rest.connection import Connection
+from torchere.serving.frontend.rest.listener import READ_BYTES
 from torchere.serving.frontend.services import CorsHeaders
 from torchere.serving.types import InferResponse, Parameter, StreamedResponse
 
@@ -85,15 +85,13 @@ BEHAVIOURS = {
 
 
 @pytest.mark.parametrize("behave", BEHAVIOURS.values(), ids=BEHAVIOURS.keys())
-def test_the_answer_is_that_of_the_long_way(planes, talk, behave, caplog):
+def test_a_body_in_chunks_gets_the_same_answer(planes, talk, behave, caplog):
     planes.data.behave = behave
     direct = lines(talk(plain(b"x", headers=CLOSE)))
-    assert planes.data.direct == 1
-    long_way = lines(talk(chunked(b"x", headers=CLOSE)))
-    assert planes.data.direct == 1
-    assert (direct[0], direct[2]) == (long_way[0], long_way[2])
+    in_chunks = lines(talk(chunked(b"x", headers=CLOSE)))
+    assert (direct[0], direct[2]) == (in_chunks[0], in_chunks[2])
     connection = {b"connection: keep-alive", b"connection: close"}
-    assert direct[1] - connection == long_way[1] - connection
+    assert direct[1] - connection == in_chunks[1] - connection
     assert b"connection: close" in direct[1]
 
 
@@ -123,12 +121,12 @@ def test_the_handler_gets_the_same_from_both(planes, talk):
     headers = CLOSE + b"X-Mixed-Case: v\r\nContent-Type: application/json; charset=utf-8\r\n"
     talk(plain(b"[1]", headers=headers))
     talk(chunked(b"[1]", headers=headers))
-    (model, version, direct), (*named, long_way) = planes.data.asked
+    (model, version, direct), (*named, in_chunks) = planes.data.asked
     assert [model, version] == named
-    assert direct.parameters == long_way.parameters
+    assert direct.parameters == in_chunks.parameters
     framing = {"Content-Length", "Transfer-Encoding"}
     assert [line for line in direct.headers if line[0] not in framing] == [
-        line for line in long_way.headers if line[0] not in framing
+        line for line in in_chunks.headers if line[0] not in framing
     ]
 
 
@@ -148,41 +146,20 @@ def test_a_body_in_pieces_is_put_together(planes):
             return await asyncio.wait_for(reader.read(), 20)
 
     assert lines(asyncio.run(main()))[2] == b"abcdef"
-    assert planes.data.direct == 1
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        plain(b"", method=b"HEAD", headers=CLOSE),
-        plain(b"", method=b"OPTIONS", headers=CLOSE),
-        plain(b"x", headers=CLOSE + b"Expect: 100-continue\r\n"),
-        plain(b"x", path=b"/invocations", headers=CLOSE),
-        plain(b"x", path=b"/ping", headers=CLOSE),
-        b"POST /predictions/echo HTTP/1.0\r\nContent-Length: 1\r\n\r\nx",
-    ],
-    ids=["HEAD", "OPTIONS", "expecting", "invocations", "ping", "HTTP/1.0"],
-)
-def test_what_is_not_plain_goes_the_long_way(planes, talk, message):
-    planes.data.sole = "echo"
-    assert talk(message).startswith(b"HTTP/1.")
-    assert planes.data.direct == 0
-
-
-LONG = bytes(range(256)) * (SMALL_BODY_BYTES // 256 + 1)
+LONG = bytes(range(256)) * (READ_BYTES // 256 + 1)
 
 
 def test_a_long_body_is_taken_in_as_well(planes):
     answers = exchange(planes, plain(LONG), plain(LONG), plain(b"x", headers=CLOSE))
     assert [lines(answer)[2] for answer in answers] == [LONG, LONG, b"x", b""]
-    assert planes.data.direct == 3
 
 
 def test_a_long_body_without_a_key_is_refused_before_it_is_kept(planes, talk):
     status, _, body = lines(talk(plain(LONG, headers=CLOSE), keys=planes.keys, max_request_bytes=len(LONG)))
     assert status.startswith(b"HTTP/1.1 400")
     assert b"InvalidKeyException" in body
-    assert planes.data.direct == 0
     assert not planes.data.asked
 
 
@@ -192,11 +169,10 @@ def test_a_long_body_is_not_held_twice_while_the_handler_works(planes, held):
         async with planes.connected(max_request_bytes=len(LONG)) as (server, _, writer):
             writer.write(plain(LONG))
             await asyncio.wait_for(held.arrived.wait(), 20)
-            (connection,) = server._server.server_state.connections
-            return connection.cycle.body, connection.cycle.incoming
+            (connection,) = server.listener.connections
+            return connection.exchange._body
 
-    assert asyncio.run(main()) == (b"", None)
-    assert planes.data.direct == 1
+    assert asyncio.run(main()) is None
 
 
 class Asked:
@@ -279,8 +255,8 @@ def exchange(planes, *messages: bytes, before=None, **settings):
 def parsed(monkeypatch):
     """The heads that went through the parser."""
     seen = []
-    read = direct_predictions.read_head
-    monkeypatch.setattr(direct_predictions, "read_head", lambda headers: seen.append(1) or read(headers))
+    read = heads.Heads.read
+    monkeypatch.setattr(heads.Heads, "read", lambda self, reader: seen.append(1) or read(self, reader))
     return seen
 
 
@@ -321,18 +297,18 @@ def test_requests_with_a_known_head_that_are_sent_at_once_keep_their_order(plane
     assert bodies == [b"one", b"one", b"two", b"one", b"x"]
 
 
-@pytest.mark.parametrize("slow", [plain(b"slow"), chunked(b"slow")], ids=["short way", "ASGI"])
+@pytest.mark.parametrize("slow", [plain(b"slow"), chunked(b"slow")], ids=["a length", "chunks"])
 def test_a_request_with_a_known_head_waits_for_the_answer_before(planes, held, monkeypatch, slow):
     async def main() -> bytes:
         came = asyncio.Event()
 
-        def received(connection, data):
-            receive(connection, data)
+        def updated(connection, size):
+            update(connection, size)
             if held.arrived.is_set():
                 came.set()
 
-        receive = Protocol.data_received
-        monkeypatch.setattr(Protocol, "data_received", received)
+        update = Connection.buffer_updated
+        monkeypatch.setattr(Connection, "buffer_updated", updated)
         async with planes.connected() as (_, reader, writer):
             writer.write(plain(b"fast"))
             await reader.readuntil(b"fast")
@@ -350,7 +326,7 @@ def test_a_request_with_a_known_head_waits_for_the_answer_before(planes, held, m
 def test_a_known_head_ends_the_connection_of_a_server_that_drains(planes):
     def before(server, answered):
         if answered == 2:
-            server._server.server_state.draining = True
+            server.listener.draining = True
 
     answers = exchange(planes, plain(b"one"), plain(b"one"), plain(b"one"), before=before)
     assert [b"connection: close" in answer for answer in answers] == [False, False, True, False]
@@ -410,7 +386,7 @@ def test_a_long_form_is_read_off_the_loop(planes, talk, monkeypatch):
         threads.append(threading.current_thread())
         return body_parameters(*args, **how)
 
-    monkeypatch.setattr(predict, "body_parameters", noting)
+    monkeypatch.setattr(predictions, "body_parameters", noting)
     short, long = b"a=%41", b"a=" + b"%41" * INLINE_FORM_BYTES
     answer = talk(plain(short, headers=FORM), plain(long, headers=FORM + CLOSE), max_request_bytes=100_000)
     assert answer.count(b"HTTP/1.1 200 OK") == 2
@@ -418,8 +394,7 @@ def test_a_long_form_is_read_off_the_loop(planes, talk, monkeypatch):
         b"A",
         b"A" * INLINE_FORM_BYTES,
     ]
-    assert planes.data.direct == 1
-    assert [thread is threading.main_thread() for thread in threads] == [False]
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
 
 
 @pytest.mark.parametrize("size", [10, INLINE_FORM_BYTES])
