@@ -38,7 +38,7 @@ class AppExchange(Exchange):
 
     def __init__(self, connection: Connection, head: Head) -> None:
         super().__init__(connection, head)
-        self._body = bytearray()  # of the request: what the app has not had
+        self._body = bytearray()  # what the app has not had of it
         self._is_whole = False  # it has come to its end
         self._is_told = False  # and the app knows
         self._came = asyncio.Event()  # more of the body, its end, or that of the connection
@@ -51,7 +51,8 @@ class AppExchange(Exchange):
 
     def begin(self) -> None:
         """Have the app answer; it asks for the body, piece by piece."""
-        self.connection.listener.keep(asyncio.get_running_loop().create_task(self._run()))
+        self.task = asyncio.get_running_loop().create_task(self._run())
+        self.connection.listener.keep(self.task)
 
     def take(self, piece: bytes) -> None:
         """The next bytes of the body."""

@@ -111,15 +111,8 @@ class Connection(asyncio.BufferedProtocol):
         self._is_free = False
         if self._timer is not None:
             self._end_timer()
-        self.exchange = exchange = self._exchange_of(head)
-        if listener.keys is None or exchange.authorized():
-            exchange.run(bytes(listener.view[len(text) : size]))
+        self._run(head, bytes(listener.view[len(text) : size]))
         return True
-
-    def _exchange_of(self, head: Head) -> Prediction:
-        if head.target is not None and head.target.verb and self.listener.tensors is not None:
-            return TensorPrediction(self, head)
-        return Prediction(self, head)
 
     def _read(self, data: bytes, start: int) -> None:
         """Deal with the bytes of one request. Bytes behind it wait until it is answered."""
@@ -152,11 +145,27 @@ class Connection(asyncio.BufferedProtocol):
             self._refuse(error)
             return len(data)
         self._end_timer()
+        whole = end + head.length
+        if end <= whole <= len(data) and head.target is not None and self.listener.heads.is_plain(head):
+            self._run(head, data[end:whole])
+            return whole
         self._begin(head)
         return end
 
+    def _run(self, head: Head, body: bytes) -> None:
+        """Have a prediction answered whose body came with its head."""
+        exchange = TensorPrediction(self, head) if head.is_tensors else Prediction(self, head)
+        self.exchange = exchange
+        if self.listener.keys is None or exchange.authorized():
+            exchange.run(body)
+
     def _begin(self, head: Head) -> None:
-        self.exchange = exchange = AppExchange(self, head) if head.target is None else self._exchange_of(head)
+        exchange: Exchange
+        if head.target is None:
+            exchange = AppExchange(self, head)
+        else:
+            exchange = TensorPrediction(self, head) if head.is_tensors else Prediction(self, head)
+        self.exchange = exchange
         if head.length == CHUNKED:
             self._chunks = Chunks()
         else:
@@ -248,7 +257,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def answered(self, keep_alive: bool) -> None:
         """The answer to the present request is out."""
-        if not self._is_in_body():
+        if self._body_left == 0 and self._chunks is None:
             self._go_on(keep_alive)
         elif not keep_alive and self._timer is None:
             # Closing a socket with unread bytes in it makes the kernel reset the connection, and the client

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import struct
 import time
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 from torchere.serving.errors import ServingError, Unauthorized
 from torchere.serving.frontend.access_log import access_log
 from torchere.serving.frontend.call_scope import CLIENT_GONE
+from torchere.serving.frontend.dataplane import Prediction as Admitted
 from torchere.serving.frontend.request_id import new_request_id
 from torchere.serving.frontend.rest.answer_parts import (
     LAST_LINES,
@@ -21,6 +23,7 @@ from torchere.serving.frontend.rest.answer_parts import (
     joined,
     missing,
 )
+from torchere.serving.frontend.rest.bodies import WholeBody
 from torchere.serving.frontend.rest.errors import status_and_type
 from torchere.serving.frontend.rest.heads import Head
 from torchere.serving.telemetry.timeline import Timeline
@@ -40,9 +43,10 @@ class Exchange(ABC):
     """
 
     __slots__ = (
-        *("complete", "connection", "head", "is_chunked", "keep_alive"),
-        *("request_id", "started_s", "status", "timeline"),
+        *("admitted", "body", "complete", "connection", "head", "is_chunked", "keep_alive"),
+        *("request_id", "started_s", "status", "task", "timeline"),
     )
+    is_chunked: bool  # the body of an answer in parts
 
     def __init__(self, connection: Connection, head: Head) -> None:
         self.connection = connection
@@ -51,9 +55,11 @@ class Exchange(ABC):
         self.request_id = new_request_id()
         self.keep_alive = head.keep_alive and not connection.listener.draining
         self.status = 0
-        self.is_chunked = False  # the body of the answer
         self.complete = False  # nothing more is sent
+        self.body: WholeBody | bytearray | None = None  # of the request, while it comes in
+        self.task: asyncio.Task[None] | None = None  # that answers it, where it needs one
         self.timeline: Timeline | None = None  # of a prediction
+        self.admitted: Admitted | None = None  # a prediction that was
 
     @property
     def room(self) -> memoryview | None:
@@ -110,17 +116,14 @@ class Exchange(ABC):
             body = b""
         else:
             lines += b"content-length: %d\r\n" % len(body)
-        head = b"%b%bx-request-id: %b\r\n%b" % (
-            *(STATUS_LINES[status], lines),
-            *(self.request_id.encode(), LAST_LINES[self.keep_alive]),
-        )
-        self.connection.write(head, b"" if self.head.is_head else body)
+        self.connection.write(self._head(lines), b"" if self.head.is_head else body)
         self.over()
 
     def start(self, status: int, headers: RawHeaders, *, is_sized: bool = False) -> bytes:
         """The head of an answer whose body follows in parts; `is_sized`: `headers` say how long it is."""
         self._begun(status)
         lines = joined(headers + missing(self.connection.listener.cors, headers))
+        self.is_chunked = False
         if not (is_sized or self.head.is_head or status in NO_CONTENT):
             if self.head.is_old:  # RFC 9112, 6.1: its client knows no chunks, but the end of the connection
                 self.keep_alive = False
@@ -128,9 +131,15 @@ class Exchange(ABC):
             else:
                 self.is_chunked = True
                 lines += b"transfer-encoding: chunked\r\n"
+        return self._head(lines)
+
+    def _head(self, lines: bytes) -> bytes:
+        last_lines = LAST_LINES[self.keep_alive]
         return b"%b%bx-request-id: %b\r\n%b" % (
-            *(STATUS_LINES[status], lines),
-            *(self.request_id.encode(), LAST_LINES[self.keep_alive]),
+            STATUS_LINES[self.status],
+            lines,
+            self.request_id.encode(),
+            last_lines,
         )
 
     def framed(self, part: bytes, *, last: bool = False) -> bytes:

@@ -42,7 +42,7 @@ class HeadReader:
     """
 
     __slots__ = (
-        *("_parser", "_size", "headers", "is_complete", "keep_alive"),
+        *("_parser", "headers", "is_complete", "keep_alive"),
         *("method", "text", "url", "version"),
     )
 
@@ -54,7 +54,6 @@ class HeadReader:
         self.version = ""
         self.keep_alive = False
         self.is_complete = False
-        self._size = 0
         self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
 
     def feed(self, data: bytes, start: int) -> int:
@@ -66,12 +65,13 @@ class HeadReader:
         parser = self._parser
         if parser is None:
             raise BadHead("it was given up")
-        piece = data[start:] if start else data
         tail = self.text[-3:]
-        end = (tail + piece).find(HEAD_END)
-        if end >= 0:
-            end += len(HEAD_END) - len(tail)
-            piece = piece[:end]
+        end = (tail + data[start:]).find(HEAD_END) - len(tail) if tail else data.find(HEAD_END, start) - start
+        if is_whole := end >= -len(tail):
+            end += len(HEAD_END)
+            piece = data[start : start + end]
+        else:
+            piece = data[start:]
         self.text += piece
         try:
             parser.feed_data(piece)
@@ -80,13 +80,19 @@ class HeadReader:
         except httptools.HttpParserError as error:
             self.drop()
             raise BadHead(str(error)) from None
-        if end < 0:
+        if not is_whole:
             if len(self.text) > MAX_HEAD_BYTES:
                 raise BadHead("it has no end")
             return -1
         self.drop()
         if not self.is_complete:
             raise BadHead("it has no end where an empty line is")
+        text = self.text
+        if len(text) - text.find(b"\r\n") - 2 > MAX_HEADER_BYTES:
+            raise BadHead("its header lines are too long")
+        if b" \r\n" in text or b"\t\r\n" in text:
+            # RFC 9110, 5.5: blanks are no part of it; the parser drops the leading ones only
+            self.headers = [(name, value.rstrip(b" \t")) for name, value in self.headers]
         return start + end
 
     def drop(self) -> None:
@@ -101,11 +107,7 @@ class HeadReader:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """One whole header line; the parser calls this."""
-        self._size += len(name) + len(value) + 4
-        if self._size > MAX_HEADER_BYTES:
-            raise BadHead("its header lines are too long")
-        # RFC 9110, 5.5: blanks are no part of it; the parser drops the leading ones only
-        self.headers.append((name, value.rstrip(b" \t")))
+        self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         """The head is complete; the parser calls this, and forgets it all at the end of a message."""
@@ -142,6 +144,8 @@ class Head:
             "is_head",
             "is_old",
             "is_probe",
+            "is_tensors",
+            "is_traced",
         ),
         *("keep_alive", "key", "length", "method", "mime", "place", "priority", "request_line", "target"),
         *("text", "texts"),
@@ -172,6 +176,7 @@ class Head:
         self.length = int(lines.get(b"content-length", b"0")[-20:])
         if reader.method == b"CONNECT":
             self.length = 0
+        self.is_traced = b"traceparent" in lines
         self.expects = False  # the client waits for "100 Continue" before it sends the body
         if not lines.keys().isdisjoint(_RARE):
             self._read_rare(lines)
@@ -180,6 +185,7 @@ class Head:
         self.texts: Pairs = ()  # the same for the handler, as text, and what the target adds
         self.trace: TraceContext | None = None
         self.wire: Wire | None = None  # at the paths of the Open Inference Protocol; None: not well-formed
+        self.is_tensors = False  # it is of that protocol
 
     def _read_rare(self, lines: dict[bytes, bytes]) -> None:
         if self.is_old:
@@ -204,11 +210,13 @@ class Heads:
 
     Args:
         surfaces: the APIs that the listener answers.
+        max_body_bytes: the longest body that is read.
         speaks_tensors: whether it knows the Open Inference Protocol.
     """
 
-    def __init__(self, surfaces: Surfaces, *, speaks_tensors: bool) -> None:
+    def __init__(self, surfaces: Surfaces, max_body_bytes: int, *, speaks_tensors: bool) -> None:
         self.known: dict[bytes, Head] = {}
+        self._max_body_bytes = max_body_bytes
         self._surfaces = surfaces
         self._speaks_tensors = speaks_tensors
         # The same few request lines come again and again.
@@ -224,28 +232,25 @@ class Heads:
         target = head.target
         if target is not None:
             head.texts = text_headers(head.headers) + target.headers
-            head.trace = trace_of_headers(head.headers)
-            head.wire = self._wire_of(head, target)
+            if head.is_traced:
+                head.trace = trace_of_headers(head.headers)
+            head.is_tensors = self._speaks_tensors and target.verb != ""
+            head.wire = _wire_of(head)
             self._remember(head)
         return head
 
+    def is_plain(self, head: Head) -> bool:
+        """Whether a prediction with this head may run as soon as its body is there."""
+        return CHUNKED < head.length <= self._max_body_bytes and not head.expects
+
     def _remember(self, head: Head) -> None:
-        # A head in a trace will not come again.
-        if len(head.text) > MAX_KNOWN_BYTES or head.trace is not None or head.wire is None:
+        if len(head.text) > MAX_KNOWN_BYTES or head.wire is None or not self.is_plain(head):
             return
-        if head.length == CHUNKED or head.expects:
+        if head.trace is not None:  # it will not come again
             return
         if len(self.known) >= MAX_KNOWN_HEADS:
             self.known.clear()
         self.known[head.text] = head
-
-    def _wire_of(self, head: Head, target: Target) -> Wire | None:
-        if not (target.verb and self._speaks_tensors):
-            return Wire()
-        try:
-            return read_wire(head.headers)
-        except InvalidRequest:
-            return None
 
     def _find_place(self, method: bytes, url: bytes) -> Place:
         try:
@@ -261,3 +266,12 @@ class Heads:
         target = prediction_target(path) if is_prediction else None
         key = required_key(self._surfaces, method.decode("ascii"), path)
         return Place(raw_path, path, parsed.query or b"", key, target)
+
+
+def _wire_of(head: Head) -> Wire | None:
+    if not head.is_tensors:
+        return Wire()
+    try:
+        return read_wire(head.headers)
+    except InvalidRequest:
+        return None

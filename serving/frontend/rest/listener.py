@@ -46,7 +46,9 @@ class Listener:
         self.tensors: Tensors | None = None  # None: their requests are bodies like others
         if settings.open_inference_protocol:
             self.tensors = Tensors(dataplane, settings.service_envelope)
-        self.heads = Heads(surfaces, speaks_tensors=self.tensors is not None)
+        self.heads = Heads(
+            surfaces, settings.limits.max_request_bytes, speaks_tensors=self.tensors is not None
+        )
         self.buffer = bytearray(READ_BYTES)  # of all connections: see `Connection`
         self.view = memoryview(self.buffer)
         self.keep_alive_s = KEEP_ALIVE_S

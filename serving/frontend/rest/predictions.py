@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchere.serving.errors import InvalidRequest, LeftUnread, NotFound, ServingError
 from torchere.serving.frontend import wording
 from torchere.serving.frontend.call_scope import CLIENT_GONE
-from torchere.serving.frontend.dataplane import Prediction as Admitted
 from torchere.serving.frontend.priority import parse_priority
 from torchere.serving.frontend.rest.answer_parts import (
     CONTINUE,
@@ -27,12 +26,10 @@ from torchere.serving.frontend.rest.answer_parts import (
 from torchere.serving.frontend.rest.bodies import WholeBody
 from torchere.serving.frontend.rest.codec import body_parameters, deadline, form_parameters, takes_long
 from torchere.serving.frontend.rest.exchange import Exchange
-from torchere.serving.frontend.rest.heads import CHUNKED, Head
+from torchere.serving.frontend.rest.heads import CHUNKED
+from torchere.serving.frontend.rest.targets import Target
 from torchere.serving.telemetry.timeline import fields_of
 from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, Parameter, StreamedResponse
-
-if TYPE_CHECKING:
-    from torchere.serving.frontend.rest.connection import Connection
 
 Body = bytes | memoryview
 
@@ -45,19 +42,12 @@ class Prediction(Exchange):
     The body is checked here, before admission: a request that is refused does not count as run.
     """
 
-    __slots__ = ("_admitted", "_body", "_read_s", "_stream")
-
-    def __init__(self, connection: Connection, head: Head) -> None:
-        super().__init__(connection, head)
-        self._body: WholeBody | bytearray | None = None  # while it comes in
-        self._read_s = 0.0  # when it was there; 0: with the head
-        self._admitted: Admitted | None = None
-        self._stream: asyncio.Task[None] | None = None
+    __slots__ = ()
 
     @property
     def room(self) -> memoryview | None:
         """Where the kernel may write the next bytes of the body."""
-        body = self._body
+        body = self.body
         return body.room if isinstance(body, WholeBody) else None
 
     def begin(self) -> None:
@@ -67,20 +57,20 @@ class Prediction(Exchange):
             self._refuse_body()
             return
         if length > 0:
-            self._body = WholeBody(length)
+            self.body = WholeBody(length)
         elif length == CHUNKED:
-            self._body = bytearray()
+            self.body = bytearray()
         if self.head.expects:
             self.connection.write(CONTINUE)
 
     def filled(self, size: int) -> None:
         """The kernel wrote so many bytes of the body."""
-        if isinstance(self._body, WholeBody):
-            self._body.filled(size)
+        if isinstance(self.body, WholeBody):
+            self.body.filled(size)
 
     def take(self, piece: bytes) -> None:
         """The next bytes of the body."""
-        body = self._body
+        body = self.body
         if isinstance(body, WholeBody):
             body.add(piece)
         elif body is not None:
@@ -95,43 +85,40 @@ class Prediction(Exchange):
 
     def whole(self) -> None:
         """The body is there, later than the head."""
-        self._read_s = time.monotonic()
-        body, self._body = self._body, None
+        read_s = time.monotonic()
+        body, self.body = self.body, None
         if isinstance(body, WholeBody):
-            self.run(body.view)
+            self.run(body.view, read_s)
         else:
-            self.run(b"" if body is None else bytes(body))
+            self.run(b"" if body is None else bytes(body), read_s)
 
-    def run(self, body: Body) -> None:
-        """The request is there as a whole: have it answered."""
+    def run(self, body: Body, read_s: float = 0.0) -> None:
+        """Have the request answered, which is there as a whole; since `read_s`, if not since its head."""
         listener = self.connection.listener
-        self.timeline = listener.metrics.timeline("rest", self.request_id, self.started_s, self.head.trace)
-        self.timeline.read_s = self._read_s
+        timeline = listener.metrics.timeline("rest", self.request_id, self.started_s, self.head.trace)
+        timeline.read_s = read_s
+        self.timeline = timeline
         self.guarded(self.read, body)
 
-    def guarded(self, step: Callable[..., None], *arguments: Any) -> None:
+    def guarded(self, step: Callable[..., None], argument: Any) -> None:
         """Take a step towards the answer; an error becomes the answer."""
         try:
-            step(*arguments)
+            step(argument)
         except ServingError as error:
             self.fail(error)
         except Exception as error:  # the top of a request: a bug is logged, and the client gets a 500
             self._break_down(error)
 
     def read(self, body: Body) -> None:
-        """Turn the body into what the handler gets, and ask."""
-        head = self.head
-        target = head.target
-        if target is None or (target.verb and (target.verb != "infer" or target.version is not None)):
-            raise NotFound(wording.NO_SUCH_RESOURCE)  # TorchServe has none of these
-        self.read_plain(bytes(body))
+        """Turn the body into what the handler gets, and ask.
 
-    def read_plain(self, body: bytes) -> None:
-        """As `read`, for every path: forms give one parameter a field, all else one that is called `body`."""
+        Forms give one parameter a field, any other body is one that is called `body`.
+        """
         head = self.head
         if not head.is_form:
-            self._ask((Parameter("body", body, head.mime),))
+            self._ask((Parameter("body", bytes(body), head.mime),))
             return
+        body = bytes(body)
         speaks_json = head.target is not None and head.target.speaks_json
         parse = partial(body_parameters, head.content_type, body, speaks_json=speaks_json)
         if takes_long(head.content_type, len(body)):
@@ -153,7 +140,7 @@ class Prediction(Exchange):
     def _ask(self, parameters: tuple[Parameter, ...]) -> None:
         head = self.head
         target = head.target
-        if target is None:
+        if target is None or (target.verb and not head.is_tensors and not _is_torchserves(target)):
             raise NotFound(wording.NO_SUCH_RESOURCE)
         model = target.model
         if target.takes_query:
@@ -190,7 +177,7 @@ class Prediction(Exchange):
     def admit(self, model: str, request: InferRequest, group: str) -> None:
         """Hand the request to the data plane, which calls `reply` once, unless it raises."""
         target = self.head.target
-        self._admitted = admitted = self.connection.listener.dataplane.admit(
+        self.admitted = admitted = self.connection.listener.dataplane.admit(
             model,
             None if target is None else target.version,
             request,
@@ -202,27 +189,18 @@ class Prediction(Exchange):
 
     def withdraw(self) -> None:
         """The outcome is of no use any more."""
-        if self._admitted is not None:
-            self._admitted.withdraw()
+        if self.admitted is not None:
+            self.admitted.withdraw()
 
     def reply(self, outcome: InferResponse | StreamedResponse | ServingError) -> None:
-        """Answer the client, if it still waits."""
-        if self.complete:
-            return
-        try:
-            if isinstance(outcome, ServingError):
-                self.fail(outcome)
-            else:
-                self.succeed(outcome)
-        except ServingError as error:
-            self.fail(error)
-        except Exception as error:  # others are answered after this one
-            self._break_down(error)
+        """Answer the client, if it still waits; whatever happens, others are answered after this one."""
+        if not self.complete:
+            self.guarded(self.fail if isinstance(outcome, ServingError) else self.succeed, outcome)
 
     def succeed(self, outcome: InferResponse | StreamedResponse) -> None:
         """Send what the handler gave."""
         if not isinstance(outcome, InferResponse):
-            self.in_task(self._send_stream(outcome))
+            self.in_task(partial(self._send_stream, outcome))
         elif self.connection.listener.cors:
             self.answer(checked_status(outcome), handler_headers(outcome.headers), outcome.body)
         else:
@@ -237,14 +215,14 @@ class Prediction(Exchange):
         logger.error("request %s failed unexpectedly", self.request_id, exc_info=error, extra=fields)
         self.answer_error(ServingError("Internal server error", repr(error)))
 
-    def in_task(self, sending: Any) -> None:
+    def in_task(self, send: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Send an answer that takes a while; the listener waits for it when it stops."""
-        self._stream = asyncio.get_running_loop().create_task(self._guarded_task(sending))
-        self.connection.listener.keep(self._stream)
+        self.task = asyncio.get_running_loop().create_task(self._guarded_task(send))
+        self.connection.listener.keep(self.task)
 
-    async def _guarded_task(self, sending: Any) -> None:
+    async def _guarded_task(self, send: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
-            await sending
+            await send()  # made here: a task that is cancelled before it begins would leave it
         except ServingError as error:
             if self.status:  # of some there is a line already
                 if not isinstance(error, LeftUnread):
@@ -293,15 +271,20 @@ class Prediction(Exchange):
         self.complete = True
         self.finished(status)
         self.withdraw()
-        if self._stream is not None:
-            self._stream.cancel()
+        if self.task is not None:
+            self.task.cancel()
         self.let_go()
 
     def let_go(self) -> None:
         """Forget the request: the connection keeps this until the next one, which may be long."""
-        self._body = None
-        self._admitted = None
+        self.body = None
+        self.admitted = None
         self.timeline = None  # it knows the request
+
+
+def _is_torchserves(target: Target) -> bool:
+    """Whether TorchServe has the path, too; others are paths of the Open Inference Protocol only."""
+    return target.verb == "infer" and target.version is None
 
 
 def _name_in(parameters: tuple[Parameter, ...]) -> str | None:

@@ -120,7 +120,7 @@ class TensorPrediction(Prediction):
         self._facts = facts = tensors.meant(target, wire, body)
         if facts is None:
             self._for_handler = True
-            self.read_plain(bytes(body))
+            super().read(body)
             return
         if target.verb == "infer":
             parse = partial(parse_request, body, wire.json_bytes)
@@ -168,9 +168,9 @@ class TensorPrediction(Prediction):
         if facts is None or request is None or target is None:
             super().succeed(outcome)
         elif target.verb == "generate":
-            self.in_task(self._send_generated(outcome))
+            self.in_task(partial(self._send_generated, outcome))
         elif target.verb == "generate_stream" or self._wire.wants_events:
-            self.in_task(self._send_events(outcome, is_generate=target.verb == "generate_stream"))
+            self.in_task(partial(self._send_events, outcome, is_generate=target.verb == "generate_stream"))
         else:
             if isinstance(outcome, StreamedResponse):
                 self.withdraw()  # its parts are read by no client

@@ -6,12 +6,13 @@ from torchere.serving.frontend.rest import heads as module
 from torchere.serving.frontend.rest.heads import CHUNKED, MAX_KNOWN_HEADS, BadHead, Head, HeadReader, Heads
 
 LINE = b"POST /predictions/echo HTTP/1.1"
+MAX_BODY_BYTES = 1000
 BYTES = LINE + b"\r\nHost: x\r\nContent-Length: 3\r\n\r\n"
 
 
 @pytest.fixture
 def heads() -> Heads:
-    return Heads(frozenset({"inference"}), speaks_tensors=True)
+    return Heads(frozenset({"inference"}), MAX_BODY_BYTES, speaks_tensors=True)
 
 
 def read(heads: Heads, text: bytes, size: int = 100_000) -> Head:
@@ -76,6 +77,7 @@ def test_a_head_that_came_before_is_remembered_by_its_bytes(heads):
         BYTES.replace(b"predictions/echo", b"ping"),
         BYTES.replace(b"POST", b"OPTIONS"),
         BYTES.replace(b"Content-Length: 3", b"Transfer-Encoding: chunked"),
+        BYTES.replace(b"3", b"%d" % (MAX_BODY_BYTES + 1)),
         BYTES.replace(b"Host", b"Expect: 100-continue\r\nHost"),
         BYTES.replace(b"Host: x", b"Host: " + b"x" * module.MAX_KNOWN_BYTES),
         BYTES.replace(b"Host", b"traceparent: 00-" + b"1" * 32 + b"-" + b"2" * 16 + b"-01\r\nHost"),
@@ -83,7 +85,16 @@ def test_a_head_that_came_before_is_remembered_by_its_bytes(heads):
             b"Host", b"Inference-Header-Content-Length: many\r\nHost"
         ),
     ],
-    ids=["no prediction", "OPTIONS", "chunks", "expecting", "too long", "in a trace", "not well-formed"],
+    ids=[
+        "no prediction",
+        "OPTIONS",
+        "chunks",
+        "too long a body",
+        "expecting",
+        "too long a head",
+        "in a trace",
+        "not well-formed",
+    ],
 )
 def test_a_head_that_needs_more_than_its_body_is_not_remembered(heads, text):
     read(heads, text)
