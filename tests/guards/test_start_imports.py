@@ -78,12 +78,12 @@ def test_a_server_begins_to_serve_without_the_framework() -> None:
 
 def test_the_ports_are_made_without_the_framework() -> None:
     code = """
-    from torchere.serving.frontend.rest.app import listener_app
+    from torchere.serving.frontend.rest.app import listener_of
     from torchere.serving.frontend.services import Services
     from torchere.serving.settings import ServerSettings
     from torchere.serving.telemetry.metrics import Metrics
     every = frozenset({"inference", "management", "metrics"})
-    listener_app(every, None, None, Services(ServerSettings(), Metrics("host"), None, "1"))
+    listener_of(every, None, None, Services(ServerSettings(), Metrics("host"), None, "1"))
     """
     assert imported_by(code, FRAMEWORK) == set()
 

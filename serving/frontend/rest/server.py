@@ -94,10 +94,13 @@ class RestServer:
             connection.shutdown()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._until_closed(), self.drain_timeout_s)
-        if listener.tasks:
-            logger.error("%d answers took too long to end: cancelled", len(listener.tasks))
+        if listener.connections or listener.tasks:
+            found = len(listener.connections), len(listener.tasks)
+            logger.error("Cancelled after the drain timeout: %d connections, %d answers", *found)
             for task in listener.tasks:
                 task.cancel()
+            for connection in list(listener.connections):
+                connection.transport.abort()
 
     async def _until_closed(self) -> None:
         while self.listener.connections or self.listener.tasks:

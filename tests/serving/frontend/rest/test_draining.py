@@ -133,6 +133,22 @@ def test_a_client_that_asks_for_the_end_hears_it_once(planes):
     assert asyncio.run(main()) == [b"connection: close"]
 
 
+def test_a_prediction_that_is_not_answered_in_time_is_given_up(planes):
+    async def main():
+        planes.data.behave = lambda request: asyncio.Event().wait()
+        async with planes.connected() as (server, reader, writer):
+            writer.write(DIRECT)
+            while not planes.data.asked:
+                await asyncio.sleep(0.001)
+            server.drain_timeout_s = 0.05
+            await server.stop()
+            with contextlib.suppress(ConnectionResetError):
+                assert await asyncio.wait_for(reader.read(), 20) == b""
+        assert planes.data.withdrawn == 1
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("request_bytes", [DIRECT, DIRECT.replace(b"Host: x", b"Host: x\r\nExpect: x")])
 def test_a_stream_that_does_not_end_in_time_is_given_up(planes, endless, request_bytes):
     async def main():
