@@ -117,12 +117,13 @@ class Connection(asyncio.BufferedProtocol):
     def _read(self, data: bytes, start: int) -> None:
         """Deal with the bytes of one request. Bytes behind it wait until it is answered."""
         if not self._is_in_body():
-            start = _end_of_blank(data, start)
-            if start == len(data):
-                return
-            if self.is_busy() or self.write_paused:
-                self._keep_back(data, start)
-                return
+            if self._reader is None:
+                start = _end_of_blank(data, start)
+                if start == len(data):
+                    return
+                if self.is_busy() or self.write_paused:
+                    self._keep_back(data, start)
+                    return
             start = self._read_head(data, start)
         if start < len(data) and self._is_in_body() and not self.transport.is_closing():
             start = self._read_body(data, start)

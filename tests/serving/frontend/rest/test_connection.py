@@ -290,6 +290,29 @@ def test_a_head_as_long_as_may_be_is_read_in_pieces(planes, size):
     assert answers(said_to(planes, *pieces)) == [(200, b"abc")]
 
 
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_requests_may_come_in_pieces_of_any_size(planes, kind):
+    text = kind(b"abcd") * 2 + plain(b"last", CLOSE)
+
+    async def main(size: int) -> bytes:
+        async with planes.connected() as (server, reader, _):
+            (connection,) = server.listener.connections
+            start = 0
+            while start < len(text):
+                room = connection.get_buffer(-1)[:size]
+                piece = text[start : start + len(room)]
+                room[: len(piece)] = piece
+                connection.buffer_updated(len(piece))
+                start += len(piece)
+                await asyncio.sleep(0)
+            return await asyncio.wait_for(reader.read(), 20)
+
+    for size in (1, 2, 3, 5, 17):
+        found = answers(asyncio.run(main(size)))
+        assert [status for status, _ in found] == [200] * 3
+        assert found[2][1] == b"last"
+
+
 def test_what_is_no_http_waits_for_the_answer_before(planes):
     async def late(request):
         await asyncio.sleep(0.1)
