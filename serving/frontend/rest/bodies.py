@@ -12,8 +12,13 @@ from torchere.serving.frontend.alignment import room_before
 MAX_LINE_BYTES = 16_384  # of the lines around chunks, which a client could go on sending without an end
 MAX_TRAILER_BYTES = 8192  # as many as a head may have
 # RFC 9112, 7.1: the size in hexadecimal digits, then extensions, which mean nothing here.
-_SIZE_LINE = re.compile(rb"([0-9a-fA-F]+)[ \t]*(?:;[^\x00-\x08\x0a-\x1f\x7f]*)?\r\n")
-_TRAILER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[^\x00-\x08\x0a-\x1f\x7f]*\r\n")
+_TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
+_EXTENSION = rb';%b(?:=(?:%b|"(?:[^"\\\x00-\x08\x0a-\x1f\x7f]|\\[\t\x20-\x7e\x80-\xff])*"))?' % (
+    _TOKEN,
+    _TOKEN,
+)
+_SIZE_LINE = re.compile(rb"([0-9a-fA-F]+)(?:%b)*\r\n" % _EXTENSION)
+_TRAILER = re.compile(rb"(%b):[^\x00-\x08\x0a-\x1f\x7f]*\r\n" % _TOKEN)
 _MAX_SIZE = 2**63
 _OF_THE_CONNECTION = frozenset({b"connection", b"proxy-connection"})  # their place is the head
 
@@ -115,8 +120,8 @@ class Chunks:
         if end > 1:
             self._line = b""
             return line, end - before
-        if b"\n" in line:
-            raise BadBody("a line of its framing ends without CR")
+        if b"\n" in line or b"\r" in line[:-1]:
+            raise BadBody("a line of its framing ends with other than CRLF")
         self._line = line
         return None, len(data) - before
 

@@ -188,10 +188,10 @@ class Head:
         self.is_tensors = False  # it is of that protocol
 
     def _read_rare(self, lines: dict[bytes, bytes]) -> None:
-        if self.is_old:
-            self.keep_alive = False  # RFC 9112, 6.1: a proxy of HTTP/1.0 may see another end of such a body
-        else:  # a client of HTTP/1.0 takes the word to go on for its answer (RFC 9110, 15.2)
+        if not self.is_old:  # a client of HTTP/1.0 takes the word to go on for its answer (RFC 9110, 15.2)
             self.expects = lines.get(b"expect", b"").lower() == b"100-continue"
+        elif b"transfer-encoding" in lines or b"expect" in lines:
+            self.keep_alive = False  # RFC 9112, 6.1: a proxy of HTTP/1.0 may see another end of the body
         if b"upgrade" in lines:  # the wish is passed over: neither handlers nor apps see it
             self.headers = [line for line in self.headers if line[0].lower() != b"upgrade"]
         codings = [value for name, value in self.headers if name.lower() == b"transfer-encoding"]

@@ -94,7 +94,7 @@ def test_a_whole_body_takes_in_piece_after_piece():
     assert not whole.room
 
 
-CHUNKED = b"3\r\nabc\r\n10;x=y\r\n0123456789abcdef\r\n001\r\n!\r\n00\r\nX: 1\r\nY:\r\n\r\n"
+CHUNKED = b'3\r\nabc\r\n10;x=y;z;w="a b;\\""\r\n0123456789abcdef\r\n001\r\n!\r\n00\r\nX: 1\r\nY:\r\n\r\n'
 
 
 @pytest.mark.parametrize("size", [*range(1, 12), 100])
@@ -118,6 +118,9 @@ BROKEN = {
     "a prefix": b"0x3\r\n",
     "an empty size": b"\r\n",
     "a size and more": b"3 x\r\n",
+    "an extension without a name": b"3;\r\nabc",
+    "an extension that is no token": b"3;a=\xee\r\nabc",
+    "an extension with an open quote": b'3;a="b\r\nabc',
     "a size out of range": b"8000000000000000\r\n",
     "a bare line feed": b"3\nabc",
     "a bare carriage return": b"3\r\nabc\rX",
