@@ -84,7 +84,10 @@ class RestServer:
             connection.announce_end()
 
     async def stop(self) -> None:
-        """Refuse new connections, let requests finish for at most `drain_timeout_s`, cancel what is left."""
+        """Refuse new connections, let requests finish for at most `drain_timeout_s`, cancel what is left.
+
+        Predictions without a task stay: they are answered when their versions are closed.
+        """
         if not self._servers:
             return
         self.drain()
@@ -94,13 +97,10 @@ class RestServer:
             connection.shutdown()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._until_closed(), self.drain_timeout_s)
-        if listener.connections or listener.tasks:
-            found = len(listener.connections), len(listener.tasks)
-            logger.error("Cancelled after the drain timeout: %d connections, %d answers", *found)
+        if listener.tasks:
+            logger.error("Cancelled after the drain timeout: %d answers in parts", len(listener.tasks))
             for task in listener.tasks:
                 task.cancel()
-            for connection in list(listener.connections):
-                connection.transport.abort()
 
     async def _until_closed(self) -> None:
         while self.listener.connections or self.listener.tasks:

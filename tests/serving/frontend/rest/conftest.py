@@ -29,6 +29,9 @@ def planes(planes):
             yield server
         finally:
             await server.stop()
+            for connection in list(listener.connections):  # whose request is never answered
+                connection.transport.abort()
+            await asyncio.sleep(0)
 
     @contextlib.asynccontextmanager
     async def connected(surface: str = "inference", **settings):
