@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from functools import lru_cache
 from typing import NamedTuple
 from urllib.parse import unquote
@@ -199,6 +200,12 @@ class Head:
             if codings[-1].rpartition(b",")[2].strip(b" \t").lower() != b"chunked":
                 raise BadHead("its body has no end that can be told")  # RFC 9112, 6.3
             self.length = CHUNKED
+
+    def inflated(self) -> Head:
+        """This head for a handler that gets the body inflated, and so sees no coding of it."""
+        head = copy(self)
+        head.texts = tuple([line for line in self.texts if line[0].lower() != "content-encoding"])
+        return head
 
 
 class Heads:

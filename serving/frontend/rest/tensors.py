@@ -120,6 +120,8 @@ class TensorPrediction(Prediction):
         self._facts = facts = tensors.meant(target, wire, body)
         if facts is None:
             self._for_handler = True
+            if wire.coding is not None:
+                self.head = self.head.inflated()
             super().read(body)
             return
         if target.verb == "infer":
@@ -132,13 +134,6 @@ class TensorPrediction(Prediction):
             self._ask_tensors(parse())
         else:
             self.off_loop(self._ask_tensors, parse)
-
-    def handler_texts(self) -> tuple[tuple[str, str], ...]:
-        """The header lines that the handler gets: none of a coding, as the body it gets is inflated."""
-        texts = self.head.texts
-        if self._wire.coding is None:
-            return texts
-        return tuple([line for line in texts if line[0].lower() != "content-encoding"])
 
     def _ask_tensors(self, request: TensorRequest) -> None:
         tensors, facts, target = self.connection.listener.tensors, self._facts, self.head.target
