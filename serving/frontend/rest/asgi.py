@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torchere.serving.frontend.rest.connection import Connection
 
 HELD_BYTES = 65_536  # of a body that the app has not asked for; beyond it nothing is read
+_OF_THE_CONNECTION = frozenset({b"connection", b"transfer-encoding"})  # ours to say
 _LINE_BREAK = re.compile(rb"[\r\n\x00]")  # would forge other headers
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class AppExchange(Exchange):
         self._call: CallScope | None = None
 
     def begin(self) -> None:
-        """Have the app answer; it asks for the body, piece by piece."""
+        """Have the app answer. It asks for the body."""
         self.task = asyncio.get_running_loop().create_task(self._run())
         self.connection.listener.keep(self.task)
 
@@ -130,7 +131,7 @@ class AppExchange(Exchange):
 
     async def send(self, message: Message) -> None:
         """The head of the answer, or a part of its body; the app calls this."""
-        if self.connection.write_paused and not self._is_gone:
+        if not self._is_gone:
             await self.connection.drain()
         kind = message["type"]
         if kind == "http.response.start" and self.status == 0:
@@ -146,12 +147,15 @@ class AppExchange(Exchange):
                 raise RuntimeError(f"HTTP can't carry the header {name!r}: {value!r}")
             if name == b"content-length":
                 self._body_left = int(value)
+            elif name == b"connection" and value.lower() == b"close":
+                self.keep_alive = False
         if self._call is not None:
             self._call.sending()
+        own = [line for line in headers if line[0] not in _OF_THE_CONNECTION]
         is_sized = self._body_left is not None
         if self.head.is_head or status in NO_CONTENT:
             self._body_left = None
-        self._held_head = self.start(status, headers, is_sized=is_sized)
+        self._held_head = self.start(status, own, is_sized=is_sized)
         asyncio.get_running_loop().call_soon(self._send_head)
 
     def _send_head(self) -> None:

@@ -90,6 +90,13 @@ def test_an_answer_of_another_length_than_it_says_is_broken_off(tell, caplog, le
     assert "failed unexpectedly" in caplog.text
 
 
+def test_an_app_may_end_the_connection_and_does_not_frame_its_answer_twice(tell):
+    own = [(b"Connection", b"close"), (b"Transfer-Encoding", b"chunked")]
+    lines, body = split(tell(answering({**OK, "headers": own}, part(b"one")), ask(headers=b"")))
+    assert (lines.count(b"connection: close"), lines.count(b"transfer-encoding: chunked")) == (1, 1)
+    assert body == b"3\r\none\r\n0\r\n\r\n"
+
+
 def test_a_head_goes_out_before_a_body_that_takes_its_time(planes):
     async def main() -> None:
         go_on = asyncio.Event()
