@@ -18,6 +18,7 @@ BACKLOG = 1024
 # whole batch: of 128 clients that came at once the last waited half a second. So the loop watches the same
 # socket by so many descriptors.
 ACCEPTED_A_TURN = 32
+MIN_DRAIN_S = 1.0  # requests on their way to idle connections are answered even without a drain timeout
 LOOK_S = 0.05  # between two looks whether all connections are closed
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class RestServer:
             raise ValueError(f"{address} needs a certificate and a private key, and none was given")
         self.address = address
         self.listener = listener
-        self.drain_timeout_s = drain_timeout_s
+        self.drain_timeout_s = max(MIN_DRAIN_S, drain_timeout_s)
         self._context = certificates.server_context() if address.tls and certificates is not None else None
         self._servers: list[asyncio.Server] = []
         self._sockets: list[socket.socket] = []
