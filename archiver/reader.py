@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,10 +73,8 @@ class Archive:
         except UnicodeDecodeError as error:
             raise ArchiveError(self.path, "the text is not UTF-8", "save it as UTF-8", entry=name) from error
 
-    def extract(self, target: str | Path, *, without: Collection[str] = ()) -> Path:
+    def extract(self, target: str | Path) -> Path:
         """Unpack everything into `target`, a new directory, and return it.
-
-        Entries named in `without` are verified like the others, and not written.
 
         The directory appears at once when all is unpacked and verified; on failure there is nothing. Files
         are made with the umask's modes, never with the archive's.
@@ -90,10 +88,7 @@ class Archive:
                 raise ArchiveError(self.path, f"{folder} exists", "unpack to a path that does not")
             work.mkdir()
             for entry, chunks in self.chunks():
-                if entry.name in without:
-                    _use_up(chunks)
-                else:
-                    _write(chunks, work / entry.name)
+                _write(chunks, work / entry.name)
         return folder
 
     def verify(self) -> None:

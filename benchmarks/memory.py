@@ -1,259 +1,279 @@
-"""Memory of `torchere serve` for one large model: with one executor, with eight, and in two versions.
+"""Memory of `torchere serve` as PSS: of its process tree, and of the process that listens for requests alone.
 
-    python benchmarks/memory.py [--size-mb 400] [--executors 8] [--isolation thread] [--json FILE]
+    python benchmarks/memory.py                               every part
+    python benchmarks/memory.py --parts large --size-mb 400 --executors 8 --isolation thread --json FILE
+    python benchmarks/memory.py --parts tensors,density,cycles --tree COMMIT_OR_FOLDER
 
-A TorchScript model of linear layers is made and packed for `base_handler`, once with threads as executors and
-once with processes. For each number of executors a server is started, every executor is kept busy with
-predictions, and the PSS of the whole process tree is summed from /proc/PID/smaps_rollup: PSS counts a page
-that several processes share once. A third server has the archive twice, under two names, with one executor
-each. Exit status 1 when one of the larger servers takes more than `GOALS` times the smallest one's memory.
-Linux only; needs about four times the model's size on disk and three times in memory.
+large    a TorchScript model of linear layers with one executor, with eight, and in two versions, once with
+         threads as executors and once with processes; every executor is kept busy before the measurement
+tensors  an identity at rest, and after 10 GiB of tensors of 600 KB in requests (as many bytes are answered)
+density  100 tiny TorchScript models with one executor each, with defaults and with `isolation: shared`
+cycles   a tiny model is registered, asked and unregistered 1,000 times
+
+A tree is what `old_and_new.py` takes. Exit status 1 when a goal is missed or a figure could not be measured.
+Linux only; needs about four times the large model's size on disk and three times in memory.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import socket
-import subprocess
+import re
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import psutil
 import requests
-import torch
+from harness import servers
+from harness.arguments import Listed
+from harness.errors import Failed, Unavailable
+from harness.load import http_load
+from harness.machine import facts
+from harness.models import ENVELOPE, FEATURES, LARGE, Workshop, instances_body, v2_binary
+from harness.processes import START_S, Endpoint, Probe, last_words, until_answered
+from harness.pss import Memory, memory_of
+from harness.trees import CHECKOUT, tree
 
+PARTS = ("large", "tensors", "density", "cycles")
 GOALS = {"thread": 1.15, "process": 1.5}  # memory over that of one version with one executor, by isolation
-MODEL = "wide"
-TWIN = "twin"  # the same archive under another name
-START_TIMEOUT_S = 180.0
-_WIDTH = 2048  # one square float32 layer of this width has 16 MiB
-_LAYER_MB = _WIDTH * _WIDTH * 4 / 1e6
+SERVER_MB = 94.4  # 90 MiB: the server process alone, at rest and after the tensors
+LARGE_MB = 1.1 * 648  # 400 MB in threads, 8 executors: what commit a2f837a took, and a tenth
+DENSITY_MB = 1.3 * 303  # 100 tiny models with `shared`: 289 MiB of a2f837a, and three tenths
+CYCLES_RATIO = 1.1  # most over least, once the first cycles are over
+_SIZE_MB, _EXECUTORS = 400.0, 8
 _PREDICTIONS_PER_EXECUTOR = 12
-_BIN = Path(sys.executable).parent
+_PIXELS = 3 * 224 * 224  # float32: 602,112 bytes, what EfficientNet-Lite0 takes
+_TENSOR_CLIENTS, _TENSOR_PHASE_S = 4, 5.0
+_FIRST_CYCLES, _SAMPLE_EVERY = 200, 100  # cycles before the first sample, and between samples
+_SETTLE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """One run. PSS in bytes, over the server's process tree."""
+class Figure:
+    """One line of the result; `limit` is the most it may be, None where nothing is asked."""
 
-    isolation: str
-    model_bytes: int
-    executors: int
-    pss_one: int
-    pss_many: int
-    pss_twins: int  # two versions with the same weights, one executor each
-
-    @property
-    def ratio(self) -> float:
-        """Memory with many executors over memory with one."""
-        return self.pss_many / self.pss_one
+    part: str
+    what: str
+    value: float
+    unit: str = "MB"  # "" for ratios
+    limit: float | None = None
 
     @property
-    def twins_ratio(self) -> float:
-        """Memory of two versions over memory of one."""
-        return self.pss_twins / self.pss_one
-
-    @property
-    def reached(self) -> bool:
-        """Whether both are within the goal."""
-        return max(self.ratio, self.twins_ratio) <= GOALS[self.isolation]
-
-
-class ServerFailed(Exception):
-    """The server ended, or was not ready in time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Server:
-    """A running server and where it listens."""
-
-    process: subprocess.Popen[bytes]
-    inference: str
-    management: str
-    log: Path
+    def line(self) -> str:
+        """The figure in words."""
+        shown = f"{self.value:10.0f} MB" if self.unit else f"{self.value:10.2f}   "
+        if self.limit is None:
+            return f"{self.part:<9}{self.what:<52}{shown}"
+        limit = f"{self.limit:.0f} MB" if self.unit else f"{self.limit:g}"
+        said = "reached" if self.value <= self.limit else "MISSED"
+        return f"{self.part:<9}{self.what:<52}{shown}   goal: at most {limit:<8}{said}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, and compare with the goal."""
-    parser = argparse.ArgumentParser(
-        description="Memory of one large model with one and with many executors."
+    """Measure, print, and compare with the goals."""
+    options = _arguments().parse_args(argv)
+    try:
+        served = tree(options.tree) if options.tree else CHECKOUT
+    except Failed as err:
+        print(err, file=sys.stderr)
+        return 2
+    machine = facts()
+    print(
+        f"{machine.cpu}, {machine.cores} cores, PyTorch {machine.torch}; commit {served.commit}", flush=True
     )
-    parser.add_argument("--size-mb", type=float, default=400.0, help="size of the model (default: 400)")
-    parser.add_argument("--executors", type=int, default=8, help="the larger number (default: 8)")
-    parser.add_argument("--isolation", choices=tuple(GOALS), help="measure this one only (default: both)")
-    parser.add_argument("--json", type=Path, help="write the results there")
-    options = parser.parse_args(argv)
-    results = []
-    for isolation in (options.isolation,) if options.isolation else GOALS:
-        try:
-            result = compare(isolation, options.size_mb, options.executors)
-        except ServerFailed as error:
-            print(error, file=sys.stderr)
-            return 1
-        show(result)
-        results.append(result)
+    figures: list[Figure] = []
+    broken = False
+    for part in options.parts:
+        with tempfile.TemporaryDirectory(prefix="torchere-memory-") as folder:
+            try:
+                for figure in _MEASURES[part](Workshop(Path(folder), served), options):
+                    figures.append(figure)
+                    print(figure.line, flush=True)
+            except (Failed, requests.RequestException) as err:
+                print(f"{part}: {err}", file=sys.stderr)
+                broken = True
+            except Unavailable as reason:
+                print(f"{part:<9}skipped: {reason}", flush=True)
     if options.json:
-        records = [{**asdict(each), "ratio": each.ratio, "twins_ratio": each.twins_ratio} for each in results]
-        options.json.write_text(json.dumps(records, indent=2))
-    return 0 if all(result.reached for result in results) else 1
+        options.json.write_text(json.dumps([asdict(figure) for figure in figures], indent=2) + "\n")
+    missed = any(figure.limit is not None and figure.value > figure.limit for figure in figures)
+    return 1 if broken or missed else 0
 
 
-def compare(isolation: str, size_mb: float, executors: int) -> Result:
-    """Measure one executor, many, and two versions."""
-    with tempfile.TemporaryDirectory(prefix="torchere-memory-") as folder:
-        archive = make_archive(Path(folder), size_mb, isolation)
-        one, many = (measure(Path(folder), count) for count in (1, executors))
-        os.link(archive, archive.with_name(f"{TWIN}.mar"))
-        twins = measure(Path(folder), 1, (MODEL, TWIN))
-        return Result(isolation, archive.stat().st_size, executors, one, many, twins)
+def large(shop: Workshop, options: argparse.Namespace) -> Iterator[Figure]:
+    """One large model: one executor, many, and two versions with one each."""
+    layers = max(1, round(options.size_mb * 1e6 / (LARGE * LARGE * 4)))
+    for isolation in (options.isolation,) if options.isolation else GOALS:
+        config = f"deviceType: cpu\nisolation: {isolation}\n"
+        file = shop.pack(f"wide_{isolation}", shop.mlp(LARGE, layers), config)
+        found = {
+            "1 executor": _busy(shop, {"wide": file}, 1),
+            f"{options.executors} executors": _busy(shop, {"wide": file}, options.executors),
+            "2 versions": _busy(shop, {"wide": file, "twin": file}, 1),
+        }
+        one, many, _ = found.values()
+        usual = (isolation, options.executors, options.size_mb) == ("thread", _EXECUTORS, _SIZE_MB)
+        for name, memory in found.items():
+            limit = LARGE_MB if usual and memory is many else None
+            yield Figure("large", f"{isolation}, {name}", memory.tree / 1e6, limit=limit)
+            yield Figure("large", f"{isolation}, {name}, server alone", memory.server / 1e6, limit=SERVER_MB)
+            if memory is not one:
+                ratio, most = memory.tree / one.tree, GOALS[isolation]
+                yield Figure("large", f"{isolation}, {name}, to 1 executor", ratio, "", most)
 
 
-def show(result: Result) -> None:
-    """Print one result."""
-    goal = GOALS[result.isolation]
-    print(f"executors            {result.isolation:>8}")
-    print(f"model                {result.model_bytes / 1e6:8.0f} MB")
-    print(f"PSS, 1 executor      {result.pss_one / 1e6:8.0f} MB")
-    print(f"PSS, {result.executors} executors     {result.pss_many / 1e6:8.0f} MB")
-    print(f"ratio                {result.ratio:8.2f}      goal: at most {goal}")
-    print(f"PSS, 2 versions      {result.pss_twins / 1e6:8.0f} MB")
-    print(f"ratio                {result.twins_ratio:8.2f}      goal: at most {goal}", flush=True)
+def tensors(shop: Workshop, options: argparse.Namespace) -> Iterator[Figure]:
+    """At rest, and after so many bytes of requests."""
+    file = shop.pack("pixels", shop.mlp(_PIXELS, 0), "batchSize: 4\njobQueueSize: 1000\n", signed=_PIXELS)
+    body, headers = v2_binary(_PIXELS)
+    probe = Probe("/v2/models/pixels/infer", body, b'"outputs"', "application/octet-stream", headers)
+    with servers.torchere_with(shop, {"pixels": file}, 2) as endpoint:
+        until_answered(endpoint, probe)
+        rest = memory_of(endpoint)
+        sent = 0
+        while sent < options.gib * 2**30:
+            url = f"{endpoint.url}{probe.path}"
+            load = http_load(url, body, _TENSOR_CLIENTS, _TENSOR_PHASE_S, probe.content_type, headers=headers)
+            sent += load.requests * len(body)
+        after = memory_of(endpoint)
+    for when, memory in (("at rest", rest), (f"after {sent / 2**30:.1f} GiB", after)):
+        yield Figure("tensors", when, memory.tree / 1e6)
+        yield Figure("tensors", f"{when}, server alone", memory.server / 1e6, limit=SERVER_MB)
 
 
-def make_archive(folder: Path, size_mb: float, isolation: str) -> Path:
-    """Pack a TorchScript model of about `size_mb` of weights into `folder`/store."""
-    layers = [torch.nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(max(1, round(size_mb / _LAYER_MB)))]
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # torch.jit is deprecated; archives in the field hold it
-        module = torch.jit.trace(torch.nn.Sequential(*layers).eval(), torch.zeros(1, _WIDTH))  # type: ignore[no-untyped-call]
-        torch.jit.freeze(module).save(str(folder / f"{MODEL}.pt"))
-    (folder / "model-config.yaml").write_text(f"deviceType: cpu\nisolation: {isolation}\n")
-    (folder / "store").mkdir()
-    command = [str(_BIN / "torch-model-archiver"), "--model-name", MODEL, "--version", "1.0"]
-    command += ["--handler", "base_handler", "--serialized-file", str(folder / f"{MODEL}.pt")]
-    command += ["--config-file", str(folder / "model-config.yaml"), "--export-path", str(folder / "store")]
-    subprocess.run(command, check=True)
-    (folder / f"{MODEL}.pt").unlink()
-    return folder / "store" / f"{MODEL}.mar"
+def density(shop: Workshop, options: argparse.Namespace) -> Iterator[Figure]:
+    """Many tiny models, each with weights of its own, after each was asked once."""
+    for words, config, limit in (
+        ("defaults", "", None),
+        ("shared", "isolation: shared\n", DENSITY_MB * options.models / 100),
+    ):
+        models = {}
+        for number in range(options.models):
+            name = f"{words}{number:03}"
+            models[name] = shop.pack(name, shop.mlp(FEATURES, 4, seed=number), config)
+        with servers.torchere_with(shop, models, 1, ENVELOPE) as endpoint:
+            for name in models:
+                until_answered(endpoint, _tiny(name))
+            log = endpoint.log.read_text(encoding="utf-8", errors="replace")
+            if refused := re.search(r".*isolation\b.*one of.*", log):
+                raise Unavailable(f"isolation {words}: {refused[0].strip()[:200]}")
+            memory = memory_of(endpoint)
+        what = f"{options.models} models, {words}, {memory.processes} processes"
+        yield Figure("density", what, memory.tree / 1e6, limit=limit)
+        yield Figure("density", f"{what}, server alone", memory.server / 1e6)
 
 
-def measure(folder: Path, executors: int, models: Sequence[str] = (MODEL,)) -> int:
-    """PSS in bytes of a fresh server with that many executors for each model, after all have been busy."""
-    with served(folder, executors, models) as server:
-        for model in models:
-            wait_until_ready(server, model, executors)
-        body = {"instances": [[0.5] * _WIDTH]}
+def cycles(shop: Workshop, options: argparse.Namespace) -> Iterator[Figure]:
+    """Register, ask and unregister; most over least memory once the first cycles are over."""
+    file = shop.pack("tiny", shop.mlp(FEATURES, 4), "")
+    samples: dict[int, Memory] = {}
+    # It has a model that stays, for a server that never had one starts things on the first.
+    server = servers.torchere_with(shop, {"stays": file}, 1, f"{ENVELOPE}enable_model_api=true\n")
+    with server as endpoint, requests.Session() as session:
+        until_answered(endpoint, _tiny("stays"))
+        processes = memory_of(endpoint).processes
+        for number in range(1, options.cycles + 1):
+            _cycle(session, endpoint, file)
+            if number >= _FIRST_CYCLES and number % _SAMPLE_EVERY == 0:
+                samples[number] = _settled(endpoint, processes)
+    if len(samples) < 2:
+        raise Failed(f"found {options.cycles} cycles, expected {_FIRST_CYCLES + _SAMPLE_EVERY} or more")
+    first, last = min(samples), max(samples)
+    for kind in ("tree", "server"):
+        values = [getattr(memory, kind) / 1e6 for memory in samples.values()]
+        whose = ", server alone" if kind == "server" else ""
+        yield Figure("cycles", f"after {first} cycles{whose}", values[0])
+        yield Figure("cycles", f"after {last} cycles{whose}", values[-1])
+        ratio = max(values) / min(values)
+        yield Figure("cycles", f"most to least, {first} to {last}{whose}", ratio, "", CYCLES_RATIO)
+
+
+_MEASURES = {"large": large, "tensors": tensors, "density": density, "cycles": cycles}
+
+
+def _busy(shop: Workshop, models: dict[str, str], executors: int) -> Memory:
+    """Memory of a fresh server with that many executors for each model, after all have been busy."""
+    names = list(models)
+    with servers.torchere_with(shop, models, executors, ENVELOPE) as endpoint:
+        for name in names:
+            until_answered(endpoint, replace(_tiny(name), body=instances_body(LARGE)))
+            _wait_until_ready(endpoint, name, executors)
+        _wait_until_unpacked(endpoint)  # what is moved out of an archive counts when it is read again
 
         def predict(number: int) -> None:
-            url = f"{server.inference}/predictions/{models[number % len(models)]}"
-            requests.post(url, json=body, timeout=120).raise_for_status()
+            url = f"{endpoint.url}/predictions/{names[number % len(names)]}"
+            headers = {"Content-Type": "application/json"}
+            requests.post(url, instances_body(LARGE), headers=headers, timeout=120).raise_for_status()
 
-        for number in range(len(models)):
-            predict(number)
-        wait_until_unpacked(server)  # what is moved out of an archive counts when it is read again
         # Twice as many at a time as there are executors, so that none is ever without work.
         with ThreadPoolExecutor(2 * executors) as clients:
-            list(clients.map(predict, range(_PREDICTIONS_PER_EXECUTOR * executors * len(models))))
-        return tree_pss(server.process.pid)
+            list(clients.map(predict, range(_PREDICTIONS_PER_EXECUTOR * executors * len(names))))
+        return memory_of(endpoint)
 
 
-def tree_pss(pid: int) -> int:
-    """PSS in bytes of a process and all its descendants."""
-    root = psutil.Process(pid)
-    return sum(_pss(process.pid) for process in (root, *root.children(recursive=True)))
+def _tiny(name: str) -> Probe:
+    return Probe(f"/predictions/{name}", instances_body(), b'"predictions"')
 
 
-def _pss(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024  # the kernel's kB are KiB
-    raise ValueError(f"/proc/{pid}/smaps_rollup has no line Pss:; expected Linux 4.14 or later")
+def _cycle(session: requests.Session, endpoint: Endpoint, file: str) -> None:
+    models = f"{endpoint.management}/models"
+    query = {"url": file, "model_name": "comes", "initial_workers": "1", "synchronous": "true"}
+    session.post(models, params=query, timeout=START_S).raise_for_status()
+    url, headers = f"{endpoint.url}/predictions/comes", {"Content-Type": "application/json"}
+    session.post(url, instances_body(), headers=headers, timeout=START_S).raise_for_status()
+    session.delete(f"{models}/comes", timeout=START_S).raise_for_status()
 
 
-@contextlib.contextmanager
-def served(folder: Path, executors: int, models: Sequence[str]) -> Iterator[Server]:
-    """A server over `folder`/store on free loopback ports; ended when the block ends."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(5)]
-        ports = [one.getsockname()[1] for one in sockets]
-    config, log = folder / "config.properties", folder / f"server-{executors}.log"
-    config.write_text(_properties(ports, executors))
-    command = [str(_BIN / "torchere"), "serve", "--ncs", "--disable-token-auth", "--ts-config", str(config)]
-    command += ["--model-store", str(folder / "store"), "--models"]
-    command += [f"{model}={model}.mar" for model in models]
-    # TS_... would win over the file.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TS_")}
-    with log.open("wb") as out:
-        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=subprocess.STDOUT)
-    try:
-        yield Server(process, f"http://127.0.0.1:{ports[0]}", f"http://127.0.0.1:{ports[1]}", log)
-    finally:
-        process.terminate()
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+def _settled(endpoint: Endpoint, processes: int) -> Memory:
+    """Memory when no more processes run than at the start, or after `_SETTLE_S`."""
+    give_up_s = time.monotonic() + _SETTLE_S
+    while (found := memory_of(endpoint)).processes > processes and time.monotonic() < give_up_s:
+        time.sleep(0.1)
+    return found
 
 
-def _properties(ports: Sequence[int], executors: int) -> str:
-    return (
-        f"inference_address=http://127.0.0.1:{ports[0]}\n"
-        f"management_address=http://127.0.0.1:{ports[1]}\n"
-        f"metrics_address=http://127.0.0.1:{ports[2]}\n"
-        f"grpc_inference_port={ports[3]}\n"
-        f"grpc_management_port={ports[4]}\n"
-        f"default_workers_per_model={executors}\n"
-        "service_envelope=json\n"
+def _wait_until_ready(endpoint: Endpoint, model: str, executors: int) -> None:
+    """Block until that many executors of the model are READY; raises Failed after `START_S`."""
+    give_up_s = time.monotonic() + START_S
+    while True:
+        answer = requests.get(f"{endpoint.management}/models/{model}", timeout=10)
+        workers = answer.json()[0]["workers"] if answer.ok else []
+        if sum(worker["status"] == "READY" for worker in workers) >= executors:
+            return
+        if endpoint.process.poll() is not None or time.monotonic() > give_up_s:
+            raise Failed(f"{model} has no {executors} READY executors: {last_words(endpoint)}")
+        time.sleep(0.2)
+
+
+def _wait_until_unpacked(endpoint: Endpoint) -> None:
+    """Block until the server has let go of its archives: large weights stay in them for a moment."""
+    give_up_s = time.monotonic() + START_S
+    while ".mar" in Path(f"/proc/{endpoint.process.pid}/maps").read_text():
+        if time.monotonic() > give_up_s:
+            raise Failed("the server still has the pages of an archive in its memory")
+        time.sleep(0.2)
+
+
+def _arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Memory of the server and its workers.")
+    parser.add_argument(
+        "--parts", type=Listed(PARTS), default=list(PARTS), metavar="PART,...", help="default: all"
     )
-
-
-def wait_until_ready(server: Server, model: str, executors: int) -> None:
-    """Block until that many executors of the model are READY.
-
-    Raises:
-        ServerFailed: the server ended, or it took longer than `START_TIMEOUT_S`.
-    """
-    deadline_s = time.monotonic() + START_TIMEOUT_S
-    while _ready_executors(server, model) < executors:
-        ended = server.process.poll()
-        if ended is not None or time.monotonic() > deadline_s:
-            found = "it still runs" if ended is None else f"it ended with exit status {ended}"
-            words = "\n".join(server.log.read_text(errors="replace").splitlines()[-15:])
-            raise ServerFailed(
-                f"torchere serve has no {executors} READY executors, {found}; its log:\n{words}"
-            )
-        time.sleep(0.2)
-
-
-def wait_until_unpacked(server: Server) -> None:
-    """Block until the server has let go of its archives: large weights stay in them for a moment.
-
-    Raises:
-        ServerFailed: it took longer than `START_TIMEOUT_S`.
-    """
-    deadline_s = time.monotonic() + START_TIMEOUT_S
-    while ".mar" in Path(f"/proc/{server.process.pid}/maps").read_text():
-        if time.monotonic() > deadline_s:
-            raise ServerFailed("torchere serve still has the pages of an archive in its memory")
-        time.sleep(0.2)
-
-
-def _ready_executors(server: Server, model: str) -> int:
-    try:
-        answer = requests.get(f"{server.management}/models/{model}", timeout=10)
-    except requests.ConnectionError:
-        return 0  # not listening yet
-    return sum(worker["status"] == "READY" for worker in answer.json()[0]["workers"]) if answer.ok else 0
+    parser.add_argument("--tree", help="a commit, or a folder with a .venv; default: this checkout")
+    parser.add_argument("--size-mb", type=float, default=_SIZE_MB, help="large: default %(default)s")
+    parser.add_argument("--executors", type=int, default=_EXECUTORS, help="large: default %(default)s")
+    parser.add_argument("--isolation", choices=tuple(GOALS), help="large: measure this one only")
+    parser.add_argument(
+        "--gib", type=float, default=10.0, help="tensors: bytes of requests; default %(default)s"
+    )
+    parser.add_argument("--models", type=int, default=100, help="density: default %(default)s")
+    parser.add_argument("--cycles", type=int, default=1000, help="cycles: default %(default)s")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    return parser
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from harness import catalogue, document, plots, results, rounds
+from harness.arguments import Listed
 from harness.errors import Unavailable
 from harness.machine import facts
 from harness.models import Workshop
@@ -77,29 +78,15 @@ def _chosen(options: argparse.Namespace) -> list[Row]:
 def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Measure torchere beside its peers.")
     known = [row.key for row in catalogue.rows()]
-    parser.add_argument("--only", type=_listed(known), metavar="ROW,...", help=f"of {', '.join(known)}")
+    parser.add_argument("--only", type=Listed(known), metavar="ROW,...", help=f"of {', '.join(known)}")
     peers = sorted(catalogue.PEERS)
-    parser.add_argument("--peers", type=_listed(peers), metavar="PEER,...", help=f"of {', '.join(peers)}")
+    parser.add_argument("--peers", type=Listed(peers), metavar="PEER,...", help=f"of {', '.join(peers)}")
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each load phase; default: %(default)s")
     parser.add_argument("--write-docs", action="store_true", help="write docs/benchmarks.md from this run")
     parser.add_argument("--plots", action="store_true", help="draw the plots into .bench (needs matplotlib)")
     parser.add_argument("--list", action="store_true", help="show the rows and leave")
     return parser
-
-
-class _listed:
-    """Argparse type: names separated by commas, each of which must be known."""
-
-    def __init__(self, known: Sequence[str]) -> None:
-        self._known = known
-
-    def __call__(self, text: str) -> list[str]:
-        names = [name for name in text.split(",") if name]
-        for name in names:
-            if name not in self._known:
-                raise argparse.ArgumentTypeError(f"found {name!r}, expected {', '.join(self._known)}")
-        return names
 
 
 if __name__ == "__main__":

@@ -3,11 +3,11 @@
     python benchmarks/saturation.py [--up 60] [--down 20] [--json FILE] [--svg FILE]
 
 One server with two executors that are asleep 20 ms for each request, so that the client finds a core. First
-its peak is measured by a closed loop. Then requests come at fixed moments, from a fifth of the peak up to 1.4
-times of it, evenly faster for `--up` seconds, and at three tenths of it for `--down` seconds. The gauge is
-read every quarter of a second from the metrics endpoint and shown as the mean of the last `SMOOTH_S`, as an
-autoscaler does over a longer time. Exit status 1 when the p99 of a second was above `TARGET_MS` before the
-gauge had passed 1, or the gauge is above `CALM` at the end.
+its peak is measured by a closed loop. Then requests come at fixed moments, from a fifth of the peak up to
+1.4 times of it, evenly faster for `--up` seconds, and at three tenths of it for `--down` seconds. The
+gauge, a mean of the last five seconds, is read every quarter of a second from the metrics endpoint. Exit
+status 1 when the p99 of a second was above `TARGET_MS` before the gauge had passed 1, or the gauge is above
+`CALM` at the end.
 
 `--svg` draws both against time, in an environment of its own with matplotlib (see `run.py`).
 """
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -40,7 +39,6 @@ EXECUTORS = 2
 WORK_S = 0.02
 TARGET_MS = 250.0  # p99 of a second
 CALM = 0.8  # what the chart's autoscaler aims at
-SMOOTH_S = 2.0
 SAMPLE_S = 0.25
 FROM, TO, REST = 0.2, 1.4, 0.3  # offered load over the peak
 _PEAK_CLIENTS = 2 * EXECUTORS
@@ -72,9 +70,9 @@ class Run:
 class Verdict:
     """What follows; None: it never happened."""
 
-    saturated_s: float | None  # when the smoothed gauge passed 1
+    saturated_s: float | None  # when the gauge passed 1
     slow_s: float | None  # when the p99 of a second passed the target
-    end: float  # of the smoothed gauge
+    end: float  # of the gauge
 
     @property
     def good(self) -> bool:
@@ -200,14 +198,6 @@ async def measure(server: Server, up_s: float, down_s: float) -> Run:
     return run
 
 
-def smoothed(gauge: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The mean of the last `SMOOTH_S` at each moment."""
-    return [
-        (at_s, statistics.fmean(value for then_s, value in gauge if at_s - SMOOTH_S < then_s <= at_s))
-        for at_s, _ in gauge
-    ]
-
-
 def p99_by_second(answers: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """The p99 in ms of the requests sent in each second, at its end: nobody knows it earlier."""
     by_second: dict[int, list[float]] = {}
@@ -218,10 +208,9 @@ def p99_by_second(answers: Sequence[tuple[float, float]]) -> list[tuple[float, f
 
 def judge(run: Run) -> Verdict:
     """When the gauge warned, when clients suffered, and how it ended."""
-    gauge = smoothed(run.gauge)
-    saturated = [at_s for at_s, value in gauge if value > 1]
+    saturated = [at_s for at_s, value in run.gauge if value > 1]
     slow = [at_s for at_s, p99_ms in p99_by_second(run.answers) if p99_ms > TARGET_MS]
-    return Verdict(min(saturated, default=None), min(slow, default=None), gauge[-1][1])
+    return Verdict(min(saturated, default=None), min(slow, default=None), run.gauge[-1][1])
 
 
 def draw(run: Run, path: Path) -> None:
@@ -232,7 +221,7 @@ def draw(run: Run, path: Path) -> None:
     """
     python = environment("plots") / "bin" / "python"
     figures = {
-        "gauge": smoothed(run.gauge),
+        "gauge": run.gauge,
         "p99": p99_by_second(run.answers),
         "offered": [[0, FROM], [run.up_s, TO], [run.up_s, REST], [run.gauge[-1][0], REST]],
         "target_ms": TARGET_MS,

@@ -16,23 +16,24 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
+from torchere.serving.batching.request import Request
 from torchere.serving.telemetry.access_lines import AccessLog
 from torchere.serving.telemetry.logging import configure
 from torchere.serving.telemetry.metrics import Metrics
-from torchere.serving.telemetry.timeline import Timeline
+from torchere.serving.telemetry.saturation import TICK_S, LoadSample, SaturationWindow
 
-GOAL_US = 10.0  # for metrics and timeline of one request and its batch
+GOAL_US = 5.0  # for metrics and timeline of one request and its batch
 LINES = 1000
 _RUNS = 5
 
 
-class _Request:
-    """What a timeline reads from a request that waited."""
-
-    def __init__(self) -> None:
-        self.enqueued_s = self.dequeued_s = time.monotonic()
-        self.company_s = 0.0
-        self.stages_s = (1e-5, 1e-4, 1e-5, 1e-6)
+def _answered() -> Request:
+    """A request with the marks that the frontend, the data plane and the batcher leave."""
+    request = Request("id", time.monotonic())
+    request.read_s = request.enqueued_s = request.dequeued_s = request.started_s
+    request.stages_s = (1e-5, 1e-4, 1e-5, 1e-6)
+    request.answered_s = request.sending_s = request.started_s + 1e-3
+    return request
 
 
 class Work:
@@ -41,29 +42,53 @@ class Work:
     def __init__(self) -> None:
         self.metrics = Metrics("bench")
         self.meter = self.metrics.meter("model", "1.0")
+        self.meter.load = lambda: LoadSample(queue_room=100, executors=2, wanted=2)
         self.metrics.show(self.meter)
         logger = logging.getLogger("ACCESS_LOG")
         configure("INFO", True, io.StringIO())
         self.log = AccessLog(logger)
-        self.waited = _Request()
+        self.asked = _answered()
+        self.window = SaturationWindow(self.meter.busy, self.meter.load, self.meter.requests)
+        self._now_s = 0.0
 
-    def request(self) -> Timeline:
-        """From its head to its last byte."""
-        timeline = self.metrics.timeline("rest", "id", time.monotonic())
-        timeline.read_s = time.monotonic()
+    def request(self) -> None:
+        """The events of one request: accepted, answered over REST, over; its times are counted in bulk."""
         self.meter.accepted(named=False)
-        timeline.meter = self.meter
-        timeline.answered(self.waited, time.monotonic())
-        timeline.sending_s = time.monotonic()
         self.metrics.request_finished(200)
-        timeline.finish(200)
-        return timeline
+        self.meter.finished(self.asked, 200, self.asked.sending_s)
+
+    def whole_request(self) -> Request:
+        """The same with the object itself, and the marks that it collects on its way."""
+        request = Request("id", time.monotonic())
+        self.metrics.prediction_begins(request)
+        request.read_s = time.monotonic()
+        self.meter.accepted(named=False)
+        request.meter = self.meter
+        request.enqueued_s = request.dequeued_s = request.answered_s = time.monotonic()
+        request.sending_s = time.monotonic()
+        self.metrics.request_finished(200)
+        self.metrics.prediction_ends(request, 200)
+        return request
 
     def batch(self) -> None:
-        """A batch of one."""
-        self.metrics.batch_finished(
-            self.meter, size=1, executor_s=0.0008, handler_s=0.0005, succeeded_ids=lambda: ["id"]
+        """The events of one batch: begun, finished."""
+        now_s = time.monotonic()
+        self.meter.batches_running(1, now_s)
+        self.meter.batches_running(0, now_s)
+        self.meter.batch_finished(
+            size=1,
+            succeeded=1,
+            failed=0,
+            succeeded_wait_s=0.0001,
+            failed_wait_s=0.0,
+            executor_s=0.0008,
+            handler_s=0.0005,
         )
+
+    def tick(self) -> None:
+        """Sample one version for its saturation, twice a second."""
+        self._now_s += TICK_S
+        self.window.tick(self._now_s)
 
     def line(self) -> None:
         """Note a line for the access log, on the event loop."""
@@ -93,10 +118,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=100_000, help="per run (default: 100000)")
     count = parser.parse_args(argv).requests // _RUNS
     work = Work()
-    request_us, batch_us = measure_us(work.request, count), measure_us(work.batch, count)
-    print(f"timeline and metrics of a request  {request_us:6.2f} us")
-    print(f"metrics of its batch               {batch_us:6.2f} us")
+    print(f"numbers of a request               {measure_us(work.request, count):6.2f} us")
+    request_us, batch_us = measure_us(work.timeline, count), measure_us(work.batch, count)
+    print(f"timeline and numbers of a request  {request_us:6.2f} us")
+    print(f"numbers of its batch               {batch_us:6.2f} us")
     print(f"together                           {request_us + batch_us:6.2f} us    goal: at most {GOAL_US:g}")
+    print(f"a sample of a version's load       {measure_us(work.tick, count):6.2f} us    twice a second")
     lines_us = measure_us(work.lines, max(1, count // LINES)) / LINES
     print(f"a line in the access log           {lines_us:6.2f} us    of {LINES} together, thread included")
     work.log.close()

@@ -36,7 +36,6 @@ DOCUMENT = ROOT / "docs" / "profile.md"
 LOOP = "waiting, receiving, waking (uvloop)"
 # Whose code a stack is in: the first of its frames, from the inside, that begins so.
 PARTS = {
-    "serving/frontend/rest/joined_writes.py": "sending",
     "serving/frontend/": "HTTP, tensors and the data plane",
     "serving/telemetry/": "metrics, timeline and access log",
     "serving/batching/": "batching",

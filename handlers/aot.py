@@ -23,6 +23,7 @@ import torch
 from torchere.archiver.exported import INT8_OPERATORS, UnsafeProgram, check_program
 from torchere.handlers import aot_abi
 from torchere.handlers.aot_build import Misfit, misfit, read_build, read_cpu_flags
+from torchere.handlers.aot_gil import fits_c_abi
 from torchere.handlers.aot_keywords import by_position
 from torchere.handlers.aot_model import AotModel
 from torchere.handlers.aot_package import Package, extracted_library, read_package
@@ -81,20 +82,6 @@ def load_package(path: str, model_dir: str, device: str | None) -> CompiledModel
     return _load_by_binding(path)
 
 
-def holds_gil(path: str, model_dir: str) -> bool:
-    """Whether a `.pt2` file on the CPU will keep the GIL while it runs, so that threads gain nothing.
-
-    Told from the file alone, before anything is loaded; a file that will not load at all does not.
-    """
-    try:
-        package = read_package(path)
-        build = read_build(model_dir).with_metadata(package.metadata)
-    except (RuntimeError, OSError):
-        return False
-    replaced = build.fallback is not None and misfit(build, torch.__version__, read_cpu_flags()) is not None
-    return replaced or not _runs_by_abi(package, "cpu")
-
-
 def is_for_cpu(path: str) -> bool:
     """Whether a `.pt2` file holds code that says it was compiled for a CPU, and can run nowhere else.
 
@@ -113,8 +100,7 @@ def _misplaced(package: Package, device: str | None) -> Misfit | None:
 
 
 def _runs_by_abi(package: Package, device: str | None) -> bool:
-    on_cpu = (device or "cpu") == "cpu" and package.device in ("cpu", "unknown")
-    return on_cpu and package.library is not None and aot_abi.available()
+    return (device or "cpu") == "cpu" and fits_c_abi(package) and aot_abi.available()
 
 
 def _try_nevertheless(path: str, found: Misfit) -> None:

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from torchere.handlers.aot_gil import HANDLE_FUNCTIONS
+
 _REQUIRED = (
     "AOTInductorModelContainerCreateWithDevice",
     "AOTInductorModelContainerDelete",
@@ -25,7 +27,6 @@ _REQUIRED = (
     "AOTInductorModelContainerGetNumOutputs",
     "AOTInductorModelContainerRun",
 )
-_HANDLE_FUNCTIONS = ("unsafe_alloc_void_ptrs_from_tensors", "alloc_tensors_by_stealing_from_void_ptrs")
 
 _CHECK_VARIABLE = "AOTI_RUNTIME_CHECK_INPUTS"
 
@@ -130,7 +131,7 @@ class CompiledLibrary:
 
 def available() -> bool:
     """Whether this torch gives tensors out as handles, and takes them back."""
-    return all(hasattr(torch._C._aoti, name) for name in _HANDLE_FUNCTIONS)
+    return all(hasattr(torch._C._aoti, name) for name in HANDLE_FUNCTIONS)
 
 
 def official_runner(path: str) -> Any:

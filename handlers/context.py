@@ -18,6 +18,10 @@ SendPartial = Callable[[int, bytes], None]
 StoppingCriterion = Callable[[Any], bool | None]
 
 
+class Unwanted(BaseException):
+    """All clients of the batch have left: raised between stages and parts. Not for handlers to catch."""
+
+
 class RequestProcessor:
     """One request of a batch as the handler sees it, and what the handler wants its response to be.
 
@@ -127,6 +131,7 @@ class Context:
         )
         self.header_key_sequence_end = os.environ.get("TS_REQUEST_SEQUENCE_END", "ts_request_sequence_end")
         self._send_partial: SendPartial | None = None
+        self.is_unwanted: Callable[[], bool] | None = None  # set by the executor for each batch
 
     # TorchServe's private names for two of these, which handlers use as well.
     @property
@@ -165,6 +170,15 @@ class Context:
         """Let go of whoever waits for the batch: it knows the executor, which knows this context."""
         self._send_partial = None
 
+    def give_up_if_unwanted(self) -> None:
+        """Give the batch up if all its clients have left; for long handlers, between two steps.
+
+        Raises:
+            Unwanted: they have.
+        """
+        if self.is_unwanted is not None and self.is_unwanted():
+            raise Unwanted
+
     def send_partial(self, index: int, chunk: bytes) -> None:
         """Send one part of the answer to request `index` now; the returned answer comes after it.
 
@@ -176,6 +190,7 @@ class Context:
                 "this request can't take an answer in parts: the call came outside a batch, or from a client "
                 "of an API without streaming; return the whole answer from the handler instead"
             )
+        self.give_up_if_unwanted()
         self._send_partial(index, chunk)
 
     def encode_part(self, index: int, part: object) -> bytes:

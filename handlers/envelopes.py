@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from torchere.handlers.encode import json_texts
 from torchere.handlers.errors import PredictionException
+from torchere.handlers.json_text import one_line_json, parse_json
 from torchere.handlers.row_value import fields_of
 
 
@@ -90,7 +89,7 @@ class JSONEnvelope(BaseEnvelope):
         for length in self._lengths:
             answers.append(data[start : start + length])
             start += length
-        return [f'{{"predictions": {text}}}' for text in json_texts(answers)]
+        return [f'{{"predictions": {one_line_json(answer)}}}' for answer in answers]
 
 
 class KServeEnvelope(BaseEnvelope):
@@ -119,7 +118,7 @@ def json_body(row: Any) -> Any:
     body = (row.get("data") or row.get("body") or row) if isinstance(row, dict) else row
     if isinstance(body, (bytes, bytearray, str)):
         try:
-            body = json.loads(body)
+            body = parse_json(body)
         except (ValueError, RecursionError) as err:
             raise PredictionException(f"The request body is not valid JSON: {err}", 400) from err
     if not isinstance(body, dict):

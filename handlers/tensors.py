@@ -35,8 +35,9 @@ class TensorError(ValueError):
 class Datatype:
     """One datatype of the protocol.
 
-    `numpy` is little-endian, the byte order of the protocol; None for BF16, which numpy lacks: such tensors
-    are torch's. `item_bytes` is 0 for BYTES, whose elements have a length of their own.
+    `numpy` is little-endian, the byte order of the protocol; None for BF16, which numpy lacks: handlers get
+    tensors of torch, and processes without torch hold such values as float32. `item_bytes` is 0 for BYTES,
+    whose elements have a length of their own.
     """
 
     name: str

@@ -22,7 +22,7 @@ def tensor_from_bytes(
     *,
     writable: bool = False,
 ) -> Any:
-    """A numpy array over raw bytes (BF16: a torch tensor; BYTES: an array of `bytes` objects).
+    """A numpy array over raw bytes (BF16: a torch tensor; BYTES: an array of `bytes` objects), for handlers.
 
     Without `writable` the bytes are not copied unless they lie askew in memory. Zero elements are fine.
 
@@ -36,12 +36,28 @@ def tensor_from_bytes(
     Raises:
         TensorError: the shape, or the number of bytes, or an element of BOOL or BYTES is wrong.
     """
+    if datatype is BF16:
+        sizes = check_shape(shape, f"{field}.shape")
+        check_byte_count(len(raw), datatype, sizes, field)
+        return _torch_bfloat16(raw, sizes)
+    return array_from_bytes(raw, datatype, shape, field, writable=writable)
+
+
+def array_from_bytes(
+    raw: bytes | bytearray | memoryview,
+    datatype: Datatype,
+    shape: Sequence[object],
+    field: str = "tensor",
+    *,
+    writable: bool = False,
+) -> Array:
+    """`tensor_from_bytes` for processes without torch: BF16 as float32, which has all of its values."""
     sizes = check_shape(shape, f"{field}.shape")
     check_byte_count(len(raw), datatype, sizes, field)
     if datatype is BYTES:
         return _objects(split_elements(raw, field), sizes, field)
     if datatype is BF16:
-        return _bfloat16(raw, sizes)
+        return (np.frombuffer(raw, dtype="<u2").astype("<u4") << 16).view("<f4").reshape(sizes)
     flat = np.frombuffer(raw, dtype=datatype.numpy)
     if datatype.name == "BOOL" and flat.view(np.uint8).max(initial=0) > 1:
         raise TensorError(field, f"the byte {flat.view(np.uint8).max()}", "0 or 1 for each BOOL")
@@ -100,9 +116,10 @@ def join_elements(elements: Sequence[bytes]) -> bytes:
 
 
 def bytes_from_tensor(tensor: Any, datatype: Datatype) -> bytes:
-    """Raw bytes of a numpy array (BF16: of a torch tensor on the CPU), row by row, little-endian.
+    """Raw bytes of a numpy array, row by row, little-endian.
 
-    Elements of BYTES are `bytes`, or `str`, which goes as UTF-8.
+    BF16: of a torch tensor on the CPU, or of an array of float32, which is rounded. Elements of BYTES are
+    `bytes`, or `str`, which goes as UTF-8.
     """
     if datatype is BYTES:
         return join_elements([element_bytes(element) for element in tensor.ravel().tolist()])
@@ -114,9 +131,8 @@ def view_of_tensor(tensor: Any, datatype: Datatype) -> memoryview:
     if datatype is BYTES:
         return memoryview(bytes_from_tensor(tensor, datatype))
     if datatype is BF16:
-        import torch  # noqa: PLC0415  # whoever has such a tensor has imported it
-
-        tensor, datatype = tensor.contiguous().view(torch.int16).numpy(), _INT16
+        is_array = isinstance(tensor, np.ndarray)
+        tensor, datatype = _bfloat16_bits(tensor) if is_array else _torch_bits(tensor), _BITS
     array: Array = np.ascontiguousarray(tensor, dtype=datatype.numpy)
     return array.reshape(-1).view(np.uint8).data
 
@@ -135,7 +151,7 @@ def objects_array(elements: Sequence[object], sizes: tuple[int, ...]) -> Array:
     return array.reshape(sizes)
 
 
-_INT16 = Datatype("INT16", np.dtype("<i2"), 2, "int16")
+_BITS = Datatype("UINT16", np.dtype("<u2"), 2, "uint16")
 
 
 def _objects(elements: list[bytes], sizes: tuple[int, ...], field: str) -> Array:
@@ -145,7 +161,31 @@ def _objects(elements: list[bytes], sizes: tuple[int, ...], field: str) -> Array
     return objects_array(elements, sizes)
 
 
-def _bfloat16(raw: bytes | bytearray | memoryview, sizes: tuple[int, ...]) -> Any:
+def rounded_to_bfloat16(array: Array) -> Array:
+    """The nearest values that BF16 has, as float32: ties go to even, and what is too large is infinite."""
+    with np.errstate(over="ignore"):
+        exact = array.astype("<f4")
+    return (_bfloat16_bits(exact).astype("<u4") << 16).view("<f4")
+
+
+def _bfloat16_bits(array: Array) -> Array:
+    """The upper half of each float32, rounded to the nearest even, as torch rounds."""
+    bits = np.ascontiguousarray(array, dtype="<f4").view("<u4")
+    upper = bits >> 16
+    rounded = (bits + (0x7FFF + (upper & 1))) >> 16
+    # Rounding would carry a NaN into its sign, and cutting it off alone could leave an infinity.
+    of_nan = np.where(upper & 0x7F, upper, upper | 0x40)
+    return np.where(np.isnan(array), of_nan, rounded).astype("<u2")
+
+
+def _torch_bits(tensor: Any) -> Array:
+    import torch  # noqa: PLC0415  # the caller has a tensor, so its process has imported torch
+
+    bits: Array = tensor.contiguous().view(torch.int16).numpy().view("<u2")
+    return bits
+
+
+def _torch_bfloat16(raw: bytes | bytearray | memoryview, sizes: tuple[int, ...]) -> Any:
     import torch  # noqa: PLC0415  # numpy has no such type
 
     if not len(raw):

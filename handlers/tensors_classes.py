@@ -25,7 +25,8 @@ def classified(output: Output, classes: int, labels: Labels | None, field: str) 
     """
     if output.datatype is BYTES:
         raise TensorError(f"{field}.parameters.classification", "an output of BYTES", "one of numbers")
-    values: Array = output.tensor.float().numpy() if output.datatype is BF16 else output.tensor
+    is_torch = output.datatype is BF16 and not isinstance(output.tensor, np.ndarray)
+    values: Array = output.tensor.float().numpy() if is_torch else output.tensor
     is_batch = values.ndim > 1
     rows = values.reshape(values.shape[0], -1) if is_batch and values.size else values.reshape(1, -1)
     count = min(classes, rows.shape[1])

@@ -14,9 +14,10 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import orjson
 
 from torchere.handlers.tensors import BF16, BYTES, Array, Datatype, TensorError, check_shape, shown
-from torchere.handlers.tensors_bytes import objects_array
+from torchere.handlers.tensors_bytes import objects_array, rounded_to_bfloat16
 
 _NUMBERS = frozenset({int, float})
 _LISTS = frozenset({list})
@@ -29,13 +30,25 @@ _ALLOWED: dict[str, tuple[frozenset[type], str]] = {
     "O": (frozenset({str}), "texts"),
 }
 _FLOAT64 = np.dtype("<f8")
-_encode = msgspec.json.Encoder().encode
 # What msgspec raises where there is no JSON; it finds out late that a text is no UTF-8.
 NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def tensor_from_json(data: object, datatype: Datatype, shape: Sequence[object], field: str) -> Any:
-    """A numpy array of parsed JSON (BF16: a torch tensor; BYTES: an array of `bytes` objects, UTF-8).
+    """A numpy array of parsed JSON (BF16: a torch tensor; BYTES: an array of `bytes` objects), for handlers.
+
+    Arguments and errors are those of `array_from_json`.
+    """
+    array = array_from_json(data, datatype, shape, field)
+    if datatype is not BF16:
+        return array
+    import torch  # noqa: PLC0415  # numpy has no such type
+
+    return torch.from_numpy(array).to(torch.bfloat16)
+
+
+def array_from_json(data: object, datatype: Datatype, shape: Sequence[object], field: str) -> Array:
+    """A numpy array of parsed JSON (BF16: of float32, rounded; BYTES: of `bytes` objects, UTF-8).
 
     Args:
         data: a flat list in row-major order, or lists nested as `shape` says.
@@ -70,12 +83,17 @@ def json_from_tensor(tensor: Any, datatype: Datatype, field: str) -> msgspec.Raw
     Raises:
         TensorError: elements of BYTES that are no UTF-8, which JSON can't carry.
     """
-    flat: list[Any] = tensor.flatten().tolist()
     if datatype is BYTES:
-        return msgspec.Raw(_encode([_text(element, field) for element in flat]))
-    if flat and type(flat[0]) is float and not all(map(math.isfinite, flat)):
-        return msgspec.Raw(json.dumps(flat).encode())
-    return msgspec.Raw(_encode(flat))
+        texts = [_text(element, field) for element in tensor.flatten().tolist()]
+        return msgspec.Raw(msgspec.json.encode(texts))
+    if datatype.numpy is None:
+        tensor, dtype = tensor.double().numpy(), _FLOAT64
+    else:  # orjson writes a float of 32 bits in fewer digits, which are read as another double
+        dtype = _FLOAT64 if datatype.numpy.kind == "f" else datatype.numpy
+    flat = tensor.astype(dtype, order="C").ravel()  # a copy: orjson reads aligned memory without gaps
+    if dtype is _FLOAT64 and not np.isfinite(flat).all():
+        return msgspec.Raw(json.dumps(flat.tolist()).encode())
+    return msgspec.Raw(orjson.dumps(flat, option=orjson.OPT_SERIALIZE_NUMPY))
 
 
 def _flattened(data: object, sizes: tuple[int, ...], name: str) -> list[Any]:
@@ -122,26 +140,19 @@ def _check_types(flat: list[Any], kind: str, datatype: Datatype, name: str) -> N
     raise TensorError(f"{name}[{place}]", _kind_of(item), f"{words} for {datatype.name}")
 
 
-def _floats(flat: list[Any], datatype: Datatype, name: str, sizes: tuple[int, ...]) -> Any:
+def _floats(flat: list[Any], datatype: Datatype, name: str, sizes: tuple[int, ...]) -> Array:
     try:
-        exact = np.array(flat, dtype=_FLOAT64)
+        exact: Array = np.array(flat, dtype=_FLOAT64)
     except OverflowError as err:  # a whole number that no float is as large as
         place = next(i for i, item in enumerate(flat) if abs(item) >= 2**1024)
         raise TensorError(f"{name}[{place}]", shown(flat[place]), f"a number within {datatype.name}") from err
     if datatype is BF16:
-        return _bfloat16(exact, name, flat).reshape(sizes)
-    with np.errstate(over="ignore"):
-        array = exact.astype(datatype.numpy, copy=False)
+        array = rounded_to_bfloat16(exact)
+    else:
+        with np.errstate(over="ignore"):
+            array = exact.astype(datatype.numpy, copy=False)
     _refuse_infinite(np.isfinite(array), datatype, name, flat)
     return array.reshape(sizes)
-
-
-def _bfloat16(exact: Array, name: str, flat: list[Any]) -> Any:
-    import torch  # noqa: PLC0415  # numpy has no such type
-
-    tensor = torch.from_numpy(exact).to(torch.bfloat16)
-    _refuse_infinite(torch.isfinite(tensor).numpy(), BF16, name, flat)
-    return tensor
 
 
 def _refuse_infinite(finite: Array, datatype: Datatype, name: str, flat: list[Any]) -> None:

@@ -35,7 +35,7 @@ from torchere.handlers.tensors_json import tensor_from_json
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One output: `tensor` is a numpy array of the datatype (BF16: a torch tensor on the CPU)."""
+    """One output: `tensor` is a numpy array of the datatype (BF16: a torch tensor on the CPU, or float32)."""
 
     name: str
     datatype: Datatype

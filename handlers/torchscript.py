@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Iterator
 
@@ -13,7 +14,6 @@ from torchere.archiver.models.optimized import optimized
 from torchere.archiver.torchscript_files import UnsafeScript, check_script
 from torchere.archiver.torchscript_options import TorchScriptOptions
 from torchere.handlers.torchscript_mapped import load_mapped
-from torchere.handlers.weights_place import wait_for_weights, weights_at
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +65,8 @@ def load_torchscript(
 def _refuse_file_access(path: str) -> None:
     """Its code runs already while it is loaded, and TorchScript has operators for any file."""
     try:
-        with weights_at(path) as place, place.open() as file:
-            check_script(file, place.size)
+        with open(path, "rb") as file:
+            check_script(file, os.path.getsize(path))
     except UnsafeScript as err:
         raise RuntimeError(
             f"{path} can't be loaded as TorchScript, for its code could read or write any file: {err}; "
@@ -90,7 +90,6 @@ def _load(path: str, device: torch.device | str) -> torch.jit.ScriptModule:
     try:
         if torch.device(device).type == "cpu" and (mapped := load_mapped(path)) is not None:
             return mapped
-        wait_for_weights(path)
         module: torch.jit.ScriptModule = torch.jit.load(  # type: ignore[no-untyped-call]
             path, map_location=device
         )

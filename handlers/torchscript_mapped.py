@@ -14,21 +14,17 @@ from __future__ import annotations
 
 import io
 import logging
-import mmap
 import os
 import sys
 import zipfile
 from typing import Any, BinaryIO
 
-import numpy as np
 import torch
 from torch.jit._script import wrap_cpp_module
 
 from torchere.archiver.zipcontainer import DAMAGED
 from torchere.archiver.zipheaders import Malformed, read_local
-from torchere.handlers.shared_weights import WORTH_MAPPING_BYTES
-from torchere.handlers.torchscript_state import changes_itself
-from torchere.handlers.weights_place import Place, wait_for_weights, weights_at
+from torchere.handlers.shared_weights import WORTH_MAPPING_BYTES, file_to_map
 
 logger = logging.getLogger(__name__)
 
@@ -39,57 +35,33 @@ _SCRIPT_ID = "0"
 _PICKLES = ("data.pkl", "constants.pkl")
 _TENSOR_FOLDERS = ("data/", "constants/")
 _ALIGNMENT = 64  # of tensors in memory, as torch allocates and writes them
-# Documentation/admin-guide/mm/pagemap.rst of Linux: one 64-bit word for each page.
-_PAGEMAP_ENTRY = np.dtype(np.uint64)
-_PRESENT, _SWAPPED, _OF_A_FILE = np.uint64(1 << 63), np.uint64(1 << 62), np.uint64(1 << 61)
 
 
 def load_mapped(path: str) -> torch.jit.ScriptModule | None:
     """Load a TorchScript file onto the CPU, its weights mapped; None when it is to be loaded in another way.
 
     The file must not be cut short while the module lives, as with everything that is mapped. Where versions
-    share their weights, theirs is the file that is mapped; where the weights are still in the archive, these.
+    share their weights, theirs is the file that is mapped.
     """
-    with weights_at(path) as place:
-        found = _mapped(place)
-        if found is None:
-            return None
-        module, whole = found
-        if place.keep is None:
-            return module
-        if not (changes_itself(module) or _written_to(whole)):
-            place.keep(whole)
-            return module
-        del module, whole, found
-    wait_for_weights(path)
-    return load_mapped(path)
-
-
-def _mapped(place: Place) -> tuple[torch.jit.ScriptModule, torch.UntypedStorage] | None:
-    """The module, and what its weights are views of."""
-    if place.size < WORTH_MAPPING_BYTES:
+    path = file_to_map(path)
+    if os.path.getsize(path) < WORTH_MAPPING_BYTES:
         return None
     try:
-        with place.open() as file, zipfile.ZipFile(file) as archive:
+        with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
             weights = _weights(archive, file)
             if weights is None or not _is_ordinary(archive):
                 return None
             small = _repacked(archive)
-        _read_ahead(place)
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)  # all of it
     except (*DAMAGED, Malformed, AttributeError):  # no zip; or a system without fadvise
         return None
     try:
         # Private to us: written pages are copied.
-        whole: Any = torch.UntypedStorage.from_file(place.path, False, place.offset + place.size)
-        return _imported(small, whole[place.offset :], weights), whole
+        whole: Any = torch.UntypedStorage.from_file(path, False, os.path.getsize(path))
+        return _imported(small, whole, weights)
     except (RuntimeError, TypeError, AttributeError) as err:  # torch.jit.load can do it, or says why not
-        logger.info("%s is not mapped: %s", place.path, err)
+        logger.info("%s is not mapped: %s", path, err)
         return None
-
-
-def _read_ahead(place: Place) -> None:
-    with open(place.path, "rb") as file:
-        os.posix_fadvise(file.fileno(), place.offset, place.size, os.POSIX_FADV_WILLNEED)
 
 
 def _imported(small: io.BytesIO, file: Any, weights: dict[str, tuple[int, int]]) -> torch.jit.ScriptModule:
@@ -106,19 +78,6 @@ def _imported(small: io.BytesIO, file: Any, weights: dict[str, tuple[int, int]])
     )
     wrapped: torch.jit.ScriptModule = wrap_cpp_module(module)  # type: ignore[no-untyped-call]
     return wrapped
-
-
-def _written_to(whole: torch.UntypedStorage) -> bool:
-    """Whether pages of a private mapping were written to, and so are the file's no more."""
-    first, count = whole.data_ptr() // mmap.PAGESIZE, -(-whole.nbytes() // mmap.PAGESIZE)
-    try:
-        with open("/proc/self/pagemap", "rb", buffering=0) as file:
-            file.seek(first * _PAGEMAP_ENTRY.itemsize)
-            pages = np.frombuffer(file.read(count * _PAGEMAP_ENTRY.itemsize), _PAGEMAP_ENTRY)
-    except OSError:  # not ours to know
-        return True
-    there = pages & (_PRESENT | _SWAPPED) != 0
-    return bool(np.any(there & (pages & _OF_A_FILE == 0)))
 
 
 def _is_ordinary(archive: zipfile.ZipFile) -> bool:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from torchere.handlers.compile_options import wants_aot_compile
-from torchere.handlers.weights_place import is_there
 
 
 class WeightsKind(Enum):
@@ -40,7 +39,7 @@ def weights_kind(model: dict[str, Any], model_dir: str, config: dict[str, Any]) 
         RuntimeError: there are none, or not of a kind that can be loaded; the text says what to do.
     """
     serialized = model.get("serializedFile")
-    if serialized and not is_there(str(Path(model_dir, serialized))):
+    if serialized and not Path(model_dir, serialized).is_file():
         held = ", ".join(sorted(item.name for item in Path(model_dir).iterdir())) or "nothing"
         raise RuntimeError(
             f"No model weights could be loaded: the manifest names {serialized}, and the archive holds {held}"

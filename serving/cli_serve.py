@@ -10,8 +10,6 @@ import gc
 import logging
 import os
 import sys
-from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from torchere.serving.cli_texts import described
 from torchere.serving.serve_options import (
@@ -24,9 +22,6 @@ from torchere.serving.serve_options import (
 )
 from torchere.serving.telemetry.logging import LEVELS
 from torchere.serving.telemetry.logging import configure as configure_logging
-
-if TYPE_CHECKING:
-    from torchere.serving.crash_journal import Journal
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +38,6 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         help=f"default: {LOG_FORMAT_VARIABLE} of the environment, or auto: text on a terminal, JSON lines "
         "otherwise; torchserve: the lines of its console, metrics among them with metrics_mode=log",
     )
-    parser.add_argument("--supervised", help=argparse.SUPPRESS)  # given by the supervisor
     parser.add_argument("--process-name", help=argparse.SUPPRESS)  # only there to be found in the arguments
     parser.set_defaults(run=_serve)
 
@@ -59,40 +53,29 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _planned_and_served(options: argparse.Namespace) -> int:
-    from torchere.serving import vitals  # noqa: PLC0415 - asyncio is not needed for --help
-
-    journal = vitals.open_journal(options.supervised) if options.supervised else None
-    plan = plan_from(options, os.environ, journal.models if journal is not None else "")
+    plan = plan_from(options, os.environ)
     wanted = options.log_format or log_format(os.environ)
     as_json = not sys.stdout.isatty() if wanted == "auto" else wanted == "json"
-    if plan.settings.supervise and journal is None:
-        words = [sys.executable, *sys.orig_argv[1:]]
-        command = vitals.supervised_command(words, as_json, options.process_name)
-        os.execv(command[0], command)
     from torchere.serving.execution.allocator import keep_freed_memory  # noqa: PLC0415 - not needed for --help
 
     keep_freed_memory(os.environ)  # before the first thread, which the log has
     _log_as_asked(plan, options, wanted == "torchserve", as_json)
-    return _prepared_and_served(plan, journal)
+    return _prepared_and_served(plan)
 
 
-def _prepared_and_served(plan: Plan, journal: Journal | None) -> int:
+def _prepared_and_served(plan: Plan) -> int:
     from torchere.serving.start_signals import SignalsKept  # noqa: PLC0415 - not needed for --help
-    from torchere.serving.torch_mapping import map_torch_aside  # noqa: PLC0415 - likewise
 
     with SignalsKept() as kept:
-        map_torch_aside()  # before what is imported here, or it would have nothing to go beside
-        from torchere.serving.preparation import preparation  # noqa: PLC0415 - imports NumPy
+        from torchere.serving.preparation import fork_server_ahead  # noqa: PLC0415 - likewise
 
-        with preparation(plan.settings) as prepared:
-            from torchere.serving.server import serve  # noqa: PLC0415 - imports torch
+        with fork_server_ahead(plan.settings) as fork_server:
+            from torchere.serving.server import serve  # noqa: PLC0415 - takes most of a start
 
             if number := kept.let_go():
                 logger.info("signal %d: stopped before the start was over", number)
                 return 0
-            if journal is None:
-                return serve(plan.settings, prepared=prepared)
-            return serve(replace(plan.settings, isolated=journal.history.isolated), journal, prepared)
+            return serve(plan.settings, fork_server)
 
 
 def _log_as_asked(plan: Plan, options: argparse.Namespace, as_torchserve: bool, as_json: bool) -> None:
@@ -115,11 +98,6 @@ def _log_account(plan: Plan, options: argparse.Namespace) -> None:
         logger.warning("%s, %s", origin, finding)
     if plan.settings.snapshot_models:
         count = len(plan.settings.snapshot_models)
-        if options.supervised:
-            logger.warning("restoring the supervisor's snapshot of %d models", count)
-        else:
-            logger.warning(
-                "%s: restoring its snapshot of %d models; start without it by --ncs", origin, count
-            )
+        logger.warning("%s: restoring its snapshot of %d models; start without it by --ncs", origin, count)
     if options.log_config:
         logger.warning("--log-config has no effect: torchere serve has --log-level and --log-format")

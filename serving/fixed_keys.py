@@ -81,8 +81,8 @@ class FixedKeys:
         self._file.refresh()
 
 
-def keys_of(settings: ServerSettings, *, keep: bool) -> KeyRing | FixedKeys | None:
-    """The keys that the settings ask for; None: everybody may pass. `keep` as in `KeyRing`.
+def keys_of(settings: ServerSettings) -> KeyRing | FixedKeys | None:
+    """The keys that the settings ask for; None: everybody may pass.
 
     Raises:
         KeyFileUnusable, KeyFileUnwritable: see the two.
@@ -91,7 +91,7 @@ def keys_of(settings: ServerSettings, *, keep: bool) -> KeyRing | FixedKeys | No
         return None
     if settings.token_keys_file is not None:
         return FixedKeys(settings.token_keys_file)
-    return KeyRing(settings.key_file, settings.token_expiration_min, keep=keep)
+    return KeyRing(settings.key_file, settings.token_expiration_min)
 
 
 def read_keys(path: Path) -> _Keys:

@@ -1,59 +1,65 @@
-"""Turns what the rooms tell into metrics and spans: the one place where batches and telemetry meet."""
+"""Hand the plain values of batches and versions to telemetry: the one place where the two rooms meet."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from torchere.handlers.weights_place import weights_size
-from torchere.serving.batching.running import RunningBatch
 from torchere.serving.errors import ServingError
-from torchere.serving.execution.executor import BatchReport, ExecutorState, Unfinished
+from torchere.serving.execution.executor import BatchReport, ExecutorState, ExecutorStatus, Unfinished
 from torchere.serving.execution.loss import LossKind
+from torchere.serving.execution.run import Run
 from torchere.serving.registry.version import Version, VersionState
 from torchere.serving.telemetry.exposure import States
 from torchere.serving.telemetry.load_metrics import ExecutorLoad, VersionLoad
 from torchere.serving.telemetry.metrics import Metrics
-from torchere.serving.telemetry.version_meter import UNREAD, VersionMeter
+from torchere.serving.telemetry.numbers import UNREAD, VersionNumbers
+from torchere.serving.telemetry.saturation import LoadSample
 from torchere.serving.types import ModelKey
 
 
 class VersionMetrics:
     """`VersionObserver` of one version."""
 
-    def __init__(self, meter: VersionMeter, metrics: Metrics) -> None:
+    def __init__(self, meter: VersionNumbers, metrics: Metrics) -> None:
         self.meter = meter
         self._metrics = metrics
-        self._statistics = metrics.statistics.of(meter.model, meter.version)
-        self.queue_length: Callable[[], int] = lambda: 0
 
-    def batch_finished(self, batch: RunningBatch, report: BatchReport, executor_s: float) -> None:
+    def batches_running(self, batches: int, now_s: float) -> None:
+        """Take the number of batches that executors have."""
+        self.meter.batches_running(batches, now_s)
+
+    def batch_finished(self, run: Run, report: BatchReport, executor_s: float) -> None:
         """Count the batch and take over what its handler reported."""
-        metrics, pendings = self._metrics, batch.pendings
-
-        def ids() -> Sequence[str]:
-            return [pending.request.request_id for pending in pendings]
-
-        succeeded_s: list[float] = []  # how long each waited
-        failed_s: list[float] = []
-        for pending, outcome in zip(pendings, report.outcomes, strict=True):
-            if not isinstance(outcome, Unfinished):  # what goes on in the next batch counts when it is over
-                waits_s = failed_s if isinstance(outcome, ServingError) else succeeded_s
-                waits_s.append(pending.dequeued_s - pending.enqueued_s)
-        metrics.batch_finished(
-            self.meter,
-            size=len(pendings),
-            executor_s=executor_s / batch.rounds,  # those in front of it count for themselves
+        succeeded = failed = 0
+        succeeded_wait_s = failed_wait_s = 0.0
+        for request, outcome in zip(run.requests, report.outcomes, strict=True):
+            if isinstance(outcome, Unfinished):  # it counts when it is over
+                continue
+            wait_s = request.dequeued_s - request.enqueued_s
+            if isinstance(outcome, ServingError):
+                failed += 1
+                failed_wait_s += wait_s
+            else:
+                succeeded += 1
+                succeeded_wait_s += wait_s
+        meter = self.meter
+        ids: Sequence[str] = ()
+        if meter.wants_ids:
+            ids = [request.request_id for request in run.requests]
+        meter.batch_finished(
+            size=len(run.requests),
+            succeeded=succeeded,
+            failed=failed,
+            succeeded_wait_s=succeeded_wait_s,
+            failed_wait_s=failed_wait_s,
+            executor_s=executor_s,
             handler_s=report.handler_s,
-            succeeded_ids=None if len(failed_s) == len(pendings) else ids,
+            request_ids=ids,
         )
-        self._statistics.batch_finished(succeeded_s, failed_s, executor_s, report.handler_s)
         if report.metrics:
-            metrics.handler_metrics(report.metrics)
-        if metrics.tracing is not None:
-            meter = self.meter
-            metrics.tracing.batch(meter.model, meter.version, ids(), self.queue_length(), executor_s)
+            self._metrics.handler_metrics(report.metrics)
 
     def left_unread(self) -> None:
         """Count a streamed answer that was given up because its client read too slowly."""
@@ -90,13 +96,19 @@ class RegistryMetrics:
 
     def registered(self, version: Version, weight: Callable[[], float]) -> None:
         """Show a version from now on, and its load at each exposition."""
-        self._metrics.show(version.observer.meter, lambda: load_of(version, weight()))
-        if isinstance(version.observer, VersionMetrics):
-            version.observer.queue_length = lambda: version.batcher.queue_length
+        meter = version.observer.meter
+        meter.load = lambda: load_sample_of(version)
+        self._metrics.show(meter, lambda: load_of(version, weight()))
 
     def gone(self, version: Version, *, was_last: bool) -> None:
         """Drop the series of a version."""
         self._metrics.forget(version.observer.meter, was_last=was_last)
+
+
+def load_sample_of(version: Version) -> LoadSample:
+    """What the saturation of a version follows from; cheap. Call it on the event loop."""
+    batcher, pool = version.batcher, version.pool
+    return LoadSample(batcher.queue_length, batcher.queue_capacity, pool.in_service, pool.size)
 
 
 def load_of(version: Version, weight: float) -> VersionLoad:
@@ -105,23 +117,25 @@ def load_of(version: Version, weight: float) -> VersionLoad:
     Call it on the event loop.
     """
     batcher, pool = version.batcher, version.pool
-    own_process = version.origin.isolation == "process"
     return VersionLoad(
         queued=batcher.queue_length,
         queue_room=batcher.queue_capacity,
         oldest_age_s=batcher.oldest_age_s(time.monotonic()),
         predicted_s=batcher.predicted_s,
-        in_service=pool.in_service,
-        busy=pool.in_service - len(pool.idle_ids()),
-        executors=tuple(
-            ExecutorLoad(status.executor_id, status.state.value, status.pid if own_process else 0)
-            for status in pool.statuses()
-        ),
+        executors=tuple(_executor_loads(pool.statuses())),
         state=version.state.value,
         response_timeout_s=version.settings.response_timeout_s,
         weights_bytes=_weights_bytes(version),
         weight=weight,
     )
+
+
+def _executor_loads(statuses: Sequence[ExecutorStatus]) -> Iterator[ExecutorLoad]:
+    """Name each process once: its lanes share its memory."""
+    seen: set[int] = set()
+    for status in statuses:
+        yield ExecutorLoad(status.executor_id, status.state.value, 0 if status.pid in seen else status.pid)
+        seen.add(status.pid)
 
 
 def _weights_bytes(version: Version) -> int:
@@ -130,6 +144,6 @@ def _weights_bytes(version: Version) -> int:
     if not isinstance(serialized, str):
         return 0
     try:
-        return weights_size(str(Path(version.origin.archive.directory, Path(serialized).name)))
+        return Path(version.origin.archive.directory, Path(serialized).name).stat().st_size
     except OSError:  # the archive is being removed
         return 0

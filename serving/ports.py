@@ -10,7 +10,7 @@ from torchere.serving.addresses import refuse_taken, said_plainly
 from torchere.serving.frontend.controlplane import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.grpc.server import GrpcServer, grpc_listeners
-from torchere.serving.frontend.rest.app import listener_app, listeners
+from torchere.serving.frontend.rest.app import listener_of, listeners
 from torchere.serving.frontend.rest.deferred import DeferredApp
 from torchere.serving.frontend.rest.server import RestServer
 from torchere.serving.frontend.services import Services
@@ -54,9 +54,9 @@ class Ports:
         """
         endpoints = Endpoints()
         for address, surfaces in listeners(self._settings):
-            app = listener_app(surfaces, dataplane, controlplane, services)
+            listener = listener_of(surfaces, dataplane, controlplane, services)
             rest = RestServer(
-                app,
+                listener,
                 address,
                 drain_timeout_s=self._settings.drain_timeout_s,
                 certificates=services.certificates,
@@ -64,7 +64,7 @@ class Ports:
             with said_plainly(address):
                 bound = await rest.start()
             (self._metrics_only if surfaces == {"metrics"} else self._rest).append(rest)
-            self._routes.append(app.routes)
+            self._routes.append(listener.routes)
             endpoints.rest.update(dict.fromkeys(surfaces, bound))
         for grpc in grpc_listeners(dataplane, controlplane, services):
             with said_plainly(grpc.address):

@@ -62,6 +62,10 @@ _NO_KEYSTORE = f"{NO_KEYSTORES}, and set certificate_file and private_key_file t
 _NO_IPEX = "the Intel extension is retired; use torch.compile in the handler"
 _NO_COMMAND = "the server samples the system itself; metrics of your own need an exporter; remove it"
 _NO_LAUNCHER = "the server divides the cores among its executors itself; remove it"
+_NO_SUPERVISOR = (
+    "models run in worker processes, which the server starts again; let systemd, Compose or Kubernetes start "
+    "the server itself again"
+)
 _NO_SEQUENCES = "the header has its usual name, whatever stands here; let clients send that one"
 
 _LISTENERS = (
@@ -187,7 +191,7 @@ _OURS = (
     _key("install_timeout_s", kinds.seconds(1), "install_timeout_s"),
     _key("log_files", kinds.BOOLEAN, "log_files"),
     _key("tracing", kinds.BOOLEAN, "tracing_enabled"),
-    _key("supervise", kinds.BOOLEAN, "supervise"),
+    _advice("supervise", _NO_SUPERVISOR, "false"),
     _key("quarantine_directory", kinds.PATH, "quarantine_directory"),
     _key("quarantine_max_files", kinds.whole(1), "quarantine_max_files"),
     _key("quarantine_max_bytes", kinds.whole(0), "quarantine_max_bytes"),

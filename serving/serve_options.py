@@ -58,7 +58,7 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
     add("--plugins-path", "--ppath", metavar="PATH", help="accepted; Java plug-ins can't be loaded")
     add("--disable-token-auth", "--dt", action="store_true", help="let calls pass without a token")
     add("--enable-model-api", action="store_true", help="allow register and unregister over the network")
-    add("--supervise", action="store_true", help="start the server again when it crashes")
+    add("--supervise", action="store_true", help="accepted; nothing starts the server again")
     add(
         "--log-files",
         action="store_true",
@@ -85,10 +85,8 @@ def serve_arguments(options: argparse.Namespace) -> list[str]:
     return [*arguments, "--models", *options.models] if options.models else arguments
 
 
-def plan_from(options: argparse.Namespace, environ: Mapping[str, str], restored: str = "") -> Plan:
+def plan_from(options: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
     """Weigh options, configuration file and environment.
-
-    `restored` is the `model_snapshot` of a server that crashed: it is served again, whatever was asked for.
 
     Raises:
         LaunchRefused: a file or directory that is named is not there, nor the current one, no model store
@@ -107,7 +105,7 @@ def plan_from(options: argparse.Namespace, environ: Mapping[str, str], restored:
     entries = read_properties(path) if path else ()
     if path and _SNAPSHOT_NAME.fullmatch(path.name) and (cut := _cut_off(path, entries)):
         raise LaunchRefused(f"{path} is no whole snapshot: {cut}. Delete it, or start with --ncs.")
-    configuration = configure(entries, environ, _overrides(options, restored))
+    configuration = configure(entries, environ, _overrides(options))
     settings = configuration.checked(str(path or "configuration"))
     _require_stores(settings.model_store, options.workflow_store)
     logs = log_directory(environ)
@@ -186,7 +184,7 @@ def _cut_off(path: Path, entries: Sequence[Entry]) -> str:
     return "" if whole else f"its last line, {entries[-1].key}, has no end"
 
 
-def _overrides(options: argparse.Namespace, restored: str) -> dict[str, str]:
+def _overrides(options: argparse.Namespace) -> dict[str, str]:
     """The command line as keys of the configuration file."""
     given = {
         "model_store": options.model_store,
@@ -198,7 +196,6 @@ def _overrides(options: argparse.Namespace, restored: str) -> dict[str, str]:
         "enable_model_api": "true" if options.enable_model_api else None,
         "log_files": "true" if options.log_files else None,
         "supervise": "true" if options.supervise else None,
-        "model_snapshot": restored or None,
     }
     return {key: value for key, value in given.items() if value}
 

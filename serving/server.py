@@ -15,12 +15,10 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-import torch
-
 from torchere.handlers.errors import MetricsCacheError
 from torchere.serving import __version__
-from torchere.serving.crash_journal import Journal, ServerState
 from torchere.serving.errors import ServingError
+from torchere.serving.execution.fork_client import Spawned
 from torchere.serving.fixed_keys import FixedKeys, keys_of
 from torchere.serving.frontend.access_log import access_log
 from torchere.serving.frontend.controlplane import ControlPlane
@@ -30,7 +28,6 @@ from torchere.serving.frontend.services import CorsHeaders, Services
 from torchere.serving.frontend.tls import Certificates, certificates_of
 from torchere.serving.observation import RegistryMetrics
 from torchere.serving.ports import Endpoints, Ports
-from torchere.serving.registry.ahead import Prepared
 from torchere.serving.registry.registry import Registry
 from torchere.serving.reloading import Reloadable, watch
 from torchere.serving.settings import ServerSettings
@@ -40,7 +37,6 @@ from torchere.serving.telemetry.metric_log import close_metric_files, open_metri
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.telemetry.metrics_config import MetricsConfig, built_in_config, read_metrics_config
 from torchere.serving.telemetry.trace_setup import open_tracing
-from torchere.serving.vitals import beat
 
 logger = logging.getLogger(__name__)
 
@@ -60,12 +56,9 @@ class Server:
         await server.stop()
     """
 
-    def __init__(
-        self, settings: ServerSettings, journal: Journal | None = None, prepared: Prepared | None = None
-    ) -> None:
+    def __init__(self, settings: ServerSettings, fork_server: Spawned | None = None) -> None:
         self._settings = settings
-        self._journal = journal  # of a supervised server
-        self._prepared = prepared
+        self._fork_server = fork_server  # that was started already; the caller ends it
         self._metrics = Metrics(
             mode=settings.metrics_mode,
             config=_metrics_config(settings),
@@ -84,9 +77,9 @@ class Server:
         await self._ports.refuse_if_taken()
         if settings.tracing_enabled:
             self._metrics.tracing = open_tracing(__version__)
-        keys = keys_of(settings, keep=self._journal is not None and bool(self._journal.history.crashes))
+        keys = keys_of(settings)
         certificates = certificates_of(settings)
-        self._registry = Registry(settings, RegistryMetrics(self._metrics), self._journal, self._prepared)
+        self._registry = Registry(settings, RegistryMetrics(self._metrics), self._fork_server)
         self._dataplane = DataPlane(self._registry, self._metrics)
         self._observe()
         if certificates is not None:
@@ -95,8 +88,10 @@ class Server:
         services = Services(settings, self._metrics, keys, __version__, _cors(settings), certificates)
         self._follow([each for each in (keys, certificates) if isinstance(each, FixedKeys | Certificates)])
         try:
-            await self._registry.load_at_startup()
+            wanted = await self._registry.wanted_at_startup()
+            # Before archives are unpacked, which may take minutes: probes are answered meanwhile.
             endpoints = await self._ports.open(self._dataplane, controlplane, services)
+            await self._registry.load_at_startup(wanted)
             self._dataplane.opened()
             await self._registry.opened()
         except BaseException:
@@ -105,9 +100,6 @@ class Server:
             raise
         loaded = [version.settled.wait() for version in self._registry.versions()]
         self._background.append(asyncio.create_task(build_after(loaded, self._ports.routes)))
-        if self._journal is not None:
-            self._background.append(asyncio.create_task(beat(self._journal)))
-            self._journal.state = ServerState.SERVING
         return endpoints
 
     def _observe(self) -> None:
@@ -119,6 +111,7 @@ class Server:
             dropped_lines=lambda: access_log.dropped + lost_lines(),
         )
         self._background.append(asyncio.create_task(self._metrics.process.watch_loop()))
+        self._background.append(asyncio.create_task(self._metrics.watch_load()))
         if settings.metrics_mode != "prometheus":
             open_metric_files(settings.metrics_directory)
         if settings.system_metrics_enabled:
@@ -161,9 +154,7 @@ class Server:
         return self._dataplane.accepted, self._dataplane.answered
 
 
-async def run(
-    settings: ServerSettings, journal: Journal | None = None, prepared: Prepared | None = None
-) -> int:
+async def run(settings: ServerSettings, fork_server: Spawned | None = None) -> int:
     """Serve until SIGTERM, SIGINT or SIGHUP; a second signal ends the process at once.
 
     Returns the exit status: 0 after an orderly stop, 1 when the server could not start.
@@ -171,8 +162,8 @@ async def run(
     stop = asyncio.Event()
     if settings.install_signal_handlers:
         for number in ending_signals():
-            asyncio.get_running_loop().add_signal_handler(number, _on_signal, number, stop, journal)
-    server = Server(settings, journal, prepared)
+            asyncio.get_running_loop().add_signal_handler(number, _on_signal, number, stop)
+    server = Server(settings, fork_server)
     try:
         endpoints = await _started(server, stop)
     except ServingError as err:
@@ -205,18 +196,16 @@ async def _started(server: Server, stop: asyncio.Event) -> Endpoints | None:
         return None
 
 
-def serve(settings: ServerSettings, journal: Journal | None = None, prepared: Prepared | None = None) -> int:
+def serve(settings: ServerSettings, fork_server: Spawned | None = None) -> int:
     """Run a server in this thread until it is told to stop; returns the exit status."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    torch.set_num_threads(1)  # of this thread, where tiny models may run; executors set their own
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # it announces each port's start and end
     if sys.platform == "win32":
-        return asyncio.run(run(settings, journal, prepared))
+        return asyncio.run(run(settings, fork_server))
     import uvloop  # noqa: PLC0415 - not to be had on Windows
 
     _allow_many_files()
     _show_threads_on_sigquit()
-    return uvloop.run(run(settings, journal, prepared))
+    return uvloop.run(run(settings, fork_server))
 
 
 def _allow_many_files() -> None:
@@ -237,13 +226,11 @@ def _show_threads_on_sigquit() -> None:
         faulthandler.register(signal.SIGQUIT)
 
 
-def _on_signal(number: int, stop: asyncio.Event, journal: Journal | None) -> None:
+def _on_signal(number: int, stop: asyncio.Event) -> None:
     if stop.is_set():
         logger.warning("second signal %d: ending at once", number)
         sys.exit(128 + number)
     logger.info("signal %d: draining", number)
-    if journal is not None:
-        journal.state = ServerState.ENDING
     stop.set()
 
 

@@ -194,8 +194,6 @@ class ServerSettings:
     drain_delay_s: float = 0.0  # after SIGTERM: keep serving, unready, for this long
     drain_timeout_s: float = 30.0  # then finish what is in, at most this long
     install_signal_handlers: bool = True
-    supervise: bool = False  # start the server again when it crashes
-    isolated: dict[str, str] = field(default_factory=dict)  # why "name:version" must run in processes
     quarantine_directory: Path | None = None  # of requests that crash executors; None: they are not saved
     quarantine_max_files: int = 100
     quarantine_max_bytes: int = 64 * 2**20  # of all of them; 0: they are not saved

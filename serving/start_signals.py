@@ -7,7 +7,7 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-from torchere.serving.crash_policy import ENDING_SIGNALS
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:
@@ -19,9 +19,9 @@ def ending_signals() -> tuple[signal.Signals, ...]:
 class SignalsKept:
     """Keeps the first signal that ends a server, until `let_go`; the second one ends the process at once.
 
-    Ctrl+C as an exception is lost wherever Python drops those (callbacks of the import system, for one), an
-    end while torch's libraries are mapped may crash, and one by signal leaves what is unpacked already. Enter
-    it in the main thread; in another one, which gets no signals, nothing is kept.
+    Ctrl+C as an exception is lost wherever Python drops those (callbacks of the import system, for one), and
+    the first process of a container never gets a signal that it has no handler for. Enter it in the main
+    thread; in another one, which gets no signals, nothing is kept.
     """
 
     def __init__(self) -> None:

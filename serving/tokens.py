@@ -62,7 +62,6 @@ class KeyRing:
         path: The key file; its directory must be there and writable.
         expiration_min: Minutes until an inference or management key expires; the API key never does.
         clock: Seconds since the epoch. Wall time, because the file states when a key expires.
-        keep: Go on with the keys that are in the file, if any: for a server that is up again after a crash.
 
     Raises:
         KeyFileUnwritable: the file could not be written.
@@ -73,15 +72,12 @@ class KeyRing:
         path: Path,
         expiration_min: float = 60.0,
         clock: Callable[[], float] = time.time,
-        *,
-        keep: bool = False,
     ) -> None:
         self.path = path
         self._lifetime_s = expiration_min * 60
         self._clock = clock
         self._writing = threading.Lock()
-        kept = _kept_keys(path) if keep else None
-        self._keys: Mapping[TokenKind, Key] = kept or {kind: self._new_key(kind) for kind in NAMES_IN_FILE}
+        self._keys: Mapping[TokenKind, Key] = {kind: self._new_key(kind) for kind in NAMES_IN_FILE}
         _write_private(path, _document(self._keys))
 
     def authorize(self, kind: TokenKind, authorization: str | None) -> None:
@@ -131,25 +127,6 @@ def bearer_key(authorization: str | None) -> bytes:
     """
     match = _BEARER.fullmatch(authorization or "")
     return match.group(1).encode("utf-8", "surrogatepass") if match else b""
-
-
-def _kept_keys(path: Path) -> dict[TokenKind, Key] | None:
-    """The keys in a key file of ours; None when there is none, or something else in it."""
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        return {kind: _kept_key(document[name]) for kind, name in NAMES_IN_FILE.items()}
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _kept_key(entry: Mapping[str, str]) -> Key:
-    if not isinstance(entry["key"], str) or not entry["key"]:
-        raise ValueError("a key is a text, and not the empty one that a call without a key would bring")
-    expires = entry.get("expiration time")
-    if expires is None:
-        return Key(entry["key"], None)
-    moment = datetime.strptime(expires, _TIME_FORMAT).replace(tzinfo=timezone.utc)
-    return Key(entry["key"], moment.timestamp())
 
 
 def _document(keys: Mapping[TokenKind, Key]) -> str:

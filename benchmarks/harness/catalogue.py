@@ -9,6 +9,7 @@ from harness import (
     rows_life,
     rows_models,
     rows_overload,
+    rows_streams,
     rows_tensors,
     rows_threads,
 )
@@ -24,6 +25,7 @@ def rows() -> list[Row]:
         *rows_threads.rows(),
         *rows_grpc.rows(),
         *rows_tensors.rows(),
+        *rows_streams.rows(),
         *rows_life.rows(),
         *rows_overload.rows(),
         *rows_image.rows(),

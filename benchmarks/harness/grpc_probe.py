@@ -13,8 +13,8 @@ _SHOWN_BYTES = 200
 _UNBOUNDED = [(f"grpc.max_{way}_message_length", -1) for way in ("send", "receive")]
 
 
-def until_called(endpoint: Endpoint, method: str, message: bytes, wanted: bytes) -> None:
-    """Call `method` with a serialised message until the answer has `wanted` in it.
+def until_called(endpoint: Endpoint, method: str, message: bytes, wanted: bytes) -> bytes:
+    """Call `method` with a serialised message until the answer has `wanted` in it, and return the answer.
 
     Raises:
         Failed: it did not within `START_S` of the server's start, or the server ended.
@@ -30,7 +30,7 @@ def until_called(endpoint: Endpoint, method: str, message: bytes, wanted: bytes)
                 time.sleep(0.1)
                 continue
             if wanted in answer:
-                return
+                return bytes(answer)
             found = f"{len(answer)} bytes, {answer[:_SHOWN_BYTES]!r}"
     shown = wanted[:_SHOWN_BYTES]
     raise Failed(f"the answer was {found}, expected one with {shown!r}; {last_words(endpoint)}")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import struct
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.paths import ROOT
+from harness.trees import CHECKOUT, Tree
 from torchere.archiver import ArchiveRequest, write_archive
 from torchere.archiver.signature import ANY, SIGNATURE_NAME, Signature, TensorSpec
 
@@ -34,9 +35,13 @@ _SINGLE = "batchSize: 1\njobQueueSize: 1000\n"
 
 @dataclass(frozen=True, slots=True)
 class Workshop:
-    """Makes what a row asks for, once, under `folder`; `store` holds the archives."""
+    """Makes what a row asks for, once, under `folder`; `store` holds the archives.
+
+    `tree` serves them. Shops of one folder are equal, so that two trees share what is made and tried once.
+    """
 
     folder: Path
+    tree: Tree = field(default=CHECKOUT, compare=False)
 
     @property
     def store(self) -> Path:
@@ -45,11 +50,11 @@ class Workshop:
         store.mkdir(exist_ok=True)
         return store
 
-    def mlp(self, width: int, layers: int) -> Path:
-        """A TorchScript file: `layers` square linear layers with ReLU between them, seed 0."""
-        path = self.folder / f"mlp_{layers}x{width}.pt"
+    def mlp(self, width: int, layers: int, seed: int = 0) -> Path:
+        """A TorchScript file: `layers` square linear layers with ReLU between them."""
+        path = self.folder / f"mlp_{layers}x{width}_{seed}.pt"
         if not path.exists():
-            _save_mlp(path, width, layers)
+            _save_mlp(path, width, layers, seed)
         return path
 
     def compiled_mlp(self, width: int, layers: int) -> Path:
@@ -64,19 +69,30 @@ class Workshop:
         if not (self.store / f"{name}.mar").exists():
             packing = _ARCHIVES[name]
             make = self.compiled_mlp if packing.compiled else self.mlp
-            config = self.folder / f"{name}.yaml"
-            config.write_text(packing.config, encoding="utf-8")
-            write_archive(
-                ArchiveRequest(
-                    model_name=name,
-                    version="1.0",
-                    handler=packing.handler,
-                    serialized_file=make(packing.width, packing.layers) if packing.width else None,
-                    extra_files=(self._signature(packing.width),) if packing.signed else (),
-                    export_path=self.store,
-                    config_file=config,
-                )
+            file = make(packing.width, packing.layers) if packing.width else None
+            signed = packing.width if packing.signed else 0
+            self.pack(name, file, packing.config, handler=packing.handler, signed=signed)
+        return f"{name}.mar"
+
+    def pack(self, name: str, file: Path | None, config: str, *, handler: str = "", signed: int = 0) -> str:
+        """Pack a model file with the text of its model-config.yaml; returns the archive's name in the store.
+
+        `signed` is the width in its signature, 0 for none. The built-in handler is that for JSON without a
+        signature, and that for tensors with one.
+        """
+        settings = self.folder / f"{name}.yaml"
+        settings.write_text(config, encoding="utf-8")
+        write_archive(
+            ArchiveRequest(
+                model_name=name,
+                version="1.0",
+                handler=handler or ("tensor" if signed else "base_handler"),
+                serialized_file=file,
+                extra_files=(self._signature(signed),) if signed else (),
+                export_path=self.store,
+                config_file=settings,
             )
+        )
         return f"{name}.mar"
 
     def _signature(self, width: int) -> Path:
@@ -111,18 +127,20 @@ _ARCHIVES = {
     ),
     "large": _Packing("base_handler", LARGE, LARGE_LAYERS, _SINGLE),
     "identity": _Packing("tensor", TENSOR, 0, _BATCHED, signed=True),
+    "tiny_tensor": _Packing("tensor", FEATURES, 4, _BATCHED, signed=True),
+    "parts": _Packing(str(_HANDLERS / "parts.py"), 0, 0, _SINGLE + "isolation: process\n"),
     "timed": _Packing(str(_HANDLERS / "timed_work.py"), 0, 0, "batchSize: 1\nisolation: process\n"),
 }
 
 
-def _save_mlp(path: Path, width: int, layers: int) -> None:
+def _save_mlp(path: Path, width: int, layers: int, seed: int) -> None:
     import torch  # noqa: PLC0415  # seconds to import, so not before the arguments are known to be right
 
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", DeprecationWarning
         )  # torch.jit works; what is archived today is made by it
-        module = torch.jit.freeze(torch.jit.script(_mlp_module(width, layers)))
+        module = torch.jit.freeze(torch.jit.script(_mlp_module(width, layers, seed)))
         module.save(str(path))
 
 
@@ -141,10 +159,10 @@ def _compile_mlp(path: Path, width: int, layers: int) -> None:
         torch.set_num_threads(threads)
 
 
-def _mlp_module(width: int, layers: int) -> torch.nn.Module:
+def _mlp_module(width: int, layers: int, seed: int = 0) -> torch.nn.Module:
     import torch  # noqa: PLC0415  # as above
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     stack: list[torch.nn.Module] = []
     for _ in range(layers):
         stack += [torch.nn.Linear(width, width), torch.nn.ReLU()]

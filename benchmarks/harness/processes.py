@@ -32,6 +32,7 @@ class Endpoint:
     process: subprocess.Popen[bytes]
     log: Path
     started_s: float  # monotonic, just before the process was started
+    management: str = ""  # as `url`, "" for none
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ def serving(
     port: int,
     *,
     grpc_port: int = 0,
+    management_port: int = 0,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Endpoint]:
     """Run a server until the block ends; its output goes to `server.log` in `folder`."""
@@ -77,8 +79,9 @@ def serving(
             start_new_session=True,  # its children share the group, so that none of them outlives the block
         )
     grpc = f"127.0.0.1:{grpc_port}" if grpc_port else ""
+    management = f"http://127.0.0.1:{management_port}" if management_port else ""
     try:
-        yield Endpoint(f"http://127.0.0.1:{port}", grpc, process, log, started_s)
+        yield Endpoint(f"http://127.0.0.1:{port}", grpc, process, log, started_s, management)
     finally:
         end(process)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from harness.errors import Failed, Unavailable
@@ -21,14 +21,28 @@ class Measured:
     missing: dict[str, str] = field(default_factory=dict)
 
 
-def measure(row: Row, conditions: Conditions, count: int) -> Measured:
-    """Run the rounds; prints a line for each turn. A contender that can't be had is asked once only."""
+def turns(names: list[str], number: int) -> list[str]:
+    """The order of a round: each begins with another contender, so that none is always first."""
+    start = number % len(names) if names else 0
+    return names[start:] + names[:start]
+
+
+def measure(
+    row: Row,
+    conditions: Conditions,
+    count: int,
+    order: Callable[[list[str], int], list[str]] = turns,
+) -> Measured:
+    """Run the rounds; prints a line for each turn. A contender that can't be had is asked once only.
+
+    `order` gives the contenders of a round, by its number from 0, in their order.
+    """
     measured = Measured(row)
     width = max(map(len, row.contenders), default=0)
     out: set[str] = set()
     taken: dict[str, list[Figures]] = {name: [] for name in row.contenders}
     for number in range(count):
-        for name in turns(list(row.contenders), number):
+        for name in order(list(row.contenders), number):
             if name in out:
                 continue
             print(f"[{row.key}] round {number + 1}/{count} {name:<{width}}  ", end="", flush=True)
@@ -48,12 +62,6 @@ def measure(row: Row, conditions: Conditions, count: int) -> Measured:
             )
     measured.samples = {name: _by_metric(rounds) for name, rounds in taken.items() if any(rounds)}
     return measured
-
-
-def turns(names: list[str], number: int) -> list[str]:
-    """The order of a round: each begins with another contender, so that none is always first."""
-    start = number % len(names) if names else 0
-    return names[start:] + names[:start]
 
 
 def line(figures: Figures, columns: Mapping[str, str]) -> str:

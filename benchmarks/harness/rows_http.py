@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 from harness import servers
+from harness.cpu_time import tree_cpu_s
 from harness.figures import Goal
 from harness.load import http_load
 from harness.models import ENVELOPE, FEATURES, instances_body, plain_body, v2_body
@@ -31,7 +32,10 @@ def closed_loop(
     *,
     warm_up_clients: int | None = None,
 ) -> Figures:
-    """Start, warm up with the most clients, and load with each number of them; rates are per second."""
+    """Start, warm up with the most clients, and load with each number of them.
+
+    Rates are per second, `cpu_N_us` is the processor time a request of the server with all its processes.
+    """
     with server as endpoint:
         figures = {"start_s": until_answered(endpoint, probe)}
         url = f"{endpoint.url}{probe.path}"
@@ -39,10 +43,12 @@ def closed_loop(
         http_load(url, probe.body, most, WARM_UP_S, probe.content_type, headers=probe.headers)
         until_answered(endpoint, probe)  # what wrk left behind is run, and would count for nobody
         for count in clients:
+            before_s = tree_cpu_s(endpoint.process.pid)
             load = http_load(
                 url, probe.body, count, conditions.seconds, probe.content_type, headers=probe.headers
             )
-            figures[f"rps_{count}"] = load.per_second
+            spent_s = tree_cpu_s(endpoint.process.pid) - before_s
+            figures |= {f"rps_{count}": load.per_second, f"cpu_{count}_us": spent_s / load.requests * 1e6}
             figures |= {f"p{key}_{count}_ms": value for key, value in load.latency_ms.items()}
     return figures
 

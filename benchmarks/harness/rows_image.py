@@ -19,7 +19,7 @@ from harness.processes import Probe
 from harness.real_models import SIDE, lite0_archive, lite0_file
 from harness.rows import Conditions, Figures, Measure, Row
 from harness.rows_http import closed_loop
-from harness.rows_models import LONGER, TRY_S, Plan, cores, longer
+from harness.rows_models import LONGER, TRY_S, Plan, cores, longer, rate_keys
 from harness.tries import fastest, tries_of
 from torchere.archiver import open_archive
 
@@ -64,7 +64,7 @@ def _rates(plan: Plan, conditions: Conditions) -> Figures:
     models = json.dumps({archive: {"1.0": settings}})
     server = servers.torchere(conditions.shop, archive, plan.executors, f"models={models}\n")
     figures = closed_loop(server, probe, conditions, (plan.clients,))
-    return {"per_second": figures[f"rps_{plan.clients}"], "p50_ms": figures[f"p50_{plan.clients}_ms"]}
+    return {name: figures[key] for name, key in rate_keys(plan).items()}
 
 
 def _bare(make: Callable[[Conditions], Path], *options: str) -> Measure:

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from harness import servers
 from harness.errors import Failed
 from harness.figures import Goal
-from harness.models import ENVELOPE, LARGE, LARGE_LAYERS, Workshop, instances_body, plain_body
+from harness.models import ENVELOPE, FEATURES, LARGE, LARGE_LAYERS, Workshop, instances_body, plain_body
 from harness.paths import SCRIPTS
 from harness.processes import Endpoint, Probe, until_answered
 from harness.rows import Conditions, Figures, Measure, Row
@@ -31,6 +31,26 @@ _JSON = {"Content-Type": "application/json"}
 Start = Callable[..., AbstractContextManager[Endpoint]]
 
 
+def _cold_tiny() -> Row:
+    def measure(conditions: Conditions) -> Figures:
+        conditions.shop.archive("single")
+        probe = Probe("/predictions/single", instances_body(), b'"predictions"')
+        with servers.torchere(conditions.shop, "single", 1, ENVELOPE) as endpoint:
+            return {"first_answer_s": until_answered(endpoint, probe)}
+
+    def bare(conditions: Conditions) -> Figures:
+        return {"first_answer_s": _bare_start_s(conditions.shop, FEATURES, 4)}
+
+    return Row(
+        "cold_start_tiny",
+        "Cold start with a tiny archive",
+        "The same with the tiny MLP: what the server itself takes.",
+        {"torchere": measure, "bare torch": bare},
+        {"first_answer_s": "first answer s"},
+        (Goal("to import torch + load + forward", "first_answer_s", None, False, ("bare torch",)),),
+    )
+
+
 def _cold() -> Row:
     probe = Probe("/predictions/large", instances_body(LARGE), b'"predictions"')
 
@@ -43,7 +63,7 @@ def _cold() -> Row:
         return measure
 
     def bare(conditions: Conditions) -> Figures:
-        return {"first_answer_s": _bare_start_s(conditions.shop)}
+        return {"first_answer_s": _bare_start_s(conditions.shop, LARGE, LARGE_LAYERS)}
 
     return Row(
         "cold_start",
@@ -60,8 +80,8 @@ def _cold() -> Row:
     )
 
 
-def _bare_start_s(shop: Workshop) -> float:
-    command = [sys.executable, str(SCRIPTS / "bare_start.py"), str(shop.mlp(LARGE, LARGE_LAYERS)), str(LARGE)]
+def _bare_start_s(shop: Workshop, width: int, layers: int) -> float:
+    command = [sys.executable, str(SCRIPTS / "bare_start.py"), str(shop.mlp(width, layers)), str(width)]
     started_s = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         if process.stdout is None or process.stdout.readline().strip() != b"ready":
@@ -158,4 +178,4 @@ class _Watch:
 
 def rows() -> list[Row]:
     """The rows of this module."""
-    return [_cold(), _kill()]
+    return [_cold(), _cold_tiny(), _kill()]

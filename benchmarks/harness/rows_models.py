@@ -146,7 +146,13 @@ def _rates(subject: RealModel, plan: Plan, conditions: Conditions) -> Figures:
     probe = packed(subject, plan, conditions.shop)
     server = servers.torchere(conditions.shop, subject.name, plan.executors)
     figures = closed_loop(server, probe, conditions, (plan.clients,))
-    return {"per_second": figures[f"rps_{plan.clients}"], "p50_ms": figures[f"p50_{plan.clients}_ms"]}
+    return {name: figures[key] for name, key in rate_keys(plan).items()}
+
+
+def rate_keys(plan: Plan) -> dict[str, str]:
+    """The figures of these rows, and what `closed_loop` calls them."""
+    clients = plan.clients
+    return {"per_second": f"rps_{clients}", "p50_ms": f"p50_{clients}_ms", "cpu_us": f"cpu_{clients}_us"}
 
 
 def _served(subject: RealModel) -> Callable[[Conditions], Figures]:

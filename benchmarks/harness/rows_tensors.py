@@ -5,9 +5,10 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 from harness import servers
+from harness.cpu_time import tree_cpu_s
 from harness.figures import Goal
 from harness.grpc_probe import until_called
-from harness.load import grpc_load
+from harness.load import Load, grpc_load
 from harness.models import TENSOR, raw_row, v2_binary, v2_body
 from harness.processes import Endpoint, Probe
 from harness.rows import Conditions, Figures, Measure, Row
@@ -40,7 +41,8 @@ def _json(model: str) -> Probe:
 
 def _over_rest(server: AbstractContextManager[Endpoint], probe: Probe, conditions: Conditions) -> Figures:
     figures = closed_loop(server, probe, conditions, (1, _CLIENTS), warm_up_clients=1)
-    return {"rps": figures[f"rps_{_CLIENTS}"], "p50_1_ms": figures["p50_1_ms"]}
+    names = {"rps": f"rps_{_CLIENTS}", "p50_1_ms": "p50_1_ms", "cpu_us": f"cpu_{_CLIENTS}_us"}
+    return {name: figures[key] for name, key in names.items()}
 
 
 def _over_grpc(server: AbstractContextManager[Endpoint], model: str, conditions: Conditions) -> Figures:
@@ -50,13 +52,21 @@ def _over_grpc(server: AbstractContextManager[Endpoint], model: str, conditions:
     with server as endpoint:
         until_called(endpoint, _METHOD, message, raw_row(TENSOR))
         grpc_load(endpoint.grpc, _METHOD, message, connections=_CLIENTS, streams=1, seconds=_WARM_UP_S)
-        loads = [
-            grpc_load(
-                endpoint.grpc, _METHOD, message, connections=count, streams=1, seconds=conditions.seconds
-            )
-            for count in (1, _CLIENTS)
-        ]
-    return {"rps": loads[1].per_second, "p50_1_ms": loads[0].latency_ms["mean"]}
+        alone = _load(endpoint, message, 1, conditions)
+        before_s = tree_cpu_s(endpoint.process.pid)
+        all_of_them = _load(endpoint, message, _CLIENTS, conditions)
+        spent_s = tree_cpu_s(endpoint.process.pid) - before_s
+    return {
+        "rps": all_of_them.per_second,
+        "p50_1_ms": alone.latency_ms["mean"],
+        "cpu_us": spent_s / all_of_them.requests * 1e6,
+    }
+
+
+def _load(endpoint: Endpoint, message: bytes, connections: int, conditions: Conditions) -> Load:
+    return grpc_load(
+        endpoint.grpc, _METHOD, message, connections=connections, streams=1, seconds=conditions.seconds
+    )
 
 
 def _contenders() -> dict[str, Measure]:

@@ -5,21 +5,20 @@ All serve models with one intra-op thread, so that a second worker finds a core.
 
 from __future__ import annotations
 
-import compileall
 import os
 import shutil
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 
 from harness.environments import environment, site_packages
 from harness.models import MAX_BATCH, Workshop
-from harness.paths import ROOT, SCRIPTS
+from harness.paths import SCRIPTS
 from harness.processes import Endpoint, free_ports, serving
+from harness.trees import compile_tree
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 WAIT_MS = 1  # how long a batch waits for company, in every server that batches
@@ -27,18 +26,20 @@ WAIT_MS = 1  # how long a batch waits for company, in every server that batches
 
 @contextmanager
 def torchere(shop: Workshop, archive: str, workers: int, properties: str = "") -> Iterator[Endpoint]:
-    """`torchere serve` of this checkout, with its defaults but for ports and tokens."""
-    _compile_checkout()
-    command = [str(Path(sys.executable).with_name("torchere")), "serve", "--ncs", "--disable-token-auth"]
-    with _configured(shop, command, archive, workers, properties) as endpoint:
+    """`torchere serve` of the shop's tree, with its defaults but for ports and tokens."""
+    with torchere_with(shop, {archive: shop.archive(archive)}, workers, properties) as endpoint:
         yield endpoint
 
 
-@cache
-def _compile_checkout() -> None:
-    """Write the bytecode that pip writes as it installs: without it each start compiles every module."""
-    for room in ("archiver", "client", "handlers", "serving"):
-        compileall.compile_dir(ROOT / room, quiet=1)
+@contextmanager
+def torchere_with(
+    shop: Workshop, models: Mapping[str, str], workers: int, properties: str = ""
+) -> Iterator[Endpoint]:
+    """The same with any number of models: their names, and the files in the store."""
+    compile_tree(shop.tree)
+    command = [shop.tree.program, "serve", "--ncs", "--disable-token-auth"]
+    with _configured(shop, command, models, workers, properties) as endpoint:
+        yield endpoint
 
 
 @contextmanager
@@ -48,16 +49,21 @@ def torchserve(shop: Workshop, archive: str, workers: int, properties: str = "")
     # It starts Python by name, and writes logs where it stands.
     path = {"PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}", **_ONE_THREAD}
     command = [str(binaries / "torchserve"), "--start", "--foreground", "--ncs", "--disable-token-auth"]
-    with _configured(shop, command, archive, workers, properties, **path) as endpoint:
+    models = {archive: shop.archive(archive)}
+    with _configured(shop, command, models, workers, properties, **path) as endpoint:
         yield endpoint
 
 
 @contextmanager
 def _configured(
-    shop: Workshop, command: list[str], archive: str, workers: int, properties: str, **extra: str
+    shop: Workshop,
+    command: list[str],
+    models: Mapping[str, str],
+    workers: int,
+    properties: str,
+    **extra: str,
 ) -> Iterator[Endpoint]:
     ports = free_ports(5)
-    file = shop.archive(archive)
     with tempfile.TemporaryDirectory(dir=shop.folder) as place:
         # Else TorchServe's process number and sockets lie where any other TorchServe has its own, too.
         extra |= {"TMPDIR": place, "TEMP": place}
@@ -73,8 +79,16 @@ def _configured(
             encoding="utf-8",
         )
         whole = [*command, "--model-store", str(shop.store), "--ts-config", str(config)]
-        whole += ["--models", f"{archive}={file}"]
-        with serving(whole, Path(place), ports[0], grpc_port=ports[3], environment=extra) as endpoint:
+        whole += ["--models", *(f"{name}={file}" for name, file in models.items())] if models else []
+        started = serving(
+            whole,
+            Path(place),
+            ports[0],
+            grpc_port=ports[3],
+            management_port=ports[1],
+            environment=extra,
+        )
+        with started as endpoint:
             yield endpoint
 
 

@@ -21,7 +21,7 @@ def main(path: Path) -> None:
     """Draw both, one over the other."""
     figures = json.load(sys.stdin)
     figure, (above, below) = plt.subplots(2, 1, sharex=True, figsize=(7, 5), layout="constrained")
-    above.plot(*zip(*figures["gauge"], strict=True), label="torchere_saturation, mean of 2 s")
+    above.plot(*zip(*figures["gauge"], strict=True), label="torchere_saturation")
     above.plot(*zip(*figures["offered"], strict=True), label="offered load / peak", color="0.6")
     above.axhline(1, linestyle="--", color="tab:red", linewidth=1)
     above.set(ylabel="saturation", ylim=(0, None))

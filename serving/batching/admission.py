@@ -1,4 +1,4 @@
-"""What every batcher has in common: the door, the deadlines, and the end.
+"""What every batcher has in common: admission, deadlines, reports, and the drain.
 
 Everything here runs on the event loop, so there is no lock; nothing blocks.
 """
@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-from torchere.serving.batching.pending import Pending, Reply, alone
-from torchere.serving.batching.prediction import ServiceTime, rounds_until
+from torchere.serving.batching.prediction import ServiceTime
 from torchere.serving.batching.quarantine import Quarantine, Verdict
-from torchere.serving.batching.running import RunningBatch
+from torchere.serving.batching.request import Request, alone
 from torchere.serving.batching.unread_parts import LEAST_LIMIT_BYTES, UnreadParts
 from torchere.serving.errors import (
     Cancelled,
@@ -26,22 +25,93 @@ from torchere.serving.errors import (
     ServingError,
     Unavailable,
 )
-from torchere.serving.execution.executor import BatchReport, ExecutorPool, ExecutorState
-from torchere.serving.types import NO_DEADLINE, InferRequest
+from torchere.serving.execution.executor import BatchReport, ExecutorState, ExecutorStatus
+from torchere.serving.execution.run import Run
+from torchere.serving.types import NO_DEADLINE, InferResponse
 
 LATE = "The deadline of the request passed before there was an answer."
 
 logger = logging.getLogger(__name__)
 
 
-class BatchObserver(Protocol):
-    """Who wants to know what ran; called on the event loop after a batch is answered."""
+class Pool(Protocol):
+    """The executors of one version, as the batcher sees them (`execution/pool.py`)."""
 
-    def batch_finished(self, batch: RunningBatch, report: BatchReport, executor_s: float) -> None:
-        """`executor_s` is from dispatch to report; the executor ran `batch.rounds` batches in it."""
+    @property
+    def free(self) -> int:
+        """How many runs may be submitted for idle executors."""
+
+    @property
+    def ahead(self) -> int:
+        """How many runs of full batches may be submitted in all."""
+
+    @property
+    def empty(self) -> int:
+        """How many runs may be submitted that must be alone in their process."""
+
+    @property
+    def in_service(self) -> int:
+        """How many executors are ready, busy or not."""
+
+    def idle_ids(self) -> tuple[int, ...]:
+        """The executors that are in service and have nothing to do."""
+
+    def submit(self, run: Run) -> None:
+        """Run a batch; the caller has seen room for it."""
+
+    def statuses(self) -> tuple[ExecutorStatus, ...]:
+        """A snapshot of every executor, oldest first."""
+
+
+class BatchObserver(Protocol):
+    """Learns of batches; called on the event loop."""
+
+    def batches_running(self, batches: int, now_s: float) -> None:
+        """The number of batches that executors have, or were sent, has changed to `batches`."""
+
+    def batch_finished(self, run: Run, report: BatchReport, executor_s: float) -> None:
+        """A run was answered; `executor_s` is from when a lane began with it to its report."""
 
     def left_unread(self) -> None:
         """A streamed answer was given up, because its client read it too slowly."""
+
+
+class Deadlines:
+    """Answers requests at their deadlines, with one timer for all of them. Lives on the event loop."""
+
+    def __init__(self, expire: Callable[[Request], None], now: Callable[[], float]) -> None:
+        self._expire = expire
+        self._now = now
+        self._loop = asyncio.get_running_loop()
+        self._requests: set[Request] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._due_s = NO_DEADLINE
+
+    def add(self, request: Request) -> None:
+        """Watch a request until it is discarded."""
+        self._requests.add(request)
+        if request.deadline_s < self._due_s:
+            self._look_at(request.deadline_s)
+
+    def discard(self, request: Request) -> None:
+        """Watch a request no longer; without effect when it is not watched."""
+        self._requests.discard(request)
+
+    def _look_at(self, due_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._due_s = due_s
+        self._timer = self._loop.call_later(max(0.0, due_s - self._now()), self._look)
+
+    def _look(self) -> None:
+        self._timer, self._due_s = None, NO_DEADLINE
+        now_s = self._now()
+        for request in [one for one in self._requests if one.deadline_s <= now_s]:
+            self._requests.discard(request)
+            self._expire(request)
+        due_s = min((one.deadline_s for one in self._requests), default=NO_DEADLINE)
+        if due_s < self._due_s:
+            self._look_at(due_s)
 
 
 class Admission(ABC):
@@ -55,7 +125,7 @@ class Admission(ABC):
     unread_limit_bytes = LEAST_LIMIT_BYTES  # of one streamed answer; see `unread_parts.py`
 
     def __init__(
-        self, pool: ExecutorPool, *, observer: BatchObserver, now: Callable[[], float], refusal: str
+        self, pool: Pool, *, observer: BatchObserver, now: Callable[[], float], refusal: str
     ) -> None:
         self.quarantine = Quarantine(now=now)
         self._pool = pool
@@ -64,11 +134,11 @@ class Admission(ABC):
         self.refusal = refusal
         self._loop = asyncio.get_running_loop()
         self._service_time = ServiceTime()
+        self._deadlines = Deadlines(self._expired, now)
         self._pumping_soon = False
-        self._was_alone = False  # the last batch was a single request, and none was left behind
-        self._batches: set[RunningBatch] = set()  # that executors have
+        self._runs: dict[Run, None] = {}  # inside executors, in the order they were dispatched
         self._closed = self._closed_for_good = False
-        self._idle: asyncio.Event | None = None  # somebody waits until nothing is in
+        self._idle: asyncio.Event | None = None  # set when nothing is in
 
     @property
     @abstractmethod
@@ -85,176 +155,190 @@ class Admission(ABC):
         """Dispatch all that can be dispatched now; call it whenever an executor came free."""
 
     @abstractmethod
-    def _enqueue(self, pending: Pending) -> None:
-        """Take a request that passed the door; raises `QueueFull` or `Unavailable` to refuse it after all."""
+    def _enqueue(self, request: Request) -> None:
+        """Queue a request; raises `QueueFull` or `Unavailable` to refuse it after all."""
 
     @abstractmethod
-    def _remove(self, pending: Pending) -> None:
-        """Take a request out that waits; without effect when it doesn't."""
+    def _remove(self, request: Request) -> None:
+        """Take a waiting request out; without effect when it does not wait."""
 
     @abstractmethod
-    def _waiting(self) -> list[Pending]:
+    def _waiting(self) -> list[Request]:
         """All requests that wait."""
 
     @abstractmethod
-    def _requeue(self, pending: Pending) -> None:
-        """Make a request that was taken to be run, and was not begun, the first in line again."""
+    def _requeue(self, request: Request) -> None:
+        """Make a request that was dispatched, and was not begun, the first in line again."""
 
-    def submit(self, request: InferRequest, reply: Reply, group: str = "") -> Pending:
-        """Admit a request; unless this raises, `reply` gets its answer or an error in any case.
+    @property
+    def _takes_company(self) -> bool:
+        """Whether other requests of this turn of the loop may share the batch, which is worth the turn."""
+        return False
+
+    def submit(self, request: Request) -> None:
+        """Admit a request; unless this raises, it gets its answer or an error in any case.
 
         Raises:
             QueueFull: too many wait already.
             Unavailable: the batcher is closed.
             DeadlineExceeded: the request came too late to be worth an answer.
-            Quarantined: it crashed executors before.
+            Quarantined: it crashed workers before.
         """
         now_s = self._now()
         if self._closed:
             raise Unavailable(self.refusal)
         if request.deadline_s <= now_s:
             raise DeadlineExceeded(LATE)
-        pending = Pending(request, group, now_s, reply)
+        request.enqueued_s = now_s
         if self.quarantine.active:
-            self._screen(pending)
-        self._enqueue(pending)
+            self._screen(request)
+        self._enqueue(request)
         if request.deadline_s != NO_DEADLINE:
-            pending.deadline_timer = self._loop.call_later(
-                request.deadline_s - now_s, self.withdraw, pending, DeadlineExceeded(LATE)
-            )
+            self._deadlines.add(request)
         if self._pumping_soon:
-            return pending
+            return
         if self._takes_company:
-            self._pump_soon()
-        else:
-            self.pump()
-        return pending
-
-    def hurry(self) -> None:
-        """Run what waits at once, on the loop, when the last batch was a single request, as this one will be.
-
-        If the turn brings more after all, they share the next batch. Call it after `submit` returned: the
-        request may be answered in here.
-        """
-        if self._pumping_soon and self._was_alone and self._pool.on_loop:
-            self.pump()
-
-    @property
-    def _takes_company(self) -> bool:
-        """Whether what else comes in this turn of the loop may share the batch, and is worth the turn."""
-        return self._pool.on_loop
-
-    def _pump_soon(self) -> None:
-        """Pump when all has come in that this turn of the loop brings."""
-        if not self._pumping_soon:
             self._pumping_soon = True
             self._loop.call_soon(self._pump_now)
+        else:
+            self.pump()
 
     def _pump_now(self) -> None:
         self._pumping_soon = False
         self.pump()
 
-    def withdraw(self, pending: Pending, reason: ServingError | None = None) -> None:
-        """Answer a request with `reason` (None: its client went away); it runs only if it runs already."""
-        self._remove(pending)
-        pending.finish(reason or Cancelled())
+    def withdraw(self, request: Request, reason: ServingError | None = None) -> None:
+        """Answer a request with `reason` (None: its client went away); one that has not begun never does."""
+        self._remove(request)
+        request.cancel_run()
+        self._finish(request, reason or Cancelled())
         self._settle()
 
-    def unread_parts(self, pending: Pending) -> UnreadParts:
-        """Where the parts of a streamed answer wait for its client."""
-        return UnreadParts(self.unread_limit_bytes, partial(self._given_up, pending))
+    def _expired(self, request: Request) -> None:
+        self.withdraw(request, DeadlineExceeded(LATE))
 
-    def _given_up(self, pending: Pending, reason: ServingError) -> None:
-        """Nobody takes the rest of a streamed answer."""
+    def _finish(self, request: Request, outcome: InferResponse | ServingError) -> None:
+        if request.deadline_s != NO_DEADLINE:
+            self._deadlines.discard(request)
+        request.finish(outcome)
+
+    def unread_parts(self, request: Request) -> UnreadParts:
+        """Where the parts of a streamed answer wait for its client."""
+        return UnreadParts(self.unread_limit_bytes, partial(self._given_up, request))
+
+    def _given_up(self, request: Request, reason: ServingError) -> None:
+        """The client does not take the rest of a streamed answer."""
         if isinstance(reason, LeftUnread):
             self._observer.left_unread()
-            logger.warning("request %s: %s %s", pending.request.request_id, reason, reason.detail)
-        self.withdraw(pending, reason)
+            logger.warning("request %s: %s %s", request.request_id, reason, reason.detail)
+        self.withdraw(request, reason)
 
-    def _screen(self, pending: Pending) -> None:
+    def _screen(self, request: Request) -> None:
         """Raise `Quarantined` for a request that is convicted; see that one that is suspect runs alone."""
-        verdict = self.quarantine.verdict(pending.request)
+        verdict = self.quarantine.verdict(request)
         if verdict is Verdict.CONVICTED:
             raise Quarantined
         if verdict is Verdict.SUSPECT and self.isolates_suspects:
-            pending.group = alone(pending.request)
+            request.group = alone(request.request_id)
+            request.suspect = True
 
-    def _judged(self, batch: RunningBatch, report: BatchReport) -> BatchReport:
-        """The report after the quarantine learnt from it; what waits is looked at again."""
-        requests = [pending.request for pending in batch.pendings]
-        judged = self.quarantine.judge(requests, report, batch.dispatched_s)
-        for pending in self._waiting() if self.quarantine.active else ():
+    def _judged(self, run: Run, report: BatchReport, began_s: float) -> BatchReport:
+        """The report after the quarantine learnt from it; requests that wait are looked at again."""
+        # A stateful handler's worker has one lane, so that its batch is all there is in the process.
+        alone_there = run.exclusive or not self.isolates_suspects
+        judged = self.quarantine.judge(run.requests, report, began_s, alone=alone_there)
+        for request in self._waiting() if self.quarantine.active else ():
             try:
-                self._screen(pending)
+                self._screen(request)
             except Quarantined as reason:
-                self.withdraw(pending, reason)
+                self.withdraw(request, reason)
         return judged
 
-    def _is_live(self, pending: Pending, now_s: float) -> bool:
+    def _is_live(self, request: Request, now_s: float) -> bool:
         """Whether a request is still worth running; the caller answers one that is late."""
-        # Where nobody else wants an executor nothing is lost by trying, and the estimate learns from it.
+        # With no other request in, nothing is lost by trying, and the estimate learns from it.
         needed_s = 0.0 if self._is_idle else self._service_time.mean_s
-        if pending.request.deadline_s <= now_s + needed_s:
-            if pending.request.deadline_s > now_s:  # it would expire in the executor
+        if request.deadline_s <= now_s + needed_s:
+            if request.deadline_s > now_s:  # it would expire in the executor
                 self._service_time.dropped()
             return False
-        pending.dequeued_s = pending.dequeued_s or now_s
         return True
 
-    def _run_live(self, taken: Sequence[Pending], executor_id: int | None = None) -> list[Pending]:
+    def _run_live(self, taken: Sequence[Request], executor_id: int | None = None) -> list[Request]:
         """Run those of the requests taken that are live; answers the others, which it returns."""
         now_s = self._now()
-        live: list[Pending] = []
-        late: list[Pending] = []
-        for pending in taken:
-            (live if self._is_live(pending, now_s) else late).append(pending)
-        ahead = executor_id is None and len(live) > 1 and not self._pool.free
-        rounds = 1 if executor_id is not None else rounds_until(len(self._batches), self._pool.in_service)
-        batch = RunningBatch(self, live, now_s, executor_id, rounds, ahead=ahead)
+        live: list[Request] = []
+        late: list[Request] = []
+        for request in taken:
+            if request.deadline_s == NO_DEADLINE or self._is_live(request, now_s):
+                request.dequeued_s = request.dequeued_s or now_s
+                live.append(request)
+            else:
+                late.append(request)
         if live:
-            self._batches.add(batch)  # whoever is answered may end another request, which asks what is in
-        for pending in late:
-            pending.finish(DeadlineExceeded(LATE))
-        if live:
-            self._pool.submit([one.request for one in live], batch, executor_id, behind=self.queue_length)
+            run = Run(live, self, now_s, executor_id, exclusive=live[0].suspect)
+            for request in live:
+                request.running = run
+            self._runs[run] = None
+            self._observer.batches_running(len(self._runs), now_s)
+            self._pool.submit(run)
+        for request in late:  # behind that: an answer may withdraw another request, which must find its run
+            self._finish(request, DeadlineExceeded(LATE))
         self._settle()
         return late
 
-    def batch_done(self, batch: RunningBatch, report: BatchReport) -> None:
-        """Answer the requests of a batch; `RunningBatch` calls it."""
-        self._batches.discard(batch)
+    def run_part(self, run: Run, index: int, part: InferResponse) -> UnreadParts | None:
+        """See `RunOwner`."""
+        request: Request = run.requests[index]
+        return request.add_part(part, self.unread_parts)
+
+    def run_done(self, run: Run, report: BatchReport) -> None:
+        """Answer the requests of a run; see `RunOwner`."""
+        self._ended(run)
+        began_s = report.began_s or run.dispatched_s
         if self.quarantine.concerns(report):
-            report = self._judged(batch, report)
-        if self._answer(batch, report):
-            executor_s = self._now() - batch.dispatched_s
-            self._service_time.observe(executor_s / batch.rounds)
+            report = self._judged(run, report, began_s)
+        if self._answer(run, report, began_s):
+            executor_s = self._now() - began_s
+            self._service_time.observe(executor_s)
             self._settle()
             self.pump()
-            self._observer.batch_finished(batch, report, executor_s)
+            self._observer.batch_finished(run, report, executor_s)
 
     @abstractmethod
-    def _answer(self, batch: RunningBatch, report: BatchReport) -> bool:
+    def _answer(self, run: Run, report: BatchReport, began_s: float) -> bool:
         """Give each request its outcome; False when they are to run once more instead."""
 
-    def batch_returned(self, batch: RunningBatch) -> None:
-        """No executor began with the batch: it was lost before, or nobody waits any more."""
-        self._batches.discard(batch)
-        self._put_back(batch.pendings)
+    def run_returned(self, run: Run) -> None:
+        """Take back a run that no lane has begun; see `RunOwner`."""
+        self._ended(run)
+        self._put_back(run.requests)
 
-    def _put_back(self, pendings: Sequence[Pending]) -> None:
-        """Have requests wait again; who has part of an answer, or waits no more, does not."""
-        for pending in reversed(pendings):
-            if pending.stream is not None:
-                pending.finish(HandlerFailed())
-            elif pending.open:
-                pending.dequeued_s = 0.0
-                self._requeue(pending)
+    def _ended(self, run: Run) -> None:
+        self._runs.pop(run, None)
+        self._observer.batches_running(len(self._runs), self._now())
+
+    def _put_back(self, requests: Sequence[Request]) -> None:
+        """Have requests wait again; those with a part of an answer, and those that are over, do not."""
+        for request in reversed(requests):
+            request.running = None
+            if request.parts is not None:
+                self._finish(request, HandlerFailed())
+            elif request.open:
+                request.dequeued_s = 0.0
+                try:
+                    if self.quarantine.active:
+                        self._screen(request)
+                except Quarantined as reason:
+                    self._finish(request, reason)
+                else:
+                    self._requeue(request)
         self._settle()
         self.pump()
 
     @property
     def _is_idle(self) -> bool:
-        return not (self._batches or self.queue_length)
+        return not (self._runs or self.queue_length)
 
     def _settle(self) -> None:
         if self._idle is not None and self._is_idle:
@@ -263,7 +347,7 @@ class Admission(ABC):
 
     def oldest_age_s(self, now_s: float) -> float:
         """How long the oldest waiting request has waited at `now_s`; 0 when none does."""
-        return max((now_s - pending.enqueued_s for pending in self._waiting()), default=0.0)
+        return max((now_s - request.enqueued_s for request in self._waiting()), default=0.0)
 
     @property
     def predicted_s(self) -> float:
@@ -271,7 +355,7 @@ class Admission(ABC):
         return self._service_time.mean_s
 
     def close_admission(self, *, for_good: bool = False) -> None:
-        """Refuse what comes from now on; what is in goes on."""
+        """Refuse requests from now on; those that are in go on."""
         self._closed, self._closed_for_good = True, self._closed_for_good or for_good
 
     def open_admission(self) -> None:
@@ -295,6 +379,6 @@ class Admission(ABC):
             self.fail_queued(Unavailable(self.refusal))
 
     def fail_queued(self, reason: ServingError) -> None:
-        """Answer all that wait with `reason`: nobody is left to run them."""
-        for pending in self._waiting():
-            self.withdraw(pending, reason)
+        """Answer all that wait with `reason`: no executor is left to run them."""
+        for request in self._waiting():
+            self.withdraw(request, reason)

@@ -14,7 +14,7 @@ from torchere.serving.settings import BatchSettings
 class QueueView(NamedTuple):
     """What the policy may look at."""
 
-    head_run: int  # requests at the head of the queue that may share a batch (see `Pending.group`)
+    head_run: int  # requests at the head of the queue that may share a batch (see `Request.group`)
     head_closed: bool  # another group waits behind them: waiting longer can't make the batch larger
     oldest_enqueued_s: float
     free_executors: int

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchere.serving.batching.pending import Pending
+from torchere.serving.batching.request import Request
 
 LOWEST, HIGHEST = -9, 9  # 0 is what a request has that says nothing
 HEAD_START_S = 1.0
@@ -20,14 +20,14 @@ def rank_s(enqueued_s: float, priority: int) -> float:
     return enqueued_s - priority * HEAD_START_S
 
 
-def position(queue: Sequence[Pending], pending: Pending) -> int:
+def position(queue: Sequence[Request], request: Request) -> int:
     """How many of a queue in this order go before a request: after its equals."""
-    rank = _rank(pending)
+    rank = _rank(request)
     at = len(queue)
     while at and _rank(queue[at - 1]) > rank:
         at -= 1
     return at
 
 
-def _rank(pending: Pending) -> float:
-    return rank_s(pending.enqueued_s, pending.request.priority)
+def _rank(request: Request) -> float:
+    return rank_s(request.enqueued_s, request.priority)

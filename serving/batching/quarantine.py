@@ -17,9 +17,9 @@ from enum import Enum
 
 import msgspec
 
+from torchere.serving.batching.request import Request
 from torchere.serving.errors import DeadlineExceeded, ExecutorDied, Quarantined
 from torchere.serving.execution.executor import BatchReport, Outcome
-from torchere.serving.types import InferRequest
 
 MAX_KNOWN = 1024  # suspects and convicts of a version; the ones not heard of for longest are forgotten
 SUSPECT_FOR_S = 600.0  # a suspect that nobody sends again is forgotten after this
@@ -45,7 +45,7 @@ class _Record:
 class Conviction:
     """A request that was convicted just now, and why each of the two executors was lost."""
 
-    request: InferRequest
+    request: Request
     digest: str
     causes: tuple[str, ...]
 
@@ -76,7 +76,7 @@ class Quarantine:
         """How many requests are convicted."""
         return sum(record.convicted for record in self._records.values())
 
-    def verdict(self, request: InferRequest) -> Verdict:
+    def verdict(self, request: Request) -> Verdict:
         """What is known of a request."""
         size = _size(request)
         if size not in self._sizes:
@@ -97,20 +97,28 @@ class Quarantine:
         """Whether `judge` has anything to do with a report: cheap, and False as long as nothing crashes."""
         return self.active or (bool(report.outcomes) and isinstance(report.outcomes[0], ExecutorDied))
 
-    def judge(self, requests: Sequence[InferRequest], report: BatchReport, began_s: float) -> BatchReport:
-        """Learn from what came of a batch that began at `began_s` (monotonic seconds).
+    def judge(
+        self, requests: Sequence[Request], report: BatchReport, began_s: float, *, alone: bool
+    ) -> BatchReport:
+        """Learn from the report of a run.
+
+        Args:
+            requests: those of the run.
+            report: its report.
+            began_s: monotonic seconds when the run began.
+            alone: nothing else was inside the process.
 
         Returns:
             The report, with `Quarantined` for a request that was convicted.
         """
-        alone = len(requests) == 1
+        alone = alone and len(requests) == 1
         outcomes = [
             self._learn(request, outcome, began_s, alone)
             for request, outcome in zip(requests, report.outcomes, strict=True)
         ]
         return msgspec.structs.replace(report, outcomes=outcomes)
 
-    def _learn(self, request: InferRequest, outcome: Outcome, began_s: float, alone: bool) -> Outcome:
+    def _learn(self, request: Request, outcome: Outcome, began_s: float, alone: bool) -> Outcome:
         if isinstance(outcome, ExecutorDied) and outcome.crashed:
             return self._crashed(request, outcome, began_s, alone)
         # A hung run acquits nobody; nor does an executor that was stopped.
@@ -118,7 +126,7 @@ class Quarantine:
             self._acquit(request)
         return outcome
 
-    def _crashed(self, request: InferRequest, died: ExecutorDied, began_s: float, alone: bool) -> Outcome:
+    def _crashed(self, request: Request, died: ExecutorDied, began_s: float, alone: bool) -> Outcome:
         size = _size(request)
         if not size:  # nothing in it: it is the model that crashes
             return died
@@ -139,7 +147,7 @@ class Quarantine:
             self._on_conviction(Conviction(request, digest, record.causes))
         return Quarantined("; then ".join(record.causes))
 
-    def _acquit(self, request: InferRequest) -> None:
+    def _acquit(self, request: Request) -> None:
         if _size(request) not in self._sizes:
             return
         digest = digest_of(request)
@@ -162,7 +170,7 @@ class Quarantine:
         self.active = bool(self._records)
 
 
-def digest_of(request: InferRequest) -> str:
+def digest_of(request: Request) -> str:
     """The identity of what a request asks, the same each time a client sends it.
 
     Parameters count, and the headers that say what they are; ids, times and who asks do not.
@@ -178,5 +186,5 @@ def digest_of(request: InferRequest) -> str:
     return digest.hexdigest()
 
 
-def _size(request: InferRequest) -> int:
+def _size(request: Request) -> int:
     return sum(len(parameter.value) for parameter in request.parameters)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from torchere.serving.batching.pending import Pending
+from torchere.serving.batching.request import Request
 from torchere.serving.errors import QueueFull
 from torchere.serving.settings import SequenceSettings
 
@@ -22,8 +22,8 @@ class Sequence:
     def __init__(self, name: str, executor_id: int | None, now_s: float) -> None:
         self.name = name
         self.executor_id = executor_id
-        self.waiting: deque[Pending] = deque()
-        self.running: set[Pending] = set()  # taken and not answered; unfinished ones, too
+        self.waiting: deque[Request] = deque()
+        self.running: set[Request] = set()  # taken and not answered; unfinished ones, too
         self.began_s = self.touched_s = now_s
 
     def expires_s(self, settings: SequenceSettings) -> float:
@@ -44,11 +44,11 @@ class SequenceTable:
         return len(self._sequences)
 
     @property
-    def waiting(self) -> list[Pending]:
+    def waiting(self) -> list[Request]:
         """Every request that waits, sequence by sequence."""
-        return [pending for sequence in self._sequences.values() for pending in sequence.waiting]
+        return [request for sequence in self._sequences.values() for request in sequence.waiting]
 
-    def add(self, name: str, pending: Pending, now_s: float) -> None:
+    def add(self, name: str, request: Request, now_s: float) -> None:
         """Put a request at the end of its sequence, which begins if it is new. Call `expire` before.
 
         Raises:
@@ -61,14 +61,14 @@ class SequenceTable:
             sequence = self._sequences[name] = Sequence(name, None, now_s)
         if len(sequence.waiting) >= self._settings.max_queue_size:
             raise QueueFull(self._refusal)
-        sequence.waiting.append(pending)
+        sequence.waiting.append(request)
         sequence.touched_s = now_s
 
-    def remove(self, pending: Pending) -> None:
+    def remove(self, request: Request) -> None:
         """Take a waiting request out; without effect when it does not wait."""
         for sequence in self._sequences.values():
-            if pending in sequence.waiting:
-                sequence.waiting.remove(pending)
+            if request in sequence.waiting:
+                sequence.waiting.remove(request)
 
     def heads(self, executor_id: int, limit: int) -> list[Sequence]:
         """Sequences of that executor, or of none yet, whose next request may run: at most `limit`."""
@@ -76,40 +76,40 @@ class SequenceTable:
         able = (s for s in ready if s.executor_id in (None, executor_id))
         return sorted(able, key=lambda sequence: sequence.waiting[0].enqueued_s)[:limit]
 
-    def joining(self, going_on: Iterable[Pending], limit: int) -> list[Sequence]:
+    def joining(self, going_on: Iterable[Request], limit: int) -> list[Sequence]:
         """Sequences whose next request may run beside their own among `going_on`: at most `limit`."""
         between_batches = set(going_on)
         ready = (s for s in self._sequences.values() if s.waiting and s.running)
         able = (s for s in ready if s.running <= between_batches)
         return sorted(able, key=lambda sequence: sequence.waiting[0].enqueued_s)[:limit]
 
-    def take(self, sequence: Sequence, executor_id: int) -> Pending:
+    def take(self, sequence: Sequence, executor_id: int) -> Request:
         """Take the next request of a sequence to that executor, where the sequence lives from now on."""
         sequence.executor_id = executor_id
-        pending = sequence.waiting.popleft()
-        sequence.running.add(pending)
-        return pending
+        request = sequence.waiting.popleft()
+        sequence.running.add(request)
+        return request
 
-    def give_back(self, name: str, pending: Pending) -> bool:
+    def give_back(self, name: str, request: Request) -> bool:
         """Put a request that was not begun in front again; False when its sequence is over."""
         sequence = self._sequences.get(name)
         if sequence is None:
             return False
-        sequence.waiting.appendleft(pending)
+        sequence.waiting.appendleft(request)
         return True
 
-    def done(self, name: str, pending: Pending, now_s: float) -> None:
+    def done(self, name: str, request: Request, now_s: float) -> None:
         """A request of the sequence that ran is answered."""
         if (sequence := self._sequences.get(name)) is not None:
-            sequence.running.discard(pending)
+            sequence.running.discard(request)
             sequence.touched_s = now_s
 
-    def end(self, names: Iterable[str]) -> list[Pending]:
+    def end(self, names: Iterable[str]) -> list[Request]:
         """End sequences by name; returns what still waited in them."""
         ended = [self._sequences.pop(name) for name in names if name in self._sequences]
-        return [pending for sequence in ended for pending in sequence.waiting]
+        return [request for sequence in ended for request in sequence.waiting]
 
-    def expire(self, now_s: float) -> list[Pending]:
+    def expire(self, now_s: float) -> list[Request]:
         """End the sequences whose time is over; returns what still waited in them."""
         over = [s.name for s in self._sequences.values() if s.expires_s(self._settings) <= now_s]
         return self.end(over)

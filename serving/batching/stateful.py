@@ -13,22 +13,15 @@ import math
 from collections import deque
 from collections.abc import Callable
 
-from torchere.serving.batching.admission import Admission, BatchObserver
-from torchere.serving.batching.pending import Pending
+from torchere.serving.batching.admission import Admission, BatchObserver, Pool
 from torchere.serving.batching.policy import Dispatch, QueueView, WaitUntil, plan
 from torchere.serving.batching.priority import position
-from torchere.serving.batching.running import RunningBatch
+from torchere.serving.batching.request import Request
 from torchere.serving.batching.sequences import Sequence, SequenceTable
 from torchere.serving.errors import ExecutorDied, QueueFull, ServingError, Unavailable
-from torchere.serving.execution.executor import (
-    BatchReport,
-    ExecutorPool,
-    ExecutorState,
-    Outcome,
-    Unfinished,
-)
+from torchere.serving.execution.executor import BatchReport, ExecutorState, Outcome, Unfinished
+from torchere.serving.execution.run import Run
 from torchere.serving.settings import BatchSettings, SequenceSettings
-from torchere.serving.types import InferRequest
 
 SEQUENCE_ID = "ts_request_sequence_id"
 SEQUENCE_START = "ts_request_sequence_start"
@@ -47,7 +40,7 @@ class StatefulBatcher(Admission):
         self,
         settings: BatchSettings,
         sequences: SequenceSettings | None,
-        pool: ExecutorPool,
+        pool: Pool,
         *,
         observer: BatchObserver,
         now: Callable[[], float],
@@ -56,8 +49,8 @@ class StatefulBatcher(Admission):
         super().__init__(pool, observer=observer, now=now, refusal=refusal)
         self._settings = settings
         self._table = SequenceTable(sequences, refusal) if sequences else None
-        self._queue: deque[Pending] = deque()  # what belongs to no sequence
-        self._going_on: dict[int, list[Pending]] = {}  # unfinished requests, by the executor they live on
+        self._queue: deque[Request] = deque()  # what belongs to no sequence
+        self._going_on: dict[int, list[Request]] = {}  # unfinished requests, by the executor they live on
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -70,28 +63,28 @@ class StatefulBatcher(Admission):
         """How many more may wait."""
         return max(0, self._settings.max_queue_size - self.queue_length)
 
-    def _enqueue(self, pending: Pending) -> None:
+    def _enqueue(self, request: Request) -> None:
         self._end_what_is_over()
         if self.queue_length >= self._settings.max_queue_size:
             raise QueueFull(self.refusal)
         if self._settings.use_tickets and self.queue_length >= len(self._pool.idle_ids()):
             raise QueueFull(self.refusal)
-        if self._table is None or pending.group:  # a describe call belongs to no sequence
-            self._queue.insert(position(self._queue, pending), pending)
+        if self._table is None or request.group:  # a describe call belongs to no sequence
+            self._queue.insert(position(self._queue, request), request)
         else:
-            self._table.add(sequence_of(pending.request), pending, self._now())
+            self._table.add(sequence_of(request), request, self._now())
 
-    def _remove(self, pending: Pending) -> None:
-        if pending in self._queue:
-            self._queue.remove(pending)
+    def _remove(self, request: Request) -> None:
+        if request in self._queue:
+            self._queue.remove(request)
         if self._table is not None:
-            self._table.remove(pending)
+            self._table.remove(request)
         for going_on in self._going_on.values():
-            if pending in going_on:
-                going_on.remove(pending)
-                self._sequence_done(pending)
+            if request in going_on:
+                going_on.remove(request)
+                self._sequence_done(request)
 
-    def _waiting(self) -> list[Pending]:
+    def _waiting(self) -> list[Request]:
         in_sequences = self._table.waiting if self._table is not None else []
         return [*self._queue, *in_sequences, *(p for those in self._going_on.values() for p in those)]
 
@@ -112,13 +105,13 @@ class StatefulBatcher(Admission):
         statuses = self._pool.statuses()
         there = {status.executor_id for status in statuses if status.state is not ExecutorState.FAILED}
         for executor_id in [name for name in self._going_on if name not in there]:
-            for pending in self._going_on.pop(executor_id):
-                pending.finish(ExecutorDied("its executor was stopped"))
-                self._sequence_done(pending)
+            for request in self._going_on.pop(executor_id):
+                self._finish(request, ExecutorDied("its executor was stopped"))
+                self._sequence_done(request)
         if self._table is not None:
             self._table.keep_on(there)
-            for pending in self._table.expire(self._now()):
-                pending.finish(Unavailable(self.refusal))
+            for request in self._table.expire(self._now()):
+                self._finish(request, Unavailable(self.refusal))
         self._settle()
 
     def _pump_one(self, executor_id: int) -> float:
@@ -138,12 +131,12 @@ class StatefulBatcher(Admission):
                 taken += [self._table.take(sequence, executor_id) for sequence in heads]
             taken += [self._queue.popleft() for _ in range(newcomers)]
             late = self._run_live(taken, executor_id)
-            for pending in late:
-                self._sequence_done(pending)
+            for request in late:
+                self._sequence_done(request)
             if len(late) < len(taken):
                 return math.inf
 
-    def _heads(self, executor_id: int, going_on: list[Pending]) -> list[Sequence]:
+    def _heads(self, executor_id: int, going_on: list[Request]) -> list[Sequence]:
         """The sequences that come next; those after a describe call, which runs by itself, wait for it."""
         if self._table is None:
             return []
@@ -158,11 +151,11 @@ class StatefulBatcher(Admission):
     def _queue_run(self, room: int, alone: bool) -> int:
         """How many requests at the head of the queue may come along; describe calls only by themselves."""
         run = 0
-        for pending in self._queue:
-            if run >= room or (pending.group and (alone or run)):
+        for request in self._queue:
+            if run >= room or (request.group and (alone or run)):
                 break
             run += 1
-            if pending.group:
+            if request.group:
                 break
         return run
 
@@ -174,69 +167,67 @@ class StatefulBatcher(Admission):
         closed = newcomers == 1 and not heads_s and bool(self._queue[0].group)
         return QueueView(count, closed, oldest_s, free_executors=1)
 
-    def _answer(self, batch: RunningBatch, report: BatchReport) -> bool:
-        """Answer what is finished of a batch, keep the rest going."""
+    def _answer(self, run: Run, report: BatchReport, began_s: float) -> bool:
+        """Answer the requests of a run that are finished, and keep the others going."""
         stages_s = report.all_stages_s
-        for pending, outcome in zip(batch.pendings, report.outcomes, strict=True):
-            pending.stages_s = stages_s
-            self._take_outcome(batch, pending, outcome)
+        for request, outcome in zip(run.requests, report.outcomes, strict=True):
+            request.running = None
+            request.stages_s = stages_s
+            if not request.answered_s:
+                request.dequeued_s = began_s
+            self._take_outcome(run, request, outcome)
         return True
 
-    def _take_outcome(self, batch: RunningBatch, pending: Pending, outcome: Outcome) -> None:
+    def _take_outcome(self, run: Run, request: Request, outcome: Outcome) -> None:
         if isinstance(outcome, Unfinished):
-            pending.add_part(outcome.part, self.unread_parts)
-            if pending.open and batch.executor_id is not None:
-                pending.request = _again(pending.request)
-                self._going_on.setdefault(batch.executor_id, []).append(pending)
+            request.add_part(outcome.part, self.unread_parts)
+            if request.open and run.executor_id is not None:
+                request.parameters = ()
+                self._going_on.setdefault(run.executor_id, []).append(request)
                 return
         else:
-            pending.finish(outcome)
-        self._sequence_done(pending)
+            self._finish(request, outcome)
+        self._sequence_done(request)
         self._end_sequences_of(outcome)
 
-    def _sequence_done(self, pending: Pending) -> None:
-        if self._table is not None and not pending.group:
-            self._table.done(sequence_of(pending.request), pending, self._now())
+    def _sequence_done(self, request: Request) -> None:
+        if self._table is not None and not request.group:
+            self._table.done(sequence_of(request), request, self._now())
 
     def _end_sequences_of(self, outcome: Outcome) -> None:
         if self._table is None or isinstance(outcome, (ServingError, Unfinished)):
             return
         ended = next((value for name, value in outcome.headers if name == SEQUENCE_END), "")
-        for pending in self._table.end(filter(None, ended.split(";"))):
-            pending.finish(Unavailable(self.refusal))
+        for request in self._table.end(filter(None, ended.split(";"))):
+            self._finish(request, Unavailable(self.refusal))
 
-    def batch_returned(self, batch: RunningBatch) -> None:
-        """See `Admission.batch_returned`."""
-        for pending in batch.pendings:
-            self._sequence_done(pending)
-        super().batch_returned(batch)
+    def run_returned(self, run: Run) -> None:
+        """See `RunOwner`."""
+        for request in run.requests:
+            self._sequence_done(request)
+        super().run_returned(run)
 
-    def _requeue(self, pending: Pending) -> None:
-        if self._table is None or pending.group:
-            self._queue.appendleft(pending)
-        elif not self._table.give_back(sequence_of(pending.request), pending):
-            pending.finish(Unavailable(self.refusal))
+    def _requeue(self, request: Request) -> None:
+        if self._table is None or request.group:
+            self._queue.appendleft(request)
+        elif not self._table.give_back(sequence_of(request), request):
+            self._finish(request, Unavailable(self.refusal))
 
 
-def sequence_of(request: InferRequest) -> str:
+def sequence_of(request: Request) -> str:
     """The sequence a request belongs to; `begin_sequence` has seen to it that there is one."""
     return next((value for name, value in request.headers if name == SEQUENCE_ID), "")
 
 
-def begin_sequence(request: InferRequest) -> InferRequest:
-    """The request with a sequence: one that names none begins its own, and its handler sees that it does.
+def begin_sequence(request: Request) -> None:
+    """Give a request a sequence: one that names none begins its own, and its handler sees that it does.
 
     HTTP clients may spell the header as they like; the handler finds it under the name it knows.
     """
     if sequence_of(request):
-        return request
+        return
     named = [value for name, value in request.headers if name.lower() == SEQUENCE_ID and value]
     added = [(SEQUENCE_ID, named[-1])] if named else []
     if not named:
         added = [(SEQUENCE_START, "true"), (SEQUENCE_ID, f"ts-seq-{request.request_id}")]
-    headers = (*request.headers, *added)
-    return InferRequest(request.request_id, request.parameters, headers, request.deadline_s, request.priority)
-
-
-def _again(request: InferRequest) -> InferRequest:
-    return InferRequest(request.request_id, (), request.headers, request.deadline_s, request.priority)
+    request.headers = (*request.headers, *added)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
 import os
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from torchere.serving.execution.executor import ExecutorStatus
+from torchere.serving.execution.gpus import visible_gpus
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +28,8 @@ def available_cores(cpu_max: Path = CGROUP_CPU_MAX) -> int:
 
 
 def gpu_count(most: int | None) -> int:
-    """How many GPUs the executors of this server may use: those CUDA shows to it, at most `most` (None: all).
-
-    Makes no CUDA context, which costs hundreds of megabytes on each GPU and would not survive a fork.
-    """
-    torch = importlib.import_module("torch")  # takes seconds; commands that serve nothing come by here, too
-    there: int = torch.cuda.device_count()
+    """How many GPUs executors may use: those that CUDA shows, at most `most` (None: all). Blocks."""
+    there = visible_gpus()
     if most is None or most <= there:
         return there if most is None else most
     logger.warning("number_of_gpu=%d, and CUDA shows %d GPUs", most, there)

@@ -1,4 +1,4 @@
-"""The one signature that threads and processes share: a batch in, one outcome per request out."""
+"""The interface of executors: a batch in, one outcome per request out."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
 from torchere.handlers.metric_types import MetricDeclaration, MetricSample
 from torchere.serving.errors import ServingError
-from torchere.serving.types import InferRequest, InferResponse
+from torchere.serving.types import InferResponse
 
 Executor = TypeVar("Executor")
 
@@ -75,9 +75,9 @@ class BatchReport(msgspec.Struct, frozen=True):
     outcomes: Sequence[Outcome]
     handler_s: float = 0.0  # wall time in the handler
     metrics: tuple[MetricSample, ...] = ()  # what the handler reported through `context.metrics`
-    cpu_s: float = 0.0  # processor time of the executor's thread, encoding and decoding included
     # Parts of handler_s: preprocess, inference and postprocess, as far as the handler tells.
     stages_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    began_s: float = 0.0  # monotonic, when an executor took it; 0: none did, or it did not say
 
     @property
     def all_stages_s(self) -> tuple[float, float, float, float]:
@@ -85,37 +85,6 @@ class BatchReport(msgspec.Struct, frozen=True):
         preprocess, inference, postprocess = self.stages_s
         rest = self.handler_s - preprocess - inference - postprocess
         return preprocess, inference, postprocess, rest if rest > 0 else 0.0
-
-
-class Hold(Protocol):
-    """Makes an executor wait before its next part, because a client has many to take; never for long."""
-
-    def when_over(self, go_on: Callable[[], None]) -> None:
-        """Call `go_on` when it may make more."""
-
-
-class BatchSink(Protocol):
-    """Where an executor puts what a batch gives. Called on the event loop only, but for `begun`."""
-
-    def begun(self, now_s: float) -> Sequence[int]:
-        """An executor thread begins with it at `now_s` (monotonic), and tells in its own thread.
-
-        Returns:
-            The places of those requests that nobody waits for any more.
-        """
-
-    def partial(self, index: int, part: InferResponse) -> Hold | None:
-        """One more part of the streamed answer of request `index`; a hold when the executor is to wait now.
-
-        Its body is the part; status and headers are what the handler has set so far, and count in the first
-        part only.
-        """
-
-    def done(self, report: BatchReport) -> None:
-        """The batch is over. Exactly one call of this or of `returned` ends a batch, whatever happened."""
-
-    def returned(self) -> None:
-        """The executor never began with the batch: what is still wanted of it may be submitted again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,69 +110,7 @@ class LoadSpec:
     declared_metrics: tuple[MetricDeclaration, ...] = ()  # what `context.metrics.get_metric` knows at once
     handler_installed: bool = False  # `handler` is the operator's own choice: it may name an installed module
     pinned: bool = False  # batches are sent to an executor by its id (state lives in the handler)
-
-
-class ExecutorPool(Protocol):
-    """The executors of one version. All methods are called on the event loop; none blocks it."""
-
-    @property
-    def free(self) -> int:
-        """How many batches may be submitted now."""
-
-    @property
-    def ahead(self) -> int:
-        """How many full batches may be submitted when none is free, for the executor that is free first."""
-
-    @property
-    def size(self) -> int:
-        """How many executors there are to be, in whatever state."""
-
-    @property
-    def in_service(self) -> int:
-        """How many executors are ready, busy or not."""
-
-    @property
-    def on_loop(self) -> bool:
-        """Whether `submit` runs the batch before it returns: worth waiting for all that came in this turn."""
-
-    def portion(self, waiting: int) -> int:
-        """How many of `waiting` requests, which fit into one batch, to submit at once; the rest come next."""
-
-    async def resize(self, count: int) -> None:
-        """Start or stop executors until there are `count`; new ones are loaded, but not in service yet.
-
-        Raises:
-            LoadFailed: when one could not be loaded; those that run already stay.
-        """
-
-    async def warm_up(self) -> None:
-        """Warm the new executors up and put them in service.
-
-        Raises:
-            LoadFailed: when one fails at it.
-        """
-
-    def idle_ids(self) -> tuple[int, ...]:
-        """The executors that are in service and have nothing to do."""
-
-    def submit(
-        self,
-        requests: Sequence[InferRequest],
-        sink: BatchSink,
-        executor_id: int | None = None,
-        *,
-        behind: int = 0,
-    ) -> None:
-        """Run one batch: on the idle executor named, or on any when the caller has seen room for it.
-
-        `behind`: how many requests wait behind it.
-        """
-
-    def statuses(self) -> tuple[ExecutorStatus, ...]:
-        """A snapshot of every executor, oldest first."""
-
-    async def close(self) -> None:
-        """Stop all executors at once; batches still inside are answered with `ExecutorDied`."""
+    shares_weights: bool = False  # executors are lanes of one process, over one copy of the weights
 
 
 FreeCallback: TypeAlias = Callable[[], None]  # an executor came free, or there will never be one again

@@ -1,9 +1,9 @@
 """The server's side of the fork server: asks for workers, learns their process ids and how they ended.
 
-Protocol, over a Unix socket that keeps message boundaries: the server sends an empty request with two
-descriptors (the worker's socket, the pipe for its output); the fork server answers each, in order, with
-`P <pid>`, or with `E <errno>` when the system would not have one more process. It sends `X <pid> <exit code>`
-when a worker has ended.
+Protocol, over a Unix socket that keeps message boundaries: the server sends an empty request with the
+descriptors of a worker (its data socket, its control socket, its page, the pipe for its output); the fork
+server answers each, in order, with `P <pid>`, or with `E <errno>` when the system would not have one more
+process. It sends `X <pid> <exit code>` when a worker has ended.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 MAX_MESSAGE_BYTES = 64
+DESCRIPTORS = 4  # of a request
 FORK_TIMEOUT_S = 120.0  # the first fork waits for the import of torch; one that hangs for longer is given up
 
 
@@ -70,8 +71,8 @@ class ForkServer:
         self._control.setblocking(False)
         self._loop.add_reader(self._control, self._receive)
 
-    async def fork(self, worker_socket: int, output: int) -> tuple[int, asyncio.Future[int]]:
-        """Fork a worker that inherits both descriptors; returns its pid and the future of its exit code.
+    async def fork(self, descriptors: Sequence[int], output: int) -> tuple[int, asyncio.Future[int]]:
+        """Fork a worker that inherits the descriptors; returns its pid and the future of its exit code.
 
         Raises:
             OSError: the fork server is lost, or hangs, or the system has no process left.
@@ -79,7 +80,7 @@ class ForkServer:
         if self.lost:
             raise OSError("the fork server is lost")
         forked: asyncio.Future[tuple[int, asyncio.Future[int]]] = self._loop.create_future()
-        socket.send_fds(self._control, [b"F"], [worker_socket, output])
+        socket.send_fds(self._control, [b"F"], [*descriptors, output])
         self._forks.append(forked)
         try:
             return await asyncio.wait_for(forked, FORK_TIMEOUT_S)

@@ -7,7 +7,6 @@ server.
 
 from __future__ import annotations
 
-import atexit
 import errno
 import gc
 import os
@@ -24,8 +23,9 @@ import numpy as np
 import torch
 
 from torchere.handlers import ts_alias
-from torchere.serving.execution import worker
+from torchere.serving.execution import process
 from torchere.serving.execution.allocator import keep_freed_memory
+from torchere.serving.execution.fork_client import DESCRIPTORS
 from torchere.serving.execution.parent import die_with_parent
 
 
@@ -55,12 +55,12 @@ class ForkServer:
 
     def _answer(self) -> bool:
         try:
-            message, descriptors, _, _ = socket.recv_fds(self._control, 1, 2)
+            message, descriptors, _, _ = socket.recv_fds(self._control, 1, DESCRIPTORS)
         except BlockingIOError:
             return True
         if not message:
             return False
-        if len(descriptors) == 2:
+        if len(descriptors) == DESCRIPTORS:
             self._fork(*descriptors)
         else:  # no descriptor left to take them with
             self._send(b"E %d" % errno.EMFILE)
@@ -68,17 +68,17 @@ class ForkServer:
                 os.close(descriptor)
         return True
 
-    def _fork(self, connection: int, output: int) -> None:
+    def _fork(self, data: int, control: int, page: int, output: int) -> None:
         try:
             pid = os.fork()
         except OSError as err:  # no process left: the workers that are there go on
             self._send(b"E %d" % (err.errno or errno.EAGAIN))
         else:
             if pid == 0:
-                self._become_worker(connection, output)
+                self._become_worker(data, control, page, output)
             self._send(b"P %d" % pid)
-        os.close(connection)
-        os.close(output)
+        for descriptor in (data, control, page, output):
+            os.close(descriptor)
 
     def _send(self, message: bytes) -> None:
         """Send, however long the server takes to read; when it is gone, `serve` finds out by itself."""
@@ -90,7 +90,7 @@ class ForkServer:
                 except BlockingIOError:
                     select.select([], [self._control], [])
 
-    def _become_worker(self, connection: int, output: int) -> NoReturn:
+    def _become_worker(self, data: int, control: int, page: int, output: int) -> NoReturn:
         code = 1
         try:
             signal.set_wakeup_fd(-1)
@@ -105,18 +105,14 @@ class ForkServer:
             os.close(output)
             torch.seed()  # or all workers would draw the same numbers
             np.random.seed()  # the global state is what handlers use
-            worker.run(connection)
+            process.run(data, control, page)
             code = 0
         except SystemExit as err:
             code = err.code if isinstance(err.code, int) else 1
         except BaseException:  # the top of a process
             traceback.print_exc()
         finally:
-            with suppress(Exception):  # user code, too
-                atexit._run_exitfuncs()
-                sys.stdout.flush()
-                sys.stderr.flush()
-            os._exit(code)  # never back into the fork server's own frames
+            process.leave(code)  # never back into the fork server's own frames
 
     def _report_ended(self) -> None:
         with suppress(BlockingIOError):

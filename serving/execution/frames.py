@@ -1,71 +1,224 @@
-"""A byte stream cut into frames: by `FrameProtocol` in the server, by `FrameReader` in a worker."""
+"""A byte stream cut into frames: by `FrameSocket` in the server, by `FrameReader` in a worker.
+
+A frame is a 4-byte big-endian length and as many bytes. Nothing is unpickled.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import mmap
 import socket
+import struct
+from collections import deque
 from collections.abc import Callable
 
-from torchere.serving.execution.wire import HEADER, MAX_FRAME_BYTES
-
+HEADER = struct.Struct(">I")
+MAX_FRAME_BYTES = 2**31  # a longer one is a protocol error
 _ROOM_BYTES = 65_536  # of a reader: all batches that are sent ahead, unless they are large
+_RECEIVE_BYTES = 262_144
+_MAPPED_BYTES = 8 * 2**20  # frames from here on are received into a mapping of their own
+_RECEIVES_A_TURN = 16  # of a worker that writes without an end, before other sockets have their turn
+_SEND_PARTS = 64  # frames that go out with one system call, far below IOV_MAX
 
 
-class FrameProtocol(asyncio.Protocol):
-    """Calls `on_frame(payload)` for every complete frame, and `on_lost()` once when the stream ends.
+class FrameSocket:
+    """The server's end of a worker's stream. Lives on the event loop.
 
-    A payload is good until its call returns. A length over the limit ends the connection: whoever is at the
-    other end does not speak our language. `fault` says so then, in words.
+    It uses the socket itself, not a transport: asyncio and uvloop drop what is still unread when a write
+    fails, and the last report of a worker that has just died must be read to its end.
+
+    Args:
+        connection: a stream socket; closed with this.
+        on_frame: gets each payload, which is valid until it returns.
+        on_end: called once, in a turn of its own, when all was read that will ever be, with a description of
+            the protocol error that ended it, or "".
     """
 
-    def __init__(self, on_frame: Callable[[memoryview], None], on_lost: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        on_frame: Callable[[memoryview], None],
+        on_end: Callable[[str], None],
+    ) -> None:
+        self._connection = connection
         self._on_frame = on_frame
-        self._on_lost = on_lost
-        self._begun = bytearray()  # of a frame that is not there as a whole
-        self._transport: asyncio.BaseTransport | None = None
-        self.fault = ""
+        self._on_end = on_end
+        self._loop = asyncio.get_running_loop()
+        self._room = bytearray(_RECEIVE_BYTES)
+        self._begun = bytearray()  # the beginning of a frame
+        self._large: memoryview | None = None  # a frame larger than the room, while it is received
+        self._filled = 0  # bytes of it
+        self._unsent: deque[memoryview] = deque()
+        self._sent_this_turn = False
+        self._writer_waits = False
+        self.open = True  # frames may be sent
+        connection.setblocking(False)
+        self._descriptor = connection.fileno()
+        self._loop.add_reader(self._descriptor, self._readable)
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Remember the transport, to end it when the stream is not frames."""
-        self._transport = transport
+    def send(self, frame: bytes | bytearray) -> None:
+        """Send a whole frame: the first of a turn now, those behind it together at the end of the turn."""
+        if not self.open:
+            return
+        self._unsent.append(memoryview(frame))
+        if self._writer_waits:
+            return
+        if not self._sent_this_turn:
+            self._sent_this_turn = True
+            self._loop.call_soon(self._turn_over)
+            self._flush()
 
-    def data_received(self, data: bytes) -> None:
-        """Hand on what is complete now, keep the rest."""
-        begun = self._begun
-        if begun:
-            begun += data
-            with memoryview(begun) as view:
-                cut = self._cut(view)
-            del begun[:cut]
-        else:
-            with memoryview(data) as view:
-                cut = self._cut(view)
-                begun += view[cut:]
+    def _turn_over(self) -> None:
+        self._sent_this_turn = False
+        if self._unsent and not self._writer_waits and self.open:
+            self._flush()
 
-    def _cut(self, view: memoryview) -> int:
-        """Hand on all frames that `view` begins with; where the rest begins."""
+    def _flush(self) -> None:
+        """Send what the socket takes now, and the rest when it takes more."""
+        unsent = self._unsent
+        try:
+            while unsent:
+                if len(unsent) == 1:
+                    sent = self._connection.send(unsent[0])
+                else:
+                    sent = self._connection.sendmsg(
+                        [unsent[at] for at in range(min(len(unsent), _SEND_PARTS))]
+                    )
+                while unsent and sent >= len(unsent[0]):
+                    sent -= len(unsent.popleft())
+                if sent:
+                    unsent[0] = unsent[0][sent:]
+        except BlockingIOError:
+            if not self._writer_waits:
+                self._writer_waits = True
+                self._loop.add_writer(self._descriptor, self._writable)
+            return
+        except OSError:  # the worker is gone: what it said last is still to be read
+            self._stop_writing()
+            return
+        if self._writer_waits:
+            self._writer_waits = False
+            self._loop.remove_writer(self._descriptor)
+
+    def _writable(self) -> None:
+        if self.open:
+            self._flush()
+
+    def _stop_writing(self) -> None:
+        self.open = False
+        self._unsent.clear()
+        if self._writer_waits:
+            self._writer_waits = False
+            self._loop.remove_writer(self._descriptor)
+
+    def _readable(self) -> None:
+        for _ in range(_RECEIVES_A_TURN):
+            target = self._room if self._large is None else self._large[self._filled :]
+            try:
+                count = self._connection.recv_into(target)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError:  # reset: there is nothing behind it
+                count = 0
+            if not count:
+                self._end("")
+                return
+            if not self._take(count):
+                return
+            if count < len(target):
+                return
+
+    def _take(self, count: int) -> bool:
+        """Hand on the frames that are whole with the bytes received; False: the stream has ended."""
+        if self._large is not None:
+            self._filled += count
+            if self._filled == len(self._large):
+                payload, self._large = self._large, None
+                self._on_frame(payload)
+            return self._is_reading
+        with memoryview(self._room) as room:
+            if not self._begun:
+                with room[:count] as view:
+                    return self._cut(view)
+            self._begun += room[:count]
+        begun, self._begun = self._begun, bytearray()
+        with memoryview(begun) as view:
+            return self._cut(view)
+
+    def _cut(self, view: memoryview) -> bool:
         start, size = 0, len(view)
         while size - start >= HEADER.size:
             (length,) = HEADER.unpack_from(view, start)
             if length > MAX_FRAME_BYTES:
-                self._refuse(length)
-                break
-            end = start + HEADER.size + int(length)
+                self._end(f"sent a frame of {length} bytes, expected at most {MAX_FRAME_BYTES}")
+                return False
+            begin = start + HEADER.size
+            end = begin + length
             if end > size:
+                if length > _RECEIVE_BYTES:
+                    return self._begin_large(length, view[begin:])
                 break
-            with view[start + HEADER.size : end] as payload:
-                self._on_frame(payload)
+            self._on_frame(view[begin:end])
+            if not self._is_reading:
+                return False
             start = end
-        return start
+        self._begun += view[start:]
+        return True
 
-    def _refuse(self, length: int) -> None:
-        self.fault = f"sent a frame of {length} bytes, expected at most {MAX_FRAME_BYTES}"
-        if self._transport is not None:
-            self._transport.abort()  # type: ignore[attr-defined]
+    def _begin_large(self, length: int, held: memoryview) -> bool:
+        try:
+            self._large = _room_for(length)
+        except (MemoryError, OSError):
+            self._end(f"sent a frame of {length} bytes, for which there is no memory")
+            return False
+        self._large[: len(held)] = held
+        self._filled = len(held)
+        return True
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Tell that nothing more will come."""
-        self._on_lost()
+    @property
+    def _is_reading(self) -> bool:
+        return self._descriptor >= 0
+
+    def fail(self, fault: str) -> None:
+        """End the stream because of a frame that breaks the protocol; `on_end` gets the fault."""
+        if self._is_reading:
+            self._end(fault)
+
+    def _end(self, fault: str) -> None:
+        self._stop()
+        self._loop.call_soon(self._on_end, fault)
+
+    def _stop(self) -> None:
+        if self._descriptor >= 0:
+            self._stop_writing()
+            self._loop.remove_reader(self._descriptor)
+            self._descriptor = -1
+            self._connection.close()
+            self._large = None
+
+    def close(self) -> None:
+        """Stop reading and writing, and close the socket; `on_end` is not called for it."""
+        self._stop()
+
+    def close_writing(self) -> None:
+        """Tell the worker that no more comes, which ends it; what it still sends is read."""
+        if self.open:
+            self._stop_writing()
+            try:
+                self._connection.shutdown(socket.SHUT_WR)
+            except OSError:  # it is gone
+                return
+
+
+def _room_for(length: int) -> memoryview:
+    """Memory for a payload.
+
+    A `bytearray` is filled with zeros at once: the header of 2 GiB took the loop 2.7 s and as much memory.
+    The pages of a mapping are committed when bytes are received into them.
+    """
+    if length < _MAPPED_BYTES:
+        return memoryview(bytearray(length))
+    return memoryview(mmap.mmap(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 class FrameReader:
@@ -77,8 +230,13 @@ class FrameReader:
         self._start = 0  # of what was read and not handed out
         self._end = 0
 
+    @property
+    def has_more(self) -> bool:
+        """Whether bytes were read that belong to the next frame: polling the socket does not tell of them."""
+        return self._end > self._start
+
     def next(self) -> memoryview | None:
-        """The payload of the next frame, good until the next call; None: the stream has ended."""
+        """The payload of the next frame, valid until the next call; None: the stream has ended."""
         while True:
             held = self._end - self._start
             if held >= HEADER.size:
@@ -103,7 +261,7 @@ class FrameReader:
         return count > 0
 
     def _large(self, length: int) -> memoryview | None:
-        """A payload that is longer than our room, of which some is held."""
+        """A payload that is longer than the room, of which some is held."""
         payload = memoryview(bytearray(length))
         held = self._room[self._start + HEADER.size : self._end]
         payload[: len(held)] = held

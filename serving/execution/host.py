@@ -1,4 +1,4 @@
-"""One loaded handler and what the contract wants around each call of it. Used by threads and workers alike.
+"""One loaded handler, and what the contract demands around each call of it. Used by the lanes of a worker.
 
 Contract: data is a list with one dict per request; the handler returns a list of equal length; the failures
 and their texts are TorchServe's, because clients compare them.
@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from torchere.handlers.archive_import import archive_of
 from torchere.handlers.archive_plain_names import give_plain_names
-from torchere.handlers.context import Context, RequestProcessor
+from torchere.handlers.context import Context, RequestProcessor, Unwanted
 from torchere.handlers.devices import gpu_is_usable, own_stream
 from torchere.handlers.encode import Lent
 from torchere.handlers.entry_point import EntryPoint
@@ -50,12 +48,18 @@ PartialSink = Callable[[int, InferResponse], object]
 
 
 class HandlerHost:
-    """A handler instance for one executor. Not thread-safe: one thread loads it and runs it.
+    """A handler instance for one lane. Not thread-safe: one thread loads it and runs it.
 
-    `shared_models` is common to all hosts of a version in this process: the weights are loaded once.
+    Args:
+        spec: what to load.
+        gpu_id: the GPU to load it on; None: the CPU.
+        shared_models: common to all hosts of a version in this process: the weights are loaded once.
+        alone: the lane is the main thread, and no other lane is in this process.
     """
 
-    def __init__(self, spec: LoadSpec, gpu_id: int | None, shared_models: SharedModels) -> None:
+    def __init__(
+        self, spec: LoadSpec, gpu_id: int | None, shared_models: SharedModels, *, alone: bool = True
+    ) -> None:
         self._spec = spec
         self._metrics = MetricsCache(spec.model_name, spec.declared_metrics)
         self._context = Context(
@@ -74,17 +78,15 @@ class HandlerHost:
         self._borrows = False  # the handler takes tensors where they lie in the request
         self._encoder = AnswerEncoder(spec.model_name, spec.model_version, spec.archive_dir)
         self._context.encoder = self._encoder
-        self._cpu_time: Callable[[], float] = time.thread_time
         self._gpu_id = gpu_id
-        self._is_alone = False
+        self._is_alone = alone
         self.has_lost_its_gpu = False
 
     def own_process(self) -> None:
-        """Nothing else is hosted here: modules get their plain names, too, and weights stay in the file."""
-        spare_memory()
+        """Prepare a process that hosts nothing else: modules get their plain names, too."""
+        if not self._spec.shares_weights:
+            spare_memory()
         give_plain_names(archive_of(self._context))
-        self._cpu_time = float  # always 0.0: only among threads is it of use, and asking is a system call
-        self._is_alone = True
 
     def load(self) -> None:
         """Resolve and initialise the handler; sets the calling thread's intra-op thread count.
@@ -129,29 +131,36 @@ class HandlerHost:
             self._metrics.record(sample)  # goes out with the first batch
 
     def run(
-        self, requests: Sequence[InferRequest], send_partial: PartialSink | None, gone: Sequence[int] = ()
+        self,
+        requests: Sequence[InferRequest],
+        send_partial: PartialSink | None,
+        gone: Sequence[int] = (),
+        is_unwanted: Callable[[], bool] | None = None,
     ) -> BatchReport:
         """Run one batch; failures become outcomes, so this does not raise.
 
-        Requests whose deadline passed while they waited for this executor, and those in the places `gone`,
-        are answered without being run.
+        Requests whose deadline passed while they waited for this lane, and those in the places `gone`, are
+        answered without being run. The run is given up at the next stage or part once `is_unwanted` says that
+        all its clients have left.
         """
         now_s = time.monotonic()
+        self._context.is_unwanted = is_unwanted
         for request in requests:
             if request.deadline_s <= now_s:
                 break
         else:
             if not gone:
-                return self._run(requests, send_partial)
-        return self._run_some(requests, _left_out(requests, gone, now_s), send_partial)
+                return self._run(requests, send_partial, now_s)
+        return self._run_some(requests, _left_out(requests, gone, now_s), send_partial, now_s)
 
     def _run_some(
         self,
         requests: Sequence[InferRequest],
         refusals: Sequence[ServingError | None],
         send_partial: PartialSink | None,
+        now_s: float,
     ) -> BatchReport:
-        """Run those with None as one batch; the others are told what is against them."""
+        """Run those with None as one batch; the others get their refusal."""
         places = [place for place, refusal in enumerate(refusals) if refusal is None]
         live = [requests[place] for place in places]
 
@@ -159,19 +168,20 @@ class HandlerHost:
             if send_partial is not None:
                 send_partial(places[index], part)
 
-        report = self._run(live, send) if live else BatchReport([])
+        report = self._run(live, send, now_s) if live else BatchReport([])
         of_live = iter(report.outcomes)
         outcomes = [refusal or next(of_live) for refusal in refusals]
-        return BatchReport(outcomes, report.handler_s, report.metrics, report.cpu_s, report.stages_s)
+        return BatchReport(outcomes, report.handler_s, report.metrics, report.stages_s, now_s)
 
-    def _run(self, requests: Sequence[InferRequest], send_partial: PartialSink | None) -> BatchReport:
-        cpu_started_s = self._cpu_time()
+    def _run(
+        self, requests: Sequence[InferRequest], send_partial: PartialSink | None, now_s: float
+    ) -> BatchReport:
         # The requests of a batch that fails as a whole are run again one by one, so they may not be changed.
         lent: Lent = "own" if not self._borrows else "write" if len(requests) == 1 else "read"
         rows = [row_of(request, self._spec.decode_input, lent) for request in requests]
         refusals = [row if isinstance(row, InvalidRequest) else None for row in rows]
         if any(refusals):
-            return self._run_some(requests, refusals, send_partial)
+            return self._run_some(requests, refusals, send_partial, now_s)
         processors = [RequestProcessor(request.request_id, headers_of(request)) for request in requests]
         self._context.begin_batch(processors, _parts_of(processors, send_partial))
         started = time.perf_counter()
@@ -187,20 +197,8 @@ class HandlerHost:
             outcomes = [failure] * len(requests)
             self.has_lost_its_gpu = not gpu_is_usable(self._gpu_id, isinstance(failure, OutOfResources))
         self._context.end_batch()
-        cpu_s = self._cpu_time() - cpu_started_s
         metrics = tuple(self._metrics.drain())
-        return BatchReport(outcomes, handler_s, metrics, cpu_s, self._context.stages_s)
-
-    def too_slow(self, timeout_s: float) -> LoadFailed:
-        """The error for a load that took longer than `timeout_s`."""
-        cause = f"not loaded within startup_timeout={timeout_s:g} s"
-        return LoadFailed.of(self._spec.model_name, self._spec.model_version, cause)
-
-    def traces(self) -> list[weakref.ref[Any]]:
-        """Weak references that tell later whether this and its handler are still in memory."""
-        instance = self._entry_point.instance if self._entry_point is not None else None
-        held = [self] if instance is None or not hasattr(instance, "__weakref__") else [self, instance]
-        return [weakref.ref(one) for one in held]
+        return BatchReport(outcomes, handler_s, metrics, self._context.stages_s, now_s)
 
     def _loaded(self) -> EntryPoint:
         if self._entry_point is None:
@@ -240,6 +238,8 @@ class HandlerHost:
         return [HandlerFailed(message, detail=detail)] * count
 
     def _failure(self, err: BaseException, requests: Sequence[InferRequest]) -> ServingError:
+        if isinstance(err, Unwanted):
+            return Cancelled()
         ids = ",".join(request.request_id for request in requests)
         extra = self._log_fields(ids, requests)
         if isinstance(err, PredictionException):

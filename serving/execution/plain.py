@@ -23,7 +23,7 @@ def plain_text(value: object) -> str:
         return value
     try:
         return str(value).encode(errors="replace").decode()
-    except Exception:  # an exception of user code whose __str__ raises
+    except BaseException:  # an exception of user code whose __str__ raises, or exits
         return f"<{type(value).__name__}: it cannot be printed>"
 
 
@@ -63,5 +63,5 @@ def trace_of(err: BaseException) -> str:
     """An exception with its traceback."""
     try:
         return plain_text("".join(traceback.format_exception(err)))
-    except Exception:  # as in `plain_text`
+    except BaseException:  # as in `plain_text`
         return line_of(err)

@@ -1,33 +1,32 @@
-"""How many batches are sent to executors before they have answered those they are at. Pure."""
+"""How many batches are sent to lanes before they have answered the ones they are at. Pure."""
 
 from __future__ import annotations
 
-# A worker that answers within this long gets batches sent ahead, so that it need not wait for the server in
-# between; a slower one does not, because a batch sent ahead can't go to a neighbour that comes free earlier.
+# A lane that answers within this long gets batches sent ahead, so that it need not wait for the server in
+# between; a slower one does not, because a batch sent ahead can't go to another process that is free earlier.
 QUICK_S = 0.002
-AHEAD_S = 0.008  # of work inside a quick worker, at most
-MOST_AHEAD = 8  # from 4 to 8 the quickest handlers took 4 % less processor time for a request
-
-
-def depth(mean_run_s: float) -> int:
-    """How many batches may be inside a worker that takes so long for each, the running one included."""
-    if mean_run_s >= QUICK_S:
-        return 1
-    return min(MOST_AHEAD, int(AHEAD_S / max(mean_run_s, AHEAD_S / MOST_AHEAD)))
-
-
-# Threads take from one inbox, so a batch sent ahead goes to whichever comes free first, and a longer one may
-# be sent, too: with batches of 1 to 7 ms, two threads did 5 to 8 % more of them. With longer ones the wait
-# for the loop in between is little, and a request of higher priority should not find one before it.
-QUICK_IN_THREAD_S = 0.01
-
-
-def ahead_of_threads(threads: int, mean_wall_s: float) -> int:
-    """How many more batches than there are threads may be in their inbox."""
-    return threads if mean_wall_s < QUICK_IN_THREAD_S else 0
-
-
-# Full batches of several requests, however long they take. Between two batches a thread waits for the loop,
-# which has just got the answers of a whole one: of MiniLM's 16 rows, 2 ms in 120. One is enough for all
-# threads, because whoever takes it lets the next one in.
+# Lanes of one process take batches from one socket, so one sent ahead goes to whichever lane is free first:
+# with batches of 1 to 7 ms, two lanes did 5 to 8 % more of them. With longer ones the wait for the server in
+# between is little, and a request of higher priority should not find one before it.
+QUICK_IN_LANES_S = 0.01
+AHEAD_S = 0.008  # of work inside a quick lane, at most
+MOST_INSIDE = 8  # from 4 to 8 the quickest handlers took 4 % less processor time for a request
+# Full batches of several requests, however long they take. Between two batches a lane waits for the server,
+# which has just got the answers of a whole one: of MiniLM's 16 rows, 2 ms in 120. One is enough for all lanes
+# of a process, because the lane that takes it lets the next one in.
 FULL_AHEAD = 1
+
+
+def inside_a_lane(mean_run_s: float, lanes: int) -> int:
+    """How many batches may be inside for each lane, the running one included.
+
+    Args:
+        mean_run_s: how long a lane takes for a batch.
+        lanes: of the process.
+
+    >>> inside_a_lane(0.0001, 1), inside_a_lane(0.004, 1), inside_a_lane(0.004, 2), inside_a_lane(0.02, 2)
+    (8, 1, 2, 1)
+    """
+    if mean_run_s < QUICK_S:
+        return min(MOST_INSIDE, int(AHEAD_S / max(mean_run_s, AHEAD_S / MOST_INSIDE)))
+    return 2 if lanes > 1 and mean_run_s < QUICK_IN_LANES_S else 1

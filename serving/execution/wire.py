@@ -1,14 +1,17 @@
 """The messages between the server and a worker process, and nothing else.
 
-One frame is a 4-byte big-endian length and that many bytes of MessagePack: a tagged array of fixed layout,
-decoded by `msgspec` against the types below, so a worker that sends anything else is found out at once.
-Nothing is ever unpickled. Both ends are of the same release: the layout may change with it.
+A message is one frame (`frames.py`) of MessagePack: a tagged array of fixed layout, decoded by `msgspec`
+against the types below, so a worker that sends anything else is found out at once. Nothing is unpickled. Both
+ends are of the same release: the layout may change with it.
+
+Two sockets connect them. The control socket carries loading and signs of life, which no batch delays; the
+data socket carries batches, and an idle lane of the worker takes the next one from it by itself.
 """
 
 from __future__ import annotations
 
 import logging
-import struct
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -16,69 +19,98 @@ import msgspec
 
 from torchere.handlers.metric_types import MetricSample
 from torchere.serving.errors import (
+    Cancelled,
     DeadlineExceeded,
     ExecutorDied,
     HandlerFailed,
     InvalidRequest,
     OutOfResources,
+    ServingError,
 )
 from torchere.serving.execution.executor import BatchReport, LoadSpec, Outcome, Unfinished
+from torchere.serving.execution.frames import HEADER, MAX_FRAME_BYTES
 from torchere.serving.types import InferRequest, InferResponse
 
 logger = logging.getLogger(__name__)
 
-HEADER = struct.Struct(">I")
-MAX_FRAME_BYTES = 2**31  # a frame that says it is longer is not a frame
-
 
 class Load(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Server to worker: load this; answered by `Loaded` or `LoadError`."""
+    """Control, to the worker: load these lanes; answered by `Loaded` or `LoadError`."""
 
     spec: LoadSpec
-    gpu_id: int | None
+    gpu_ids: tuple[int | None, ...]  # one for each lane; None: on the CPU
     log_token: str = ""  # marks the records of its log: `telemetry/worker_lines.py`
     config_file: str = ""  # of the unpacked archive: the worker reads the model config itself, see `load_of`
 
 
-class WarmUp(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Server to worker: run the warm-up rows; answered by `Loaded` or `LoadError`."""
+class AddLanes(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Control, to the worker: load further lanes; answered by `Loaded` or `LoadError`."""
+
+    gpu_ids: tuple[int | None, ...]
 
 
-class Run(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Server to worker: run a batch; answered by any number of `Partial` and one `Done` of the same `run_id`.
+class WarmUp(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Control, to the worker: warm the loaded lanes up and let them serve.
 
-    A worker runs batches in the order they came; the next may be sent while one runs.
+    Answered by `Serving` for each lane, and then by `Loaded` or `LoadError`.
     """
-
-    run_id: int
-    requests: tuple[InferRequest, ...]
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Server to worker: are you there? Answered by `Pong`, after the batches that were sent before."""
+    """Control, to the worker: answer with `Pong`."""
+
+
+class LogLevel(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """Control, to the worker: change the level of a logger."""
+
+    logger: str
+    level: int
+
+
+class Run(msgspec.Struct, frozen=True, array_like=True, tag=6):  # also `_RUN_TAG`
+    """Data, to the worker: run a batch; answered by any number of `Partial` and one `Done` of that `run_id`.
+
+    Lanes take batches in the order they were sent. `place` is the run's row in the page (`lanes.py`).
+    """
+
+    run_id: int
+    place: int
+    requests: tuple[InferRequest, ...]
+
+
+class Retire(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """Data, to the worker: the lane that takes it ends, and says so by `Retired`."""
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag=14):
-    """Worker to server: a sign of life."""
+    """Control, to the server: the process is alive."""
 
 
 class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=10):
-    """Worker to server: the step asked for is done."""
+    """Control, to the server: the step asked for is done."""
 
 
 class LoadError(msgspec.Struct, frozen=True, array_like=True, tag=11):
-    """Worker to server: the step asked for failed; the worker ends."""
+    """Control, to the server: the step asked for failed; lanes that serve go on."""
 
     detail: str
     out_of_memory: bool
 
 
+class Serving(msgspec.Struct, frozen=True, array_like=True, tag=15):
+    """Control, to the server: one more lane serves."""
+
+
 class Partial(msgspec.Struct, frozen=True, array_like=True, tag=12):
-    """Worker to server: a part of the streamed answer of request `index`; see `BatchSink.partial`."""
+    """Data, to the server: a part of the streamed answer of request `index`; see `BatchSink.partial`."""
 
     run_id: int
     index: int
     part: InferResponse
+
+
+class Retired(msgspec.Struct, frozen=True, array_like=True, tag=16):
+    """Data, to the server: the lane that took a `Retire` has ended."""
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True, tag=20):
@@ -103,27 +135,33 @@ class More(msgspec.Struct, frozen=True, array_like=True, tag=22):
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, tag=13):
-    """Worker to server: the batch is over; `outcomes[i]` is that of `requests[i]`."""
+    """Data, to the server: the batch is over; `outcomes[i]` is that of `requests[i]`."""
 
     run_id: int
     outcomes: tuple[Answer | More | Failure, ...]
+    began_s: float  # monotonic, which all processes of a machine share
     handler_s: float
     metrics: tuple[MetricSample, ...]
     stages_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    is_last: bool = False  # the worker ends now, and begins none of those that were sent behind this one
+    is_last: bool = False  # the worker ends now, and begins none of the batches behind this one
 
 
-ToWorker: TypeAlias = Load | WarmUp | Run | Ping
-FromWorker: TypeAlias = Loaded | LoadError | Partial | Done | Pong
+ControlToWorker: TypeAlias = Load | AddLanes | WarmUp | Ping | LogLevel
+DataToWorker: TypeAlias = Run | Retire
+ControlFromWorker: TypeAlias = Loaded | LoadError | Serving | Pong
+DataFromWorker: TypeAlias = Partial | Done | Retired
+Message: TypeAlias = ControlToWorker | DataToWorker | ControlFromWorker | DataFromWorker
+
+_RUN_TAG = 6  # of `Run`
 
 _encoder = msgspec.msgpack.Encoder()
-to_worker_decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(Load | WarmUp | Run | Ping)
-from_worker_decoder: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(
-    Loaded | LoadError | Partial | Done | Pong
-)
+control_to_worker: msgspec.msgpack.Decoder[ControlToWorker] = msgspec.msgpack.Decoder(ControlToWorker)
+data_to_worker: msgspec.msgpack.Decoder[DataToWorker] = msgspec.msgpack.Decoder(DataToWorker)
+control_from_worker: msgspec.msgpack.Decoder[ControlFromWorker] = msgspec.msgpack.Decoder(ControlFromWorker)
+data_from_worker: msgspec.msgpack.Decoder[DataFromWorker] = msgspec.msgpack.Decoder(DataFromWorker)
 
 
-def encode_frame(message: ToWorker | FromWorker) -> bytearray:
+def encode_frame(message: Message | tuple[Any, ...]) -> bytearray:
     """One message as one frame.
 
     Raises:
@@ -138,15 +176,28 @@ def encode_frame(message: ToWorker | FromWorker) -> bytearray:
     return frame
 
 
-def load_of(spec: LoadSpec, gpu_id: int | None, log_token: str) -> Load:
+def encode_run(run_id: int, place: int, requests: Sequence[Any]) -> bytearray:
+    """A `Run` as one frame, of requests with the attributes of an `InferRequest`.
+
+    The arrays are what `Run` and `InferRequest` are encoded as; making those first would take three times as
+    long.
+
+    Raises:
+        ValueError, MemoryError: the batch is too large to be sent.
+    """
+    rows = [(one.request_id, one.parameters, one.headers, one.deadline_s, one.priority) for one in requests]
+    return encode_frame((_RUN_TAG, run_id, place, rows))
+
+
+def load_of(spec: LoadSpec, gpu_ids: tuple[int | None, ...], log_token: str) -> Load:
     """The message that loads this; a model config of which a frame would make another is left in its file.
 
     Dates and sets of YAML, say, would come as texts and lists.
     """
     config_file = (spec.manifest.get("model") or {}).get("configFile")
     if not config_file or _survives(spec.model_config):
-        return Load(spec, gpu_id, log_token)
-    return Load(replace(spec, model_config={}), gpu_id, log_token, config_file)
+        return Load(spec, gpu_ids, log_token)
+    return Load(replace(spec, model_config={}), gpu_ids, log_token, config_file)
 
 
 def _survives(values: dict[str, Any]) -> bool:
@@ -160,7 +211,7 @@ def _survives(values: dict[str, Any]) -> bool:
 def done_from_report(run_id: int, report: BatchReport, is_last: bool = False) -> Done:
     """A worker's report as a message."""
     outcomes = tuple(_encode_outcome(outcome) for outcome in report.outcomes)
-    return Done(run_id, outcomes, report.handler_s, report.metrics, report.stages_s, is_last)
+    return Done(run_id, outcomes, report.began_s, report.handler_s, report.metrics, report.stages_s, is_last)
 
 
 def encode_report(run_id: int, report: BatchReport, is_last: bool = False) -> bytearray:
@@ -168,13 +219,14 @@ def encode_report(run_id: int, report: BatchReport, is_last: bool = False) -> by
 
     One that can't be sent goes without its metrics, or if that does not help, with errors for answers.
     """
-    for rest in (report, BatchReport(report.outcomes, report.handler_s)):
+    for rest in (report, msgspec.structs.replace(report, metrics=())):
         try:
             return encode_frame(done_from_report(run_id, rest, is_last))
         except (TypeError, ValueError, OverflowError) as err:
-            logger.error("what came of a batch can't be sent as it is: %s", err)
+            logger.error("the report of a batch can't be sent as it is: %s", err)
     failed = [HandlerFailed(detail="the answer can't be sent; the log says why")] * len(report.outcomes)
-    return encode_frame(done_from_report(run_id, BatchReport(failed, report.handler_s), is_last))
+    bare = msgspec.structs.replace(report, outcomes=failed, metrics=())
+    return encode_frame(done_from_report(run_id, bare, is_last))
 
 
 def report_from_done(done: Done, expected: int) -> BatchReport:
@@ -183,7 +235,7 @@ def report_from_done(done: Done, expected: int) -> BatchReport:
     if len(outcomes) != expected:
         cause = f"the worker sent {len(outcomes)} outcomes for a batch of {expected}"
         return BatchReport([ExecutorDied(cause)] * expected)
-    return BatchReport(outcomes, done.handler_s, done.metrics, stages_s=done.stages_s)
+    return BatchReport(outcomes, done.handler_s, done.metrics, done.stages_s, done.began_s)
 
 
 def _encode_outcome(outcome: Outcome) -> Answer | More | Failure:
@@ -196,15 +248,19 @@ def _encode_outcome(outcome: Outcome) -> Answer | More | Failure:
     return Failure(outcome.code, outcome.message, outcome.detail)
 
 
+_KINDS: dict[str, type[ServingError]] = {
+    kind.code: kind for kind in (OutOfResources, DeadlineExceeded, InvalidRequest)
+}
+
+
 def _decode_outcome(outcome: Answer | More | Failure) -> Outcome:
     if isinstance(outcome, Answer):
         return outcome.response
     if isinstance(outcome, More):
         return Unfinished(outcome.part)
-    if outcome.code == OutOfResources.code:
-        return OutOfResources(outcome.message, outcome.detail)
-    if outcome.code == DeadlineExceeded.code:
-        return DeadlineExceeded(outcome.message, outcome.detail)
-    if outcome.code == InvalidRequest.code:
-        return InvalidRequest(outcome.message, outcome.detail)
+    if outcome.code == Cancelled.code:
+        return Cancelled()
+    kind = _KINDS.get(outcome.code)
+    if kind is not None:
+        return kind(outcome.message, outcome.detail)
     return HandlerFailed(outcome.message, outcome.status, outcome.detail)

@@ -1,86 +1,119 @@
-"""The server's handle on one worker process: start it, talk to it, learn why it ended."""
+"""The server's side of one worker process: its sockets, the runs inside it, and why it ended."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import signal
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import msgspec
 
-from torchere.handlers.weights_place import late_weights_of
-from torchere.serving.errors import LoadFailed
+from torchere.serving.errors import DeadlineExceeded, LoadFailed, OutOfResources, ServingError
 from torchere.serving.execution.executor import LoadSpec
-from torchere.serving.execution.frames import FrameProtocol
+from torchere.serving.execution.frames import FrameSocket
+from torchere.serving.execution.lanes import requests_of
 from torchere.serving.execution.launch import Launched, Launcher
 from torchere.serving.execution.loss import Loss, LossKind, loss_of_exit
 from torchere.serving.execution.oom import OomWatch
+from torchere.serving.execution.run import Run
 from torchere.serving.execution.wire import (
+    AddLanes,
+    ControlToWorker,
     Done,
     Loaded,
     LoadError,
+    LogLevel,
     Partial,
     Ping,
     Pong,
-    Run,
-    ToWorker,
+    Retire,
+    Serving,
     WarmUp,
+    control_from_worker,
+    data_from_worker,
     encode_frame,
-    from_worker_decoder,
+    encode_run,
     load_of,
+    report_from_done,
 )
+from torchere.serving.silence import was_late
+from torchere.serving.telemetry.log_levels import follow
 from torchere.serving.telemetry.worker_lines import MAX_LINE_BYTES, new_token, relay
-from torchere.serving.turn_writes import TurnWrites
-from torchere.serving.types import InferRequest
 
 logger = logging.getLogger("torchere.worker")
 
 ENDING_GRACE_S = 2.0  # to end by itself once its socket is closed
 LAST_WORDS_S = 0.5  # for the rest of its output, where a process that it started keeps the pipe open
 KILLED_GRACE_S = 10.0  # after SIGKILL: the kernel may take seconds to free much memory, on a GPU, too
+LOOK_AGAIN_S = 1.0  # after the loop stood still, before a lane counts as silent
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessEvents:
+    """Whom a process tells. Called on the event loop.
+
+    Attributes:
+        serving: one more lane serves.
+        pong: it gave the sign of life that it was asked for.
+        done: it sent a report, or a lane has retired (None).
+        hung: a lane has been silent for the response time-out; its run is answered.
+        gone: nothing reaches it from now on.
+    """
+
+    serving: Callable[[], None]
+    pong: Callable[[], None]
+    done: Callable[[Done | None], None]
+    hung: Callable[[], None]
+    gone: Callable[[], None]
 
 
 class WorkerProcess:
-    """One process that hosts one handler. Methods run on the event loop.
+    """One process and the runs inside it. Methods run on the event loop.
 
-    `on_message` gets what it says about batches, and its signs of life. `on_gone` is called when its
-    connection ends: nothing reaches it from then on. `lost` completes when the process has ended, too, which
-    may be seconds later, and tells why.
+    `lost` completes when the process has ended, and tells why, maybe seconds after `ProcessEvents.gone`.
     """
 
     def __init__(
         self,
         spec: LoadSpec,
         executor_id: int,
-        gpu_id: int | None,
         launcher: Launcher,
         *,
-        on_message: Callable[[Partial | Done | Pong], None],
-        on_gone: Callable[[], None],
+        response_timeout_s: float,
+        events: ProcessEvents,
         oom: OomWatch,
     ) -> None:
         self._spec = spec
         self._launcher = launcher
-        self._executor_id = executor_id
-        self._gpu_id = gpu_id
+        self._executor_id = executor_id  # of its first lane: what its log lines say
+        self._response_timeout_s = response_timeout_s
+        self._events = events
+        self._oom = oom
         self._loop = asyncio.get_running_loop()
         self._launched: Launched | None = None
-        self._transport: asyncio.Transport | None = None
-        self._is_paused = False
-        self._writes = TurnWrites()
-        self._reply: asyncio.Future[None] | None = None  # of the step (load, warm-up) under way
-        self._on_message = on_message
-        self._on_gone = on_gone
-        self._oom = oom
-        self._killed: Loss | None = None  # by us, and why
-        self._frames = FrameProtocol(self._on_frame, self._on_lost)
+        self._data: FrameSocket | None = None
+        self._control: FrameSocket | None = None
+        self._data_ended: asyncio.Future[None] = self._loop.create_future()
+        self._step_reply: asyncio.Future[None] | None = None  # of the step (load, warm-up) under way
+        self._killed: Loss | None = None  # by the server, and why
         self._log_token = new_token()
         self._output: asyncio.Task[None] | None = None
         self._reaper: asyncio.Task[None] | None = None
+        self._places: list[int] = []  # that are free again
+        self._places_used = 0
+        self._last_signs: dict[int, float] | None = None  # once the process has ended, and its page is closed
+        self._lanes_loaded = 0  # in all: no lane has a higher number
+        self._last_run_id = 0
+        self._heard_s = 0.0  # its last report
+        self._watch: asyncio.TimerHandle | None = None
+        self._looked_late = False
+        self._leaves = False  # it ends by itself, and has begun no run behind its last report
+        self.inside: dict[int, Run] = {}  # by run id, in the order they were sent
         self.lost: asyncio.Future[Loss] = self._loop.create_future()
-        self.leaves = False  # it ends by itself, and has begun nothing that was sent behind its last answer
 
     @property
     def pid(self) -> int:
@@ -89,8 +122,10 @@ class WorkerProcess:
 
     @property
     def reachable(self) -> bool:
-        """Whether what is sent may arrive."""
-        return self._transport is not None and not self._transport.is_closing()
+        """Whether messages may arrive."""
+        if self._data is None or self._control is None or self._reaper is not None:
+            return False
+        return self._data.open and self._control.open
 
     async def start(self) -> None:
         """Start the process and connect to it; the handler is not loaded yet.
@@ -99,87 +134,227 @@ class WorkerProcess:
             LoadFailed: the system would not start one.
         """
         try:
-            if late := late_weights_of(self._spec.archive_dir):  # the worker opens the file
-                await asyncio.to_thread(late.wait)
-            self._launched = await self._launcher.launch()
-            self._transport, _ = await self._loop.create_unix_connection(
-                lambda: self._frames, sock=self._launched.connection
-            )
-            self._writes.begin(self._transport)
-        except BaseException as err:  # the start may be given up meanwhile
-            if self._launched is not None:
-                self._launched.kill()
-                self._launched.connection.close()
-                self._launched.close()
-                self._launched = None  # there is nothing that could be lost
-            if isinstance(err, OSError):
-                raise self._load_failed(f"the worker process could not be started: {err}") from err
-            raise
-        self._output = asyncio.ensure_future(self._log_output(self._launched.output))
+            self._launched = launched = await self._launcher.launch(requests_of(self._spec.batch_size))
+        except OSError as err:
+            raise self._load_failed(f"the worker process could not be started: {err}") from err
+        self._data = FrameSocket(launched.data, self._on_data, self._on_data_end)
+        self._control = FrameSocket(launched.control, self._on_control, self._on_end)
+        # A child that it forked may keep its sockets open.
+        launched.exit_code.add_done_callback(lambda _: self._on_end(""))
+        self._output = asyncio.ensure_future(self._log_output(launched.output))
 
-    async def load(self, timeout_s: float) -> None:
-        """Load the handler.
+    async def load(self, gpu_ids: Sequence[int | None], timeout_s: float) -> None:
+        """Load a lane for each of `gpu_ids` (None: on the CPU).
 
         Raises:
             LoadFailed: it would not load, in time or at all; the process is gone then.
         """
-        await self._step(load_of(self._spec, self._gpu_id, self._log_token), timeout_s)
+        self._lanes_loaded += len(gpu_ids)
+        follow(self)
+        await self._step(load_of(self._spec, tuple(gpu_ids), self._log_token), timeout_s)
 
-    async def warm_up(self, timeout_s: float) -> None:
-        """Run the warm-up rows.
+    async def add_lanes(self, gpu_ids: Sequence[int | None], timeout_s: float) -> None:
+        """Load further lanes.
 
         Raises:
-            LoadFailed: as `load`.
+            LoadFailed: they would not load; lanes that serve go on.
+            TimeoutError: nor did they fail in time, and are still at it.
         """
-        await self._step(WarmUp(), timeout_s)
+        self._lanes_loaded += len(gpu_ids)
+        await self._step(AddLanes(tuple(gpu_ids)), timeout_s, beside=True)
 
-    async def _step(self, message: ToWorker, timeout_s: float) -> None:
-        if self.lost.done():  # since the step before, with nobody waiting
+    async def warm_up(self, timeout_s: float, *, beside: bool = False) -> None:
+        """Warm the loaded lanes up and let them serve; `beside`: others serve already.
+
+        Raises:
+            LoadFailed: as `load`, or beside others as `add_lanes`.
+            TimeoutError: as `add_lanes`.
+        """
+        await self._step(WarmUp(), timeout_s, beside=beside)
+
+    async def _step(self, message: ControlToWorker, timeout_s: float, *, beside: bool = False) -> None:
+        if self.lost.done():  # since the step before, with no step waiting
             raise self._load_failed(self.lost.result().cause)
-        self._reply = self._loop.create_future()
-        self._send(message)
+        self._step_reply = self._loop.create_future()
+        self._order(message)
         try:
-            await asyncio.wait_for(self._reply, timeout_s)
+            await asyncio.wait_for(self._step_reply, timeout_s)
         except asyncio.TimeoutError:
+            if beside:
+                raise
             cause = f"not loaded within startup_timeout={timeout_s:g} s"
             await self._kill_and_reap(Loss(LossKind.LOAD, cause))
             raise self._load_failed(cause) from None
         except BaseException:
-            await self._kill_and_reap(Loss(LossKind.LOAD, "the load failed or was given up"))
+            if not beside:
+                await self._kill_and_reap(Loss(LossKind.LOAD, "the load failed or was given up"))
             raise
         finally:
-            self._reply = None
+            self._step_reply = None
 
-    def run(self, run_id: int, requests: Sequence[InferRequest]) -> None:
-        """Send one batch; the worker runs it after those that were sent before.
-
-        Raises:
-            ValueError, MemoryError: the batch is too large to be sent.
-        """
-        self._send(Run(run_id, tuple(requests)))
+    def _order(self, message: ControlToWorker) -> None:
+        if self._control is not None:
+            self._control.send(encode_frame(message))
 
     def ping(self) -> None:
-        """Ask for a sign of life; the worker gives it when it is through with what was sent before."""
-        self._send(Ping())
+        """Ask for a sign of life; a single lane gives it between two runs."""
+        self._order(Ping())
 
-    @property
-    def is_paused(self) -> bool:
-        """Whether it has to wait with what it would send."""
-        return self._is_paused
+    def set_log_level(self, name: str, level: int) -> None:
+        """Change the level of a logger in the process."""
+        self._order(LogLevel(name, level))
 
-    def pause(self) -> bool:
-        """Take no more of what it sends, so that it has to wait; False when it is paused already, or gone."""
-        if self._is_paused or self._transport is None or self._transport.is_closing():
-            return False
-        self._transport.pause_reading()
-        self._is_paused = True
-        return True
+    def retire_lane(self) -> None:
+        """End one lane, after the runs that were sent before; `ProcessEvents.done` tells of it."""
+        if self._data is not None:
+            self._data.send(encode_frame(Retire()))
 
-    def resume(self) -> None:
-        """Take what it sends again."""
-        if self._is_paused and self._transport is not None and not self._transport.is_closing():
-            self._transport.resume_reading()
-        self._is_paused = False
+    def submit(self, run: Run) -> None:
+        """Send one run, for whichever lane is idle first."""
+        self._last_run_id = run_id = self._last_run_id + 1
+        place = self._places[-1] if self._places else self._places_used
+        try:
+            frame = encode_run(run_id, place, run.requests)
+        except (ValueError, MemoryError) as err:
+            failure = OutOfResources("Out of resources", f"the batch can't be sent to its worker: {err}")
+            self._loop.call_soon(run.fail, failure)  # the caller is not done with it
+            return
+        if self._launched is None or self._data is None:
+            raise RuntimeError("submit() before start()")
+        if self._places:
+            self._places.pop()
+        else:
+            self._places_used += 1
+        page = self._launched.page
+        page.clear(place)
+        run.run_id, run.place, run.page = run_id, place, page
+        run.heard_s = time.monotonic()
+        self.inside[run_id] = run
+        self._data.send(frame)
+        if self._watch is None:
+            self._look_in(self._response_timeout_s)
+
+    def _on_data(self, payload: memoryview) -> None:
+        try:
+            message = data_from_worker.decode(payload)
+        except (msgspec.MsgspecError, RecursionError) as err:
+            if self._data is not None:
+                self._data.fail(f"sent a frame that is not a message: {err}")
+            return
+        if isinstance(message, Done):
+            self._on_done(message)
+        elif isinstance(message, Partial):
+            run = self.inside.get(message.run_id)
+            if run is not None and run.part(message.index, message.part) and run.page is not None:
+                run.page.hold(run.place, held=True)
+        else:
+            self._events.done(None)
+
+    def _on_done(self, message: Done) -> None:
+        run = self.inside.pop(message.run_id, None)
+        if run is None:
+            return
+        self._places.append(run.place)
+        run.page = None
+        self._heard_s = time.monotonic()
+        self._leaves = self._leaves or message.is_last
+        self._events.done(message)
+        run.done(report_from_done(message, len(run.requests)))
+
+    def _on_control(self, payload: memoryview) -> None:
+        try:
+            message = control_from_worker.decode(payload)
+        except (msgspec.MsgspecError, RecursionError) as err:
+            if self._control is not None:
+                self._control.fail(f"sent a frame that is not a message: {err}")
+            return
+        if isinstance(message, Pong):
+            self._events.pong()
+        elif isinstance(message, Serving):
+            self._events.serving()
+        elif self._step_reply is not None and not self._step_reply.done():
+            if isinstance(message, LoadError):
+                self._step_reply.set_exception(self._load_failed(message.detail, message.out_of_memory))
+            elif isinstance(message, Loaded):
+                self._step_reply.set_result(None)
+
+    def _look_in(self, left_s: float) -> None:
+        self._watch = self._loop.call_later(left_s, self._look, time.monotonic() + left_s)
+
+    def _look(self, due_s: float) -> None:
+        """Find a lane that has been silent for the response time-out."""
+        self._watch = None
+        if not self.inside or self._launched is None or self.lost.done():
+            return
+        if was_late(due_s) and not self._looked_late:  # the server stood still: reports may be unread
+            self._looked_late = True  # once: a loop that is always late finds a hang, too
+            self._look_in(min(LOOK_AGAIN_S, self._response_timeout_s))
+            return
+        self._looked_late = False
+        now_s = time.monotonic()
+        since_s, run = min(
+            ((since_s, run) for run, since_s in self._silences(now_s)), key=lambda each: each[0]
+        )
+        left_s = since_s + self._response_timeout_s - now_s
+        if left_s > 0:
+            self._look_in(left_s)
+            return
+        timeout_s = self._response_timeout_s
+        logger.error(
+            "a lane of model %s version %s hangs: no answer within response_timeout=%g s",
+            self._spec.model_name,
+            self._spec.model_version,
+            timeout_s,
+        )
+        self._look_in(timeout_s)
+        run.fail(DeadlineExceeded(f"The model did not answer within {timeout_s:g} s."))
+        self._events.hung()
+
+    def _silences(self, now_s: float) -> Iterator[tuple[Run, float]]:
+        """Since when the lane of each run is silent; a run that waits behind others is not."""
+        signs = self._begun()
+        works = any(run_id in signs for run_id in self.inside)
+        for run_id, run in self.inside.items():
+            sign_s = signs.get(run_id)
+            if run.answered or run.held or (sign_s is None and works):
+                yield run, now_s
+            elif sign_s is None:
+                yield run, max(run.heard_s, self._heard_s)
+            else:
+                yield run, max(min(sign_s, now_s), run.heard_s)
+
+    def _begun(self) -> dict[int, float]:
+        """The last sign of each run that a lane has begun."""
+        if self._last_signs is not None:
+            return self._last_signs
+        return self._launched.page.begun(self._lanes_loaded) if self._launched is not None else {}
+
+    def hangs(self) -> bool:
+        """Whether no lane is at a run that is still to be answered."""
+        signs = self._begun()
+        return not any(run_id in signs and not run.answered for run_id, run in self.inside.items())
+
+    def take_apart(self, error: ServingError) -> None:
+        """Answer the runs that lanes had begun with `error`, and give the others back.
+
+        Call it once all that the process sent has been read.
+        """
+        signs = self._begun() if not self._leaves else {}
+        runs, self.inside = list(self.inside.values()), {}
+        for run in runs:
+            run.page = None
+        for run in runs:  # first: the quarantine learns from them what may be run again
+            if run.run_id in signs:
+                run.fail(error)
+        for run in reversed(runs):  # the last one first: each goes to the front of its queue
+            run.give_back()
+
+    def fail_all(self, error: ServingError) -> None:
+        """Answer all runs inside."""
+        runs, self.inside = list(self.inside.values()), {}
+        for run in runs:
+            run.page = None
+            run.fail(error)
 
     def kill(self, loss: Loss) -> None:
         """End the process at once; `lost` tells when it is gone."""
@@ -191,49 +366,34 @@ class WorkerProcess:
         self.kill(loss)
         try:
             await asyncio.wait_for(asyncio.shield(self.lost), KILLED_GRACE_S)
-        except asyncio.TimeoutError:  # in a driver that hangs it takes no signal; nobody waits for that
+        except asyncio.TimeoutError:  # in a driver that hangs it takes no signal
             logger.error("process %d of worker %d does not end by SIGKILL", self.pid, self._executor_id)
             if not self.lost.done():
                 self.lost.set_result(loss)
 
     async def stop(self) -> None:
-        """Close its socket, which lets the process end by itself, and wait; kill it if it takes long."""
+        """Close its sockets, which lets the process end by itself, and wait; kill it if it takes long."""
         self._killed = self._killed or Loss(LossKind.STOPPED, "stopped by the server")
-        if self._transport is not None:
-            self._transport.close()
+        for each in (self._data, self._control):
+            if each is not None:
+                each.close_writing()
         try:
             await asyncio.wait_for(asyncio.shield(self.lost), ENDING_GRACE_S)
         except asyncio.TimeoutError:
             await self._kill_and_reap(Loss(LossKind.STOPPED, "did not stop when asked"))
 
-    def _send(self, message: ToWorker) -> None:
-        """Put a message on its way, unless the worker is gone."""
-        if self.reachable:
-            self._writes.write_promptly(encode_frame(message))
+    def _on_data_end(self, fault: str) -> None:
+        if not self._data_ended.done():
+            self._data_ended.set_result(None)
+        self._on_end(fault)
 
-    def _on_frame(self, payload: memoryview) -> None:
-        try:
-            message = from_worker_decoder.decode(payload)
-        except msgspec.MsgspecError as err:
-            self.kill(Loss(LossKind.PROTOCOL, f"sent a frame that is not a message: {err}"))
-            return
-        if isinstance(message, (Done, Partial, Pong)):
-            self._on_message(message)
-        else:
-            self._on_step(message)
-
-    def _on_step(self, message: Loaded | LoadError) -> None:
-        if self._reply is not None and not self._reply.done():
-            if isinstance(message, Loaded):
-                self._reply.set_result(None)
-            else:
-                self._reply.set_exception(self._load_failed(message.detail, message.out_of_memory))
-
-    def _on_lost(self) -> None:
-        self._on_gone()
-        if self._frames.fault:
-            self.kill(Loss(LossKind.PROTOCOL, self._frames.fault))
-        self._reaper = asyncio.ensure_future(self._reap())
+    def _on_end(self, fault: str) -> None:
+        """A socket has ended: the process has, or does not speak the protocol."""
+        if fault:
+            self.kill(Loss(LossKind.PROTOCOL, fault))
+        if self._reaper is None:
+            self._reaper = asyncio.ensure_future(self._reap())
+            self._events.gone()
 
     async def _reap(self) -> None:
         """Wait for the process to end (it may have closed its socket only) and tell why it did."""
@@ -245,13 +405,15 @@ class WorkerProcess:
             self.kill(Loss(LossKind.PROTOCOL, "closed its socket without ending"))
             code = await self._launched.exit_code
         loss = self._killed or loss_of_exit(code, code == -signal.SIGKILL and self._oom.claim())
-        if self.leaves:  # its log says what the GPU said
+        if self._leaves:  # its log says what the GPU said
             loss = Loss(LossKind.EXIT, "it lost its GPU, and ended")
         await self._read_out()
-        if self._reply is not None and not self._reply.done():
+        if self._step_reply is not None and not self._step_reply.done():
             # A worker that is killed while it loads has mostly asked for more memory than there is.
             out_of_memory = code == -signal.SIGKILL and self._killed is None
-            self._reply.set_exception(self._load_failed(f"{loss.cause} while it was loading", out_of_memory))
+            self._step_reply.set_exception(
+                self._load_failed(f"{loss.cause} while it was loading", out_of_memory)
+            )
         if not self.lost.done():
             self.lost.set_result(loss)
 
@@ -259,15 +421,23 @@ class WorkerProcess:
         return LoadFailed.of(self._spec.model_name, self._spec.model_version, detail, out_of_memory)
 
     async def _read_out(self) -> None:
-        """Log what it printed last, but do not wait for a child it left behind with the pipe open."""
+        """Read what it sent and printed last; but a child it left behind may keep both open."""
+        last_words = [each for each in (self._output, self._data_ended) if each is not None]
+        await asyncio.wait(last_words, timeout=LAST_WORDS_S)
         if self._output is not None:
-            await asyncio.wait({self._output}, timeout=LAST_WORDS_S)
             self._output.cancel()
+        for each in (self._data, self._control):
+            if each is not None:
+                each.close()
         if self._launched is not None:
             self._launched.close()
+            self._last_signs = self._begun()
+            for run in self.inside.values():
+                run.page = None
+            self._launched.page.close()
 
     async def _log_output(self, output: asyncio.StreamReader) -> None:
-        """Everything the handler prints or logs becomes a log line that says where it came from."""
+        """Log each line that the handler prints or logs, with where it came from."""
         origin = {
             "model": self._spec.model_name,
             "version": self._spec.model_version,
@@ -286,6 +456,6 @@ class WorkerProcess:
         for line in lines:
             try:
                 relay(line.decode(errors="replace"), self._log_token, origin, logger)
-            except Exception:  # whatever it is, somebody has to read on: a worker whose pipe is full hangs
+            except Exception:  # reading goes on whatever it is: a worker whose pipe is full hangs
                 with suppress(Exception):
                     logger.exception("a line of worker %d could not be logged", self._executor_id)

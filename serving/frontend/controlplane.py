@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from torchere.serving.batching.pending import alone
+from torchere.serving.batching.request import alone
 from torchere.serving.errors import (
     HandlerFailed,
     InvalidRequest,
@@ -80,7 +80,6 @@ class VersionDescription:
     queue_capacity: int  # how many more requests may wait
     queue_length: int
     uses_venv: bool = False  # its workers run in a virtual environment of their own
-    isolation_reason: str = ""  # why it is not what the archive asks for
     quarantined: int = 0  # requests that will not be run again, because they crash executors
 
 
@@ -227,7 +226,7 @@ class ControlPlane:
             request.deadline_s,
             request.priority,
         )
-        answer = await self._dataplane.infer(model, version, asked, group=alone(asked))
+        answer = await self._dataplane.infer(model, version, asked, group=alone(asked.request_id))
         if isinstance(answer, StreamedResponse):
             raise HandlerFailed("Failed to get customized model metadata.", status=500)
         return _describe(target), answer
@@ -289,6 +288,5 @@ def _describe(version: Version) -> VersionDescription:
         executors=version.pool.statuses(),
         queue_capacity=version.batcher.queue_capacity,
         queue_length=version.batcher.queue_length,
-        isolation_reason=version.origin.isolation_reason,
         quarantined=version.batcher.quarantine.convicted,
     )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
 
-from torchere.serving.batching.pending import AwaitedReply, Pending, Reply, told
+from torchere.serving.batching.request import Answer, Ledger, Request
 from torchere.serving.batching.stateful import begin_sequence
 from torchere.serving.errors import NotFound, QueueFull, ServingError, Unavailable
 from torchere.serving.frontend.call_scope import current_call
@@ -14,42 +15,38 @@ from torchere.serving.frontend.model_facts import ModelFacts, facts_of
 from torchere.serving.frontend.readiness import ON_THEIR_WAY, Readiness, living, unready_because
 from torchere.serving.registry.version import Version, VersionState
 from torchere.serving.telemetry.metrics import Metrics
-from torchere.serving.telemetry.timeline import Timeline
 from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, ModelKey, StreamedResponse
 
-if TYPE_CHECKING:  # to run, this room needs no registry, and so no torch: see `preparation.py`
+if TYPE_CHECKING:  # to run, this room needs no registry
     from torchere.serving.registry.registry import Registry
 
 
-class Prediction:
-    """One admitted request. Stands between its `Pending` and whoever asked, and counts the answer."""
+Response: TypeAlias = InferResponse | StreamedResponse
+STARTING = "The server is starting, and its models are not registered yet. Try again later."
 
-    __slots__ = ("_plane", "_reply", "pending", "target", "timeline", "version")
 
-    def __init__(
-        self, plane: DataPlane, target: Version, version: str | None, reply: Reply, timeline: Timeline | None
-    ) -> None:
-        self._plane = plane
-        self._reply = reply
-        self.target = target
-        self.version = version  # as the request named it
-        self.timeline = timeline
-        self.pending: Pending | None = None  # None while it is being admitted
+class _Awaited(Request):
+    """A request of a coroutine, which awaits the future."""
 
-    def answered(self, outcome: InferResponse | StreamedResponse | ServingError) -> None:
-        """`Reply` of its pending."""
-        self._plane.settle(self, outcome)
-        reply, self._reply = self._reply, told  # as in `Pending`: who asks holds this
-        reply(outcome)
+    __slots__ = ("_future", "protocol")
 
-    def hurry(self) -> None:
-        """Nothing else is to be done before it is run: see `Admission.hurry`."""
-        self.target.batcher.hurry()
+    def __init__(self, asked: InferRequest, group: str, answer: asyncio.Future[Response]) -> None:
+        super().__init__(asked.request_id, time.monotonic())
+        self.fill(asked)
+        self.group = group
+        self.protocol = "rest"
+        self._future: asyncio.Future[Response] | None = answer
 
-    def withdraw(self) -> None:
-        """Nobody waits any more: it won't run if it has not started; a stream ends."""
-        if self.pending is not None:
-            self.target.batcher.withdraw(self.pending)
+    def reply(self, outcome: Answer) -> None:
+        """Let the coroutine go on."""
+        # Only the coroutine holds the answer: a stream that it drops is abandoned at once.
+        answer, self._future = self._future, None
+        if answer is None or answer.done():  # cancelled
+            return
+        if isinstance(outcome, ServingError):
+            answer.set_exception(outcome)
+        else:
+            answer.set_result(outcome)
 
 
 class DataPlane:
@@ -58,11 +55,22 @@ class DataPlane:
     def __init__(self, registry: Registry, metrics: Metrics) -> None:
         self._registry = registry
         self._metrics = metrics
-        self.accepted = 0  # predictions that were admitted
-        self.answered = 0  # those of them that have an answer, or an error, or nobody who waits for one
+        self._ledger = Ledger()
         self._started = False
         self._draining = False
         self._started_up = False  # `startup` said so once
+        # Called when readiness may have changed. Executors that are lost or come back do not call them.
+        self.readiness_listeners: set[Callable[[], None]] = set()
+
+    @property
+    def accepted(self) -> int:
+        """How many predictions were admitted."""
+        return self._ledger.accepted
+
+    @property
+    def answered(self) -> int:
+        """How many of them are over."""
+        return self._ledger.answered
 
     async def infer(
         self,
@@ -81,87 +89,82 @@ class DataPlane:
             Unavailable, QueueFull: no executor, or no room.
             DeadlineExceeded, HandlerFailed, OutOfResources, ExecutorDied: what became of it.
         """
+        answer: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+        asked = _Awaited(request, group, answer)
         scope = current_call()
-        if scope is None:  # nobody's call, like one of the server's own
-            return await self._infer(model, version, request, group, None)
-        timeline = scope.begin(self._metrics, request.request_id)
+        if scope is None:  # a call of the server's own
+            return await self._awaited(asked, answer, model, version)
+        asked.protocol = scope.protocol
+        scope.begin(self._metrics, asked)
         try:
-            response = await self._infer(model, version, request, group, timeline)
+            response = await self._awaited(asked, answer, model, version)
         except ServingError as error:
-            scope.failed(timeline, error)
+            scope.failed(asked, error)
             raise
         except asyncio.CancelledError:
-            scope.cancelled(timeline)
+            scope.cancelled(asked)
             raise
-        scope.answered(timeline)
+        scope.answered(asked)
         return response
 
-    async def _infer(
-        self, model: str, version: str | None, request: InferRequest, group: str, timeline: Timeline | None
-    ) -> InferResponse | StreamedResponse:
-        reply = AwaitedReply()
-        prediction = self.admit(model, version, request, reply, group, timeline=timeline)
+    async def _awaited(
+        self, asked: Request, answer: asyncio.Future[Response], model: str, version: str | None
+    ) -> Response:
+        target = self.admit(asked, model, version)
         try:
-            return await reply.future
-        except asyncio.CancelledError:  # nobody waits any more
-            prediction.withdraw()
+            return await answer
+        except asyncio.CancelledError:  # the client left
+            target.batcher.withdraw(asked)
             raise
 
-    def admit(
-        self,
-        model: str,
-        version: str | None,
-        request: InferRequest,
-        reply: Reply,
-        group: str = "",
-        *,
-        timeline: Timeline | None = None,
-    ) -> Prediction:
-        """As `infer`, for callers that are no coroutines: unless it raises, `reply` gets what became of it.
+    def admit(self, request: Request, model: str, version: str | None) -> Version:
+        """Admit a request to `version` of `model` (None: its default version); it is answered by `reply`.
 
-        `timeline` learns which version it was and when it was answered; the caller finishes it.
+        Returns:
+            The version, whose batcher withdraws it when its client leaves.
 
         Raises:
             ModelNotFound, VersionNotFound, Unavailable, QueueFull, DeadlineExceeded: it was not admitted.
         """
         target = self._find(model, version)
+        self._submit(request, target, model, version)
+        return target
+
+    def _submit(self, request: Request, target: Version, model: str, version: str | None) -> None:
         meter = target.observer.meter
-        meter.accepted(version is not None)
-        if timeline is not None:
-            timeline.meter = meter
-            timeline.named = version is not None
-        prediction = Prediction(self, target, version, reply, timeline)
+        request.meter, request.named = meter, version is not None
+        meter.accepted(request.named)
+        settings = target.settings
+        if settings.sequences is not None:
+            begin_sequence(request)
+        if settings.client_timeout_ms and request.deadline_s == NO_DEADLINE:
+            request.deadline_s = time.monotonic() + settings.client_timeout_ms / 1000
+        ledger = self._ledger
         try:
             self._refuse_without_executors(target, version)
-            prediction.pending = target.batcher.submit(_prepared(request, target), prediction.answered, group)
+            request.ledger = ledger
+            ledger.accepted += 1  # before: it may be answered at once
+            meter.in_flight += 1
+            try:
+                target.batcher.submit(request)
+            except BaseException:
+                ledger.accepted -= 1
+                meter.in_flight -= 1
+                raise
         except QueueFull as err:
             meter.refused(err)
             raise QueueFull(_worded(err.message, model, version), err.retry_after_s) from None
         except ServingError as err:
             meter.refused(err)
             raise
-        self.accepted += 1
-        meter.in_flight += 1
-        return prediction
 
     def _find(self, model: str, version: str | None) -> Version:
         try:
             return self._registry.find(model, version)
         except NotFound as err:
-            self._metrics.refused(err)
-            raise
-
-    def settle(
-        self, prediction: Prediction, outcome: InferResponse | StreamedResponse | ServingError
-    ) -> None:
-        """Count an answer; `Prediction` calls it."""
-        self.answered += 1
-        meter, pending, timeline = prediction.target.observer.meter, prediction.pending, prediction.timeline
-        meter.in_flight -= 1
-        if isinstance(outcome, ServingError):
-            meter.failed(outcome, pending)
-        elif timeline is not None and pending is not None:
-            timeline.answered(pending, time.monotonic())
+            refusal = err if self._started else Unavailable(STARTING)
+            self._metrics.refused(refusal)
+            raise refusal from None
 
     def _refuse_without_executors(self, target: Version, version: str | None) -> None:
         if target.target == 0 or target.state is VersionState.FAILED or not target.has_living_executor:
@@ -186,7 +189,7 @@ class DataPlane:
         """What clients may learn of a version; raises `ModelNotFound` or `VersionNotFound`."""
         found = self._registry.find(model, version)
         versions = tuple(self._registry.served()[model].versions)
-        return facts_of(found, versions, self._metrics.statistics.of(*found.key))
+        return facts_of(found, versions, found.observer.meter)
 
     def registered(self) -> list[ModelKey]:
         """Every registered version."""
@@ -195,9 +198,10 @@ class DataPlane:
     def healthy(self) -> bool:
         """The rule of `/ping`: every default version has as many living executors as it should.
 
-        Executors that load or restart count as living, as in TorchServe; `readiness` asks for more.
+        Executors that load or restart count as living, as in TorchServe; `readiness` asks for more. As
+        TorchServe opens its port when the models of its start are registered, the answer is no until then.
         """
-        return all(
+        return self._started and all(
             living(default) >= default.settings.min_executors
             for default in (self._registry.find(name, None) for name in self._registry.served())
         )
@@ -249,24 +253,17 @@ class DataPlane:
     def opened(self) -> None:
         """All listeners are up."""
         self._started = True
+        self.readiness_changed()
 
     def draining(self) -> None:
         """The end has begun: unready from now on."""
         self._draining = True
+        self.readiness_changed()
 
-
-def _prepared(request: InferRequest, target: Version) -> InferRequest:
-    if target.settings.sequences is not None:
-        request = begin_sequence(request)
-    return _with_deadline(request, target)
-
-
-def _with_deadline(request: InferRequest, target: Version) -> InferRequest:
-    client_timeout_ms = target.settings.client_timeout_ms
-    if request.deadline_s != NO_DEADLINE or not client_timeout_ms:
-        return request
-    deadline_s = time.monotonic() + client_timeout_ms / 1000
-    return InferRequest(request.request_id, request.parameters, request.headers, deadline_s, request.priority)
+    def readiness_changed(self) -> None:
+        """Have those that watch readiness look at it."""
+        for listener in list(self.readiness_listeners):
+            listener()
 
 
 def _worded(text: str, model: str, version: str | None) -> str:

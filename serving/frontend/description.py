@@ -5,7 +5,6 @@ How much memory a worker has is asked of the system here, as nobody else wants t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -15,6 +14,7 @@ from typing import Any
 import msgspec
 import psutil
 
+from torchere.handlers.json_text import indented_json
 from torchere.handlers.tensors_json import NO_JSON
 from torchere.serving.execution.executor import ExecutorState, ExecutorStatus
 from torchere.serving.frontend.controlplane import ModelPage, VersionDescription
@@ -24,7 +24,7 @@ from torchere.serving.types import InferResponse
 
 def pretty(value: object) -> str:
     """JSON as TorchServe prints it: two spaces a level, characters as they are, no newline at the end."""
-    return json.dumps(value, indent=2, ensure_ascii=False)
+    return indented_json(value, ascii_only=False).decode()
 
 
 def version_json(version: VersionDescription) -> dict[str, Any]:
@@ -110,8 +110,6 @@ def _sequence_json(settings: ModelSettings) -> dict[str, Any]:
 
 def _own_json(version: VersionDescription) -> dict[str, Any]:
     own: dict[str, Any] = {"state": version.state.value, "isolation": version.isolation}
-    if version.isolation_reason:
-        own["isolationReason"] = version.isolation_reason
     if version.failure:
         own["failure"] = version.failure
     if lost := [_loss_json(executor) for executor in version.executors if executor.losses]:

@@ -9,7 +9,7 @@ from typing import Any
 from torchere.archiver.signature import Signature
 from torchere.handlers.request_signatures import request_signature
 from torchere.serving.registry.version import Version
-from torchere.serving.telemetry.statistics import VersionStatistics
+from torchere.serving.telemetry.numbers import VersionNumbers
 from torchere.serving.types import ModelKey
 
 TENSOR_HANDLER = "tensor"
@@ -26,7 +26,7 @@ class ModelFacts:
     signature: Signature | None
     max_batch_size: int
     ready: bool  # a request would be run without waiting for a load
-    statistics: VersionStatistics
+    numbers: VersionNumbers
 
     @property
     def reads_tensors(self) -> bool:
@@ -42,7 +42,7 @@ class ModelFacts:
         return _PLATFORMS.get(suffix, "pytorch_python")
 
 
-def facts_of(version: Version, versions: tuple[str, ...], statistics: VersionStatistics) -> ModelFacts:
+def facts_of(version: Version, versions: tuple[str, ...], numbers: VersionNumbers) -> ModelFacts:
     """What there is to know of a version now; `versions` are all of its model."""
     return ModelFacts(
         key=version.key,
@@ -52,7 +52,7 @@ def facts_of(version: Version, versions: tuple[str, ...], statistics: VersionSta
         signature=request_signature(version.origin.handler, version.origin.archive.tensors),
         max_batch_size=version.settings.batch.max_batch_size,
         ready=version.ready,
-        statistics=statistics,
+        numbers=numbers,
     )
 
 

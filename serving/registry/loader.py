@@ -6,34 +6,29 @@ Nothing is loaded here: the reconciler does that when executors are wanted.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import os
 import time
-from functools import partial
 from typing import Literal
 
-from torchere.handlers import aot
+from torchere.handlers.aot_gil import holds_gil
 from torchere.serving.batching.admission import Admission
 from torchere.serving.batching.batcher import Batcher
 from torchere.serving.batching.quarantine import Quarantine
 from torchere.serving.batching.quarantine_files import QuarantineFiles
 from torchere.serving.batching.stateful import StatefulBatcher
 from torchere.serving.batching.unread_parts import limit_bytes
-from torchere.serving.crash_journal import Journal
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.execution.devices import available_cores, gpu_count, intra_op_threads
-from torchere.serving.execution.executor import ExecutorPool, FreeCallback, LoadSpec
+from torchere.serving.execution.executor import FreeCallback, LoadSpec
 from torchere.serving.execution.fork_client import Spawned
-from torchere.serving.execution.host import HandlerHost
 from torchere.serving.execution.isolation import choose_isolation
 from torchere.serving.execution.launch import ExecLauncher, ForkLauncher, Launcher, worker_environment
-from torchere.serving.execution.offload import ROOM, Offload
 from torchere.serving.execution.oom import OomWatch
-from torchere.serving.execution.processes import ProcessPool
-from torchere.serving.execution.recorded_host import RecordedHost
-from torchere.serving.execution.send_ahead import MOST_AHEAD
-from torchere.serving.execution.threads import ThreadPool
+from torchere.serving.execution.pool import WorkerPool
+from torchere.serving.execution.send_ahead import MOST_INSIDE
 from torchere.serving.registry.effective import Asked, effective_settings
 from torchere.serving.registry.environments import Environment
 from torchere.serving.registry.names import check_runtime
@@ -64,16 +59,18 @@ class Loader:
         self,
         server: ServerSettings,
         observer: RegistryObserver,
-        journal: Journal | None = None,
         fork_server: Spawned | None = None,
     ) -> None:
         self._server = server
-        self._journal = journal
         self._observer = observer
         self._executor_ids = itertools.count(FIRST_EXECUTOR_ID)
         self._launcher = ForkLauncher(worker_environment(server.hidden_env_vars), fork_server)
         self._oom = OomWatch()
-        self.gpus = gpu_count(server.max_gpus)  # how many executors may take
+
+    @functools.cached_property
+    def gpus(self) -> int:
+        """How many GPUs executors may take; blocks the first time, when the driver is asked."""
+        return gpu_count(self._server.max_gpus)
 
     def build(
         self,
@@ -104,17 +101,12 @@ class Loader:
         if not self.gpus and (config.device_type == "gpu" or (config.device_ids and not config.device_type)):
             logger.warning("%s asks for a GPU in its model config, and there is none: the CPU does it", key)
         settings = effective_settings(asked, config, self._defaults_of(key), self._server, self.gpus)
-        isolation = _isolation(archive, settings, handler)
-        crashed = self._server.isolated.get(str(key), "") if isolation == "thread" else ""
-        if crashed:
-            logger.warning("%s runs in processes: %s", key, crashed)
         origin = Origin(
             archive=archive,
             handler=handler,
             runtime=runtime,
-            isolation="process" if crashed else isolation,
+            isolation=_isolation(archive, settings, handler),
             loaded_at_startup=loaded_at_startup,
-            isolation_reason=crashed,
         )
         return self._assemble(key, origin, settings)
 
@@ -135,41 +127,20 @@ class Loader:
         settings: ModelSettings,
         on_free: FreeCallback,
         observer: VersionObserver,
-    ) -> ExecutorPool:
-        # Who allows so few to wait, or none, means it; inside a worker they would not be counted.
-        counts_all = settings.batch.use_tickets or settings.batch.max_queue_size < MOST_AHEAD
-
-        def workers(depth: int = 1) -> ProcessPool:
-            return ProcessPool(
-                spec,
-                response_timeout_s=settings.response_timeout_s,
-                startup_timeout_s=settings.startup_timeout_s,
-                max_retry_timeout_s=settings.max_retry_timeout_s,
-                next_id=self._next_id,
-                on_free=on_free,
-                on_loaded=observer.executor_loaded,
-                on_lost=observer.executor_lost,
-                launcher=self._launcher_of(origin.archive.environment),
-                oom=self._oom,
-                depth=depth,
-                sends_ahead=not counts_all,
-            )
-
-        if origin.isolation == "process":
-            return workers()
-        beside = None
-        if settings.isolation == "auto" and available_cores() > 1 and not (spec.gpu_ids or counts_all):
-            name = f"model {spec.model_name} version {spec.model_version}"
-            beside = Offload(name, workers(ROOM))
-        return ThreadPool(
+    ) -> WorkerPool:
+        # An operator who allows so few to wait, or none, means it; inside a worker they would not be counted.
+        counts_all = settings.batch.use_tickets or settings.batch.max_queue_size < MOST_INSIDE
+        return WorkerPool(
             spec,
             response_timeout_s=settings.response_timeout_s,
             startup_timeout_s=settings.startup_timeout_s,
+            max_retry_timeout_s=settings.max_retry_timeout_s,
             next_id=self._next_id,
             on_free=on_free,
             on_loaded=observer.executor_loaded,
-            make_host=HandlerHost if self._journal is None else partial(RecordedHost, self._journal),
-            offload=beside,
+            on_lost=observer.executor_lost,
+            launcher=self._launcher_of(origin.archive.environment),
+            oom=self._oom,
             sends_ahead=not counts_all,
         )
 
@@ -204,6 +175,8 @@ class Loader:
             gpu_ids=settings.gpu_ids,
             max_response_bytes=self._server.limits.max_response_bytes,
             pinned=_is_stateful(settings),
+            # State lies in a handler, so its requests need the worker they are sent to.
+            shares_weights=origin.isolation == "thread" and not _is_stateful(settings),
         )
 
     def _defaults_of(self, key: ModelKey) -> dict[str, object]:
@@ -218,8 +191,8 @@ def _isolation(archive: StoredArchive, settings: ModelSettings, handler: str) ->
         return "process"
     model = archive.manifest.get("model") or {}
     on_gpu = bool(settings.gpu_ids)
-    holds_gil = not on_gpu and _holds_gil(archive)
-    return choose_isolation(settings.isolation, handler, model, holds_gil=holds_gil, on_gpu=on_gpu)
+    keeps_gil = not on_gpu and _holds_gil(archive)
+    return choose_isolation(settings.isolation, handler, model, holds_gil=keeps_gil, on_gpu=on_gpu)
 
 
 def _holds_gil(archive: StoredArchive) -> bool:
@@ -227,7 +200,7 @@ def _holds_gil(archive: StoredArchive) -> bool:
     serialized = str((archive.manifest.get("model") or {}).get("serializedFile") or "")
     if not serialized.endswith(".pt2"):
         return False
-    return aot.holds_gil(str(archive.directory / serialized), str(archive.directory))
+    return holds_gil(str(archive.directory / serialized), str(archive.directory))
 
 
 def _is_stateful(settings: ModelSettings) -> bool:
@@ -235,7 +208,7 @@ def _is_stateful(settings: ModelSettings) -> bool:
 
 
 def _batcher(
-    key: ModelKey, settings: ModelSettings, pool: ExecutorPool, observer: VersionObserver
+    key: ModelKey, settings: ModelSettings, pool: WorkerPool, observer: VersionObserver
 ) -> Admission:
     text = no_worker_text(key.name)
     if _is_stateful(settings):

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from torchere.handlers.metric_types import MetricDeclaration
-from torchere.serving.batching.running import RunningBatch
 from torchere.serving.execution.executor import BatchReport
-from torchere.serving.telemetry.version_meter import VersionMeter
+from torchere.serving.execution.run import Run
+from torchere.serving.telemetry.numbers import VersionNumbers
 from torchere.serving.types import ModelKey
 
 if TYPE_CHECKING:
@@ -19,11 +19,14 @@ class VersionObserver(Protocol):
     """Watches one version. Called on the event loop."""
 
     @property
-    def meter(self) -> VersionMeter:
+    def meter(self) -> VersionNumbers:
         """What counts its requests."""
 
-    def batch_finished(self, batch: RunningBatch, report: BatchReport, executor_s: float) -> None:
-        """A batch was answered, `executor_s` after its dispatch; the executor ran `batch.rounds` in that."""
+    def batches_running(self, batches: int, now_s: float) -> None:
+        """The number of batches that executors have, or were sent, has changed to `batches`."""
+
+    def batch_finished(self, run: Run, report: BatchReport, executor_s: float) -> None:
+        """A run was answered, `executor_s` after a lane began with it."""
 
     def left_unread(self) -> None:
         """A streamed answer was given up, because its client read it too slowly."""

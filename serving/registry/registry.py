@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from weakref import WeakValueDictionary
 
 from torchere.archiver.reader import Archive
 from torchere.handlers.archive_import import forget_archive
-from torchere.serving.crash_journal import Journal
 from torchere.serving.errors import (
     Conflict,
     DefaultVersionInUse,
@@ -23,9 +22,9 @@ from torchere.serving.errors import (
     ServingError,
     VersionNotFound,
 )
+from torchere.serving.execution.fork_client import Spawned
 from torchere.serving.execution.launch import worker_environment
 from torchere.serving.registry import routing
-from torchere.serving.registry.ahead import Prepared
 from torchere.serving.registry.download import Download
 from torchere.serving.registry.environments import EnvironmentBuilder, plan_environment
 from torchere.serving.registry.fetching import Fetching, delete, hand_over
@@ -57,23 +56,21 @@ class Registry:
         self,
         server: ServerSettings,
         observer: RegistryObserver,
-        journal: Journal | None = None,
-        prepared: Prepared | None = None,
+        fork_server: Spawned | None = None,
     ) -> None:
         self._server = server
         self._observer = observer
-        self._store = prepared.store if prepared else store_of(server)
+        self._store = store_of(server)
         self._fetching = Fetching(self._store)
         # Large archives keep them busy for long, while metrics and bodies of predictions need the others.
         self._unpackers = ThreadPoolExecutor(thread_name_prefix="unpack")
-        self._ahead = prepared.ahead if prepared else None
         variables = worker_environment(server.hidden_env_vars)
         self._environments = EnvironmentBuilder(variables, server.install_timeout_s)
-        self._loader = Loader(server, observer, journal, prepared.fork_server if prepared else None)
+        self._loader = Loader(server, observer, fork_server)
         self._reconciler = Reconciler(server.unregister_timeout_s, self._gone)
         self._serving: routing.ServingMap = routing.EMPTY
         self._missing = Missing()
-        self._snapshots = SnapshotKeeper(server.snapshots, self.served, journal, self._missing.to_restore)
+        self._snapshots = SnapshotKeeper(server.snapshots, self.served, self._missing.to_restore)
         self._registering: WeakValueDictionary[ModelKey, asyncio.Lock] = WeakValueDictionary()
         self._closing = False
         self._sweeping: asyncio.Future[None] | None = None
@@ -164,8 +161,7 @@ class Registry:
             raise
 
     def _unpack(self, wanted: Wanted, archive: Archive) -> StoredArchive:
-        ahead = self._ahead.take(wanted.url, archive) if self._ahead is not None else None
-        stored = ahead or self._store.unpack(wanted.url, archive)
+        stored = self._store.unpack(wanted.url, archive)
         handler = wanted.handler or archive.manifest.handler or self._server.default_handler
         try:
             self._store.share_weights(archive, stored, handler)
@@ -238,17 +234,22 @@ class Registry:
         """Wait until each change that has settled would be restored, whatever becomes of this server."""
         await self._snapshots.written()
 
-    async def load_at_startup(self) -> None:
-        """Register what the settings say; one that is no good is logged and skipped, as TorchServe does.
-
-        It is `missing` from then on, until somebody registers it.
+    async def wanted_at_startup(self) -> list[Wanted]:
+        """What the settings say is to be loaded at the start; nothing is opened yet.
 
         Raises:
             InvalidSnapshot: the settings restore a snapshot, and an archive of it is not in the store.
             ServingError: all of the store is to be served, and it can't be read.
         """
+        return await asyncio.to_thread(self._wanted_at_startup)
+
+    async def load_at_startup(self, models: Sequence[Wanted]) -> None:
+        """Register them in turn; one that is no good is logged and skipped, as TorchServe does.
+
+        It is `missing` from then on, until it is registered.
+        """
         self._sweeping = asyncio.ensure_future(asyncio.to_thread(self._store.sweep))
-        for wanted in await asyncio.to_thread(self._wanted_at_startup):
+        for wanted in models:
             try:
                 await self.register(wanted)
             except ServingError as err:
@@ -259,8 +260,6 @@ class Registry:
             if model.default_version and model.name in self._serving:
                 with contextlib.suppress(VersionNotFound):  # it failed to register, and the log says so
                     self.set_default(model.name, model.version)
-        if self._ahead is not None:
-            await asyncio.to_thread(self._ahead.close)
 
     def _wanted_at_startup(self) -> list[Wanted]:
         """Looks for each of them on the disk."""

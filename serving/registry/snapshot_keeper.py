@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torchere.serving.crash_journal import Journal
 from torchere.serving.registry.routing import EMPTY, ServingMap
 from torchere.serving.registry.snapshot import SnapshotKind, model_table, never_served, write_snapshot
 from torchere.serving.registry.version import Version
@@ -22,7 +20,7 @@ class SnapshotKeeper:
 
     Lives on the event loop; files are written in a thread, one after the other, and changes that wait for
     the same turn share the next one: each holds all models. A snapshot that can't be written is a warning,
-    never an error. A supervised server's models are in its journal, too.
+    never an error.
 
     `lacking` are those that this server was to serve from its start and could not register: the next start
     tries them again.
@@ -32,11 +30,9 @@ class SnapshotKeeper:
         self,
         settings: SnapshotSettings | None,
         served: Callable[[], ServingMap],
-        journal: Journal | None = None,
         lacking: Callable[[], Sequence[SnapshotModel]] = lambda: (),
     ) -> None:
         self._settings = settings
-        self._journal = journal
         self._served = served
         self._lacking = lacking
         self._started = False
@@ -54,7 +50,7 @@ class SnapshotKeeper:
 
     def changed(self, version: Version | None = None) -> None:
         """Something that is wanted changed: write a snapshot, once `version` settled."""
-        if self._started and (self._settings is not None or self._journal is not None):
+        if self._started and self._settings is not None:
             task = asyncio.ensure_future(self._after(version))
             self._changes.add(task)
             task.add_done_callback(self._changes.discard)
@@ -101,8 +97,6 @@ class SnapshotKeeper:
         return {"models": model_table(self._noted, lacking), **({"missing": missing} if missing else {})}
 
     async def _write(self, kind: SnapshotKind) -> None:
-        if self._journal is not None and kind != "shutdown":
-            self._journal.models = json.dumps(self._content())
         if self._settings is None:
             return
         begun = self._begun

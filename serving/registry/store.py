@@ -13,7 +13,6 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from torchere.handlers.signature import archive_signature
 from torchere.serving.errors import InvalidArchive, ServingError
 from torchere.serving.registry.download import PART_PREFIX, Download, Downloader, Interrupt
 from torchere.serving.registry.environments import Environment
-from torchere.serving.registry.leased_weights import LeasedWeights, lease_weights
 from torchere.serving.registry.leftovers import ClaimedFolder, sweep_folders, sweep_parts
 from torchere.serving.registry.model_config import (
     UNSUPPORTED_KEYS,
@@ -58,7 +56,6 @@ class StoredArchive:
     outside_store: bool = False  # a folder that was named by its path and is no direct entry of the store
     downloaded: Path | None = None  # the copy in the model store of what came from a URL
     environment: Environment | None = None  # None: the server's
-    late_weights: LeasedWeights | None = None  # not in `directory` yet
     tensors: Signature | None = None  # what the archive's own signature.json says the model takes and gives
 
 
@@ -148,7 +145,7 @@ class Store:
             _check_sendable("manifest", manifest)
             _check_sendable("model config", config.raw)
             signature = _optional_text(archive, _OPENAPI_SIGNATURE_NAME)
-            directory, late = self._extracted(archive, config)
+            directory = self._extracted(archive)
         except ArchiveError as err:
             if getattr(err.__cause__, "errno", None):  # the system said so, not the archive: a full disk
                 raise ServingError(f"Failed to save model: {url}", str(err)) from err
@@ -163,50 +160,28 @@ class Store:
             signature,
             file_name=archive.path.name,
             outside_store=archive.path.parent.resolve() != self._archives.path,
-            late_weights=late,
             tensors=archive_signature(directory),
         )
 
-    def _extracted(self, archive: Archive, config: ModelConfig) -> tuple[Path, LeasedWeights | None]:
-        """A new folder with what is in the archive, and what is yet to come; no trace when that fails."""
+    def _extracted(self, archive: Archive) -> Path:
+        """A new folder with what is in the archive; no trace when that fails."""
         folder = Path(tempfile.mkdtemp(dir=self._unpacked.path))
-        directory, late = folder / "model", None
         try:
-            if config.isolation != "process":  # workers begin with the file
-                late = lease_weights(archive, directory)
-            archive.extract(directory, without=(late.name,) if late else ())
+            return archive.extract(folder / "model")
         except BaseException:
-            if late:
-                late.close()
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        if late:
-            late.begin()
-        return directory, late
 
     def share_weights(self, archive: Archive, stored: StoredArchive, handler: str | None) -> None:
-        """Let an unpacked archive share the memory of its weights with others; before it is loaded.
-
-        Raises:
-            OSError: they were not unpacked yet, this handler can't do without, and the disk would not take
-                them.
-        """
+        """Let an unpacked archive share the memory of its weights with others; before it is loaded."""
         weights = weights_file(archive, stored.directory, handler)
-        if weights is None:
-            return
-        if stored.late_weights and not weights.own_code:
-            stored.late_weights.when_written(partial(self._sharing.join, weights))
-            return
-        if stored.late_weights:
-            stored.late_weights.wait()
-        self._sharing.join(weights)
+        if weights is not None:
+            self._sharing.join(weights)
 
     def remove(self, stored: StoredArchive, *, keep_download: bool = False) -> None:
         """Delete what `unpack` made, and the copy of what was downloaded for it."""
         if stored.downloaded and not keep_download:
             stored.downloaded.unlink(missing_ok=True)
-        if stored.late_weights:
-            stored.late_weights.close()
         self._sharing.leave(stored.directory)
         shutil.rmtree(stored.directory.parent, ignore_errors=True)
 

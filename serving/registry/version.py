@@ -8,7 +8,8 @@ from enum import Enum
 
 from torchere.serving.batching.admission import Admission
 from torchere.serving.errors import LoadFailed
-from torchere.serving.execution.executor import ExecutorPool, ExecutorState
+from torchere.serving.execution.executor import ExecutorState
+from torchere.serving.execution.pool import WorkerPool
 from torchere.serving.registry.observer import VersionObserver
 from torchere.serving.registry.store import StoredArchive
 from torchere.serving.settings import ModelSettings
@@ -64,7 +65,6 @@ class Origin:
     runtime: str
     isolation: str  # "thread" | "process"
     loaded_at_startup: bool
-    isolation_reason: str = ""  # why it is not what the archive asks for; "" when it is
 
 
 class Version:
@@ -79,7 +79,7 @@ class Version:
         key: ModelKey,
         origin: Origin,
         settings: ModelSettings,
-        pool: ExecutorPool,
+        pool: WorkerPool,
         batcher: Admission,
         *,
         observer: VersionObserver,

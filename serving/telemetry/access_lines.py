@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
-from torchere.serving.telemetry.timeline import log_fields
+from torchere.serving.telemetry.predictions import log_fields
 
 if TYPE_CHECKING:
-    from torchere.serving.telemetry.timeline import Timeline
+    from torchere.serving.telemetry.numbers import VersionNumbers
+    from torchere.serving.telemetry.predictions import Predicted
     from torchere.serving.telemetry.trace_context import TraceContext
-    from torchere.serving.telemetry.version_meter import VersionMeter
 
 FLUSH_S = 0.1  # how long a line may wait, and what a crash may cost
 MAX_WAITING = 100_000  # lines; some 30 MB
@@ -43,7 +43,7 @@ class AccessLine(NamedTuple):
     elapsed_ms: int
     request_id: str = ""
     trace: TraceContext | None = None
-    meter: VersionMeter | None = None  # of the version that a prediction was for
+    meter: VersionNumbers | None = None  # of the version that a prediction was for
 
     @property
     def ids(self) -> dict[str, str]:
@@ -132,7 +132,7 @@ class AccessLog:
         status: int,
         started_s: float,
         *,
-        timeline: Timeline | None = None,
+        prediction: Predicted | None = None,
         request_id: str = "",
     ) -> None:
         """Note one answered request.
@@ -142,13 +142,13 @@ class AccessLog:
             request_line: what stands between the quotes.
             status: what the client was told: the HTTP status, or the number of the gRPC code.
             started_s: when it came in, in monotonic seconds.
-            timeline: of its prediction, when it is one: its ids are in the JSON line.
+            prediction: what it asked for, when it is one: its ids are in the JSON line.
             request_id: the id that a request has without one.
         """
         elapsed_ms = round((time.monotonic() - started_s) * 1000)
         trace = meter = None
-        if timeline is not None:
-            request_id, trace, meter = timeline.request_id, timeline.trace, timeline.meter
+        if prediction is not None:
+            request_id, trace, meter = prediction.request_id, prediction.trace, prediction.meter
         line = AccessLine(time.time(), client, request_line, status, elapsed_ms, request_id, trace, meter)
         if not self._is_noted:
             self._outputs = self._find_outputs()

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from prometheus_client import Metric
 from prometheus_client.samples import Exemplar
 
@@ -54,6 +55,13 @@ class Distributions:
         if len(self._rows) >= FOLD_ROWS * self._width:
             self._fold()
 
+    def add_rows(self, values: NDArray[np.float64]) -> None:
+        """Count many rows at once."""
+        # The bucket of each value, numbered through all columns; `left`: a bucket includes its bound.
+        places = np.searchsorted(_BOUNDS, values, side="left") + self._offsets
+        self._counts += np.bincount(places.ravel(), minlength=len(self._counts))
+        self._sums += values.sum(axis=0)
+
     def note(self, row: Sequence[float], labels: dict[str, str], now_s: float) -> None:
         """Remember where the values of a row came from; `now_s` is seconds since the epoch."""
         for column, value in enumerate(row):
@@ -77,11 +85,7 @@ class Distributions:
         if not self._rows:
             return
         rows, self._rows = self._rows, array("d")
-        values = np.frombuffer(rows).reshape(-1, self._width)
-        # The bucket of each value, numbered through all columns; `left`: a bucket includes its bound.
-        places = np.searchsorted(_BOUNDS, values, side="left") + self._offsets
-        self._counts += np.bincount(places.ravel(), minlength=len(self._counts))
-        self._sums += values.sum(axis=0)
+        self.add_rows(np.frombuffer(rows).reshape(-1, self._width))
 
 
 def add_histogram(family: Metric, labels: dict[str, str], values: Histogram, every: int = 1) -> None:

@@ -11,10 +11,10 @@ from torchere.serving.telemetry import catalogue
 from torchere.serving.telemetry.exposition import render
 from torchere.serving.telemetry.families import Families
 from torchere.serving.telemetry.load_metrics import VersionLoad, load_families
+from torchere.serving.telemetry.numbers import VersionSnapshot
 from torchere.serving.telemetry.openmetrics import render_openmetrics
 from torchere.serving.telemetry.process_metrics import ProcessMetrics
 from torchere.serving.telemetry.version_families import version_families
-from torchere.serving.telemetry.version_meter import MeterSnapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Exposure:
 
     families: Families
     plain: Callable[[], Iterable[Metric]]  # TorchServe's metrics that are kept as plain numbers
-    meters: Mapping[tuple[str, str], MeterSnapshot]  # by model and version
+    versions: Mapping[tuple[str, str], VersionSnapshot]  # by model and version
     loads: Mapping[tuple[str, str], VersionLoad]  # likewise
     states: States
     refused: Mapping[str, int]  # requests turned away before their model was known, by reason
@@ -47,7 +47,7 @@ class Exposure:
     def _collect(self) -> Iterable[Metric]:
         yield from self.plain()
         yield from self.families.registry.collect()
-        yield from version_families(self.meters, self.refused)
+        yield from version_families(self.versions, self.refused)
         yield from load_families(self.loads, self.states.executor, self.states.version)
         for name, value in self.server.items():
             family = catalogue.family(name)

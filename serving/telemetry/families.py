@@ -61,7 +61,7 @@ class Families:
 
 
 class Reserved(Collector):
-    """Tells a registry that names are taken which it does not show itself."""
+    """Reserves names of families that are collected elsewhere."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = tuple(names)
@@ -86,7 +86,7 @@ def check_names(kind: str, name: str, labels: Sequence[str]) -> None:
 
 
 def updater(child: Family) -> Callable[[float], None]:
-    """What takes a value for a labelled child: a counter adds it, a gauge shows it, a histogram observes it.
+    """Return a labelled child's `inc`, `set` or `observe`.
 
     That of a counter refuses (ValueError) what is negative or not finite; such a value would spoil it.
     """

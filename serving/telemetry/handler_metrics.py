@@ -62,14 +62,7 @@ class _OwnSample(NamedTuple):
     request_ids: Sequence[str]
 
 
-Ids: TypeAlias = Callable[[], Sequence[str]]
-
-
-class BoundReport(NamedTuple):
-    """Records one metric of one model."""
-
-    record: Callable[[float, Ids], None]  # takes the value, and what gives the requests' ids for a log line
-    only_last: bool  # whether nothing but the last value before a scrape matters
+Report: TypeAlias = Callable[[float, Sequence[str]], None]  # takes a value, and requests' ids for a log line
 
 
 class _Child(NamedTuple):
@@ -124,8 +117,15 @@ class HandlerMetrics:
                 except (ValueError, TypeError) as err:
                     self._refuse(sample.name, str(err))
 
-    def bound(self, name: str, unit: str, dimensions: Dimensions) -> BoundReport:
-        """What records gauges of one name and one combination of label values, for the server's own reports.
+    def needs_each(self, name: str) -> bool:
+        """Whether every value of a metric matters, not only the last before a scrape (logs, histograms)."""
+        known = self._known.get(name)
+        if known is None:
+            return self._auto_detect and is_logged(name, self._mode)
+        return known.family is None or known.declared.kind != "gauge"
+
+    def bound(self, name: str, unit: str, dimensions: Dimensions) -> Report:
+        """Return what records gauges of one name and one combination of label values, for the server itself.
 
         It does nothing when the metric is not recorded. Do not use it after the model of `dimensions` was
         forgotten.
@@ -136,15 +136,11 @@ class HandlerMetrics:
                 child = self._child(sample)
             except ValueError as err:
                 self._refuse(name, str(err))
-                return BoundReport(_ignore, only_last=True)
-            is_gauge = self._known[name].declared.kind == "gauge"
+                return _ignore
         show = child.show
         if show is None:
-            return BoundReport(
-                lambda value, ids: child.update(sample._replace(value=value, request_ids=ids())),
-                only_last=False,
-            )
-        return BoundReport(lambda value, ids: show(value), only_last=is_gauge)
+            return lambda value, ids: child.update(sample._replace(value=value, request_ids=ids))
+        return lambda value, ids: show(value)
 
     def forget(self, model: str) -> None:
         """Drop the samples whose dimension `ModelName` is `model`."""
@@ -206,8 +202,8 @@ class HandlerMetrics:
             logger.warning("metric %.100r of a handler is dropped: %s", name, cause)
 
 
-def _ignore(value: float, ids: Ids) -> None:
-    """What a report does that is not recorded."""
+def _ignore(value: float, ids: Sequence[str]) -> None:
+    """Discard the value: the metric is not recorded."""
 
 
 def _label_names(dimensions: Dimensions) -> list[str]:

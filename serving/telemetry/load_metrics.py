@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 from prometheus_client import Metric
 
 from torchere.serving.telemetry import catalogue as names
+from torchere.serving.telemetry.numbers import VersionNumbers
+from torchere.serving.telemetry.saturation import SaturationWindow
 
 FAMILIES = (
     *(names.QUEUE_DEPTH, names.QUEUE_CAPACITY, names.OLDEST_AGE, names.PREDICTED, names.SATURATION),
@@ -36,38 +38,39 @@ class VersionLoad:
     queue_room: int = 0  # how many more may wait
     oldest_age_s: float = 0.0  # how long the oldest of them has waited
     predicted_s: float = 0.0  # how long a batch is expected to take
-    in_service: int = 0  # executors that are ready, busy or not
-    busy: int = 0  # those of them that have something to do
     executors: tuple[ExecutorLoad, ...] = ()
     state: str = ""  # of the version; "": not told
     response_timeout_s: float = 0.0  # how long a batch may take; 0: not told
     weights_bytes: int = 0  # 0: not known
     weight: float = 0.0  # share of the requests that name no version
-
-    @property
-    def saturation(self) -> float:
-        """Share of the executors that are busy, plus how full the queue is: 0 idle, 1 all busy, 2 refusing.
-
-        While executors are wanted and none is in service, they count as busy.
-        """
-        busy_share = self.busy / self.in_service if self.in_service else float(bool(self.executors))
-        places = self.queued + self.queue_room
-        return busy_share + (self.queued / places if places else 0.0)
+    saturation: float = 0.0  # see `saturation.py`
 
 
 class LoadMetrics:
-    """Whom to ask for the load of each version. Call it on the event loop only."""
+    """Asks each version how loaded it is. Call it on the event loop only."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
         self._loads: dict[tuple[str, str], Callable[[], VersionLoad]] = {}
+        self._windows: dict[tuple[str, str], SaturationWindow] = {}
 
-    def watch(self, model: str, version: str, load: Callable[[], VersionLoad]) -> None:
-        """Ask `load` at each exposition."""
-        self._loads[model, version] = load
+    def watch(self, version: VersionNumbers, load: Callable[[], VersionLoad]) -> None:
+        """Ask `load` at each exposition; for the saturation, `version.load` is asked at each tick, too."""
+        key = version.model, version.version
+        window = SaturationWindow(version.busy, version.load, version.requests)
+        window.tick(self._now())
+        self._loads[key], self._windows[key] = load, window
 
     def forget(self, model: str, version: str) -> None:
         """Ask no longer; without an error for an unknown version."""
         self._loads.pop((model, version), None)
+        self._windows.pop((model, version), None)
+
+    def tick(self) -> None:
+        """Sample every version; call it every `TICK_S`."""
+        now_s = self._now()
+        for window in self._windows.values():
+            window.tick(now_s)
 
     def executors_of(self, model: str, version: str) -> frozenset[int] | None:
         """The executors that there are to be of a version, by id; None when it is not watched."""
@@ -76,7 +79,11 @@ class LoadMetrics:
 
     def ask(self) -> dict[tuple[str, str], VersionLoad]:
         """How loaded each model and version is now."""
-        return {key: load() for key, load in self._loads.items()}
+        now_s = self._now()
+        return {
+            key: replace(load(), saturation=self._windows[key].value(now_s))
+            for key, load in self._loads.items()
+        }
 
 
 def executors_of(load: VersionLoad) -> frozenset[int]:

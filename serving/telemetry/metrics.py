@@ -7,28 +7,29 @@ working; what it could not say (distributions, load, readiness, causes) stands u
 
 from __future__ import annotations
 
+import asyncio
 import socket
-from collections import Counter
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from torchere.handlers.metric_types import MetricDeclaration
 from torchere.serving.errors import ServingError
 from torchere.serving.settings import MetricsMode
-from torchere.serving.telemetry import catalogue
+from torchere.serving.telemetry import catalogue, torchserve
 from torchere.serving.telemetry.exposure import Exposure, States
 from torchere.serving.telemetry.families import Families, Reserved
-from torchere.serving.telemetry.handler_metrics import HandlerMetrics, HandlerSample
+from torchere.serving.telemetry.handler_metrics import HandlerMetrics, HandlerSample, Report
 from torchere.serving.telemetry.load_metrics import LoadMetrics, VersionLoad, executors_of
-from torchere.serving.telemetry.meters import PLAIN, Meters
 from torchere.serving.telemetry.metrics_config import MetricsConfig, built_in_config
+from torchere.serving.telemetry.numbers import Listener, ServerNumbers, VersionNumbers
+from torchere.serving.telemetry.predictions import Predicted, Tracing
 from torchere.serving.telemetry.process_metrics import ProcessMetrics
 from torchere.serving.telemetry.refusals import TOO_LARGE, refusal_reason
+from torchere.serving.telemetry.saturation import TICK_S
 from torchere.serving.telemetry.server_metrics import ServerMetrics
-from torchere.serving.telemetry.statistics import StatisticsTable
 from torchere.serving.telemetry.system_metrics import SystemMetrics
-from torchere.serving.telemetry.timeline import Timeline, Tracing, Transport
-from torchere.serving.telemetry.trace_context import TraceContext
-from torchere.serving.telemetry.version_meter import VersionMeter
+
+PREDICTION_TIME = "PredictionTime"
 
 
 class Metrics:
@@ -43,7 +44,8 @@ class Metrics:
         mode: what is shown and what is logged (see `server_metrics.is_logged`).
         config: which of TorchServe's metrics there are; None: all.
         auto_detect: whether metrics of handlers that `config` does not declare are recorded.
-        tracing: makes spans; None: nobody does.
+        tracing: makes spans; None: there are none.
+        now: monotonic seconds.
     """
 
     def __init__(
@@ -54,8 +56,9 @@ class Metrics:
         config: MetricsConfig | None = None,
         auto_detect: bool = False,
         tracing: Tracing | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        host = hostname or socket.gethostname()
+        self._host = hostname or socket.gethostname()
         config = built_in_config() if config is None else config
         # What handlers find by `context.metrics.get_metric`; the host's label is not theirs to give.
         self.declared = tuple(
@@ -63,90 +66,94 @@ class Metrics:
             for metric in config.model.values()
         )
         self.tracing = tracing
+        self._now = now
         self._families = families = Families()
-        self._server = server = ServerMetrics(config.server, families, host, mode, PLAIN)
+        self._server = server = ServerMetrics(config.server, families, self._host, mode, torchserve.PLAIN)
         self.system = SystemMetrics(server)
-        self._meters = Meters(host, server)
+        self._numbers = ServerNumbers()
+        self._updates = torchserve.Updates(self._numbers, server)
         families.registry.register(Reserved((*server.plain, *catalogue.ALL_NAMES)))
         self.process = ProcessMetrics()
-        self._of_handlers = HandlerMetrics(config.model, families, host, mode, auto_detect=auto_detect)
-        self._load = LoadMetrics()
-        self.statistics = StatisticsTable()
+        self._of_handlers = HandlerMetrics(config.model, families, self._host, mode, auto_detect=auto_detect)
+        self._predictions = _PredictionTimes(self._of_handlers)
+        self._load = LoadMetrics(now)
         self._states = States()
-        self._refused: Counter[str] = Counter()
         self._server_values: dict[str, Callable[[], float]] = dict.fromkeys(
             (catalogue.READY, catalogue.SERVER_IN_FLIGHT, catalogue.LOG_DROPPED), float
         )
         self._executors: dict[tuple[str, str], dict[int, str]] = {}  # by version: id -> label
 
-    def timeline(
-        self, transport: Transport, request_id: str, started_s: float, trace: TraceContext | None = None
-    ) -> Timeline:
-        """The timeline of a prediction that came in at `started_s`; `trace` is what its client said."""
-        timeline = Timeline(transport, request_id, started_s, trace, self.tracing)
+    def prediction_begins(self, prediction: Predicted) -> None:
+        """Take a prediction whose head has arrived; its `trace` is its client's until now."""
         if self.tracing is not None:
-            self.tracing.begin(timeline)
-        return timeline
+            self.tracing.begin(prediction)
 
-    def meter(self, model: str, version: str) -> VersionMeter:
-        """What counts the events of a version; `show` it when it is registered. Its statistics begin anew."""
-        self.statistics.forget(model, version)  # those of one that was unregistered, and has requests still
-        return self._meters.new(model, version)
+    def prediction_ends(self, prediction: Predicted, code: str | int) -> None:
+        """Count a prediction that is over, once: `code` is the HTTP status, or the name of the gRPC code."""
+        if prediction.counted:
+            return
+        prediction.counted = True
+        now_s = time.monotonic()
+        if prediction.meter is not None:
+            prediction.meter.finished(prediction, code, now_s)
+        if self.tracing is not None:
+            self.tracing.end(prediction, code, now_s)
 
-    def show(self, meter: VersionMeter, load: Callable[[], VersionLoad] | None = None) -> None:
+    def meter(self, model: str, version: str) -> VersionNumbers:
+        """Return numbers for a version, from 0; `show` them when it is registered."""
+        return self._numbers.new(model, version, self._listeners(), self._now)
+
+    def _listeners(self) -> list[Listener]:
+        listeners: list[Listener] = []
+        if self._updates.names:
+            listeners.append(self._updates)
+        if self._predictions.needs_each:
+            listeners.append(self._predictions)
+        if self.tracing is not None:
+            listeners.append(_BatchSpans(self.tracing))
+        return listeners
+
+    def show(self, meter: VersionNumbers, load: Callable[[], VersionLoad] | None = None) -> None:
         """Show the numbers of a version from now on; `load` is asked at each exposition how loaded it is."""
-        self._meters.show(meter)
+        self._numbers.show(meter)
         if load is not None:
-            self._load.watch(meter.model, meter.version, load)
+            self._load.watch(meter, load)
+
+    def sample_load(self) -> None:
+        """Sample how loaded every version is; call it every `TICK_S`."""
+        self._load.tick()
+
+    async def watch_load(self) -> None:
+        """Sample how loaded every version is, until cancelled."""
+        while True:
+            self.sample_load()
+            await asyncio.sleep(TICK_S)
 
     def request_finished(self, status: int, *, is_probe: bool = False) -> None:
-        """A REST answer went out, on any port; what is neither 2xx nor 4xx counts as 5xx (contract).
+        """Count a REST answer, on any port; what is neither 2xx nor 4xx counts as 5xx (contract).
 
-        A probe that says "not ready" is no error of the server: nobody counts it.
+        A probe that says "not ready" is no error of the server, and is not counted.
         """
-        if not is_probe or status < 400:
-            self._meters.request_finished(status)
+        if is_probe and status >= 400:
+            return
+        digit = self._numbers.rest_answered(status)
+        if self._updates.names:
+            self._updates.rest_answered(digit)
 
     def refused(self, error: ServingError) -> None:
-        """A request was turned away before it was known which model it is for."""
-        self._refused[refusal_reason(error)] += 1
+        """Count a request that was refused before it was known which model it is for."""
+        self._numbers.refused[refusal_reason(error)] += 1
 
     def refused_body(self) -> None:
-        """A request was turned away because its body is too large."""
-        self._refused[TOO_LARGE] += 1
-
-    def batch_finished(
-        self,
-        meter: VersionMeter,
-        *,
-        size: int,
-        executor_s: float,
-        handler_s: float,
-        succeeded_ids: Callable[[], Sequence[str]] | None = None,
-    ) -> None:
-        """A batch of `size` requests came back after `executor_s`, of which its handler ran `handler_s`.
-
-        `succeeded_ids` gives the ids of its requests; None when the handler failed.
-        """
-        self._meters.batch_finished(meter, size, executor_s, handler_s)
-        if succeeded_ids is None:
-            return
-        meter.last_handler_s = handler_s
-        report = meter.prediction_time
-        if report is not None and report.only_last:
-            return  # the next scrape shows it
-        if report is None:
-            labels = (("ModelName", meter.model), ("Level", "Model"))
-            report = self._of_handlers.bound("PredictionTime", "Milliseconds", labels)
-            meter.prediction_time = report
-        report.record(round(handler_s * 1000, 2), succeeded_ids)
+        """Count a request that was refused because its body is too large."""
+        self._numbers.refused[TOO_LARGE] += 1
 
     def handler_metrics(self, samples: Iterable[HandlerSample]) -> None:
-        """What a handler reported through `context.metrics`, in one batch."""
+        """Record the values that a handler reported through `context.metrics` in one batch."""
         self._of_handlers.record(samples)
 
-    def executor_loaded(self, meter: VersionMeter, executor_id: int, load_s: float) -> None:
-        """An executor of a version is up, `load_s` after it was started."""
+    def executor_loaded(self, meter: VersionNumbers, executor_id: int, load_s: float) -> None:
+        """Record that an executor of a version is up, `load_s` after it was started."""
         name = f"W-{executor_id}-{meter.model}_{meter.version}"
         known = self._load.executors_of(meter.model, meter.version)
         if known is not None:
@@ -160,7 +167,7 @@ class Metrics:
     def watch_server(
         self, ready: Callable[[], bool], inflight: Callable[[], int], dropped_lines: Callable[[], int]
     ) -> None:
-        """Ask at each exposition what no event tells.
+        """Ask for these values at each exposition.
 
         Args:
             ready: whether the server is.
@@ -174,22 +181,23 @@ class Metrics:
         }
 
     def know_states(self, states: States) -> None:
-        """Which states executors and versions can be in."""
+        """Take the states that executors and versions can be in."""
         self._states = states
 
-    def forget(self, meter: VersionMeter, *, was_last: bool) -> None:
-        """A version is gone: drop its series, and with the last version those of the whole model.
+    def forget(self, meter: VersionNumbers, *, was_last: bool) -> None:
+        """Drop the series of a version that is gone, and with the last version those of the whole model.
 
         Call it after the last answer of the version.
         """
         model, version = meter.model, meter.version
-        if not self._meters.forget(meter, was_last=was_last):
+        if not self._numbers.forget(meter, was_last=was_last):
             return
         self._load.forget(model, version)
-        self.statistics.forget(model, version)
+        self._updates.forget(model, (version, torchserve.DEFAULT_VERSION) if was_last else (version,))
         self._forget_stopped((model, version), ())
         self._executors.pop((model, version), None)
         if was_last:
+            self._predictions.forget(model)
             self._of_handlers.forget(model)
 
     def _forget_stopped(self, version: tuple[str, str], running: Collection[int]) -> None:
@@ -199,23 +207,89 @@ class Metrics:
             self._server.drop("WorkerLoadTime", names.pop(executor_id), "Host")
 
     def expose(self) -> Exposure:
-        """All metrics as they are now; the result may be made into text in another thread."""
-        self._meters.report_last_predictions()
+        """Copy all metrics as they are now; another thread may make text of the result."""
+        numbers = self._numbers
+        self._predictions.report_last(numbers)
         loads = self._load.ask()
         for version, load in loads.items():
             self._forget_stopped(version, executors_of(load))
-        numbers = self._meters.plain_numbers()
+        samples = torchserve.samples_of(numbers)
         return Exposure(
             self._families,
-            plain=lambda: self._meters.plain_families(numbers),
-            meters=self._meters.snapshots(),
+            plain=lambda: torchserve.families(self._server.plain.values(), samples, self._host),
+            versions={key: version.snapshot() for key, version in numbers.versions.items()},
             loads=loads,
             states=self._states,
-            refused=dict(self._refused),
+            refused=dict(numbers.refused),
             server={name: float(value()) for name, value in self._server_values.items()},
             process=self.process,
         )
 
     def exposition(self, names: Collection[str] = ()) -> str:
-        """All metrics as text; only the samples called `names` when there are any."""
+        """Return all metrics as text; only the samples called `names` when there are any."""
         return self.expose().text(names)
+
+
+class _PredictionTimes(Listener):
+    """TorchServe's `PredictionTime`: the time of each model's last batch in its handler, unless it failed.
+
+    It listens where a configuration wants every value.
+    """
+
+    wants_ids = True
+
+    def __init__(self, handlers: HandlerMetrics) -> None:
+        self._handlers = handlers
+        self._reports: dict[str, Report] = {}  # by model
+        self.needs_each = handlers.needs_each(PREDICTION_TIME)
+
+    def report_last(self, numbers: ServerNumbers) -> None:
+        """Report the last value of each model, where only that matters."""
+        if self.needs_each:
+            return
+        for version in sorted(numbers.versions.values(), key=lambda version: version.last_batch_s):
+            if version.last_handler_s is not None:
+                self._report(version.model, version.last_handler_s, ())
+
+    def batch_finished(
+        self,
+        version: VersionNumbers,
+        executor_s: float,
+        handler_s: float,
+        request_ids: Sequence[str],
+        succeeded: bool,
+    ) -> None:
+        """See `Listener`."""
+        if succeeded:
+            self._report(version.model, handler_s, request_ids)
+
+    def forget(self, model: str) -> None:
+        """Drop what is known of a model that is gone."""
+        self._reports.pop(model, None)
+
+    def _report(self, model: str, handler_s: float, request_ids: Sequence[str]) -> None:
+        report = self._reports.get(model)
+        if report is None:
+            labels = (("ModelName", model), ("Level", "Model"))
+            report = self._reports[model] = self._handlers.bound(PREDICTION_TIME, "Milliseconds", labels)
+        report(round(handler_s * 1000, 2), request_ids)
+
+
+class _BatchSpans(Listener):
+    """Makes a span of each batch."""
+
+    wants_ids = True
+
+    def __init__(self, tracing: Tracing) -> None:
+        self._tracing = tracing
+
+    def batch_finished(
+        self,
+        version: VersionNumbers,
+        executor_s: float,
+        handler_s: float,
+        request_ids: Sequence[str],
+        succeeded: bool,
+    ) -> None:
+        """See `Listener`."""
+        self._tracing.batch(version.model, version.version, request_ids, version.load().queued, executor_s)

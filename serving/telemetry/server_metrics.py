@@ -27,14 +27,14 @@ def is_logged(name: str, mode: MetricsMode) -> bool:
 
 
 class ServerMetrics:
-    """Gives out what updates one metric with given label values. Thread-safe.
+    """Makes updaters of one metric with given label values. Thread-safe.
 
     Args:
         declared: by name; what is not there is not recorded.
         families: where to declare what is shown.
         hostname: the last label value of every metric.
         mode: which metrics are shown, and which logged.
-        plain: metrics that somebody else shows, by name, as long as they are declared with this type.
+        plain: metrics that are rendered from numbers, by name, if they are declared with this type.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ServerMetrics:
         return name in self._declared and name not in self.plain
 
     def bind(self, name: str, *values: str) -> Update:
-        """What takes a new value of a metric; it does nothing when the metric is not recorded.
+        """Return a function that takes a value of a metric, or discards it when the metric is not declared.
 
         Args:
             name: of the metric.
@@ -90,4 +90,4 @@ class ServerMetrics:
 
 
 def _ignore(value: float) -> None:
-    """What a metric does that is not recorded."""
+    """Discard the value: the metric is not declared."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchere.serving.errors import ServingError
-from torchere.serving.telemetry.timeline import Tracing
+from torchere.serving.telemetry.predictions import Tracing
 
 SERVICE = "torchere"  # the name of the service, unless OTEL_SERVICE_NAME says another
 

@@ -21,7 +21,8 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 from opentelemetry.trace.span import NonRecordingSpan, TraceState
 
-from torchere.serving.telemetry.timeline import COLUMNS, STAGES, Timeline, row_of
+from torchere.serving.telemetry.predictions import Predicted
+from torchere.serving.telemetry.stages import COLUMNS, STAGES, row_of
 from torchere.serving.telemetry.trace_context import TraceContext
 
 _FIRST_STAGE = COLUMNS.index(STAGES[0])
@@ -31,7 +32,7 @@ CLOSE_S = 10.0
 
 
 class SpanMaker:
-    """`Tracing` of one server (see `timeline.py`). Call it on the event loop only.
+    """`Tracing` of one server (see `predictions.py`). Call it on the event loop only.
 
     Args:
         provider: where spans go; `exporting_provider` makes one that sends them away.
@@ -43,40 +44,40 @@ class SpanMaker:
         self._open: dict[str, tuple[Span, int]] = {}  # by request id, with its start in ns since the epoch
         self._ended: OrderedDict[str, SpanContext] = OrderedDict()  # likewise, for the links of batches
 
-    def begin(self, timeline: Timeline) -> None:
+    def begin(self, prediction: Predicted) -> None:
         """A prediction came in: its span begins, a child of the one that its client named."""
-        start_ns = time.time_ns() - _ns(time.monotonic() - timeline.started_s)
+        start_ns = time.time_ns() - _ns(time.monotonic() - prediction.started_s)
         span = self._tracer.start_span(
             "prediction",
-            _parent(timeline.trace),
+            _parent(prediction.trace),
             SpanKind.SERVER,
-            {"request.id": timeline.request_id, "network.protocol.name": timeline.transport},
+            {"request.id": prediction.request_id, "network.protocol.name": prediction.protocol},
             start_time=start_ns,
         )
-        self._open[timeline.request_id] = span, start_ns
+        self._open[prediction.request_id] = span, start_ns
         context = span.get_span_context()
-        timeline.trace = TraceContext(
+        prediction.trace = TraceContext(
             api.format_trace_id(context.trace_id), api.format_span_id(context.span_id), span.is_recording()
         )
 
-    def end(self, timeline: Timeline, code: str | int, now_s: float) -> None:
+    def end(self, prediction: Predicted, code: str | int, now_s: float) -> None:
         """It is over: its span ends, and so do those of its stages, which stand one after the other.
 
         All count from its start: the clock may have been put right meanwhile.
         """
-        opened = self._open.pop(timeline.request_id, None)
+        opened = self._open.pop(prediction.request_id, None)
         if opened is None:
             return
         span, start_ns = opened
         if span.is_recording():
-            _describe(span, timeline, code)
-            if timeline.waited is not None:
-                stages_s = row_of(timeline, timeline.waited, now_s)[_FIRST_STAGE:]
+            _describe(span, prediction, code)
+            if prediction.answered_s:
+                stages_s = row_of(prediction, now_s)[_FIRST_STAGE:]
                 self._add_stages(span, start_ns, stages_s)
-                self._ended[timeline.request_id] = span.get_span_context()
+                self._ended[prediction.request_id] = span.get_span_context()
                 if len(self._ended) > MAX_REMEMBERED:
                     self._ended.popitem(last=False)
-        span.end(start_ns + _ns(now_s - timeline.started_s))
+        span.end(start_ns + _ns(now_s - prediction.started_s))
 
     def batch(
         self, model: str, version: str, request_ids: Sequence[str], queue_depth: int, executor_s: float
@@ -134,15 +135,15 @@ def exporting_provider(service: str, version: str) -> TracerProvider:
     return provider
 
 
-def _describe(span: Span, timeline: Timeline, code: str | int) -> None:
+def _describe(span: Span, prediction: Predicted, code: str | int) -> None:
     failed = code not in ("OK", "CANCELLED") if isinstance(code, str) else code >= 500
     key = "rpc.grpc.status_code" if isinstance(code, str) else "http.response.status_code"
     span.set_attribute(key, code)
     if failed:
         span.set_status(Status(StatusCode.ERROR))
-    if timeline.meter is not None:
-        span.set_attribute("model.name", timeline.meter.model)
-        span.set_attribute("model.version", timeline.meter.version)
+    if prediction.meter is not None:
+        span.set_attribute("model.name", prediction.meter.model)
+        span.set_attribute("model.version", prediction.meter.version)
 
 
 def _parent(trace: TraceContext | None) -> Context:

@@ -1,4 +1,4 @@
-"""From the numbers of all versions to families: those of ours, and TorchServe's three counters. Pure."""
+"""Render the numbers of all versions as our families. Pure."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from prometheus_client import Metric
 
 from torchere.serving.telemetry import catalogue as names
 from torchere.serving.telemetry.distributions import add_histogram
-from torchere.serving.telemetry.timeline import COLUMNS, STAGES
-from torchere.serving.telemetry.version_meter import SIZE_BUCKETS, MeterSnapshot
+from torchere.serving.telemetry.numbers import SIZE_BUCKETS, VersionSnapshot
+from torchere.serving.telemetry.stages import COLUMNS, STAGES
 
 FAMILIES = (
     *(names.REQUESTS, names.REQUEST_DURATION, names.QUEUE_DURATION, names.STAGE_DURATION, names.IN_FLIGHT),
@@ -21,7 +21,7 @@ _STAGE_BOUNDS = 2
 
 
 def version_families(
-    snapshots: Mapping[tuple[str, str], MeterSnapshot], refused: Mapping[str, int]
+    snapshots: Mapping[tuple[str, str], VersionSnapshot], refused: Mapping[str, int]
 ) -> Iterable[Metric]:
     """The families of `FAMILIES`.
 
@@ -42,7 +42,7 @@ def version_families(
     return families.values()
 
 
-def _add_durations(families: dict[str, Metric], labels: dict[str, str], snapshot: MeterSnapshot) -> None:
+def _add_durations(families: dict[str, Metric], labels: dict[str, str], snapshot: VersionSnapshot) -> None:
     histograms = dict(zip(COLUMNS, snapshot.histograms, strict=True))
     add_histogram(families[names.REQUEST_DURATION], labels, histograms["total"])
     add_histogram(families[names.QUEUE_DURATION], labels, histograms["wait"])
@@ -52,7 +52,7 @@ def _add_durations(families: dict[str, Metric], labels: dict[str, str], snapshot
             add_histogram(families[names.STAGE_DURATION], {**labels, "stage": stage}, values, _STAGE_BOUNDS)
 
 
-def _add_counts(families: dict[str, Metric], labels: dict[str, str], snapshot: MeterSnapshot) -> None:
+def _add_counts(families: dict[str, Metric], labels: dict[str, str], snapshot: VersionSnapshot) -> None:
     for (transport, code), count in snapshot.codes.items():
         named = {**labels, "protocol": transport, "code": code}
         families[names.REQUESTS].add_sample(names.REQUESTS, named, count)
@@ -66,7 +66,7 @@ def _add_counts(families: dict[str, Metric], labels: dict[str, str], snapshot: M
             families[name].add_sample(name, {**labels, label: value}, count)
 
 
-def _add_sizes(family: Metric, labels: dict[str, str], snapshot: MeterSnapshot) -> None:
+def _add_sizes(family: Metric, labels: dict[str, str], snapshot: VersionSnapshot) -> None:
     cumulated = 0
     bounds = [*(str(float(bound)) for bound in SIZE_BUCKETS), "+Inf"]
     for bound, count in zip(bounds, snapshot.sizes, strict=True):
@@ -76,10 +76,10 @@ def _add_sizes(family: Metric, labels: dict[str, str], snapshot: MeterSnapshot) 
     family.add_sample(f"{family.name}_sum", labels, snapshot.requests_run)
 
 
-def _add_values(families: dict[str, Metric], labels: dict[str, str], snapshot: MeterSnapshot) -> None:
+def _add_values(families: dict[str, Metric], labels: dict[str, str], snapshot: VersionSnapshot) -> None:
     values = {names.IN_FLIGHT: snapshot.in_flight, names.BUSY_SECONDS: snapshot.busy_s}
-    if snapshot.last_progress_s:
-        values[names.LAST_PROGRESS] = snapshot.last_progress_s
+    if snapshot.last_batch_s:
+        values[names.LAST_PROGRESS] = snapshot.last_batch_s
     if snapshot.load_s:
         values[names.LOAD_DURATION] = snapshot.load_s
     for name, value in values.items():

@@ -1,18 +1,9 @@
 import pytest
-from saturation import CALM, Run, judge, p99_by_second, smoothed
+from saturation import CALM, Run, judge, p99_by_second
 
 
 def run_of(gauge, answers=()):
     return Run(100.0, 10.0, list(answers), 0, list(enumerate(gauge)))
-
-
-def test_the_gauge_is_shown_as_the_mean_of_a_while():
-    assert smoothed([(0.0, 0.0), (1.0, 2.0), (2.0, 0.0), (3.0, 1.0)]) == [
-        (0.0, 0.0),
-        (1.0, 1.0),
-        (2.0, 1.0),
-        (3.0, 0.5),
-    ]
 
 
 def test_the_p99_of_a_second_is_known_at_its_end():
@@ -22,7 +13,7 @@ def test_the_p99_of_a_second_is_known_at_its_end():
 
 def test_a_gauge_that_warns_first_and_calms_down_is_good():
     verdict = judge(run_of([0.5, 1.5, 1.5, 1.5, 0.2, 0.2, 0.2], [(3.5, 400.0)]))
-    assert (verdict.saturated_s, verdict.slow_s, verdict.good) == (2, 4.0, True)
+    assert (verdict.saturated_s, verdict.slow_s, verdict.good) == (1, 4.0, True)
 
 
 def test_a_gauge_may_warn_of_what_does_not_come():

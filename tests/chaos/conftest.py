@@ -42,6 +42,7 @@ def kill():
 
 def stop():
     os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.1)  # a thread that is not the main one runs on for a moment
 
 
 def crash():
@@ -187,6 +188,7 @@ class Breaking:
 
     def __init__(self, server: Any, pack: Any, root: Path) -> None:
         self.server = server
+        self.isolation = "process"
         self.ledger = Ledger(server)
         self._pack = pack
         self._root = root
@@ -205,6 +207,7 @@ class Breaking:
 
     def register(self, model: str, workers: int = 1, **config: object) -> Any:
         """Pack and register a model, and wait until it is loaded."""
+        config.setdefault("isolation", self.isolation)
         return self.server.register(self.archive(model, **config), initial_workers=workers)
 
     def unregister(self, model: str) -> Any:

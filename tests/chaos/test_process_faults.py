@@ -1,4 +1,4 @@
-"""Every fault of a worker process, in every state it can be in; a neighbour that must not notice; a ledger.
+"""Every fault of a worker, in every isolation and state; a neighbour that must not notice; a ledger.
 
 The faults are real: signals, native crashes, an interpreter that never comes back, nonsense on the socket.
 """
@@ -49,9 +49,17 @@ def plant(start_server: Any, breaking: Callable[[Any], Any]) -> Iterator[Any]:
     assert accepted == answered == plant.ledger.accepted
 
 
+@pytest.fixture(params=["process", "thread"])
+def isolation(request: pytest.FixtureRequest) -> str:
+    """Whether an executor is a worker process, or a lane of one."""
+    value: str = request.param
+    return value
+
+
 @pytest.fixture
-def model(plant: Any, request: pytest.FixtureRequest) -> Iterator[str]:
+def model(plant: Any, isolation: str, request: pytest.FixtureRequest) -> Iterator[str]:
     """The name of a model for one test; it is gone afterwards."""
+    plant.isolation = isolation
     name = "m" + str(abs(hash(request.node.name)))
     yield name
     assert plant.unregister(name).status in (200, 404)
@@ -152,7 +160,8 @@ def test_a_crash_while_idle_costs_no_request(plant: Any, model: str, fault: str)
     comes_back(plant, model, CRASHES[fault])
 
 
-def test_a_hang_while_idle_is_found_out_before_any_client_waits_for_it(plant: Any) -> None:
+def test_a_hang_while_idle_is_found_out_before_any_client_waits_for_it(plant: Any, isolation: str) -> None:
+    plant.isolation = isolation
     models = {"idle-stopped": "stop", "idle-in-c": "sleep_in_c", "idle-stopped-outside": ""}
     for model, fault in models.items():
         plant.register(model, responseTimeout=100)

@@ -25,8 +25,6 @@ AS_RECORDED = {
         "mlp": ("1.0", "2.0"),
     }.items()
 }
-_ENDS = "os._exit ends the process, which is the server itself"
-SKIPPED: dict[str, dict[str, str]] = {"process": {}, "thread": {"rich-exit": _ENDS}}
 
 
 @pytest.fixture(scope="session", params=["process", "thread"])
@@ -47,23 +45,15 @@ def server(isolation: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest.fixture(scope="session")
-def rest_exchanges(server: Server, isolation: str) -> dict[str, Exchange]:
+def rest_exchanges(server: Server) -> dict[str, Exchange]:
     """Every REST case, sent once and in order."""
-    return replay_rest(server, SKIPPED[isolation])
+    return replay_rest(server)
 
 
 @pytest.fixture(scope="session")
-def grpc_exchanges(
-    server: Server, isolation: str, rest_exchanges: dict[str, Exchange]
-) -> dict[str, Exchange]:
+def grpc_exchanges(server: Server, rest_exchanges: dict[str, Exchange]) -> dict[str, Exchange]:
     """Every gRPC call, made once and in order, after the REST cases: it lists the models they leave."""
-    return replay_grpc(server, SKIPPED[isolation])
-
-
-@pytest.fixture
-def skip_reason(isolation: str) -> dict[str, str]:
-    """Why a case is not replayed, by its name."""
-    return SKIPPED[isolation]
+    return replay_grpc(server)
 
 
 def _store(folder: Path, isolation: str) -> Path:

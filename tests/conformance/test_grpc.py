@@ -6,9 +6,6 @@ from conformity.recordings import Exchange, rpc_names
 
 @pytest.mark.parametrize("case", rpc_names())
 def test_a_recorded_call_ends_as_it_did_with_torchserve(
-    case: str, grpc_exchanges: dict[str, Exchange], skip_reason: dict[str, str]
+    case: str, grpc_exchanges: dict[str, Exchange]
 ) -> None:
-    if case in skip_reason:
-        pytest.skip(skip_reason[case])
-
     assert grpc_exchanges[case].problems == []

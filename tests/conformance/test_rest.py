@@ -6,9 +6,6 @@ from conformity.recordings import Exchange, rest_names
 
 @pytest.mark.parametrize("case", rest_names())
 def test_a_recorded_request_is_answered_as_torchserve_answered_it(
-    case: str, rest_exchanges: dict[str, Exchange], skip_reason: dict[str, str]
+    case: str, rest_exchanges: dict[str, Exchange]
 ) -> None:
-    if case in skip_reason:
-        pytest.skip(skip_reason[case])
-
     assert rest_exchanges[case].problems == []

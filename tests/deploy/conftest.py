@@ -6,13 +6,16 @@ import contextlib
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -89,8 +92,8 @@ class LiveServer:
     inference: str
     metrics: str
 
-    def predict(self, body: bytes = b"hello") -> bytes:
-        request = urllib.request.Request(f"http://{self.inference}/predictions/echo", body)
+    def predict(self, body: bytes = b"hello", model: str = "echo") -> bytes:
+        request = urllib.request.Request(f"http://{self.inference}/predictions/{model}", body)
         with urllib.request.urlopen(request, timeout=30) as answer:
             return bytes(answer.read())
 
@@ -135,6 +138,82 @@ def _follow(process: subprocess.Popen[str], log: Path, wanted: str) -> str:
     return text
 
 
+@contextlib.contextmanager
+def running_server(folder: Path, models: Sequence[str]) -> Iterator[LiveServer]:
+    """A server of `folder`'s store and config.properties, once these models (`name:version`) are ready."""
+    command = [
+        *(sys.executable, "-m", "torchere.serving", "serve", "--ncs", "--disable-token-auth"),
+        *("--model-store", "store", "--models", "all", "--ts-config", "config.properties"),
+    ]
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT, text=True)
+    try:
+        for model in models:
+            _follow(process, folder / "log", f"{model} is ready")
+        text = _follow(process, folder / "log", "Model server started.")
+        address = dict(re.findall(r"(\w+) API: http://([\d.:]+)", text))
+        yield LiveServer(address["Inference"], address["Metrics"])
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+
+class Prometheus:
+    """A Prometheus that scrapes a server every second, as the job `torchere`."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    def query(self, expression: str) -> list[Any]:
+        """The result of an instant query, empty while it is starting."""
+        encoded = urllib.parse.urlencode({"query": expression})
+        try:
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{self._port}/api/v1/query?{encoded}", timeout=10
+            ) as answer:
+                return list(json.loads(answer.read())["data"]["result"])
+        except urllib.error.URLError:
+            return []
+
+
+@contextlib.contextmanager
+def running_prometheus(
+    program: str, folder: Path, server: LiveServer, rules: str = ""
+) -> Iterator[Prometheus]:
+    """A Prometheus with its data in `folder`; `rules` are those of a rules file, evaluated every second."""
+    job = {"job_name": "torchere", "static_configs": [{"targets": [server.metrics]}]}
+    config = {"global": {"scrape_interval": "1s", "evaluation_interval": "1s"}, "scrape_configs": [job]}
+    (folder / "p.yml").write_text(yaml.safe_dump(config | {"rule_files": ["rules.yml"] if rules else []}))
+    (folder / "rules.yml").write_text(rules)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    listen = f"--web.listen-address=127.0.0.1:{port}"
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            [program, "--config.file=p.yml", "--storage.tsdb.path=data", listen],
+            cwd=folder,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        yield Prometheus(port)
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+@pytest.fixture(scope="session")
+def start_server() -> Callable[[Path, Sequence[str]], AbstractContextManager[LiveServer]]:
+    """Starts a server: see `running_server`."""
+    return running_server
+
+
+@pytest.fixture(scope="session")
+def start_prometheus() -> Callable[..., AbstractContextManager[Prometheus]]:
+    """Starts a Prometheus: see `running_prometheus`."""
+    return running_prometheus
+
+
 @pytest.fixture(scope="session")
 def live_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """A server that runs as long as the tests, and answered three predictions."""
@@ -152,20 +231,7 @@ def live_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer
         archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}))
     (folder / "config.properties").write_text(PROPERTIES)
     write_certificate(folder)
-    command = [
-        *(sys.executable, "-m", "torchere.serving", "serve", "--ncs", "--disable-token-auth"),
-        *("--model-store", "store", "--models", "all", "--ts-config", "config.properties"),
-    ]
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT, text=True)
-    try:
-        text = _follow(process, folder / "log", "echo:1.0 is ready")
-        text = _follow(process, folder / "log", "Model server started.")
-        address = dict(re.findall(r"(\w+) API: http://([\d.:]+)", text))
-        server = LiveServer(address["Inference"], address["Metrics"])
+    with running_server(folder, ["echo:1.0"]) as server:
         for _ in range(3):
             server.predict()
         yield server
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)

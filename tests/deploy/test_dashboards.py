@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import subprocess
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -101,45 +98,27 @@ def test_every_query_parses(tool: Callable[[str], str]) -> None:
 
 @pytest.fixture(scope="module")
 def ask(
-    tool: Callable[[str], str], live_server: Any, tmp_path_factory: pytest.TempPathFactory
+    tool: Callable[[str], str],
+    live_server: Any,
+    start_prometheus: Callable[..., AbstractContextManager[Any]],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Any]:
     """Asks a Prometheus that scrapes the running server every second."""
-    program, folder = tool("prometheus"), tmp_path_factory.mktemp("prometheus")
-    job = f"{{job_name: torchere, static_configs: [{{targets: ['{live_server.metrics}']}}]}}"
-    (folder / "p.yml").write_text(f"global: {{scrape_interval: 1s}}\nscrape_configs: [{job}]\n")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [
-        program,
-        "--config.file=p.yml",
-        "--storage.tsdb.path=data",
-        f"--web.listen-address=127.0.0.1:{port}",
-    ]
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
+    folder = tmp_path_factory.mktemp("prometheus")
+    with start_prometheus(tool("prometheus"), folder, live_server) as prometheus:
 
-    def query(expression: str) -> list[Any]:
-        url = f"http://127.0.0.1:{port}/api/v1/query?{urllib.parse.urlencode({'query': expression})}"
-        with urllib.request.urlopen(url, timeout=10) as answer:
-            return list(json.loads(answer.read())["data"]["result"])
+        def eventually(expression: str, *, with_failures: bool = False) -> list[Any]:
+            """The first result that is not empty, or nothing after 15 seconds."""
+            limit_s = time.monotonic() + 15
+            while time.monotonic() < limit_s:
+                live_server.predict()
+                if with_failures:
+                    live_server.fail()
+                if result := prometheus.query(expression):
+                    return list(result)
+            return []
 
-    def eventually(expression: str, *, with_failures: bool = False) -> list[Any]:
-        """The first result that is not empty, or nothing after 15 seconds."""
-        limit_s = time.monotonic() + 15
-        while time.monotonic() < limit_s:
-            live_server.predict()
-            if with_failures:
-                live_server.fail()
-            try:
-                if result := query(expression):
-                    return result
-            except urllib.error.URLError:  # it is starting
-                continue
-        return []
-
-    yield eventually
-    process.terminate()
-    process.wait(30)
+        yield eventually
 
 
 def test_a_real_prometheus_has_data_for_every_panel(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import textwrap
 
 import pytest
 
@@ -26,7 +25,6 @@ SERVER = {
     "numpy",
     "grpc",
     "google.protobuf",
-    "uvicorn",
     "uvloop",
     "prometheus_client",
     "psutil",
@@ -77,48 +75,18 @@ def test_a_server_begins_to_serve_without_the_framework() -> None:
     assert imported_by("import torchere.serving.server, torchere.handlers.base", unwanted) == set()
 
 
+def test_a_server_begins_to_serve_without_torch() -> None:
+    every = "torchere.serving.server, torchere.serving.frontend.rest.routes, torchere.serving.cli_serve"
+    assert imported_by(f"import {every}", {"torch"}) == set()
+
+
 def test_the_ports_are_made_without_the_framework() -> None:
     code = """
-    from torchere.serving.frontend.rest.app import listener_app
+    from torchere.serving.frontend.rest.app import listener_of
     from torchere.serving.frontend.services import Services
     from torchere.serving.settings import ServerSettings
     from torchere.serving.telemetry.metrics import Metrics
     every = frozenset({"inference", "management", "metrics"})
-    listener_app(every, None, None, Services(ServerSettings(), Metrics("host"), None, "1"))
+    listener_of(every, None, None, Services(ServerSettings(), Metrics("host"), None, "1"))
     """
     assert imported_by(code, FRAMEWORK) == set()
-
-
-def test_what_goes_beside_the_mapping_of_torch_is_needed_anyway_and_needs_no_torch() -> None:
-    from torchere.serving.preparation import WITHOUT_TORCH
-
-    wanted = set(WITHOUT_TORCH)
-    assert imported_by("import torchere.serving.server", wanted) == wanted
-    beside = f"import importlib; [importlib.import_module(name) for name in {sorted(wanted)!r}]"
-    assert imported_by(beside, FRAMEWORK | EXTRAS | {"torch"}) == set()
-
-
-def test_what_goes_beside_the_mapping_of_torch_never_waits_for_the_linker() -> None:
-    code = """
-    import importlib, sys
-    from importlib.machinery import EXTENSION_SUFFIXES
-    import torchere.serving.cli_serve, torchere.serving.start_signals, torchere.serving.vitals
-    from torchere.serving.torch_mapping import EXTENSIONS
-
-    def linked():
-        specs = [getattr(module, "__spec__", None) for module in list(sys.modules.values())]
-        origins = {str(getattr(spec, "origin", "")) for spec in specs}
-        return {origin for origin in origins if origin.endswith(tuple(EXTENSION_SUFFIXES))}
-
-    for name in EXTENSIONS:
-        importlib.import_module(name)
-    before = linked()
-    from torchere.serving.preparation import WITHOUT_TORCH
-    for name in WITHOUT_TORCH:
-        importlib.import_module(name)
-    print(len(before) > 0, *sorted(linked() - before))
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], check=True, capture_output=True, text=True
-    )
-    assert done.stdout.split() == ["True"]

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from torchere.handlers import aot, aot_abi, aot_model
+from torchere.handlers import aot, aot_abi, aot_gil, aot_model
+from torchere.handlers.aot_gil import holds_gil
 from torchere.handlers.aot_model import AotModel
 from torchere.handlers.aot_package import extracted_library, read_package
 from torchere.handlers.base import BaseHandler
@@ -144,9 +145,10 @@ def test_a_torch_without_the_private_functions_runs_the_official_binding(
     probe_archive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(aot_abi, "available", lambda: False)
+    monkeypatch.setattr(aot_gil, "HANDLE_FUNCTIONS", ("of_another_torch",))
     monkeypatch.setattr(aot, "_load_by_binding", lambda path: f"binding of {Path(path).name}")
     assert load(probe_archive) == "binding of probe.pt2"
-    assert aot.holds_gil(str(probe_archive / "probe.pt2"), str(probe_archive))
+    assert holds_gil(str(probe_archive / "probe.pt2"), str(probe_archive))
 
 
 def test_a_library_without_the_abi_is_named(tmp_path: Path) -> None:
@@ -174,7 +176,7 @@ def test_a_package_that_does_not_fit_is_replaced_by_its_fallback(
     assert isinstance(model, torch.nn.Module)
     assert torch.allclose(model(*batch(2), scale=SCALE)["y"], expected, atol=1e-4)
     assert "compiled with torch 1.0.0" in caplog.text
-    assert aot.holds_gil(str(probe_archive / "probe.pt2"), str(probe_archive))
+    assert holds_gil(str(probe_archive / "probe.pt2"), str(probe_archive))
 
 
 def test_an_older_torch_without_a_fallback_is_tried(
@@ -211,9 +213,9 @@ def test_code_for_a_gpu_is_not_run_on_the_cpu_but_its_fallback_is(probe_archive:
 
 
 def test_the_compiled_package_leaves_the_gil_and_the_program_does_not(probe_dir: Path) -> None:
-    assert not aot.holds_gil(str(probe_dir / "probe.pt2"), str(probe_dir))
-    assert aot.holds_gil(str(probe_dir / "probe.exported.pt2"), str(probe_dir))
-    assert not aot.holds_gil(str(probe_dir / "none.pt2"), str(probe_dir))
+    assert not holds_gil(str(probe_dir / "probe.pt2"), str(probe_dir))
+    assert holds_gil(str(probe_dir / "probe.exported.pt2"), str(probe_dir))
+    assert not holds_gil(str(probe_dir / "none.pt2"), str(probe_dir))
 
 
 def test_handlers_of_one_version_share_it_and_its_library_is_written_once(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchere.handlers.aot import holds_gil
+from torchere.handlers.aot_gil import holds_gil
 from torchere.handlers.aot_package import extracted_library, read_package
 
 FOLDER = "net/data/aotinductor/model/"

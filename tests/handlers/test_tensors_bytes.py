@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from torchere.handlers.tensors import BF16, BYTES, DATATYPES, TensorError
 from torchere.handlers.tensors_bytes import (
+    array_from_bytes,
     bytes_from_tensor,
     join_elements,
     objects_array,
+    rounded_to_bfloat16,
     split_elements,
     tensor_from_bytes,
 )
@@ -96,6 +98,21 @@ def test_bf16_is_a_torch_tensor() -> None:
     assert raw == b"\x80\x3f\x20\xc0"
     assert tensor.dtype == torch.bfloat16
     assert tensor.tolist() == [[1.0, -2.5]]
+
+
+def test_every_bf16_survives_a_process_without_torch() -> None:
+    raw = np.arange(2**16, dtype="<u2").tobytes()
+    array = array_from_bytes(raw, BF16, [256, 256])
+    of_torch = tensor_from_bytes(raw, BF16, [256, 256]).float().numpy()
+    assert array.tobytes() == of_torch.tobytes()
+    assert bytes_from_tensor(array, BF16) == raw
+
+
+@given(st.lists(st.floats(width=64) | st.floats(min_value=-(2.0**128), max_value=2.0**128), max_size=20))
+def test_numbers_are_rounded_to_bf16_as_torch_rounds(numbers: list[float]) -> None:
+    exact = np.array(numbers, dtype=np.float64)
+    wanted = torch.from_numpy(exact).to(torch.bfloat16).float().numpy()
+    np.testing.assert_array_equal(rounded_to_bfloat16(exact), wanted)
 
 
 @pytest.mark.parametrize(

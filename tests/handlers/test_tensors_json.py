@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from torchere.handlers.tensors import BF16, BYTES, DATATYPES, TensorError
 from torchere.handlers.tensors_bytes import objects_array
-from torchere.handlers.tensors_json import json_from_tensor, tensor_from_json
+from torchere.handlers.tensors_json import array_from_json, json_from_tensor, tensor_from_json
 
 
 def read(data: object, name: str, shape: list[Any]) -> Any:
@@ -50,6 +50,12 @@ def test_bf16_is_rounded_by_torch() -> None:
     assert tensor.tolist() == [1.0, 0.10009765625]
 
 
+def test_without_torch_bf16_is_the_same_numbers_as_float32() -> None:
+    array = array_from_json([1.0, 0.1], BF16, [2], "inputs[0]")
+    assert array.dtype == np.float32
+    assert array.tolist() == [1.0, 0.10009765625]
+
+
 @pytest.mark.parametrize(
     ("data", "name", "shape", "text"),
     [
@@ -73,6 +79,7 @@ def test_bf16_is_rounded_by_torch() -> None:
         ([1, 2**1024], "FP64", [2], r"inputs\[0\]\.data\[1\]: found a whole number of more than 128 bits"),
         ([1e39], "FP32", [1], r"inputs\[0\]\.data\[0\]: found 1e\+39, expected a number within FP32"),
         ([1, 1e5], "FP16", [2], r"inputs\[0\]\.data\[1\]: found 100000.0, expected a number within FP16"),
+        ([3.39e38, 3.4e38], "BF16", [2], r"inputs\[0\]\.data\[1\]: found 3.4e\+38, expected a number within"),
         ([1e39], "BF16", [1], r"inputs\[0\]\.data\[0\]: found 1e\+39, expected a number within BF16"),
         ({"a": 1}, "FP32", [1], r"inputs\[0\]\.data: found an object, expected a list of 1 elements"),
         (None, "FP32", [], r"inputs\[0\]\.data: found nothing, expected a list of 1 elements"),
@@ -120,10 +127,27 @@ def test_floats_are_written_as_python_writes_them(values: list[float]) -> None:
         (np.array([[1], [2]]), "INT64", b"[1,2]"),
         (np.array([math.nan, math.inf]), "FP64", b"[NaN, Infinity]"),
         (np.array(3.5), "FP64", b"[3.5]"),
+        (np.array([0.1], np.float32), "FP32", b"[0.10000000149011612]"),
+        (np.array([0.1], np.float16), "FP16", b"[0.0999755859375]"),
+        (np.array([[1, 2], [3, 4]], np.int8, order="F").T, "INT8", b"[1,3,2,4]"),
+        (np.arange(6, dtype=np.uint64)[::-2], "UINT64", b"[5,3,1]"),
+        (np.frombuffer(b"\0" + np.array([7, 8], "<i4").tobytes(), "<i4", 2, 1), "INT32", b"[7,8]"),
+        (np.zeros((0, 3), np.float32), "FP32", b"[]"),
     ],
 )
 def test_answers_are_flat(tensor: Any, name: str, text: bytes) -> None:
     assert bytes(json_from_tensor(tensor, DATATYPES[name], "x")) == text
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1))
+def test_finite_floats_read_back_as_themselves(values: list[float]) -> None:
+    text = bytes(json_from_tensor(np.array(values), DATATYPES["FP64"], "x"))
+    assert list(map(float.hex, map(float, json.loads(text)))) == list(map(float.hex, values))
+
+
+def test_bf16_that_is_not_finite_is_written_as_python_writes_it() -> None:
+    tensor = torch.tensor([math.nan, 0.1], dtype=torch.bfloat16)
+    assert bytes(json_from_tensor(tensor, BF16, "x")) == b"[NaN, 0.10009765625]"
 
 
 def test_texts_and_bf16_are_written() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -218,9 +219,26 @@ def test_autoscalers_look_at_gauges_that_the_server_has(render: Callable[..., li
     ]
 
     assert f"# TYPE {metric} gauge" in exposition
+    assert metric == "torchere_saturation"
     assert "torchere_saturation{" in queries[0] and "# TYPE torchere_saturation gauge" in exposition
     assert "torchere_request_duration_seconds_bucket{" in queries[1]
     assert 'service="rel-torchere-metrics"' in queries[0]
+
+
+def test_both_autoscalers_see_the_same_mean_of_the_same_gauge(
+    render: Callable[..., list[Object]], root: Path
+) -> None:
+    keda = named(render("keda"), "ScaledObject")["spec"]["triggers"][0]["metadata"]
+    hpa = named(render("autoscaled"), "HorizontalPodAutoscaler")["spec"]["metrics"][0]["pods"]
+    block = (root / "docs/kubernetes.md").read_text().split("For prometheus-adapter:")[1].split("```")[1]
+    (adapter,) = yaml.safe_load(block.removeprefix("yaml"))["rules"]
+
+    assert adapter["seriesQuery"].startswith(hpa["metric"]["name"] + "{")
+    assert "avg_over_time(<<.Series>>{<<.LabelMatchers>>}[1m])" in adapter["metricsQuery"]
+    assert re.search(r"avg_over_time\(torchere_saturation\{[^}]*\}\[1m\]\)", keda["query"])
+    defaults = yaml.safe_load((root / "k8s/chart/values.yaml").read_text())
+    assert defaults["keda"]["saturationThreshold"] == "0.8"
+    assert defaults["autoscaling"]["averageValue"] == "800m"
 
 
 def test_rules_and_dashboards_are_those_of_the_files(render: Callable[..., list[Object]], root: Path) -> None:

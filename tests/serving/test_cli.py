@@ -14,7 +14,7 @@ from torchere.serving.settings import ServerSettings, SnapshotSettings
 from torchere.serving.telemetry.log_files import Log4jFormatter, remove_log_files
 from torchere.serving.tokens import KeyFileUnwritable
 
-HEAVY = ("torch", "fastapi", "grpc", "uvicorn", "numpy", "prometheus_client")
+HEAVY = ("torch", "fastapi", "grpc", "numpy", "prometheus_client")
 SNAPSHOT = (
     'model_store={store}\nmodel_snapshot={{"models":{{"net":{{"1.0":{{"defaultVersion":true,"marName":"net.mar",'
     '"minWorkers":1,"maxWorkers":1,"batchSize":1,"maxBatchDelay":100}}}}}}}}\n'

@@ -56,6 +56,15 @@ def test_the_status_of_config_check_tells_whether_it_found_something(
     assert cli.main(["config", "check", "c.properties", *flags]) == status
 
 
+@pytest.mark.parametrize(("value", "count"), [("true", 1), ("false", 0)])
+def test_config_check_says_that_no_supervisor_starts_a_lost_server_again(
+    capsys: pytest.CaptureFixture[str], value: str, count: int
+) -> None:
+    Path("config.properties").write_text(f"supervise={value}\n")
+    assert cli.main(["config", "check"]) == 0
+    assert capsys.readouterr().out.count("has no effect: models run in worker processes") == count
+
+
 def test_config_check_of_no_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config", "check", "none"]) == 1
     assert capsys.readouterr().err == "none: can't be read: No such file or directory\n"

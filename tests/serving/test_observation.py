@@ -3,15 +3,16 @@ from types import SimpleNamespace
 import pytest
 
 from torchere.handlers.metric_types import MetricSample
-from torchere.serving.batching.pending import Pending
-from torchere.serving.batching.running import RunningBatch
+from torchere.serving.batching.request import Request
 from torchere.serving.errors import HandlerFailed
-from torchere.serving.execution.executor import BatchReport, ExecutorState
-from torchere.serving.observation import RegistryMetrics, load_of
+from torchere.serving.execution.executor import BatchReport, ExecutorState, Unfinished
+from torchere.serving.execution.run import Run
+from torchere.serving.observation import RegistryMetrics, load_of, load_sample_of
 from torchere.serving.registry.version import VersionState
 from torchere.serving.telemetry.load_metrics import ExecutorLoad, VersionLoad
 from torchere.serving.telemetry.metrics import Metrics
-from torchere.serving.types import InferRequest, InferResponse, ModelKey
+from torchere.serving.telemetry.saturation import LoadSample
+from torchere.serving.types import InferResponse, ModelKey
 
 KEY = ModelKey("m", "1.0")
 DONE = InferResponse(b"")
@@ -26,29 +27,45 @@ def lines(metrics, start):
     return [line for line in metrics.exposition().splitlines() if line.startswith(start)]
 
 
-def finish(metrics, outcomes, reported=(), rounds=1):
-    """A batch whose requests waited 1 s each, was out for 2 s, half of that in the handler."""
-    pendings = [Pending(InferRequest(f"r{i}", ()), "", 10.0, print) for i in range(len(outcomes))]
-    for pending in pendings:
-        pending.dequeued_s = 11.0
+def finish(metrics, outcomes, reported=()):
+    """A run whose requests waited 1 s each, and that was in a lane for 2 s, half of that in the handler."""
+    requests = [Request(f"r{i}", 0.0) for i in range(len(outcomes))]
+    for request in requests:
+        request.enqueued_s, request.dequeued_s = 10.0, 11.0
     registry = RegistryMetrics(metrics)
     version = fake_version(registry.watch(KEY))
     registry.registered(version, lambda: 1.0)
-    batch = RunningBatch(None, pendings, 11.0, rounds=rounds)
-    version.observer.batch_finished(batch, BatchReport(outcomes, 1.0, reported), 2.0)
+    report = BatchReport(outcomes, 1.0, reported)
+    version.observer.batch_finished(Run(requests, None, 11.0), report, 2.0)
     return version.observer
 
 
 def test_a_batch_is_counted_with_the_time_it_took(metrics):
-    finish(metrics, [DONE, HandlerFailed("x")])
-    assert lines(metrics, "torchere_executor_busy_seconds_total{")[0].endswith(" 2.0")
-    assert lines(metrics, "torchere_batch_size_sum{")[0].endswith(" 2.0")
+    meter = finish(metrics, [DONE, HandlerFailed("x"), Unfinished(DONE)]).meter
+    assert lines(metrics, "torchere_batch_size_sum{")[0].endswith(" 3.0")
     assert lines(metrics, "PredictionTime{")[0].endswith(" 1000.0")
+    assert (meter.requests_succeeded, meter.requests_failed) == (1, 1)
+    assert (meter.succeeded_s, meter.failed_s, meter.queue_s) == (3.0, 3.0, 2.0)
+    assert (meter.handler_s, meter.around_s) == (1.0, 1.0)
 
 
-def test_the_time_that_others_were_in_front_of_a_batch_is_counted_once(metrics):
-    finish(metrics, [DONE], rounds=2)
-    assert lines(metrics, "torchere_executor_busy_seconds_total{")[0].endswith(" 1.0")
+def test_busy_seconds_are_those_of_batches_that_executors_have(metrics):
+    meter = finish(metrics, [DONE]).meter
+    meter.batches_running(1, 10.0)
+    meter.batches_running(0, 12.5)
+    assert lines(metrics, "torchere_executor_busy_seconds_total{")[0].endswith(" 2.5")
+
+
+def test_the_span_of_a_batch_gets_its_requests_and_how_many_wait():
+    spans = []
+    metrics = Metrics("vm", tracing=SimpleNamespace(batch=lambda *said: spans.append(said)))
+    finish(metrics, [DONE, HandlerFailed("x")])
+    assert spans == [("m", "1.0", ["r0", "r1"], 2, 2.0)]
+
+
+def test_only_spans_and_logged_metrics_need_the_ids_of_a_batch():
+    assert not finish(Metrics("vm"), [DONE]).meter.wants_ids
+    assert finish(Metrics("vm", mode="log"), [DONE]).meter.wants_ids
 
 
 def test_a_batch_that_failed_as_a_whole_has_no_prediction_time(metrics):
@@ -83,9 +100,7 @@ def test_handlers_may_know_what_is_declared(metrics):
 
 class Pool:
     in_service = 3
-
-    def idle_ids(self):
-        return (9001,)
+    size = 4
 
     def statuses(self):
         states = (ExecutorState.READY,) * 3 + (ExecutorState.STARTING,)
@@ -116,14 +131,16 @@ def test_the_load_of_a_version_is_read_from_its_batcher_and_pool(metrics):
         queue_room=98,
         oldest_age_s=0.5,
         predicted_s=0.25,
-        in_service=3,
-        busy=2,
-        executors=(*(ExecutorLoad(9000 + i, "ready") for i in range(3)), ExecutorLoad(9003, "starting")),
+        executors=(
+            ExecutorLoad(9000, "ready", 77),  # lanes of one process: its memory counts once
+            ExecutorLoad(9001, "ready"),
+            ExecutorLoad(9002, "ready"),
+            ExecutorLoad(9003, "starting"),
+        ),
         state="ready",
         response_timeout_s=7.0,
         weight=1.0,
     )
-    assert load.saturation == pytest.approx(2 / 3 + 0.02)
     registry = RegistryMetrics(metrics)
     version = fake_version(registry.watch(KEY))
     registry.registered(version, lambda: 1.0)
@@ -135,21 +152,9 @@ def test_the_load_of_a_version_is_read_from_its_batcher_and_pool(metrics):
 def test_worker_processes_are_told_by_their_id_and_weights_by_their_size(tmp_path):
     (tmp_path / "net.pt").write_bytes(b"x" * 100)
     load = load_of(fake_version(None, "process", tmp_path), 1.0)
-    assert {executor.pid for executor in load.executors} == {77}
+    assert {executor.pid for executor in load.executors} - {0} == {77}
     assert load.weights_bytes == 100
 
 
-READY = (ExecutorLoad(9000, "ready"),)
-
-
-@pytest.mark.parametrize(
-    ("load", "saturation"),
-    [
-        (VersionLoad(), 0.0),
-        (VersionLoad(queue_room=10, in_service=2, executors=READY), 0.0),
-        (VersionLoad(queued=10, in_service=2, busy=2, executors=READY), 2.0),
-        (VersionLoad(queue_room=10, executors=(ExecutorLoad(9000, "starting"),)), 1.0),
-    ],
-)
-def test_saturation_goes_from_idle_over_all_busy_to_a_full_queue(load, saturation):
-    assert load.saturation == saturation
+def test_saturation_follows_from_the_queue_and_the_executors_in_service():
+    assert load_sample_of(fake_version(None)) == LoadSample(queued=2, queue_room=98, executors=3, wanted=4)

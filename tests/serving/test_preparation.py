@@ -1,73 +1,54 @@
-"""The start-up models are unpacked, and torch is mapped, before the server's modules are imported."""
+"""What workers are forked from is started before the server's modules are imported."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-import zipfile
-from pathlib import Path
 
-from torchere.serving.preparation import preparation
-from torchere.serving.settings import ServerSettings
+import pytest
 
-MANIFEST = '{"runtime": "python", "model": {"modelName": "m", "modelVersion": "1.0", "handler": "h.py"}}'
-
-
-def test_a_start_up_model_is_ready_to_take_and_nothing_stays_behind(tmp_path: Path) -> None:
-    (tmp_path / "store").mkdir()
-    (tmp_path / "temp").mkdir()
-    with zipfile.ZipFile(tmp_path / "store" / "m.mar", "w") as archive:
-        archive.writestr("h.py", "")
-        archive.writestr("MAR-INF/MANIFEST.json", MANIFEST)
-    settings = ServerSettings(
-        model_store=tmp_path / "store",
-        temp_dir=tmp_path / "temp",
-        load_models=("m=m.mar", "https://127.0.0.1/other.mar"),
-    )
-    with preparation(settings) as prepared:
-        stored = prepared.ahead.take("m.mar", prepared.store.open("m.mar"))
-        assert stored is not None
-        assert stored.directory.is_dir()
-    assert list((tmp_path / "temp").iterdir()) == []
+from torchere.serving import preparation
+from torchere.serving.preparation import fork_server_ahead
+from torchere.serving.settings import ServerSettings, SnapshotModel
 
 
-def store_with(tmp_path: Path, handler: str) -> ServerSettings:
-    (tmp_path / "store").mkdir()
-    (tmp_path / "temp").mkdir()
-    with zipfile.ZipFile(tmp_path / "store" / "m.mar", "w") as archive:
-        archive.writestr("h.py", "")
-        archive.writestr("m.pt", "")
-        manifest = json.loads(MANIFEST)
-        manifest["model"] |= {"handler": handler, "serializedFile": "m.pt"}
-        archive.writestr("MAR-INF/MANIFEST.json", json.dumps(manifest))
-    return ServerSettings(
-        model_store=tmp_path / "store", temp_dir=tmp_path / "temp", load_models=("missing.mar", "m.mar")
-    )
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ServerSettings(load_models=("m.mar",)),
+        ServerSettings(snapshot_models=(SnapshotModel("m", "1.0", "m.mar", True, {}),)),
+    ],
+)
+def test_the_fork_server_is_started_for_models_of_the_start_and_ends_afterwards(
+    settings: ServerSettings,
+) -> None:
+    with fork_server_ahead(settings) as fork_server:
+        assert fork_server is not None
+        assert fork_server.process.poll() is None
+    assert fork_server.process.poll() is not None
 
 
-def test_the_fork_server_is_started_for_a_model_that_runs_in_processes(tmp_path: Path) -> None:
-    with preparation(store_with(tmp_path, "h.py")) as prepared:
-        assert prepared.fork_server is not None
-        process = prepared.fork_server.process
-        assert process.poll() is None
-    assert process.poll() is not None
+def test_a_server_that_begins_without_models_starts_none() -> None:
+    with fork_server_ahead(ServerSettings()) as fork_server:
+        assert fork_server is None
 
 
-def test_models_that_run_in_threads_need_none(tmp_path: Path) -> None:
-    with preparation(store_with(tmp_path, "image_classifier")) as prepared:
-        assert prepared.fork_server is None
+def test_a_fork_server_that_can_not_be_started_is_left_to_who_needs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(environment: object) -> None:
+        raise OSError("no process left")
+
+    monkeypatch.setattr(preparation, "spawn", refused)
+    with fork_server_ahead(ServerSettings(load_models=("m.mar",))) as fork_server:
+        assert fork_server is None
 
 
-def test_preparing_imports_neither_torch_nor_a_frontend_and_torch_works_after_it() -> None:
+def test_it_imports_nothing_that_the_fork_server_would_wait_for() -> None:
     code = """
 import sys
 import torchere.serving.preparation
-from torchere.serving.torch_mapping import map_torch
-print(sorted({"torch", "fastapi", "grpc"} & set(sys.modules)))
-map_torch()
-import torch
-print(torch.ones(2, 2).matmul(torch.ones(2, 1)).tolist())
+print(sorted({"torch", "numpy", "fastapi", "grpc", "yaml"} & set(sys.modules)))
 """
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert found.stdout.splitlines() == ["[]", "[[2.0], [2.0]]"]
+    assert found.stdout == "[]\n"

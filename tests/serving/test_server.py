@@ -1,6 +1,7 @@
 """Starts that do not come to their end."""
 
 import asyncio
+import http.client
 import os
 import signal
 import socket
@@ -93,6 +94,49 @@ def test_a_signal_while_an_archive_is_fetched_at_the_start_ends_the_server(tmp_p
     assert asyncio.run(main()) == 0
     assert list((tmp_path / "store").iterdir()) == []
     assert list((tmp_path / "temp").iterdir()) == []
+
+
+def test_while_archives_are_fetched_at_the_start_probes_are_answered_and_nothing_is_healthy(
+    tmp_path: Path,
+) -> None:
+    asked = asyncio.Event()
+
+    async def never_ending(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.set()
+        await reader.read()
+        writer.close()
+
+    def statuses(port: int) -> dict[str, int]:
+        found = {}
+        for path in ("/livez", "/startupz", "/readyz", "/ping", "/predictions/m"):
+            client = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+            client.request("GET", path)
+            found[path] = client.getresponse().status
+            client.close()
+        return found
+
+    async def main() -> dict[str, int]:
+        source = await asyncio.start_server(never_ending, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{source.sockets[0].getsockname()[1]}/m.mar"
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        settings = settings_of(
+            tmp_path,
+            load_models=(url,),
+            allowed_urls=(url,),
+            inference_address=Address(port=port),
+            token_auth_enabled=False,
+        )
+        running = asyncio.ensure_future(run(settings))
+        await asked.wait()
+        found = await asyncio.to_thread(statuses, port)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await asyncio.wait_for(running, 60) == 0
+        source.close()
+        return found
+
+    of_models = {"/startupz": 503, "/readyz": 503, "/ping": 500, "/predictions/m": 503}
+    assert asyncio.run(main()) == {"/livez": 200, **of_models}
 
 
 LIMITED = """

@@ -1,6 +1,10 @@
-"""The bound on a worker's silence: counted from the last thing it said, with one timer."""
+"""The bound on the silence of a client or a worker: counted from its last word, with one timer."""
+
+from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -10,7 +14,14 @@ import pytest
 import uvloop
 
 from torchere.serving import silence
-from torchere.serving.execution.inflight import InFlight
+from torchere.serving.batching.request import Request
+from torchere.serving.errors import DeadlineExceeded
+from torchere.serving.execution import lanes
+from torchere.serving.execution.executor import BatchReport, LoadSpec
+from torchere.serving.execution.lanes import LanePage
+from torchere.serving.execution.oom import OomWatch
+from torchere.serving.execution.run import Run
+from torchere.serving.execution.worker_process import ProcessEvents, WorkerProcess
 from torchere.serving.silence import Silence
 
 TIMEOUT_S = 0.04
@@ -85,30 +96,90 @@ def test_while_the_loop_stands_still_nobody_is_silent(monkeypatch: pytest.Monkey
     asyncio.run(main())
 
 
-def test_while_the_loop_stands_still_no_batch_is_overdue(monkeypatch: pytest.MonkeyPatch) -> None:
+class SilentWorker:
+    """A worker process that never says a word, and one run inside it."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self.loop = asyncio.get_running_loop()
+        self.overdue: asyncio.Future[Run] = self.loop.create_future()
+        self.hung = False
+
+    async def __aenter__(self) -> SilentWorker:
+        (data, *self._ends), (control, other_end) = socket.socketpair(), socket.socketpair()
+        self._ends.append(other_end)
+        descriptor = lanes.create(1)
+        self._launched = SimpleNamespace(
+            pid=0, data=data, control=control, page=LanePage(descriptor, 1), output=asyncio.StreamReader()
+        )
+        os.close(descriptor)
+        events = ProcessEvents(
+            serving=self.unexpected,
+            pong=self.unexpected,
+            done=self.unexpected,
+            hung=self._hangs,
+            gone=self.unexpected,
+        )
+        self.process = WorkerProcess(
+            LoadSpec("m", "1.0", "/nowhere", "h.py"),
+            9000,
+            self,
+            response_timeout_s=self._timeout_s,
+            events=events,
+            oom=OomWatch(),
+        )
+        await self.process.start()
+        self.began_s = self.loop.time()
+        self.process.submit(Run([Request("id", 0.0)], self))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.process._data.close()
+        self.process._control.close()
+        self._launched.output.feed_eof()
+        await self.process._output
+        for end in self._ends:
+            end.close()
+        self._launched.page.close()
+        if self.process._watch is not None:
+            self.process._watch.cancel()
+
+    async def launch(self, requests: int) -> Any:
+        """See `Launcher`."""
+        return self._launched
+
+    def unexpected(self, *said: object) -> None:
+        """It says nothing."""
+        raise AssertionError(said)
+
+    def run_done(self, run: Run, report: BatchReport) -> None:
+        """See `RunOwner`."""
+        if isinstance(report.outcomes[0], DeadlineExceeded):
+            self.overdue.set_result(run)
+
+    def _hangs(self) -> None:
+        self.hung = True
+
+
+def test_while_the_loop_stands_still_no_run_is_overdue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(silence, "LATE_S", TIMEOUT_S)
 
     async def main() -> None:
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
-        fired: asyncio.Future[InFlight] = loop.create_future()
-        batch = InFlight([], SimpleNamespace())  # type: ignore[arg-type]  # nothing is told to it
-        batch.watch(TIMEOUT_S, fired.set_result)
-        time.sleep(3 * TIMEOUT_S)
-        assert await asyncio.wait_for(fired, 10) is batch
-        assert loop.time() - began_s >= 4 * TIMEOUT_S - TICK_S
+        async with SilentWorker(TIMEOUT_S) as worker:
+            time.sleep(3 * TIMEOUT_S)
+            await asyncio.wait_for(worker.overdue, 10)
+            assert worker.loop.time() - worker.began_s >= 4 * TIMEOUT_S - TICK_S
+            assert worker.hung
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
-@pytest.mark.parametrize("left_s", [0.0, 0.0004])
-def test_a_batch_is_overdue_however_little_of_its_time_was_left(run: Any, left_s: float) -> None:
+@pytest.mark.parametrize("timeout_s", [0.0, 0.0004])
+def test_a_run_is_overdue_however_short_its_time_out(run: Any, timeout_s: float) -> None:
     async def main() -> None:
-        fired: asyncio.Future[InFlight] = asyncio.get_running_loop().create_future()
-        batch = InFlight([], SimpleNamespace())  # type: ignore[arg-type]  # nothing is told to it
-        batch.watch(left_s, fired.set_result)
-        assert await asyncio.wait_for(fired, 10) is batch
+        async with SilentWorker(timeout_s) as worker:
+            await asyncio.wait_for(worker.overdue, 10)
 
     run(main())
 
@@ -130,14 +201,27 @@ def test_a_loop_that_is_always_late_ends_silence_all_the_same(
     monkeypatch.setattr(silence, "LATE_S", TIMEOUT_S / 2)
 
     async def main() -> None:
-        silent, overdue = asyncio.Event(), asyncio.Event()
+        silent = asyncio.Event()
         Silence(TIMEOUT_S, silent.set).watch()
-        batch = InFlight([], SimpleNamespace())  # type: ignore[arg-type]  # nothing is told to it
-        batch.watch(TIMEOUT_S, lambda _: overdue.set())
         for _ in range(6):
             time.sleep(3 * TIMEOUT_S)
             await asyncio.sleep(0)
         assert silent.is_set()
-        assert overdue.is_set()
+
+    run(main())
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_a_loop_that_is_always_late_ends_a_silent_run_all_the_same(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(silence, "LATE_S", TIMEOUT_S / 2)
+
+    async def main() -> None:
+        async with SilentWorker(TIMEOUT_S) as worker:
+            for _ in range(6):
+                time.sleep(3 * TIMEOUT_S)
+                await asyncio.sleep(0)
+            assert worker.overdue.done()
 
     run(main())

@@ -10,6 +10,7 @@ import threading
 import zipfile
 from pathlib import Path
 
+import psutil
 import pytest
 
 from torchere.serving.start_signals import SignalsKept
@@ -96,8 +97,8 @@ def test_a_server_that_is_told_while_it_imports_ends_in_order(tmp_path: Path, nu
         text=True,
     ) as process:
         assert process.stdout is not None
-        assert "Config file" in process.stdout.readline()  # what follows is the preparation
-        while not any((tmp_path / "temp").iterdir()):
+        assert "Config file" in process.stdout.readline()
+        while not psutil.Process(process.pid).children():  # the fork server; then the imports begin
             assert process.poll() is None
         process.send_signal(number)
         rest = process.stdout.read()

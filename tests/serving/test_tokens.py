@@ -179,36 +179,6 @@ def test_keys_renewed_at_once_leave_file_and_memory_agreeing(ring: KeyRing) -> N
     assert not refused(ring, "management", bearer(ring, "management"))
 
 
-def test_a_server_that_crashed_goes_on_with_the_keys_of_its_file(ring: KeyRing) -> None:
-    known = [bearer(ring, kind) for kind in ("management", "inference", "API")]
-    again = KeyRing(ring.path, clock=ring._clock, keep=True)
-    assert [bearer(again, kind) for kind in ("management", "inference", "API")] == known
-    assert not refused(again, "inference", known[1])
-    ring._clock.now_s += 3600
-    assert refused(again, "inference", known[1])
-    assert not refused(again, "api", known[2])
-
-
-def keys_of(management: object) -> str:
-    """A key file in which one entry is another one."""
-    return json.dumps({"management": management, "inference": {"key": "i"}, "API": {"key": "a"}})
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        *["", "{}", "[]", '{"management": {}, "inference": {}}', "\x00", None],
-        *[keys_of(entry) for entry in ("m", ["m"], {"key": ""}, {"key": 1})],
-        keys_of({"key": "m", "expiration time": "tomorrow"}),
-    ],
-)
-def test_a_file_with_no_keys_in_it_gets_new_ones(ring: KeyRing, content: str | None) -> None:
-    ring.path.unlink() if content is None else ring.path.write_text(content)
-    again = KeyRing(ring.path, keep=True)
-    assert not refused(again, "management", bearer(again, "management"))
-    assert refused(again, "management", None)
-
-
 def test_no_key_is_shown_with_what_holds_it(ring: KeyRing) -> None:
     secret = bearer(ring, "API").removeprefix("Bearer ")
     assert secret not in repr(ring._keys)

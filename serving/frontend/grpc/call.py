@@ -1,4 +1,4 @@
-"""One gRPC call: what its head says, and its end, with the line it gets in the access log."""
+"""Calls with one request message: read, answered by callbacks, ended, and logged. No task, no coroutine."""
 
 from __future__ import annotations
 
@@ -7,19 +7,31 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from google.protobuf.message import DecodeError
 
+from torchere.serving.batching.request import Request
 from torchere.serving.errors import ServingError
 from torchere.serving.frontend.access_log import access_log
+from torchere.serving.frontend.call_scope import CANCELLED
+from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.grpc.errors import Table, failure
 from torchere.serving.frontend.http2.header_blocks import Metadata
-from torchere.serving.frontend.http2.messages import INFLATED_IN_THREAD_BYTES, MessageFailed, Packed, Received
-from torchere.serving.frontend.http2.status import StatusCode
+from torchere.serving.frontend.http2.messages import (
+    INFLATED_IN_THREAD_BYTES,
+    Compressed,
+    MessageFailed,
+    Received,
+    StatusCode,
+)
 from torchere.serving.frontend.http2.stream import Encoded, Stream
-from torchere.serving.telemetry.timeline import Timeline
-from torchere.serving.types import NO_DEADLINE
+from torchere.serving.telemetry.metrics import Metrics
+from torchere.serving.telemetry.trace_context import trace_of_headers
+from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, StreamedResponse
+
+if TYPE_CHECKING:
+    from torchere.serving.registry.version import Version
 
 logger = logging.getLogger(__name__)
 
@@ -28,41 +40,59 @@ class Method(NamedTuple):
     """What all calls of one method have in common."""
 
     path: str  # `package.Service/Method`
-    table: Table  # what each error ends a call with
+    table: Table  # the status of each error
     decode: Callable[[Received], Any]
     encode: Callable[[Any], Encoded]
+    tasks: set[Any]  # those of its calls that run
 
     def code_of(self, error: ServingError) -> str:
-        """The name of the code that an error ends a call with."""
+        """Return the name of the status code of an error."""
         return str(failure(error, self.table).code.name)
 
 
+# The attributes of a call, for the slots of its subclasses. A `Request` has those of the second line of its
+# own: two classes with slots could not be combined.
+SLOTS = ("_message", "method", "stream")
+OWN_MARKS = ("deadline_s", "read_s", "started_s")
+
+
 class Call:
-    """One call. Ended once, with `well` or `badly`; lives on the event loop.
+    """One call, a `CallListener`. Ended once, by `answer`, `end` or `fail`. Lives on the event loop.
 
     Attributes:
-        started_s: monotonic seconds when its head came.
-        deadline_s: monotonic seconds after which the client waits no more, or `NO_DEADLINE`.
-        read_s: monotonic seconds when its one message was there; 0: a call with many, or not yet.
-        metadata: what the client sent, names in lower case; bytes under names that end in `-bin`.
-        timeline: of its prediction; None: it has none yet, or may have many.
+        started_s: monotonic seconds when its headers arrived.
+        deadline_s: monotonic seconds after which the client does not wait any more, or `NO_DEADLINE`.
+        read_s: monotonic seconds when its only message was complete; 0: a stream of messages, or not yet.
     """
 
-    __slots__ = ("_message", "deadline_s", "metadata", "method", "read_s", "started_s", "stream", "timeline")
+    if not TYPE_CHECKING:  # a type checker takes these for all the attributes there are
+        __slots__ = ()
+    deadline_s: float
+    read_s: float
+    started_s: float
+    takes_one: ClassVar[bool] = True
 
     def __init__(self, method: Method, stream: Stream) -> None:
         self.method = method
         self.stream = stream
         self.started_s = time.monotonic()
-        timeout_s = stream.head.timeout_s
+        timeout_s = stream.timeout_s
         self.deadline_s = NO_DEADLINE if timeout_s is None else self.started_s + timeout_s
         self.read_s = 0.0
-        self.metadata: Metadata = stream.head.metadata
-        self.timeline: Timeline | None = None
-        self._message: Received | Packed | None = None  # the client's, where a call has one
+        self._message: Received | Compressed | None = None
+
+    @property
+    def prediction(self) -> Request | None:
+        """The prediction that it is, or made; None: it is none, or there may be many."""
+        return None
+
+    @property
+    def metadata(self) -> Metadata:
+        """The client's metadata: names in lower case; values are bytes under names that end in `-bin`."""
+        return self.stream.head.metadata
 
     def decoded(self, message: Received) -> Any:
-        """A message of the client.
+        """Decode a message of the client.
 
         Raises:
             MessageFailed: it is none of this method.
@@ -72,108 +102,232 @@ class Call:
         except DecodeError as err:
             raise MessageFailed(StatusCode.INTERNAL, "Exception deserializing request!") from err
 
-    def well(self) -> None:
-        """It ends well, after the messages that were sent."""
+    def end(self) -> None:
+        """End the call with status OK, behind the messages that were sent."""
         self.stream.end()
-        self._over(StatusCode.OK)
+        self._ended(StatusCode.OK)
 
-    def well_with(self, message: Any) -> None:
-        """It is answered with one message, and ends well.
+    def answer(self, message: Any) -> None:
+        """Send the only message and status OK.
 
         Raises:
-            MessageFailed: the message is longer than may be.
+            MessageFailed: the message is longer than the limit.
         """
         self.stream.answer(self.method.encode(message))
-        self._over(StatusCode.OK)
+        self._ended(StatusCode.OK)
 
-    def badly(self, error: Exception) -> None:
-        """It ends with an error; a bug is logged, and the client gets INTERNAL."""
+    def fail(self, error: Exception) -> None:
+        """End the call with the status of an error; a bug is logged, and the client gets INTERNAL."""
         if isinstance(error, MessageFailed):
-            self.failed(error.code, str(error))
+            self._end_with(error.code, str(error))
             return
         if not isinstance(error, ServingError):
             logger.error("call of %s failed unexpectedly", self.method.path, exc_info=error)
             error = ServingError("Internal server error", repr(error))
-        ended = failure(error, self.method.table)
-        self.failed(ended.code, ended.details)
+        self._end_with(*failure(error, self.method.table).trailers())
 
-    def flawed(self, code: StatusCode, message: str) -> None:
-        """What the client sends can't be taken."""
-        self.badly(MessageFailed(code, message))
+    def on_failure(self, code: StatusCode, message: str) -> None:
+        """End the call, because a message can't be accepted."""
+        self.fail(MessageFailed(code, message))
 
-    def failed(self, code: StatusCode, details: str) -> None:
-        """It ends with a status other than OK."""
-        self.stream.end(code, details)
-        self._over(code)
+    def on_cancel(self) -> None:
+        """Do nothing: the call holds nothing that runs."""
 
-    def _over(self, code: StatusCode) -> None:
-        if self.timeline is not None:
-            self.timeline.finish(code.name)
+    def on_drain(self) -> None:
+        """Do nothing: the call ends by itself."""
+
+    def _end_with(self, code: StatusCode, message: str, details: bytes = b"") -> None:
+        self.stream.end(code, message, details)
+        self._ended(code)
+
+    def _ended(self, code: StatusCode) -> None:
         if access_log.enabled:
-            client = self.stream.connection.client
             line = f"gRPC {self.method.path} HTTP/2.0"
-            access_log.add(client, line, code, self.started_s, timeline=self.timeline)
+            access_log.add(self.stream.client, line, code, self.started_s, prediction=self.prediction)
 
 
-class OneRequest(Call, ABC):
-    """The receiving half of a call with one message of the client's."""
+class UnaryCall(Call, ABC):
+    """A call with one message of the client."""
 
-    __slots__ = ()
-    takes_one: ClassVar[bool] = True
+    if not TYPE_CHECKING:  # a type checker takes these for all the attributes there are
+        __slots__ = ()
 
     @abstractmethod
     def begin(self, request: Any) -> None:
-        """There is all that the client sends."""
+        """Answer the decoded message."""
 
-    def message(self, message: Received | Packed) -> None:
-        """The client's message."""
+    def on_message(self, message: Received | Compressed) -> None:
+        """Keep the message until the client's half-close."""
         if self._message is None:
             self._message = message
         else:
-            self.flawed(StatusCode.INTERNAL, "found several messages, expected one")
+            self.on_failure(StatusCode.INTERNAL, "found several messages, expected one")
 
-    def half_closed(self) -> None:
-        """There is no more; begin."""
+    def on_half_close(self) -> None:
+        """Begin, or decompress the message first."""
         message = self._message
         if message is None:
-            self.flawed(StatusCode.INTERNAL, "found no message, expected one")
-        elif isinstance(message, Packed):
+            self.on_failure(StatusCode.INTERNAL, "found no message, expected one")
+        elif isinstance(message, Compressed):
             self._inflate(message)
         else:
-            self._begin(message)
+            self._decode(message)
 
-    def _begin(self, message: Received) -> None:
+    def _decode(self, message: Received) -> None:
         self.read_s = time.monotonic()
         try:
             request = self.decoded(message)
         except MessageFailed as err:
-            self.badly(err)
+            self.fail(err)
             return
         finally:
             self._message = b""
-            self.stream.taken_all()
+            self.stream.consumed_all()
         self.begin(request)
 
-    def _inflate(self, message: Packed) -> None:
-        """Begin once it is inflated: on the way there it counts as what it is, not as what it becomes."""
+    def _inflate(self, message: Compressed) -> None:
+        """Decompress; until it is done the call counts as its compressed bytes."""
+        self._message = b""
         try:
             if len(message) > INFLATED_IN_THREAD_BYTES:
-                self.stream.holds(len(message))
+                self.stream.hold(len(message))
                 inflating = asyncio.get_running_loop().run_in_executor(None, message.inflated)
                 inflating.add_done_callback(self._inflated)
                 return
             inflated = message.inflated()
         except MessageFailed as err:
-            self.badly(err)
+            self.fail(err)
         else:
-            self._begin(inflated)
+            self._decode(inflated)
 
     def _inflated(self, inflating: asyncio.Future[bytes]) -> None:
         if inflating.cancelled() or self.stream.ended:
-            return  # its client is gone
+            return  # the client cancelled the call
+        # `result` would add this frame to the error's traceback. The frame holds the future, and that the
+        # error: a cycle that keeps the bytes of the message until the collector runs.
+        error = inflating.exception()
+        if error is None:
+            self._decode(inflating.result())
+        elif isinstance(error, Exception):  # the top of a call: `fail` logs a bug
+            self.fail(error)
+
+
+class FunctionCall(UnaryCall):
+    """A call that a plain function answers at once."""
+
+    __slots__ = (*SLOTS, *OWN_MARKS, "_function")
+
+    def __init__(self, function: Callable[[Any, Call], Any], method: Method, stream: Stream) -> None:
+        UnaryCall.__init__(self, method, stream)
+        self._function = function
+
+    def begin(self, request: Any) -> None:
+        """Answer with what the function returns or raises."""
         try:
-            inflated = inflating.result()
-        except Exception as err:  # the top of a call: `badly` logs a bug
-            self.badly(err)
-        else:
-            self._begin(inflated)
+            self.answer(self._function(request, self))
+        except Exception as error:  # the top of a call
+            self.fail(error)
+
+
+class PredictionContext(NamedTuple):
+    """What the predictions of a port share."""
+
+    dataplane: DataPlane
+    metrics: Metrics
+
+
+class Asked(NamedTuple):
+    """A prediction as the data plane takes it."""
+
+    model: str
+    version: str | None
+    request: InferRequest
+
+
+class GrpcPrediction(UnaryCall, Request, ABC):
+    """A call that is one prediction: the call and the request as the data plane takes it, in one object."""
+
+    __slots__ = (*SLOTS, "_context", "_joining", "_version")
+    protocol = "grpc"
+
+    def __init__(self, context: PredictionContext, method: Method, stream: Stream) -> None:
+        Request.__init__(self, "", 0.0)  # the call knows when it began; `asked` names it
+        UnaryCall.__init__(self, method, stream)
+        self._context = context
+        self._version: Version | None = None  # that it was admitted to
+        self._joining: asyncio.Task[None] | None = None
+
+    @property
+    def prediction(self) -> Request | None:
+        """Itself, once it was read."""
+        return self if self.request_id else None
+
+    @abstractmethod
+    def asked(self, message: Any) -> Asked:
+        """Translate the client's message.
+
+        Raises:
+            ServingError: it is not a valid request.
+        """
+
+    @abstractmethod
+    def message_of(self, response: InferResponse) -> Any:
+        """Translate the answer; what it raises ends the call."""
+
+    def begin(self, request: Any) -> None:
+        """Have the request answered by the data plane."""
+        dataplane, metrics = self._context
+        try:
+            model, version, asked = self.asked(request)
+            self.fill(asked)
+            self.trace = trace_of_headers(self.stream.head.metadata)
+            metrics.prediction_begins(self)
+            self._version = dataplane.admit(self, model, version)
+        except Exception as error:  # the top of a call
+            self.fail(error)
+
+    def reply(self, outcome: InferResponse | StreamedResponse | ServingError) -> None:
+        """Answer the client; `Reply` of the prediction."""
+        try:
+            if isinstance(outcome, InferResponse):
+                self.answer(self.message_of(outcome))
+            elif isinstance(outcome, StreamedResponse):
+                self._take_parts(outcome)
+            else:
+                self.fail(outcome)
+        except Exception as error:  # other calls of the batch are answered behind this one
+            self.fail(error)
+
+    def on_cancel(self) -> None:
+        """Withdraw the prediction."""
+        self._context.metrics.prediction_ends(self, CANCELLED["grpc"])
+        self.withdraw()
+        if self._joining is not None:
+            self._joining.cancel()
+
+    def withdraw(self) -> None:
+        """Have it not run, or give its answer up: the outcome is of no use any more."""
+        if self._version is not None:
+            self._version.batcher.withdraw(self)
+
+    def _ended(self, code: StatusCode) -> None:
+        self._context.metrics.prediction_ends(self, code.name)
+        super()._ended(code)
+
+    def _take_parts(self, response: StreamedResponse) -> None:
+        """Answer with all parts in one message."""
+        tasks = self.method.tasks
+        self._joining = asyncio.get_running_loop().create_task(self._join(response))
+        tasks.add(self._joining)
+        self._joining.add_done_callback(tasks.discard)
+
+    async def _join(self, response: StreamedResponse) -> None:
+        try:
+            chunks, size = [], 0
+            async for chunk in response.chunks:
+                chunks.append(chunk)
+                size += len(chunk)
+                self.stream.check(size)  # or all of an answer that can't be sent would be held first
+            self.answer(self.message_of(InferResponse(b"".join(chunks))))
+        except Exception as error:  # the top of a task
+            self.fail(error)

@@ -1,20 +1,28 @@
-"""The tables from our errors to gRPC: a code, and details of two lines as TorchServe's clients know them.
+"""The tables from our errors to gRPC: a code, and a text of two lines as TorchServe's clients know it.
 
 The second line is the name of the Java class. The inference service answers INTERNAL where one expects
-something better; its clients compare with that.
+something better; its clients compare with that. Programs find the error's own name, and when to retry, in the
+trailer `grpc-status-details-bin`, a `google.rpc.Status`.
 """
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
 from typing import NamedTuple
 
+from google.protobuf.any_pb2 import Any
+from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
+
 from torchere.serving import errors as e
-from torchere.serving.frontend.http2.status import StatusCode
+from torchere.serving.frontend.http2.messages import StatusCode
 
 _MODEL = "org.pytorch.serve.archive.model."
 _HTTP = "org.pytorch.serve.http."
 INTERNAL_SERVER = f"{_HTTP}InternalServerException"
 BAD_REQUEST = f"{_HTTP}BadRequestException"
+DOMAIN = "torchere"  # of the reasons in `ErrorInfo`
 UNAUTHORIZED = "Token Authorization failed. Token either incorrect, expired, or not provided correctly"
 
 
@@ -23,12 +31,38 @@ class Failure(NamedTuple):
 
     code: StatusCode
     message: str
-    reason: str  # second line of the details; "" leaves it out
+    reason: str  # second line of the text; "" leaves it out
+    error: str = e.ServingError.code  # the error's own name
+    retry_after_s: float | None = None
 
     @property
     def details(self) -> str:
         """The text of the gRPC status."""
         return f"{self.message}\n{self.reason}" if self.reason else self.message
+
+    def trailers(self) -> tuple[StatusCode, str, bytes]:
+        """Return code, text, and the status as a serialized `google.rpc.Status`."""
+        retry_tenths = None if self.retry_after_s is None else math.ceil(self.retry_after_s * 10)
+        return self.code, self.details, _status(self.code, self.details, self.error, retry_tenths)
+
+
+# A server that refuses calls for a full queue says the same again and again.
+@lru_cache(maxsize=64)
+def _status(code: StatusCode, text: str, error: str, retry_tenths: int | None) -> bytes:
+    # Clients check that code and message equal those of the call (`grpc_status.rpc_status`).
+    status = Status(code=code, message=text.encode(errors="replace").decode())
+    status.details.append(_packed(ErrorInfo(reason=error.upper(), domain=DOMAIN)))
+    if retry_tenths is not None:
+        info = RetryInfo()
+        info.retry_delay.FromMilliseconds(100 * retry_tenths)
+        status.details.append(_packed(info))
+    return bytes(status.SerializeToString())
+
+
+def _packed(info: ErrorInfo | RetryInfo) -> Any:
+    packed = Any()
+    packed.Pack(info)
+    return packed
 
 
 Row = tuple[StatusCode, str]
@@ -84,10 +118,16 @@ _OF_HTTP = {
 def failure(error: e.ServingError, table: Table) -> Failure:
     """Return what a call that raised `error` is ended with."""
     if isinstance(error, e.HandlerFailed):
-        return Failure(of_http(error.status), error.message, table[e.ServingError][1])
+        return Failure(of_http(error.status), error.message, table[e.ServingError][1], error.code)
     code, reason = next(table[cls] for cls in type(error).__mro__ if cls in table)
     message = "Model API disabled" if isinstance(error, e.NotAllowed) else error.message
-    return Failure(code, message, reason)
+    retry_after_s = error.retry_after_s if isinstance(error, e.QueueFull) else None
+    return Failure(code, message, reason, error.code, retry_after_s)
+
+
+def unauthorized() -> Failure:
+    """Return what a call without its key is ended with."""
+    return Failure(StatusCode.PERMISSION_DENIED, UNAUTHORIZED, "", e.Unauthorized.code)
 
 
 def of_http(status: int) -> StatusCode:

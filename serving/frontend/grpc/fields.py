@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from google.protobuf.message import DecodeError
 
-from torchere.serving.frontend.http2.messages import MessageFailed, Received
-from torchere.serving.frontend.http2.status import StatusCode
+from torchere.serving.frontend.http2.messages import MessageFailed, Received, StatusCode
 
 MOST_FIELDS = 20_000  # of a long message; those of the Open Inference Protocol have ten thousand at most
 LONG_BYTES = 65_536  # a shorter message has no room for so many that it would matter

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
+from functools import partial
 
 from grpc_health.v1.health_pb2 import DESCRIPTOR, HealthCheckRequest, HealthCheckResponse
 
 from torchere.serving.errors import NotFound
 from torchere.serving.frontend.dataplane import DataPlane
-from torchere.serving.frontend.grpc.call import Call
-from torchere.serving.frontend.grpc.service import Implementation
+from torchere.serving.frontend.grpc.call import OWN_MARKS, SLOTS, Call, Method, UnaryCall
+from torchere.serving.frontend.grpc.service import Callback, Implementation
+from torchere.serving.frontend.grpc.streams import LATE_S
+from torchere.serving.frontend.http2.messages import StatusCode
+from torchere.serving.frontend.http2.stream import Stream
+from torchere.serving.types import NO_DEADLINE
 
 HEALTH = DESCRIPTOR.services_by_name["Health"]
-WATCH_S = 1.0  # how often `Watch` looks; probes do not mind a second
+# Between two looks at readiness: executors that are lost, or come back, do not call `look`.
+LOOK_S = 1.0
 
 
 class HealthService:
@@ -22,34 +28,109 @@ class HealthService:
     def __init__(self, dataplane: DataPlane, services: frozenset[str]) -> None:
         self._dataplane = dataplane
         self._services = services | {""}
+        self._watches: set[_Watch] = set()
+        self._told = False  # what the watches were told
+        self._timer: asyncio.TimerHandle | None = None
 
     def methods(self) -> Mapping[str, Implementation]:
         """The methods by the names of the .proto file; `List`, which newer ones have, is left out."""
-        return {"Check": self.check, "Watch": self.watch}
+        return {"Check": self.check, "Watch": Callback(partial(_Watch, self))}
 
-    async def check(self, request: HealthCheckRequest, call: Call) -> HealthCheckResponse:
-        """How a service is now."""
+    def check(self, request: HealthCheckRequest, call: Call) -> HealthCheckResponse:
+        """Return the state of a service."""
         if request.service not in self._services:
             raise NotFound(f"There is no service {request.service!r} here.")
-        return self._now()
+        return _response(self._dataplane.readiness().ready)
 
-    async def watch(self, request: HealthCheckRequest, call: Call) -> AsyncIterator[HealthCheckResponse]:
-        """How a service is now, and again whenever that changes, to the end of the connection.
+    def watch(self, watch: _Watch, service: str) -> None:
+        """Tell a watch the state of a service, now and whenever it changes.
 
-        One that is unknown is no reason to end: clients ask again at once.
+        An unknown service is no reason to end the call: clients would call again at once.
         """
-        told = None
-        while True:
-            known = request.service in self._services
-            now = self._now() if known else HealthCheckResponse(status=HealthCheckResponse.SERVICE_UNKNOWN)
-            if now != told:
-                yield now
-                told = now
-            if call.stream.connection.farewell.last_taken is not None:
-                return  # or the connection would wait for its client, which waits for news
-            await asyncio.sleep(WATCH_S)
+        if service not in self._services:
+            watch.tell(HealthCheckResponse(status=HealthCheckResponse.SERVICE_UNKNOWN))
+            return
+        if not self._watches:
+            self._dataplane.readiness_listeners.add(self.look)
+            self._look_later()
+        self.look()  # the other watches may learn something, too
+        self._watches.add(watch)
+        watch.tell(_response(self._told))
 
-    def _now(self) -> HealthCheckResponse:
+    def forget(self, watch: _Watch) -> None:
+        """Stop telling a watch; the last one stops the timer."""
+        self._watches.discard(watch)
+        if not self._watches and self._timer is not None:
+            self._dataplane.readiness_listeners.discard(self.look)
+            self._timer.cancel()
+            self._timer = None
+
+    def look(self) -> None:
+        """Tell all watches if readiness has changed: one look, and one timer, for any number of them."""
         ready = self._dataplane.readiness().ready
-        status = HealthCheckResponse.SERVING if ready else HealthCheckResponse.NOT_SERVING
-        return HealthCheckResponse(status=status)
+        if ready != self._told:
+            self._told = ready
+            for watch in list(self._watches):
+                watch.tell(_response(ready))
+
+    def _look_later(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look_again)
+
+    def _look_again(self) -> None:
+        self._look_later()
+        self.look()
+
+
+class _Watch(UnaryCall):
+    """A call of `Watch`: it ends with its client, its deadline, or the connection."""
+
+    __slots__ = (*SLOTS, *OWN_MARKS, "_begun", "_draining", "_expiry", "_service")
+
+    def __init__(self, service: HealthService, method: Method, stream: Stream) -> None:
+        UnaryCall.__init__(self, method, stream)
+        self._service = service
+        self._begun = False
+        self._draining = False
+        self._expiry: asyncio.TimerHandle | None = None
+
+    def begin(self, request: HealthCheckRequest) -> None:
+        """Tell the client the state of a service, and register for its changes."""
+        self._begun = True
+        if self.deadline_s != NO_DEADLINE:
+            delay_s = self.deadline_s - self.started_s + LATE_S
+            self._expiry = asyncio.get_running_loop().call_later(delay_s, self._expire)
+        self._service.watch(self, request.service)
+        if self._draining:
+            self.end()
+
+    def tell(self, response: HealthCheckResponse) -> None:
+        """Send a state. A client that reads none is disconnected by the transport."""
+        self.stream.send(self.method.encode(response))
+
+    def on_cancel(self) -> None:
+        """Tell the client nothing more."""
+        self._stop()
+
+    def on_drain(self) -> None:
+        """Tell the last state and end: a client that only listens would keep the connection open."""
+        self._draining = True
+        if self._begun:
+            self._service.look()
+            self.end()
+
+    def _expire(self) -> None:
+        self._end_with(StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+
+    def _ended(self, code: StatusCode) -> None:
+        self._stop()
+        super()._ended(code)
+
+    def _stop(self) -> None:
+        self._service.forget(self)
+        if self._expiry is not None:
+            self._expiry.cancel()
+
+
+def _response(ready: bool) -> HealthCheckResponse:
+    status = HealthCheckResponse.SERVING if ready else HealthCheckResponse.NOT_SERVING
+    return HealthCheckResponse(status=status)

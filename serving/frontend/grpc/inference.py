@@ -12,15 +12,14 @@ from torchere.serving.errors import InvalidRequest, ServingError
 from torchere.serving.frontend import wording
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.description import pretty
-from torchere.serving.frontend.grpc.call import Call
-from torchere.serving.frontend.grpc.direct import Asked, Direct, DirectCall, Shared
+from torchere.serving.frontend.grpc.call import Asked, Call, GrpcPrediction, PredictionContext
 from torchere.serving.frontend.grpc.errors import INFERENCE, failure
 from torchere.serving.frontend.grpc.protos.inference_pb2 import (
     PredictionResponse,
     PredictionsRequest,
     TorchServeHealthResponse,
 )
-from torchere.serving.frontend.grpc.service import Implementation
+from torchere.serving.frontend.grpc.service import Callback, Implementation
 from torchere.serving.frontend.priority import prioritised
 from torchere.serving.frontend.request_id import new_request_id
 from torchere.serving.telemetry.metrics import Metrics
@@ -35,18 +34,18 @@ class InferenceService:
 
     def __init__(self, dataplane: DataPlane, metrics: Metrics) -> None:
         self._dataplane = dataplane
-        self._shared = Shared(dataplane, metrics)
+        self._context = PredictionContext(dataplane, metrics)
 
     def methods(self) -> Mapping[str, Implementation]:
         """The methods by the names of the .proto file."""
         return {
             "Ping": self.ping,
-            "Predictions": Direct(partial(_Predictions, self._shared)),
+            "Predictions": Callback(partial(_Predictions, self._context)),
             "StreamPredictions": self.predict_stream,
             "StreamPredictions2": self.predict_sequences,
         }
 
-    async def ping(self, request: empty_pb2.Empty, call: Call) -> TorchServeHealthResponse:
+    def ping(self, request: empty_pb2.Empty, call: Call) -> TorchServeHealthResponse:
         """The JSON of REST's `/ping`; OK even when it says `Unhealthy`."""
         return TorchServeHealthResponse(health=pretty({"status": wording.health(self._dataplane.healthy())}))
 
@@ -88,15 +87,15 @@ class InferenceService:
         return await self._dataplane.infer(message.model_name, message.model_version or None, request)
 
 
-class _Predictions(DirectCall):
+class _Predictions(GrpcPrediction):
     """One request, one answer; the parts of a streamed one are joined."""
 
     __slots__ = ()
 
-    def _asked(self, request: PredictionsRequest) -> Asked:
-        return Asked(request.model_name, request.model_version or None, _request(request, self))
+    def asked(self, message: PredictionsRequest) -> Asked:
+        return Asked(message.model_name, message.model_version or None, _request(message, self))
 
-    def _message_of(self, response: InferResponse) -> PredictionResponse:
+    def message_of(self, response: InferResponse) -> PredictionResponse:
         return PredictionResponse(prediction=response.body)
 
 

@@ -53,7 +53,7 @@ class ManagementService:
         versions = self._controlplane.describe(request.model_name, version)
         return ManagementResponse(msg=description.versions_text(versions))
 
-    async def list_models(self, request: ListModelsRequest, call: Call) -> ManagementResponse:
+    def list_models(self, request: ListModelsRequest, call: Call) -> ManagementResponse:
         """The JSON of REST's list; an unset limit means a full page (an empty one, in TorchServe)."""
         limit = request.limit if 0 < request.limit <= PAGE_SIZE else PAGE_SIZE
         page = self._controlplane.list_models(limit, max(0, request.next_page_token))

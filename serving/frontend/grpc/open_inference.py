@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from torchere.serving.errors import InvalidRequest, ServingError
-from torchere.serving.frontend.grpc.call import Call, Method
-from torchere.serving.frontend.grpc.direct import Asked, Direct, DirectCall, Shared
+from torchere.serving.frontend.grpc.call import Asked, Call, GrpcPrediction, Method, PredictionContext
 from torchere.serving.frontend.grpc.errors import OPEN_INFERENCE, failure
 from torchere.serving.frontend.grpc.open_inference_messages import infer_response, tensor_request
 from torchere.serving.frontend.grpc.open_inference_stream import in_order
@@ -23,7 +22,7 @@ from torchere.serving.frontend.grpc.protos.open_inference_pb2 import (
     ModelInferResponse,
     ModelStreamInferResponse,
 )
-from torchere.serving.frontend.grpc.service import Coded, Implementation
+from torchere.serving.frontend.grpc.service import Callback, Implementation, WithCodec
 from torchere.serving.frontend.http2.stream import Stream
 from torchere.serving.frontend.open_inference.errors import as_client_knows
 from torchere.serving.frontend.open_inference.service import Outcome, TensorService, whole
@@ -54,7 +53,7 @@ class Tensors(NamedTuple):
     BYTES in the JSON for an envelope, and JSON for those of its answer.
     """
 
-    shared: Shared
+    context: PredictionContext
     service: TensorService
     as_torchserve: bool
 
@@ -69,7 +68,7 @@ class Tensors(NamedTuple):
             raise InvalidRequest("Parameter model_name is required.")
         model, version = message.model_name, message.model_version or None
         tensors = tensor_request(request)
-        facts = self.shared.dataplane.facts(model, version)
+        facts = self.context.dataplane.facts(model, version)
         asked = self.service.prepared(
             facts,
             tensors,
@@ -82,23 +81,23 @@ class Tensors(NamedTuple):
         return Asked(model, version, asked), of_envelope if self.service.enveloped(facts) else read_framed
 
 
-class _ModelInfer(DirectCall):
+class _ModelInfer(GrpcPrediction):
     """One request, one answer, in the form of the request: raw bytes or typed fields."""
 
     __slots__ = ("_raw", "_read", "_tensors")
 
-    def __init__(self, tensors: Tensors, method: Method, stream: Stream, tasks: set[Any]) -> None:
-        super().__init__(tensors.shared, method, stream, tasks)
+    def __init__(self, tensors: Tensors, method: Method, stream: Stream) -> None:
+        GrpcPrediction.__init__(self, tensors.context, method, stream)
         self._tensors = tensors
         self._raw = True
         self._read: Reader = read_framed
 
-    def _asked(self, request: TensorMessage) -> Asked:
-        self._raw = _is_raw(request)
-        asked, self._read = self._tensors.asked(request, self)
+    def asked(self, message: TensorMessage) -> Asked:
+        self._raw = _is_raw(message)
+        asked, self._read = self._tensors.asked(message, self)
         return asked
 
-    def _message_of(self, response: InferResponse) -> TensorReply:
+    def message_of(self, response: InferResponse) -> TensorReply:
         return infer_response(self._read(response), raw=self._raw)
 
     def reply(self, outcome: Outcome | ServingError) -> None:
@@ -108,8 +107,7 @@ class _ModelInfer(DirectCall):
         super().reply(outcome)
 
     def _take_parts(self, response: StreamedResponse) -> None:
-        if self._prediction is not None:
-            self._prediction.withdraw()  # nobody will read them
+        self.withdraw()  # its parts are read by no client
         whole(response)
 
 
@@ -121,10 +119,10 @@ class TensorCalls:
 
     def methods(self) -> Mapping[str, Implementation]:
         """The methods by the names of the .proto file."""
-        infer = Direct(partial(_ModelInfer, self._tensors))
+        infer = Callback(partial(_ModelInfer, self._tensors))
         return {
-            "ModelInfer": Coded(infer, decode_request, encode_response),
-            "ModelStreamInfer": Coded(self.infer_stream, decode_request),
+            "ModelInfer": WithCodec(infer, decode_request, encode_response),
+            "ModelStreamInfer": WithCodec(self.infer_stream, decode_request),
         }
 
     async def infer_stream(

@@ -54,15 +54,15 @@ class ModelCalls:
             "RepositoryModelUnload": self.repository_unload,
         }
 
-    async def server_live(self, request: pb.ServerLiveRequest, call: Call) -> pb.ServerLiveResponse:
+    def server_live(self, request: pb.ServerLiveRequest, call: Call) -> pb.ServerLiveResponse:
         """Whoever can answer is alive."""
         return pb.ServerLiveResponse(live=True)
 
-    async def server_ready(self, request: pb.ServerReadyRequest, call: Call) -> pb.ServerReadyResponse:
+    def server_ready(self, request: pb.ServerReadyRequest, call: Call) -> pb.ServerReadyResponse:
         """Whether traffic may come."""
         return pb.ServerReadyResponse(ready=self._dataplane.readiness().ready)
 
-    async def model_ready(self, request: pb.ModelReadyRequest, call: Call) -> pb.ModelReadyResponse:
+    def model_ready(self, request: pb.ModelReadyRequest, call: Call) -> pb.ModelReadyResponse:
         """Whether a model answers without waiting for a load."""
         try:
             return pb.ModelReadyResponse(ready=self._facts(request).ready)
@@ -71,30 +71,24 @@ class ModelCalls:
                 return pb.ModelReadyResponse(ready=False)
             raise
 
-    async def server_metadata(
-        self, request: pb.ServerMetadataRequest, call: Call
-    ) -> pb.ServerMetadataResponse:
+    def server_metadata(self, request: pb.ServerMetadataRequest, call: Call) -> pb.ServerMetadataResponse:
         """Which server this is."""
         return _filled(pb.ServerMetadataResponse(), metadata.server_metadata())
 
-    async def model_metadata(self, request: pb.ModelMetadataRequest, call: Call) -> pb.ModelMetadataResponse:
+    def model_metadata(self, request: pb.ModelMetadataRequest, call: Call) -> pb.ModelMetadataResponse:
         """Which tensors a model takes and gives."""
         return _filled(pb.ModelMetadataResponse(), metadata.model_metadata(self._facts(request)))
 
-    async def model_config(self, request: pb.ModelConfigRequest, call: Call) -> pb.ModelConfigResponse:
+    def model_config(self, request: pb.ModelConfigRequest, call: Call) -> pb.ModelConfigResponse:
         """What a model is served with."""
         return _filled(pb.ModelConfigResponse(), {"config": metadata.model_config(self._facts(request))})
 
-    async def model_statistics(
-        self, request: pb.ModelStatisticsRequest, call: Call
-    ) -> pb.ModelStatisticsResponse:
+    def model_statistics(self, request: pb.ModelStatisticsRequest, call: Call) -> pb.ModelStatisticsResponse:
         """Of one version, or of every version of a model that is asked for by name alone, or of all."""
         found = [facts for name in self._names(request) for facts in self._versions(name, request.version)]
         return _filled(pb.ModelStatisticsResponse(), metadata.model_statistics(found))
 
-    async def repository_index(
-        self, request: pb.RepositoryIndexRequest, call: Call
-    ) -> pb.RepositoryIndexResponse:
+    def repository_index(self, request: pb.RepositoryIndexRequest, call: Call) -> pb.RepositoryIndexResponse:
         """Every version, and how it is."""
         response = pb.RepositoryIndexResponse()
         for entry in self._repository.index(request.ready):

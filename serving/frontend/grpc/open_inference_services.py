@@ -8,7 +8,7 @@ from typing import Any
 from torchere.serving.errors import ModelNotFound, VersionNotFound
 from torchere.serving.frontend.controlplane import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
-from torchere.serving.frontend.grpc.direct import Shared
+from torchere.serving.frontend.grpc.call import PredictionContext
 from torchere.serving.frontend.grpc.errors import INFERENCE, MANAGEMENT, OPEN_INFERENCE, Table
 from torchere.serving.frontend.grpc.open_inference import TensorCalls, Tensors
 from torchere.serving.frontend.grpc.open_inference_control import ModelCalls
@@ -31,9 +31,9 @@ def open_inference_services(
 ) -> list[Callable[[set[Any]], Openers]]:
     """Both services. They differ in codes of errors, and in how BYTES pass an envelope."""
     tensors = TensorService(dataplane, services.settings.service_envelope)
-    shared = Shared(dataplane, services.metrics)
-    public = TensorCalls(Tensors(shared, tensors, as_torchserve=False)).methods()
-    torchserves = TensorCalls(Tensors(shared, tensors, as_torchserve=True)).methods()
+    context = PredictionContext(dataplane, services.metrics)
+    public = TensorCalls(Tensors(context, tensors, as_torchserve=False)).methods()
+    torchserves = TensorCalls(Tensors(context, tensors, as_torchserve=True)).methods()
     public_models = ModelCalls(dataplane, controlplane, unknown_is_unready=True).methods()
     torchserves_models = ModelCalls(dataplane, controlplane, unknown_is_unready=False).methods()
     return [

@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from torchere.serving.frontend.controlplane import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
-from torchere.serving.frontend.grpc.dispatch import dispatcher
 from torchere.serving.frontend.grpc.errors import INFERENCE, MANAGEMENT
 from torchere.serving.frontend.grpc.health import HEALTH, HealthService
 from torchere.serving.frontend.grpc.inference import InferenceService
@@ -21,9 +20,8 @@ from torchere.serving.frontend.grpc.open_inference_descriptors import PUBLIC_NAM
 from torchere.serving.frontend.grpc.open_inference_services import open_inference_services
 from torchere.serving.frontend.grpc.protos import inference_pb2, management_pb2
 from torchere.serving.frontend.grpc.reflection import reflection_service
-from torchere.serving.frontend.grpc.service import Openers, service
-from torchere.serving.frontend.http2.connection import Connection
-from torchere.serving.frontend.http2.listening import Listening
+from torchere.serving.frontend.grpc.service import Openers, dispatcher, service
+from torchere.serving.frontend.http2.connection import Connection, Listener
 from torchere.serving.frontend.services import Services
 from torchere.serving.settings import Address, ServerSettings
 
@@ -60,7 +58,7 @@ class GrpcServer:
             openers |= one(self._tasks)
         limits = services.settings.limits
         self._age_s, self._age_grace_s = _ages(api, services.settings)
-        self._listening = Listening(
+        self._listener = Listener(
             dispatcher(openers, services.keys, api, services.metrics),
             limits.max_request_bytes + _MESSAGE_OVERHEAD_BYTES,
             limits.max_response_bytes + _MESSAGE_OVERHEAD_BYTES,
@@ -88,12 +86,9 @@ class GrpcServer:
         if self._server is None:
             return
         self._server.close()
-        self._listening.leaving = True  # for connections that are in the middle of a TLS handshake
-        for connection in list(self._listening.connections):
-            connection.farewell.begin()
-        await self._listening.emptied(grace_s)
-        for connection in list(self._listening.connections):
-            connection.abort()
+        self._listener.drain()
+        await self._listener.all_closed(grace_s)
+        self._listener.abort()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_ENDING_S)
         if self.address.unix_path is not None:
@@ -105,7 +100,7 @@ class GrpcServer:
         address = self.address
 
         def connection() -> Connection:
-            return Connection(self._listening)
+            return Connection(self._listener)
 
         if address.unix_path is not None:
             Path(address.unix_path).unlink(missing_ok=True)  # left by a server that was killed

@@ -1,35 +1,59 @@
-"""Making a gRPC service of plain coroutines: each method by its path, ready to open calls."""
+"""gRPC services as tables of methods, and the dispatch of each call to its method."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from inspect import iscoroutinefunction
 from typing import Any, NamedTuple, cast
 
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
-from torchere.serving.frontend.grpc.call import Method
-from torchere.serving.frontend.grpc.direct import Direct
-from torchere.serving.frontend.grpc.errors import Table
+from torchere.serving.errors import Unauthorized
+from torchere.serving.frontend.grpc.call import Call, FunctionCall, Method, UnaryCall
+from torchere.serving.frontend.grpc.errors import Table, unauthorized
 from torchere.serving.frontend.grpc.fields import counted
-from torchere.serving.frontend.grpc.running import Streaming, Unary, one_to_one, to_many
-from torchere.serving.frontend.http2.messages import Received
-from torchere.serving.frontend.http2.receiver import Receiver
-from torchere.serving.frontend.http2.stream import Encoded, Stream
+from torchere.serving.frontend.grpc.open_inference_descriptors import operator_paths
+from torchere.serving.frontend.grpc.streams import (
+    Streaming,
+    StreamTaskCall,
+    UnaryTaskCall,
+    Waiting,
+    streaming_answer,
+    waiting_answer,
+)
+from torchere.serving.frontend.http2.header_blocks import Metadata
+from torchere.serving.frontend.http2.messages import Received, StatusCode
+from torchere.serving.frontend.http2.stream import ENDED, CallListener, Encoded, Stream
+from torchere.serving.frontend.keys import KeyKind, Keys
+from torchere.serving.telemetry.metrics import Metrics
 
-Opener = Callable[[Stream], Receiver]
+_OPERATOR_PATHS = operator_paths()
+FREE_PREFIX = "/grpc.health.v1.Health/"  # probes bring no token, as with /livez and /readyz
+_NOT_POST, _NOT_GRPC = 405, 415
+_GRPC = "application/grpc"
+
+Opener = Callable[[Stream], CallListener]
 Openers = dict[str, Opener]
 
 
-class Coded(NamedTuple):
-    """An implementation that has a way of its own to read or write messages; None: the descriptor's."""
+class Callback(NamedTuple):
+    """A method whose calls are answered by callbacks, as predictions are; opens a call of it."""
 
-    implementation: Unary | Streaming | Direct
+    opens: Callable[[Method, Stream], UnaryCall]
+
+
+class WithCodec(NamedTuple):
+    """A method with a codec of its own for its messages; None: the descriptor's."""
+
+    implementation: Function | Waiting | Streaming | Callback
     decode: Callable[[Received], Any] | None = None
     encode: Callable[[Any], Encoded] | None = None
 
 
-Implementation = Unary | Streaming | Direct | Coded
+Function = Callable[[Any, Call], Any]  # answers at once
+Implementation = Function | Waiting | Streaming | Callback | WithCodec
 
 
 def service(
@@ -38,13 +62,14 @@ def service(
     table: Table,
     name: str = "",
 ) -> Callable[[set[Any]], Openers]:
-    """Describe a whole service; the result makes its methods, whose tasks are kept in the set it is given.
+    """Describe a service; the result opens its calls, whose tasks are kept in the set it is given.
 
     Args:
-        descriptor: what the .proto file says.
-        methods: by the descriptor's names; a coroutine function or a `Direct` where the answer is one
-            message, an async generator where it is a stream. What is missing answers UNIMPLEMENTED.
-        table: what each error ends a call with.
+        descriptor: of the .proto file.
+        methods: by the descriptor's names. Where the answer is one message: a plain function that answers at
+            once, a `Callback`, or a coroutine function; where it is a stream: an async generator. Methods
+            that are missing answer UNIMPLEMENTED.
+        table: the status of each error.
         name: of the service, instead of the descriptor's.
     """
     name = name or descriptor.full_name
@@ -62,8 +87,7 @@ def service(
 def _opener(
     service_name: str, described: MethodDescriptor, implementation: Any, table: Table, tasks: set[Any]
 ) -> Opener:
-    coded = implementation if isinstance(implementation, Coded) else Coded(implementation)
-    implementation = coded.implementation
+    coded = implementation if isinstance(implementation, WithCodec) else WithCodec(implementation)
     method = Method(
         f"{service_name}/{described.name}",
         table,
@@ -71,9 +95,82 @@ def _opener(
         coded.decode
         or counted(cast("Callable[[Received], Any]", GetMessageClass(described.input_type).FromString)),
         coded.encode or GetMessageClass(described.output_type).SerializeToString,
+        tasks,
     )
-    if described.server_streaming:
-        return to_many(method, implementation, tasks, from_many=described.client_streaming)
-    if isinstance(implementation, Direct):
-        return lambda stream: implementation.call(method, stream, tasks)
-    return one_to_one(method, implementation, tasks)
+    return opener(
+        coded.implementation,
+        method,
+        streams_in=described.client_streaming,
+        streams_out=described.server_streaming,
+    )
+
+
+def opener(implementation: Any, method: Method, *, streams_in: bool, streams_out: bool) -> Opener:
+    """Choose how the calls of a method are answered: by callbacks, at once, or by a task."""
+    if isinstance(implementation, Callback):
+        return partial(implementation.opens, method)
+    if streams_out:
+        kind = StreamTaskCall if streams_in else UnaryTaskCall
+        return partial(kind, streaming_answer(implementation), method)
+    if iscoroutinefunction(implementation):
+        return partial(UnaryTaskCall, waiting_answer(implementation), method)
+    return partial(FunctionCall, implementation, method)
+
+
+def dispatcher(
+    openers: Openers, keys: Keys | None, kind: KeyKind, metrics: Metrics
+) -> Callable[[Stream], CallListener]:
+    """Return the function that opens or refuses each call of a port.
+
+    Args:
+        openers: by path.
+        keys: None when calls need none.
+        kind: the key that methods need, except those of operators, which need the management key.
+        metrics: count calls that are refused for their key.
+    """
+
+    def open_call(stream: Stream) -> CallListener:
+        head = stream.head
+        if head.method != "POST":
+            stream.refuse(_NOT_POST, StatusCode.INTERNAL, "expected POST")
+        elif not _is_grpc(head.content_type):
+            stream.refuse(
+                _NOT_GRPC,
+                StatusCode.INTERNAL,
+                f"content-type: found {head.content_type[:100]!r}, expected application/grpc",
+            )
+        elif head.flaw:
+            stream.end(head.flaw_code, head.flaw)
+        elif keys is not None and (error := _refusal(keys, kind, head.path, head.metadata)) is not None:
+            metrics.refused(error)
+            stream.end(*unauthorized().trailers())
+        elif (opens := openers.get(head.path)) is not None:
+            return opens(stream)
+        else:
+            stream.end(StatusCode.UNIMPLEMENTED, "Method not found!")
+        return ENDED
+
+    return open_call
+
+
+def _is_grpc(content_type: str) -> bool:
+    # `application/grpc+proto` is as good; `application/grpc-web` is another protocol.
+    return content_type.startswith(_GRPC) and content_type[len(_GRPC) : len(_GRPC) + 1] in ("", "+", ";")
+
+
+def _refusal(keys: Keys, kind: KeyKind, path: str, metadata: Metadata) -> Unauthorized | None:
+    """Return why a call may not pass; None: it may."""
+    if path.startswith(FREE_PREFIX):
+        return None
+    try:
+        keys.authorize("management" if path in _OPERATOR_PATHS else kind, _authorization(metadata))
+    except Unauthorized as error:
+        return error
+    return None
+
+
+def _authorization(metadata: Metadata) -> str | None:
+    for name, value in metadata:
+        if name == "authorization":
+            return value if isinstance(value, str) else None
+    return None

@@ -1,7 +1,8 @@
-"""One HTTP/2 connection of a gRPC client, from its preface to its last frame (RFC 9113).
+"""One HTTP/2 connection of a gRPC client, and the listener that it belongs to (RFC 9113).
 
-Only what gRPC needs of HTTP/2: no push, no priorities. All that a client can make the server hold or do has a
-limit: header lists, frames, streams at a time, windows, frames that move nothing, answers that are not read.
+It implements what gRPC needs of HTTP/2: no push, no priorities. Everything that a client can make the server
+hold or do has a limit: header lists, frames, concurrent streams, windows, frames that move no data, unread
+answers.
 """
 
 from __future__ import annotations
@@ -10,268 +11,472 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from torchere.serving.frontend import unread
 from torchere.serving.frontend.http2 import frames as f
-from torchere.serving.frontend.http2.chatter import Chatter
-from torchere.serving.frontend.http2.control_frames import ControlFrames
-from torchere.serving.frontend.http2.farewell import Farewell
-from torchere.serving.frontend.http2.frame_reader import FrameReader, Piece
-from torchere.serving.frontend.http2.frames import ConnectionBroken, ErrorCode, StreamBroken
-from torchere.serving.frontend.http2.greeting import GREETING, MAX_STREAMS
-from torchere.serving.frontend.http2.header_blocks import HeadReader, RequestHead
-from torchere.serving.frontend.http2.inflow import Inflow
-from torchere.serving.frontend.http2.listening import Listening
-from torchere.serving.frontend.http2.outflow import Outflow
-from torchere.serving.frontend.http2.receiver import OVER
-from torchere.serving.frontend.http2.status import StatusCode
-from torchere.serving.frontend.http2.stream import Stream
-from torchere.serving.frontend.http2.unfinished import Unfinished
+from torchere.serving.frontend.http2.flood_guard import FloodGuard
+from torchere.serving.frontend.http2.flow_control import (
+    CONNECTION_WINDOW_BYTES,
+    STREAM_WINDOW_BYTES,
+    InboundFlow,
+    OutboundFlow,
+)
+from torchere.serving.frontend.http2.frames import (
+    ConnectionBroken,
+    ErrorCode,
+    FrameCallbacks,
+    FrameReader,
+    Piece,
+    Setting,
+    StreamBroken,
+)
+from torchere.serving.frontend.http2.graceful_close import CloseCallbacks, GracefulClose
+from torchere.serving.frontend.http2.header_blocks import (
+    MAX_HEADER_LIST_BYTES,
+    HeaderReader,
+    Request,
+    RequestHead,
+)
+from torchere.serving.frontend.http2.messages import StatusCode
+from torchere.serving.frontend.http2.stream import ENDED, CallListener, Stream
 from torchere.serving.frontend.stalls import Stalls
 from torchere.serving.turn_writes import TurnWrites
 
 logger = logging.getLogger(__name__)
 
+MAX_STREAMS = 1000  # concurrent on one connection; a client with more calls queues them at its end
+SETTINGS = f.settings_frame(
+    {
+        Setting.MAX_CONCURRENT_STREAMS: MAX_STREAMS,
+        Setting.INITIAL_WINDOW_SIZE: STREAM_WINDOW_BYTES,
+        Setting.MAX_FRAME_SIZE: f.DATA_FRAME_BYTES,
+        Setting.MAX_HEADER_LIST_SIZE: MAX_HEADER_LIST_BYTES,
+    }
+) + f.window_update(0, CONNECTION_WINDOW_BYTES - f.DEFAULT_WINDOW)
+
 PREFACE_TIMEOUT_S = 20.0
-MAX_UNREAD_BYTES = 32 * 2**20  # that wait in the socket's buffer while the client goes on asking
-# That wait for a client's windows before it gets more, or four answers where these may be longer.
+# Between two looks at incomplete calls: one of which nothing arrived from one to the next is ended.
+INCOMPLETE_TIMEOUT_S = 60.0
+MAX_UNREAD_BYTES = 32 * 2**20  # in the socket's buffer while the client opens further streams
+# Of answers that wait for the client's windows before further calls are refused, or four where these may be
+# longer.
 MAX_HELD_BYTES = 2**29
 MAX_HELD_ANSWERS = 4
-# What comes at once can be two thousand calls, and as long as it fills its room, uvloop reads on: up to 32
-# times before others have their turn.
-TURN_S = 0.005  # for what came on one connection; the rest waits for the next turn
+# What arrives at once may be two thousand calls, and while reads fill the buffer, uvloop reads up to 32 times
+# before other connections get their turn.
+TURN_S = 0.005  # for the bytes of one connection; the rest waits for the next turn
 AGAIN_S = TURN_S / 8  # a read that took longer is the last one of its turn
-STEP_FRAMES = 32  # between two looks at the clock; a run of DATA is one, for it is quick
-SMALL_BYTES = 128  # less DATA for a call that is over moves nothing
+STEP_FRAMES = 32  # between two looks at the clock; a run of DATA counts as one, for it is quick
+SMALL_BYTES = 128  # DATA shorter than this for a call that has ended counts as a frame that moves no data
+# Frames that a client may send for each answer, and for each part of one that it consumed: some acknowledge
+# every 4 KiB, and cancellations cross with answers.
+EARNED_BY_ANSWER = 4
+EARNING_BYTES = 1024  # of longer answers
+READ_BUFFER_BYTES = 262_144
+
+
+@dataclass(slots=True)
+class Listener:
+    """What the connections of one listening socket share; used on its event loop only.
+
+    Attributes:
+        open_call: chooses who answers a call; the stream may be answered at once.
+        receive_limit_bytes: of a received message.
+        send_limit_bytes: of a sent message.
+        age_s: how old a new connection may become before it is closed gracefully; None: any age.
+        age_grace_s: how long its last calls may take then; None: as long as they need.
+        draining: new connections are closed gracefully at once.
+        connections: those that are open.
+        read_buffer: shared by all connections, so that it stays in the processor's cache.
+    """
+
+    open_call: Callable[[Stream], CallListener]
+    receive_limit_bytes: int
+    send_limit_bytes: int
+    age_s: Callable[[], float | None] = lambda: None
+    age_grace_s: float | None = None
+    draining: bool = False
+    connections: set[Connection] = field(default_factory=set)
+    read_buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(READ_BUFFER_BYTES)))
+    _all_closed: asyncio.Future[None] | None = None
+
+    def drain(self) -> None:
+        """Close every connection gracefully, those in the middle of a TLS handshake too."""
+        self.draining = True
+        for connection in list(self.connections):
+            connection.closing.begin()
+
+    async def all_closed(self, timeout_s: float) -> None:
+        """Wait until the last connection is closed, for `timeout_s` at most."""
+        if self.connections:
+            self._all_closed = asyncio.get_running_loop().create_future()
+            await asyncio.wait({self._all_closed}, timeout=timeout_s)
+
+    def abort(self) -> None:
+        """Close every connection now."""
+        for connection in list(self.connections):
+            connection.abort()
+
+    def lost(self, connection: Connection) -> None:
+        """Forget a connection that is closed."""
+        self.connections.discard(connection)
+        if not self.connections and self._all_closed is not None and not self._all_closed.done():
+            self._all_closed.set_result(None)
 
 
 class Connection(asyncio.BufferedProtocol):
     """One connection. Used by the event loop only."""
 
-    def __init__(self, listening: Listening) -> None:
-        self.listening = listening
-        self._transport = cast("asyncio.Transport", None)  # until it is made
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._transport = cast("asyncio.Transport", None)  # until `connection_made`
         self._writes = TurnWrites()
-        self.write = self._writes.write  # whole frames
+        self._write = self._writes.write
         self.client: Any = None  # host and port; None over a Unix socket
-        self.close = self._writes.close  # once what was written is out
         self._streams: dict[int, Stream] = {}
-        self._unread = Stalls(unread.UNREAD_TIMEOUT_S, self._waiting, self._unread_too_long)
-        self.outflow = Outflow(self._writes.write_all, self.finished, self._unread.watch)
-        self.inflow = Inflow(self._writes.write)
-        self.unfinished = Unfinished(self._streams, listening.receive_limit_bytes)
-        self.chatter = Chatter(self.outflow)
-        self.farewell = Farewell(self, self._streams)
-        self.control = ControlFrames(self, self._streams).take
-        self._reader = FrameReader(self)
-        self._heads = HeadReader()
-        self.last_id = 0  # of the streams that were begun
+        self._last_id = 0  # of the streams that were begun
+        self._answers = 0
+        self._unread = Stalls(unread.UNREAD_TIMEOUT_S, self._unread_progress, self._end_unread)
+        self._incomplete = Stalls(INCOMPLETE_TIMEOUT_S, self._incomplete_progress, self._end_incomplete)
+        self.outbound = OutboundFlow(
+            listener.send_limit_bytes, self._write, self._writes.write_all, self._finished, self._unread.watch
+        )
+        self.inbound = InboundFlow(listener.receive_limit_bytes, self._write)
+        self._flood = FloodGuard(self._earned_frames)
+        self.closing = GracefulClose(
+            CloseCallbacks(
+                self._write,
+                self._writes.close,
+                self.abort,
+                self._later,
+                lambda: self._last_id,
+                self._drain_calls,
+            ),
+            self._streams,
+        )
+        self._reader = FrameReader(
+            FrameCallbacks(self._on_data_size, self._on_data, self._on_headers, self._on_control)
+        )
+        self._headers = HeaderReader()
         self._timers: list[asyncio.TimerHandle] = []
-        self._put_off = b""  # what came and waits for its turn
+        self._deferred = b""  # received bytes that wait for the next turn
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A client connected; it has `PREFACE_TIMEOUT_S` to say that it speaks HTTP/2."""
+        """Send SETTINGS; the client has `PREFACE_TIMEOUT_S` for its preface."""
         self._transport = cast("asyncio.Transport", transport)
         self._writes.begin(self._transport)
         self.client = transport.get_extra_info("peername") or None
-        self.listening.connections.add(self)
-        self.later(PREFACE_TIMEOUT_S, self._ungreeted)
-        if (age_s := self.listening.age_s()) is not None:
-            self.later(age_s, self._grow_old)
-        self.write(GREETING)
-        if self.listening.leaving:
-            self.farewell.begin()
+        self._listener.connections.add(self)
+        self._later(PREFACE_TIMEOUT_S, self._check_preface)
+        if (age_s := self._listener.age_s()) is not None:
+            self._later(age_s, self._grow_old)
+        self._write(SETTINGS)
+        if self._listener.draining:
+            self.closing.begin()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone, from either side."""
-        self.listening.lost(self)
+        """Cancel the calls that run."""
+        self._listener.lost(self)
         self._unread.stop()
-        self.unfinished.stop()
+        self._incomplete.stop()
         for timer in self._timers:
             timer.cancel()
         while self._streams:
-            self._streams.popitem()[1].lost()
+            self._streams.popitem()[1].cancel()
 
     def pause_writing(self) -> None:
-        """The socket's buffer is full."""
-        self.outflow.stopped = True
+        """Stop sending: the socket's buffer is full."""
+        self.outbound.stopped = True
         self._unread.watch()
 
     def resume_writing(self) -> None:
-        """It has room again."""
-        self.outflow.resume()
+        """Send again: the socket's buffer has room."""
+        self.outbound.resume()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where bytes may come in."""
-        return self.listening.landing
+        """Return the shared read buffer."""
+        return self._listener.read_buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Bytes came in."""
-        data = self.listening.landing[:nbytes]
-        if self._put_off:
-            self._put_off += data  # asyncio's TLS of Python 3.10 hands on what it has read
+        """Parse the bytes received."""
+        data = self._listener.read_buffer[:nbytes]
+        if self._deferred:
+            self._deferred += data  # asyncio's TLS of Python 3.10 delivers what it has read while paused
         else:
-            self._take(data)
+            self._receive(data)
 
-    def _take(self, data: Piece) -> None:
-        """Act on what came, for as long as a turn may take."""
+    def abort(self) -> None:
+        """Close now; calls that run are cancelled."""
+        self._transport.abort()
+
+    def _receive(self, data: Piece) -> None:
+        """Parse received bytes for as long as a turn may take, and defer the rest."""
         began_s = time.monotonic()
         self._writes.expect_flush()
         try:
             rest = data
-            while rest and not self._transport.is_closing():  # TLS hands on what came before the end
+            while rest and not self._transport.is_closing():  # TLS delivers bytes even after the close
                 rest = self._reader.feed(rest, STEP_FRAMES)
                 if rest and time.monotonic() - began_s > TURN_S:
-                    self._put_off = bytes(rest)
+                    self._deferred = bytes(rest)
                     break
         except ConnectionBroken as broken:
-            self.farewell.at_once(broken.code, str(broken))
+            logger.debug("gRPC connection from %s: %s", self.client, broken)
+            self.closing.at_once(broken.code, str(broken))
         except Exception:  # the top of everything a client sends: a bug is logged, and costs one connection
             logger.exception("a gRPC connection failed unexpectedly")
-            self.farewell.at_once(ErrorCode.INTERNAL_ERROR, "internal error")
+            self.closing.at_once(ErrorCode.INTERNAL_ERROR, "internal error")
         self._writes.flush()
-        fills_room = len(data) == len(self.listening.landing)
-        is_late = self._put_off or (fills_room and time.monotonic() - began_s > AGAIN_S)
+        fills_buffer = len(data) == len(self._listener.read_buffer)
+        is_late = self._deferred or (fills_buffer and time.monotonic() - began_s > AGAIN_S)
         if is_late and not self._transport.is_closing():
             self._transport.pause_reading()
-            asyncio.get_running_loop().call_soon(self._go_on)
+            asyncio.get_running_loop().call_soon(self._receive_deferred)
 
-    def _go_on(self) -> None:
-        data, self._put_off = self._put_off, b""
+    def _receive_deferred(self) -> None:
+        data, self._deferred = self._deferred, b""
         if not self._transport.is_closing():
             self._transport.resume_reading()
-            self._take(data)
+            self._receive(data)
 
-    # The streams' side
-
-    def finished(self, stream: Stream) -> None:
-        """The answer to a call has gone out whole."""
-        self.chatter.answers += 1
-        if stream.remote_open:  # the client may stop sending
-            self.write(f.reset_stream(stream.id, ErrorCode.NO_ERROR))
-        self._forget(stream)
-        stream.receiver = OVER  # or the two would hold each other, and the request, until a collector comes
-
-    def later(self, delay_s: float, act: Callable[[], None]) -> None:
-        """Have something done, unless the connection is gone by then."""
+    def _later(self, delay_s: float, act: Callable[[], None]) -> None:
+        """Schedule an action, unless the connection is lost by then."""
         self._timers.append(asyncio.get_running_loop().call_later(delay_s, act))
 
-    def abort(self) -> None:
-        """Close now; calls that run are given up."""
-        self._transport.abort()
+    # Calls
 
-    # The frames' side
-
-    def counted(self, stream_id: int, size: int, empty: int) -> None:
-        """DATA begins."""
-        if empty:
-            self.chatter.count(empty)
-        if not stream_id or stream_id > self.last_id:
-            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, f"DATA on stream {stream_id}, which is idle")
-        self.inflow.take(self._streams.get(stream_id), size)
-
-    def data(self, stream_id: int, pieces: Sequence[Piece], *, is_last: bool) -> None:
-        """Pieces of a call's messages."""
-        stream = self._streams.get(stream_id)
-        if stream is None:  # it was answered, or given up, while this was on its way
-            if sum(map(len, pieces)) < SMALL_BYTES:
-                self.chatter.count()
-        elif not stream.remote_open:
-            self.break_stream(StreamBroken(stream_id, ErrorCode.STREAM_CLOSED, "DATA after the end"))
-        elif stream.came_bytes > stream.allowed_bytes:
-            self.break_stream(StreamBroken(stream_id, ErrorCode.FLOW_CONTROL_ERROR, "DATA without leave"))
-        else:
-            stream.take(pieces, is_last=is_last)
-            if is_last:
-                stream.half_close()
-            else:
-                self.inflow.give_leave(stream)
-
-    def head(self, flags: int, stream_id: int, block: bytes) -> None:
-        """The headers of a call, or its trailers."""
-        if self.outflow.stopped and self._transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+    def _on_headers(self, flags: int, stream_id: int, block: bytes) -> None:
+        """Open a stream, or end it with trailers."""
+        if self.outbound.stopped and self._transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
             self.abort()
-        request = self._heads.read(block)  # even when nobody wants it: the next ones may rest on it
+        request = self._headers.read(block)  # even if it is ignored: later blocks may refer to it
         stream = self._streams.get(stream_id)
         is_last = bool(flags & f.END_STREAM)
         if stream is not None:
-            self._trailers(stream, request, is_last=is_last)
+            self._on_trailers(stream, request[0], is_last=is_last)
             return
-        if stream_id <= self.last_id:
-            if request.method:
+        if stream_id <= self._last_id:
+            if request[0].method:
                 raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, f"stream {stream_id} begins too late")
-            self.chatter.count()  # trailers of a call that was answered early
+            self._flood.count()  # trailers of a call that was answered early
             return
-        self.last_id = stream_id
-        if self.farewell.last_taken is not None or len(self._streams) >= MAX_STREAMS:
-            self.write(f.reset_stream(stream_id, ErrorCode.REFUSED_STREAM))  # clients may send it again
+        self._last_id = stream_id
+        if self.closing.last_taken is not None or len(self._streams) >= MAX_STREAMS:
+            self._write(f.reset_stream(stream_id, ErrorCode.REFUSED_STREAM))  # clients may retry it
             return
-        stream = Stream(self, stream_id, self._affordable(request), self.outflow.initial_window)
+        if self.outbound.held_bytes > MAX_HELD_BYTES:
+            request = self._unaffordable(request)
+        stream = Stream(stream_id, request, self.client, self.inbound, self.outbound)
         stream.remote_open = not is_last
         self._streams[stream_id] = stream
-        stream.receiver = self.listening.open_call(stream)
+        stream.listener = self._listener.open_call(stream)
         if not is_last:
-            self.unfinished.watch()
+            self._incomplete.watch()
         elif not stream.ended:
-            stream.receiver.half_closed()
+            stream.listener.on_half_close()
 
-    def _affordable(self, request: RequestHead) -> RequestHead:
-        limit_bytes = max(MAX_HELD_BYTES, MAX_HELD_ANSWERS * self.listening.send_limit_bytes)
-        if self.outflow.held_bytes <= limit_bytes:
+    def _unaffordable(self, request: Request) -> Request:
+        """Refuse a call while the client leaves too much of its answers unread."""
+        limit_bytes = max(MAX_HELD_BYTES, MAX_HELD_ANSWERS * self._listener.send_limit_bytes)
+        if self.outbound.held_bytes <= limit_bytes:
             return request
         flaw = f"SERVER: Answers that this connection has not taken have more than {limit_bytes} bytes"
-        return request._replace(flaw=flaw, flaw_code=StatusCode.RESOURCE_EXHAUSTED)
+        return request[0]._replace(flaw=flaw, flaw_code=StatusCode.RESOURCE_EXHAUSTED), request[1]
 
-    def _trailers(self, stream: Stream, found: RequestHead, *, is_last: bool) -> None:
+    def _on_trailers(self, stream: Stream, found: RequestHead, *, is_last: bool) -> None:
         if not stream.remote_open:
-            self.break_stream(StreamBroken(stream.id, ErrorCode.STREAM_CLOSED, "headers after the end"))
+            self._break_stream(StreamBroken(stream.id, ErrorCode.STREAM_CLOSED, "headers after the end"))
         elif found.method or not is_last:
-            self.break_stream(StreamBroken(stream.id, ErrorCode.PROTOCOL_ERROR, "headers within a stream"))
+            self._break_stream(StreamBroken(stream.id, ErrorCode.PROTOCOL_ERROR, "headers within a stream"))
         else:
             stream.half_close()
 
-    def _waiting(self) -> dict[int, tuple[int, int]]:
-        return self.outflow.waiting(self._streams, self._transport)
+    def _on_data_size(self, stream_id: int, size: int, empty: int) -> None:
+        """Count DATA that begins to arrive against the windows."""
+        if empty:
+            self._flood.count(empty)
+        if not stream_id or stream_id > self._last_id:
+            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, f"DATA on stream {stream_id}, which is idle")
+        self.inbound.consume(self._streams.get(stream_id), size)
 
-    def _unread_too_long(self, waiting: Collection[int]) -> None:
-        logger.info("a client took nothing of what waits for it (%d times): given up", len(waiting))
-        if 0 in waiting:
-            self.abort()
-            return
-        for stream_id in waiting:
-            self._end_stream(StreamBroken(stream_id, ErrorCode.CANCEL, "its answer is not read"))
-
-    def give_up(self, stream_id: int) -> None:
-        """Nothing more is to come of a call, nor to go out."""
+    def _on_data(self, stream_id: int, pieces: Sequence[Piece], is_last: bool) -> None:
+        """Pass bytes of messages to their stream."""
         stream = self._streams.get(stream_id)
-        if stream is not None:
-            self._forget(stream)
-            stream.lost()
+        if stream is None:  # it was answered or reset while these were on their way
+            if sum(map(len, pieces)) < SMALL_BYTES:
+                self._flood.count()
+        elif not stream.remote_open:
+            self._break_stream(StreamBroken(stream_id, ErrorCode.STREAM_CLOSED, "DATA after the end"))
+        elif stream.received_bytes > stream.allowed_bytes:
+            self._break_stream(StreamBroken(stream_id, ErrorCode.FLOW_CONTROL_ERROR, "DATA without leave"))
+        else:
+            stream.receive(pieces, is_last=is_last)
+            if is_last:
+                stream.half_close()
+            else:
+                self.inbound.extend(stream)
 
-    def break_stream(self, broken: StreamBroken) -> None:
-        """A client may not have any number of calls ended by breaking their rules."""
-        self.chatter.count()
-        self._end_stream(broken)
-
-    def _end_stream(self, broken: StreamBroken) -> None:
-        logger.debug("gRPC stream %d from %s: %s", broken.stream_id, self.client, broken)
-        self.write(f.reset_stream(broken.stream_id, broken.code))
-        self.give_up(broken.stream_id)
+    def _finished(self, stream: Stream) -> None:
+        """Forget a stream whose answer was written whole."""
+        self._answers += 1
+        if stream.remote_open:  # the client may stop sending
+            self._write(f.reset_stream(stream.id, ErrorCode.NO_ERROR))
+        self._forget(stream)
+        # Otherwise stream, listener and request would hold each other until the collector runs.
+        stream.listener = ENDED
 
     def _forget(self, stream: Stream) -> None:
         self._streams.pop(stream.id, None)
-        self.outflow.forget(stream)
-        if stream.held_bytes:
-            self.unfinished.let_go(stream, stream.held_bytes)
-        if self.farewell.last_taken is not None:
-            self.farewell.close_if_done()
+        self.outbound.forget(stream)
+        stream.consumed_all()
+        if self.closing.last_taken is not None:
+            self.closing.close_if_idle()
+
+    def _cancel(self, stream_id: int) -> None:
+        """Cancel the call of a stream, if it still runs."""
+        stream = self._streams.get(stream_id)
+        if stream is not None:
+            self._forget(stream)
+            stream.cancel()
+
+    def _break_stream(self, broken: StreamBroken) -> None:
+        """Reset a stream for a stream error, of which the flood guard bounds the number."""
+        self._flood.count()
+        self._reset(broken)
+
+    def _reset(self, broken: StreamBroken) -> None:
+        logger.debug("gRPC stream %d from %s: %s", broken.stream_id, self.client, broken)
+        self._write(f.reset_stream(broken.stream_id, broken.code))
+        self._cancel(broken.stream_id)
+
+    # Other frames (RFC 9113, 6)
+
+    def _on_control(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
+        """Act on a frame that is neither DATA nor HEADERS; unknown types are ignored (RFC 9113, 4.1)."""
+        act = _CONTROL_FRAMES.get(kind)
+        if act is None:
+            self._flood.count()
+            return
+        try:
+            act(self, flags, stream_id, payload)
+        except StreamBroken as broken:
+            self._break_stream(broken)
+
+    def _on_priority(self, flags: int, stream_id: int, payload: bytes) -> None:
+        if not stream_id:
+            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "PRIORITY of the connection")
+        if len(payload) != f.PRIORITY_BYTES:
+            raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, f"PRIORITY of {len(payload)} bytes")
+        self._flood.count()  # it has no meaning any more (RFC 9113, 5.3)
+
+    def _on_reset(self, flags: int, stream_id: int, payload: bytes) -> None:
+        f.read_u32(payload)
+        if not stream_id or stream_id > self._last_id:
+            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, f"RST_STREAM on stream {stream_id}")
+        stream = self._streams.get(stream_id)
+        if stream is None or not stream.has_message:
+            self._flood.count()
+        self._cancel(stream_id)
+
+    def _on_settings(self, flags: int, stream_id: int, payload: bytes) -> None:
+        if stream_id:
+            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "SETTINGS on a stream")
+        if flags & f.ACK and payload:
+            raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, "SETTINGS in an acknowledgement")
+        self._flood.count()
+        if not flags & f.ACK:
+            self._write(f.frame(f.SETTINGS, f.ACK, 0))  # before frames that obey the new settings
+            self.outbound.configure(payload, self._streams)
+
+    def _on_ping(self, flags: int, stream_id: int, payload: bytes) -> None:
+        if stream_id:
+            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "PING on a stream")
+        if len(payload) != f.PING_BYTES:
+            raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, f"PING of {len(payload)} bytes")
+        self._flood.count()
+        if not flags & f.ACK:
+            self._write(f.frame(f.PING, f.ACK, 0, payload))
+        else:
+            self.closing.ping_acknowledged(payload)
+
+    def _on_goaway(self, flags: int, stream_id: int, payload: bytes) -> None:
+        if stream_id:
+            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "GOAWAY on a stream")
+        if len(payload) < f.MIN_GOAWAY_BYTES:
+            raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, f"GOAWAY of {len(payload)} bytes")
+        self._flood.count()
+        self.closing.client_leaves()
+
+    def _on_window_update(self, flags: int, stream_id: int, payload: bytes) -> None:
+        outbound = self.outbound
+        increment = f.read_u32(payload)
+        sends = outbound.sends
+        if not stream_id:
+            outbound.widen(increment)
+        elif stream_id > self._last_id:
+            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE on a stream that is idle")
+        elif (stream := self._streams.get(stream_id)) is not None:
+            outbound.widen_stream(stream, increment)
+        if outbound.sends == sends:
+            self._flood.count()
+
+    # Time
+
+    def _earned_frames(self) -> int:
+        outbound = self.outbound
+        return EARNED_BY_ANSWER * (self._answers + outbound.sends) + outbound.sent_bytes // EARNING_BYTES
+
+    def _drain_calls(self) -> None:
+        for stream in list(self._streams.values()):
+            stream.listener.on_drain()
 
     def _grow_old(self) -> None:
-        self.farewell.begin()
-        if self.listening.age_grace_s is not None:
-            self.later(self.listening.age_grace_s, self.abort)
+        self.closing.begin()
+        if self._listener.age_grace_s is not None:
+            self._later(self._listener.age_grace_s, self.abort)
 
-    def _ungreeted(self) -> None:
+    def _check_preface(self) -> None:
         if not self._reader.greeted:
             self.abort()
+
+    def _incomplete_progress(self) -> dict[int, int]:
+        return {
+            stream.id: stream.arrived_bytes for stream in self._streams.values() if stream.waits_for_client
+        }
+
+    def _end_incomplete(self, stalled: Collection[int]) -> None:
+        """End calls of which nothing arrived in time."""
+        for stream_id in stalled:
+            stream = self._streams.get(stream_id)
+            if stream is not None:
+                text = "SERVER: The rest of the call did not come in time"
+                stream.listener.on_failure(StatusCode.DEADLINE_EXCEEDED, text)
+
+    def _unread_progress(self) -> dict[int, tuple[int, int]]:
+        waiting = self.outbound.stalled_on(self._streams.values())
+        if self.outbound.stopped:
+            untaken = unread.untaken_bytes(self._transport)
+            if untaken is not None:
+                waiting[0] = (self.outbound.sent_bytes, untaken)
+        return waiting
+
+    def _end_unread(self, stalled: Collection[int]) -> None:
+        """Reset streams whose client reads nothing, or close the connection if all of it stalls."""
+        logger.info("a client took nothing of what waits for it (%d times): given up", len(stalled))
+        if 0 in stalled:
+            self.abort()
+            return
+        for stream_id in stalled:
+            self._reset(StreamBroken(stream_id, ErrorCode.CANCEL, "its answer is not read"))
+
+
+_CONTROL_FRAMES: dict[int, Callable[[Connection, int, int, bytes], None]] = {
+    f.PRIORITY: Connection._on_priority,
+    f.RST_STREAM: Connection._on_reset,
+    f.SETTINGS: Connection._on_settings,
+    f.PING: Connection._on_ping,
+    f.GOAWAY: Connection._on_goaway,
+    f.WINDOW_UPDATE: Connection._on_window_update,
+}

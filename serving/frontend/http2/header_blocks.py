@@ -1,130 +1,291 @@
-"""Header lists: read from HPACK (RFC 7541) with the `hpack` library, written without its tables."""
+"""Header blocks: read from HPACK (RFC 7541) with the `hpack` library, written without its tables."""
 
 from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableSequence, Sequence
 from typing import NamedTuple
 from urllib.parse import quote, unquote_to_bytes
 
 from hpack import Decoder, HPACKError
 from hpack.exceptions import OversizedHeaderListError
+from hpack.huffman import HuffmanEncoder
+from hpack.huffman_constants import REQUEST_CODES, REQUEST_CODES_LENGTH
+from hpack.huffman_table import decode_huffman
+from hpack.table import HeaderTable
 
 from torchere.serving.frontend.http2.frames import ConnectionBroken, ErrorCode
-from torchere.serving.frontend.http2.status import StatusCode
+from torchere.serving.frontend.http2.messages import StatusCode
 
-MAX_HEADER_LIST_BYTES = 16_384  # as counted by RFC 7541, 4.1; gRPC's own servers take as much
-READ_HEADER_LIST_BYTES = 2 * MAX_HEADER_LIST_BYTES  # what is longer than allowed costs its call, up to here
+MAX_HEADER_LIST_BYTES = 16_384  # as counted by RFC 7541, 4.1; gRPC's own servers accept as much
+READ_HEADER_LIST_BYTES = 2 * MAX_HEADER_LIST_BYTES  # a list over the limit fails its call alone, up to here
 _ENTRY_BYTES = 32  # that each header counts for beside its name and value
-MAX_MESSAGE_BYTES = 6_000  # of a status, percent-encoded: clients take 8 KiB of headers
-# With letters, digits and `-._`, all of ASCII that shows but the percent sign.
+MAX_MESSAGE_BYTES = 6_000  # of a status, percent-encoded, with its details: clients accept 8 KiB of headers
+# With letters, digits and `-._`, all of printable ASCII but the percent sign.
 _UNESCAPED = " !\"#$&'()*+,/:;<=>?@[\\]^`{|}~"
 _CUT_ESCAPE = re.compile(rb"%.?\Z")
-_KNOWN_BLOCKS = 64
-_KNOWN_BLOCK_BYTES = 1024  # longer ones are not remembered
+_KNOWN_HEADS = 64
+_KNOWN_HEAD_BYTES = (
+    4096  # longer header lists are not remembered; a table that grows no further holds as much
+)
 _MAX_TIMEOUT_DIGITS = 8
 _UNIT_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 
+# Of HPACK (RFC 7541, 6): the first byte of a field, and of a string.
+_INDEXED, _INCREMENTAL, _TABLE_SIZE, _HUFFMAN = 0x80, 0x40, 0x20, 0x80
+_STATIC = HeaderTable.STATIC_TABLE
+_STATIC_ENTRIES = len(_STATIC)
+_TIMEOUT = b"grpc-timeout"
+_TIMEOUT_HUFFMAN = HuffmanEncoder(REQUEST_CODES, REQUEST_CODES_LENGTH).encode(_TIMEOUT)
+# The name of a literal field, behind the byte that says that the name is a string.
+_TIMEOUT_NAMES = (
+    bytes((len(_TIMEOUT),)) + _TIMEOUT,
+    bytes((_HUFFMAN | len(_TIMEOUT_HUFFMAN),)) + _TIMEOUT_HUFFMAN,
+)
+
+Field = tuple[bytes, bytes]
 Metadata = tuple[tuple[str, str | bytes], ...]
-# Of the transport, and not of the caller.
+# Headers of the transport, which are not the application's.
 _NOT_METADATA = frozenset({"te", "content-type", "grpc-timeout", "grpc-encoding", "grpc-accept-encoding"})
 
 
 class RequestHead(NamedTuple):
-    """What the headers of a call say."""
+    """The request headers of a call, except for its time-out. Calls with equal headers share one."""
 
     method: str
     path: str
     content_type: str
-    encoding: str  # of messages that say that they are compressed
-    timeout_s: float | None
+    encoding: str  # of messages that are compressed
     metadata: Metadata
-    flaw: str = ""  # what is wrong with it, for the call alone
+    flaw: str = ""  # the error that ends this call, and no other
     flaw_code: StatusCode = StatusCode.INTERNAL
 
 
-class HeadReader:
-    """The headers of one connection, in their order: each block may rest on those before it.
+Request = tuple[RequestHead, float | None]  # and the call's time-out in seconds; None: it has none
 
-    A client's calls are alike, so once their headers are in HPACK's table the same few bytes come with each
-    call. A block that leaves the table as it found it is read once and remembered until the table changes.
+
+class HeaderReader:
+    """Decodes the header blocks of one connection, in their order: each may refer to those before it.
+
+    Decoding a block takes some 25 us, and a client's calls are alike. So heads are remembered twice: by the
+    bytes of the block, for as long as the table that it refers to stays as it is; and by the fields that a
+    block refers to without `grpc-timeout`, for clients whose calls differ in their deadline alone.
     """
+
+    __slots__ = ("_blocks", "_decoder", "_heads")
 
     def __init__(self) -> None:
         self._decoder = Decoder(READ_HEADER_LIST_BYTES)
-        self._known: dict[bytes, RequestHead] = {}
+        self._blocks: dict[bytes, Request] = {}
+        self._heads: dict[tuple[Field, ...], RequestHead] = {}
 
-    def read(self, block: bytes) -> RequestHead:
-        """The head of one call.
+    def read(self, block: bytes) -> Request:
+        """Decode the request headers of one call, or its trailers.
 
         Raises:
-            ConnectionBroken: it can't be read, or is too long. Nothing after it could be read either.
+            ConnectionBroken: not HPACK, or too long. Blocks behind it can't be decoded either.
         """
-        known = self._known.get(block)
-        if known is not None:
-            return known
-        if len(block) > READ_HEADER_LIST_BYTES:  # what makes a shorter list is made to cost time
+        return self._blocks.get(block) or self._indexed(block) or self._decoded(block)
+
+    def _indexed(self, block: bytes) -> Request | None:
+        """Read a block of references to a known head's fields, with at most one literal: the time-out.
+
+        Returns:
+            None for any other block, even an invalid one; the table is as before then.
+        """
+        table = self._decoder.header_table
+        try:
+            fields, timeout, last_used = _references(block, table.dynamic_entries)
+        except (IndexError, ValueError, HPACKError):
+            return None
+        head = self._heads.get(fields)
+        timeout_s = None if timeout is None else _timeout_s(timeout.decode("latin-1"))
+        if head is None or (timeout is None) != (timeout_s is None):
+            return None
+        request = (head, timeout_s)
+        if timeout is None or last_used is None:
+            self._remember_block(block, request)
+            return request
+        table.add(_TIMEOUT, timeout)
+        self._blocks.clear()
+        if last_used - _STATIC_ENTRIES > len(table.dynamic_entries):  # the time-out evicted it
+            raise ConnectionBroken(ErrorCode.COMPRESSION_ERROR, f"HPACK: no entry {last_used}")
+        return request
+
+    def _decoded(self, block: bytes) -> Request:
+        """Decode any block."""
+        if len(block) > READ_HEADER_LIST_BYTES:  # a longer block of a short list only takes time
             raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, f"a header block of {len(block)} bytes")
         table = self._decoder.header_table
         before = (table.maxsize, *table.dynamic_entries)
         try:
-            found = [(_read(name), _read(value)) for name, value in self._decoder.decode(block, raw=True)]
+            fields = self._decoder.decode(block, raw=True)
+            found = [(_text(name), _text(value)) for name, value in fields]
         except OversizedHeaderListError as err:
             raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, str(err)) from err
         except (HPACKError, IndexError, ValueError) as err:  # the last for numbers that `str` refuses
             raise ConnectionBroken(ErrorCode.COMPRESSION_ERROR, f"HPACK: {err}") from err
-        head = request_head(found)
+        head, timeout_s = request_head(found)
         size = sum([len(name) + len(value) + _ENTRY_BYTES for name, value in found])
         if size > MAX_HEADER_LIST_BYTES:
             head = head._replace(
                 flaw=f"SERVER: Received metadata larger than max ({size} vs. {MAX_HEADER_LIST_BYTES})",
                 flaw_code=StatusCode.RESOURCE_EXHAUSTED,
             )
-        if (table.maxsize, *table.dynamic_entries) != before or len(self._known) >= _KNOWN_BLOCKS:
-            self._known.clear()
-        elif len(block) <= _KNOWN_BLOCK_BYTES:
-            self._known[block] = head
-        return head
+        request = (head, timeout_s)
+        if (table.maxsize, *table.dynamic_entries) != before:
+            self._blocks.clear()
+            _own_entries(table.dynamic_entries)
+        elif size <= _KNOWN_HEAD_BYTES:
+            self._remember_block(block, request)
+        if size <= _KNOWN_HEAD_BYTES and not head.flaw:
+            if len(self._heads) >= _KNOWN_HEADS:
+                self._heads.clear()
+            self._heads[tuple([(name, value) for name, value in fields if name != _TIMEOUT])] = head
+        return request
+
+    def _remember_block(self, block: bytes, request: Request) -> None:
+        if len(self._blocks) >= _KNOWN_HEADS:
+            self._blocks.clear()
+        self._blocks[block] = request
 
 
-def _read(text: bytes | str) -> str:
-    # What is no UTF-8 is the trouble of one call, and must not end all others of its connection.
+def _own_entries(entries: MutableSequence[Field]) -> None:
+    """Replace the library's views by bytes: a view keeps its whole block, and takes longer to compare."""
+    for place, (name, value) in enumerate(list(entries)):
+        if not (isinstance(name, bytes) and isinstance(value, bytes)):
+            entries[place] = (bytes(name), bytes(value))
+
+
+def _references(block: bytes, dynamic: Sequence[Field]) -> tuple[tuple[Field, ...], bytes | None, int | None]:
+    """Look up the fields of a block that consists of indexed fields and at most one literal time-out. Pure.
+
+    Returns:
+        The fields without the time-out; the time-out; and if the block adds that to the table, the greatest
+        index that is used behind it (0: none), else None.
+
+    Raises:
+        IndexError, ValueError, HPACKError: any other block, or an invalid one.
+    """
+    fields: list[Field] = []
+    timeout: bytes | None = None
+    last_used: int | None = None
+    at, end = 0, len(block)
+    first_dynamic = _STATIC_ENTRIES + 1  # greater by one behind a time-out that is added
+    while at < end:
+        first = block[at]
+        if first > _INDEXED:  # 0x80 is index 0, which does not exist
+            index, at = (first & 0x7F, at + 1) if first < 0xFF else _integer(block, at, 0x7F)
+            if index <= _STATIC_ENTRIES:
+                fields.append(_STATIC[index - 1])
+                continue
+            if index < first_dynamic:
+                raise ValueError("the time-out twice")
+            if last_used is not None:
+                last_used = max(last_used, index)
+            field = dynamic[index - first_dynamic]
+            if field[0] != _TIMEOUT:
+                fields.append(field)
+                continue
+            found = field[1]
+        else:
+            found, at = _timeout_literal(block, at, dynamic)
+            if first & _INCREMENTAL:
+                last_used, first_dynamic = 0, first_dynamic + 1
+        if timeout is not None:
+            raise ValueError("the time-out twice")
+        timeout = found
+    return tuple(fields), timeout, last_used
+
+
+def _integer(block: bytes, at: int, mask: int) -> tuple[int, int]:
+    """Read an integer of HPACK with at most one byte behind its prefix, and where the next byte is.
+
+    Raises:
+        IndexError, ValueError: incomplete, or longer.
+    """
+    value = block[at] & mask
+    if value < mask:
+        return value, at + 1
+    more = block[at + 1]
+    if more & 0x80:
+        raise ValueError("a long integer")
+    return value + more, at + 2
+
+
+def _timeout_literal(block: bytes, at: int, dynamic: Sequence[Field]) -> tuple[bytes, int]:
+    """Read a literal `grpc-timeout`, and where the next byte is.
+
+    Raises:
+        IndexError, ValueError, HPACKError: anything else.
+    """
+    first = block[at]
+    if first & (_INDEXED | _INCREMENTAL | _TABLE_SIZE) in (_INDEXED, _TABLE_SIZE):
+        raise ValueError("no literal")
+    index, at = _integer(block, at, 0x3F if first & _INCREMENTAL else 0x0F)
+    if index > _STATIC_ENTRIES:
+        if dynamic[index - _STATIC_ENTRIES - 1][0] == _TIMEOUT:
+            return _string(block, at)
+    elif not index:
+        for name in _TIMEOUT_NAMES:
+            if block.startswith(name, at):
+                return _string(block, at + len(name))
+    raise ValueError("another literal")
+
+
+def _string(block: bytes, at: int) -> tuple[bytes, int]:
+    """Read a short string of HPACK, and where the next byte is.
+
+    Raises:
+        IndexError, ValueError, HPACKError: incomplete, longer, or no Huffman code.
+    """
+    length, start = _integer(block, at, 0x7F)
+    text = block[start : start + length]
+    if len(text) != length:
+        raise ValueError("incomplete")
+    return (bytes(decode_huffman(text)) if block[at] & _HUFFMAN else text), start + length
+
+
+def _text(text: bytes | str) -> str:
+    # Bytes that are not UTF-8 are an error of one call, and must not end the others of its connection.
     return text if isinstance(text, str) else text.decode(errors="replace")
 
 
-def request_head(headers: Iterable[tuple[str, str]]) -> RequestHead:
+def request_head(headers: Iterable[tuple[str, str]]) -> Request:
     """Sort the headers of a call. Pure."""
-    pseudo: dict[str, str] = {}
+    special: dict[str, str] = {}
     metadata: list[tuple[str, str | bytes]] = []
     flaw = ""
     for name, value in headers:
         if name[:1] == ":":
-            flaw = flaw or ("a pseudo-header comes late or twice" if metadata or name in pseudo else "")
-            pseudo[name] = value
+            flaw = flaw or ("a pseudo-header comes late or twice" if metadata or name in special else "")
+            special[name] = value
         elif name in _NOT_METADATA:
-            pseudo[name] = value
+            special[name] = value
         elif name.endswith("-bin"):
             try:
                 metadata += [(name, part) for part in _binary(value)]
-            except ValueError:  # binascii.Error is one, and there are others for what is not ASCII
+            except ValueError:  # binascii.Error is one, and there are others for text that is not ASCII
                 flaw = flaw or f"metadata {name[:100]}: not base64"
         else:
             metadata.append((name, value))
     timeout_s = None
-    if "grpc-timeout" in pseudo:
-        timeout_s = _timeout_s(pseudo["grpc-timeout"])
+    if "grpc-timeout" in special:
+        timeout_s = _timeout_s(special["grpc-timeout"])
         if timeout_s is None:
-            flaw = flaw or f"grpc-timeout: found {pseudo['grpc-timeout'][:100]!r}, expected digits and a unit"
-    return RequestHead(
-        pseudo.get(":method", ""),
-        pseudo.get(":path", ""),
-        pseudo.get("content-type", ""),
-        pseudo.get("grpc-encoding", "identity"),
-        timeout_s,
+            flaw = (
+                flaw or f"grpc-timeout: found {special['grpc-timeout'][:100]!r}, expected digits and a unit"
+            )
+    found = RequestHead(
+        special.get(":method", ""),
+        special.get(":path", ""),
+        special.get("content-type", ""),
+        special.get("grpc-encoding", "identity"),
         tuple(metadata),
         flaw,
     )
+    return found, timeout_s
 
 
 def _timeout_s(text: str) -> float | None:
@@ -135,12 +296,12 @@ def _timeout_s(text: str) -> float | None:
 
 
 def _binary(value: str) -> list[bytes]:
-    # Senders may leave out the padding, and join values of one name by commas.
+    # Senders may omit the padding, and join values of one name by commas.
     return [base64.b64decode(part + "=" * (-len(part) % 4), validate=True) for part in value.split(",")]
 
 
-def _text(text: bytes) -> bytes:
-    """A string of HPACK, not Huffman-coded."""
+def _encoded(text: bytes) -> bytes:
+    """Encode a string of HPACK without Huffman coding."""
     length = len(text)
     if length < 0x7F:
         return bytes((length,)) + text
@@ -153,24 +314,37 @@ def _text(text: bytes) -> bytes:
     return bytes(number) + text
 
 
-def _line(name: bytes, value: bytes) -> bytes:
-    """A header that enters no table: what this end sends is short, and reading it stays free of state."""
-    return b"\0" + _text(name) + _text(value)
+def _literal(name: bytes, value: bytes) -> bytes:
+    """Encode a header that enters no table: responses are short, and their encoding stays free of state."""
+    return b"\0" + _encoded(name) + _encoded(value)
 
 
 _STATUS_200 = b"\x88"  # in HPACK's static table
-HEAD_BLOCK = _STATUS_200 + _line(b"content-type", b"application/grpc")
-OK_BLOCK = _line(b"grpc-status", b"0")
-_ENCODINGS = _line(b"grpc-accept-encoding", b"identity,deflate,gzip")
+HEAD_BLOCK = _STATUS_200 + _literal(b"content-type", b"application/grpc")
+OK_BLOCK = _literal(b"grpc-status", b"0")
+_ENCODINGS = _literal(b"grpc-accept-encoding", b"identity,deflate,gzip")
 
 
-def status_block(code: int, message: str) -> bytes:
-    """The trailers of a call that ends with a status."""
+def status_block(code: int, message: str, details: bytes = b"") -> bytes:
+    """Encode the trailers of a call that ends with a status.
+
+    Args:
+        code: of gRPC.
+        message: is cut where it is longer than `MAX_MESSAGE_BYTES`.
+        details: a `google.rpc.Status` with the same message; left out where both together would be too long.
+    """
     encoded = _percent_encoded(message)
     if len(encoded) > MAX_MESSAGE_BYTES:  # cut where a character ends
         kept = unquote_to_bytes(_CUT_ESCAPE.sub(b"", encoded[:MAX_MESSAGE_BYTES]))
         encoded = _percent_encoded(kept.decode(errors="ignore")) + b"..."
-    return _line(b"grpc-status", b"%d" % code) + (_line(b"grpc-message", encoded) if encoded else b"")
+    block = _literal(b"grpc-status", b"%d" % code)
+    if encoded:
+        block += _literal(b"grpc-message", encoded)
+    if details:
+        text = base64.b64encode(details).rstrip(b"=")
+        if len(encoded) + len(text) <= MAX_MESSAGE_BYTES:
+            block += _literal(b"grpc-status-details-bin", text)
+    return block
 
 
 def _percent_encoded(text: str) -> bytes:
@@ -178,7 +352,8 @@ def _percent_encoded(text: str) -> bytes:
     return quote(text, safe=_UNESCAPED, errors="replace").encode()
 
 
-def refusal_block(status: int, code: int, message: str) -> bytes:
-    """The only headers of a call that is answered without a message."""
-    shown = _STATUS_200 if status == 200 else _line(b":status", b"%d" % status)
-    return shown + _line(b"content-type", b"application/grpc") + _ENCODINGS + status_block(code, message)
+def refusal_block(status: int, code: int, message: str, details: bytes = b"") -> bytes:
+    """Encode the only headers of a call that is answered without a message."""
+    shown = _STATUS_200 if status == 200 else _literal(b":status", b"%d" % status)
+    content_type = _literal(b"content-type", b"application/grpc")
+    return shown + content_type + _ENCODINGS + status_block(code, message, details)

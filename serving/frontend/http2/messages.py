@@ -1,34 +1,55 @@
-"""gRPC's messages in the bytes of a stream: a flag, a length, and the message, which may be compressed."""
+"""gRPC on a stream: status codes, and messages with their five-byte prefix, compressed or not."""
 
 from __future__ import annotations
 
-import asyncio
 import zlib
 from collections.abc import Sequence
+from enum import IntEnum
 
 from torchere.serving.frontend.alignment import room_before
-from torchere.serving.frontend.http2.status import StatusCode
 
 PREFIX_BYTES = 5
 SPLIT_AT_ONCE = 16  # messages; each takes hundreds of bytes more than its own, which may be none
 # Window bits of zlib: 15 is a zlib stream, 16 more a gzip one.
 _WINDOW_BITS = {"gzip": 31, "deflate": 15}
-# zlib lets go of the GIL; above this the loop would wait longer than a thread costs: it may inflate to 1 MiB.
+# zlib releases the GIL. A longer message may inflate to 1 MiB, which costs the loop more than a thread.
 INFLATED_IN_THREAD_BYTES = 1024
 
 Received = bytes | memoryview
 
 
+class StatusCode(IntEnum):
+    """Status codes of the gRPC specification; importing grpcio's own enum would load all of grpcio."""
+
+    OK = 0
+    CANCELLED = 1
+    UNKNOWN = 2
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    NOT_FOUND = 5
+    ALREADY_EXISTS = 6
+    PERMISSION_DENIED = 7
+    RESOURCE_EXHAUSTED = 8
+    FAILED_PRECONDITION = 9
+    ABORTED = 10
+    OUT_OF_RANGE = 11
+    UNIMPLEMENTED = 12
+    INTERNAL = 13
+    UNAVAILABLE = 14
+    DATA_LOSS = 15
+    UNAUTHENTICATED = 16
+
+
 class MessageFailed(Exception):
-    """A message can't be taken; the call ends with `code`."""
+    """A message can't be accepted or sent; the call ends with `code`."""
 
     def __init__(self, code: StatusCode, message: str) -> None:
         super().__init__(message)
         self.code = code
 
 
-class Packed:
-    """A message as it came, compressed: as long as it waits, it takes no more memory than its client sent."""
+class Compressed:
+    """A compressed message; while it waits, it takes no more memory than its client sent."""
 
     __slots__ = ("_encoding", "_limit_bytes", "_message")
 
@@ -40,17 +61,12 @@ class Packed:
     def __len__(self) -> int:
         return len(self._message)
 
-    async def unpacked(self) -> bytes:
-        """As `inflated`, in a thread if it takes its time."""
-        if len(self) <= INFLATED_IN_THREAD_BYTES:
-            return self.inflated()
-        return await asyncio.to_thread(self.inflated)
-
     def inflated(self) -> bytes:
-        """The message itself. From any thread.
+        """Decompress the message. Thread-safe.
 
         Raises:
-            MessageFailed: it is longer than the limit, or is compressed in a way that is not known.
+            MessageFailed: longer than the limit, or not in a known encoding. Its traceback refers to no
+                bytes of the message, so that they are freed at once wherever the error is kept.
         """
         bits = _WINDOW_BITS.get(self._encoding)
         if bits is None:
@@ -63,18 +79,25 @@ class Packed:
         try:
             inflated = inflating.decompress(self._message, self._limit_bytes + 1)
         except zlib.error as err:
-            raise MessageFailed(StatusCode.INTERNAL, f"a message is no {self._encoding}: {err}") from err
-        _check(len(inflated), self._limit_bytes)
-        if not inflating.eof:
-            raise MessageFailed(StatusCode.INTERNAL, f"a message is no whole {self._encoding}")
-        return inflated
+            text = f"a message is no {self._encoding}: {err}"
+        else:
+            length, is_whole = len(inflated), inflating.eof
+            if length <= self._limit_bytes and is_whole:
+                return inflated
+            del inflated
+            check_size(length, self._limit_bytes)
+            text = f"a message is no whole {self._encoding}"
+        finally:
+            self._message = b""  # read once; the frames of a traceback hold `self`
+            del inflating  # it holds what it has not decompressed
+        raise MessageFailed(StatusCode.INTERNAL, text)
 
 
 class MessageReader:
-    """Puts the messages of one stream together again, and never holds more than `limit_bytes` of one.
+    """Assembles the messages of one stream, and never buffers more than `limit_bytes` of one.
 
-    A long message comes in pieces; it grows by them, so a client has as much memory held as it fills. It
-    ends on a multiple of `TENSOR_ALIGNMENT`. Short ones are split off a few at a time.
+    A long message arrives in pieces; its buffer grows with them, so a client occupies as much memory as it
+    sends. The buffer ends on a multiple of `TENSOR_ALIGNMENT`. Short messages are split off a few at a time.
     """
 
     __slots__ = (
@@ -85,28 +108,28 @@ class MessageReader:
         "_message",
         "_prefix",
         "_want",
-        "behind",
+        "unsplit",
     )
 
     def __init__(self, limit_bytes: int, encoding: str) -> None:
         self._limit_bytes = limit_bytes
         self._encoding = encoding
-        self._prefix = b""  # what has come of the next message's
-        self._message = bytearray()  # what has come of the one under way, behind `_before` other bytes
+        self._prefix = b""  # what has arrived of the next message's prefix
+        self._message = bytearray()  # what has arrived of the current message, behind `_before` other bytes
         self._before = 0
-        self._want = -1  # how long both will be; -1: the prefix is not there yet
+        self._want = -1  # length of both when complete; -1: the prefix is incomplete
         self._compressed = False
-        self.behind = bytearray()  # what has come and is not split yet; until it is, nothing may be fed
+        self.unsplit = bytearray()  # received, and not split yet; until it is, nothing may be fed
 
     @property
     def at_message_end(self) -> bool:
-        """Whether nothing of a further message has come."""
-        return self._want < 0 and not (self._prefix or self.behind)
+        """Whether nothing of a further message has arrived."""
+        return self._want < 0 and not (self._prefix or self.unsplit)
 
-    def feed(self, piece: bytes | memoryview) -> Sequence[Received | Packed]:
-        """Take in what came; returns the first messages that are whole now. The piece is not kept.
+    def feed(self, piece: Received) -> Sequence[Received | Compressed]:
+        """Take bytes of the stream; returns the first messages that are complete. The piece is not kept.
 
-        What is `behind` these then is for `more`.
+        Bytes behind these messages are `unsplit`; `more` continues with them.
 
         Raises:
             MessageFailed: a message is longer than the limit.
@@ -115,29 +138,24 @@ class MessageReader:
         if len(self._message) + size < self._want:
             self._message += piece
             return []
-        if self._want < 0 and not self._prefix:
-            length = int.from_bytes(piece[1:PREFIX_BYTES], "big")
-            if size == PREFIX_BYTES + length and not piece[0]:
-                _check(length, self._limit_bytes)
-                return [bytes(piece[PREFIX_BYTES:])]  # as nearly all come
         messages, size = self._split(piece)
-        self.behind += piece[size:]
+        self.unsplit += piece[size:]
         return messages
 
-    def more(self) -> Sequence[Received | Packed]:
-        """The next messages of what is `behind`.
+    def more(self) -> Sequence[Received | Compressed]:
+        """Return the next messages of the `unsplit` bytes.
 
         Raises:
             MessageFailed: as `feed`.
         """
-        with memoryview(self.behind) as behind:
-            messages, size = self._split(behind)
-        del self.behind[:size]
+        with memoryview(self.unsplit) as unsplit:
+            messages, size = self._split(unsplit)
+        del self.unsplit[:size]
         return messages
 
-    def _split(self, piece: bytes | memoryview) -> tuple[list[Received | Packed], int]:
-        """The first messages of what came, and how much of it these and the beginning of one more take."""
-        messages: list[Received | Packed] = []
+    def _split(self, piece: Received) -> tuple[list[Received | Compressed], int]:
+        """Return the first messages of a piece, and how many bytes these and the start of one more take."""
+        messages: list[Received | Compressed] = []
         at = 0
         while at < len(piece) and len(messages) < SPLIT_AT_ONCE:
             if self._want < 0:
@@ -156,19 +174,33 @@ class MessageReader:
 
     def _begin(self) -> None:
         length = int.from_bytes(self._prefix[1:], "big")
-        _check(length, self._limit_bytes)
+        check_size(length, self._limit_bytes)
         self._compressed = bool(self._prefix[0])
         self._before = room_before(length)
         self._prefix, self._want = b"", self._before + length
         self._message = bytearray(self._before)
 
-    def _finished(self) -> Received | Packed:
+    def _finished(self) -> Received | Compressed:
         message = memoryview(self._message)[self._before :]
         self._message, self._want = bytearray(), -1
-        return Packed(message, self._encoding, self._limit_bytes) if self._compressed else message
+        return Compressed(message, self._encoding, self._limit_bytes) if self._compressed else message
 
 
-def _check(length: int, limit_bytes: int) -> None:
+def only_message(piece: Received, limit_bytes: int) -> bytes | None:
+    """Return the message that a piece consists of, as most calls have it; None: it holds less, or more.
+
+    Raises:
+        MessageFailed: it is longer than the limit.
+    """
+    length = len(piece) - PREFIX_BYTES
+    if length < 0 or piece[0] or int.from_bytes(piece[1:PREFIX_BYTES], "big") != length:
+        return None
+    check_size(length, limit_bytes)
+    return bytes(piece[PREFIX_BYTES:])
+
+
+def check_size(length: int, limit_bytes: int) -> None:
+    """Raise `MessageFailed` if a received message is longer than the limit."""
     if length > limit_bytes:
         raise MessageFailed(
             StatusCode.RESOURCE_EXHAUSTED,

@@ -1,284 +1,325 @@
-"""One call on a connection: what has come of it, what is to go out, and who takes it in."""
+"""One call on a connection: the messages received, the messages to send, and the listener that answers it."""
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any, ClassVar, Protocol
 
-from torchere.serving.frontend.http2.frame_reader import Piece
-from torchere.serving.frontend.http2.frames import DATA, END_HEADERS, END_STREAM, HEADERS, frame, head
+from torchere.serving.frontend.http2.flow_control import InboundFlow, OutboundFlow, StreamFlow
+from torchere.serving.frontend.http2.frames import DATA, END_HEADERS, END_STREAM, HEADERS, Piece, frame, head
 from torchere.serving.frontend.http2.header_blocks import (
     HEAD_BLOCK,
     OK_BLOCK,
-    RequestHead,
+    Request,
     refusal_block,
     status_block,
 )
-from torchere.serving.frontend.http2.inflow import STREAM_WINDOW_BYTES
 from torchere.serving.frontend.http2.messages import (
     PREFIX_BYTES,
+    Compressed,
     MessageFailed,
     MessageReader,
-    Packed,
     Received,
+    StatusCode,
+    only_message,
 )
-from torchere.serving.frontend.http2.receiver import OVER, Receiver
-from torchere.serving.frontend.http2.status import StatusCode
 
-if TYPE_CHECKING:
-    from torchere.serving.frontend.http2.connection import Connection
-
-HIGH_WATER_BYTES = 65_536  # of what waits to go out; whoever makes more is asked to wait
 JOINED_BYTES = 65_536  # below this, copying a message is cheaper than writing it in parts
 Encoded = bytes | Sequence[bytes | memoryview]  # whole, or the parts of a long one
-_LAST = END_STREAM | END_HEADERS
+# The frames around an answer of one message, up to the stream's number.
+_HEAD_START = head(len(HEAD_BLOCK), HEADERS, END_HEADERS, 0)[:-4]
+_OK_START = head(len(OK_BLOCK), HEADERS, END_STREAM | END_HEADERS, 0)[:-4]
 
 
-class Stream:
-    """Answer it once: with `answer`, or with any number of `send` and one `end`. Lives on the event loop."""
+class CallListener(Protocol):
+    """Answers one call. Its methods are called on the event loop, and must not raise.
+
+    Attributes:
+        takes_one: the answer needs the client's half-close; otherwise it may be silent between messages.
+    """
+
+    takes_one: ClassVar[bool]
+
+    def on_message(self, message: Received | Compressed) -> None:
+        """Take a message of the client."""
+
+    def on_half_close(self) -> None:
+        """Know that the client sends no more messages."""
+
+    def on_failure(self, code: StatusCode, message: str) -> None:
+        """End the call with a gRPC status, because a message can't be accepted; no more follow."""
+
+    def on_cancel(self) -> None:
+        """Give up: the client cancelled the call, or its connection is lost."""
+
+    def on_drain(self) -> None:
+        """End the call if it would never end by itself: the connection closes behind its last call."""
+
+
+class _Ended:
+    """Ignores what arrives for a call that has ended."""
+
+    takes_one: ClassVar[bool] = False
+
+    def on_message(self, message: Received | Compressed) -> None:
+        """Ignore it."""
+
+    def on_half_close(self) -> None:
+        """Ignore it."""
+
+    def on_failure(self, code: StatusCode, message: str) -> None:
+        """Ignore it."""
+
+    def on_cancel(self) -> None:
+        """Ignore it."""
+
+    def on_drain(self) -> None:
+        """Ignore it."""
+
+
+ENDED: CallListener = _Ended()
+
+
+class Stream(StreamFlow):
+    """One call. Answer it once: with `answer`, or with any number of `send` and one `end`.
+
+    Lives on the event loop.
+
+    Attributes:
+        head: the request headers.
+        timeout_s: as the client set it; None: no deadline.
+        client: address of the client; None over a Unix socket.
+        ended: the answer is complete, though some of it may wait to be sent.
+        has_message: a whole message has arrived.
+    """
 
     __slots__ = (
-        *("_drained", "_ended", "_head_sent", "_waiting_bytes", "allowed_bytes", "arrived_bytes", "brought"),
-        *("came_bytes", "connection", "head", "held_bytes", "id", "outbox", "paused", "reader", "receiver"),
-        *("remote_open", "sent_bytes", "trailers", "window"),
+        *("_head_sent", "_inbound", "_outbound", "_reader", "client", "ended", "has_message", "head"),
+        *("listener", "timeout_s"),
     )
 
-    receiver: Receiver
-
-    def __init__(self, connection: Connection, stream_id: int, request: RequestHead, window: int) -> None:
-        self.connection = connection
-        self.id = stream_id
-        self.head = request
-        self.reader = MessageReader(connection.listening.receive_limit_bytes, request.encoding)
-        self.remote_open = True
-        self.allowed_bytes = STREAM_WINDOW_BYTES  # what the client may send in all, as it was told
-        self.came_bytes = 0  # of frames of DATA, in all; a frame counts when it begins
-        self.brought = False  # a whole message came
-        self.arrived_bytes = 0  # of messages, in all, before the call was whole; see `Unfinished`
-        self.held_bytes = 0  # of these, until the call is whole or the message taken
-        self.paused = False  # nobody takes its messages: it gets no new leave
-        self.window = window  # what the client takes in
-        self.sent_bytes = 0  # of answers that had to wait
-        self.outbox: deque[bytes | memoryview] = deque()
-        self.trailers: bytes | None = None  # the last header block, once it is known
-        self._waiting_bytes = 0
+    def __init__(
+        self,
+        stream_id: int,
+        request: Request,
+        client: Any,
+        inbound: InboundFlow,
+        outbound: OutboundFlow,
+    ) -> None:
+        StreamFlow.__init__(self, stream_id, outbound.initial_window)
+        self.head, self.timeout_s = request
+        self.client = client
+        self.listener = ENDED
+        self._inbound = inbound
+        self._outbound = outbound
+        self._reader: MessageReader | None = None  # made for messages that do not arrive in one piece
+        self.has_message = False
         self._head_sent = False
-        self._ended = False
-        self._drained: asyncio.Future[None] | None = None
+        self.ended = False
 
     @property
-    def ended(self) -> bool:
-        """Whether its answer is complete, as far as whoever answers is concerned."""
-        return self._ended
-
-    @property
-    def owes(self) -> bool:
+    def waits_for_client(self) -> bool:
         """Whether the call stands still until its client sends the rest of it."""
         return (
             self.remote_open
-            and not (self._ended or self.paused)
-            and (self.receiver.takes_one or not self.reader.at_message_end)
+            and not (self.ended or self.paused)
+            and (self.listener.takes_one or not (self._reader is None or self._reader.at_message_end))
         )
 
-    def take(self, pieces: Sequence[Piece], *, is_last: bool) -> None:
-        """Bytes of the client's messages came."""
+    def receive(self, pieces: Sequence[Piece], *, is_last: bool) -> None:
+        """Take bytes of the client's messages; `is_last`: no more follow."""
         try:
-            if not (is_last or self._ended):
-                self.connection.unfinished.hold(self, sum(map(len, pieces)))
+            if not (is_last or self.ended):
+                self._inbound.hold(self, sum(map(len, pieces)))
             for piece in pieces:
-                if self._ended:
+                if self.ended:
                     break
-                if self.paused or self.reader.behind:
-                    self.reader.behind += piece
-                else:
-                    self._hand_over(self.reader.feed(piece))
-                    if self.reader.behind:
-                        self._read_on()
+                if not piece:  # an empty frame that ends its stream
+                    continue
+                reader = self._reader
+                if not self.paused and (reader is None or reader.at_message_end):
+                    message = only_message(piece, self._inbound.limit_bytes)
+                    if message is not None:
+                        self.has_message = True
+                        self.listener.on_message(message)
+                        continue
+                self._read(piece)
         except MessageFailed as err:
-            self.receiver.flawed(err.code, str(err))
+            self.listener.on_failure(err.code, str(err))
 
-    def _hand_over(self, messages: Sequence[Received | Packed]) -> None:
+    def _read(self, piece: Piece) -> None:
+        reader = self._reader
+        if reader is None:
+            reader = self._reader = MessageReader(self._inbound.limit_bytes, self.head.encoding)
+        if self.paused or reader.unsplit:
+            reader.unsplit += piece
+        else:
+            self._hand_over(reader.feed(piece))
+            if reader.unsplit:
+                self._read_on(reader)
+
+    def _hand_over(self, messages: Sequence[Received | Compressed]) -> None:
         for message in messages:
-            self.brought = True
-            self.receiver.message(message)
+            self.has_message = True
+            self.listener.on_message(message)
 
-    def _read_on(self) -> None:
-        """Split what came, as long as somebody takes it: the messages may take a hundred times its memory."""
-        while self.reader.behind and not (self.paused or self._ended):
-            self._hand_over(self.reader.more())
+    def _read_on(self, reader: MessageReader) -> None:
+        """Split messages while they are consumed: they may take a hundred times the memory of their bytes."""
+        while reader.unsplit and not (self.paused or self.ended):
+            self._hand_over(reader.more())
 
-    def taken(self, size: int) -> None:
-        """A message of so many bytes is not held for its client any more."""
+    def consumed(self, size: int) -> None:
+        """Stop counting a message of `size` bytes as held for the client."""
         if self.held_bytes:
-            self.connection.unfinished.let_go(self, PREFIX_BYTES + size)
+            self._inbound.release(self, PREFIX_BYTES + size)
 
-    def taken_all(self) -> None:
-        """The same for all that came of it."""
+    def consumed_all(self) -> None:
+        """Stop counting anything as held for the client."""
         if self.held_bytes:
-            self.connection.unfinished.let_go(self, self.held_bytes)
+            self._inbound.release(self, self.held_bytes)
 
-    def holds(self, size: int) -> None:
-        """So much is held for it, though it came whole.
+    def hold(self, size: int) -> None:
+        """Count `size` bytes as held for the call, though it is complete.
 
         Raises:
-            MessageFailed: there is no room for it.
+            MessageFailed: the connection's limit is reached.
         """
         if size > self.held_bytes:
-            self.connection.unfinished.hold(self, size - self.held_bytes)
+            self._inbound.hold(self, size - self.held_bytes)
 
     def half_close(self) -> None:
-        """The client sends no more."""
+        """End the client's side."""
         self.remote_open = False
-        if not (self._ended or self.reader.behind):  # which is so while it is paused only
+        # Unsplit bytes remain only while the stream is paused; `resume` ends it then.
+        if not (self.ended or (self._reader is not None and self._reader.unsplit)):
             self._half_closed()
 
     def _half_closed(self) -> None:
-        if self.reader.at_message_end:
-            self.receiver.half_closed()
+        if self._reader is None or self._reader.at_message_end:
+            self.listener.on_half_close()
         else:
-            self.receiver.flawed(StatusCode.INTERNAL, "the stream ends in the middle of a message")
+            self.listener.on_failure(StatusCode.INTERNAL, "the stream ends in the middle of a message")
 
     def answer(self, message: Encoded) -> None:
-        """Answer with one message, and well.
+        """Send the only message and status OK.
 
         Raises:
-            MessageFailed: it is longer than may be; nothing was sent.
+            MessageFailed: it is longer than the limit; nothing was sent.
         """
-        if not isinstance(message, bytes) or not self._goes_at_once(message):
+        if not isinstance(message, bytes) or not self._fits_at_once(message):
             self._put(message)
             self.end()  # sends all of it together
             return
-        self._ended = True
-        stream_id = self.id
-        self.connection.write(
-            frame(HEADERS, END_HEADERS, stream_id, HEAD_BLOCK)
-            + head(PREFIX_BYTES + len(message), DATA, 0, stream_id)
-            + b"\0"
-            + len(message).to_bytes(4, "big")
-            + message
-            + frame(HEADERS, _LAST, stream_id, OK_BLOCK)
+        self.ended = True
+        stream_id, size = self.id.to_bytes(4, "big"), len(message)
+        data_head = head(PREFIX_BYTES + size, DATA, 0, self.id)
+        prefix = b"\0" + size.to_bytes(4, "big")
+        parts = (
+            _HEAD_START,
+            stream_id,
+            HEAD_BLOCK,
+            data_head,
+            prefix,
+            message,
+            _OK_START,
+            stream_id,
+            OK_BLOCK,
         )
-        self.connection.finished(self)
+        self._outbound.write(b"".join(parts))
+        self._outbound.finished(self)
 
     def send(self, message: Encoded) -> None:
         """Send one message of several.
 
         Raises:
-            MessageFailed: it is longer than may be; nothing was sent of it.
+            MessageFailed: it is longer than the limit; nothing was sent of it.
         """
         if self._put(message):
-            self.connection.outflow.pump(self)
+            self._outbound.pump(self)
 
-    def end(self, code: int = 0, message: str = "") -> None:
-        """End the answer with a gRPC status, behind what still waits to go out."""
-        if self._ended:
+    def end(self, code: int = 0, message: str = "", details: bytes = b"") -> None:
+        """End the answer with a gRPC status, behind the messages that wait to be sent.
+
+        Args:
+            code: of gRPC; 0 is OK.
+            message: for people.
+            details: the status as a `google.rpc.Status`, for programs.
+        """
+        if self.ended:
             return
-        self._ended = True
+        self.ended = True
         if code == 0:
             self._begin()
             self.trailers = OK_BLOCK
         elif self._head_sent:
-            self.trailers = status_block(code, message)
+            self.trailers = status_block(code, message, details)
         else:
-            self.trailers = refusal_block(200, code, message)
-        self.connection.outflow.pump(self)
+            self.trailers = refusal_block(200, code, message, details)
+        self._outbound.pump(self)
 
     def refuse(self, http_status: int, code: int, message: str) -> None:
-        """Answer what is no gRPC call, for clients that only look at the HTTP status."""
-        if not self._ended:
-            self._ended = True
+        """Answer a request that is no gRPC call, for clients that only look at the HTTP status."""
+        if not self.ended:
+            self.ended = True
             self.trailers = refusal_block(http_status, code, message)
-            self.connection.outflow.pump(self)
+            self._outbound.pump(self)
 
     def check(self, size: int) -> None:
-        """Let a message of so many bytes pass.
-
-        Raises:
-            MessageFailed: it is longer than may be.
-        """
-        limit_bytes = self.connection.listening.send_limit_bytes
-        if size > limit_bytes:
-            raise MessageFailed(
-                StatusCode.RESOURCE_EXHAUSTED,
-                f"SERVER: Sent message larger than max ({size} vs. {limit_bytes})",
-            )
-
-    async def drained(self) -> None:
-        """Wait until the client has taken in enough for more to be made; at once, if it has."""
-        if self._waiting_bytes > HIGH_WATER_BYTES:
-            self._drained = asyncio.get_running_loop().create_future()
-            await self._drained
-
-    def sent(self, size: int) -> None:
-        """So much of what waited went out."""
-        self.sent_bytes += size
-        self._wait_for(-size)
-        if self._waiting_bytes <= HIGH_WATER_BYTES:
-            self._wake()
+        """Raise `MessageFailed` if a message of `size` bytes is too long to be sent."""
+        self._outbound.check(size)
 
     def pause(self) -> None:
-        """Have the client wait, once its window is full, until `resume`."""
+        """Stop taking messages: the client waits, once its window is full, until `resume`."""
         self.paused = True
 
     def resume(self) -> None:
-        """Take in more."""
+        """Take messages again."""
         if not self.paused:
             return
         self.paused = False
-        if self.reader.behind:
+        reader = self._reader
+        if reader is not None and reader.unsplit:
             try:
-                self._read_on()
+                self._read_on(reader)
             except MessageFailed as err:
-                self.receiver.flawed(err.code, str(err))
-            if not (self.remote_open or self.reader.behind or self._ended):  # paused or not: see `half_close`
+                self.listener.on_failure(err.code, str(err))
+            if not (self.remote_open or reader.unsplit or self.ended):  # paused or not: see `half_close`
                 self._half_closed()
-        self.connection.inflow.give_leave(self)
+        self._inbound.extend(self)
 
-    def lost(self) -> None:
-        """It is over from the client's side: nothing more goes out."""
-        self._ended = True
-        self.outbox.clear()
-        self.reader.behind.clear()
-        self._wait_for(-self._waiting_bytes)
-        self._wake()
-        self.receiver.gone()
-        self.receiver = OVER
+    def cancel(self) -> None:
+        """End the call from the client's side: nothing more is sent."""
+        self.ended = True
+        if self._reader is not None:
+            self._reader.unsplit.clear()
+        self._outbound.drop(self)
+        self.listener.on_cancel()
+        self.listener = ENDED
 
     def _put(self, message: Encoded) -> bool:
-        """Have a message wait to go out, unless the answer has ended."""
+        """Queue a message, unless the answer has ended."""
         parts = (message,) if isinstance(message, bytes) else message
         size = sum(map(len, parts))
         self.check(size)
-        if self._ended:
+        if self.ended:
             return False
         self._begin()
         prefix = b"\0" + size.to_bytes(4, "big")
         if size < JOINED_BYTES:
-            self.outbox.append(b"".join((prefix, *parts)))
+            queued: list[bytes | memoryview] = [b"".join((prefix, *parts))]
         else:
-            self.outbox.append(prefix)
-            self.outbox += [memoryview(part) for part in parts if part]
-        self._wait_for(PREFIX_BYTES + size)
+            queued = [prefix, *[memoryview(part) for part in parts if part]]
+        self._outbound.queue(self, queued, PREFIX_BYTES + size)
         return True
 
-    def _wait_for(self, size: int) -> None:
-        self._waiting_bytes += size
-        self.connection.outflow.held_bytes += size
-
-    def _goes_at_once(self, message: bytes) -> bool:
-        """Whether a message can go out whole, with all that is around it; takes the room for it."""
+    def _fits_at_once(self, message: bytes) -> bool:
+        """Whether a message can be sent whole with its headers and trailers; reserves the windows for it."""
         self.check(len(message))
-        is_small = len(message) < JOINED_BYTES and not (self._ended or self._head_sent)
-        return is_small and self.connection.outflow.take_room(self, PREFIX_BYTES + len(message))
+        is_small = len(message) < JOINED_BYTES and not (self.ended or self._head_sent)
+        return is_small and self._outbound.take_room(self, PREFIX_BYTES + len(message))
 
     def _begin(self) -> None:
         if not self._head_sent:
             self._head_sent = True
-            block = self.connection.outflow.noted(HEAD_BLOCK)
-            self.connection.write(frame(HEADERS, END_HEADERS, self.id, block))
-
-    def _wake(self) -> None:
-        if self._drained is not None and not self._drained.done():
-            self._drained.set_result(None)
+            block = self._outbound.with_note(HEAD_BLOCK)
+            self._outbound.write(frame(HEADERS, END_HEADERS, self.id, block))

@@ -12,7 +12,7 @@ import msgspec
 from torchere.archiver.signature import Signature
 from torchere.handlers.tensors import BYTES, DATATYPES, Datatype, TensorError, shown
 from torchere.handlers.tensors_bytes import bytes_from_tensor
-from torchere.handlers.tensors_json import NO_JSON, tensor_from_json
+from torchere.handlers.tensors_json import NO_JSON, array_from_json
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.frontend.open_inference.json_request import decoded, parameter_values
 from torchere.serving.frontend.open_inference.tensor_request import InputTensor, TensorRequest
@@ -101,7 +101,7 @@ def _input(name: str, value: Any, datatype: Datatype, rank: int) -> InputTensor:
     data = value if isinstance(value, list) else [value]
     shape = (*[1] * (max(rank, 1) - 1), len(data))
     try:
-        raw = bytes_from_tensor(tensor_from_json(data, datatype, shape, shown(name)[1:-1]), datatype)
+        raw = bytes_from_tensor(array_from_json(data, datatype, shape, shown(name)[1:-1]), datatype)
     except TensorError as err:
         raise InvalidRequest(str(err)) from err
     return InputTensor(name, datatype, shape, raw)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from torchere.handlers.tensors import BYTES, TensorError
-from torchere.handlers.tensors_bytes import split_elements, tensor_from_bytes
+from torchere.handlers.tensors_bytes import array_from_bytes, split_elements
 from torchere.handlers.tensors_json import json_from_tensor
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.frontend.open_inference.tensor_request import InputTensor, TensorRequest
@@ -43,7 +43,7 @@ def _data(tensor: InputTensor, where: str, bytes_as: BytesAs) -> Any:
     try:
         if tensor.datatype is BYTES and bytes_as == "base64":
             return [base64.b64encode(element).decode() for element in split_elements(tensor.raw, where)]
-        array = tensor_from_bytes(tensor.raw, tensor.datatype, tensor.shape, where)
+        array = array_from_bytes(tensor.raw, tensor.datatype, tensor.shape, where)
         return json_from_tensor(array, tensor.datatype, where)
     except TensorError as err:
         raise InvalidRequest(str(err)) from err

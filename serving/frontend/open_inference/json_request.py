@@ -11,7 +11,7 @@ import msgspec
 from torchere.handlers.tensors import TensorError, datatype_named, shown
 from torchere.handlers.tensors_answer import WantedOutput
 from torchere.handlers.tensors_bytes import bytes_from_tensor
-from torchere.handlers.tensors_json import NO_JSON, tensor_from_json
+from torchere.handlers.tensors_json import NO_JSON, array_from_json
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.frontend.open_inference.tensor_request import (
     InputTensor,
@@ -154,7 +154,7 @@ def _input(item: _Input, where: str, body: bytes | memoryview, start: int) -> tu
         if size is None:
             if item.data is msgspec.UNSET:
                 raise TensorError(f"{where}.data", "nothing", "a list, or parameters.binary_data_size")
-            tensor = tensor_from_json(item.data, datatype, item.shape, where)
+            tensor = array_from_json(item.data, datatype, item.shape, where)
             raw = bytes_from_tensor(tensor, datatype)
             return InputTensor(item.name, datatype, tuple(item.shape), raw), start
     except TensorError as err:

@@ -7,7 +7,8 @@ from typing import Any
 
 from torchere.archiver.signature import Signature, TensorSpec
 from torchere.serving.frontend.model_facts import ModelFacts
-from torchere.serving.telemetry.statistics import BatchSizeStatistics, Spent, VersionStatistics
+from torchere.serving.telemetry.numbers import BatchSize, VersionNumbers
+from torchere.serving.types import ModelKey
 
 Members = dict[str, Any]
 
@@ -73,42 +74,44 @@ def model_statistics(all_facts: Iterable[ModelFacts]) -> Members:
     `compute_infer` is the time in the handler; what the executor adds around it (hand-over, decoding,
     encoding) counts as `compute_output`, and nothing as `compute_input`.
     """
-    return {"model_stats": [_statistics(facts, facts.statistics) for facts in all_facts]}
+    return {"model_stats": [_statistics(facts.key, facts.numbers) for facts in all_facts]}
 
 
-def _statistics(facts: ModelFacts, statistics: VersionStatistics) -> Members:
-    count = statistics.success.count
+def _statistics(key: ModelKey, numbers: VersionNumbers) -> Members:
+    succeeded = numbers.requests_succeeded
     return {
-        "name": facts.key.name,
-        "version": facts.key.version,
-        "last_inference": statistics.last_ms,
-        "inference_count": count,
-        "execution_count": statistics.executions,
+        "name": key.name,
+        "version": key.version,
+        "last_inference": int(numbers.last_batch_s * 1000),
+        "inference_count": succeeded,
+        "execution_count": numbers.batches,
         "inference_stats": {
-            "success": _spent(statistics.success),
-            "fail": _spent(statistics.fail),
-            "queue": _spent(statistics.queue),
-            "compute_input": _spent(Spent(statistics.handler.count)),
-            "compute_infer": _spent(statistics.handler),
-            "compute_output": _spent(statistics.around),
-            "cache_hit": _spent(Spent()),
-            "cache_miss": _spent(Spent()),
+            "success": _spent(succeeded, numbers.succeeded_s),
+            "fail": _spent(numbers.requests_failed, numbers.failed_s),
+            "queue": _spent(succeeded + numbers.requests_failed, numbers.queue_s),
+            "compute_input": _spent(succeeded, 0.0),
+            "compute_infer": _spent(succeeded, numbers.handler_s),
+            "compute_output": _spent(succeeded, numbers.around_s),
+            "cache_hit": _spent(0, 0.0),
+            "cache_miss": _spent(0, 0.0),
         },
-        "batch_stats": [_batches(size, of_size) for size, of_size in sorted(statistics.batches.items())],
+        "batch_stats": [
+            _batches(size, of_size) for size, of_size in sorted(numbers.by_size.items()) if of_size.batches
+        ],
     }
 
 
-def _batches(size: int, batches: BatchSizeStatistics) -> Members:
+def _batches(size: int, of_size: BatchSize) -> Members:
     return {
         "batch_size": size,
-        "compute_input": _spent(Spent(batches.handler.count)),
-        "compute_infer": _spent(batches.handler),
-        "compute_output": _spent(batches.around),
+        "compute_input": _spent(of_size.batches, 0.0),
+        "compute_infer": _spent(of_size.batches, of_size.handler_s),
+        "compute_output": _spent(of_size.batches, of_size.around_s),
     }
 
 
-def _spent(spent: Spent) -> Members:
-    return {"count": spent.count, "ns": spent.ns}
+def _spent(count: int, seconds: float) -> Members:
+    return {"count": count, "ns": round(seconds * 1e9)}
 
 
 def _tensor(spec: TensorSpec) -> Members:

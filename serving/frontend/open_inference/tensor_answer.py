@@ -9,8 +9,8 @@ import msgspec
 
 from torchere.handlers.tensors import BYTES, DATATYPES, Datatype, TensorError
 from torchere.handlers.tensors_answer import FRAME, Encoded, Wish, encode_outputs, wanted_outputs
-from torchere.handlers.tensors_bytes import bytes_from_tensor, tensor_from_bytes
-from torchere.handlers.tensors_json import NO_JSON, tensor_from_json
+from torchere.handlers.tensors_bytes import array_from_bytes, bytes_from_tensor
+from torchere.handlers.tensors_json import NO_JSON, array_from_json
 from torchere.handlers.tensors_outputs import Output
 from torchere.serving.errors import HandlerFailed, InvalidRequest, ServingError
 from torchere.serving.frontend.open_inference.errors import refused_by_handler
@@ -85,7 +85,7 @@ def encode_answer(answer: TensorAnswer, request: TensorRequest) -> Encoded:
         ServingError: it asks for an output that there is none of, or for bytes as JSON.
     """
     outputs = [
-        Output(out.name, out.datatype, out.shape, tensor_from_bytes(out.raw, out.datatype, out.shape))
+        Output(out.name, out.datatype, out.shape, array_from_bytes(out.raw, out.datatype, out.shape))
         for out in answer.outputs
     ]
     wish = Wish(id=answer.id, outputs=request.outputs, binary=request.binary)
@@ -136,7 +136,7 @@ def _raw_of_json(output: _Output, where: str, *, quoted: bool) -> bytes:
         raise _no_tensors(f"{where}.datatype is {output.datatype!r}")
     data = _as_texts(output.data, quoted=quoted) if datatype is BYTES else output.data
     try:
-        return bytes_from_tensor(tensor_from_json(data, datatype, output.shape, where), datatype)
+        return bytes_from_tensor(array_from_json(data, datatype, output.shape, where), datatype)
     except TensorError as err:
         raise _no_tensors(str(err)) from err
 

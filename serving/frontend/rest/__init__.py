@@ -1,1 +1,1 @@
-"""The REST frontend: plain predictions are answered on the connection, all else goes through uvicorn."""
+"""The REST frontend: predictions are answered on their connections, all else by an ASGI app."""

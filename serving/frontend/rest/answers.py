@@ -13,7 +13,7 @@ from starlette.responses import Response
 from torchere.serving.errors import NotAllowed, NotFound, ServingError
 from torchere.serving.frontend import wording
 from torchere.serving.frontend.description import pretty
-from torchere.serving.frontend.rest.body import BodyTooLarge, ClientGone
+from torchere.serving.frontend.rest.bodies import BodyTooLarge, ClientGone
 from torchere.serving.frontend.rest.errors import error_body, status_and_type
 
 Handler: TypeAlias = Callable[[Request, Exception], Awaitable[Response]]

@@ -1,4 +1,4 @@
-"""Builds the ASGI app of each REST port."""
+"""Builds the listener of each REST port."""
 
 from __future__ import annotations
 
@@ -8,35 +8,22 @@ from torchere.serving.frontend.controlplane import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.rest.authorisation import Surfaces
 from torchere.serving.frontend.rest.deferred import DeferredApp
-from torchere.serving.frontend.rest.direct_predictions import DirectPredictions
 from torchere.serving.frontend.rest.listener import Listener
-from torchere.serving.frontend.rest.open_inference_predict import TensorPredictor
-from torchere.serving.frontend.rest.predict import Predictor
-from torchere.serving.frontend.rest.tensor_exchange import TensorExchange
 from torchere.serving.frontend.services import Services
 from torchere.serving.settings import Address, ServerSettings
 
 
-def listener_app(
+def listener_of(
     surfaces: Surfaces, dataplane: DataPlane, controlplane: ControlPlane, services: Services
 ) -> Listener:
-    """The app of a port that answers the named APIs. Use it on one event loop only."""
+    """The listener of a port that answers the named APIs. Use it on one event loop only."""
 
     def build() -> ASGIApp:
         from torchere.serving.frontend.rest.routes import routes  # noqa: PLC0415 - imports the framework
 
         return routes(surfaces, dataplane, controlplane, services)
 
-    settings = services.settings
-    predictor = direct = None
-    if "inference" in surfaces:
-        exchange = tensors = None
-        if settings.open_inference_protocol:
-            exchange = TensorExchange(dataplane, settings.service_envelope)
-            tensors = TensorPredictor(exchange, settings.limits)
-        predictor = Predictor(dataplane, settings.limits.max_request_bytes, tensors)
-        direct = DirectPredictions(surfaces, services, dataplane, exchange)
-    return Listener(surfaces, services, DeferredApp(build), predictor, direct)
+    return Listener(surfaces, services, dataplane, DeferredApp(build))
 
 
 def listeners(settings: ServerSettings) -> list[tuple[Address, Surfaces]]:

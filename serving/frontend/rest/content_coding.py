@@ -5,7 +5,6 @@ Codings are those of RFC 9110, 8.4.1, that Triton knows, too: `gzip` (also calle
 
 from __future__ import annotations
 
-import asyncio
 import zlib
 from typing import Literal, TypeAlias
 
@@ -21,8 +20,8 @@ _BARE = -15  # deflate without that frame, as some clients send it (RFC 9110, 8.
 _LEVEL = 1  # tensors hardly get smaller at a higher one, and several times slower
 # zlib lets go of the GIL; from these sizes on the loop would wait longer than a thread costs. 1 KiB may
 # inflate to 1 MiB.
-_INFLATED_IN_THREAD_BYTES = 1024
-_DEFLATED_IN_THREAD_BYTES = 16_384
+INFLATED_IN_THREAD_BYTES = 1024
+DEFLATED_IN_THREAD_BYTES = 16_384
 
 
 def request_coding(value: bytes) -> Coding | None:
@@ -55,20 +54,13 @@ def answer_coding(accepted: bytes) -> Coding | None:
     return _CODINGS.get(names[0]) if len(names) == 1 else None
 
 
-async def inflated(body: bytes | memoryview, coding: Coding, max_bytes: int) -> bytes:
+def inflate(body: bytes | memoryview, coding: Coding, max_bytes: int) -> bytes:
     """A compressed body as it was before.
 
     Raises:
         InflatesTooFar: it has more than `max_bytes` then; found out with no more than those in memory.
         InvalidRequest: it is broken.
     """
-    if len(body) <= _INFLATED_IN_THREAD_BYTES:
-        return inflate(body, coding, max_bytes)
-    return await asyncio.to_thread(inflate, body, coding, max_bytes)
-
-
-def inflate(body: bytes | memoryview, coding: Coding, max_bytes: int) -> bytes:
-    """As `inflated`, in the calling thread."""
     try:
         return _inflate(body, _WINDOW[coding], max_bytes)
     except zlib.error as err:
@@ -80,15 +72,8 @@ def inflate(body: bytes | memoryview, coding: Coding, max_bytes: int) -> bytes:
         raise InvalidRequest(f"Content-Encoding: found a body that is no {coding} ({err})") from err
 
 
-async def deflated(body: bytes, coding: Coding) -> bytes:
-    """A body compressed."""
-    if len(body) <= _DEFLATED_IN_THREAD_BYTES:
-        return deflate(body, coding)
-    return await asyncio.to_thread(deflate, body, coding)
-
-
 def deflate(body: bytes, coding: Coding) -> bytes:
-    """As `deflated`, in the calling thread."""
+    """A body compressed."""
     packer = zlib.compressobj(_LEVEL, wbits=_WINDOW[coding])
     return packer.compress(body) + packer.flush()
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from torchere.serving.errors import InvalidRequest, ServingError
-from torchere.serving.frontend.rest.call import RawHeaders, error_answer
+from torchere.serving.frontend.rest.answer_parts import RawHeaders, error_answer
 from torchere.serving.frontend.rest.content_coding import KNOWN, Coding, answer_coding, request_coding
 from torchere.serving.frontend.rest.errors import UnknownCoding
 
@@ -23,11 +23,6 @@ class Wire(NamedTuple):
     wants_events: bool = False
     coding: Coding | None = None  # of the body
     answer_coding: Coding | None = None
-
-    @property
-    def plain(self) -> bool:
-        """Whether the body comes as it is, and the answer goes so, in one piece."""
-        return not (self.wants_events or self.coding or self.answer_coding)
 
 
 def read_wire(headers: Iterable[tuple[bytes, bytes]]) -> Wire:

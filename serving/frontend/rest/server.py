@@ -1,18 +1,15 @@
-"""Running one REST listener: a uvicorn server that neither owns the process nor its signals."""
+"""Running one REST listener: binds its address, takes connections in, and drains them at the end."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
-import uvicorn
-from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE
-
-from torchere.serving.frontend.rest.protocol import Protocol
+from torchere.serving.frontend.rest.connection import Connection
+from torchere.serving.frontend.rest.listener import Listener
 from torchere.serving.frontend.tls import Certificates
 from torchere.serving.settings import Address
 
@@ -21,21 +18,17 @@ BACKLOG = 1024
 # whole batch: of 128 clients that came at once the last waited half a second. So the loop watches the same
 # socket by so many descriptors.
 ACCEPTED_A_TURN = 32
-KEEP_ALIVE_S = 75  # idle connections; longer than the 60 s of common load balancers, so they close first
-# Python 3.13 renamed these with RFC 9110; TorchServe's clients see the names of RFC 2616 under every Python.
-STATUS_LINE |= {
-    413: b"HTTP/1.1 413 Request Entity Too Large\r\n",
-    414: b"HTTP/1.1 414 Request-URI Too Long\r\n",
-    416: b"HTTP/1.1 416 Requested Range Not Satisfiable\r\n",
-    422: b"HTTP/1.1 422 Unprocessable Entity\r\n",
-}
+MIN_DRAIN_S = 1.0  # requests on their way to idle connections are answered even without a drain timeout
+LOOK_S = 0.05  # between two looks whether all connections are closed
+
+logger = logging.getLogger(__name__)
 
 
 class RestServer:
     """One listener. `start` binds and serves, `stop` drains; call both on the loop that serves.
 
     Example:
-        server = RestServer(app, Address(port=0), drain_timeout_s=30)
+        server = RestServer(listener, Address(port=0), drain_timeout_s=30)
         await server.start()      # server.address has the port that was free
         ...
         await server.stop()
@@ -43,7 +36,7 @@ class RestServer:
 
     def __init__(
         self,
-        app: ASGIApp,
+        listener: Listener,
         address: Address,
         *,
         drain_timeout_s: float = 30.0,
@@ -52,13 +45,16 @@ class RestServer:
         if address.tls and certificates is None:
             raise ValueError(f"{address} needs a certificate and a private key, and none was given")
         self.address = address
-        config = _config(app, drain_timeout_s)
-        config.load()
-        if address.tls and certificates is not None:
-            config.ssl = certificates.server_context()
-        self._server = _Server(config)
-        self._task: asyncio.Task[None] | None = None
-        self._socket: socket.socket | None = None
+        self.listener = listener
+        self.drain_timeout_s = max(MIN_DRAIN_S, drain_timeout_s)
+        self._context = certificates.server_context() if address.tls and certificates is not None else None
+        self._servers: list[asyncio.Server] = []
+        self._sockets: list[socket.socket] = []
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether new connections are taken."""
+        return any(server.is_serving() for server in self._servers)
 
     async def start(self) -> Address:
         """Bind and begin to serve; returns the address with its real port.
@@ -66,76 +62,59 @@ class RestServer:
         Raises:
             OSError: the address can't be bound.
         """
-        self._socket = _bound_socket(self.address)
+        bound = _bound_socket(self.address)
         if self.address.unix_path is None:
-            self.address = Address(self.address.host, self._socket.getsockname()[1], tls=self.address.tls)
-        again = [self._socket.dup() for _ in range(ACCEPTED_A_TURN - 1)]
-        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket, *again]))
-        started = asyncio.create_task(self._server.up.wait())
-        await asyncio.wait({self._task, started}, return_when=asyncio.FIRST_COMPLETED)
-        started.cancel()
-        if self._task.done():
-            await self._task
+            self.address = Address(self.address.host, bound.getsockname()[1], tls=self.address.tls)
+        self._sockets = [bound, *(bound.dup() for _ in range(ACCEPTED_A_TURN - 1))]
+        loop, listener = asyncio.get_running_loop(), self.listener
+        try:
+            for each in self._sockets:
+                server = await loop.create_server(
+                    lambda: Connection(listener), sock=each, ssl=self._context, backlog=BACKLOG
+                )
+                self._servers.append(server)
+        except BaseException:
+            self._close()
+            raise
         return self.address
 
     def drain(self) -> None:
         """Serve on, and end each connection with its next answer, so that clients look for another server."""
-        self._server.server_state.draining = True
-        for connection in self._server.server_state.connections:
-            if isinstance(connection, Protocol):
-                connection.drain()
+        self.listener.draining = True
+        for connection in self.listener.connections:
+            connection.announce_end()
 
     async def stop(self) -> None:
-        """Refuse new connections, let requests finish for at most `drain_timeout_s`, cancel what is left."""
-        if self._task is None:
+        """Refuse new connections, let requests finish for at most `drain_timeout_s`, cancel what is left.
+
+        Predictions without a task stay: they are answered when their versions are closed.
+        """
+        if not self._servers:
             return
         self.drain()
-        self._server.should_exit = True
-        await self._task
+        self._close()
+        listener = self.listener
+        for connection in list(listener.connections):
+            connection.shutdown()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._until_closed(), self.drain_timeout_s)
+        if listener.tasks:
+            logger.error("Cancelled after the drain timeout: %d answers in parts", len(listener.tasks))
+            for task in listener.tasks:
+                task.cancel()
+
+    async def _until_closed(self) -> None:
+        while self.listener.connections or self.listener.tasks:
+            await asyncio.sleep(LOOK_S)
+
+    def _close(self) -> None:
+        for server in self._servers:
+            server.close()
+        for each in self._sockets:
+            each.close()
+        self._servers, self._sockets = [], []
         if self.address.unix_path is not None:
             Path(self.address.unix_path).unlink(missing_ok=True)
-
-
-class _State(uvicorn.server.ServerState):
-    """What the connections of a listener share."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.draining = False  # true: an answer ends its connection
-
-
-class _Server(uvicorn.Server):
-    """uvicorn's server, which tells when it is up, and leaves signals to `serving/server.py`."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.server_state: _State = _State()
-        self.up = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.up.set()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def _config(app: ASGIApp, drain_timeout_s: float) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        http=Protocol,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        date_header=False,
-        proxy_headers=False,
-        backlog=BACKLOG,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
-    )
 
 
 def _bound_socket(address: Address) -> socket.socket:

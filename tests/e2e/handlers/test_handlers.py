@@ -134,9 +134,8 @@ def test_the_stages_of_a_base_handler_are_timed_when_its_yaml_asks_for_it(client
 
 def test_the_load_of_each_model_is_shown(client: Any) -> None:
     client.send_json("function_form", {})
-    assert client.exposed('torchere_saturation{model="twin_a"') == [
-        'torchere_saturation{model="twin_a",version="1.0",} 0.0'
-    ]
+    (saturation,) = client.exposed('torchere_saturation{model="twin_a",version="1.0"')
+    assert 0 <= float(saturation.split()[-1]) <= 1  # other tests may have asked it a moment ago
     assert client.exposed('torchere_executors{model="twin_a"') == [
         'torchere_executors{model="twin_a",version="1.0",state="ready",} 1.0'
     ]

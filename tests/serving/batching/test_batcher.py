@@ -4,16 +4,16 @@ import asyncio
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from datetime import datetime, timezone
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
+from fakes import AwaitedRequest
 
 from torchere.serving.batching.batcher import Batcher
-from torchere.serving.batching.pending import AwaitedReply, Pending
-from torchere.serving.batching.running import RunningBatch
+from torchere.serving.batching.request import Answer, Ledger, Request
 from torchere.serving.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -26,25 +26,35 @@ from torchere.serving.errors import (
 )
 from torchere.serving.execution.executor import (
     BatchReport,
-    BatchSink,
     ExecutorState,
     ExecutorStatus,
     Outcome,
 )
+from torchere.serving.execution.run import Run
 from torchere.serving.settings import BatchSettings
-from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, Parameter, StreamedResponse
+from torchere.serving.types import NO_DEADLINE, InferResponse, Parameter, StreamedResponse
 
 
 class PuppetPool:
-    """Executors that do nothing until the test says so; `batches` holds what runs."""
+    """Executors that do nothing until the test says so. As a `LanePage` it keeps the requests cancelled.
 
-    on_loop = False
+    Attributes:
+        executors: how many are in service.
+        more: how many runs may be sent ahead of them.
+        lanes: they share one process.
+        runs: those inside, oldest first.
+        cancelled: the requests cancelled inside, as the place of the run and the index in it.
+        let_go: the places of runs that were held and may go on.
+    """
 
-    def __init__(self, free: int = 1) -> None:
-        self.free = free
-        self.ahead = 0
-        self.executors = 0  # 0: as many as there are batches at once
-        self.batches: list[tuple[list[str], BatchSink]] = []
+    def __init__(self, executors: int = 1, *, lanes: bool = False) -> None:
+        self.executors = executors
+        self.more = 0
+        self.lanes = lanes
+        self.runs: list[Run] = []
+        self.submitted = 0
+        self.cancelled: list[tuple[int, int]] = []
+        self.let_go: list[int] = []
         self.state = ExecutorState.READY
 
     def statuses(self) -> tuple[ExecutorStatus, ...]:
@@ -52,65 +62,105 @@ class PuppetPool:
 
     @property
     def in_service(self) -> int:
-        return self.executors or self.free + len(self.batches)
+        return self.executors
 
-    def portion(self, waiting: int) -> int:
-        return waiting // 2 if waiting >= 4 else waiting
+    @property
+    def free(self) -> int:
+        return 0 if self.lanes and self._is_exclusive else max(0, self.executors - len(self.runs))
 
-    def submit(
-        self, requests: Sequence[InferRequest], sink: BatchSink, executor_id: int | None, *, behind: int
-    ) -> None:
-        if self.free:
-            self.free -= 1
-        else:
-            self.ahead -= 1
-        self.batches.append(([request.request_id for request in requests], sink))
+    @property
+    def ahead(self) -> int:
+        return max(0, self.executors + self.more - len(self.runs)) if self.more else 0
 
-    def finish(self, outcomes: list[Outcome] | None = None) -> list[str]:
-        """Complete the oldest running batch; returns the ids it had."""
-        ids, sink = self.batches.pop(0)
-        self.free += 1
-        sink.done(BatchReport(outcomes or [InferResponse(name.encode()) for name in ids]))
+    @property
+    def empty(self) -> int:
+        return 0 if self.lanes and self.runs else self.free
+
+    @property
+    def _is_exclusive(self) -> bool:
+        return any(run.exclusive for run in self.runs)
+
+    def submit(self, run: Run) -> None:
+        assert self.empty if run.exclusive else self.free or self.ahead
+        run.place, run.page = self.submitted, self  # type: ignore[assignment]
+        self.submitted += 1
+        self.runs.append(run)
+
+    def cancel(self, place: int, index: int) -> None:
+        self.cancelled.append((place, index))
+
+    def hold(self, place: int, *, held: bool) -> None:
+        assert not held  # a worker's process holds, and the run lets go
+        self.let_go.append(place)
+
+    def pop(self) -> Run:
+        """Take the oldest run out."""
+        run = self.runs.pop(0)
+        run.page = None
+        return run
+
+    def finish(self, outcomes: list[Outcome] | None = None, began_s: float = 0.0) -> list[str]:
+        """Complete the oldest run; returns the ids it had."""
+        run = self.pop()
+        ids = [request.request_id for request in run.requests]
+        run.done(BatchReport(outcomes or [InferResponse(name.encode()) for name in ids], began_s=began_s))
         return ids
 
 
-class Submitted(NamedTuple):
-    """A request in the batcher, and what its client waits for."""
+class CallingRequest(Request):
+    """A request whose answer a callback takes."""
 
-    pending: Pending
-    answer: asyncio.Future[InferResponse | StreamedResponse]
+    __slots__ = ("_taken",)
+
+    def __init__(self, request_id: str, taken: Callable[[Answer], object] = lambda outcome: None) -> None:
+        super().__init__(request_id, 0.0)
+        self._taken = taken
+
+    def reply(self, outcome: Answer) -> None:
+        self._taken(outcome)
 
 
 class Stage:
     """One batcher, its puppet, its clock, and the reports it gave."""
 
-    def __init__(self, settings: BatchSettings, free: int = 1) -> None:
+    def __init__(self, settings: BatchSettings, executors: int = 1, *, lanes: bool = False) -> None:
         self.now_s = 100.0
-        self.pool = PuppetPool(free)
-        self.reports: list[int] = []
+        self.pool = PuppetPool(executors, lanes=lanes)
+        self.reports: list[tuple[int, float]] = []  # the size of each run, and its seconds in an executor
+        self.counts: list[int] = []  # of runs in executors
         self.unread = 0
         self.batcher = Batcher(
-            settings,
-            self.pool,
-            observer=self,
-            now=lambda: self.now_s,
-            refusal="no worker",  # type: ignore[arg-type]
+            settings, self.pool, observer=self, now=lambda: self.now_s, refusal="no worker"
         )
 
-    def batch_finished(self, batch: RunningBatch, report: BatchReport, executor_s: float) -> None:
-        self.reports.append(len(batch.pendings))
+    def batches_running(self, batches: int, now_s: float) -> None:
+        self.counts.append(batches)
+
+    def batch_finished(self, run: Run, report: BatchReport, executor_s: float) -> None:
+        self.reports.append((len(run.requests), executor_s))
 
     def left_unread(self) -> None:
         self.unread += 1
 
-    def submit(self, name: str, group: str = "", deadline_s: float = NO_DEADLINE) -> Submitted:
-        reply = AwaitedReply()
-        request = InferRequest(name, (), (), deadline_s)
-        return Submitted(self.batcher.submit(request, reply, group), reply.future)
+    def submit(
+        self,
+        name: str,
+        group: str = "",
+        deadline_s: float = NO_DEADLINE,
+        *,
+        priority: int = 0,
+        content: str = "",
+    ) -> AwaitedRequest:
+        request = AwaitedRequest(name, 0.0)
+        request.group, request.deadline_s, request.priority = group, deadline_s, priority
+        if content:
+            request.parameters = (Parameter("body", content.encode()),)
+        self.batcher.submit(request)
+        return request
 
     @property
     def running(self) -> list[list[str]]:
-        return [ids for ids, _ in self.pool.batches]
+        return [[request.request_id for request in run.requests] for run in self.pool.runs]
 
 
 def run(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -126,9 +176,9 @@ async def test_each_request_gets_its_own_answer() -> None:
     stage = Stage(BatchSettings(max_batch_size=2))
     first, second = stage.submit("a"), stage.submit("b")
     assert stage.pool.finish() == ["a", "b"]
-    assert (await first.answer).body == b"a"
-    assert (await second.answer).body == b"b"
-    assert stage.reports == [2]
+    assert (await first.future).body == b"a"
+    assert (await second.future).body == b"b"
+    assert [size for size, _ in stage.reports] == [2]
 
 
 @run
@@ -145,7 +195,7 @@ async def test_a_free_executor_takes_the_next_batch_when_one_is_done() -> None:
 async def test_an_executor_has_its_next_batch_before_the_last_one_is_answered() -> None:
     stage = Stage(BatchSettings())
     seen: list[list[list[str]]] = []
-    stage.batcher.submit(InferRequest("a", (), ()), lambda _: seen.append(stage.running), "")
+    stage.batcher.submit(CallingRequest("a", lambda _: seen.append(stage.running)))
     stage.submit("b")
     stage.pool.finish()
     assert seen == [[["b"]]]
@@ -174,17 +224,17 @@ async def test_a_partial_batch_goes_when_its_delay_is_over() -> None:
 @run
 async def test_the_wait_for_company_is_told_from_the_wait_for_an_executor() -> None:
     stage = Stage(BatchSettings(max_batch_size=2, max_queue_delay_ms=60_000))
-    first = stage.submit("first").pending
-    stage.now_s, stage.pool.free = 101.0, 0  # its executor was lost
+    first = stage.submit("first")
+    stage.now_s, stage.pool.executors = 101.0, 0  # its executor was lost
     stage.batcher.pump()
-    stage.now_s, stage.pool.free = 103.0, 1
+    stage.now_s, stage.pool.executors = 103.0, 1
     stage.batcher.pump()
     stage.now_s = 104.0
-    second = stage.submit("second").pending
+    second = stage.submit("second")
     assert stage.running == [["first", "second"]]
     assert (first.company_s, second.company_s) == (1.0, 0.0)
     assert first.dequeued_s == second.dequeued_s == 104.0
-    third = stage.submit("third").pending
+    third = stage.submit("third")
     stage.submit("fourth")
     stage.now_s = 106.0
     stage.pool.finish()
@@ -194,10 +244,10 @@ async def test_the_wait_for_company_is_told_from_the_wait_for_an_executor() -> N
 
 @run
 async def test_groups_do_not_share_a_batch() -> None:
-    stage = Stage(BatchSettings(max_batch_size=4, max_queue_delay_ms=0), free=0)
+    stage = Stage(BatchSettings(max_batch_size=4, max_queue_delay_ms=0), executors=0)
     for name, group in (("a", ""), ("b", ""), ("c", "explain"), ("d", "")):
         stage.submit(name, group)
-    stage.pool.free = 3
+    stage.pool.executors = 3
     stage.batcher.pump()
     assert stage.running == [["a", "b"], ["c"], ["d"]]
 
@@ -211,15 +261,17 @@ async def test_a_request_that_is_late_on_arrival_is_refused() -> None:
 
 
 @run
-async def test_batches_sent_ahead_of_an_executor_do_not_make_it_look_slow() -> None:
-    stage = Stage(BatchSettings(max_queue_size=100), free=3)
-    stage.pool.executors = 1  # with room for two more than it runs
+async def test_runs_sent_ahead_of_an_executor_do_not_make_it_look_slow() -> None:
+    stage = Stage(BatchSettings(max_queue_size=100))
+    stage.pool.more = 2
     for name in ("first", "second", "third"):
         stage.submit(name)
     for _ in range(3):
         stage.now_s += 1.0
-        stage.pool.finish()
-    stage.pool.free = 1
+        stage.pool.finish(began_s=stage.now_s - 1.0)
+    assert stage.reports == [(1, 1.0)] * 3
+    assert stage.batcher.predicted_s == pytest.approx(1.0)
+    stage.pool.more = 0
     stage.submit("running")
     stage.submit("in time", deadline_s=stage.now_s + 4.0)
     with pytest.raises(QueueFull):
@@ -227,16 +279,26 @@ async def test_batches_sent_ahead_of_an_executor_do_not_make_it_look_slow() -> N
 
 
 @run
+async def test_a_run_that_does_not_say_when_it_began_counts_from_its_dispatch() -> None:
+    stage = Stage(BatchSettings())
+    request = stage.submit("a")
+    stage.now_s += 2.0
+    stage.pool.finish()
+    assert stage.reports == [(1, 2.0)]
+    assert request.dequeued_s == 100.0
+
+
+@run
 async def test_an_expired_request_never_runs() -> None:
-    stage = Stage(BatchSettings(), free=0)
+    stage = Stage(BatchSettings(), executors=0)
     expired = stage.submit("expired", deadline_s=101.0)
     stage.submit("alive", deadline_s=200.0)
     stage.now_s = 102.0
-    stage.pool.free = 2
+    stage.pool.executors = 2
     stage.batcher.pump()
     assert stage.running == [["alive"]]
     with pytest.raises(DeadlineExceeded):
-        await expired.answer
+        await expired.future
     stage.pool.finish()
     assert await stage.batcher.drain(0.0)
 
@@ -246,19 +308,76 @@ async def test_a_request_is_answered_at_its_deadline_whatever_its_executor_does(
     stage = Stage(BatchSettings())
     running = stage.submit("running", deadline_s=stage.now_s + 0.01)
     waiting = stage.submit("waiting", deadline_s=stage.now_s + 0.01)
-    for submitted in (running, waiting):
+    stage.now_s += 0.01
+    for request in (running, waiting):
         with pytest.raises(DeadlineExceeded):
-            await asyncio.wait_for(submitted.answer, 30.0)
+            await asyncio.wait_for(request.future, 30.0)
     assert (stage.running, stage.batcher.queue_length) == ([["running"]], 0)
+    assert stage.pool.cancelled == [(0, 0)]  # the lane need not go on for it
+
+
+@run
+async def test_requests_inside_a_run_and_waiting_share_one_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.get_running_loop()
+    timers: list[asyncio.TimerHandle] = []
+    call_later = loop.call_later
+
+    def counted(*args: Any) -> asyncio.TimerHandle:
+        timers.append(call_later(*args))
+        return timers[-1]
+
+    monkeypatch.setattr(loop, "call_later", counted)
+    stage = Stage(BatchSettings(max_batch_size=4))
+    left_s = {"a": 9.0, "b": 0.01, "c": 9.0, "d": 9.0}
+    inside = [stage.submit(name, deadline_s=stage.now_s + each_s) for name, each_s in left_s.items()]
+    waiting = stage.submit("waiting", deadline_s=stage.now_s + 8.0)
+    assert stage.running == [["a", "b", "c", "d"]]
+    assert [timer.cancelled() for timer in timers].count(False) == 1
+    stage.now_s += 0.01
+    with pytest.raises(DeadlineExceeded):
+        await asyncio.wait_for(inside[1].future, 30.0)
+    assert stage.pool.cancelled == [(0, 1)]
+    assert [timer.when() > loop.time() and not timer.cancelled() for timer in timers].count(True) == 1
+    stage.pool.finish()
+    assert (await inside[0].future).body == b"a"
+    assert not waiting.answered
+
+
+@run
+async def test_a_report_after_the_deadline_is_dropped() -> None:
+    stage = Stage(BatchSettings())
+    late = stage.submit("late", deadline_s=stage.now_s + 0.01)
+    late.ledger = ledger = Ledger()
+    stage.now_s += 0.01
+    with pytest.raises(DeadlineExceeded):
+        await asyncio.wait_for(late.future, 30.0)
+    stage.submit("next")
+    drained = asyncio.ensure_future(stage.batcher.drain(30.0))
+    await asyncio.sleep(0)
+    assert stage.running == [["late"]]
+    stage.now_s += 1.0
+    assert stage.pool.finish() == ["late"]
+    assert (ledger.answered, late.answered_s) == (1, 0.0)
+    assert stage.running == [["next"]]
+    stage.pool.finish()
+    assert await drained
 
 
 @run
 async def test_a_request_that_is_answered_is_not_held_until_its_deadline() -> None:
-    stage = Stage(BatchSettings())
-    pending = stage.submit("a", deadline_s=stage.now_s + 3600.0).pending
-    stage.pool.finish()
-    assert pending.deadline_timer is not None
-    assert pending.deadline_timer.cancelled()
+    stage = Stage(BatchSettings(), executors=2)
+    bodies = []
+    for name in ("answered", "given up"):
+        request = stage.submit(name, deadline_s=stage.now_s + 3600.0)
+        body = Body(b"large")
+        request.parameters = (Parameter("body", body),)
+        bodies.append(weakref.ref(body))
+    stage.batcher.withdraw(request)
+    del request, body
+    for _ in range(2):
+        stage.pool.finish()
+    gc.collect()
+    assert [body() for body in bodies] == [None, None]
 
 
 @run
@@ -288,50 +407,72 @@ async def test_a_request_that_would_expire_in_the_executor_is_not_begun() -> Non
     stage.pool.finish()
     assert stage.running == [["behind"]]
     with pytest.raises(DeadlineExceeded):
-        await waiting.answer
+        await waiting.future
 
 
 @run
 async def test_a_withdrawn_request_leaves_the_queue() -> None:
-    stage = Stage(BatchSettings(), free=0)
+    stage = Stage(BatchSettings(), executors=0)
     gone = stage.submit("gone")
-    gone.answer.cancel()
-    stage.batcher.withdraw(gone.pending)
+    gone.future.cancel()
+    stage.batcher.withdraw(gone)
     assert stage.batcher.queue_length == 0
-    stage.pool.free = 1
+    stage.pool.executors = 1
     stage.batcher.pump()
     assert stage.running == []
     assert await stage.batcher.drain(0.0)
 
 
 @run
-async def test_a_batch_is_wanted_until_the_last_of_its_clients_is_gone() -> None:
-    stage = Stage(BatchSettings(max_batch_size=2), free=0)
+async def test_a_withdrawn_request_inside_a_run_is_cancelled_there() -> None:
+    stage = Stage(BatchSettings(max_batch_size=2), executors=0)
     stays, goes = stage.submit("stays"), stage.submit("goes")
-    stage.pool.free = 1
+    stage.pool.executors = 1
     stage.batcher.pump()
-    ((_, sink),) = stage.pool.batches
-    goes.answer.cancel()
-    stage.batcher.withdraw(goes.pending)
-    assert sink.begun(stage.now_s) == [1]
-    stays.answer.cancel()
-    stage.batcher.withdraw(stays.pending)
-    assert sink.begun(stage.now_s) == [0, 1]
+    goes.future.cancel()
+    stage.batcher.withdraw(goes)
+    assert stage.pool.cancelled == [(0, 1)]
+    stays.future.cancel()
+    stage.batcher.withdraw(stays)
+    assert stage.pool.cancelled == [(0, 1), (0, 0)]
     drained = asyncio.ensure_future(stage.batcher.drain(30.0))
     await asyncio.sleep(0)
     assert not drained.done()
-    sink.returned()  # an executor does so that has not begun
+    stage.pool.pop().give_back()  # no lane has begun with it
+    assert stage.running == []
     assert await drained
 
 
 @run
+async def test_the_neighbour_of_a_withdrawn_request_gets_its_answer() -> None:
+    stage = Stage(BatchSettings(max_batch_size=2))
+    goes, stays = stage.submit("goes"), stage.submit("stays")
+    goes.future.cancel()
+    stage.batcher.withdraw(goes)
+    stage.pool.finish([Cancelled(), InferResponse(b"fine")])
+    assert (await stays.future).body == b"fine"
+    assert await stage.batcher.drain(0.0)
+
+
+@run
+async def test_a_request_that_is_withdrawn_after_its_answer_cancels_nothing() -> None:
+    stage = Stage(BatchSettings())
+    first = stage.submit("first")
+    stage.pool.finish()
+    stage.submit("second")  # in the place of the first, for all the page knows
+    stage.batcher.withdraw(first)
+    assert stage.pool.cancelled == []
+    assert (await first.future).body == b"first"
+
+
+@run
 async def test_draining_ends_when_the_last_request_is_too_late_to_be_run() -> None:
-    stage = Stage(BatchSettings(), free=0)
+    stage = Stage(BatchSettings(), executors=0)
     stage.submit("late", deadline_s=stage.now_s + 60.0)
     drained = asyncio.ensure_future(stage.batcher.drain(30.0))
     await asyncio.sleep(0)
     stage.now_s += 60.0
-    stage.pool.free = 1
+    stage.pool.executors = 1
     stage.batcher.pump()
     assert await drained
 
@@ -340,25 +481,26 @@ async def test_draining_ends_when_the_last_request_is_too_late_to_be_run() -> No
 async def test_a_late_answer_is_dropped() -> None:
     stage = Stage(BatchSettings())
     late = stage.submit("late")
-    stage.batcher.withdraw(late.pending, DeadlineExceeded("too late"))
+    stage.batcher.withdraw(late, DeadlineExceeded("too late"))
+    assert stage.pool.cancelled == [(0, 0)]
     stage.pool.finish()
     with pytest.raises(DeadlineExceeded, match="too late"):
-        await late.answer
+        await late.future
 
 
 @run
 async def test_a_batch_that_failed_as_a_whole_is_run_again_one_by_one() -> None:
     stage = Stage(BatchSettings(max_batch_size=3))
-    pendings = [stage.submit(name) for name in ("a", "bad", "c")]
+    requests = [stage.submit(name) for name in ("a", "bad", "c")]
     stage.pool.finish([HandlerFailed()] * 3)
     assert stage.running == [["a"]]
     assert stage.pool.finish() == ["a"]
     stage.pool.finish([HandlerFailed("no image", 400)])
     assert stage.pool.finish() == ["c"]
-    assert (await pendings[0].answer).body == b"a"
+    assert (await requests[0].future).body == b"a"
     with pytest.raises(HandlerFailed, match="no image"):
-        await pendings[1].answer
-    assert (await pendings[2].answer).body == b"c"
+        await requests[1].future
+    assert (await requests[2].future).body == b"c"
     assert await stage.batcher.drain(0.0)
 
 
@@ -366,13 +508,13 @@ async def test_a_batch_that_failed_as_a_whole_is_run_again_one_by_one() -> None:
 async def test_those_that_were_left_out_do_not_hide_that_a_batch_failed_as_a_whole() -> None:
     stage = Stage(BatchSettings(max_batch_size=4))
     gone, late, good, _ = [stage.submit(name) for name in ("gone", "late", "good", "bad")]
-    gone.answer.cancel()
-    stage.batcher.withdraw(gone.pending)
-    stage.batcher.withdraw(late.pending, DeadlineExceeded("too late"))
+    gone.future.cancel()
+    stage.batcher.withdraw(gone)
+    stage.batcher.withdraw(late, DeadlineExceeded("too late"))
     stage.pool.finish([Cancelled(), DeadlineExceeded("too late"), HandlerFailed(), HandlerFailed()])
     assert stage.running == [["good"]]
     stage.pool.finish()
-    assert (await good.answer).body == b"good"
+    assert (await good.future).body == b"good"
     assert stage.running == [["bad"]]
 
 
@@ -380,12 +522,12 @@ async def test_those_that_were_left_out_do_not_hide_that_a_batch_failed_as_a_who
 async def test_the_only_one_of_its_batch_that_ran_is_not_run_again() -> None:
     stage = Stage(BatchSettings(max_batch_size=2))
     gone, bad = stage.submit("gone"), stage.submit("bad")
-    gone.answer.cancel()
-    stage.batcher.withdraw(gone.pending)
+    gone.future.cancel()
+    stage.batcher.withdraw(gone)
     stage.pool.finish([Cancelled(), HandlerFailed()])
     assert stage.running == []
     with pytest.raises(HandlerFailed):
-        await bad.answer
+        await bad.future
 
 
 def busy(**settings: Any) -> Stage:
@@ -393,7 +535,7 @@ def busy(**settings: Any) -> Stage:
     stage = Stage(BatchSettings(max_batch_size=2, **settings))
     stage.submit("a")
     stage.submit("b")
-    stage.pool.ahead = 1
+    stage.pool.more = 1
     return stage
 
 
@@ -407,38 +549,50 @@ async def test_a_full_batch_goes_ahead_of_the_executor_that_will_be_free_first()
     assert stage.running == [["a", "b"]]
     ahead = stage.submit("d")
     assert stage.running == [["a", "b"], ["c", "d"]]
-    sink = stage.pool.batches[1][1]
-    assert sink.begun(stage.now_s) == []
+    began_s = stage.now_s + 1.0
+    stage.now_s += 3.0
     stage.pool.finish()
-    assert stage.pool.finish() == ["c", "d"]
-    assert (await ahead.answer).body == b"d"
-    assert ahead.pending.dequeued_s == sink.begun_s > 0.0  # until then it waited
-    assert (sink.dispatched_s, sink.rounds) == (sink.begun_s, 1)
+    assert stage.pool.finish(began_s=began_s) == ["c", "d"]
+    assert (await ahead.future).body == b"d"
+    assert ahead.dequeued_s == began_s  # until then it waited
+    assert stage.reports[1] == (2, 2.0)
 
 
 @run
-async def test_what_lies_ahead_counts_as_waiting_until_it_is_begun() -> None:
+async def test_the_observer_learns_how_many_batches_executors_have() -> None:
+    stage = busy()
+    stage.submit("c")
+    stage.submit("d")
+    assert stage.counts == [1, 2]
+    stage.pool.finish()
+    assert stage.counts[2] == 1
+    stage.pool.finish()
+    assert stage.counts[-1] == 0
+
+
+@run
+async def test_runs_beyond_the_executors_in_service_count_as_waiting() -> None:
     stage = busy(max_queue_size=3)
     for name in "cd":
         stage.submit(name)
     assert stage.running == [["a", "b"], ["c", "d"]]
-    stage.pool.ahead = 0
     assert (stage.batcher.queue_length, stage.batcher.queue_capacity) == (2, 1)
     stage.submit("e")
     with pytest.raises(QueueFull):
         stage.submit("f")
-    stage.pool.batches[1][1].begun(stage.now_s)
+    stage.pool.finish()  # now the other run is in the executor
     assert (stage.batcher.queue_length, stage.batcher.queue_capacity) == (1, 2)
     stage.submit("f")
+    stage.pool.finish()
+    assert (stage.running, stage.batcher.queue_length) == ([["e", "f"]], 0)
 
 
 @pytest.mark.parametrize("timed", ["deadline", "priority"])
 @run
 async def test_nothing_goes_ahead_that_something_may_have_to_overtake(timed: str) -> None:
     stage = busy()
-    stage.pool.executors = 1
     deadline_s, priority = (200.0, 0) if timed == "deadline" else (NO_DEADLINE, 1)
-    stage.batcher.submit(InferRequest("c", (), (), deadline_s, priority), AwaitedReply())
+    stage.submit("c", deadline_s=deadline_s, priority=priority)
     stage.submit("d")
     assert stage.running == [["a", "b"]]
     stage.pool.finish()
@@ -449,15 +603,15 @@ async def test_nothing_goes_ahead_that_something_may_have_to_overtake(timed: str
 
 
 @run
-async def test_a_batch_that_was_given_back_is_first_in_line_again() -> None:
+async def test_a_run_that_was_given_back_is_first_in_line_again() -> None:
     stage = Stage(BatchSettings())
     first = stage.submit("first")
     stage.submit("second")
-    _, sink = stage.pool.batches.pop(0)
-    stage.pool.free = 1
-    sink.returned()
+    stage.now_s += 1.0
+    stage.pool.pop().give_back()
+    assert first.dequeued_s == stage.now_s  # it waited until now
     assert stage.pool.finish() == ["first"]
-    assert (await first.answer).body == b"first"
+    assert (await first.future).body == b"first"
     assert stage.running == [["second"]]
 
 
@@ -475,20 +629,20 @@ async def test_one_failed_item_does_not_touch_its_neighbour() -> None:
     bad, good = stage.submit("bad"), stage.submit("good")
     stage.pool.finish([HandlerFailed(), InferResponse(b"fine")])
     with pytest.raises(HandlerFailed):
-        await bad.answer
-    assert (await good.answer).body == b"fine"
+        await bad.future
+    assert (await good.future).body == b"fine"
 
 
 @run
 async def test_a_streamed_answer_arrives_in_parts_and_ends() -> None:
     stage = Stage(BatchSettings())
-    pending = stage.submit("a")
-    sink = stage.pool.batches[0][1]
-    sink.partial(0, InferResponse(b"one", (("k", "v"),), 202))
-    response = await pending.answer
+    request = stage.submit("a")
+    inside = stage.pool.runs[0]
+    inside.part(0, InferResponse(b"one", (("k", "v"),), 202))
+    response = await request.future
     assert isinstance(response, StreamedResponse)
     assert (response.head.status, response.head.headers) == (202, (("k", "v"),))
-    sink.partial(0, InferResponse(b"two"))
+    inside.part(0, InferResponse(b"two"))
     stage.pool.finish([InferResponse(b"end")])
     assert [chunk async for chunk in response.chunks] == [b"one", b"two", b"end"]
 
@@ -496,9 +650,9 @@ async def test_a_streamed_answer_arrives_in_parts_and_ends() -> None:
 @run
 async def test_a_stream_that_breaks_raises_where_it_is_read() -> None:
     stage = Stage(BatchSettings())
-    pending = stage.submit("a")
-    stage.pool.batches[0][1].partial(0, InferResponse(b"one"))
-    response = await pending.answer
+    request = stage.submit("a")
+    stage.pool.runs[0].part(0, InferResponse(b"one"))
+    response = await request.future
     assert isinstance(response, StreamedResponse)
     stage.pool.finish([ExecutorDied("killed")])
     seen = []
@@ -512,8 +666,8 @@ async def test_a_stream_that_breaks_raises_where_it_is_read() -> None:
 async def test_who_has_a_part_of_an_answer_is_not_run_again() -> None:
     stage = Stage(BatchSettings(max_batch_size=2))
     begun, _ = stage.submit("begun"), stage.submit("other")
-    stage.pool.batches[0][1].partial(0, InferResponse(b"one"))
-    response = await begun.answer
+    stage.pool.runs[0].part(0, InferResponse(b"one"))
+    response = await begun.future
     assert isinstance(response, StreamedResponse)
     stage.pool.finish([HandlerFailed()] * 2)
     assert stage.running == [["other"]]
@@ -525,33 +679,33 @@ async def test_who_has_a_part_of_an_answer_is_not_run_again() -> None:
 @run
 async def test_a_client_that_leaves_its_stream_did_not_read_too_slowly() -> None:
     stage = Stage(BatchSettings())
-    submitted = stage.submit("a")
-    sink = stage.pool.batches[0][1]
-    sink.partial(0, InferResponse(b"one"))
-    await submitted.answer
-    del submitted  # nobody holds the answer now
-    while not sink.begun(stage.now_s):
+    stage.batcher.submit(CallingRequest("a"))
+    stage.pool.runs[0].part(0, InferResponse(b"one"))  # its client does not keep the answer
+    while not stage.pool.cancelled:
         await asyncio.sleep(0)
     assert stage.unread == 0
 
 
 @run
-async def test_a_stream_that_is_not_read_holds_its_executor_and_then_is_given_up(caplog: Any) -> None:
+async def test_a_stream_that_is_not_read_holds_its_lane_and_then_is_given_up(caplog: Any) -> None:
     stage = Stage(BatchSettings())
     stage.batcher.unread_limit_bytes = 10
-    pending = stage.submit("a")
-    sink = stage.pool.batches[0][1]
-    assert sink.partial(0, InferResponse(bytes(10))) is None
-    response = await pending.answer
+    request = stage.submit("a")
+    inside = stage.pool.runs[0]
+    assert not inside.part(0, InferResponse(bytes(10)))
+    response = await request.future
     assert isinstance(response, StreamedResponse)
-    assert sink.partial(0, InferResponse(bytes(11))) is not None
-    assert sink.partial(0, InferResponse(b"no room")) is None
+    assert inside.part(0, InferResponse(bytes(11)))
+    assert inside.held
+    assert not inside.part(0, InferResponse(b"no room"))
     with pytest.raises(LeftUnread):
         await anext(response.chunks)
     await asyncio.sleep(0)
-    assert sink.partial(0, InferResponse(b"too late")) is None
-    assert not pending.pending.open
+    assert not inside.held
+    assert not inside.part(0, InferResponse(b"too late"))
+    assert not request.open
     assert stage.unread == 1
+    assert stage.pool.cancelled == [(0, 0)]
     (line,) = caplog.messages
     assert line.startswith("request a: The answer was given up: it was read too slowly. 21 bytes")
     stage.pool.finish([InferResponse(b"end")])
@@ -559,16 +713,32 @@ async def test_a_stream_that_is_not_read_holds_its_executor_and_then_is_given_up
 
 
 @run
+async def test_a_lane_that_is_held_goes_on_when_its_client_has_read() -> None:
+    stage = Stage(BatchSettings())
+    stage.batcher.unread_limit_bytes = 10
+    request = stage.submit("a")
+    inside = stage.pool.runs[0]
+    assert inside.part(0, InferResponse(bytes(11)))
+    response = await request.future
+    assert isinstance(response, StreamedResponse)
+    assert stage.pool.let_go == []
+    assert await anext(response.chunks) == bytes(11)
+    assert (stage.pool.let_go, inside.held) == ([0], False)
+    stage.pool.finish([InferResponse(b"end")])
+    assert [chunk async for chunk in response.chunks] == [b"end"]
+
+
+@run
 async def test_draining_refuses_new_requests_and_waits_for_the_old() -> None:
     stage = Stage(BatchSettings())
-    pending = stage.submit("a")
+    request = stage.submit("a")
     stage.batcher.close_admission()
     with pytest.raises(Unavailable):
         stage.submit("b")
     assert not await stage.batcher.drain(0.0)
     stage.pool.finish()
     assert await stage.batcher.drain(0.0)
-    assert (await pending.answer).body == b"a"
+    assert (await request.future).body == b"a"
     stage.batcher.open_admission()
     stage.submit("c")
     assert not await stage.batcher.drain(0.01)
@@ -597,24 +767,27 @@ async def test_a_request_that_was_refused_is_not_held() -> None:
         body = Body(b"large")
         freed.append(weakref.ref(body))
         with contextlib.suppress(Unavailable):
-            stage.batcher.submit(InferRequest(str(number), (Parameter("body", body),)), print)
-        del body
+            request = CallingRequest(str(number))
+            request.parameters = (Parameter("body", body),)
+            stage.batcher.submit(request)
+        del request, body
     gc.collect()
     assert [body() for body in freed] == [None] * 3
 
 
 @run
 async def test_an_answer_that_ends_another_request_does_not_end_draining_before_its_batch() -> None:
-    stage = Stage(BatchSettings(max_batch_size=2), free=0)
+    stage = Stage(BatchSettings(max_batch_size=2), executors=0)
     leaving = stage.submit("leaving")
-    ends_it = InferRequest("late", (), (), deadline_s=stage.now_s + 5.0)
-    stage.batcher.submit(ends_it, lambda outcome: stage.batcher.withdraw(leaving.pending))
+    ends_it = CallingRequest("late", lambda outcome: stage.batcher.withdraw(leaving))
+    ends_it.deadline_s = stage.now_s + 5.0
+    stage.batcher.submit(ends_it)
     stage.submit("stays")
     drained = asyncio.ensure_future(stage.batcher.drain(5.0))
     await asyncio.sleep(0)
-    stage.batcher.withdraw(leaving.pending)
+    stage.batcher.withdraw(leaving)
     stage.now_s += 6.0
-    stage.pool.free = 1
+    stage.pool.executors = 1
     stage.batcher.pump()
     await asyncio.sleep(0.01)  # more turns than a drain needs to end
     assert stage.running == [["stays"]]
@@ -624,87 +797,136 @@ async def test_an_answer_that_ends_another_request_does_not_end_draining_before_
 
 
 @run
-async def test_what_waits_is_answered_when_nobody_is_left_to_run_it() -> None:
-    stage = Stage(BatchSettings(), free=0)
-    pending = stage.submit("a")
+async def test_requests_that_wait_are_answered_when_no_executor_is_left() -> None:
+    stage = Stage(BatchSettings(), executors=0)
+    request = stage.submit("a")
     stage.batcher.fail_queued(Unavailable("no worker"))
     with pytest.raises(Unavailable):
-        await pending.answer
+        await request.future
     assert await stage.batcher.drain(0.0)
 
 
 @run
-async def test_what_waits_is_answered_when_every_executor_gave_up() -> None:
+async def test_requests_that_wait_are_answered_when_every_executor_gave_up() -> None:
     stage = Stage(BatchSettings())
     stage.submit("a")
     waiting = stage.submit("b")
     stage.pool.finish()
-    _, sink = stage.pool.batches.pop()
-    stage.pool.state = ExecutorState.FAILED
-    sink.returned()  # nor had it begun with this one
+    inside = stage.pool.pop()
+    stage.pool.state, stage.pool.executors = ExecutorState.FAILED, 0
+    inside.give_back()  # nor had it begun with this one
     with pytest.raises(Unavailable):
-        waiting.answer.result()
+        waiting.future.result()
     assert await stage.batcher.drain(0.0)
 
 
 CRASH = ExecutorDied("killed by signal 11 (SIGSEGV)", crashed=True)
 
 
-def with_content(name: str, content: str) -> InferRequest:
-    return InferRequest(name, (Parameter("body", content.encode()),))
-
-
 @run
-async def test_a_request_that_crashed_executors_twice_is_refused_and_never_runs_a_third_time() -> None:
+async def test_a_request_that_crashed_workers_twice_is_refused_and_never_runs_a_third_time() -> None:
     stage = Stage(BatchSettings(max_batch_size=2, max_queue_delay_ms=0))
-    replies = []
-    for number, outcome in enumerate((CRASH, CRASH)):
-        reply = AwaitedReply()
-        stage.batcher.submit(with_content(f"try-{number}", "poison"), reply)
+    tries = []
+    for number in range(2):
+        tries.append(stage.submit(f"try-{number}", content="poison"))
+        assert stage.pool.runs[0].exclusive is bool(number)
         stage.now_s += 1.0
-        stage.pool.finish([outcome])
-        replies.append(reply)
+        stage.pool.finish([CRASH])
     with pytest.raises(ExecutorDied):
-        await replies[0].future
+        await tries[0].future
     with pytest.raises(Quarantined, match="two crashes"):
-        await replies[1].future
+        await tries[1].future
     with pytest.raises(Quarantined):
-        stage.batcher.submit(with_content("third", "poison"), AwaitedReply())
+        stage.submit("third", content="poison")
     assert stage.running == []
 
 
 @run
 async def test_a_suspect_runs_alone_and_its_neighbours_together() -> None:
-    stage = Stage(BatchSettings(max_batch_size=3, max_queue_delay_ms=0), free=1)
-    first = [AwaitedReply() for _ in range(3)]
-    stage.pool.free = 0
-    for name, reply in zip("abc", first, strict=True):
-        stage.batcher.submit(with_content(name, f"content {name}"), reply)
-    stage.pool.free = 1
+    stage = Stage(BatchSettings(max_batch_size=3, max_queue_delay_ms=0), executors=0)
+    first = [stage.submit(name, content=f"content {name}") for name in "abc"]
+    stage.pool.executors = 1
     stage.batcher.pump()
     assert stage.running == [["a", "b", "c"]]
     stage.now_s += 1.0
     stage.pool.finish([CRASH] * 3)
-    for reply in first:
+    for request in first:
         with pytest.raises(ExecutorDied):
-            await reply.future
-    stage.pool.free = 0
+            await request.future
+    stage.pool.executors = 0
     for name, content in (("x", "new x"), ("a2", "content a"), ("y", "new y"), ("z", "new z")):
-        stage.batcher.submit(with_content(name, content), AwaitedReply())
-    stage.pool.free = 3
+        stage.submit(name, content=content)
+    stage.pool.executors = 3
     stage.batcher.pump()
     assert stage.running == [["x"], ["a2"], ["y", "z"]]
+    assert [run.exclusive for run in stage.pool.runs] == [False, True, False]
+
+
+async def suspected(stage: Stage, content: str) -> None:
+    """Have a request of that content crash the worker once."""
+    request = stage.submit("first crash", content=content)
+    stage.now_s += 1.0
+    stage.pool.finish([CRASH])
+    with pytest.raises(ExecutorDied):
+        await request.future
+
+
+@run
+async def test_a_suspect_waits_until_nothing_else_is_in_its_process() -> None:
+    stage = Stage(BatchSettings(), executors=2, lanes=True)
+    await suspected(stage, "poison")
+    stage.submit("neighbour")
+    suspect = stage.submit("suspect", content="poison")
+    behind = stage.submit("behind")
+    assert (stage.pool.free, stage.running) == (1, [["neighbour"]])
+    stage.pool.finish()
+    assert stage.running == [["suspect"]]  # in a process of two lanes
+    stage.now_s += 1.0
+    stage.pool.finish()
+    assert stage.running == [["behind"]]
+    stage.pool.finish()
+    assert [(await request.future).body for request in (suspect, behind)] == [b"suspect", b"behind"]
+
+
+@run
+async def test_a_suspect_that_is_given_back_waits_for_an_empty_process_again() -> None:
+    stage = Stage(BatchSettings(), executors=2, lanes=True)
+    await suspected(stage, "poison")
+    stage.submit("suspect", content="poison")
+    stage.pool.executors, inside = 0, stage.pool.pop()
+    inside.give_back()
+    assert stage.running == []
+    stage.pool.executors = 2
+    stage.batcher.pump()
+    assert stage.running == [["suspect"]]
+    assert stage.pool.runs[0].exclusive
+
+
+@run
+async def test_a_crash_beside_others_convicts_none_of_them() -> None:
+    stage = Stage(BatchSettings(), executors=2, lanes=True)
+    for name in ("one", "two"):
+        stage.submit(name, content=name)
+    waiting = stage.submit("copy", content="two")
+    stage.now_s += 1.0
+    for _ in range(2):  # one process was lost with both in it
+        stage.pool.executors = 0
+        stage.pool.finish([CRASH])
+    stage.pool.executors = 2
+    stage.batcher.pump()
+    assert [run.exclusive for run in stage.pool.runs] == [True]  # it waited as a clean one
+    stage.now_s += 1.0
+    stage.pool.finish()
+    assert (await waiting.future).body == b"copy"
+    assert not stage.batcher.quarantine.convicted
 
 
 @run
 async def test_a_copy_that_waits_is_answered_when_its_request_is_convicted() -> None:
     stage = Stage(BatchSettings())
-    stage.batcher.submit(with_content("one", "poison"), AwaitedReply())
-    stage.now_s += 1.0
-    stage.pool.finish([CRASH])
-    stage.batcher.submit(with_content("two", "poison"), AwaitedReply())
-    waiting = AwaitedReply()
-    stage.batcher.submit(with_content("copy", "poison"), waiting)
+    await suspected(stage, "poison")
+    stage.submit("two", content="poison")
+    waiting = stage.submit("copy", content="poison")
     stage.now_s += 1.0
     stage.pool.finish([CRASH])
     with pytest.raises(Quarantined):
@@ -714,63 +936,50 @@ async def test_a_copy_that_waits_is_answered_when_its_request_is_convicted() -> 
 
 @run
 async def test_the_more_urgent_request_runs_first_and_an_expired_one_never() -> None:
-    stage = Stage(BatchSettings(), free=0)
+    stage = Stage(BatchSettings(), executors=0)
     for name, priority, deadline_s in (("plain", 0, 200.0), ("late", 9, 101.0), ("urgent", 2, 200.0)):
-        stage.batcher.submit(InferRequest(name, (), (), deadline_s, priority), AwaitedReply())
+        stage.submit(name, deadline_s=deadline_s, priority=priority)
     stage.now_s = 102.0
-    stage.pool.free = 3
+    stage.pool.executors = 3
     stage.batcher.pump()
     assert stage.running == [["urgent"], ["plain"]]
 
 
 @run
 async def test_what_comes_after_a_prioritised_queue_is_empty_waits_in_line_again() -> None:
-    stage = Stage(BatchSettings(), free=0)
+    stage = Stage(BatchSettings(), executors=0)
     for name, priority in (("patient", -5), ("plain", 0), ("urgent", 5)):
-        stage.batcher.submit(InferRequest(name, (), (), NO_DEADLINE, priority), AwaitedReply())
-    stage.pool.free = 3
+        stage.submit(name, priority=priority)
+    stage.pool.executors = 3
     stage.batcher.pump()
     assert stage.running == [["urgent"], ["plain"], ["patient"]]
     stage.submit("first")
     stage.submit("second")
-    assert [pending.request.request_id for pending in stage.batcher._queue] == ["first", "second"]
+    for _ in range(2):
+        stage.pool.finish()
+    assert stage.running == [["patient"], ["first"], ["second"]]
 
 
 @run
-async def test_on_the_loop_a_request_that_came_alone_before_does_not_wait_for_company() -> None:
+async def test_eager_batches_take_what_comes_in_the_same_turn_of_the_loop() -> None:
     stage = Stage(BatchSettings(max_batch_size=4, dispatch="eager"))
-    stage.pool.on_loop = True
     stage.submit("a")
-    stage.batcher.hurry()
-    assert stage.running == []  # who knows what else this turn brings
-    await asyncio.sleep(0)
-    assert stage.pool.finish() == ["a"]
     stage.submit("b")
-    stage.batcher.hurry()
+    assert stage.running == []
+    await asyncio.sleep(0)
+    assert stage.running == [["a", "b"]]
     stage.submit("c")
-    stage.batcher.hurry()
+    await asyncio.sleep(0)
     stage.submit("d")
-    assert stage.running == [["b"]]
     stage.pool.finish()
     assert stage.running == [["c", "d"]]
-    stage.pool.finish()
-    await asyncio.sleep(0)
-    stage.submit("e")
-    stage.batcher.hurry()
-    assert stage.running == []  # the last batch had company
-    await asyncio.sleep(0)
-    assert stage.running == [["e"]]
 
 
 @run
-async def test_in_threads_nothing_is_hurried() -> None:
-    stage = Stage(BatchSettings(max_batch_size=4, dispatch="eager"))
-    for name in ("a", "b"):
-        stage.submit(name)
-        stage.batcher.hurry()
-        assert stage.running == []
-        await asyncio.sleep(0)
-        assert stage.pool.finish() == [name]
+async def test_an_eager_batch_of_one_waits_for_no_turn_of_the_loop() -> None:
+    stage = Stage(BatchSettings(dispatch="eager"))
+    stage.submit("a")
+    assert stage.running == [["a"]]
 
 
 @run
@@ -782,24 +991,17 @@ async def test_where_nobody_else_wants_an_executor_a_short_deadline_is_tried() -
     tried = stage.submit("tried", deadline_s=stage.now_s + 1.0)
     assert stage.running == [["tried"]]
     stage.pool.finish()
-    assert (await tried.answer).body == b"tried"
+    assert (await tried.future).body == b"tried"
 
 
 @run
-async def test_what_would_be_one_batch_goes_as_two_at_once_where_the_pool_wants_that() -> None:
-    stage = Stage(BatchSettings(max_batch_size=4, max_queue_delay_ms=10_000), free=2)
-    stage.pool.on_loop = True
-    for name in "abcd":
-        stage.submit(name)
-    await asyncio.sleep(0)
-    assert stage.running == [["a", "b"], ["c", "d"]]
-
-
-@run
-async def test_with_room_for_one_batch_it_stays_one() -> None:
-    stage = Stage(BatchSettings(max_batch_size=4, max_queue_delay_ms=10_000))
-    stage.pool.on_loop = True
-    for name in "abcd":
-        stage.submit(name)
-    await asyncio.sleep(0)
-    assert stage.running == [["a", "b", "c", "d"]]
+async def test_a_request_withdrawn_by_the_answer_of_a_late_neighbour_is_cancelled_in_its_run() -> None:
+    stage = Stage(BatchSettings(max_batch_size=2), executors=0)
+    leaving = stage.submit("leaving")
+    late = CallingRequest("late", lambda outcome: stage.batcher.withdraw(leaving))
+    late.deadline_s = stage.now_s + 5.0
+    stage.batcher.submit(late)
+    stage.now_s += 6.0
+    stage.pool.executors = 1
+    stage.batcher.pump()
+    assert (stage.running, stage.pool.cancelled) == ([["leaving"]], [(0, 0)])

@@ -1,5 +1,6 @@
-"""Who is suspect, who is convicted and who goes free, with a clock that the test moves."""
+"""Which requests are suspect, convicted and acquitted, with a clock that the test moves."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,17 +13,24 @@ from torchere.serving.batching.quarantine import (
     Verdict,
     digest_of,
 )
+from torchere.serving.batching.request import Request
 from torchere.serving.errors import DeadlineExceeded, ExecutorDied, HandlerFailed, Quarantined
 from torchere.serving.execution.executor import BatchReport, Outcome
-from torchere.serving.types import InferRequest, InferResponse, Parameter
+from torchere.serving.types import InferResponse, Parameter
 
 CRASH = ExecutorDied("killed by signal 11 (SIGSEGV)", crashed=True)
 ANSWER = InferResponse(b"fine")
 
 
-def request(content: str, request_id: str = "id", **headers: str) -> InferRequest:
+def asked(request_id: str, *parameters: Parameter, headers: Sequence[tuple[str, str]] = ()) -> Request:
+    request = Request(request_id, 0.0)
+    request.parameters, request.headers = parameters, headers
+    return request
+
+
+def request(content: str, request_id: str = "id", **headers: str) -> Request:
     named = tuple((name.replace("_", "-"), value) for name, value in headers.items())
-    return InferRequest(request_id, (Parameter("body", content.encode()),), named)
+    return asked(request_id, Parameter("body", content.encode()), headers=named)
 
 
 class Court:
@@ -33,15 +41,24 @@ class Court:
         self.convictions: list[Conviction] = []
         self.quarantine = Quarantine(self.convictions.append, now=lambda: self.now_s)
 
-    def run(self, *contents: str, outcome: Outcome = CRASH, began_s: float | None = None) -> list[Outcome]:
-        """A batch that began now (or at `began_s`) and ended with one outcome for all, a second later."""
+    def run(
+        self,
+        *contents: str,
+        outcome: Outcome = CRASH,
+        began_s: float | None = None,
+        alone: bool = True,
+    ) -> list[Outcome]:
+        """A run that began now (or at `began_s`) and ended with one outcome for all, a second later.
+
+        `alone`: nothing else was in its process.
+        """
         began_s = self.now_s if began_s is None else began_s
         self.now_s += 1.0
         report = BatchReport([outcome] * len(contents))
         requests = [request(content) for content in contents]
         if not self.quarantine.concerns(report):
             return list(report.outcomes)
-        return list(self.quarantine.judge(requests, report, began_s).outcomes)
+        return list(self.quarantine.judge(requests, report, began_s, alone=alone).outcomes)
 
     def verdict(self, content: str) -> Verdict:
         return self.quarantine.verdict(request(content, "another id"))
@@ -67,7 +84,7 @@ def test_a_request_is_convicted_at_its_second_crash_and_not_before() -> None:
     assert court.quarantine.convicted == 1
 
 
-def test_those_who_only_shared_the_batch_go_free() -> None:
+def test_requests_that_only_shared_the_batch_go_free() -> None:
     court = Court()
     court.run("bad", "good")
     assert court.verdict("good") is Verdict.SUSPECT
@@ -80,7 +97,7 @@ def test_those_who_only_shared_the_batch_go_free() -> None:
 def test_one_that_goes_free_takes_no_other_of_its_size_along() -> None:
     court = Court()
     court.run("one", "two")
-    court.run("six", outcome=ANSWER)  # it was nobody
+    court.run("six", outcome=ANSWER)  # it was no suspect
     court.run("two", outcome=ANSWER)
     assert [court.verdict(content) for content in ("one", "two", "six")] == [
         Verdict.SUSPECT,
@@ -100,11 +117,28 @@ def test_a_convict_stays_one_and_is_told_of_once_whatever_comes_of_its_other_run
     assert len(court.convictions) == 1
 
 
-def test_a_second_crash_in_company_convicts_nobody() -> None:
+def test_a_second_crash_in_company_convicts_no_request() -> None:
     court = Court()
     court.run("bad", "good")
     assert court.run("bad", "good") == [CRASH, CRASH]
     assert court.verdict("good") is Verdict.SUSPECT
+
+
+def test_a_second_crash_beside_other_runs_of_the_process_convicts_no_request() -> None:
+    court = Court()
+    court.run("bad", alone=False)
+    assert court.run("bad", alone=False) == [CRASH]
+    assert court.verdict("bad") is Verdict.SUSPECT
+    (third,) = court.run("bad")
+    assert isinstance(third, Quarantined)
+
+
+def test_a_first_crash_beside_other_runs_makes_a_suspect_and_a_survivor_is_acquitted() -> None:
+    court = Court()
+    court.run("bad", alone=False)
+    assert court.verdict("bad") is Verdict.SUSPECT
+    court.run("bad", outcome=ANSWER, alone=False)
+    assert court.verdict("bad") is Verdict.CLEAN
 
 
 def test_runs_that_began_before_the_first_crash_are_no_second_trial() -> None:
@@ -132,7 +166,7 @@ def test_a_run_that_was_cut_short_says_nothing(outcome: Outcome) -> None:
     assert court.verdict("bad") is Verdict.SUSPECT
 
 
-def test_a_crash_that_no_request_can_have_caused_makes_nobody_suspect() -> None:
+def test_a_crash_that_no_request_can_have_caused_makes_none_suspect() -> None:
     court = Court()
     court.run("bad", outcome=ExecutorDied("the version was unloaded"))
     assert court.verdict("bad") is Verdict.CLEAN
@@ -166,15 +200,15 @@ def test_the_table_is_bounded_and_those_not_heard_of_for_longest_are_forgotten()
 
 def test_a_view_of_a_body_is_the_same_content_as_its_bytes() -> None:
     view: Any = memoryview(b"..abc..")[2:5]
-    as_view = InferRequest("1", (Parameter("x", view),))
-    assert digest_of(as_view) == digest_of(InferRequest("2", (Parameter("x", b"abc"),)))
+    as_view = asked("1", Parameter("x", view))
+    assert digest_of(as_view) == digest_of(asked("2", Parameter("x", b"abc")))
 
 
 def test_a_report_keeps_what_it_says_of_its_batch() -> None:
     court = Court()
     court.run("bad")
     report = BatchReport([InferResponse(b"")], 3.0, (), 2.0, (0.5, 1.0, 0.25))
-    assert court.quarantine.judge([request("good")], report, 0.0) == report
+    assert court.quarantine.judge([request("good")], report, 0.0, alone=True) == report
 
 
 def test_the_identity_is_the_content_and_not_who_sends_it() -> None:
@@ -183,7 +217,7 @@ def test_the_identity_is_the_content_and_not_who_sends_it() -> None:
     others = [
         request("y", content_type="text/plain"),
         request("x", content_type="application/json"),
-        InferRequest("1", (Parameter("data", b"x"),), first.headers),
-        InferRequest("1", (Parameter("body", b""), Parameter("body", b"x")), first.headers),
+        asked("1", Parameter("data", b"x"), headers=first.headers),
+        asked("1", Parameter("body", b""), Parameter("body", b"x"), headers=first.headers),
     ]
     assert len({digest_of(each) for each in [first, *others]}) == 5

@@ -1,37 +1,43 @@
 """The stateful batcher with executors that the test moves by hand."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from datetime import datetime, timezone
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
+from fakes import AwaitedRequest
 
-from torchere.serving.batching.pending import AwaitedReply, Pending, alone
-from torchere.serving.batching.running import RunningBatch
+from torchere.serving.batching.request import Request, alone
 from torchere.serving.batching.stateful import SEQUENCE_END, SEQUENCE_ID, StatefulBatcher, begin_sequence
-from torchere.serving.errors import Cancelled, DeadlineExceeded, ExecutorDied, QueueFull, Unavailable
+from torchere.serving.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    ExecutorDied,
+    Quarantined,
+    QueueFull,
+    Unavailable,
+)
 from torchere.serving.execution.executor import (
     BatchReport,
-    BatchSink,
     ExecutorState,
     ExecutorStatus,
     Outcome,
     Unfinished,
 )
+from torchere.serving.execution.run import Run
 from torchere.serving.settings import BatchSettings, SequenceSettings
-from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, Parameter, StreamedResponse
+from torchere.serving.types import NO_DEADLINE, InferResponse, Parameter, StreamedResponse
 
 
 class PuppetPool:
-    """Pinned executors; `inside[executor_id]` is what one runs."""
-
-    on_loop = False
+    """Pinned executors; `inside[executor_id]` is the run of one. As a `LanePage` it keeps the cancelled."""
 
     def __init__(self, *executor_ids: int) -> None:
         self.ids = executor_ids
         self.failed: tuple[int, ...] = ()  # those that gave up
-        self.inside: dict[int, tuple[list[InferRequest], BatchSink]] = {}
+        self.inside: dict[int, Run] = {}
+        self.cancelled: list[tuple[int, int]] = []  # the executor and the index in its run
 
     def idle_ids(self) -> tuple[int, ...]:
         return tuple(name for name in self.ids if name not in self.inside)
@@ -41,21 +47,18 @@ class PuppetPool:
         ready = [ExecutorStatus(name, ExecutorState.READY, began, 1) for name in self.ids]
         return (*ready, *(ExecutorStatus(name, ExecutorState.FAILED, began, 1) for name in self.failed))
 
-    def submit(
-        self, requests: Sequence[InferRequest], sink: BatchSink, executor_id: int, *, behind: int
-    ) -> None:
-        self.inside[executor_id] = (list(requests), sink)
+    def submit(self, run: Run) -> None:
+        assert run.executor_id is not None and run.executor_id not in self.inside
+        run.place, run.page = run.executor_id, self  # type: ignore[assignment]
+        self.inside[run.executor_id] = run
 
-    def finish(self, executor_id: int, outcomes: list[Outcome] | None = None) -> None:
-        requests, sink = self.inside.pop(executor_id)
-        sink.done(BatchReport(outcomes or [InferResponse(r.request_id.encode()) for r in requests]))
+    def cancel(self, place: int, index: int) -> None:
+        self.cancelled.append((place, index))
 
-
-class Submitted(NamedTuple):
-    """A request in the batcher, and what its client waits for."""
-
-    pending: Pending
-    answer: asyncio.Future[InferResponse | StreamedResponse]
+    def finish(self, executor_id: int, outcomes: list[Outcome] | None = None, began_s: float = 0.0) -> None:
+        run = self.inside.pop(executor_id)
+        answers = outcomes or [InferResponse(request.request_id.encode()) for request in run.requests]
+        run.done(BatchReport(answers, began_s=began_s))
 
 
 class Stage:
@@ -80,25 +83,30 @@ class Stage:
             refusal="no worker",
         )
 
-    def batch_finished(self, batch: RunningBatch, report: BatchReport, executor_s: float) -> None:
+    def batches_running(self, batches: int, now_s: float) -> None:
+        pass
+
+    def batch_finished(self, run: Run, report: BatchReport, executor_s: float) -> None:
         pass
 
     def left_unread(self) -> None:
         pass
 
-    def submit(self, name: str, sequence: str = "", deadline_s: float = NO_DEADLINE) -> Submitted:
-        headers = ((SEQUENCE_ID, sequence),) if sequence else ()
-        reply = AwaitedReply()
-        request = InferRequest(name, (Parameter("body", b"x"),), headers, deadline_s)
-        return Submitted(self.batcher.submit(request, reply), reply.future)
+    def submit(self, name: str, sequence: str = "", deadline_s: float = NO_DEADLINE) -> AwaitedRequest:
+        request = AwaitedRequest(name, 0.0)
+        request.parameters, request.deadline_s = (Parameter("body", b"x"),), deadline_s
+        request.headers = ((SEQUENCE_ID, sequence),) if sequence else ()
+        self.batcher.submit(request)
+        return request
 
-    def describe(self) -> Submitted:
-        reply = AwaitedReply()
-        request = InferRequest("describe", ())
-        return Submitted(self.batcher.submit(request, reply, alone(request)), reply.future)
+    def describe(self) -> AwaitedRequest:
+        request = AwaitedRequest("describe", 0.0)
+        request.group = alone(request.request_id)
+        self.batcher.submit(request)
+        return request
 
     def running(self, executor_id: int) -> list[str]:
-        return [request.request_id for request in self.pool.inside[executor_id][0]]
+        return [request.request_id for request in self.pool.inside[executor_id].requests]
 
 
 SEQUENCES = SequenceSettings(max_idle_s=10.0, max_sequences=4, max_queue_size=4)
@@ -121,7 +129,7 @@ async def test_requests_of_a_sequence_run_in_order_on_one_executor() -> None:
         assert stage.running(1) == [name]
         assert 2 not in stage.pool.inside
         stage.pool.finish(1)
-    assert [(await answer.answer).body for answer in answers] == [b"a", b"b", b"c"]
+    assert [(await answer.future).body for answer in answers] == [b"a", b"b", b"c"]
 
 
 @run
@@ -143,7 +151,7 @@ async def test_a_handler_can_end_a_sequence_and_make_room() -> None:
     waiting = stage.submit("a2", "s")
     stage.pool.finish(1, [InferResponse(b"bye", (("other", "t"), (SEQUENCE_END, "s")))])
     with pytest.raises(Unavailable):
-        waiting.answer.result()
+        waiting.future.result()
     stage.submit("b", "t")
     assert stage.running(1) == ["b"]
 
@@ -171,29 +179,29 @@ async def test_a_withdrawn_request_runs_neither_from_the_queue_nor_on() -> None:
         stage = Stage(1, sequences=sequences)
         begun = stage.submit("begun", name)
         queued, after = stage.submit("queued", name), stage.submit("after", name)
-        stage.pool.inside[1][1].done(BatchReport([Unfinished(InferResponse(b"."))]))  # it is not idle yet
-        stage.batcher.withdraw(queued.pending)
+        stage.pool.inside[1].done(BatchReport([Unfinished(InferResponse(b"."))]))  # it is not idle yet
+        stage.batcher.withdraw(queued)
         assert stage.batcher.queue_length == 2
-        stage.batcher.withdraw(begun.pending)
+        stage.batcher.withdraw(begun)
         del stage.pool.inside[1]
         stage.batcher.pump()
         assert stage.running(1) == ["after"]
         stage.pool.finish(1)
-        assert (await after.answer).body == b"after"
+        assert (await after.future).body == b"after"
 
 
 @run
-async def test_what_is_given_back_is_first_in_line_again() -> None:
+async def test_requests_of_a_run_that_is_given_back_are_first_in_line_again() -> None:
     for sequences, name in ((SEQUENCES, "s"), (None, ""), (SEQUENCES, "describe")):
         stage = Stage(1, size=1, sequences=sequences)
         first = stage.describe() if name == "describe" else stage.submit("first", name)
         stage.now_s += 1.0
         stage.submit("second", name)
         begun = stage.running(1)
-        stage.pool.inside.pop(1)[1].returned()
+        stage.pool.inside.pop(1).give_back()
         assert stage.running(1) == begun
         stage.pool.finish(1)
-        assert (await first.answer).body == begun[0].encode()
+        assert (await first.future).body == begun[0].encode()
         assert stage.running(1) == ["second"]
 
 
@@ -220,18 +228,18 @@ async def test_a_describe_call_shares_its_batch_with_none_and_waits_for_none() -
 @run
 async def test_an_unfinished_request_is_in_the_next_batch_again_without_parameters() -> None:
     stage = Stage(1)
-    pending = stage.submit("a")
+    request = stage.submit("a")
     stage.pool.finish(1, [Unfinished(InferResponse(b"one "))])
-    response = await pending.answer
+    response = await request.future
     assert isinstance(response, StreamedResponse)
-    (again,) = stage.pool.inside[1][0]
+    (again,) = stage.pool.inside[1].requests
     assert (again.request_id, again.parameters) == ("a", ())
     newcomer = stage.submit("b")
     stage.pool.finish(1, [Unfinished(InferResponse(b"two "))])
     assert stage.running(1) == ["a", "b"]  # the newcomer joins what goes on
     stage.pool.finish(1, [InferResponse(b"end"), InferResponse(b"b")])
     assert [chunk async for chunk in response.chunks] == [b"one ", b"two ", b"end"]
-    assert (await newcomer.answer).body == b"b"  # a first message that is the last one is an ordinary answer
+    assert (await newcomer.future).body == b"b"  # a first message that is the last one is an ordinary answer
     assert await stage.batcher.drain(0.0)
 
 
@@ -249,8 +257,8 @@ async def test_the_next_request_of_a_sequence_joins_its_unfinished_one_and_may_e
     assert stage.running(1) == ["after"]
     stage.pool.finish(1)
     stage.pool.finish(2)
-    assert isinstance(await streamed.answer, StreamedResponse)
-    assert [(await answer).body for answer in (stop.answer, after.answer, other.answer)] == [
+    assert isinstance(await streamed.future, StreamedResponse)
+    assert [(await answer).body for answer in (stop.future, after.future, other.future)] == [
         b"stopped",
         b"after",
         b"other",
@@ -275,13 +283,13 @@ async def test_unfinished_requests_of_a_sequence_fill_no_more_than_two_batches()
 async def test_an_unfinished_request_whose_parts_are_not_read_is_in_no_further_batch() -> None:
     stage = Stage(1)
     stage.batcher.unread_limit_bytes = 1
-    pending = stage.submit("a")
+    request = stage.submit("a")
     for _ in range(3):
         stage.pool.finish(1, [Unfinished(InferResponse(b"xx"))])
-    response = await pending.answer
+    response = await request.future
     assert isinstance(response, StreamedResponse)
     await asyncio.sleep(0)
-    assert not pending.pending.open
+    assert not request.open
     stage.pool.finish(1, [Unfinished(InferResponse(b"xx"))])
     assert stage.batcher.queue_length == 0
     assert await stage.batcher.drain(0.0)
@@ -299,17 +307,60 @@ async def test_unfinished_requests_stay_on_their_executor() -> None:
 
 
 @run
+async def test_a_request_inside_a_run_is_answered_at_its_deadline_and_its_sequence_goes_on() -> None:
+    stage = Stage(1, sequences=SEQUENCES)
+    late = stage.submit("late", "s", deadline_s=stage.now_s + 0.01)
+    after = stage.submit("after", "s")
+    stage.now_s += 0.01
+    with pytest.raises(DeadlineExceeded):
+        await asyncio.wait_for(late.future, 30.0)
+    assert (stage.running(1), stage.pool.cancelled) == (["late"], [(1, 0)])
+    stage.pool.finish(1, [DeadlineExceeded("too late")])
+    assert stage.running(1) == ["after"]
+    stage.pool.finish(1)
+    assert (await after.future).body == b"after"
+    assert await stage.batcher.drain(0.0)
+
+
+@run
+async def test_an_unfinished_request_ends_at_its_deadline_and_is_in_no_further_batch() -> None:
+    stage = Stage(1)
+    streamed = stage.submit("a", deadline_s=stage.now_s + 0.01)
+    stage.pool.finish(1, [Unfinished(InferResponse(b"one"))])
+    response = await streamed.future
+    assert isinstance(response, StreamedResponse)
+    stage.now_s += 0.01
+    parts = []
+    with pytest.raises(DeadlineExceeded):
+        async for part in response.chunks:
+            parts.append(part)
+    assert parts == [b"one"]
+    stage.pool.finish(1, [Unfinished(InferResponse(b"late"))])
+    assert stage.pool.inside == {}
+    assert await stage.batcher.drain(0.0)
+
+
+@run
+async def test_a_request_waited_until_its_lane_began() -> None:
+    stage = Stage(1, sequences=SEQUENCES)
+    request = stage.submit("a", "s")
+    stage.now_s += 3.0
+    stage.pool.finish(1, began_s=101.0)
+    assert (request.enqueued_s, request.dequeued_s) == (100.0, 101.0)
+
+
+@run
 async def test_a_client_that_leaves_ends_its_part_of_a_continuous_batch() -> None:
     stage = Stage(1)
     leaving, staying = stage.submit("a"), stage.submit("b")
     if stage.running(1) == ["a"]:
         stage.pool.finish(1, [Unfinished(InferResponse(b"."))])
     assert stage.running(1) == ["a", "b"]
-    stage.batcher.withdraw(leaving.pending)
+    stage.batcher.withdraw(leaving)
     stage.pool.finish(1, [Unfinished(InferResponse(b".")), Unfinished(InferResponse(b"."))])
     assert stage.running(1) == ["b"]
     stage.pool.finish(1)
-    assert isinstance(await staying.answer, StreamedResponse)
+    assert isinstance(await staying.future, StreamedResponse)
 
 
 @run
@@ -335,25 +386,30 @@ async def test_the_wait_for_company_ends_by_itself() -> None:
     assert stage.running(1) == ["a"]
 
 
+def begun(*headers: tuple[str, str]) -> dict[str, str]:
+    """The headers that the handler sees of a request with these."""
+    request = Request("id", 0.0)
+    request.headers = headers
+    begin_sequence(request)
+    return dict(request.headers)
+
+
 def test_a_request_without_a_sequence_begins_one_and_its_handler_sees_that() -> None:
-    begun = begin_sequence(InferRequest("id", ()))
-    assert dict(begun.headers) == {
-        "ts_request_sequence_start": "true",
-        "ts_request_sequence_id": "ts-seq-id",
-    }
-    named = InferRequest("id", (), ((SEQUENCE_ID, "mine"),))
-    assert begin_sequence(named) is named
+    assert begun() == {"ts_request_sequence_start": "true", "ts_request_sequence_id": "ts-seq-id"}
+
+
+def test_a_request_that_names_its_sequence_keeps_its_headers() -> None:
+    assert begun((SEQUENCE_ID, "mine"), ("other", "x")) == {SEQUENCE_ID: "mine", "other": "x"}
 
 
 def test_the_header_of_a_sequence_may_be_spelt_in_any_case() -> None:
-    spelt = begin_sequence(InferRequest("id", (), (("Ts_Request_Sequence_Id", "mine"),)))
-    assert dict(spelt.headers)[SEQUENCE_ID] == "mine"
-    assert "ts_request_sequence_start" not in dict(spelt.headers)
+    spelt = begun(("Ts_Request_Sequence_Id", "mine"))
+    assert spelt[SEQUENCE_ID] == "mine"
+    assert "ts_request_sequence_start" not in spelt
 
 
 def test_a_header_that_names_no_sequence_begins_one() -> None:
-    begun = begin_sequence(InferRequest("id", (), (("other", "x"), ("Ts_Request_Sequence_Id", ""))))
-    assert dict(begun.headers)[SEQUENCE_ID] == "ts-seq-id"
+    assert begun(("other", "x"), ("Ts_Request_Sequence_Id", ""))[SEQUENCE_ID] == "ts-seq-id"
 
 
 @run
@@ -363,7 +419,7 @@ async def test_what_waits_in_a_sequence_that_is_over_is_answered_when_another_re
     stage.now_s += 30.0
     stage.submit("b", "t")
     with pytest.raises(Unavailable):
-        await waiting.answer
+        await waiting.future
 
 
 @run
@@ -372,10 +428,9 @@ async def test_a_request_that_is_given_back_to_a_sequence_that_is_over_is_answer
     begun = stage.submit("a", "s")
     stage.now_s += 30.0
     stage.batcher.pump()
-    _, sink = stage.pool.inside.pop(1)
-    sink.returned()
+    stage.pool.inside.pop(1).give_back()
     with pytest.raises(Unavailable):
-        await begun.answer
+        await begun.future
     assert await stage.batcher.drain(0.0)
 
 
@@ -389,7 +444,7 @@ async def test_draining_ends_with_the_sequence_that_held_it_up() -> None:
     stage.batcher.pump()
     assert await asyncio.wait_for(drained, 1.0)
     with pytest.raises(Unavailable):
-        await waiting.answer
+        await waiting.future
 
 
 @run
@@ -398,7 +453,7 @@ async def test_a_sequence_goes_on_after_the_executor_with_its_unfinished_request
     begun = stage.submit("a", "s")
     stage.pool.ids = (2,)  # scaled down and up again: what is inside is finished by the executor that goes
     stage.pool.finish(1, [Unfinished(InferResponse(b"."))])
-    response = await begun.answer
+    response = await begun.future
     assert isinstance(response, StreamedResponse)
     with pytest.raises(ExecutorDied):
         _ = [chunk async for chunk in response.chunks]
@@ -421,11 +476,11 @@ async def test_what_waits_is_answered_when_every_executor_gave_up() -> None:
     stage = Stage(1, sequences=SEQUENCES)
     stage.submit("a", "s")
     waiting = stage.submit("b", "s")
-    _, sink = stage.pool.inside.pop(1)
+    inside = stage.pool.inside.pop(1)
     stage.pool.ids, stage.pool.failed = (), (1,)
-    sink.done(BatchReport([ExecutorDied()]))
+    inside.done(BatchReport([ExecutorDied()]))
     with pytest.raises(Unavailable):
-        waiting.answer.result()
+        waiting.future.result()
     assert await stage.batcher.drain(0.0)
 
 
@@ -440,22 +495,22 @@ async def test_what_waits_behind_a_request_that_would_be_late_runs_at_once() -> 
         stage.pool.finish(1)
         assert stage.running(1) == ["c"]
         with pytest.raises(DeadlineExceeded):
-            hopeless.answer.result()
+            hopeless.future.result()
 
 
 @run
-async def test_a_request_that_is_given_back_when_nobody_waits_for_it_runs_no_more() -> None:
+async def test_a_request_that_is_given_back_after_its_client_left_runs_no_more() -> None:
     for sequences, name in ((SEQUENCES, "s"), (None, "")):
         stage = Stage(1, sequences=sequences)
         gone = stage.submit("a", name)
-        stage.batcher.withdraw(gone.pending)
-        _, sink = stage.pool.inside.pop(1)
-        sink.returned()
+        stage.batcher.withdraw(gone)
+        assert stage.pool.cancelled == [(1, 0)]
+        stage.pool.inside.pop(1).give_back()
         assert stage.pool.inside == {}
         stage.submit("b", name)
         assert stage.running(1) == ["b"]
         with pytest.raises(Cancelled):
-            gone.answer.result()
+            gone.future.result()
 
 
 @run
@@ -484,3 +539,21 @@ async def test_an_executor_has_its_next_batch_before_the_last_one_is_counted() -
     stage.batch_finished = lambda *counted: seen.append(stage.running(1))  # type: ignore[method-assign]
     stage.pool.finish(1)
     assert seen == [["b"]]
+
+
+@run
+async def test_a_request_that_crashed_its_worker_twice_by_itself_is_refused_from_then_on() -> None:
+    crash = ExecutorDied("killed by signal 11 (SIGSEGV)", crashed=True)
+    for sequences, name in ((SEQUENCES, "s"), (None, "")):
+        stage = Stage(1, sequences=sequences)
+        tries = []
+        for number in range(2):
+            tries.append(stage.submit(f"try-{number}", name))
+            stage.now_s += 1.0
+            stage.pool.finish(1, [crash])
+        with pytest.raises(ExecutorDied):
+            await tries[0].future
+        with pytest.raises(Quarantined):
+            await tries[1].future
+        with pytest.raises(Quarantined):
+            stage.submit("third", name)

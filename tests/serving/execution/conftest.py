@@ -2,6 +2,7 @@
 
 import asyncio
 import textwrap
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 
 from torchere.serving.execution.executor import BatchReport, LoadSpec
+from torchere.serving.execution.pool import WorkerPool
+from torchere.serving.execution.run import Run
 from torchere.serving.types import InferRequest, InferResponse, Parameter
 
 HANDLER = """
@@ -38,25 +41,26 @@ HANDLER = """
 
 
 class Sink:
-    """Remembers what a batch gave; await `report` for its end."""
+    """A batch and what it gave; await `report` for its end."""
 
     def __init__(self) -> None:
+        self.run: Run | None = None
         self.parts: list[tuple[int, InferResponse]] = []
         self.report: asyncio.Future[BatchReport] = asyncio.get_running_loop().create_future()
         self.given_back: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
-    gone: Sequence[int] = ()
+    def submit(self, pool: WorkerPool, requests: Sequence[InferRequest], **kind: Any) -> None:
+        """Have a pool run the batch."""
+        self.run = Run(requests, self, time.monotonic(), **kind)
+        pool.submit(self.run)
 
-    def begun(self, now_s: float) -> Sequence[int]:
-        return self.gone
-
-    def partial(self, index: int, part: InferResponse) -> None:
+    def run_part(self, run: Run, index: int, part: InferResponse) -> None:
         self.parts.append((index, part))
 
-    def done(self, report: BatchReport) -> None:
+    def run_done(self, run: Run, report: BatchReport) -> None:
         self.report.set_result(report)  # a second call would raise InvalidStateError
 
-    def returned(self) -> None:
+    def run_returned(self, run: Run) -> None:
         self.given_back.set_result(True)
 
     async def outcome(self) -> Any:

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from torchere.serving.execution import devices
 from torchere.serving.execution.devices import available_cores, gpu_count, intra_op_threads, new_places
 from torchere.serving.execution.executor import ExecutorState, ExecutorStatus
-from torchere.serving.execution.threads import ThreadPool
+from torchere.serving.execution.launch import ForkLauncher, worker_environment
+from torchere.serving.execution.pool import WorkerPool
 
 
 @pytest.mark.parametrize(
@@ -41,7 +42,7 @@ def test_without_a_quota_the_affinity_counts(tmp_path: Path, text: str) -> None:
 def test_no_more_gpus_are_used_than_there_are_and_the_operator_says(
     most: int | None, expected: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(devices, "visible_gpus", lambda: 4)
     assert gpu_count(most) == expected
     assert ("number_of_gpu=9, and CUDA shows 4 GPUs" in caplog.text) is (most == 9)
 
@@ -77,25 +78,28 @@ def test_the_executors_of_a_version_are_spread_evenly_over_its_gpus(
     assert places == list(zip(itertools.count(first_id), expected, strict=False))
 
 
+@pytest.mark.parametrize("shares_weights", [True, False])
 def test_a_version_that_is_scaled_up_takes_the_gpu_that_it_does_not_use_yet(
-    make_spec: Any, monkeypatch: pytest.MonkeyPatch
+    make_spec: Any, shares_weights: bool
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
     async def main() -> None:
         ids = itertools.count(9000, 2)  # with the executors of another version between
-        pool = ThreadPool(
-            make_spec(gpu_ids=(0, 1)),
+        launcher = ForkLauncher(worker_environment())
+        pool = WorkerPool(
+            make_spec(gpu_ids=(0, 1), shares_weights=shares_weights),
             response_timeout_s=30,
             startup_timeout_s=30,
+            max_retry_timeout_s=30,
             next_id=ids.__next__,
             on_free=lambda: None,
             on_loaded=lambda executor_id, load_s: None,
+            launcher=launcher,
         )
         for count in (1, 2):
             await pool.resize(count)
             await pool.warm_up()
         assert [status.gpu_id for status in pool.statuses()] == [0, 1]
         await pool.close()
+        await launcher.close()
 
     asyncio.run(main())

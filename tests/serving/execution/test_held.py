@@ -9,10 +9,8 @@ import pytest
 
 from torchere.serving.errors import ExecutorDied
 from torchere.serving.execution.launch import ForkLauncher, worker_environment
-from torchere.serving.execution.processes import ProcessPool
-from torchere.serving.execution.threads import ThreadPool
-from torchere.serving.execution.wire import Partial
-from torchere.serving.types import InferResponse
+from torchere.serving.execution.pool import WorkerPool
+from torchere.serving.execution.run import Run
 
 PARTS = 8
 PART_BYTES = 2**20  # more than a thread may be ahead, and more than a socket holds
@@ -32,7 +30,7 @@ STREAMING = f"""
 
 
 class Held:
-    """A sink that holds the executor from its first part on."""
+    """An owner of a run that holds its lane from the first part on."""
 
     def __init__(self, sink):
         self.sink = sink
@@ -40,11 +38,8 @@ class Held:
         self.go_on = None
         self.is_over = False
 
-    def begun(self, now_s):
-        return ()
-
-    def partial(self, index, part):
-        self.sink.partial(index, part)
+    def run_part(self, run, index, part):
+        self.sink.run_part(run, index, part)
         self.first.set()
         return None if self.is_over else self
 
@@ -56,22 +51,26 @@ class Held:
         self.is_over = True
         self.go_on()
 
-    def done(self, report):
-        self.sink.done(report)
+    def run_done(self, run, report):
+        self.sink.run_done(run, report)
 
-    def returned(self):
-        self.sink.returned()
+    def run_returned(self, run):
+        self.sink.run_returned(run)
 
 
 @asynccontextmanager
-async def pool_of(kind, spec):
-    timeouts = {"response_timeout_s": RESPONSE_TIMEOUT_S, "startup_timeout_s": 60.0}
-    told = {"on_free": lambda: None, "on_loaded": lambda executor_id, load_s: None}
-    shared = {**timeouts, **told, "next_id": itertools.count(9000).__next__}
+async def pool_of(spec):
     launcher = ForkLauncher(worker_environment())
-    pool = ThreadPool(spec, **shared)
-    if kind == "process":
-        pool = ProcessPool(spec, **shared, max_retry_timeout_s=60.0, launcher=launcher)
+    pool = WorkerPool(
+        spec,
+        response_timeout_s=RESPONSE_TIMEOUT_S,
+        startup_timeout_s=60.0,
+        max_retry_timeout_s=60.0,
+        next_id=itertools.count(9000).__next__,
+        on_free=lambda: None,
+        on_loaded=lambda executor_id, load_s: None,
+        launcher=launcher,
+    )
     try:
         await pool.resize(1)
         await pool.warm_up()
@@ -87,10 +86,10 @@ def held_run(make_spec, make_sink, make_request):
 
     def runner(kind, test):
         async def main():
-            spec = make_spec(STREAMING)
-            async with pool_of(kind, spec) as pool:
+            spec = make_spec(STREAMING, shares_weights=kind == "thread")
+            async with pool_of(spec) as pool:
                 held = Held(make_sink())
-                pool.submit([make_request("x")], held)
+                pool.submit(Run([make_request("x")], held))
                 await asyncio.wait_for(held.first.wait(), 30)
                 await test(pool, held, Path(spec.archive_dir))
 
@@ -129,15 +128,3 @@ def test_a_pool_closes_while_an_executor_is_held(held_run, kind):
         await asyncio.wait_for(closing, 30)
 
     held_run(kind, test)
-
-
-def test_what_was_read_before_a_worker_was_paused_does_not_let_its_time_run(held_run):
-    async def test(pool, held, folder):
-        (slot,) = pool._slots
-        slot._on_message(Partial(next(iter(slot._inside)), 0, InferResponse(b"read before")))
-        await asyncio.sleep(2 * RESPONSE_TIMEOUT_S)
-        assert pool.statuses()[0].losses == 0
-        held.over()
-        assert (await held.sink.outcome()).body == b"end"
-
-    held_run("process", test)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -13,11 +14,12 @@ from torchere.handlers.shared_models import SharedModels
 from torchere.handlers.tensors import BYTES, DATATYPES, tensor_type
 from torchere.serving.errors import HandlerFailed, InvalidRequest, LoadFailed, OutOfResources
 from torchere.serving.execution import host as host_module
+from torchere.serving.execution import lanes
 from torchere.serving.execution.executor import BatchReport, LoadSpec
 from torchere.serving.execution.frames import FrameReader
 from torchere.serving.execution.host import HandlerHost
-from torchere.serving.execution.wire import Run, encode_frame, from_worker_decoder, report_from_done
-from torchere.serving.execution.worker import Worker
+from torchere.serving.execution.process import Lane, WorkerMain
+from torchere.serving.execution.wire import Done, Run, data_from_worker, encode_frame, report_from_done
 from torchere.serving.telemetry.worker_lines import WorkerFormatter
 from torchere.serving.types import InferRequest, InferResponse, Parameter
 
@@ -254,23 +256,39 @@ class Lost:
 
     has_lost_its_gpu = False
 
-    def run(self, requests: list[InferRequest], send_partial: object) -> BatchReport:
+    def run(self, requests: list[InferRequest], *of_the_run: object) -> BatchReport:
         self.has_lost_its_gpu = True
         return BatchReport([OutOfResources("Out of resources")] * len(requests))
 
 
-def test_a_worker_without_its_gpu_answers_and_ends() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        worker = Worker(theirs, WorkerFormatter())
-        worker._host = Lost()  # type: ignore[assignment]
-        ours.sendall(encode_frame(Run(1, [InferRequest("a", ())])) * 2)
-        worker.serve()
-        done = from_worker_decoder.decode(FrameReader(ours).next())
-        ours.setblocking(False)
+@pytest.mark.parametrize("shares_weights", [True, False])
+def test_a_worker_without_its_gpu_answers_and_ends(
+    make_spec: Callable[..., LoadSpec], *, shares_weights: bool
+) -> None:
+    data, control = socket.socketpair(), socket.socketpair()
+    descriptor = lanes.create(1)
+    with data[0], data[1], control[0], control[1]:
+        worker = WorkerMain(data[1], control[1], descriptor, WorkerFormatter())
+        worker.page = lanes.LanePage(descriptor, 1)
+        os.close(descriptor)
+        worker._spec = make_spec(shares_weights=shares_weights)
+        lane = Lane(0, Lost(), worker)  # type: ignore[arg-type]
+        worker._lanes.append(lane)
+        data[0].sendall(encode_frame(Run(1, 0, (InferRequest("a", ()),))) * 2)
+        if shares_weights:
+            worker.serve_lane(lane)
+            assert control[1].recv(1) == b""  # which ends the main thread
+        else:
+            worker._serve_alone()
+        frame = FrameReader(data[0]).next()
+        assert frame is not None
+        done = data_from_worker.decode(frame)
+        data[0].setblocking(False)
         with pytest.raises(BlockingIOError):
-            ours.recv(1)
+            data[0].recv(1)
 
+    assert isinstance(done, Done)
+    assert done.is_last
     assert isinstance(report_from_done(done, 1).outcomes[0], OutOfResources)
 
 

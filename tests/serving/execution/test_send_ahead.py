@@ -2,20 +2,20 @@
 
 import pytest
 
-from torchere.serving.execution.send_ahead import ahead_of_threads, depth
+from torchere.serving.execution.send_ahead import inside_a_lane
 
 
 @pytest.mark.parametrize(
     ("mean_run_s", "batches"), [(0.0, 8), (0.0005, 8), (0.0015, 5), (0.0019, 4), (0.002, 1), (1.0, 1)]
 )
-def test_the_quicker_a_worker_is_the_more_it_gets(mean_run_s: float, batches: int) -> None:
-    assert depth(mean_run_s) == batches
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_the_quicker_a_lane_is_the_more_it_gets(mean_run_s: float, batches: int, lanes: int) -> None:
+    assert inside_a_lane(mean_run_s, lanes) == (2 if lanes > 1 and mean_run_s == 0.002 else batches)
 
 
-@pytest.mark.parametrize(
-    ("mean_wall_s", "batches"), [(0.0005, 3), (0.009, 3), (0.01, 0), (1.0, 0), (float("inf"), 0)]
-)
-def test_threads_have_a_batch_each_in_their_inbox_while_they_are_quick(
-    mean_wall_s: float, batches: int
+@pytest.mark.parametrize(("mean_run_s", "batches"), [(0.009, 2), (0.01, 1), (float("inf"), 1)])
+def test_lanes_that_share_a_socket_have_a_batch_each_ahead_for_longer(
+    mean_run_s: float, batches: int
 ) -> None:
-    assert ahead_of_threads(3, mean_wall_s) == batches
+    assert inside_a_lane(mean_run_s, 2) == batches
+    assert inside_a_lane(mean_run_s, 1) == 1

@@ -20,14 +20,19 @@ from torchere.serving.execution.executor import BatchReport, LoadSpec, Unfinishe
 from torchere.serving.execution.wire import (
     HEADER,
     Load,
+    Ping,
+    Pong,
     Run,
+    control_from_worker,
+    control_to_worker,
+    data_from_worker,
+    data_to_worker,
     done_from_report,
     encode_frame,
     encode_report,
-    from_worker_decoder,
+    encode_run,
     load_of,
     report_from_done,
-    to_worker_decoder,
 )
 from torchere.serving.types import InferRequest, InferResponse, Parameter
 
@@ -40,7 +45,9 @@ def payload(frame: bytearray) -> bytes:
 
 def test_a_batch_survives_the_way_to_a_worker() -> None:
     request = InferRequest("id", (Parameter("body", b"\x00\xff", "image/png"),), (("a", "é"),), 12.5)
-    assert to_worker_decoder.decode(payload(encode_frame(Run(7, (request,))))) == Run(7, (request,))
+    run = Run(7, 3, (request,))
+    assert data_to_worker.decode(payload(encode_frame(run))) == run
+    assert encode_run(7, 3, [request]) == encode_frame(run)
 
 
 def test_a_load_survives_the_way_to_a_worker() -> None:
@@ -55,8 +62,8 @@ def test_a_load_survives_the_way_to_a_worker() -> None:
         gpu_ids=(0, 1),
         declared_metrics=declared,
     )
-    message = Load(spec, 1, "token")
-    assert to_worker_decoder.decode(payload(encode_frame(message))) == message
+    message = Load(spec, (1, None), "token")
+    assert control_to_worker.decode(payload(encode_frame(message))) == message
 
 
 @pytest.mark.parametrize(
@@ -72,7 +79,7 @@ def test_a_load_survives_the_way_to_a_worker() -> None:
 )
 def test_a_model_config_that_would_become_another_stays_in_its_file(config: Any, is_sent: bool) -> None:
     spec = LoadSpec("m", "1.0", "/dir", "h.py", {"model": {"configFile": "c.yaml"}}, config)
-    message = to_worker_decoder.decode(payload(encode_frame(load_of(spec, None, "token"))))
+    message = control_to_worker.decode(payload(encode_frame(load_of(spec, (None,), "token"))))
     assert isinstance(message, Load)
     assert (message.spec.model_config, message.config_file) == ((config, "") if is_sent else ({}, "c.yaml"))
 
@@ -85,7 +92,7 @@ def test_a_report_survives_the_way_back() -> None:
         OutOfResources("Out of resources", "MemoryError"),
         Unfinished(InferResponse(b"part")),
     ]
-    done = from_worker_decoder.decode(
+    done = data_from_worker.decode(
         payload(encode_frame(done_from_report(7, BatchReport(outcomes, 0.25, (metric,)))))
     )
     back = report_from_done(done, 4)
@@ -115,14 +122,12 @@ def test_a_failure_is_of_the_same_kind_on_both_sides(failure: ServingError) -> N
 def test_metrics_that_cannot_be_sent_cost_no_answer() -> None:
     metric = MetricSample("\ud800", 1.0, "ms", "gauge", (), ())
     answer = InferResponse(b"x")
-    done = from_worker_decoder.decode(payload(encode_report(7, BatchReport([answer], 0.25, (metric,)))))
+    done = data_from_worker.decode(payload(encode_report(7, BatchReport([answer], 0.25, (metric,)))))
     assert report_from_done(done, 1).outcomes == [answer]
 
 
 def test_an_answer_that_cannot_be_sent_is_a_failure_of_its_handler() -> None:
-    done = from_worker_decoder.decode(
-        payload(encode_report(7, BatchReport([InferResponse(b"x", (), 2**70)])))
-    )
+    done = data_from_worker.decode(payload(encode_report(7, BatchReport([InferResponse(b"x", (), 2**70)]))))
     (failed,) = report_from_done(done, 1).outcomes
     assert isinstance(failed, HandlerFailed)
 
@@ -131,7 +136,7 @@ def test_an_answer_longer_than_a_frame_fails_alone_and_does_not_cost_its_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 1000)
-    done = from_worker_decoder.decode(payload(encode_report(7, BatchReport([InferResponse(b"x" * 1000)]))))
+    done = data_from_worker.decode(payload(encode_report(7, BatchReport([InferResponse(b"x" * 1000)]))))
     (failed,) = report_from_done(done, 1).outcomes
     assert isinstance(failed, HandlerFailed)
 
@@ -144,6 +149,17 @@ def test_a_wrong_number_of_outcomes_fails_them_all() -> None:
 
 
 @pytest.mark.parametrize("junk", [b"", b"\x80\x04K\x01.", b"\x93\x01\x02", b"\xc0", b"[1]"])
-def test_what_is_not_a_message_is_refused(junk: bytes) -> None:
+@pytest.mark.parametrize("decoder", [data_from_worker, control_from_worker])
+def test_what_is_not_a_message_is_refused(decoder: Any, junk: bytes) -> None:
     with pytest.raises(msgspec.MsgspecError):
-        from_worker_decoder.decode(junk)
+        decoder.decode(junk)
+
+
+def test_a_message_of_the_other_socket_is_refused() -> None:
+    done = payload(encode_frame(done_from_report(7, BatchReport([InferResponse(b"one")]))))
+    with pytest.raises(msgspec.MsgspecError):
+        control_from_worker.decode(done)
+    with pytest.raises(msgspec.MsgspecError):
+        data_from_worker.decode(payload(encode_frame(Pong())))
+    with pytest.raises(msgspec.MsgspecError):
+        data_to_worker.decode(payload(encode_frame(Ping())))

@@ -1,9 +1,8 @@
-"""Planes that answer what a test tells them to, and a client that calls an ASGI app without a socket."""
+"""Planes that answer what a test tells them to, and a client on a connection without a socket."""
 
 import asyncio
 import json
-import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from types import SimpleNamespace
@@ -11,18 +10,20 @@ from typing import Any
 
 import pytest
 
-from torchere.serving.batching.pending import Reply
+from torchere.serving.batching.request import Request
 from torchere.serving.errors import ModelNotFound, NotAllowed, ServingError, Unauthorized, VersionNotFound
 from torchere.serving.execution.executor import ExecutorState, ExecutorStatus
 from torchere.serving.frontend.controlplane import ModelPage, Progress, Registered, VersionDescription
 from torchere.serving.frontend.model_facts import ModelFacts
 from torchere.serving.frontend.readiness import Readiness
-from torchere.serving.frontend.rest.app import listener_app
+from torchere.serving.frontend.rest.app import listener_of
+from torchere.serving.frontend.rest.connection import Connection
+from torchere.serving.frontend.rest.listener import Listener
 from torchere.serving.frontend.services import Services
 from torchere.serving.registry.version import VersionState
 from torchere.serving.settings import Limits, ModelSettings, ServerSettings
 from torchere.serving.telemetry.metrics import Metrics
-from torchere.serving.telemetry.statistics import VersionStatistics
+from torchere.serving.telemetry.numbers import VersionNumbers
 from torchere.serving.types import InferRequest, InferResponse, ModelKey
 
 
@@ -30,20 +31,19 @@ class FakeDataPlane:
     """Knows the model `echo` in version `1.0`, and answers with the first parameter's value.
 
     Set `behave` to answer otherwise; it gets the request and may raise or wait. `asked` keeps every
-    (model, version, request), `direct` counts those that came without a coroutine, and `withdrawn` those that
-    were cancelled.
+    (model, version, request), and `withdrawn` counts those that were cancelled.
     """
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str | None, InferRequest]] = []
         self.behave: Callable[[InferRequest], Awaitable[Any]] | None = None
         self.withdrawn = 0
-        self.direct = 0
         self.sole: str | None = None
         self.signature: str | None = None
         self.is_healthy = True
         self.is_ready = Readiness(True)
         self.is_started = Readiness(True)
+        self.readiness_listeners: set[Callable[[], None]] = set()
         self.known = ModelFacts(
             key=ModelKey("echo", "1.0"),
             versions=("1.0",),
@@ -52,7 +52,7 @@ class FakeDataPlane:
             signature=None,
             max_batch_size=1,
             ready=True,
-            statistics=VersionStatistics(),
+            numbers=VersionNumbers("echo", "1.0"),
         )
 
     async def infer(self, model: str, version: str | None, request: InferRequest, group: str = "") -> Any:
@@ -66,31 +66,24 @@ class FakeDataPlane:
             self.withdrawn += 1
             raise
 
-    def admit(
-        self,
-        model: str,
-        version: str | None,
-        request: InferRequest,
-        reply: Reply,
-        group: str = "",
-        *,
-        timeline: Any = None,
-    ) -> Any:
+    def admit(self, request: Request, model: str, version: str | None) -> Any:
         self.check_exists(model, version)
-        self.direct += 1
-        task = asyncio.get_running_loop().create_task(self._reply(model, version, request, reply, timeline))
-        return SimpleNamespace(withdraw=task.cancel, hurry=lambda: None)
+        task = asyncio.get_running_loop().create_task(self._reply(model, version, request))
+        return SimpleNamespace(batcher=SimpleNamespace(withdraw=lambda _: task.cancel()))
 
-    async def _reply(
-        self, model: str, version: str | None, request: InferRequest, reply: Reply, timeline: Any
-    ) -> None:
+    async def _reply(self, model: str, version: str | None, request: Request) -> None:
+        asked = InferRequest(
+            request.request_id,
+            tuple(request.parameters),
+            tuple(request.headers),
+            request.deadline_s,
+            request.priority,
+        )
         try:
-            outcome = await self.infer(model, version, request)
+            outcome = await self.infer(model, version, asked)
         except ServingError as error:
             outcome = error
-        if timeline is not None:
-            timeline.answered(SimpleNamespace(request=request), time.monotonic())
-        reply(outcome)
+        request.finish(outcome)
 
     def check_exists(self, model: str, version: str | None) -> None:
         if model != "echo":
@@ -216,7 +209,7 @@ class FakeKeys:
 
 @dataclass
 class Answer:
-    """What an ASGI app sent."""
+    """What a connection sent for one request."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
@@ -231,45 +224,92 @@ class Answer:
     def json(self) -> Any:
         return json.loads(self.body)
 
-    def take(self, message: Mapping[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            self.headers = {name.decode(): value.decode("latin-1") for name, value in message["headers"]}
-        else:
-            self.chunks.append(message.get("body", b""))
-            self.ended = not message.get("more_body", False)
+
+def answer_in(said: bytes) -> Answer:
+    """The answer that these bytes are; it has not `ended` while some are missing."""
+    head, _, rest = said.partition(b"\r\n\r\n")
+    line, *lines = head.decode("latin-1").split("\r\n")
+    answer = Answer(int(line.split()[1]), dict(each.split(": ", 1) for each in lines))
+    if "transfer-encoding" not in answer.headers:
+        answer.chunks = [rest]
+        answer.ended = len(rest) == int(answer.headers.get("content-length", "0"))
+        return answer
+    while rest and not answer.ended:
+        size, _, rest = rest.partition(b"\r\n")
+        length = int(size, 16)
+        answer.chunks.append(rest[:length])
+        answer.ended = length == 0
+        rest = rest[length + 2 :]
+    return answer
 
 
-async def ask_async(app: Any, method: str, target: str, body: bytes = b"", **headers: str) -> Answer:
-    """Call an app with one request; header names are given with underscores for dashes."""
-    path, _, query = target.partition("?")
-    raw = [(name.replace("_", "-").lower().encode(), value.encode()) for name, value in headers.items()]
-    raw.append((b"content-length", b"%d" % len(body)))
-    scope = {
-        "type": "http",
-        "method": method,
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": query.encode(),
-        "headers": raw,
-        "http_version": "1.1",
-        "client": ("127.0.0.1", 4321),
-        "server": ("127.0.0.1", 80),
-        "scheme": "http",
-    }
-    incoming = [{"type": "http.request", "body": body, "more_body": False}]
-    never = asyncio.Event()
-    answer = Answer()
+class FakeTransport(asyncio.Transport):
+    """Keeps what is written; `answered` returns the answer once it is whole, or the connection closed."""
 
-    async def receive() -> dict[str, Any]:
-        if not incoming:
-            await never.wait()
-        return incoming.pop()
+    def __init__(self, *, is_head: bool = False) -> None:
+        super().__init__({"peername": ("127.0.0.1", 4321), "sockname": ("127.0.0.1", 80)})
+        self.said = b""
+        self._is_head = is_head
+        self._closed = False
+        self._changed = asyncio.Event()
 
-    async def send(message: Mapping[str, Any]) -> None:
-        answer.take(message)
+    async def answered(self) -> Answer:
+        while True:
+            if b"\r\n\r\n" in self.said:
+                answer = answer_in(self.said)
+                if answer.ended or self._closed or self._is_head:
+                    return answer
+            self._changed.clear()
+            await self._changed.wait()
 
-    await app(scope, receive, send)
+    def write(self, data: Any) -> None:
+        self.said += data
+        self._changed.set()
+
+    def close(self) -> None:
+        self._closed = True
+        self._changed.set()
+
+    def abort(self) -> None:
+        self.close()
+
+    def is_closing(self) -> bool:
+        return self._closed
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
+    def get_write_buffer_limits(self) -> tuple[int, int]:
+        return 16_384, 65_536
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+
+async def ask_async(
+    listener: Listener, method: str, target: str, body: bytes = b"", **headers: str
+) -> Answer:
+    """Make one request to a listener; header names are given with underscores for dashes."""
+    target = target.replace("\n", "%0A")
+    names = [(name.replace("_", "-").lower(), value) for name, value in headers.items()]
+    lines = [f"{name}: {value}" for name, value in [*names, ("content-length", len(body))]]
+    data = "\r\n".join([f"{method} {target} HTTP/1.1", *lines, "", ""]).encode("latin-1") + body
+    transport = FakeTransport(is_head=method == "HEAD")
+    connection = Connection(listener)
+    connection.connection_made(transport)
+    while data and not transport.is_closing():
+        room = connection.get_buffer(-1)
+        size = min(len(room), len(data))
+        room[:size] = data[:size]
+        data = data[size:]
+        connection.buffer_updated(size)
+    answer = await asyncio.wait_for(transport.answered(), 20)
+    await asyncio.wait_for(asyncio.gather(*listener.tasks), 20)
+    transport.close()
+    connection.connection_lost(None)
     return answer
 
 
@@ -289,17 +329,17 @@ def planes():
 
 @pytest.fixture
 def ask(planes):
-    """`ask(surfaces, method, target, body, **headers)`: one request to a fresh app over the fakes."""
+    """`ask(surfaces, method, target, body, **headers)`: one request to a fresh listener over the fakes."""
 
     def call(surfaces: str, method: str, target: str, body: bytes = b"", **headers: str) -> Answer:
         services = planes.services(keys=headers.pop("keys", None))
-        app = listener_app(frozenset(surfaces.split("+")), planes.data, planes.control, services)
-        return asyncio.run(ask_async(app, method, target, body, **headers))
+        listener = listener_of(frozenset(surfaces.split("+")), planes.data, planes.control, services)
+        return asyncio.run(ask_async(listener, method, target, body, **headers))
 
     return call
 
 
 @pytest.fixture
-def ask_app():
-    """`ask_app(app, method, target, body, **headers)`, to await: one request to a given app."""
+def ask_listener():
+    """`ask_listener(listener, method, target, body, **headers)`, to await: one request to it."""
     return ask_async

@@ -25,7 +25,7 @@ from grpc_health.v1 import health_pb2
 from torchere.archiver.signature import Signature, TensorSpec
 from torchere.serving.errors import HandlerFailed
 from torchere.serving.frontend.grpc.server import inference_server
-from torchere.serving.frontend.rest.app import listener_app
+from torchere.serving.frontend.rest.app import listener_of
 from torchere.serving.frontend.rest.server import RestServer
 from torchere.serving.frontend.tls import Certificates, CertificateUnusable, TlsFiles
 from torchere.serving.settings import Address
@@ -79,7 +79,7 @@ def write(files: TlsFiles, certificate: bytes, private_key: bytes) -> None:
 
 @contextlib.asynccontextmanager
 async def rest_server(planes, certificates):
-    app = listener_app(
+    app = listener_of(
         frozenset({"inference"}), planes.data, planes.control, planes.services(max_request_bytes=2**20)
     )
     server = RestServer(app, Address(port=0, tls=True), drain_timeout_s=2, certificates=certificates)

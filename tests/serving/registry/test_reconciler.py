@@ -6,16 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import AwaitedRequest
 
 from torchere.serving.batching.batcher import Batcher
-from torchere.serving.batching.pending import AwaitedReply
 from torchere.serving.errors import LoadFailed, Unavailable
 from torchere.serving.execution.executor import BatchReport
+from torchere.serving.execution.run import Run
 from torchere.serving.registry.reconciler import Reconciler
 from torchere.serving.registry.store import StoredArchive
 from torchere.serving.registry.version import Origin, Version, VersionState
 from torchere.serving.settings import BatchSettings, ModelSettings
-from torchere.serving.types import InferRequest, InferResponse, ModelKey
+from torchere.serving.types import InferResponse, ModelKey
 
 
 class PuppetPool:
@@ -25,7 +26,6 @@ class PuppetPool:
         self.size = 0
         self.in_service = 0
         self.free = 0
-        self.on_loop = False
         self.ahead = 0
         self.gate = asyncio.Event()
         self.gate.set()
@@ -46,9 +46,9 @@ class PuppetPool:
     def statuses(self) -> tuple[Any, ...]:
         return ()
 
-    def submit(self, requests: Any, sink: Any, executor_id: int | None = None, *, behind: int = 0) -> None:
+    def submit(self, run: Run) -> None:
         self.free -= 1
-        self.sink = sink
+        self.run = run
 
     async def close(self) -> None:
         self.calls.append("close")
@@ -72,6 +72,9 @@ class Stage:
         settings = ModelSettings().scaled(executors, executors)
         self.version = Version(ModelKey("m", "1"), origin, settings, self.pool, batcher, observer=self)  # type: ignore[arg-type]
         self.reconciler = Reconciler(drain_timeout_s=5.0, on_gone=self._gone)
+
+    def batches_running(self, *_: object) -> None:
+        """Nothing is counted here."""
 
     def batch_finished(self, *_: object) -> None:
         """Nothing is counted here."""
@@ -116,8 +119,8 @@ def test_a_version_that_does_not_load_keeps_the_cause_and_answers_who_waits() ->
     async def main() -> None:
         stage = Stage()
         stage.pool.failure = LoadFailed("Failed to start", "no weights")
-        waiting = AwaitedReply()
-        stage.version.batcher.submit(InferRequest("a", ()), waiting)
+        waiting = AwaitedRequest("a", 0.0)
+        stage.version.batcher.submit(waiting)
         assert await stage.settle() is VersionState.FAILED
         assert stage.version.failure_text == "no weights"
         error = (await asyncio.gather(waiting.future, return_exceptions=True))[0]
@@ -130,15 +133,15 @@ def test_what_an_executor_runs_already_when_another_does_not_load_is_answered_fi
     async def main() -> None:
         stage = Stage()
         stage.pool.in_service = stage.pool.free = 1
-        running = AwaitedReply()
-        stage.version.batcher.submit(InferRequest("a", ()), running)
+        running = AwaitedRequest("a", 0.0)
+        stage.version.batcher.submit(running)
         await asyncio.sleep(0)
         stage.pool.failure = LoadFailed("Failed to start", "no memory for a second one")
         stage.reconciler.wake(stage.version)
         for _ in range(10):
             await asyncio.sleep(0)
         assert "close" not in stage.pool.calls
-        stage.pool.sink.done(BatchReport([InferResponse(b"whole")]))
+        stage.pool.run.done(BatchReport([InferResponse(b"whole")]))
         assert (await running.future).body == b"whole"
         assert await stage.settle() is VersionState.FAILED
 
@@ -148,8 +151,8 @@ def test_what_an_executor_runs_already_when_another_does_not_load_is_answered_fi
 def test_who_waited_when_one_executor_got_ready_and_the_next_did_not_is_answered_by_the_first() -> None:
     async def main() -> None:
         stage = Stage(executors=2)
-        waiting = AwaitedReply()
-        stage.version.batcher.submit(InferRequest("a", ()), waiting)
+        waiting = AwaitedRequest("a", 0.0)
+        stage.version.batcher.submit(waiting)
 
         async def warm_up_half() -> None:
             stage.pool.in_service = stage.pool.free = 1
@@ -157,9 +160,9 @@ def test_who_waited_when_one_executor_got_ready_and_the_next_did_not_is_answered
 
         stage.pool.warm_up = warm_up_half  # type: ignore[method-assign]
         stage.reconciler.wake(stage.version)
-        while not hasattr(stage.pool, "sink"):
+        while not hasattr(stage.pool, "run"):
             await asyncio.sleep(0)
-        stage.pool.sink.done(BatchReport([InferResponse(b"whole")]))
+        stage.pool.run.done(BatchReport([InferResponse(b"whole")]))
         assert (await waiting.future).body == b"whole"
         assert await stage.settle() is VersionState.FAILED
 
@@ -264,9 +267,9 @@ def test_scaling_to_nothing_does_not_wait_for_executors_that_load(loaded: int, w
         await stage.settle()
         await stage.begin_to_resize(3)
         stage.pool.free = 0  # what one may run runs
-        waiting = AwaitedReply()
+        waiting = AwaitedRequest("a", 0.0)
         if not loaded:
-            stage.version.batcher.submit(InferRequest("a", ()), waiting)
+            stage.version.batcher.submit(waiting)
         stage.version.target = 0
         stage.reconciler.wake(stage.version)
         stage.version.target = wanted_again
@@ -308,8 +311,8 @@ def test_what_still_waits_when_a_version_is_scaled_to_nothing_is_answered() -> N
         stage.reconciler = Reconciler(drain_timeout_s=0.01, on_gone=stage._gone)
         await stage.settle()
         stage.pool.free = 0  # busy
-        waiting = AwaitedReply()
-        stage.version.batcher.submit(InferRequest("a", ()), waiting)
+        waiting = AwaitedRequest("a", 0.0)
+        stage.version.batcher.submit(waiting)
         stage.version.target = 0
         assert await stage.settle() is VersionState.NEW
         error = (await asyncio.gather(waiting.future, return_exceptions=True))[0]

@@ -188,7 +188,7 @@ def test_the_loop_goes_on_while_the_store_is_looked_through_at_the_start(
     async def main() -> None:
         async with registry_of(tmp_path, load_models=("all",)) as registry:
             asyncio.get_running_loop().call_soon(goes_on.set)
-            await registry.load_at_startup()
+            await registry.load_at_startup(await registry.wanted_at_startup())
             assert not registry.served()
 
     monkeypatch.setattr(Store, "names", slowly)
@@ -198,7 +198,7 @@ def test_the_loop_goes_on_while_the_store_is_looked_through_at_the_start(
 def test_a_model_of_the_start_from_another_archive_is_missing_no_more(tmp_path: Path) -> None:
     async def main() -> None:
         async with registry_of(tmp_path, load_models=("n=away.mar",)) as registry:
-            await registry.load_at_startup()
+            await registry.load_at_startup(await registry.wanted_at_startup())
             await registry.opened()
             assert registry.missing() == ("n",)
             pack(tmp_path / "store" / "other.mar")
@@ -215,7 +215,7 @@ def test_a_model_that_can_not_be_restored_now_is_tried_again_by_the_next_start(t
     async def main() -> None:
         async with registry_of(tmp_path, snapshots=snapshots, snapshot_models=models) as registry:
             (tmp_path / "store" / "n.mar").touch()  # no archive, as one is where the disk is full
-            await registry.load_at_startup()
+            await registry.load_at_startup(await registry.wanted_at_startup())
             await registry.opened()
             assert registry.missing() == ("n",)
             pack(tmp_path / "store" / "n.mar")
@@ -250,7 +250,7 @@ def test_of_two_models_from_one_archive_the_one_that_lacks_is_tried_again(
 
     async def main() -> None:
         async with registry_of(tmp_path, snapshots=snapshots, snapshot_models=models) as registry:
-            await registry.load_at_startup()
+            await registry.load_at_startup(await registry.wanted_at_startup())
             await registry.opened()
             assert registry.missing() == (lacking,)
             assert sorted(model.name for model in restored(snapshots.directory)) == ["a", "b"]
@@ -268,7 +268,7 @@ def test_a_missing_model_that_is_unregistered_is_not_tried_again(version: str | 
     async def main() -> None:
         async with registry_of(tmp_path, snapshots=snapshots, snapshot_models=models) as registry:
             (tmp_path / "store" / "n.mar").touch()
-            await registry.load_at_startup()
+            await registry.load_at_startup(await registry.wanted_at_startup())
             await registry.opened()
             for other in (("n", "2.0"), ("k", version), ("n", version)):
                 assert registry.missing() == ("n",)
@@ -294,7 +294,7 @@ def test_the_default_of_the_next_start_is_the_one_that_lacks_unless_another_is_c
             for number in numbers:
                 pack(tmp_path / "store" / f"{number}.mar", number)
             (tmp_path / "store" / "2.0.mar").write_bytes(b"")
-            await registry.load_at_startup()
+            await registry.load_at_startup(await registry.wanted_at_startup())
             await registry.opened()
             if chosen is not None:
                 registry.set_default("m", chosen)
@@ -315,7 +315,7 @@ def test_of_two_missing_versions_the_one_that_is_registered_is_there_and_another
         async with registry_of(tmp_path, snapshots=snapshots, snapshot_models=models) as registry:
             for model in models:
                 (tmp_path / "store" / model.archive).touch()
-            await registry.load_at_startup()
+            await registry.load_at_startup(await registry.wanted_at_startup())
             await registry.opened()
             pack(tmp_path / "store" / f"{registered}.mar", registered)
             await registry.register(Wanted(f"{registered}.mar", Asked()))
@@ -331,7 +331,7 @@ async def next_start(folder: Path, snapshots: SnapshotSettings, **settings: obje
         server, model_store=folder / "store", temp_dir=folder, snapshots=snapshots, load_models=(), **settings
     )
     registry = Registry(server, RegistryMetrics(Metrics("host")))
-    await registry.load_at_startup()
+    await registry.load_at_startup(await registry.wanted_at_startup())
     await registry.opened()
     found = (*registry.served(), *(f"!{name}" for name in registry.missing()))
     await registry.close()
@@ -348,7 +348,7 @@ def test_what_never_could_be_unpacked_is_tried_again_by_every_start_until_it_can
     async def main() -> None:
         async with registry_of(tmp_path, load_models=items, snapshots=snapshots) as registry:
             (tmp_path / "store" / "broken.mar").touch()
-            await registry.load_at_startup()
+            await registry.load_at_startup(await registry.wanted_at_startup())
             await registry.opened()
         missing = "!b" if name == "b" else "!broken"
         assert await next_start(tmp_path, snapshots) == ("m", missing)
@@ -370,7 +370,7 @@ def test_of_all_a_store_holds_what_was_taken_out_of_it_is_not_missed(tmp_path: P
     async def main() -> None:
         async with registry_of(tmp_path, load_models=("all",), snapshots=snapshots) as registry:
             (tmp_path / "store" / "broken.mar").touch()
-            await registry.load_at_startup()
+            await registry.load_at_startup(await registry.wanted_at_startup())
             await registry.opened()
         (tmp_path / "store" / "broken.mar").unlink()
         assert await next_start(tmp_path, snapshots) == ("m",)
@@ -383,7 +383,7 @@ def test_what_a_named_item_lacks_is_missed_as_long_as_it_is_not_there(tmp_path: 
 
     async def main() -> None:
         async with registry_of(tmp_path, load_models=("away.mar",), snapshots=snapshots) as registry:
-            await registry.load_at_startup()
+            await registry.load_at_startup(await registry.wanted_at_startup())
             await registry.opened()
         assert await next_start(tmp_path, snapshots) == ("!away",)
 
@@ -393,7 +393,7 @@ def test_what_a_named_item_lacks_is_missed_as_long_as_it_is_not_there(tmp_path: 
 def test_what_would_not_load_leaves_missing_what_it_stood_for(tmp_path: Path) -> None:
     async def main() -> None:
         async with registry_of(tmp_path, load_models=("n=away.mar",)) as registry:
-            await registry.load_at_startup()
+            await registry.load_at_startup(await registry.wanted_at_startup())
             await registry.opened()
             failing = await registry.register(Wanted("m.mar", Asked(), name="n"))
             assert registry.missing() == ()
@@ -418,7 +418,7 @@ def test_a_default_that_was_chosen_meanwhile_outlives_what_would_not_load(tmp_pa
         async with registry_of(tmp_path, snapshots=snapshots, snapshot_models=models) as registry:
             pack(tmp_path / "store" / "1.0.mar", "1.0")
             (tmp_path / "store" / "2.0.mar").touch()
-            await registry.load_at_startup()
+            await registry.load_at_startup(await registry.wanted_at_startup())
             await registry.opened()
             pack(tmp_path / "store" / "2.0.mar", "2.0")
             failing = await registry.register(Wanted("2.0.mar", Asked()))

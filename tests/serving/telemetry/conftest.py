@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 
+from torchere.serving.batching.request import Protocol, Request
 from torchere.serving.telemetry.metrics import Metrics
-from torchere.serving.telemetry.timeline import Timeline, Transport
+from torchere.serving.telemetry.numbers import VersionNumbers
 from torchere.serving.telemetry.trace_context import TraceContext
-from torchere.serving.telemetry.version_meter import VersionMeter
 
-
-@dataclass
-class Request:
-    """What a timeline reads from a request that waited."""
-
-    enqueued_s: float = 0.0
-    dequeued_s: float = 0.0
-    company_s: float = 0.0
-    stages_s: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
-
-
-Answer = Callable[..., Timeline]
+Answer = Callable[..., Request]
 
 
 @pytest.fixture
@@ -33,10 +21,10 @@ def metrics() -> Metrics:
 
 
 @pytest.fixture
-def shown(metrics: Metrics) -> Callable[..., VersionMeter]:
+def shown(metrics: Metrics) -> Callable[..., VersionNumbers]:
     """`shown(model, version)`: the meter of a registered version."""
 
-    def show(model: str = "m", version: str = "1.0") -> VersionMeter:
+    def show(model: str = "m", version: str = "1.0") -> VersionNumbers:
         meter = metrics.meter(model, version)
         metrics.show(meter)
         return meter
@@ -49,20 +37,32 @@ def answer() -> Answer:
     """`answer(meter, ...)`: a prediction that was accepted, answered and finished at a time of its own."""
 
     def finish(
-        meter: VersionMeter,
+        meter: VersionNumbers,
         total_s: float = 0.5,
         queue_s: float = 0.125,
         *,
         named: bool = False,
         code: str | int = 200,
-        transport: Transport = "rest",
+        protocol: Protocol = "rest",
         trace: TraceContext | None = None,
-    ) -> Timeline:
+    ) -> Request:
         meter.accepted(named)
-        timeline = Timeline(transport, "r1", 0.0, trace)
-        timeline.meter, timeline.named = meter, named
-        timeline.answered(Request(dequeued_s=queue_s), total_s)
-        meter.finished(timeline, code, total_s)
-        return timeline
+        request = Request("r1", 0.0)
+        request.trace, request.meter, request.named = trace, meter, named
+        request.dequeued_s, request.answered_s = queue_s, total_s
+        meter.finished(request, code, total_s)
+        return request
+
+    return finish
+
+
+@pytest.fixture
+def batch() -> Callable[..., None]:
+    """`batch(meter, ...)`: a batch that is finished, of one request that succeeded unless said otherwise."""
+
+    def finish(meter: VersionNumbers, **changes: object) -> None:
+        event = {"size": 1, "succeeded": 1, "failed": 0, "succeeded_wait_s": 0.0, "failed_wait_s": 0.0}
+        event |= {"executor_s": 0.010, "handler_s": 0.00254} | changes  # type: ignore[operator]
+        meter.batch_finished(**event)  # type: ignore[arg-type]
 
     return finish

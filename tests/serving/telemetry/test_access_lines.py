@@ -12,11 +12,11 @@ import time
 
 import pytest
 
+from torchere.serving.batching.request import Request
 from torchere.serving.telemetry import log_files, rotating_file
 from torchere.serving.telemetry.access_lines import AccessLine, AccessLog
 from torchere.serving.telemetry.logging import JsonFormatter, TextFormatter, configure, escape
 from torchere.serving.telemetry.metrics import Metrics
-from torchere.serving.telemetry.timeline import Timeline
 from torchere.serving.telemetry.trace_context import TraceContext
 
 EVIL = '/a"\r\n2026-01-01 forged\x1b[2J\x7f\u202e'
@@ -152,8 +152,7 @@ def test_lines_that_come_during_the_end_and_after_it_are_written_by_themselves(l
 def test_with_a_handler_that_takes_single_lines_only_they_go_through_logging(log, keeper):
     single = logging.handlers.BufferingHandler(100)
     log.logger.addHandler(single)
-    timeline = Timeline("rest", "r-1", time.monotonic())
-    add(log, timeline=timeline)
+    add(log, prediction=Request("r-1", time.monotonic()))
     (record,) = single.buffer
     assert record.getMessage() == '/127.0.0.1:7 "GET /0 HTTP/1.1" 200 0'
     assert record.request_id == "r-1"

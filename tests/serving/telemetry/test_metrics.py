@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchere.serving.batching.request import Request as Prediction
 from torchere.serving.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -23,16 +24,12 @@ from torchere.serving.telemetry import handler_metrics as bounds
 from torchere.serving.telemetry.exposure import States
 from torchere.serving.telemetry.load_metrics import ExecutorLoad, VersionLoad
 from torchere.serving.telemetry.metrics import Metrics
-from torchere.serving.telemetry.timeline import Timeline
 
 HOST = 'Level="Host",Hostname="vm",'
 
 
 class Request(NamedTuple):
-    enqueued_s: float = 10.0
     dequeued_s: float = 0.0
-    company_s: float = 0.0
-    stages_s: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
 
 
 class Sample(NamedTuple):
@@ -108,12 +105,12 @@ def test_ours_go_by_the_version_that_answered(metrics, shown, answer):
 def test_a_prediction_is_counted_by_how_it_came_and_what_it_was_told(metrics, shown, answer):
     meter = shown()
     answer(meter)
-    answer(meter, transport="grpc", code="OK")
+    answer(meter, protocol="grpc", code="OK")
     for code in (503, 777, 778):
-        timeline = Timeline("rest", "r", 0.0)
-        timeline.meter = meter
-        timeline.finish(code)
-        timeline.finish(200)  # it is over already
+        request = Prediction("r", 0.0)
+        request.meter = meter
+        metrics.prediction_ends(request, code)
+        metrics.prediction_ends(request, 200)  # it is over already
     labels = 'torchere_requests_total{model="m",version="1.0",protocol='
     assert lines(metrics, "torchere_requests_total") == [
         f'{labels}"rest",code="200",}} 1.0',
@@ -164,34 +161,45 @@ def test_what_is_not_registered_is_not_shown(metrics, answer):
     assert "never" not in metrics.exposition()
 
 
-def batch(metrics, meter, **changes):
-    numbers = {"size": 3, "executor_s": 0.010, "handler_s": 0.00254, "succeeded_ids": lambda: ["a"]}
-    metrics.batch_finished(meter, **(numbers | changes))
-
-
-def test_a_batch_sets_the_times_of_handler_and_thread(metrics, shown):
-    batch(metrics, shown())
+def test_a_batch_sets_the_times_of_handler_and_thread(metrics, shown, batch):
+    batch(shown(), size=3, succeeded=3)
     assert lines(metrics, "PredictionTime") == [
         'PredictionTime{ModelName="m",Level="Model",Hostname="vm",} 2.54'
     ]
     assert lines(metrics, "WorkerThreadTime") == [f"WorkerThreadTime{{{HOST}}} 7.0"]
     assert 'torchere_batch_size_sum{model="m",version="1.0",} 3.0' in lines(metrics, "torchere_batch_size")
-    assert lines(metrics, "torchere_executor_busy_seconds_total") == [
-        'torchere_executor_busy_seconds_total{model="m",version="1.0",} 0.01'
-    ]
     (line,) = lines(metrics, "torchere_executor_last_progress_timestamp_seconds")
     assert abs(float(line.split()[-1]) - time.time()) < 60
 
 
-def test_a_batch_that_comes_while_metrics_are_written_shows_no_time_that_none_took(metrics, shown):
+def test_batches_are_counted_by_their_size(metrics, shown, batch):
+    meter = shown()
+    for size in (1, 2, 3, 3, 300):
+        batch(meter, size=size, succeeded=size)
+    counts = [line.split("le=")[1] for line in lines(metrics, "torchere_batch_size_bucket")]
+    assert counts[:3] == ['"1.0",} 1.0', '"2.0",} 2.0', '"4.0",} 4.0']
+    assert counts[-2:] == ['"256.0",} 4.0', '"+Inf",} 5.0']
+    assert lines(metrics, "torchere_batch_size_sum")[0].endswith(" 309.0")
+
+
+def test_a_batch_that_comes_while_metrics_are_written_shows_no_time_that_none_took(metrics, shown, batch):
     begun = metrics.expose()  # its text is made in a thread
-    batch(metrics, shown())
-    assert begun.text(["PredictionTime"]).endswith(" 2.54\n")
+    batch(shown())
+    assert begun.text(["PredictionTime"]) == ""
+    assert metrics.exposition(["PredictionTime"]).endswith(" 2.54\n")
 
 
-def test_a_handler_that_failed_has_no_prediction_time(metrics, shown):
-    batch(metrics, shown(), succeeded_ids=None)
+def test_a_handler_that_failed_has_no_prediction_time(metrics, shown, batch):
+    batch(shown(), succeeded=0, failed=1)
     assert lines(metrics, "PredictionTime") == []
+
+
+def test_the_prediction_time_of_a_model_is_that_of_its_last_batch(metrics, shown, batch):
+    old, new = shown("m", "1.0"), shown("m", "2.0")
+    batch(new, handler_s=0.002)
+    batch(old, handler_s=0.001)
+    old.last_batch_s = new.last_batch_s + 1
+    assert lines(metrics, "PredictionTime")[0].endswith(" 1.0")
 
 
 def test_an_executor_is_called_as_dashboards_know_it(metrics, shown):
@@ -226,7 +234,7 @@ EXECUTORS = (ExecutorLoad(9000, "ready", os.getpid()), ExecutorLoad(9001, "start
 
 
 def test_load_and_readiness_are_asked_for_when_someone_looks(metrics):
-    load = [VersionLoad(3, 9, 0.5, 0.25, 1, 1, EXECUTORS, "ready", 120.0, 1000, 1.0)]
+    load = [VersionLoad(3, 9, 0.5, 0.25, EXECUTORS, "ready", 120.0, 1000, 1.0)]
     ready = [True]
     metrics.know_states(States(("starting", "ready"), ("loading", "ready")))
     metrics.show(metrics.meter("m", "1.0"), lambda: load[0])
@@ -237,7 +245,7 @@ def test_load_and_readiness_are_asked_for_when_someone_looks(metrics):
         f"torchere_queue_capacity{{{m}}} 12.0",
         f"torchere_queue_oldest_age_seconds{{{m}}} 0.5",
         f"torchere_batch_predicted_duration_seconds{{{m}}} 0.25",
-        f"torchere_saturation{{{m}}} 1.25",
+        f"torchere_saturation{{{m}}} 0.0",
         f'torchere_executors{{{m}state="ready",}} 1.0',
         f'torchere_executors{{{m}state="starting",}} 1.0',
         f'torchere_executor_state{{{m}executor="9000",state="ready",}} 1.0',
@@ -336,12 +344,12 @@ def test_no_sample_breaks_the_exposition(samples):
     assert metrics.exposition().startswith("# HELP Requests2XX")
 
 
-def test_a_version_that_is_gone_leaves_nothing_behind(metrics, shown, answer):
+def test_a_version_that_is_gone_leaves_nothing_behind(metrics, shown, answer, batch):
     meters = [shown("noop", version) for version in ("1.0", "2.0")]
     for meter in meters:
         answer(meter, named=True)
         answer(meter)
-        batch(metrics, meter)
+        batch(meter)
         metrics.executor_loaded(meter, 9000, 1)
         metrics.show(meter, VersionLoad)
     metrics.handler_metrics([Sample("Seen", 1, dimensions=(("ModelName", "noop"),))])
@@ -366,15 +374,6 @@ def test_the_end_of_a_version_leaves_a_new_one_of_the_same_name_alone(metrics, s
     assert lines(metrics, "torchere_request_duration_seconds_count") == [
         'torchere_request_duration_seconds_count{model="m",version="1.0",} 1.0'
     ]
-
-
-def test_a_version_that_is_registered_anew_has_statistics_of_its_own(metrics, shown):
-    old = shown()
-    statistics = metrics.statistics.of("m", "1.0")
-    statistics.batch_finished([0.0], [], executor_s=1.0, handler_s=1.0)
-    new = shown()  # the old one has requests to answer still
-    metrics.forget(old, was_last=False)
-    assert metrics.statistics.of(new.model, new.version).executions == 0
 
 
 def test_reports_of_handlers_from_many_threads_add_up(metrics):

@@ -31,12 +31,12 @@ class Sample:
         self.unit, self.request_ids = "Count", ("r1", "r2")
 
 
-def work(metrics, answer):
+def work(metrics, answer, batch):
     metrics.request_finished(200)
     meter = metrics.meter("m", "1.0")
     metrics.show(meter)
     answer(meter, total_s=0.25, queue_s=0.002)
-    metrics.batch_finished(meter, size=1, executor_s=0.02, handler_s=0.0123, succeeded_ids=lambda: ["r1"])
+    batch(meter, executor_s=0.02, handler_s=0.0123, request_ids=["r1"] if meter.wants_ids else [])
     metrics.executor_loaded(meter, 9000, 1.5)
     return meter
 
@@ -46,9 +46,9 @@ def shown(metrics):
     return {line for line in text.splitlines() if not line.startswith(("#", "torchere_", "process_"))}
 
 
-def test_a_file_decides_which_metrics_there_are_and_how_their_labels_are_called(answer):
+def test_a_file_decides_which_metrics_there_are_and_how_their_labels_are_called(answer, batch):
     metrics = Metrics("vm", config=parse_metrics_config(FILE))
-    meter = work(metrics, answer)
+    meter = work(metrics, answer, batch)
     meter.accepted(named=False)
     metrics.handler_metrics([Sample("Words", 2.0), Sample("Words", 3.0)])
     found = shown(metrics)
@@ -82,9 +82,16 @@ def test_a_handler_metric_with_other_dimensions_than_declared_is_dropped(caplog)
     assert "it has the dimensions ['ModelName'], expected ['ModelName', 'Level']" in caplog.text
 
 
-def test_an_empty_configuration_records_ours_only(answer):
+def test_where_each_prediction_time_counts_all_are_recorded(answer, batch):
+    text = FILE.replace("  gauge:\n    - {name: PredictionTime", "  histogram:\n    - {name: PredictionTime")
+    metrics = Metrics("vm", config=parse_metrics_config(text))
+    batch(work(metrics, answer, batch))
+    assert 'PredictionTime_count{Level="Model",ModelName="m",Hostname="vm",} 2.0' in shown(metrics)
+
+
+def test_an_empty_configuration_records_ours_only(answer, batch):
     metrics = Metrics("vm", config=MetricsConfig())
-    work(metrics, answer)
+    work(metrics, answer, batch)
     assert shown(metrics) == set()
     assert 'torchere_batch_size_sum{model="m",version="1.0",} 1.0' in metrics.exposition()
 
@@ -105,9 +112,9 @@ def logged(folder, name):
     return [re.sub(r"timestamp:\d{10}$", "timestamp:0", line) for line in STAMP.sub("", text).splitlines()]
 
 
-def test_in_log_mode_every_update_is_a_line_and_nothing_is_shown(files, answer):
+def test_in_log_mode_every_update_is_a_line_and_nothing_is_shown(files, answer, batch):
     metrics = Metrics("vm", mode="log")
-    meter = work(metrics, answer)
+    meter = work(metrics, answer, batch)
     metrics.handler_metrics([Sample("HandlerTime", 11.5), Sample("Dropped")])
     host, model = "#Level:Host|#hostname:vm,timestamp:0", "model_name:m,model_version:default"
     assert logged(files, "ts_metrics.log") == [
@@ -128,9 +135,9 @@ def test_in_log_mode_every_update_is_a_line_and_nothing_is_shown(files, answer):
     assert metrics.exposition().count("torchere_ready") > 0
 
 
-def test_in_legacy_mode_the_three_counters_are_shown_and_all_others_logged(files, answer):
+def test_in_legacy_mode_the_three_counters_are_shown_and_all_others_logged(files, answer, batch):
     metrics = Metrics("vm", mode="legacy")
-    work(metrics, answer)
+    work(metrics, answer, batch)
     labels = '{model_name="m",model_version="default",hostname="vm",}'
     assert shown(metrics) == {
         f"ts_inference_requests_total{labels} 1.0",
@@ -142,9 +149,9 @@ def test_in_legacy_mode_the_three_counters_are_shown_and_all_others_logged(files
     assert names == ["Requests2XX", "QueueTime", "WorkerThreadTime", "WorkerLoadTime", "PredictionTime"]
 
 
-def test_in_prometheus_mode_nothing_is_logged(files, answer):
+def test_in_prometheus_mode_nothing_is_logged(files, answer, batch):
     metrics = Metrics("vm")
-    work(metrics, answer)
+    work(metrics, answer, batch)
     assert (logged(files, "ts_metrics.log"), logged(files, "model_metrics.log")) == ([], [])
 
 

@@ -10,11 +10,11 @@ TRACE = TraceContext("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", Tru
 
 
 @pytest.fixture
-def used(metrics, shown, answer):
+def used(metrics, shown, answer, batch):
     meter = shown()
     answer(meter, total_s=0.5, trace=TRACE)
     metrics.request_finished(200)
-    metrics.batch_finished(meter, size=1, executor_s=0.2, handler_s=0.1)
+    batch(meter, executor_s=0.2, handler_s=0.1)
     return metrics
 
 

@@ -19,10 +19,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 from opentelemetry.trace import SpanKind, StatusCode
 
+from torchere.serving.batching.request import Request
 from torchere.serving.errors import ServingError
 from torchere.serving.telemetry import tracing
 from torchere.serving.telemetry.metrics import Metrics
-from torchere.serving.telemetry.timeline import STAGES
+from torchere.serving.telemetry.stages import STAGES
 from torchere.serving.telemetry.trace_context import TraceContext
 from torchere.serving.telemetry.trace_setup import open_tracing
 from torchere.serving.telemetry.tracing import SpanMaker, exporting_provider
@@ -30,10 +31,32 @@ from torchere.serving.telemetry.tracing import SpanMaker, exporting_provider
 CALLER = TraceContext("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", True, "vendor=1")
 
 
-class Request:
-    def __init__(self, started_s):
-        self.enqueued_s, self.dequeued_s = started_s + 0.1, started_s + 0.4
-        self.company_s, self.stages_s = 0.1, (0.05, 0.2, 0.05, 0.0)
+def begun(metrics, request_id, started_s, trace=None, protocol="rest"):
+    """A prediction of the version `metrics.meter` that has come in."""
+    request = (RestRequest if protocol == "rest" else GrpcRequest)(request_id, started_s)
+    request.trace = trace
+    metrics.prediction_begins(request)
+    return request
+
+
+def answered(request):
+    """The same, answered after 0.8 s and sent after 0.9."""
+    started_s = request.started_s
+    request.read_s = started_s + 0.05
+    request.enqueued_s, request.dequeued_s = started_s + 0.1, started_s + 0.4
+    request.company_s, request.stages_s = 0.1, (0.05, 0.2, 0.05, 0.0)
+    request.answered_s, request.sending_s = started_s + 0.8, started_s + 0.9
+    return request
+
+
+class RestRequest(Request):
+    """One over REST."""
+
+
+class GrpcRequest(Request):
+    """One over gRPC."""
+
+    protocol = "grpc"
 
 
 class Traced:
@@ -48,15 +71,14 @@ class Traced:
         self.meter = self.metrics.meter("m", "1.0")
         self.metrics.show(self.meter)
 
-    def predict(self, request_id, trace=None, code=200, answered=True, transport="rest"):
+    def predict(self, request_id, trace=None, code=200, is_answered=True, protocol="rest"):
         started_s = time.monotonic() - 1.0
-        timeline = self.metrics.timeline(transport, request_id, started_s, trace)
-        timeline.meter, timeline.read_s = self.meter, started_s + 0.05
-        if answered:
-            timeline.answered(Request(started_s), started_s + 0.8)
-            timeline.sending_s = started_s + 0.9
-        timeline.finish(code)
-        return timeline
+        request = begun(self.metrics, request_id, started_s, trace, protocol)
+        request.meter = self.meter
+        if is_answered:
+            answered(request)
+        self.metrics.prediction_ends(request, code)
+        return request
 
     def spans(self):
         return {span.name: span for span in self.exporter.get_finished_spans()}
@@ -94,13 +116,11 @@ def test_a_prediction_is_a_span_with_its_stages_below(traced):
 @pytest.mark.parametrize("step_s", [-3600, 3600])
 def test_a_clock_that_is_put_right_meanwhile_changes_no_duration(traced, monkeypatch, step_s):
     started_s = time.monotonic() - 1.0
-    timeline = traced.metrics.timeline("rest", "r-1", started_s, None)
-    timeline.meter, timeline.read_s = traced.meter, started_s + 0.05
-    timeline.answered(Request(started_s), started_s + 0.8)
-    timeline.sending_s = started_s + 0.9
+    request = answered(begun(traced.metrics, "r-1", started_s))
+    request.meter = traced.meter
     put_right_ns = time.time_ns() + step_s * 10**9
     monkeypatch.setattr(time, "time_ns", lambda: put_right_ns)
-    timeline.finish(200)
+    traced.metrics.prediction_ends(request, 200)
     request = traced.spans()["prediction"]
     assert request.end_time - request.start_time == pytest.approx(1e9, rel=0.2)
     stages = [span for span in traced.exporter.get_finished_spans() if span.name in STAGES]
@@ -109,23 +129,23 @@ def test_a_clock_that_is_put_right_meanwhile_changes_no_duration(traced, monkeyp
 
 
 def test_it_belongs_to_the_trace_of_its_caller(traced):
-    timeline = traced.predict("r-1", CALLER)
+    request = traced.predict("r-1", CALLER)
     span = traced.spans()["prediction"]
     assert f"{span.context.trace_id:032x}" == CALLER.trace_id
     assert f"{span.parent.span_id:016x}" == CALLER.parent_id
     assert span.context.trace_state.to_header() == "vendor=1"
-    assert timeline.trace.trace_id == CALLER.trace_id
+    assert request.trace.trace_id == CALLER.trace_id
 
 
 def test_without_a_caller_log_lines_and_exemplars_have_the_trace_that_was_begun(traced):
-    timeline = traced.predict("r-1")
+    request = traced.predict("r-1")
     trace_id = f"{traced.spans()['prediction'].context.trace_id:032x}"
-    assert timeline.trace.trace_id == trace_id
+    assert request.trace.trace_id == trace_id
     assert f'# {{trace_id="{trace_id}"}}' in traced.metrics.expose().text(openmetrics=True)
 
 
 @pytest.mark.parametrize(
-    ("code", "transport", "status"),
+    ("code", "protocol", "status"),
     [
         (503, "rest", StatusCode.ERROR),
         (404, "rest", StatusCode.UNSET),
@@ -134,20 +154,20 @@ def test_without_a_caller_log_lines_and_exemplars_have_the_trace_that_was_begun(
         ("OK", "grpc", StatusCode.UNSET),
     ],
 )
-def test_what_fails_is_an_error(traced, code, transport, status):
-    traced.predict("r-1", code=code, answered=False, transport=transport)
+def test_what_fails_is_an_error(traced, code, protocol, status):
+    traced.predict("r-1", code=code, is_answered=False, protocol=protocol)
     spans = traced.spans()
     assert list(spans) == ["prediction"]
     assert spans["prediction"].status.status_code is status
 
 
 def test_a_batch_is_linked_to_its_requests(traced):
-    timelines = [traced.predict(f"r-{number}", CALLER) for number in range(3)]
+    predicted = [traced.predict(f"r-{number}", CALLER) for number in range(3)]
     requests = traced.exporter.get_finished_spans()
     traced.maker.batch("m", "1.0", ["r-0", "r-1", "r-2", "other"], 5, 0.5)
     batch = traced.spans()["batch"]
     expected = {span.context.span_id for span in requests if span.name == "prediction"}
-    assert len(timelines) == len(expected) == 3
+    assert len(predicted) == len(expected) == 3
     assert {link.context.span_id for link in batch.links} == expected
     assert batch.attributes["batch.size"] == 4
     assert batch.attributes["queue.depth"] == 5
@@ -163,10 +183,10 @@ def test_a_load_is_a_span(traced):
 
 def test_what_is_not_sampled_makes_no_span_and_no_exemplar():
     traced = Traced(ParentBased(ALWAYS_OFF))
-    timeline = traced.predict("r-1")
+    request = traced.predict("r-1")
     traced.maker.batch("m", "1.0", ["r-1"], 0, 0.5)
     assert traced.exporter.get_finished_spans() == ()
-    assert not timeline.trace.sampled
+    assert not request.trace.sampled
     assert "trace_id=" not in traced.metrics.expose().text(openmetrics=True)
     traced.predict("r-2", CALLER)
     assert "prediction" in traced.spans()  # the caller wants it

@@ -6,6 +6,7 @@ import grpc
 import pytest
 from google.protobuf import empty_pb2
 from google.rpc import error_details_pb2
+from hpack import Decoder
 
 from torchere.serving.errors import ExecutorDied, HandlerFailed, OutOfResources, Unavailable
 from torchere.serving.frontend.grpc.protos.inference_pb2 import PredictionsRequest
@@ -74,9 +75,9 @@ def test_receiving_ends_when_the_message_is_there(ask_grpc, planes, monkeypatch)
     told = []
 
     def told_to(admit):
-        def admitted(*args, timeline):
-            told.append((timeline.started_s, timeline.read_s))
-            return admit(*args, timeline=timeline)
+        def admitted(request, model, version):
+            told.append((request.started_s, request.read_s))
+            return admit(request, model, version)
 
         return admitted
 
@@ -226,9 +227,9 @@ def test_a_client_that_cancels_withdraws_its_request_which_counts_as_cancelled(s
     planes.metrics.show(meter)
     admit = planes.data.admit
 
-    def metered(*asked, timeline):
-        timeline.meter = meter
-        return admit(*asked, timeline=timeline)
+    def metered(request, model, version):
+        request.meter = meter
+        return admit(request, model, version)
 
     planes.data.admit = metered
 
@@ -275,3 +276,21 @@ def test_each_call_has_a_line_in_the_access_log(ask_grpc, refusal, caplog):
     assert lines[0].startswith("/127.0.0.1:")
     assert f'"gRPC {service}/Ping HTTP/2.0" 0 ' in lines[0]
     assert f'"gRPC {service}/Predictions HTTP/2.0" 13 ' in lines[1]
+
+
+def test_calls_with_different_deadlines_are_read_once_and_keep_their_own(serving, planes, monkeypatch):
+    decoded, decode = [], Decoder.decode
+    monkeypatch.setattr(Decoder, "decode", lambda *args, **kw: decoded.append(1) or decode(*args, **kw))
+    timeouts = [10.0 + 7 * number for number in range(60)]
+
+    async def main():
+        async with serving("inference") as served:
+            began_s = time.monotonic()
+            for timeout in timeouts:
+                await served.call("Predictions", request(data=b"x"), timeout=timeout)
+            return began_s
+
+    began_s = asyncio.run(main())
+    left = [asked.deadline_s - began_s for _, _, asked in planes.data.asked]
+    assert left == [pytest.approx(timeout, rel=0.1, abs=5) for timeout in timeouts]
+    assert len(decoded) < 10

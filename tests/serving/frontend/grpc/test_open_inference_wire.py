@@ -13,8 +13,7 @@ from torchere.serving.frontend.grpc.open_inference_wire import (
     encode_response,
 )
 from torchere.serving.frontend.grpc.protos.open_inference_pb2 import ModelInferRequest, ModelInferResponse
-from torchere.serving.frontend.http2.messages import MessageFailed
-from torchere.serving.frontend.http2.status import StatusCode
+from torchere.serving.frontend.http2.messages import MessageFailed, StatusCode
 from torchere.serving.frontend.http2.stream import JOINED_BYTES
 
 LONG = bytes(range(256)) * (JOINED_BYTES // 256)

@@ -11,12 +11,15 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from torchere.serving.frontend.grpc import health, server
+from torchere.serving.frontend.grpc.errors import MANAGEMENT
 from torchere.serving.frontend.grpc.protos import inference_pb2, management_pb2
 from torchere.serving.frontend.grpc.server import grpc_listeners, inference_server
+from torchere.serving.frontend.grpc.service import service
 from torchere.serving.frontend.readiness import Readiness
 from torchere.serving.settings import Address, ServerSettings
 
 REFUSED = "Token Authorization failed. Token either incorrect, expired, or not provided correctly"
+WATCH = "/grpc.health.v1.Health/Watch"
 SERVICE = "org.pytorch.serve.grpc.inference.InferenceAPIsService"
 
 
@@ -110,7 +113,7 @@ def watch(channel, service):
     ],
 )
 def test_health_is_watched_until_the_connection_ends(serving, planes, monkeypatch, service, told):
-    monkeypatch.setattr(health, "WATCH_S", 0.01)
+    monkeypatch.setattr(health, "LOOK_S", 0.01)
 
     async def main():
         async with serving("inference") as served:
@@ -128,6 +131,120 @@ def test_health_is_watched_until_the_connection_ends(serving, planes, monkeypatc
             return goes_on, found, await watching.code()
 
     assert asyncio.run(main()) == (True, told, grpc.StatusCode.OK)
+
+
+def test_a_change_that_is_announced_is_told_to_every_watch_at_once(serving, planes, monkeypatch):
+    monkeypatch.setattr(health, "LOOK_S", 3600)
+
+    async def main():
+        async with serving("inference") as served:
+            watches = [watch(served.channel, service) for service in ("", SERVICE, "")]
+            found = [[(await one.read()).status for one in watches]]
+            planes.data.is_ready = Readiness(False)
+            for listener in list(planes.data.readiness_listeners):
+                listener()
+            found.append([(await one.read()).status for one in watches])
+            for one in watches:
+                one.cancel()
+            while planes.data.readiness_listeners:  # until the cancellations have arrived
+                await asyncio.sleep(0)
+            return found
+
+    serving_, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+    assert asyncio.run(main()) == [[serving_] * 3, [not_serving] * 3]
+
+
+class WatchStream:
+    """A stream that keeps what it sends."""
+
+    def __init__(self):
+        self.head, self.timeout_s, self.client = SimpleNamespace(metadata=()), None, None
+        self.sent, self.ended = [], False
+
+    def consumed_all(self):
+        """Nothing is held."""
+
+    def send(self, message):
+        self.sent.append(health_pb2.HealthCheckResponse.FromString(message).status)
+
+    def end(self, *status):
+        self.ended = True
+
+
+def test_a_thousand_idle_watches_cost_one_look_and_one_timer(planes, monkeypatch):
+    looks, timers = [], []
+    ready = planes.data.readiness
+    monkeypatch.setattr(planes.data, "readiness", lambda: looks.append(1) or ready())
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        later = loop.call_later
+        monkeypatch.setattr(loop, "call_later", lambda *args: timers.append(args) or later(*args))
+        tasks = set()
+        health_service = health.HealthService(planes.data, frozenset({SERVICE}))
+        opened = service(health.HEALTH, health_service.methods(), MANAGEMENT)(tasks)[WATCH]
+        streams = [WatchStream() for _ in range(1000)]
+        calls = [opened(stream) for stream in streams]
+        for call in calls:
+            call.on_message(b"")
+            call.on_half_close()
+        made = len(timers)
+        looks.clear()
+        health_service._look_again()  # the timer, which is a second away
+        idle = len(looks), len(timers) - made
+        planes.data.is_ready = Readiness(False)
+        health_service._look_again()
+        told = {tuple(stream.sent) for stream in streams}
+        for call in calls[:500]:
+            call.on_cancel()
+        for call in calls[500:]:
+            call.on_drain()
+        left = health_service._timer, planes.data.readiness_listeners, tasks
+        return made, idle, told, left, sum(stream.ended for stream in streams)
+
+    made, idle, told, left, ended = asyncio.run(main())
+    assert (made, idle) == (1, (1, 1))
+    assert told == {(health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING)}
+    assert left == (None, set(), set())
+    assert ended == 500
+
+
+def test_a_watch_that_begins_while_the_connection_drains_is_told_and_ended(planes):
+    async def main():
+        health_service = health.HealthService(planes.data, frozenset())
+        stream = WatchStream()
+        call = service(health.HEALTH, health_service.methods(), MANAGEMENT)(set())[WATCH](stream)
+        call.on_drain()
+        before = stream.ended
+        call.on_message(b"")
+        call.on_half_close()
+        return before, stream.sent, stream.ended, health_service._timer
+
+    assert asyncio.run(main()) == (False, [health_pb2.HealthCheckResponse.SERVING], True, None)
+
+
+def test_a_watch_ends_at_its_deadline(serving, planes, monkeypatch):
+    monkeypatch.setattr(health, "LATE_S", -19.9)  # long before the client gives up
+
+    async def main():
+        async with serving("inference") as served:
+            watching = watch(served.channel, "")
+            found = [one.status async for one in until_failed(watching)]
+            return found, await watching.code(), planes.data.readiness_listeners
+
+    assert asyncio.run(main()) == (
+        [health_pb2.HealthCheckResponse.SERVING],
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        set(),
+    )
+
+
+async def until_failed(call):
+    try:
+        async for message in call:
+            yield message
+    except grpc.aio.AioRpcError:
+        return
 
 
 def test_reflection_lists_the_services_of_the_port(serving):
@@ -162,7 +279,7 @@ def test_the_settings_say_which_ports_to_open(planes):
 def test_a_body_of_the_greatest_size_has_room_for_what_is_around_it(planes):
     services = planes.services(max_request_bytes=1000)
     for made in grpc_listeners(planes.data, planes.control, services):
-        limits = made._listening.receive_limit_bytes, made._listening.send_limit_bytes
+        limits = made._listener.receive_limit_bytes, made._listener.send_limit_bytes
         assert limits == (1000 + 4096, services.settings.limits.max_response_bytes + 4096)
 
 
@@ -212,7 +329,7 @@ def test_connections_over_tcp_are_kept_alive(serving):
     async def main():
         async with serving("inference") as served:
             await check(served.channel, "")
-            (connection,) = served.server._listening.connections
+            (connection,) = served.server._listener.connections
             sock = connection._transport.get_extra_info("socket")
             return sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
@@ -227,7 +344,7 @@ def test_connections_grow_as_old_as_the_settings_say_and_not_all_at_once(planes,
         grpc_inference_max_connection_age_grace_ms=500,
         grpc_management_max_connection_age_ms=4000,
     )
-    found = [made._listening for made in grpc_listeners(planes.data, planes.control, services)]
+    found = [made._listener for made in grpc_listeners(planes.data, planes.control, services)]
     assert [shared.age_s() for shared in found] == pytest.approx([2 * factor, 4 * factor])
     assert [shared.age_grace_s for shared in found] == [0.5, None]
 

@@ -22,8 +22,7 @@ from h2.events import (
 from hpack import Encoder
 from hyperframe.frame import Frame, HeadersFrame
 
-from torchere.serving.frontend.http2.connection import Connection
-from torchere.serving.frontend.http2.listening import Listening
+from torchere.serving.frontend.http2.connection import Connection, Listener
 from torchere.serving.frontend.http2.messages import MessageFailed
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -56,7 +55,7 @@ def unprefixed(data):
     return found
 
 
-class Receiver:
+class Answering:
     """Does what its path says, and keeps what came. See `PATHS`."""
 
     def __init__(self, stream):
@@ -66,6 +65,7 @@ class Receiver:
         self.messages = []
         self.over = asyncio.Event()
         self.ended_by = ""
+        self.drained = False
         self.sent = 0
         self.task = None
         if self.does == "/refuse":
@@ -73,14 +73,14 @@ class Receiver:
         elif self.does == "/flow":
             self.task = asyncio.ensure_future(self._flow())
 
-    def message(self, message):
+    def on_message(self, message):
         self.messages.append(message)
         if self.does == "/many":
             self.stream.send(bytes(message))
         elif self.does == "/hold":
             self.stream.pause()
 
-    def half_closed(self):
+    def on_half_close(self):
         self._over("half_closed")
         if self.does == "/echo":
             try:
@@ -94,11 +94,11 @@ class Receiver:
                 self.stream.send(bytes(message))
             self.stream.end(5, "enough: 100%")
 
-    def flawed(self, code, message):
+    def on_failure(self, code, message):
         self._over(f"flawed: {message}")
         self.stream.end(code, message)
 
-    def gone(self):
+    def on_cancel(self):
         self._over("gone")
         if self.task is not None:
             self.task.cancel()
@@ -106,6 +106,9 @@ class Receiver:
     def _over(self, how):
         self.ended_by = how
         self.over.set()
+
+    def on_drain(self):
+        self.drained = True
 
     async def _flow(self):
         for _ in range(300):
@@ -116,26 +119,25 @@ class Receiver:
 
 
 @contextlib.asynccontextmanager
-async def listener(*, limit_bytes=8 * 2**20, **options):
-    """`served.calls`: each `Receiver` in its order; `served.listening`, `served.port`."""
+async def listening(*, limit_bytes=8 * 2**20, **options):
+    """`served.calls`: each `Answering` in its order; `served.listener`, `served.port`."""
     calls = []
 
     def open_call(stream):
-        calls.append(Receiver(stream))
+        calls.append(Answering(stream))
         return calls[-1]
 
-    listening = Listening(open_call, limit_bytes, limit_bytes, **options)
+    listener = Listener(open_call, limit_bytes, limit_bytes, **options)
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Connection(listening), "127.0.0.1", 0)
+    server = await loop.create_server(lambda: Connection(listener), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     try:
-        yield SimpleNamespace(calls=calls, listening=listening, port=port)
+        yield SimpleNamespace(calls=calls, listener=listener, port=port)
     finally:
         server.close()
-        for connection in list(listening.connections):
-            connection.abort()
-        await listening.emptied(PATIENCE_S)
-        assert not listening.connections
+        listener.abort()
+        await listener.all_closed(PATIENCE_S)
+        assert not listener.connections
 
 
 @dataclass
@@ -348,7 +350,7 @@ async def wire_to(served):
 @contextlib.asynccontextmanager
 async def greeted(**options):
     """A listener, and a `Wire` to it that has said hello."""
-    async with listener(**options) as served, wire_to(served) as wire:
+    async with listening(**options) as served, wire_to(served) as wire:
         wire.greet()
         yield served, wire
 
@@ -377,5 +379,5 @@ def run(request):
 @pytest.fixture
 def http2():
     """`http2.listener(...)`, `peer(served)`, `wire(served)`, `greeted(...)`: contexts; what they speak."""
-    contexts = {"listener": listener, "peer": h2_peer, "wire": wire_to, "greeted": greeted}
+    contexts = {"listener": listening, "peer": h2_peer, "wire": wire_to, "greeted": greeted}
     return SimpleNamespace(**contexts, prefixed=prefixed, head_of=head_of, preface=PREFACE)

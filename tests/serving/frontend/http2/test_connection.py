@@ -17,7 +17,7 @@ from hyperframe.frame import (
 )
 
 from torchere.serving.frontend.http2 import connection as module
-from torchere.serving.frontend.http2.greeting import MAX_STREAMS
+from torchere.serving.frontend.http2.connection import MAX_STREAMS
 
 LAST = ["END_HEADERS", "END_STREAM"]
 
@@ -63,8 +63,8 @@ def test_a_client_that_greeted_may_wait(run, http2):
         async with http2.greeted() as (served, wire):
             await wire.next(SettingsFrame)
             await wire.next(SettingsFrame)
-            (connection,) = served.listening.connections
-            connection._ungreeted()  # the timer, which is seconds away
+            (connection,) = served.listener.connections
+            connection._check_preface()  # the timer, which is seconds away
             wire.send(wire.headers("/refuse", last=True))
             return (await wire.next(HeadersFrame)).stream_id
 
@@ -82,7 +82,7 @@ def test_a_client_that_leaves_in_the_middle_of_a_frame_leaves_nothing(run, http2
                     await wire.frame()
                 wire.writer.close()
                 await served.calls[0].over.wait()
-            await served.listening.emptied(10)
+            await served.listener.all_closed(10)
             return served.calls[0].ended_by
 
     assert run(main()) == "gone"
@@ -271,8 +271,8 @@ def test_ten_thousand_calls_begun_and_given_up_leave_nothing(run, http2):
                 kept = tracemalloc.get_traced_memory()[0]
             finally:
                 tracemalloc.stop()
-            (connection,) = served.listening.connections
-            return most, kept, len(connection._streams), len(connection._heads._known)
+            (connection,) = served.listener.connections
+            return most, kept, len(connection._streams), len(connection._headers._blocks)
 
     most, kept, streams, known = run(main())
     assert most < 500
@@ -321,7 +321,7 @@ def test_a_bug_costs_one_connection_and_is_logged(run, http2, caplog, monkeypatc
             wire.send(wire.headers("/hang"))
             while not served.calls:
                 await wire.frame()
-            monkeypatch.setattr(served.calls[0], "half_closed", lambda: 1 / 0)
+            monkeypatch.setattr(served.calls[0], "on_half_close", lambda: 1 / 0)
             wire.send(DataFrame(1, flags=["END_STREAM"]))
             return (await wire.next(GoAwayFrame)).error_code
 

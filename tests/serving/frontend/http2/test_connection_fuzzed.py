@@ -8,8 +8,7 @@ from hyperframe.frame import DataFrame, Frame, HeadersFrame
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchere.serving.frontend.http2.connection import Connection
-from torchere.serving.frontend.http2.listening import Listening
+from torchere.serving.frontend.http2.connection import Connection, Listener
 from torchere.serving.frontend.http2.messages import MessageFailed
 
 GREETED = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
@@ -45,7 +44,7 @@ class FakeTransport:
         return 0
 
 
-class Receiver:
+class Answering:
     """Answers as the first message says, and counts how often it is told the end."""
 
     takes_one = True
@@ -53,14 +52,14 @@ class Receiver:
     def __init__(self, stream):
         self.stream, self.ends, self.messages = stream, 0, []
 
-    def message(self, message):
+    def on_message(self, message):
         self.messages.append(message)
         if message == b"pause":
             self.stream.pause()
         elif message == b"send":
             self.stream.send(bytes(50))
 
-    def half_closed(self):
+    def on_half_close(self):
         self.ends += 1
         try:
             if self.messages and self.messages[0] == b"many":
@@ -71,11 +70,14 @@ class Receiver:
         except MessageFailed as err:
             self.stream.end(err.code, str(err))
 
-    def flawed(self, code, message):
+    def on_failure(self, code, message):
         self.stream.end(code, message)
 
-    def gone(self):
+    def on_cancel(self):
         self.ends += 1
+
+    def on_drain(self):
+        """Every call ends by itself."""
 
 
 ids = st.sampled_from([0, 1, 1, 3, 3, 5, 7, 2, 99])
@@ -125,10 +127,10 @@ async def play(steps):
     receivers, transport = [], FakeTransport()
 
     def open_call(stream):
-        receivers.append(Receiver(stream))
+        receivers.append(Answering(stream))
         return receivers[-1]
 
-    connection = Connection(Listening(open_call, 200, 80))
+    connection = Connection(Listener(open_call, 200, 80))
     connection.connection_made(transport)
     receive(connection, GREETED)
     for step in steps:
@@ -139,7 +141,7 @@ async def play(steps):
         elif step == "resume":
             connection.resume_writing()
         elif step == "drain":
-            connection.farewell.begin()
+            connection.closing.begin()
         else:
             await asyncio.sleep(0)
     await asyncio.sleep(0)

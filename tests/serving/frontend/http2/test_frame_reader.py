@@ -7,9 +7,8 @@ from hyperframe.frame import ContinuationFrame, DataFrame, HeadersFrame, PingFra
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchere.serving.frontend.http2 import frame_reader
-from torchere.serving.frontend.http2.frame_reader import FrameReader
-from torchere.serving.frontend.http2.frames import ConnectionBroken, ErrorCode
+from torchere.serving.frontend.http2 import frames as frame_reader
+from torchere.serving.frontend.http2.frames import ConnectionBroken, ErrorCode, FrameCallbacks, FrameReader
 
 GREETED = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 SETTINGS_SEEN = ("control", 4, 0, 0, b"")
@@ -21,19 +20,22 @@ class Recorder:
     def __init__(self):
         self.events = []
 
-    def counted(self, stream_id, size, empty):
+    def data_size(self, stream_id, size, empty):
         self.events = joined([*self.events, ("data", stream_id, size, b"", False)])
 
-    def data(self, stream_id, pieces, *, is_last):
+    def data(self, stream_id, pieces, is_last):
         kind, counted_id, size, before, ended = self.events.pop()
         assert (kind, counted_id, ended) == ("data", stream_id, False)
         self.events.append((kind, stream_id, size, before + b"".join(pieces), is_last))
 
-    def head(self, flags, stream_id, block):
+    def headers(self, flags, stream_id, block):
         self.events.append(("head", bool(flags & 1), stream_id, block))
 
     def control(self, kind, flags, stream_id, payload):
         self.events.append(("control", kind, flags, stream_id, payload))
+
+    def reader(self):
+        return FrameReader(FrameCallbacks(self.data_size, self.data, self.headers, self.control))
 
 
 def joined(events):
@@ -50,7 +52,7 @@ def joined(events):
 
 def events_of(*pieces, most=sys.maxsize):
     recorder = Recorder()
-    reader = FrameReader(recorder)
+    reader = recorder.reader()
     for piece in pieces:
         rest = reader.feed(piece, most)
         while rest:
@@ -128,12 +130,12 @@ def test_frames_of_one_message_are_handed_on_together():
     handed = []
 
     class Counting(Recorder):
-        def data(self, stream_id, pieces, *, is_last):
+        def data(self, stream_id, pieces, is_last):
             handed.append((stream_id, len(pieces), is_last))
 
     frames = [DataFrame(stream_id, bytes(5000)).serialize() for stream_id in (1, 1, 1, 3, 3)]
     last = DataFrame(3, bytes(10), flags=["END_STREAM"]).serialize()
-    FrameReader(Counting()).feed(GREETED + b"".join(frames) + last + frames[0])
+    Counting().reader().feed(GREETED + b"".join(frames) + last + frames[0])
     assert handed == [(1, 3, False), (3, 3, True), (1, 1, False)]
 
 
@@ -143,7 +145,7 @@ def test_data_is_handed_on_before_its_end():
 
 
 def test_it_is_greeted_once_settings_are_behind_the_preface():
-    reader = FrameReader(Recorder())
+    reader = Recorder().reader()
     reader.feed(GREETED[:-1])
     assert not reader.greeted
     reader.feed(GREETED[-1:])

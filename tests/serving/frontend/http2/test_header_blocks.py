@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from torchere.serving.frontend.http2 import header_blocks
 from torchere.serving.frontend.http2.frames import ConnectionBroken, ErrorCode
 from torchere.serving.frontend.http2.header_blocks import (
-    HeadReader,
+    HeaderReader,
     refusal_block,
     request_head,
     status_block,
 )
-from torchere.serving.frontend.http2.status import StatusCode
+from torchere.serving.frontend.http2.messages import StatusCode
 
 NAMES = [
     ":path",
@@ -28,8 +28,10 @@ NAMES = [
     "authorization",
     "user-agent",
     "tail-bin",
+    "grpc-timeout",
+    "grpc-timeout",
 ]
-VALUES = ["POST", "/a/B", "/a/C", "application/grpc", "1", "two", "dGVu", "v" * 60, "w" * 700]
+VALUES = ["1S", "20m", "POST", "/a/B", "/a/C", "application/grpc", "1", "two", "dGVu", "v" * 60, "w" * 700]
 header = st.tuples(st.sampled_from(NAMES), st.sampled_from(VALUES), st.booleans())
 table_size = st.one_of(st.none(), st.sampled_from([0, 40, 100, 300, 1000, 4096]))
 calls = st.lists(st.tuples(st.lists(header, max_size=5), table_size, st.booleans()), max_size=12)
@@ -37,7 +39,7 @@ calls = st.lists(st.tuples(st.lists(header, max_size=5), table_size, st.booleans
 
 @given(calls)
 def test_a_remembered_block_never_gives_stale_headers(made):
-    encoder, reader = Encoder(), HeadReader()
+    encoder, reader = Encoder(), HeaderReader()
     for headers, size, huffman in made:
         if size is not None:
             encoder.header_table_size = size
@@ -51,7 +53,7 @@ def test_a_remembered_block_never_gives_stale_headers(made):
 
 @given(st.binary(max_size=200), st.lists(header, max_size=4))
 def test_bytes_that_are_no_headers_break_the_connection_and_nothing_else(junk, headers):
-    reader = HeadReader()
+    reader = HeaderReader()
     reader.read(Encoder().encode([(name, value) for name, value, _ in headers]))
     try:
         reader.read(junk)
@@ -61,12 +63,12 @@ def test_bytes_that_are_no_headers_break_the_connection_and_nothing_else(junk, h
 
 def test_an_index_too_long_to_be_written_breaks_the_connection_by_its_code():
     with pytest.raises(ConnectionBroken) as broken:
-        HeadReader().read(b"\xff" * 3000 + b"\1")
+        HeaderReader().read(b"\xff" * 3000 + b"\1")
     assert broken.value.code is ErrorCode.COMPRESSION_ERROR
 
 
 def test_a_call_like_the_one_before_it_is_not_read_again():
-    encoder, reader = Encoder(), HeadReader()
+    encoder, reader = Encoder(), HeaderReader()
     headers = [(":method", "POST"), (":path", "/a/B"), ("x-one", "1")]
     reader.read(encoder.encode(headers))
     block = encoder.encode(headers)
@@ -75,36 +77,107 @@ def test_a_call_like_the_one_before_it_is_not_read_again():
 
 def test_blocks_that_change_the_table_are_read_each_time_and_those_that_rest_on_it_again():
     one, two = [Encoder().encode([(name, "1")]) for name in ("x-one", "x-two")]
-    reader, newest = HeadReader(), b"\xbe"  # the newest entry of the table, 62; older ones follow
+    reader, newest = HeaderReader(), b"\xbe"  # the newest entry of the table, 62; older ones follow
     reader.read(one)
-    assert reader.read(newest).metadata == (("x-one", "1"),)
+    assert reader.read(newest)[0].metadata == (("x-one", "1"),)
     reader.read(two)
-    assert reader.read(newest).metadata == (("x-two", "1"),)
+    assert reader.read(newest)[0].metadata == (("x-two", "1"),)
     reader.read(two)
     reader.read(one)
-    assert [reader.read(bytes((newest[0] + age,))).metadata[0][0] for age in range(4)] == [
+    assert [reader.read(bytes((newest[0] + age,)))[0].metadata[0][0] for age in range(4)] == [
         *("x-one", "x-two", "x-two", "x-one")
     ]
 
 
+HEADERS = [(":method", "POST"), (":path", "/a/B"), ("content-type", "application/grpc"), ("x-one", "1")]
+
+
+def incremental(encoder, timeout):
+    """As grpcio writes it: the time-out is a literal that enters the table, before other fields."""
+    return encoder.encode([*HEADERS[:2], ("grpc-timeout", timeout), *HEADERS[2:]], huffman=False)
+
+
+def by_name(encoder, timeout):
+    """As Go and Java write it: the name is an index, the value may be Huffman-coded."""
+    return encoder.encode([*HEADERS, ("grpc-timeout", timeout)])
+
+
+def unindexed(encoder, timeout):
+    return encoder.encode([*HEADERS, NeverIndexedHeaderTuple("grpc-timeout", timeout)], huffman=False)
+
+
+@pytest.mark.parametrize("written", [incremental, by_name, unindexed])
+def test_calls_that_differ_in_their_deadline_alone_share_a_head_and_keep_their_deadlines(
+    written, monkeypatch
+):
+    encoder, reader, decoded = Encoder(), HeaderReader(), []
+    decode = Decoder.decode
+    monkeypatch.setattr(
+        Decoder, "decode", lambda self, *args, **kw: decoded.append(1) or decode(self, *args, **kw)
+    )
+    found = [reader.read(written(encoder, f"{number}m")) for number in range(1, 61)]
+    assert [timeout_s for _, timeout_s in found] == [pytest.approx(number / 1000) for number in range(1, 61)]
+    assert {head for head, _ in found} == {request_head(HEADERS)[0]}
+    assert len(decoded) <= 2  # the table is empty at first
+
+
+def test_a_table_that_time_outs_fill_is_followed_to_the_end():
+    encoder, reader = Encoder(), HeaderReader()
+    for number in range(1, 500):
+        head, timeout_s = reader.read(incremental(encoder, f"{number}m"))
+        assert (head.path, timeout_s) == ("/a/B", pytest.approx(number / 1000))
+    theirs, ours = encoder.header_table.dynamic_entries, reader._decoder.header_table.dynamic_entries
+    assert list(ours) == list(theirs)
+
+
+def test_a_call_without_a_deadline_behind_one_with_it_has_none():
+    encoder, reader = Encoder(), HeaderReader()
+    timeouts = [reader.read(block)[1] for block in (by_name(encoder, "1S"), encoder.encode(HEADERS))]
+    timeouts += [reader.read(encoder.encode(HEADERS))[1], reader.read(by_name(encoder, "2S"))[1]]
+    assert timeouts == [1, None, None, 2]
+
+
+def test_a_deadline_that_is_none_ends_its_call_alone_behind_others_that_are():
+    encoder, reader = Encoder(), HeaderReader()
+    flaws = [reader.read(by_name(encoder, text))[0].flaw for text in ("1S", "2S", "soon", "3S")]
+    assert [bool(flaw) for flaw in flaws] == [False, False, True, False]
+
+
+def test_a_field_that_the_time_out_of_its_own_block_evicted_breaks_the_connection():
+    encoder, reader = Encoder(), HeaderReader()
+    reader.read(encoder.encode([("x-old", "1"), ("x-one", "v" * 1980), ("x-two", "w" * 1980)]))
+    reader.read(b"\xc0\xbf")  # the oldest field, and `x-one`
+    with pytest.raises(ConnectionBroken) as broken:  # the same, each one further behind the time-out
+        reader.read(b"\x40\x0cgrpc-timeout\x021S\xc1\xc0")
+    assert broken.value.code is ErrorCode.COMPRESSION_ERROR
+
+
+def test_fields_of_the_table_are_bytes_and_not_views_of_whole_blocks():
+    reader = HeaderReader()
+    reader.read(Encoder().encode(HEADERS, huffman=False))
+    kept = [part for field in reader._decoder.header_table.dynamic_entries for part in field]
+    assert {type(part) for part in kept} == {bytes}
+
+
 def test_what_is_remembered_is_bounded_and_later_calls_still_are():
-    reader, encoder = HeadReader(), Encoder()
+    reader, encoder = HeaderReader(), Encoder()
     for number in range(1000):
         reader.read(encoder.encode([NeverIndexedHeaderTuple("x-one", str(number))]))
     reader.read(encoder.encode([NeverIndexedHeaderTuple("x-one", "w" * 5000)]))
-    assert len(reader._known) <= 64
-    assert max(map(len, reader._known)) <= 1024
+    assert max(len(reader._blocks), len(reader._heads)) <= 64
+    held = [sum(map(len, field)) for fields in reader._heads for field in fields]
+    assert max(held) <= 4096
     block = b"\x83"
     reader.read(block)
     assert reader.read(block) is reader.read(block)
 
 
 def test_a_header_list_that_is_too_long_costs_its_call():
-    reader, encoder = HeadReader(), Encoder()
+    reader, encoder = HeaderReader(), Encoder()
     reader.read(encoder.encode([("x-one", "kept")]))
     longest = NeverIndexedHeaderTuple("x-one", "\\" * (16_384 - 32 - 5))
-    assert reader.read(encoder.encode([longest], huffman=False)).flaw == ""
-    head = reader.read(encoder.encode([("x-one", "\\" * 20_000)], huffman=False))
+    assert reader.read(encoder.encode([longest], huffman=False))[0].flaw == ""
+    head, _ = reader.read(encoder.encode([("x-one", "\\" * 20_000)], huffman=False))
     assert (head.flaw_code, head.flaw) == (
         StatusCode.RESOURCE_EXHAUSTED,
         "SERVER: Received metadata larger than max (20037 vs. 16384)",
@@ -115,12 +188,12 @@ def test_a_header_list_that_is_too_long_costs_its_call():
 @pytest.mark.parametrize("huffman", [False, True])
 def test_a_header_list_that_is_far_too_long_breaks_the_connection(huffman):
     with pytest.raises(ConnectionBroken) as broken:
-        HeadReader().read(Encoder().encode([("x-one", "a" * 33_000)], huffman=huffman))
+        HeaderReader().read(Encoder().encode([("x-one", "a" * 33_000)], huffman=huffman))
     assert broken.value.code is ErrorCode.ENHANCE_YOUR_CALM
 
 
 def test_a_bomb_of_references_to_one_long_header_breaks_the_connection():
-    reader = HeadReader()
+    reader = HeaderReader()
     reader.read(Encoder().encode([("x-one", "v" * 4000)]))
     with pytest.raises(ConnectionBroken) as broken:
         reader.read(b"\xbe" * 30_000)
@@ -139,7 +212,7 @@ METHOD, ROUTE, OWN = (":method", "POST"), (":path", "/a/B"), ("x-one", "1")
     ],
 )
 def test_pseudo_headers_come_first_and_once(headers, flaw):
-    assert request_head(headers).flaw == flaw
+    assert request_head(headers)[0].flaw == flaw
 
 
 @pytest.mark.parametrize(
@@ -147,30 +220,30 @@ def test_pseudo_headers_come_first_and_once(headers, flaw):
     [("2H", 7200), ("3M", 180), ("10S", 10), ("250m", 0.25), ("5u", 5e-6), ("7n", 7e-9), ("0S", 0)],
 )
 def test_a_timeout_is_read_in_each_unit(text, seconds):
-    head = request_head([("grpc-timeout", text)])
-    assert (head.timeout_s, head.flaw) == (pytest.approx(seconds), "")
+    head, timeout_s = request_head([("grpc-timeout", text)])
+    assert (timeout_s, head.flaw) == (pytest.approx(seconds), "")
 
 
 @pytest.mark.parametrize("text", ["", "S", "1", "1s", "-1S", "1.5S", "123456789S", "²S", "1 S", "+1S"])
 def test_what_is_no_timeout_is_a_flaw_of_the_call(text):
-    assert "expected digits and a unit" in request_head([("grpc-timeout", text)]).flaw
+    assert "expected digits and a unit" in request_head([("grpc-timeout", text)])[0].flaw
 
 
 def test_without_a_timeout_there_is_none():
-    assert request_head([]).timeout_s is None
+    assert request_head([])[1] is None
 
 
 @given(st.lists(st.binary(max_size=40), min_size=1, max_size=3), st.booleans())
 def test_binary_metadata_comes_back_padded_or_not_and_joined(values, padded):
     texts = [base64.b64encode(value).decode() for value in values]
     joined = ",".join(text if padded else text.rstrip("=") for text in texts)
-    head = request_head([("x-bin", joined)])
+    head, _ = request_head([("x-bin", joined)])
     assert head.metadata == tuple(("x-bin", value) for value in values)
 
 
 @pytest.mark.parametrize("text", ["a", "é", "ab c", "abcde", "dGV!u", "\u2603\u2603\u2603\u2603"])
 def test_binary_metadata_that_is_none_is_a_flaw_of_the_call(text):
-    assert request_head([("x-bin", text)]).flaw == "metadata x-bin: not base64"
+    assert request_head([("x-bin", text)])[0].flaw == "metadata x-bin: not base64"
 
 
 @pytest.mark.parametrize(
@@ -178,12 +251,12 @@ def test_binary_metadata_that_is_none_is_a_flaw_of_the_call(text):
     [[(":path", "/a"), (":path", "/b")], [("x-one", "1"), (":path", "/a")]],
 )
 def test_pseudo_headers_twice_or_late_are_a_flaw_of_the_call(headers):
-    assert "pseudo-header" in request_head(headers).flaw
+    assert "pseudo-header" in request_head(headers)[0].flaw
 
 
 def test_what_belongs_to_the_transport_is_no_metadata():
     names = ["te", "content-type", "grpc-timeout", "grpc-encoding", "grpc-accept-encoding"]
-    head = request_head([*((name, "1S") for name in names), ("x-one", "1")])
+    head, _ = request_head([*((name, "1S") for name in names), ("x-one", "1")])
     assert head.metadata == (("x-one", "1"),)
     assert (head.encoding, head.content_type) == ("1S", "1S")
 
@@ -210,6 +283,12 @@ def test_a_long_status_text_is_cut_where_a_character_ends(begin, letter, end):
     assert message.startswith(unquote(sent, errors="strict")[:-3])
 
 
+def test_the_details_of_a_status_are_sent_with_it_unless_both_are_too_long():
+    sent = [Decoder().decode(status_block(3, "m" * size, b"\x08\x03")) for size in (10, 5996, 5998)]
+    found = [dict(block).get("grpc-status-details-bin") for block in sent]
+    assert found == ["CAM", "CAM", None]
+
+
 @pytest.mark.parametrize("status", [200, 405, 415])
 def test_a_refusal_says_its_http_status_and_which_encodings_are_known(status):
     found = read_status(refusal_block(status, 12, "no"))
@@ -228,14 +307,14 @@ def test_the_blocks_of_an_answer_that_is_well_are_what_others_read():
 
 
 def test_a_header_that_is_no_utf_8_is_read_as_far_as_it_is_text():
-    head = HeadReader().read(Encoder().encode([(b"x-one", b"caf\xe9"), (b"x-bin", b"\xe9")]))
+    head, _ = HeaderReader().read(Encoder().encode([(b"x-one", b"caf\xe9"), (b"x-bin", b"\xe9")]))
     assert head.metadata == (("x-one", "caf\ufffd"),)
     assert head.flaw == "metadata x-bin: not base64"
 
 
 def test_a_long_block_that_says_little_breaks_the_connection():
     with pytest.raises(ConnectionBroken, match="32769 bytes") as broken:
-        HeadReader().read(b"\x20" * 32_769)
+        HeaderReader().read(b"\x20" * 32_769)
     assert broken.value.code is ErrorCode.ENHANCE_YOUR_CALM
 
 

@@ -1,8 +1,6 @@
 """Messages put together again from any pieces."""
 
-import asyncio
 import gzip
-import threading
 import tracemalloc
 import zlib
 
@@ -13,11 +11,10 @@ from hypothesis import strategies as st
 
 from torchere.serving.frontend.alignment import TENSOR_ALIGNMENT
 from torchere.serving.frontend.http2.messages import (
-    INFLATED_IN_THREAD_BYTES,
     SPLIT_AT_ONCE,
+    Compressed,
     MessageFailed,
     MessageReader,
-    Packed,
 )
 
 LIMIT = 20_000
@@ -33,9 +30,9 @@ def read(reader, *pieces):
     messages = []
     for piece in pieces:
         messages += reader.feed(piece)
-        while reader.behind:
+        while reader.unsplit:
             messages += reader.more()
-    return [message.inflated() if isinstance(message, Packed) else message for message in messages]
+    return [message.inflated() if isinstance(message, Compressed) else message for message in messages]
 
 
 @given(st.lists(sizes, max_size=5), st.data())
@@ -138,18 +135,7 @@ def test_a_compressed_message_takes_no_more_than_was_sent_until_somebody_wants_i
     finally:
         tracemalloc.stop()
     assert len(packed) == len(sent) - 5
-    assert asyncio.run(packed.unpacked()) == bytes(size)
-
-
-@pytest.mark.parametrize(
-    ("packed_bytes", "is_aside"), [(INFLATED_IN_THREAD_BYTES, False), (INFLATED_IN_THREAD_BYTES + 1, True)]
-)
-def test_what_may_take_its_time_is_inflated_in_a_thread(monkeypatch, packed_bytes, is_aside):
-    threads = []
-    packed = Packed(bytes(packed_bytes), "gzip", LIMIT)
-    monkeypatch.setattr(Packed, "inflated", lambda self: threads.append(threading.current_thread()))
-    asyncio.run(packed.unpacked())
-    assert (threads[0] is not threading.main_thread()) == is_aside
+    assert packed.inflated() == bytes(size)
 
 
 @pytest.mark.parametrize("encoding", list(PACKED))

@@ -59,8 +59,8 @@ def test_a_short_answer_does_not_wait_and_one_without_messages_is_whole(run, htt
     async def main():
         async with http2.listener() as served, http2.peer(served) as peer:
             await peer.call("/echo", b"m")
-            (connection,) = served.listening.connections
-            return connection.outflow.sends, await peer.call("/many")
+            (connection,) = served.listener.connections
+            return connection.outbound.sends, await peer.call("/many")
 
     sends, answer = run(main())
     assert sends == 0

@@ -5,12 +5,12 @@ import asyncio
 import pytest
 from hyperframe.frame import DataFrame, SettingsFrame
 
-from torchere.serving.frontend.http2 import connection, listening
+from torchere.serving.frontend.http2 import connection
 
 CALLS = 200
 BOUNDS = {
     "one read of many calls": [(connection, "TURN_S", 0), (connection, "STEP_FRAMES", 1)],
-    "many reads in a row": [(connection, "AGAIN_S", 0), (listening, "LANDING_BYTES", 20)],
+    "many reads in a row": [(connection, "AGAIN_S", 0), (connection, "READ_BUFFER_BYTES", 20)],
 }
 
 
@@ -39,7 +39,7 @@ def test_many_calls_that_come_at_once_leave_turns_to_others(run, http2, monkeypa
 
 @pytest.mark.parametrize("landing_bytes", [20, 262_144])
 def test_calls_that_come_at_once_and_are_quick_are_taken_in_one_turn(run, http2, monkeypatch, landing_bytes):
-    monkeypatch.setattr(listening, "LANDING_BYTES", landing_bytes)
+    monkeypatch.setattr(connection, "READ_BUFFER_BYTES", landing_bytes)
     for name, value in (("TURN_S", 60), ("AGAIN_S", 60), ("STEP_FRAMES", 1)):
         monkeypatch.setattr(connection, name, value)
     turns = []
@@ -47,8 +47,8 @@ def test_calls_that_come_at_once_and_are_quick_are_taken_in_one_turn(run, http2,
     async def main():
         async with http2.greeted() as (served, wire):
             await wire.next(SettingsFrame)
-            (one,) = served.listening.connections
-            monkeypatch.setattr(one, "_go_on", lambda: turns.append("another"))
+            (one,) = served.listener.connections
+            monkeypatch.setattr(one, "_receive_deferred", lambda: turns.append("another"))
             wire.send(wire.calls("/echo", CALLS, flags=5))
             return [(await wire.next(DataFrame)).stream_id for _ in range(CALLS)]
 
@@ -63,10 +63,10 @@ def test_what_comes_while_some_is_put_off_waits_behind_it(run, http2, monkeypatc
     async def main():
         async with http2.greeted() as (served, wire):
             await wire.next(SettingsFrame)
-            (one,) = served.listening.connections
+            (one,) = served.listener.connections
             sent = wire.calls("/echo", CALLS, flags=5)
             for part in (sent[:1000], sent[1000:]):  # as TLS of Python 3.10 does
-                served.listening.landing[: len(part)] = part
+                served.listener.read_buffer[: len(part)] = part
                 one.buffer_updated(len(part))
             return [(await wire.next(DataFrame)).stream_id for _ in range(CALLS)]
 
@@ -84,7 +84,7 @@ def test_a_client_that_leaves_before_its_turn_is_let_go(run, http2, monkeypatch)
                 while not served.calls:
                     await asyncio.sleep(0)
                 wire.writer.transport.abort()
-            while served.listening.connections:
+            while served.listener.connections:
                 await asyncio.sleep(0.001)
             return len(served.calls)
 

@@ -8,10 +8,10 @@ from hyperframe.frame import SettingsFrame, WindowUpdateFrame
 
 from torchere.serving.frontend import unread
 from torchere.serving.frontend.http2 import connection
+from torchere.serving.frontend.http2.connection import Listener
 from torchere.serving.frontend.http2.frames import ErrorCode
 from torchere.serving.frontend.http2.header_blocks import request_head
-from torchere.serving.frontend.http2.listening import Listening
-from torchere.serving.frontend.http2.status import StatusCode
+from torchere.serving.frontend.http2.messages import StatusCode
 
 TIMEOUT_S = 0.2
 WINDOW = SettingCodes.INITIAL_WINDOW_SIZE
@@ -66,7 +66,7 @@ def test_a_client_that_reads_nothing_loses_the_connection(run, http2):
 
 
 async def lost(served):
-    while served.listening.connections:
+    while served.listener.connections:
         await asyncio.sleep(0.01)
 
 
@@ -90,9 +90,9 @@ def test_a_client_that_leaves_leaves_no_timer(run, http2):
                 peer.begin("/echo", b"message")
                 peer.begin("/echo", end=False)
                 await peer.round_trip()
-                (connection,) = served.listening.connections
+                (connection,) = served.listener.connections
             await lost(served)
-            timers = [connection._unread._timer, connection.unfinished._stalls._timer, *connection._timers]
+            timers = [connection._unread._timer, connection._incomplete._timer, *connection._timers]
             return [timer.cancelled() for timer in timers]
 
     assert run(main()) == [True] * 4
@@ -170,11 +170,11 @@ def test_who_takes_none_of_many_answers_gets_no_more_until_that_ends(run, http2,
 
 def test_where_answers_may_be_long_four_of_them_may_wait(run, http2):
     async def main():
-        made = connection.Connection(Listening(None, 1, 2**28))
-        head, found = request_head(http2.head_of("/echo")), []
+        made = connection.Connection(Listener(None, 1, 2**28))
+        request, found = request_head(http2.head_of("/echo")), []
         for size in (2**30, 2**30 + 1):
-            made.outflow.held_bytes = size
-            found.append(made._affordable(head).flaw != "")
+            made.outbound.held_bytes = size
+            found.append(made._unaffordable(request)[0].flaw != "")
         return found
 
     assert run(main()) == [False, True]

@@ -143,7 +143,7 @@ def test_a_short_answer_waits_while_the_socket_is_full(run, http2):
     async def main():
         async with http2.listener() as served, http2.peer(served) as peer:
             await peer.round_trip()
-            (connection,) = served.listening.connections
+            (connection,) = served.listener.connections
             connection.pause_writing()
             stream_id = peer.begin("/echo", b"message")
             await served_call(served)

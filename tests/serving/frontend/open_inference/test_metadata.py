@@ -8,7 +8,7 @@ import pytest
 from torchere.archiver.signature import Signature, TensorSpec
 from torchere.serving.frontend.model_facts import ModelFacts
 from torchere.serving.frontend.open_inference.metadata import model_config, model_metadata, model_statistics
-from torchere.serving.telemetry.statistics import VersionStatistics
+from torchere.serving.telemetry.numbers import VersionNumbers
 from torchere.serving.types import ModelKey
 
 FACTS = ModelFacts(
@@ -19,7 +19,7 @@ FACTS = ModelFacts(
     signature=Signature((TensorSpec("t", "BYTES", (-1, 1)),), (TensorSpec("y", "FP32", (-1, 3)),)),
     max_batch_size=8,
     ready=True,
-    statistics=VersionStatistics(),
+    numbers=VersionNumbers("m", "2"),
 )
 
 
@@ -64,9 +64,10 @@ def test_the_platform_is_what_the_archive_holds(model: dict[str, Any], platform:
 
 
 def test_statistics_have_tritons_members() -> None:
-    statistics = VersionStatistics()
-    statistics.batch_finished([0.5], [0.25], executor_s=2.0, handler_s=1.5)
-    told = model_statistics([replace(FACTS, statistics=statistics)])["model_stats"][0]
+    numbers = VersionNumbers("m", "2")
+    waits = {"succeeded_wait_s": 0.5, "failed_wait_s": 0.25}
+    numbers.batch_finished(size=2, succeeded=1, failed=1, executor_s=2.0, handler_s=1.5, **waits)
+    told = model_statistics([replace(FACTS, numbers=numbers)])["model_stats"][0]
     assert (told["name"], told["version"]) == ("m", "2")
     assert (told["inference_count"], told["execution_count"]) == (1, 1)
     spent = told["inference_stats"]
@@ -78,4 +79,4 @@ def test_statistics_have_tritons_members() -> None:
     assert spent["compute_output"] == {"count": 1, "ns": 500_000_000}
     assert told["batch_stats"][0]["batch_size"] == 2
     assert told["batch_stats"][0]["compute_infer"] == {"count": 1, "ns": 1_500_000_000}
-    assert told["last_inference"] == statistics.last_ms > 1_600_000_000_000
+    assert told["last_inference"] == int(numbers.last_batch_s * 1000) > 1_600_000_000_000

@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 
-from torchere.serving.frontend.rest.app import listener_app
+from torchere.serving.frontend.rest.app import listener_of
 from torchere.serving.frontend.rest.server import RestServer
 from torchere.serving.settings import Address
 from torchere.serving.types import InferResponse, StreamedResponse
@@ -21,14 +21,17 @@ def planes(planes):
 
     @contextlib.asynccontextmanager
     async def serving(surface: str = "inference", *, keep_alive_s: float = 75, **settings):
-        app = listener_app(frozenset({surface}), planes.data, planes.control, planes.services(**settings))
-        server = RestServer(app, Address(port=0), drain_timeout_s=5)
-        server._server.config.timeout_keep_alive = keep_alive_s
+        listener = listener_of(frozenset({surface}), planes.data, planes.control, planes.services(**settings))
+        listener.keep_alive_s = keep_alive_s
+        server = RestServer(listener, Address(port=0), drain_timeout_s=5)
         await server.start()
         try:
             yield server
         finally:
             await server.stop()
+            for connection in list(listener.connections):  # whose request is never answered
+                connection.transport.abort()
+            await asyncio.sleep(0)
 
     @contextlib.asynccontextmanager
     async def connected(surface: str = "inference", **settings):

@@ -9,7 +9,6 @@ from torchere.serving.frontend.rest.codec import (
     body_parameters,
     deadline,
     form_parameters,
-    read_head,
     request_headers,
     text_values,
 )
@@ -28,14 +27,6 @@ from torchere.serving.types import Parameter
 )
 def test_any_body_but_a_form_is_one_parameter_with_the_type_of_the_request(content_type, kept):
     assert body_parameters(content_type, b"x") == (Parameter("body", b"x", kept),)
-
-
-@pytest.mark.parametrize("second", [b"authorization", b"AUTHORIZATION"])
-def test_of_two_headers_of_one_name_the_first_counts(second):
-    head = read_head(
-        [(b"Authorization", b"one"), (b"content-type", b"a/b"), (second, b"two"), (b"Content-Type", b"")]
-    )
-    assert (head.authorization, head.content_type) == ("one", "a/b")
 
 
 def test_an_empty_body_is_still_a_parameter():

@@ -84,7 +84,7 @@ def test_a_request_on_its_way_to_an_idle_connection_is_answered(planes, request_
             await head(used)
             served.server.drain()
             stopping = asyncio.create_task(served.server.stop())
-            while served.server._server.servers[0].is_serving():
+            while served.server.is_serving:
                 await asyncio.sleep(0)
             answers = []
             for connection in (fresh, used):
@@ -133,6 +133,20 @@ def test_a_client_that_asks_for_the_end_hears_it_once(planes):
     assert asyncio.run(main()) == [b"connection: close"]
 
 
+def test_a_prediction_that_outlasts_the_drain_may_still_be_answered(planes, held):
+    async def main():
+        planes.data.behave = held
+        async with planes.connected() as (server, reader, writer):
+            writer.write(DIRECT)
+            await held.arrived.wait()
+            server.drain_timeout_s = 0.05
+            await server.stop()
+            held.go_on.set()
+            return await asyncio.wait_for(reader.read(), 20)
+
+    assert asyncio.run(main()).startswith(b"HTTP/1.1 200 OK")
+
+
 @pytest.mark.parametrize("request_bytes", [DIRECT, DIRECT.replace(b"Host: x", b"Host: x\r\nExpect: x")])
 def test_a_stream_that_does_not_end_in_time_is_given_up(planes, endless, request_bytes):
     async def main():
@@ -140,7 +154,7 @@ def test_a_stream_that_does_not_end_in_time_is_given_up(planes, endless, request
         async with planes.connected() as (server, reader, writer):
             writer.write(request_bytes)
             await reader.readuntil(b"first")
-            server._server.config.timeout_graceful_shutdown = 0.05
+            server.drain_timeout_s = 0.05
             await server.stop()
             await asyncio.wait_for(endless.ended.wait(), 20)
 

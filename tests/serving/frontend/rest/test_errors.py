@@ -5,8 +5,8 @@ import pytest
 from starlette.exceptions import HTTPException
 
 from torchere.serving import errors as e
-from torchere.serving.frontend.rest.app import listener_app
-from torchere.serving.frontend.rest.body import BodyTooLarge, ClientGone
+from torchere.serving.frontend.rest.app import listener_of
+from torchere.serving.frontend.rest.bodies import BodyTooLarge, ClientGone
 from torchere.serving.frontend.rest.errors import WorkflowNotFound, error_body, status_and_type
 
 
@@ -59,13 +59,13 @@ def test_the_detail_is_shown_to_operators_only():
 
 
 @pytest.mark.parametrize("error", [None, e.Conflict("x"), HTTPException(405), BodyTooLarge(), ClientGone()])
-def test_no_thread_is_begun_for_the_answer_to_an_error(planes, ask_app, error):
+def test_no_thread_is_begun_for_the_answer_to_an_error(planes, ask_listener, error):
     planes.control.error = error
 
     async def main():
         surfaces = frozenset({"management"})
-        app = listener_app(surfaces, planes.data, planes.control, planes.services())
-        answer = await ask_app(app, "GET", "/models" if error else "/nowhere")
+        app = listener_of(surfaces, planes.data, planes.control, planes.services())
+        answer = await ask_listener(app, "GET", "/models" if error else "/nowhere")
         return answer.status, [thread.name for thread in threading.enumerate()]
 
     status, names = asyncio.run(main())

@@ -54,7 +54,7 @@ def test_framework_routes_and_failures_have_them_too(ask, planes, target):
     assert {"x-request-id", "pragma", "cache-control", "expires"} <= answer.headers.keys()
 
 
-@pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "BREW"])
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"])
 def test_any_method_predicts(ask, planes, method):
     assert ask("inference", method, "/predictions/echo", b"x").status == 200
     assert planes.data.asked[0][2].parameters == (Parameter("body", b"x"),)
@@ -189,7 +189,10 @@ def test_details_are_not_for_inference_clients(ask, planes):
 
 
 def test_a_bug_is_logged_and_answered_without_its_text(ask, planes, caplog):
-    planes.data.behave = answering(RuntimeError("secret"))
+    def admit(*args, **kwargs):
+        raise RuntimeError("secret")
+
+    planes.data.admit = admit
     answer = ask("inference", "POST", "/predictions/echo")
     assert (answer.status, answer.json["type"]) == (500, "InternalServerException")
     assert b"secret" not in answer.body
@@ -347,16 +350,16 @@ def test_each_answer_has_a_line_in_the_access_log(ask, caplog):
     assert lines[1].startswith('/127.0.0.1:4321 "POST /predictions/none HTTP/1.1" 404 ')
 
 
-def test_the_configured_cors_headers_are_on_every_answer(planes, ask_app):
+def test_the_configured_cors_headers_are_on_every_answer(planes, ask_listener):
     import dataclasses
 
-    from torchere.serving.frontend.rest.app import listener_app
+    from torchere.serving.frontend.rest.app import listener_of
     from torchere.serving.frontend.services import CorsHeaders
 
     services = dataclasses.replace(planes.services(), cors=CorsHeaders("*", "GET, POST", ""))
-    app = listener_app(frozenset({"inference"}), planes.data, planes.control, services)
+    app = listener_of(frozenset({"inference"}), planes.data, planes.control, services)
     for target in ("/ping", "/predictions/echo", "/nope"):
-        headers = asyncio.run(ask_app(app, "GET", target)).headers
+        headers = asyncio.run(ask_listener(app, "GET", target)).headers
         assert headers["access-control-allow-origin"] == "*"
         assert headers["access-control-allow-methods"] == "GET, POST"
         assert "access-control-allow-headers" not in headers

@@ -317,7 +317,7 @@ def test_a_registration_goes_on_when_its_client_leaves(planes):
             writer.write(b"POST /models?url=a.mar HTTP/1.1\r\nHost: x\r\n\r\n")
             await asyncio.wait_for(asked.wait(), 20)
             writer.close()
-            while server._server.server_state.connections:
+            while server.listener.connections:
                 await asyncio.sleep(0)
             go_on.set()
             await asyncio.wait_for(done.wait(), 20)

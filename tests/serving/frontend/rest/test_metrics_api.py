@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from torchere.serving.frontend.readiness import Readiness
-from torchere.serving.frontend.rest.app import listener_app
+from torchere.serving.frontend.rest.app import listener_of
 
 TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -75,26 +75,26 @@ def test_the_port_describes_itself_and_knows_nothing_else(ask):
         assert ask("metrics", "GET", target).status == 404
 
 
-def test_in_log_mode_there_is_nothing_to_see(planes, ask_app):
-    app = listener_app(
+def test_in_log_mode_there_is_nothing_to_see(planes, ask_listener):
+    app = listener_of(
         frozenset({"metrics"}), planes.data, planes.control, planes.services(metrics_mode="log")
     )
-    answer = asyncio.run(ask_app(app, "GET", "/metrics"))
+    answer = asyncio.run(ask_listener(app, "GET", "/metrics"))
     assert (answer.status, answer.body) == (200, b"")
 
 
-def test_in_legacy_mode_there_are_the_three_old_counters(planes, ask_app):
+def test_in_legacy_mode_there_are_the_three_old_counters(planes, ask_listener):
     meter = planes.metrics.meter("echo", "1.0")
     planes.metrics.show(meter)
     meter.accepted(named=False)
-    app = listener_app(
+    app = listener_of(
         frozenset({"metrics"}), planes.data, planes.control, planes.services(metrics_mode="legacy")
     )
-    text = asyncio.run(ask_app(app, "GET", "/metrics")).body.decode()
+    text = asyncio.run(ask_listener(app, "GET", "/metrics")).body.decode()
     families = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
     assert families == {
         "ts_inference_requests_total",
         "ts_inference_latency_microseconds",
         "ts_queue_latency_microseconds",
     }
-    assert asyncio.run(ask_app(app, "GET", "/metrics?name[]=Requests2XX")).body == b""
+    assert asyncio.run(ask_listener(app, "GET", "/metrics?name[]=Requests2XX")).body == b""

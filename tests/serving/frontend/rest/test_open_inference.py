@@ -11,7 +11,7 @@ from torchere.archiver.signature import Signature, TensorSpec
 from torchere.serving.errors import ModelNotFound, NotAllowed
 from torchere.serving.frontend.controlplane import Registration
 from torchere.serving.frontend.readiness import Readiness
-from torchere.serving.frontend.rest.app import listener_app
+from torchere.serving.frontend.rest.app import listener_of
 from torchere.serving.registry.version import VersionState
 from torchere.serving.types import ModelKey
 
@@ -19,14 +19,14 @@ SIGNATURE = Signature((TensorSpec("x", "FP32", (-1, 2)),), (TensorSpec("y", "FP3
 
 
 @pytest.fixture
-def ask_v2(planes, ask_app):
+def ask_v2(planes, ask_listener):
     """`ask_v2(target, body, method, surfaces, switched_on)`: one request."""
 
     def call(target, body=b"", *, method="GET", surfaces="inference+management", switched_on=True, keys=None):
         services = planes.services(open_inference_protocol=switched_on, keys=keys)
-        app = listener_app(frozenset(surfaces.split("+")), planes.data, planes.control, services)
+        app = listener_of(frozenset(surfaces.split("+")), planes.data, planes.control, services)
         headers = {"authorization": f"Bearer {keys and 'inference'}"}
-        return asyncio.run(ask_app(app, method, target, body, **headers))
+        return asyncio.run(ask_listener(app, method, target, body, **headers))
 
     return call
 

@@ -12,10 +12,10 @@ from torchere.archiver.signature import Signature, TensorSpec
 from torchere.handlers.tensors_answer import OPEN_INFERENCE, read_wish
 from torchere.serving.errors import HandlerFailed, QueueFull
 from torchere.serving.frontend.open_inference.generate import generate_request
-from torchere.serving.frontend.rest import open_inference_predict, tensor_exchange
-from torchere.serving.frontend.rest.app import listener_app
+from torchere.serving.frontend.rest import tensors
+from torchere.serving.frontend.rest.app import listener_of
 from torchere.serving.frontend.rest.content_coding import deflate
-from torchere.serving.frontend.rest.tensor_exchange import INLINE_JSON_BYTES
+from torchere.serving.frontend.rest.tensors import INLINE_JSON_BYTES
 from torchere.serving.types import InferResponse, StreamedResponse
 
 PATH = "/v2/models/echo/infer"
@@ -32,7 +32,7 @@ def request(*inputs, **members):
 
 
 @pytest.fixture
-def post(planes, ask_app):
+def post(planes, ask_listener):
     """`post(body, path, **headers)`: one request to an inference app; `settings` change it.
 
     The model has a signature; set `planes.data.known` for one without.
@@ -41,8 +41,8 @@ def post(planes, ask_app):
 
     def call(body, path=PATH, settings=None, method="POST", **headers):
         services = planes.services(max_request_bytes=200_000, **(settings or {}))
-        app = listener_app(frozenset({"inference"}), planes.data, planes.control, services)
-        return asyncio.run(ask_app(app, method, path, body, **headers))
+        app = listener_of(frozenset({"inference"}), planes.data, planes.control, services)
+        return asyncio.run(ask_listener(app, method, path, body, **headers))
 
     return call
 
@@ -213,7 +213,7 @@ def test_an_unknown_model_is_told_in_the_clients_protocol(post, body, members):
 
 
 def test_of_an_unknown_model_a_long_body_is_not_read(post, monkeypatch):
-    monkeypatch.setattr(tensor_exchange, "looks_like_request", None)
+    monkeypatch.setattr(tensors, "looks_like_request", None)
     answer = post(request({**X, "data": [1] * INLINE_JSON_BYTES}), "/v2/models/none/infer")
     assert (answer.status, answer.json) == (404, {"error": "Model not found: none"})
     answer = post(b"[" + b"[]," * INLINE_JSON_BYTES + b"[]]", "/v2/models/none/infer")
@@ -369,7 +369,7 @@ def test_a_large_body_of_generate_is_parsed_off_the_loop(post, planes, monkeypat
         threads.append(threading.current_thread())
         return generate_request(*args)
 
-    monkeypatch.setattr(open_inference_predict, "generate_request", noting)
+    monkeypatch.setattr(tensors, "generate_request", noting)
     answers(planes, InferResponse(JSON_ANSWER))
     body = json.dumps({"x": [1] * INLINE_JSON_BYTES}).encode()
     for text in (body, b'{"x":[1]}'):

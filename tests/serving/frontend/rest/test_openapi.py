@@ -4,7 +4,7 @@ import re
 import pytest
 
 from torchere.serving.errors import InvalidRequest
-from torchere.serving.frontend.rest.app import listener_app
+from torchere.serving.frontend.rest.app import listener_of
 from torchere.serving.frontend.rest.openapi import listener_document, management_document, prediction_document
 from torchere.serving.frontend.rest.openapi_open_inference import open_inference_operations
 
@@ -80,10 +80,10 @@ def test_operations_of_one_document_have_names_of_their_own():
 
 
 @pytest.mark.parametrize(("switch", "there"), [(True, True), (False, False)])
-def test_the_open_inference_protocol_is_described_where_it_is_on(planes, ask_app, switch, there):
+def test_the_open_inference_protocol_is_described_where_it_is_on(planes, ask_listener, switch, there):
     services = planes.services(open_inference_protocol=switch)
-    app = listener_app(frozenset({"inference"}), planes.data, planes.control, services)
-    answer = asyncio.run(ask_app(app, "OPTIONS", "/"))
+    app = listener_of(frozenset({"inference"}), planes.data, planes.control, services)
+    answer = asyncio.run(ask_listener(app, "OPTIONS", "/"))
     assert ("/v2/models/{model_name}/versions/{model_version}/infer" in answer.json["paths"]) is there
 
 

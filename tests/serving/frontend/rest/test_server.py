@@ -12,9 +12,8 @@ import pytest
 import uvloop
 
 from torchere.serving.errors import HandlerFailed
-from torchere.serving.frontend.rest.app import listener_app
-from torchere.serving.frontend.rest.disconnect import SWEEP_S
-from torchere.serving.frontend.rest.protocol import Protocol
+from torchere.serving.frontend.rest.app import listener_of
+from torchere.serving.frontend.rest.connection import Connection
 from torchere.serving.frontend.rest.server import RestServer
 from torchere.serving.settings import Address
 from torchere.serving.types import InferResponse, StreamedResponse
@@ -315,7 +314,7 @@ def test_a_request_that_waits_long_is_answered_all_the_same(planes, held):
         async with serving(planes) as (talk, _):
             talking = asyncio.create_task(talk(request(b"late")))
             await held.arrived.wait()
-            asyncio.get_running_loop().call_later(5 * SWEEP_S, held.go_on.set)
+            asyncio.get_running_loop().call_later(0.05, held.go_on.set)
             return await talking
 
     assert split(asyncio.run(main()))[2] == b"late"
@@ -340,7 +339,7 @@ def test_a_unix_socket_serves_and_is_taken_away_at_the_end(planes, tmp_path):
     path = tmp_path / "t.sock"
 
     async def main():
-        app = listener_app(frozenset({"inference"}), planes.data, planes.control, planes.services())
+        app = listener_of(frozenset({"inference"}), planes.data, planes.control, planes.services())
         server = RestServer(app, Address(unix_path=str(path)))
         await server.start()
         reader, writer = await asyncio.open_unix_connection(path)
@@ -358,7 +357,7 @@ def test_a_port_that_is_taken_is_an_error_at_the_start(planes):
     async def main():
         async with serving(planes) as (_, address):
             await RestServer(
-                listener_app(frozenset({"inference"}), planes.data, planes.control, planes.services()),
+                listener_of(frozenset({"inference"}), planes.data, planes.control, planes.services()),
                 address,
             ).start()
 
@@ -368,13 +367,13 @@ def test_a_port_that_is_taken_is_an_error_at_the_start(planes):
 
 def test_a_tls_address_without_files_is_refused():
     with pytest.raises(ValueError, match="needs a certificate"):
-        RestServer(lambda scope, receive, send: None, Address(tls=True))
+        RestServer(None, Address(tls=True))
 
 
 def test_clients_that_come_at_once_are_taken_in_within_a_few_turns_of_the_loop(planes):
     async def main() -> int:
         async with planes.serving() as server:
-            connections = server._server.server_state.connections
+            connections = server.listener.connections
             place = server.address.host, server.address.port
             clients = [socket.create_connection(place) for _ in range(100)]
             turns = 0
@@ -397,7 +396,7 @@ PING = b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n"
 
 @pytest.mark.parametrize("by_reset", [False, True], ids=["closed", "reset"])
 @pytest.mark.parametrize(
-    "text", [request(b"x", close=False), PING, PING[:9]], ids=["short", "ASGI", "half a head"]
+    "text", [request(b"x", close=False), PING, PING[:9]], ids=["a prediction", "the app", "half a head"]
 )
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
 def test_a_connection_that_has_ended_is_freed_at_once(planes, monkeypatch, run, text, by_reset):
@@ -411,8 +410,8 @@ def test_a_connection_that_has_ended_is_freed_at_once(planes, monkeypatch, run, 
             weakref.finalize(connection, freed.set)
             connect(connection, transport)
 
-        connect = Protocol.connection_made
-        monkeypatch.setattr(Protocol, "connection_made", made)
+        connect = Connection.connection_made
+        monkeypatch.setattr(Connection, "connection_made", made)
         async with serving(planes) as (_, address):
             client = socket.create_connection((address.host, address.port))
             client.setblocking(False)

@@ -6,12 +6,12 @@ import time
 
 import pytest
 
-from torchere.serving.frontend.rest import protocol
-from torchere.serving.frontend.rest.direct_predictions import SMALL_BODY_BYTES
+from torchere.serving.frontend.rest import connection
+from torchere.serving.frontend.rest.listener import READ_BYTES
 from torchere.serving.types import InferResponse
 
 TIMEOUT_S = 0.3
-LARGE = SMALL_BODY_BYTES + 50_000
+LARGE = READ_BYTES + 50_000
 HEAD = b"POST %b HTTP/1.1\r\nHost: x\r\n%b\r\n"
 
 
@@ -24,13 +24,13 @@ BEGINNINGS = {
     "large": head(LARGE) + b"x" * 1000,
     "nothing of it": head(100),
     "in chunks": HEAD % (b"/predictions/echo", b"Transfer-Encoding: chunked\r\n") + b"4\r\nabcd\r\n8\r\nx",
-    "of a route of ASGI": head(100, b"/v2/models/echo/infer") + b"{",
+    "of tensors": head(100, b"/v2/models/echo/infer") + b"{",
 }
 
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(protocol, "BODY_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(connection, "BODY_TIMEOUT_S", TIMEOUT_S)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -44,6 +44,13 @@ def test_a_body_that_stops_coming_is_answered_with_408_and_the_end(planes, talk,
     assert b"connection: close" in rest
     assert json.loads(rest.partition(b"\r\n\r\n")[2])["type"] == "RequestTimeoutException"
     assert not planes.data.asked
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_body_that_the_app_waits_for_is_answered_with_408_as_well(planes, talk):
+    json_head = head(100, b"/models").replace(b"Host", b"Content-Type: application/json\r\nHost")
+    assert talk(json_head + b"{", surface="management").startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+    assert not planes.control.calls
 
 
 def trickled(planes, *pieces: bytes, every_s: float) -> bytes:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from torchere.serving.frontend.rest import protocol
+from torchere.serving.frontend.rest import connection
 from torchere.serving.settings import Address
 from torchere.serving.types import InferResponse
 
@@ -18,7 +18,7 @@ CHUNKED = (
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch):
-    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", TIMEOUT_S)
 
 
 def conversations(planes, *pieces_of_each: list[bytes]) -> list[bytes]:

@@ -13,8 +13,8 @@ from torchere.serving.types import InferResponse
 TIMEOUT_S = 0.3
 ANSWER = bytes(8 * 2**20)
 REQUESTS = {
-    "short way": b"POST /predictions/echo HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n",
-    "ASGI": b"GET /predictions/echo HTTP/1.1\r\nHost: x\r\nAccept-Encoding: gzip;q=0\r\n\r\n",
+    "a length": b"POST /predictions/echo HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n",
+    "a version of HTTP/1.0": b"GET /predictions/echo HTTP/1.0\r\nHost: x\r\n\r\n",
 }
 
 

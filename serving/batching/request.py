@@ -1,0 +1,181 @@
+"""One prediction, from the door to the answer: what is asked, where it is, and when it passed which mark."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from torchere.serving.batching.unread_parts import UnreadParts
+from torchere.serving.errors import ServingError
+from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, Parameter, StreamedResponse
+
+if TYPE_CHECKING:
+    from torchere.serving.execution.run import Run
+    from torchere.serving.telemetry.numbers import VersionNumbers
+    from torchere.serving.telemetry.trace_context import TraceContext
+
+Answer: TypeAlias = InferResponse | StreamedResponse | ServingError
+Protocol = Literal["rest", "grpc"]
+UNTOLD = (0.0, 0.0, 0.0, 0.0)
+
+
+def alone(request_id: str) -> str:
+    """The group of a request that shares its batch with no other, and so waits for none."""
+    return f"alone {request_id}"
+
+
+class Ledger:
+    """Counts predictions that were admitted, and those of them that are over. Lives on the event loop."""
+
+    __slots__ = ("accepted", "answered")
+
+    def __init__(self) -> None:
+        self.accepted = 0
+        self.answered = 0  # with an answer, an error, or no client left that waits for one
+
+
+class Request:
+    """A prediction. Each door has a subclass that knows its client. Lives on the event loop.
+
+    It is answered exactly once, by whichever comes first: the report of its run, its deadline, or its client
+    going away; later outcomes are dropped. Times are monotonic seconds, 0.0 for a mark it did not pass.
+
+    Attributes:
+        request_id: a UUID; the client and the handler see the same.
+        parameters: the named values, encoded.
+        headers: in the client's spelling; the last duplicate wins.
+        deadline_s: an answer after it is worthless.
+        priority: among the requests that wait for the same version; see `priority.py`.
+        group: requests share a batch only with others of equal group.
+        meter: counts for the version that is asked; None: not found yet.
+        named: the client named a version.
+        trace: what the client said of its trace.
+        started_s: when its first byte came in.
+        read_s: when its body was whole; 0: with its head.
+        enqueued_s: when it was admitted.
+        dequeued_s: when a lane began with it.
+        company_s: the part of the wait when a lane was free, and the batch was not full.
+        stages_s: preprocess, inference, postprocess, and untold handler time, of its last run.
+        answered_s: when its answer (or the first part) was there; 0: no handler answered it.
+        sending_s: when the answer began to go out.
+        counted: telemetry has counted its end.
+        suspect: it may have crashed a worker, and runs with nothing else in its process.
+        running: the run it is in.
+        parts: of a streamed answer, those that its client has not taken.
+    """
+
+    __slots__ = (
+        *("answered", "answered_s", "company_s", "counted", "deadline_s", "dequeued_s", "enqueued_s"),
+        *("group", "headers", "ledger", "meter", "named", "parameters", "parts", "priority", "read_s"),
+        *("request_id", "running", "sending_s", "stages_s", "started_s", "suspect", "trace"),
+    )
+    protocol: Protocol = "rest"
+
+    def __init__(self, request_id: str, started_s: float) -> None:
+        self.request_id = request_id
+        self.started_s = started_s
+        self.parameters: Sequence[Parameter] = ()
+        self.headers: Sequence[tuple[str, str]] = ()
+        self.deadline_s = NO_DEADLINE
+        self.priority = 0
+        self.group = ""
+        self.meter: VersionNumbers | None = None
+        self.ledger: Ledger | None = None  # None: it is not admitted
+        self.named = False
+        self.trace: TraceContext | None = None
+        self.read_s = self.enqueued_s = self.dequeued_s = self.company_s = 0.0
+        self.answered_s = self.sending_s = 0.0
+        self.stages_s = UNTOLD
+        self.suspect = False
+        self.answered = False
+        self.counted = False
+        self.parts: UnreadParts | None = None
+        self.running: Run | None = None
+
+    def fill(self, asked: InferRequest) -> None:
+        """Take over what is asked."""
+        self.request_id = asked.request_id
+        self.parameters, self.headers = asked.parameters, asked.headers
+        self.deadline_s, self.priority = asked.deadline_s, asked.priority
+
+    def reply(self, outcome: Answer) -> None:
+        """Give the client its answer, or the head and the parts of one; called once, and must not raise."""
+        raise NotImplementedError
+
+    @property
+    def open(self) -> bool:
+        """Whether the client still waits for (the rest of) the answer."""
+        return self.parts is not None or not self.answered
+
+    def add_part(self, part: InferResponse, place: Callable[[Request], UnreadParts]) -> UnreadParts | None:
+        """Hand on one part of a streamed answer; the first one answers the client's wait.
+
+        Args:
+            part: what the handler sent.
+            place: makes where the parts wait for the client.
+
+        Returns:
+            That place, when the lane is to wait for the client before it sends more.
+        """
+        stream = self.parts
+        if stream is None:
+            if self.answered:
+                return None
+            stream = self.parts = place(self)
+            self._answer(StreamedResponse(part, _Chunks(stream)))  # the client may give it up at once
+        stream.add(part.body)
+        return stream if stream.held else None
+
+    def finish(self, outcome: InferResponse | ServingError) -> None:
+        """Complete the answer; without effect when it is complete."""
+        if self.parts is not None:
+            stream, self.parts = self.parts, None
+            if isinstance(outcome, ServingError):
+                stream.end(outcome)
+            else:
+                stream.add(outcome.body)
+                stream.end()
+        elif not self.answered:
+            self._answer(outcome)
+
+    def _answer(self, outcome: Answer) -> None:
+        self.answered = True
+        if self.ledger is not None:
+            self.ledger.answered += 1
+        meter = self.meter
+        if meter is not None:
+            meter.in_flight -= 1
+            if isinstance(outcome, ServingError):
+                meter.failed(outcome, self)
+        if not (self.answered_s or isinstance(outcome, ServingError)):
+            self.answered_s = time.monotonic()
+        if self.running is None:  # else the quarantine may have to know them
+            self.parameters = ()
+        self.reply(outcome)
+
+    def cancel_run(self) -> None:
+        """Have its lane leave it out, or give the run up once all its requests are cancelled."""
+        if self.running is not None:
+            self.running.cancel(next(at for at, one in enumerate(self.running.requests) if one is self))
+
+
+class _Chunks:
+    """The parts for their reader, which may be cancelled, or never begin: then they are dropped."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, parts: UnreadParts) -> None:
+        self._parts = parts
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        part = await self._parts.take()
+        if part is None:
+            raise StopAsyncIteration
+        return part
+
+    def __del__(self) -> None:
+        self._parts.abandon()

@@ -1,0 +1,189 @@
+"""Calls answered by coroutines: streams, and methods that wait. A task each, which ends with its client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, ClassVar, cast
+
+from google.protobuf.message import Message
+
+from torchere.serving.batching.request import Request
+from torchere.serving.frontend.call_scope import CANCELLED, CallScope
+from torchere.serving.frontend.grpc.call import OWN_MARKS, SLOTS, Call, Method, UnaryCall
+from torchere.serving.frontend.http2.messages import (
+    INFLATED_IN_THREAD_BYTES,
+    Compressed,
+    Received,
+    StatusCode,
+)
+from torchere.serving.frontend.http2.stream import Stream
+from torchere.serving.types import NO_DEADLINE
+
+Waiting = Callable[[Any, Call], Awaitable[Any]]  # a coroutine function: one message each way
+Streaming = Callable[[Any, Call], AsyncIterator[Any]]  # async generators, closed when a call ends early
+Answerer = Callable[["TaskCall", Any], Awaitable[None]]
+
+# Of one call's messages that wait to be consumed; with either its client has to wait.
+MESSAGES_AHEAD = 16
+BYTES_AHEAD = 2**20
+# How long after its deadline a call is ended from here. The data plane ends predictions on time, and counts
+# them; this is for calls that wait for something else.
+LATE_S = 0.1
+
+
+class TaskCall(Call):
+    """A call with a task of its own."""
+
+    __slots__ = (*SLOTS, *OWN_MARKS, "_answer", "_expiry", "_scope", "task")
+
+    def __init__(self, answer: Answerer, method: Method, stream: Stream) -> None:
+        Call.__init__(self, method, stream)
+        self._answer = answer
+        self._expiry: asyncio.TimerHandle | None = None
+        self._scope: CallScope | None = None
+        self.task: asyncio.Task[None] | None = None
+
+    def run(self, request: Any, *, many: bool) -> None:
+        """Begin to answer; `many`: the client may send several predictions."""
+        loop = asyncio.get_running_loop()
+        self.task = loop.create_task(self._run(request, many=many))
+        self.method.tasks.add(self.task)
+        self.task.add_done_callback(self._done)
+        if self.deadline_s != NO_DEADLINE:
+            self._expiry = loop.call_later(self.deadline_s - self.started_s + LATE_S, self._expire)
+
+    def on_failure(self, code: StatusCode, message: str) -> None:
+        """End the call, because a message can't be accepted."""
+        super().on_failure(code, message)
+        self.on_cancel()
+
+    def on_cancel(self) -> None:
+        """Cancel the task."""
+        if self.task is not None:
+            self.task.cancel()
+
+    async def _run(self, request: Any, *, many: bool) -> None:
+        metadata = self.metadata
+        self._scope = CallScope("grpc", self.started_s, lambda: metadata, self.method.code_of, many=many)
+        self._scope.read_s = self.read_s
+        try:
+            await self._answer(self, request)
+        except asyncio.CancelledError:
+            self._scope.finish(CANCELLED["grpc"])  # without effect where the call was ended from here
+            raise
+        except Exception as error:  # the top of the call
+            self.fail(error)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        # Not in `_run`: a task that is cancelled at once never begins.
+        self.method.tasks.discard(task)
+        self.task = None  # or call, task and request would hold each other until the collector runs
+        if self._expiry is not None:
+            self._expiry.cancel()
+
+    def _ended(self, code: StatusCode) -> None:
+        if self._scope is not None:
+            self._scope.finish(code.name)
+        super()._ended(code)
+
+    @property
+    def prediction(self) -> Request | None:
+        """The prediction that it made, unless there may be many."""
+        return None if self._scope is None else self._scope.request
+
+    def _expire(self) -> None:
+        if not self.stream.ended:  # uvloop runs timers before `_done`
+            self._end_with(StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+            self.on_cancel()
+
+
+class UnaryTaskCall(UnaryCall, TaskCall):
+    """A call with one message of the client, answered by a task."""
+
+    __slots__ = ()
+
+    def begin(self, request: Any) -> None:
+        """Begin to answer."""
+        self.run(request, many=False)
+
+
+class StreamTaskCall(TaskCall):
+    """A call with any number of the client's messages, answered while they arrive."""
+
+    __slots__ = ("_half_closed", "_messages", "_messages_bytes", "_wanted")
+    takes_one: ClassVar[bool] = False
+
+    def __init__(self, answer: Answerer, method: Method, stream: Stream) -> None:
+        super().__init__(answer, method, stream)
+        self._messages: deque[Received | Compressed] = deque()
+        self._messages_bytes = 0
+        self._wanted: asyncio.Future[None] | None = None
+        self._half_closed = False
+        self.run(self._requests(), many=True)
+
+    def on_message(self, message: Received | Compressed) -> None:
+        """Queue a message; the client has to wait while the queue is full."""
+        self._messages.append(message)
+        self._messages_bytes += len(message)
+        if len(self._messages) >= MESSAGES_AHEAD or self._messages_bytes >= BYTES_AHEAD:
+            self.stream.pause()
+        self._wake()
+
+    def on_half_close(self) -> None:
+        """End the queue."""
+        self._half_closed = True
+        self._wake()
+
+    async def _requests(self) -> AsyncIterator[Message]:
+        while True:
+            while self._messages:
+                yield self.decoded(await self._next())
+            if self._half_closed:
+                return
+            self.stream.resume()
+            if not (self._messages or self._half_closed):
+                self._wanted = asyncio.get_running_loop().create_future()
+                await self._wanted
+
+    async def _next(self) -> Received:
+        message = self._messages.popleft()
+        size = len(message)
+        self._messages_bytes -= size
+        if not isinstance(message, Compressed):
+            plain = message
+        elif size <= INFLATED_IN_THREAD_BYTES:
+            plain = message.inflated()
+        else:
+            plain = await asyncio.to_thread(message.inflated)
+        self.stream.consumed(size)
+        return plain
+
+    def _wake(self) -> None:
+        if self._wanted is not None and not self._wanted.done():
+            self._wanted.set_result(None)
+
+
+def waiting_answer(implementation: Waiting) -> Answerer:
+    """Answer with the one message that a coroutine returns."""
+
+    async def answer(call: TaskCall, request: Any) -> None:
+        call.answer(await implementation(request, call))
+
+    return answer
+
+
+def streaming_answer(implementation: Streaming) -> Answerer:
+    """Answer with each message that an async generator yields, no faster than the client reads."""
+
+    async def answer(call: TaskCall, request: Any) -> None:
+        made = cast("AsyncGenerator[Message, None]", implementation(request, call))
+        async with aclosing(made) as messages:
+            async for message in messages:
+                call.stream.send(call.method.encode(message))
+                await call.stream.drained()
+        call.end()
+
+    return answer

@@ -1,0 +1,362 @@
+"""Flow control of one connection and its streams, in both directions (RFC 9113, 5.2)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torchere.serving.frontend.http2.frames import (
+    DATA,
+    DEFAULT_FRAME_BYTES,
+    DEFAULT_WINDOW,
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    MAX_WINDOW,
+    ConnectionBroken,
+    ErrorCode,
+    Setting,
+    StreamBroken,
+    head,
+    read_settings,
+    window_update,
+)
+from torchere.serving.frontend.http2.messages import MessageFailed, StatusCode
+from torchere.serving.turn_writes import Buffers
+
+# Receiving. What a client may send before it has to wait for WINDOW_UPDATE.
+STREAM_WINDOW_BYTES = 4 * 2**20
+CONNECTION_WINDOW_BYTES = 16 * 2**20  # of all streams together; four whole windows
+# Of one connection's calls whose end has not arrived: some eighty at a time, each as long as it may be by
+# default. Where messages may be longer, four of them.
+INCOMPLETE_BYTES = 2**29
+INCOMPLETE_MESSAGES = 4
+
+# Sending.
+MOST_FRAME_BYTES = 2**20  # of one stream's, before another one gets its turn
+MOST_WRITTEN_BYTES = 2**20  # at once: then the socket may report that it is full
+HIGH_WATER_BYTES = 65_536  # of a stream's unsent bytes; then its producer is asked to wait
+DEFAULT_TABLE_BYTES = 4096  # of HPACK's table, which this end does not use
+# Sent when a client lowers the table's size (RFC 7541, 4.2): it is 0 from here on.
+TABLE_UNUSED = b"\x20"
+
+
+class StreamFlow:
+    """The flow-control state of one stream."""
+
+    __slots__ = (
+        *("_drained", "allowed_bytes", "arrived_bytes", "held_bytes", "id", "outbox", "paused"),
+        *("received_bytes", "remote_open", "sent_bytes", "trailers", "unsent_bytes", "window"),
+    )
+
+    def __init__(self, stream_id: int, window: int) -> None:
+        self.id = stream_id
+        self.remote_open = True  # the client has not ended it
+        # Receiving.
+        self.allowed_bytes = STREAM_WINDOW_BYTES  # what the client may send in all, as announced
+        self.received_bytes = 0  # of DATA frames, in all; a frame counts when it begins
+        self.arrived_bytes = 0  # of messages, in all, before the call was complete
+        self.held_bytes = 0  # of these, until the call is complete or the message consumed
+        self.paused = False  # its messages are not consumed: the window is not extended
+        # Sending.
+        self.window = window  # what the client accepts
+        self.sent_bytes = 0  # of answers that had to wait
+        self.unsent_bytes = 0
+        self.outbox: deque[bytes | memoryview] = deque()
+        self.trailers: bytes | None = None  # the last header block, once it is known
+        self._drained: asyncio.Future[None] | None = None
+
+    async def drained(self) -> None:
+        """Wait until the client has consumed enough for more to be made; returns at once if it has."""
+        if self.unsent_bytes > HIGH_WATER_BYTES:
+            self._drained = asyncio.get_running_loop().create_future()
+            await self._drained
+
+    def count_unsent(self, size: int) -> None:
+        """Add to the unsent bytes, or take from them; wakes a producer that waits."""
+        self.unsent_bytes += size
+        if size <= 0 and self._drained is not None and self.unsent_bytes <= HIGH_WATER_BYTES:
+            if not self._drained.done():
+                self._drained.set_result(None)
+            self._drained = None
+
+
+class InboundFlow:
+    """Windows that one connection's client sends into, and the bytes of its incomplete calls.
+
+    Lives on the event loop.
+
+    Args:
+        limit_bytes: of a received message.
+        write: sends a frame.
+    """
+
+    __slots__ = ("_incomplete_limit_bytes", "_unread_bytes", "_window", "_write", "held_bytes", "limit_bytes")
+
+    def __init__(self, limit_bytes: int, write: Callable[[bytes], None]) -> None:
+        self.limit_bytes = limit_bytes
+        self._incomplete_limit_bytes = max(INCOMPLETE_BYTES, INCOMPLETE_MESSAGES * limit_bytes)
+        self._write = write
+        self._window = CONNECTION_WINDOW_BYTES
+        self._unread_bytes = 0
+        self.held_bytes = 0  # of incomplete calls, and of streamed messages that are not consumed
+
+    def consume(self, stream: StreamFlow | None, size: int) -> None:
+        """Count DATA that arrived. The connection's window is extended at once, a stream's by `extend`.
+
+        Raises:
+            ConnectionBroken: more than the window allows.
+        """
+        self._window -= size
+        self._unread_bytes += size
+        if self._window < 0:
+            raise ConnectionBroken(ErrorCode.FLOW_CONTROL_ERROR, "more DATA than there was leave for")
+        if self._unread_bytes >= CONNECTION_WINDOW_BYTES // 2:
+            self._window += self._unread_bytes
+            self._write(window_update(0, self._unread_bytes))
+            self._unread_bytes = 0
+        if stream is not None:
+            stream.received_bytes += size
+
+    def extend(self, stream: StreamFlow) -> None:
+        """Extend a stream's window once half of it is used up."""
+        left_bytes = stream.allowed_bytes - stream.received_bytes
+        if left_bytes <= STREAM_WINDOW_BYTES // 2 and stream.remote_open and not stream.paused:
+            increment = STREAM_WINDOW_BYTES - left_bytes
+            stream.allowed_bytes += increment
+            self._write(window_update(stream.id, increment))
+
+    def hold(self, stream: StreamFlow, size: int) -> None:
+        """Count bytes of a call that is incomplete.
+
+        Raises:
+            MessageFailed: the connection's incomplete calls have too many bytes.
+        """
+        if self.held_bytes + size > self._incomplete_limit_bytes:
+            raise MessageFailed(
+                StatusCode.RESOURCE_EXHAUSTED,
+                "SERVER: Unfinished calls of this connection have more than "
+                f"{self._incomplete_limit_bytes} bytes",
+            )
+        self.held_bytes += size
+        stream.held_bytes += size
+        stream.arrived_bytes += size
+
+    def release(self, stream: StreamFlow, size: int) -> None:
+        """Stop counting bytes that were consumed."""
+        size = min(size, stream.held_bytes)
+        self.held_bytes -= size
+        stream.held_bytes -= size
+
+
+class OutboundFlow:
+    """Sends answers no faster than the client and its socket accept them. Lives on the event loop.
+
+    Args:
+        limit_bytes: of a message.
+        write: sends whole frames, in one buffer.
+        write_all: sends whole frames, in several.
+        finished: a stream's last frame was written.
+        waits: something has to wait for the client.
+    """
+
+    __slots__ = (
+        *("_table_note", "_waiting", "_waits", "_window", "_write_all", "finished", "frame_bytes"),
+        *("held_bytes", "initial_window", "limit_bytes", "sends", "sent_bytes", "stopped", "write"),
+    )
+
+    def __init__(
+        self,
+        limit_bytes: int,
+        write: Callable[[bytes], None],
+        write_all: Callable[[Buffers], None],
+        finished: Callable[[Any], None],
+        waits: Callable[[], None],
+    ) -> None:
+        self.limit_bytes = limit_bytes
+        self.write = write
+        self._write_all = write_all
+        self.finished = finished
+        self._waits = waits
+        self._window = DEFAULT_WINDOW
+        self._waiting: dict[int, StreamFlow] = {}  # in the order they began to wait; some do not any more
+        self.initial_window = DEFAULT_WINDOW  # of streams, as the client configured it
+        self.frame_bytes = DEFAULT_FRAME_BYTES
+        self.stopped = False  # the socket's buffer is full
+        self.sends = self.sent_bytes = 0  # of answers that had to wait, were long, or one of several
+        self.held_bytes = 0  # of unsent answers
+        self._table_note = b""  # what the next header block has to begin with
+
+    def take_room(self, stream: StreamFlow, size: int) -> bool:
+        """Reserve the windows for all data of a stream, sent at once in one frame; False: they lack room."""
+        if (
+            size > self._window
+            or size > stream.window
+            or size > self.frame_bytes
+            or self.stopped
+            or self._table_note
+        ):
+            return False
+        self._window -= size
+        return True
+
+    def check(self, size: int) -> None:
+        """Raise `MessageFailed` for a message that is longer than the limit."""
+        if size > self.limit_bytes:
+            raise MessageFailed(
+                StatusCode.RESOURCE_EXHAUSTED,
+                f"SERVER: Sent message larger than max ({size} vs. {self.limit_bytes})",
+            )
+
+    def queue(self, stream: StreamFlow, parts: Iterable[bytes | memoryview], size: int) -> None:
+        """Append parts of `size` bytes together to a stream's outbox; `pump` sends them."""
+        stream.outbox += parts
+        stream.count_unsent(size)
+        self.held_bytes += size
+
+    def drop(self, stream: StreamFlow) -> None:
+        """Discard a stream's unsent bytes."""
+        stream.outbox.clear()
+        self.held_bytes -= stream.unsent_bytes
+        stream.count_unsent(-stream.unsent_bytes)
+
+    def pump(self, stream: StreamFlow) -> None:
+        """Send what the windows allow, and the trailers when nothing is left before them."""
+        buffers: list[bytes | memoryview] = []
+        sent = unwritten = 0
+        outbox = stream.outbox
+        while outbox and not self.stopped:
+            part = outbox[0]
+            size = min(len(part), MOST_WRITTEN_BYTES, self._window, stream.window)
+            if size <= 0:
+                break
+            self._cut(part, size, stream.id, buffers)
+            self._window -= size
+            stream.window -= size
+            sent += size
+            unwritten += size
+            if size == len(part):
+                outbox.popleft()
+            else:
+                outbox[0] = part[size:]
+            if unwritten >= MOST_WRITTEN_BYTES:
+                self._write_all(buffers)
+                buffers, unwritten = [], 0
+        is_last = not outbox and stream.trailers is not None
+        if stream.trailers is not None and is_last:
+            block = self.with_note(stream.trailers)
+            buffers += (head(len(block), HEADERS, END_STREAM | END_HEADERS, stream.id), block)
+        if outbox:
+            self._wait(stream)
+        if buffers:
+            self._write_all(buffers)
+        if sent:
+            self.sends += 1
+            self.sent_bytes += sent
+            self.held_bytes -= sent
+            stream.sent_bytes += sent
+            stream.count_unsent(-sent)
+        if is_last:
+            self.finished(stream)
+
+    def _wait(self, stream: StreamFlow) -> None:
+        if stream.window > 0:  # a stream that waits for its own window alone is pumped when that grows
+            self._waiting[stream.id] = stream
+        self._waits()
+
+    def _cut(
+        self, part: bytes | memoryview, size: int, stream_id: int, buffers: list[bytes | memoryview]
+    ) -> None:
+        """Put the first `size` bytes of a part into frames."""
+        whole = head(self.frame_bytes, DATA, 0, stream_id)
+        rest = size % self.frame_bytes
+        for start in range(0, size - rest, self.frame_bytes):
+            buffers += (whole, part[start : start + self.frame_bytes])
+        if rest:
+            buffers += (head(rest, DATA, 0, stream_id), part[size - rest : size])
+
+    def with_note(self, block: bytes) -> bytes:
+        """Return a header block that is sent now, behind what the client has to be told before it."""
+        note, self._table_note = self._table_note, b""
+        return note + block
+
+    def forget(self, stream: StreamFlow) -> None:
+        """Send nothing more of a stream."""
+        self._waiting.pop(stream.id, None)
+
+    def resume(self) -> None:
+        """Give each waiting stream its turn: the socket, or the connection's window, has room again."""
+        self.stopped = False
+        for _ in range(len(self._waiting)):
+            if self._window <= 0 or self.stopped:
+                break  # one byte of window must not cost a look at every stream
+            # To the end of the line, or the first stream would have all of each new window.
+            self.pump(self._waiting.pop(next(iter(self._waiting))))
+
+    def stalled_on(self, streams: Iterable[StreamFlow]) -> dict[int, tuple[int, int]]:
+        """Return the progress of each stream that waits for its own window, by its id.
+
+        Under 0 the same for the connection, while streams wait for its window; the socket's state is the
+        caller's to add. Which stream moves then is not the client's to say.
+        """
+        wait = [stream for stream in streams if stream.outbox]
+        waiting = {stream.id: (stream.sent_bytes, 0) for stream in wait if stream.window <= 0}
+        if wait and self._window <= 0 and not self.stopped:
+            waiting[0] = (self.sent_bytes, 0)
+        return waiting
+
+    def widen(self, increment: int) -> None:
+        """Apply WINDOW_UPDATE to the connection.
+
+        Raises:
+            ConnectionBroken: an increment of 0, or a window over its maximum.
+        """
+        self._window += increment
+        if not increment or self._window > MAX_WINDOW:
+            code = ErrorCode.FLOW_CONTROL_ERROR if increment else ErrorCode.PROTOCOL_ERROR
+            raise ConnectionBroken(code, f"WINDOW_UPDATE of {increment} on the connection")
+        if not self.stopped:
+            self.resume()
+
+    def widen_stream(self, stream: StreamFlow, increment: int) -> None:
+        """Apply WINDOW_UPDATE to one stream.
+
+        Raises:
+            StreamBroken: an increment of 0, or a window over its maximum.
+        """
+        stream.window += increment
+        if not increment or stream.window > MAX_WINDOW:
+            code = ErrorCode.FLOW_CONTROL_ERROR if increment else ErrorCode.PROTOCOL_ERROR
+            raise StreamBroken(stream.id, code, f"WINDOW_UPDATE of {increment}")
+        if stream.outbox:
+            self.pump(stream)
+
+    def configure(self, payload: bytes, streams: Mapping[int, StreamFlow]) -> None:
+        """Apply the client's SETTINGS; they count for open streams, too.
+
+        Raises:
+            ConnectionBroken: an invalid value.
+        """
+        settings = list(read_settings(payload))
+        if any(name == Setting.HEADER_TABLE_SIZE and value < DEFAULT_TABLE_BYTES for name, value in settings):
+            self._table_note = TABLE_UNUSED  # even if a later setting raises it again
+        # A setting that is repeated counts once: each may concern a thousand streams.
+        wanted = dict(settings)
+        frame_bytes = wanted.get(Setting.MAX_FRAME_SIZE)
+        if frame_bytes is not None:
+            self.frame_bytes = min(frame_bytes, MOST_FRAME_BYTES)
+        initial_window = wanted.get(Setting.INITIAL_WINDOW_SIZE)
+        if initial_window is not None:
+            self._set_initial_window(initial_window, list(streams.values()))
+
+    def _set_initial_window(self, size: int, streams: Sequence[StreamFlow]) -> None:
+        change = size - self.initial_window
+        self.initial_window = size
+        for stream in streams:
+            stream.window += change
+            if stream.window > MAX_WINDOW:
+                raise ConnectionBroken(ErrorCode.FLOW_CONTROL_ERROR, "SETTINGS overflow a stream's window")
+            if change > 0 and stream.outbox:
+                self.pump(stream)

@@ -1,0 +1,210 @@
+"""Runs the ASGI app for requests that are no predictions: scope, receive, send, and a task for each."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+from starlette.types import Message, Scope
+
+from torchere.serving.batching.request import Request
+from torchere.serving.errors import NotFound, ServingError
+from torchere.serving.frontend import wording
+from torchere.serving.frontend.call_scope import CLIENT_GONE, CallScope
+from torchere.serving.frontend.request_id import new_request_id
+from torchere.serving.frontend.rest.answer_parts import CONTINUE, NO_CONTENT
+from torchere.serving.frontend.rest.codec import SPELLED_HEADERS
+from torchere.serving.frontend.rest.exchange import SLOTS, Exchange, status_of
+from torchere.serving.frontend.rest.heads import Head
+from torchere.serving.telemetry.predictions import fields_of
+
+if TYPE_CHECKING:
+    from torchere.serving.frontend.rest.connection import Connection
+
+HELD_BYTES = 65_536  # of a body that the app has not asked for; beyond it nothing is read
+_OF_THE_CONNECTION = frozenset({b"connection", b"transfer-encoding"})  # ours to say
+_LINE_BREAK = re.compile(rb"[\r\n\x00]")  # would forge other headers
+
+logger = logging.getLogger(__name__)
+
+
+class AppExchange(Exchange):
+    """One request that the app answers. The app goes on when its client leaves, and can hear of it."""
+
+    __slots__ = (
+        *(*SLOTS, "request_id", "started_s"),
+        *("_body", "_body_left", "_call", "_came", "_expects", "_held_head"),
+        *("_is_gone", "_is_told", "_is_whole", "_replaced"),
+    )
+
+    def __init__(self, connection: Connection, head: Head) -> None:
+        super().__init__(connection, head)
+        self.request_id = new_request_id()
+        self.started_s = time.monotonic()
+        self._body = bytearray()  # what the app has not had of it
+        self._is_whole = False  # it has come to its end
+        self._is_told = False  # and the app knows
+        self._came = asyncio.Event()  # more of the body, its end, or that of the connection
+        self._expects = head.expects
+        self._is_gone = False  # the client left, or got another answer
+        self._replaced = 0  # the status of that answer
+        self._held_head = b""  # of the answer: sent with the first part of its body
+        self._body_left: int | None = None  # bytes of the answer that are to come; None: it has no length
+        self._call: CallScope | None = None
+
+    def begin(self) -> None:
+        """Have the app answer. It asks for the body."""
+        self.task = asyncio.get_running_loop().create_task(self._run())
+        self.connection.listener.keep(self.task)
+
+    def take(self, piece: bytes) -> None:
+        """The next bytes of the body."""
+        if not self.complete:
+            self._body += piece
+            if len(self._body) > HELD_BYTES:
+                self.connection.hold()
+            self._came.set()
+
+    def whole(self) -> None:
+        """The request is there as a whole."""
+        self._is_whole = True
+        self._came.set()
+
+    async def _run(self) -> None:
+        self._call = call = CallScope("rest", self.started_s, partial(tuple, self.head.headers), status_of)
+        try:
+            if self.head.place.path.endswith("\n"):
+                # The framework would take it for the path without, whose key may be another.
+                raise NotFound(wording.NO_SUCH_RESOURCE)
+            await self.connection.listener.routes(self._scope(), self.receive, self.send)
+            if not self.complete:
+                raise RuntimeError("the app returned before its answer was complete")
+        except ServingError as error:
+            self._fail(error)
+        except Exception as error:  # the top of a request: a bug is logged, and the client gets a 500
+            fields = fields_of(self.request_id, call.request)
+            logger.exception("request %s failed unexpectedly", self.request_id, extra=fields)
+            self._fail(ServingError("Internal server error", repr(error)))
+
+    def _fail(self, error: ServingError) -> None:
+        if self._is_gone:
+            self._count(status_of(error))
+        elif self.status == 0:
+            self.answer_error(error)
+        else:
+            self.break_off(error)
+
+    def _scope(self) -> Scope:
+        head, transport = self.head, self.connection.transport
+        server = transport.get_extra_info("sockname")
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": head.version,
+            "server": server[:2] if isinstance(server, tuple) else None,
+            "client": self.connection.client,
+            "scheme": "http" if transport.get_extra_info("sslcontext") is None else "https",
+            "root_path": "",
+            "method": head.method,
+            "path": head.place.path,
+            "raw_path": head.place.raw_path,
+            "query_string": head.place.query,
+            "headers": [(name.lower(), value) for name, value in head.headers],
+            SPELLED_HEADERS: head.headers,
+            "state": {},
+        }
+
+    async def receive(self) -> Message:
+        """The next piece of the body, or that the client left; the app calls this."""
+        if self._expects:
+            self._expects = False
+            if self.status == 0:
+                self.connection.write(CONTINUE)
+        while not (self._is_gone or self.complete):
+            if self._body or (self._is_whole and not self._is_told):
+                body, self._body = self._body, bytearray()
+                self._is_told = self._is_whole
+                return {"type": "http.request", "body": bytes(body), "more_body": not self._is_whole}
+            if not self._is_whole:
+                self.connection.release()
+            self._came.clear()
+            await self._came.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        """The head of the answer, or a part of its body; the app calls this."""
+        if not self._is_gone:
+            await self.connection.drain()
+        kind = message["type"]
+        if kind == "http.response.start" and self.status == 0:
+            self._start(message["status"], [(name.lower(), value) for name, value in message["headers"]])
+        elif kind == "http.response.body" and self.status and not self.complete:
+            self._send_part(message.get("body", b""), last=not message.get("more_body", False))
+        else:
+            raise RuntimeError(f"unexpected ASGI message {kind!r}")
+
+    def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        for name, value in headers:
+            if _LINE_BREAK.search(name) or _LINE_BREAK.search(value):
+                raise RuntimeError(f"HTTP can't carry the header {name!r}: {value!r}")
+            if name == b"content-length":
+                self._body_left = int(value)
+            elif name == b"connection" and value.lower() == b"close":
+                self.keep_alive = False
+        if self._call is not None:
+            self._call.sending()
+        own = [line for line in headers if line[0] not in _OF_THE_CONNECTION]
+        is_sized = self._body_left is not None
+        if self.head.is_head or status in NO_CONTENT:
+            self._body_left = None
+        self._held_head = self.start(status, own, is_sized=is_sized)
+        asyncio.get_running_loop().call_soon(self._send_head)
+
+    def _send_head(self) -> None:
+        """The app has not sent a part of the body in the same turn."""
+        head, self._held_head = self._held_head, b""
+        if head and not self._is_gone:
+            self.connection.write(head)
+
+    def _send_part(self, part: bytes, *, last: bool) -> None:
+        if self._body_left is not None:
+            self._body_left -= len(part)
+            if self._body_left < 0 or (last and self._body_left):
+                raise RuntimeError("the answer is not as long as its Content-Length says")
+        if self._is_gone:
+            if last:
+                self._count(self.status)
+            return
+        head, self._held_head = self._held_head, b""
+        framed = self.framed(part, last=last)
+        if head or framed:
+            self.connection.write(head, framed)
+        if last:
+            self.end_body()
+
+    def ended(self, status: int = CLIENT_GONE) -> None:
+        """The connection ends before the answer does; what the app makes of it counts, if it has to count."""
+        if not (self.complete or self._is_gone):
+            self._is_gone = True
+            self._replaced = 0 if status == CLIENT_GONE else status
+            self._came.set()
+
+    def _count(self, status: int) -> None:
+        self.complete = True
+        self.finished(self._replaced or status)
+
+    @property
+    def prediction(self) -> Request | None:
+        """The prediction that the app made, if it did."""
+        return None if self._call is None else self._call.request
+
+    def let_go(self) -> None:
+        """The answer is out: drop what comes of the body, and tell an app that still listens."""
+        self._body, self._call = bytearray(), None
+        if not self._is_whole:
+            self.connection.release()
+        self._came.set()

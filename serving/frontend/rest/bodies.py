@@ -1,0 +1,176 @@
+"""Bodies of requests on their way in: one buffer of a known length, or chunks; and an app's whole body."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+from starlette.types import Receive
+
+from torchere.serving.frontend.alignment import room_before
+
+MAX_LINE_BYTES = 16_384  # of the lines around chunks, which a client could go on sending without an end
+MAX_TRAILER_BYTES = 8192  # as many as a head may have
+# RFC 9112, 7.1: the size in hexadecimal digits, then extensions, which mean nothing here.
+_TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
+_EXTENSION = rb';%b(?:=(?:%b|"(?:[^"\\\x00-\x08\x0a-\x1f\x7f]|\\[\t\x20-\x7e\x80-\xff])*"))?' % (
+    _TOKEN,
+    _TOKEN,
+)
+_SIZE_LINE = re.compile(rb"([0-9a-fA-F]+)(?:%b)*\r\n" % _EXTENSION)
+_TRAILER = re.compile(rb"(%b):[^\x00-\x08\x0a-\x1f\x7f]*\r\n" % _TOKEN)
+_MAX_SIZE = 2**63
+_OF_THE_CONNECTION = frozenset({b"connection", b"proxy-connection"})  # their place is the head
+
+
+class BodyTooLarge(Exception):
+    """The body is, or says it will be, longer than `limits.max_request_bytes`: answer 413 and close."""
+
+
+class ClientGone(Exception):
+    """The client closed the connection before its request was complete."""
+
+
+class BadBody(Exception):
+    """The body's chunks are malformed: answer 400 and close."""
+
+
+class WholeBody:
+    """A body of known length on its way in.
+
+    `view` is its memory, not set to zero before, so that what a client announces and does not send costs
+    nothing. It ends on a multiple of `TENSOR_ALIGNMENT`. Not thread-safe.
+    """
+
+    __slots__ = ("room", "view")
+
+    def __init__(self, length: int) -> None:
+        before = room_before(length)
+        self.view = np.empty(before + length, np.uint8).data[before:]
+        self.room = self.view  # the part that is not filled yet
+
+    def add(self, piece: bytes | bytearray) -> None:
+        """Copy the next bytes; never more than there is room for."""
+        self.room[: len(piece)] = piece
+        self.filled(len(piece))
+
+    def filled(self, size: int) -> None:
+        """The first `size` bytes of the room are filled."""
+        self.room = self.room[size:]
+
+
+class Chunks:
+    """Decodes a body in chunks (RFC 9112, 7.1) up to its end, and no further. Not thread-safe.
+
+    It is as strict as the parser of heads: a line ends with CRLF, a size has digits only. The trailer is
+    checked and dropped: its fields may not pass for what a gateway wrote in the head (RFC 9110, 6.5.1).
+    """
+
+    __slots__ = ("_in_trailer", "_left", "_line", "_trailer_bytes", "over")
+
+    def __init__(self) -> None:
+        self.over = False
+        self._left = 0  # bytes of the present chunk, and the CRLF behind it, that are to come
+        self._line = b""  # the beginning of a line whose end is to come
+        self._in_trailer = False
+        self._trailer_bytes = 0
+
+    def feed(self, data: bytes, start: int) -> tuple[int, list[bytes]]:
+        """Decode what there is; returns where the rest begins, and the data of the chunks.
+
+        Raises:
+            BadBody: the framing is malformed, or a line of it has no end.
+        """
+        pieces: list[bytes] = []
+        size = len(data)
+        while start < size and not self.over:
+            if self._left:
+                start = self._take(data, start, pieces)
+                continue
+            line, start = self._next_line(data, start)
+            if line is None:
+                break
+            if self._in_trailer:
+                self._end_trailer_line(line)
+            else:
+                self._begin_chunk(line)
+        return start, pieces
+
+    def _take(self, data: bytes, start: int, pieces: list[bytes]) -> int:
+        end = min(len(data), start + self._left)
+        content = min(end, start + self._left - 2)  # without the CRLF
+        if content > start:
+            pieces.append(data[start:content])
+        for at in range(max(start, content), end):
+            if data[at] != b"\r\n"[at - start - self._left + 2]:
+                raise BadBody("a chunk is longer than its size")
+        self._left -= end - start
+        return end
+
+    def _next_line(self, data: bytes, start: int) -> tuple[bytes | None, int]:
+        """The next line with its end; None while that has not come."""
+        if self._line:
+            data, start, before = self._line + data[start:], 0, len(self._line) - start
+        else:
+            before = 0
+        end = data.find(b"\r\n", start) + 2
+        line = data[start : end if end > 1 else len(data)]
+        if len(line) > MAX_LINE_BYTES:
+            raise BadBody("a line of its framing has no end")
+        if end > 1:
+            self._line = b""
+            return line, end - before
+        if b"\n" in line or b"\r" in line[:-1]:
+            raise BadBody("a line of its framing ends with other than CRLF")
+        self._line = line
+        return None, len(data) - before
+
+    def _begin_chunk(self, line: bytes) -> None:
+        found = _SIZE_LINE.fullmatch(line)
+        if found is None:
+            raise BadBody("a chunk has no size")
+        size = int(found[1], 16)
+        if size >= _MAX_SIZE:
+            raise BadBody("the size of a chunk is out of range")
+        if size:
+            self._left = size + 2
+        else:
+            self._in_trailer = True
+
+    def _end_trailer_line(self, line: bytes) -> None:
+        if line == b"\r\n":
+            self.over = True
+            return
+        self._trailer_bytes += len(line)
+        found = _TRAILER.fullmatch(line)
+        if found is None or self._trailer_bytes > MAX_TRAILER_BYTES:
+            raise BadBody("a trailer is malformed or too long")
+        if found[1].lower() in _OF_THE_CONNECTION:
+            raise BadBody("a trailer has a field of the connection")
+
+
+async def read_body(receive: Receive, announced_bytes: int, max_bytes: int) -> bytes:
+    """Read the whole body of a request to an ASGI app.
+
+    Args:
+        receive: the ASGI callable.
+        announced_bytes: the Content-Length, 0 when there is none.
+        max_bytes: the longest body to accept.
+
+    Raises:
+        BodyTooLarge: as soon as that is known, be it from the announcement.
+        ClientGone: the connection ended first.
+    """
+    if announced_bytes > max_bytes:
+        raise BodyTooLarge
+    # One growing buffer: a body that comes a byte at a time costs no more memory than one that comes whole.
+    buffer = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise ClientGone
+        buffer += message.get("body", b"")
+        if len(buffer) > max_bytes:
+            raise BodyTooLarge
+        if not message.get("more_body", False):
+            return bytes(buffer)

@@ -1,0 +1,284 @@
+"""Heads of requests: bytes to records, and a cache of records, as clients repeat their heads."""
+
+from __future__ import annotations
+
+from copy import copy
+from functools import lru_cache
+from typing import NamedTuple
+from urllib.parse import unquote
+
+import httptools
+
+from torchere.serving.errors import InvalidRequest
+from torchere.serving.frontend.keys import KeyKind
+from torchere.serving.frontend.rest.authorisation import Surfaces, is_probe, required_key
+from torchere.serving.frontend.rest.codec import media_type, text_headers
+from torchere.serving.frontend.rest.open_inference_wire import Wire, read_wire
+from torchere.serving.frontend.rest.targets import Pairs, Target, prediction_target
+from torchere.serving.telemetry.trace_context import TraceContext, trace_of_headers
+
+RawHeaders = list[tuple[bytes, bytes]]
+
+HEAD_END = b"\r\n\r\n"
+MAX_REQUEST_LINE_BYTES = 4096  # TorchServe's limits; the parser itself has none
+MAX_HEADER_BYTES = 8192
+MAX_HEAD_BYTES = 16_384  # of a head without an end; the parser copies a line whenever more of it comes
+CHUNKED = -1  # the length of a body in chunks
+
+_RARE = frozenset({b"transfer-encoding", b"expect", b"upgrade"})
+
+MAX_KNOWN_HEADS = 1024
+MAX_KNOWN_BYTES = 2048  # of one that is remembered
+
+
+class BadHead(Exception):
+    """The bytes are no head of HTTP/1, or one beyond the limits: answer 400 and close."""
+
+
+class HeadReader:
+    """Parses one head, in as many pieces as it comes in. Not thread-safe.
+
+    A head ends with the first empty line, for the parser (which takes CRLF only) and for us. So the parser
+    gets the head and nothing else: where a body ends is `bodies.py`'s to say.
+    """
+
+    __slots__ = (
+        *("_parser", "headers", "is_complete", "keep_alive"),
+        *("method", "text", "url", "version"),
+    )
+
+    def __init__(self) -> None:
+        self.text = b""  # of the head, as far as it has come
+        self.headers: RawHeaders = []  # in the client's spelling
+        self.url = b""
+        self.method = b""
+        self.version = ""
+        self.keep_alive = False
+        self.is_complete = False
+        self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
+
+    def feed(self, data: bytes, start: int) -> int:
+        """Parse up to the end of the head; returns where that is, -1 while it has not come.
+
+        Raises:
+            BadHead: see there.
+        """
+        parser = self._parser
+        if parser is None:
+            raise BadHead("it was given up")
+        tail = self.text[-3:]
+        end = (tail + data[start:]).find(HEAD_END) - len(tail) if tail else data.find(HEAD_END, start) - start
+        if is_whole := end >= -len(tail):
+            end += len(HEAD_END)
+            piece = data[start : start + end]
+        else:
+            piece = data[start:]
+        self.text += piece
+        try:
+            parser.feed_data(piece)
+        except httptools.HttpParserUpgrade:
+            pass  # a wish to speak another protocol may be passed over (RFC 9110, 7.8)
+        except httptools.HttpParserError as error:
+            self.drop()
+            raise BadHead(str(error)) from None
+        if not is_whole:
+            if len(self.text) > MAX_HEAD_BYTES:
+                raise BadHead("it has no end")
+            return -1
+        self.drop()
+        if not self.is_complete:
+            raise BadHead("it has no end where an empty line is")
+        text = self.text
+        if len(text) - text.find(b"\r\n") - 2 > MAX_HEADER_BYTES:
+            raise BadHead("its header lines are too long")
+        if b" \r\n" in text or b"\t\r\n" in text:
+            # RFC 9110, 5.5: blanks are no part of it; the parser drops the leading ones only
+            self.headers = [(name, value.rstrip(b" \t")) for name, value in self.headers]
+        return start + end
+
+    def drop(self) -> None:
+        """Let go of the parser, which holds this."""
+        self._parser = None
+
+    def on_url(self, url: bytes) -> None:
+        """A piece of the request's target; the parser calls this."""
+        self.url += url
+        if len(self.url) > MAX_REQUEST_LINE_BYTES:
+            raise BadHead("its request line is too long")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One whole header line; the parser calls this."""
+        self.headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        """The head is complete; the parser calls this, and forgets it all at the end of a message."""
+        parser = self._parser
+        if parser is None or self.is_complete:
+            raise BadHead("it holds two heads")
+        self.is_complete = True
+        self.method = parser.get_method()
+        self.version = parser.get_http_version()
+        self.keep_alive = parser.should_keep_alive()
+
+
+class Place(NamedTuple):
+    """What a request line asks for, and the key it takes."""
+
+    raw_path: bytes
+    path: str  # decoded, without slashes at its end
+    query: bytes
+    key: KeyKind | None
+    target: Target | None  # None: no prediction, but something that the app answers
+
+
+class Head:
+    """All that the head of a request says. Shared by the requests that repeat it, so nothing changes it."""
+
+    __slots__ = (
+        *(
+            "authorization",
+            "content_type",
+            "expects",
+            "group",
+            "headers",
+            "is_form",
+            "is_head",
+            "is_old",
+            "is_probe",
+            "is_tensors",
+            "is_traced",
+        ),
+        *("keep_alive", "key", "length", "method", "mime", "place", "priority", "request_line", "target"),
+        *("text", "texts"),
+        *("timeout_ms", "trace", "version", "wire"),
+    )
+
+    def __init__(self, reader: HeadReader, place: Place) -> None:
+        self.text = reader.text
+        self.method = reader.method.decode("ascii")
+        self.version = reader.version
+        self.request_line = b"%b %b HTTP/%b" % (reader.method, reader.url, reader.version.encode())
+        self.place = place
+        self.key = place.key
+        self.target = place.target
+        self.is_head = reader.method == b"HEAD"
+        self.is_probe = is_probe(place.path)
+        self.is_old = reader.version == "1.0"
+        self.keep_alive = reader.keep_alive and reader.method != b"CONNECT"  # whose bytes are no requests
+        # The first of a name counts, as in TorchServe.
+        lines = {name.lower(): value for name, value in reversed(reader.headers)}
+        self.headers = reader.headers  # in the client's spelling
+        self.content_type = lines.get(b"content-type", b"").decode("latin-1")
+        self.timeout_ms = lines.get(b"x-torchere-timeout-ms", b"")
+        self.priority = lines.get(b"x-torchere-priority", b"")
+        key = lines.get(b"authorization")
+        self.authorization = None if key is None else key.decode("latin-1")
+        # The parser let digits only through, and no more of them count. The length of the body, or `CHUNKED`.
+        self.length = int(lines.get(b"content-length", b"0")[-20:])
+        if reader.method == b"CONNECT":
+            self.length = 0
+        self.is_traced = b"traceparent" in lines
+        self.expects = False  # the client waits for "100 Continue" before it sends the body
+        if not lines.keys().isdisjoint(_RARE):
+            self._read_rare(lines)
+        self.mime, self.is_form = media_type(self.content_type)
+        self.group = "" if self.target is None else self.target.group
+        self.texts: Pairs = ()  # the same for the handler, as text, and what the target adds
+        self.trace: TraceContext | None = None
+        self.wire: Wire | None = None  # at the paths of the Open Inference Protocol; None: not well-formed
+        self.is_tensors = False  # it is of that protocol
+
+    def _read_rare(self, lines: dict[bytes, bytes]) -> None:
+        if not self.is_old:  # a client of HTTP/1.0 takes the word to go on for its answer (RFC 9110, 15.2)
+            self.expects = lines.get(b"expect", b"").lower() == b"100-continue"
+        elif b"transfer-encoding" in lines or b"expect" in lines:
+            self.keep_alive = False  # RFC 9112, 6.1: a proxy of HTTP/1.0 may see another end of the body
+        if b"upgrade" in lines:  # the wish is passed over: neither handlers nor apps see it
+            self.headers = [line for line in self.headers if line[0].lower() != b"upgrade"]
+        codings = [value for name, value in self.headers if name.lower() == b"transfer-encoding"]
+        if codings and self.method != "CONNECT":
+            if codings[-1].rpartition(b",")[2].strip(b" \t").lower() != b"chunked":
+                raise BadHead("its body has no end that can be told")  # RFC 9112, 6.3
+            self.length = CHUNKED
+
+    def inflated(self) -> Head:
+        """This head for a handler that gets the body inflated, and so sees no coding of it."""
+        head = copy(self)
+        head.texts = tuple([line for line in self.texts if line[0].lower() != "content-encoding"])
+        return head
+
+
+class Heads:
+    """Reads the heads of one listener, and remembers those of predictions by their bytes.
+
+    Parsing a head takes a callback for each line, and each line is looked at several times after that. The
+    bytes of a head say all there is to say, so they are looked up first, for a bounded number of heads.
+    Used on the event loop only.
+
+    Args:
+        surfaces: the APIs that the listener answers.
+        max_body_bytes: the longest body that is read.
+        speaks_tensors: whether it knows the Open Inference Protocol.
+    """
+
+    def __init__(self, surfaces: Surfaces, max_body_bytes: int, *, speaks_tensors: bool) -> None:
+        self.known: dict[bytes, Head] = {}
+        self._max_body_bytes = max_body_bytes
+        self._surfaces = surfaces
+        self._speaks_tensors = speaks_tensors
+        # The same few request lines come again and again.
+        self._place_of = lru_cache(maxsize=1024)(self._find_place)
+
+    def read(self, reader: HeadReader) -> Head:
+        """What a complete head says; one of a prediction is remembered.
+
+        Raises:
+            BadHead: its request line has no path, or its body no end.
+        """
+        head = Head(reader, self._place_of(reader.method, reader.url))
+        target = head.target
+        if target is not None:
+            head.texts = text_headers(head.headers) + target.headers
+            if head.is_traced:
+                head.trace = trace_of_headers(head.headers)
+            head.is_tensors = self._speaks_tensors and target.verb != ""
+            head.wire = _wire_of(head)
+            self._remember(head)
+        return head
+
+    def is_plain(self, head: Head) -> bool:
+        """Whether a prediction with this head may run as soon as its body is there."""
+        return CHUNKED < head.length <= self._max_body_bytes and not head.expects
+
+    def _remember(self, head: Head) -> None:
+        if len(head.text) > MAX_KNOWN_BYTES or head.wire is None or not self.is_plain(head):
+            return
+        if head.trace is not None:  # it will not come again
+            return
+        if len(self.known) >= MAX_KNOWN_HEADS:
+            self.known.clear()
+        self.known[head.text] = head
+
+    def _find_place(self, method: bytes, url: bytes) -> Place:
+        try:
+            parsed = httptools.parse_url(url)
+            raw_path = parsed.path
+            path = raw_path.decode("ascii")
+        except (httptools.HttpParserInvalidURLError, UnicodeDecodeError, AttributeError):
+            raise BadHead("its request line has no path") from None
+        if "%" in path:
+            path = unquote(path)
+        path = path.rstrip("/") or "/"
+        is_prediction = "inference" in self._surfaces and method != b"OPTIONS"
+        target = prediction_target(path) if is_prediction else None
+        key = required_key(self._surfaces, method.decode("ascii"), path)
+        return Place(raw_path, path, parsed.query or b"", key, target)
+
+
+def _wire_of(head: Head) -> Wire | None:
+    if not head.is_tensors:
+        return Wire()
+    try:
+        return read_wire(head.headers)
+    except InvalidRequest:
+        return None

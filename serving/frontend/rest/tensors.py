@@ -1,0 +1,283 @@
+"""Inference over REST by the Open Inference Protocol: JSON, binary tensors, generate, and event streams."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from torchere.serving.errors import HandlerFailed, NotFound, ServingError
+from torchere.serving.frontend.dataplane import DataPlane
+from torchere.serving.frontend.model_facts import ModelFacts
+from torchere.serving.frontend.open_inference.errors import as_client_knows, refused_by_handler
+from torchere.serving.frontend.open_inference.generate import Members, generate_request, generated, joined
+from torchere.serving.frontend.open_inference.json_request import (
+    begins_like_request,
+    looks_like_request,
+    parse_request,
+)
+from torchere.serving.frontend.open_inference.service import TensorService, whole
+from torchere.serving.frontend.open_inference.tensor_answer import encode_answer, read_json
+from torchere.serving.frontend.open_inference.tensor_request import TensorRequest
+from torchere.serving.frontend.rest.answer_parts import (
+    RawHeaders,
+    checked_status,
+    handler_headers,
+    handler_lines,
+)
+from torchere.serving.frontend.rest.content_coding import (
+    DEFLATED_IN_THREAD_BYTES,
+    INFLATED_IN_THREAD_BYTES,
+    Coding,
+    deflate,
+    inflate,
+)
+from torchere.serving.frontend.rest.heads import Head
+from torchere.serving.frontend.rest.open_inference_wire import EVENTS, LENGTH, Wire, protocol_error, read_wire
+from torchere.serving.frontend.rest.predictions import Body, Prediction
+from torchere.serving.frontend.rest.targets import Target
+from torchere.serving.types import InferResponse, StreamedResponse
+
+if TYPE_CHECKING:
+    from torchere.serving.frontend.rest.connection import Connection
+
+# Parsing more JSON than this holds the loop up for longer than handing it to a thread does.
+INLINE_JSON_BYTES = 65_536
+JSON = (b"content-type", b"application/json")
+_OCTETS = (b"content-type", b"application/octet-stream")
+
+
+class Tensors:
+    """What requests of the protocol on one listener share. Used on its event loop only."""
+
+    def __init__(self, dataplane: DataPlane, envelope: str | None) -> None:
+        self._dataplane = dataplane
+        self.service = TensorService(dataplane, envelope)
+
+    def meant(self, target: Target, wire: Wire, body: Body) -> ModelFacts | None:
+        """The version that is asked with tensors; None: the body is for the handler as it is.
+
+        That is so behind an envelope, and for handlers of archives without a signature, which read the JSON
+        themselves.
+
+        Raises:
+            NotFound: the version is not there.
+        """
+        facts = self._facts(target, wire, body)
+        if facts is None or target.verb != "infer" or wire.json_bytes is not None:
+            return facts
+        # TorchServe has no versions in such paths, so a request that names one was not written for it.
+        is_for_handler = self.service.enveloped(facts) or (facts.signature is None and target.version is None)
+        return None if is_for_handler else facts
+
+    def _facts(self, target: Target, wire: Wire, body: Body) -> ModelFacts | None:
+        """The version that is meant; None when it is not there, and the client speaks another protocol."""
+        try:
+            return self._dataplane.facts(str(target.model), target.version)
+        except NotFound:
+            is_ours = target.verb != "infer" or target.version is not None or wire.json_bytes is not None
+            if not is_ours and not _is_request(body):
+                return None
+            raise
+
+
+class TensorPrediction(Prediction):
+    """One request at a path of the protocol; as any other, when its body is for the handler as it is."""
+
+    __slots__ = ("_facts", "_for_handler", "_request")
+
+    def __init__(self, connection: Connection, head: Head) -> None:
+        super().__init__(connection, head)
+        self._for_handler = False
+        self._facts: ModelFacts | None = None
+        self._request: TensorRequest | None = None
+
+    @property
+    def _wire(self) -> Wire:
+        wire = self.head.wire
+        return read_wire(self.head.headers) if wire is None else wire
+
+    def read(self, body: Body) -> None:
+        """Turn the body into tensors, and ask."""
+        coding = self._wire.coding
+        if coding is None:
+            self._read_inflated(body)
+            return
+        inflated = partial(inflate, body, coding, self.connection.listener.limits.max_request_bytes)
+        if len(body) <= INFLATED_IN_THREAD_BYTES:
+            self._read_inflated(inflated())
+        else:
+            self.off_loop(self._read_inflated, inflated)
+
+    def _read_inflated(self, body: Body) -> None:
+        wire, target = self._wire, self.head.target
+        tensors = self.connection.listener.tensors
+        if target is None or tensors is None:
+            raise NotFound(f"{self.head.place.path} is no path of the Open Inference Protocol")
+        self._facts = facts = tensors.meant(target, wire, body)
+        if facts is None:
+            self._for_handler = True
+            if wire.coding is not None:
+                self.head = self.head.inflated()
+            super().read(body)
+            return
+        if target.verb == "infer":
+            parse = partial(parse_request, body, wire.json_bytes)
+            length = len(body) if wire.json_bytes is None else wire.json_bytes
+        else:
+            parse = partial(generate_request, body, facts.signature)
+            length = len(body)
+        if length <= INLINE_JSON_BYTES:
+            self._ask_tensors(parse())
+        else:
+            self.off_loop(self._ask_tensors, parse)
+
+    def _ask_tensors(self, request: TensorRequest) -> None:
+        tensors, facts, target = self.connection.listener.tensors, self._facts, self.head.target
+        if tensors is None or facts is None or target is None:
+            raise NotFound(f"{self.head.place.path} is no path of the Open Inference Protocol")
+        if target.verb == "infer" and self._wire.wants_events:
+            request = _for_events(request)
+        self._request = request
+        asked = tensors.service.prepared(
+            facts,
+            request,
+            request_id=self.request_id,
+            headers=self.head.texts,
+            deadline_s=self.deadline(),
+        )
+        self.fill(asked)
+        self.admit(str(target.model))
+
+    def reply(self, outcome: InferResponse | StreamedResponse | ServingError) -> None:
+        """Answer the client."""
+        if isinstance(outcome, ServingError) and not self._for_handler:
+            outcome = as_client_knows(outcome)
+        super().reply(outcome)
+
+    def succeed(self, outcome: InferResponse | StreamedResponse) -> None:
+        """Send the answer in the form that the client asks for."""
+        facts, request, target = self._facts, self._request, self.head.target
+        if facts is None or request is None or target is None:
+            super().succeed(outcome)
+        elif target.verb == "generate":
+            self.in_task(partial(self._send_generated, outcome))
+        elif target.verb == "generate_stream" or self._wire.wants_events:
+            self.in_task(partial(self._send_events, outcome, is_generate=target.verb == "generate_stream"))
+        else:
+            if isinstance(outcome, StreamedResponse):
+                self.withdraw()  # its parts are read by no client
+            self._send_tensors(facts, request, whole(outcome))
+
+    def _send_tensors(self, facts: ModelFacts, request: TensorRequest, response: InferResponse) -> None:
+        """Send what the handler wrote; behind an envelope, translated into the form the client asks for."""
+        listener = self.connection.listener
+        coding = self._wire.answer_coding
+        if listener.tensors is not None and listener.tensors.service.enveloped(facts):
+            encoded = encode_answer(read_json(response), request)
+            headers = [JSON]
+            if encoded.json_bytes is not None:
+                headers = [_OCTETS, (LENGTH, b"%d" % encoded.json_bytes)]
+            self._send_packed(200, headers, encoded.body, coding)
+            return
+        _check_accepted(response)
+        status = checked_status(response)
+        if coding is None and not listener.cors:
+            self.send_whole(status, handler_lines(response.headers), response.body)
+        else:
+            self._send_packed(status, handler_headers(response.headers), response.body, coding)
+
+    def _send_packed(self, status: int, headers: RawHeaders, body: bytes, coding: Coding | None) -> None:
+        """Send a whole answer; compressed, where that is asked for and makes it shorter."""
+        if coding is None:
+            self.answer(status, headers, body)
+            return
+
+        def send(packed: bytes) -> None:
+            if len(packed) < len(body):
+                self.answer(status, [*headers, (b"content-encoding", coding.encode())], packed)
+            else:
+                self.answer(status, headers, body)
+
+        if len(body) <= DEFLATED_IN_THREAD_BYTES:
+            send(deflate(body, coding))
+        else:
+            self.off_loop(send, deflate, body, coding)
+
+    async def _send_generated(self, outcome: InferResponse | StreamedResponse) -> None:
+        """Send the answer as one, however many parts it has."""
+        members = await _generated_whole(outcome, self.connection.listener.limits.max_response_bytes)
+        self._send_packed(200, [JSON], msgspec.json.encode(members), self._wire.answer_coding)
+
+    async def _send_events(self, outcome: InferResponse | StreamedResponse, *, is_generate: bool) -> None:
+        """Send each part as a server-sent event; an error after the first one is the last event."""
+        parts = aiter(_parts(outcome))
+        part: bytes | None = await anext(parts)
+        head = self.start(200, [(b"content-type", EVENTS)])
+        try:
+            while part is not None:
+                data = msgspec.json.encode(generated(part)) if is_generate else part
+                if head:
+                    self.connection.write(head, self.framed(b"data: %b\n\n" % data))
+                    head = b""
+                else:
+                    await self.send_part(b"data: %b\n\n" % data)
+                part = await anext(parts, None)
+        except ServingError as error:
+            if head:
+                self.connection.write(head)
+            status, _, text = protocol_error(error)
+            await self.send_part(b"data: %b\n\n" % text)
+            self.status = status  # it counts as what it failed at
+        await self.send_part(b"", last=True)
+
+    def fail(self, error: ServingError) -> None:
+        """Send an error, in the form that the path's clients read."""
+        if self._for_handler:
+            super().fail(error)
+        else:
+            self.answer(*protocol_error(error))
+
+    def let_go(self) -> None:
+        """Forget the request."""
+        super().let_go()
+        self._facts = self._request = None
+
+
+def _is_request(body: Body) -> bool:
+    return looks_like_request(body) if len(body) <= INLINE_JSON_BYTES else begins_like_request(body)
+
+
+def _check_accepted(response: InferResponse) -> None:
+    """Raise what the handler refused, where it did so by the status of its answer."""
+    if response.status >= 400:
+        raise refused_by_handler(response)
+
+
+def _for_events(request: TensorRequest) -> TensorRequest:
+    """Events are text, so all outputs come as JSON."""
+    outputs = tuple(msgspec.structs.replace(output, binary=False) for output in request.outputs)
+    return replace(request, binary=False, outputs=outputs)
+
+
+async def _parts(response: InferResponse | StreamedResponse) -> AsyncIterator[bytes]:
+    if isinstance(response, InferResponse):
+        _check_accepted(response)
+        yield response.body
+        return
+    async for chunk in response.chunks:
+        yield chunk
+
+
+async def _generated_whole(response: InferResponse | StreamedResponse, max_bytes: int) -> Members:
+    """The answer as one; of its parts no more are held than one answer may have."""
+    members, size = [], 0
+    async for part in _parts(response):
+        size += len(part)
+        if size > max_bytes:
+            raise HandlerFailed(f"The answer has more than max_response_size={max_bytes} bytes.", 500)
+        members.append(generated(part))
+    return joined(members)

@@ -1,0 +1,407 @@
+"""Count what happens to requests: one record for each event, which every renderer of metrics reads.
+
+Three events change the numbers of a version: a request was accepted, it is over, a batch is finished. Three
+renderers turn the same numbers into our families (`version_families.py`), TorchServe's (`torchserve.py`), and
+the statistics of the Open Inference Protocol (`frontend/open_inference/metadata.py`).
+
+Everything here runs on the event loop, so there is no lock.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from struct import Struct
+from typing import NamedTuple
+
+import numpy as np
+
+from torchere.serving.errors import Cancelled, DeadlineExceeded, ServingError
+from torchere.serving.telemetry.distributions import Distributions, Histogram
+from torchere.serving.telemetry.refusals import USUAL, refusal_reason
+from torchere.serving.telemetry.saturation import BusyTime, LoadSample
+from torchere.serving.telemetry.stages import COLUMNS, MARKS, Dequeued, Marks, row_of, rows_of
+
+WAITING_STAGES = ("queue", "executor")  # where a prediction was when it ended without an answer
+UNREAD = "unread"  # it was a streamed answer, given up because its client read too slowly
+SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+QUEUE_FULL = "queue_full"  # the reason of refusals that more executors would have avoided
+# How many answered requests wait until their times are counted, all at once. With fewer each costs more; more
+# would take more than 26 KB for a version, and hold the loop up for longer.
+FOLD_ROWS = 256
+# HTTP codes with a label of their own. A handler may choose any number; others are counted by their class.
+_OWN_LABEL = frozenset({200, 201, 202, 204, 206, 304, *range(400, 430), 431, 451, 499, *range(500, 512)})
+
+_write_marks = Struct(f"{len(MARKS)}d").pack_into
+_ROW_BYTES = 8 * len(MARKS)
+_FULL_BYTES = FOLD_ROWS * _ROW_BYTES
+_NAMED = MARKS.index("named")
+
+
+class Tally:
+    """Sums over the requests with one version label of TorchServe: a version's name, or `default`."""
+
+    __slots__ = ("queue_s", "requests", "total_s")
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.total_s = 0.0
+        self.queue_s = 0.0
+
+
+class BatchSize:
+    """Sums over the batches of one size."""
+
+    __slots__ = ("around_s", "batches", "handler_s", "runs")
+
+    def __init__(self) -> None:
+        self.runs = 0  # batches with so many requests
+        self.batches = 0  # batches in which so many requests ended
+        self.handler_s = 0.0  # of those
+        self.around_s = 0.0  # likewise
+
+
+class Listener:
+    """Sees every event as it happens: for log lines, spans, and metrics declared with another type."""
+
+    wants_ids = False  # whether `batch_finished` needs the ids of the batch's requests
+
+    def accepted(self, version: VersionNumbers, named: bool) -> None:
+        """A prediction came in; `named`: its client named the version."""
+
+    def answered(self, version: VersionNumbers, named: bool, total_s: float, wait_s: float) -> None:
+        """A prediction with a handler's answer is over."""
+
+    def batch_finished(
+        self,
+        version: VersionNumbers,
+        executor_s: float,
+        handler_s: float,
+        request_ids: Sequence[str],
+        succeeded: bool,
+    ) -> None:
+        """A batch is finished; `succeeded`: at least one of its requests did not fail."""
+
+
+class VersionSnapshot(NamedTuple):
+    """The numbers of a version at one moment, for renderers in another thread."""
+
+    codes: Mapping[tuple[str, str], int]  # by protocol and label of the code
+    histograms: list[Histogram]  # by `COLUMNS`
+    rejected: Mapping[str, int]  # by reason
+    cancelled: Mapping[str, int]  # by stage
+    expired: Mapping[str, int]  # by stage
+    restarts: Mapping[str, int]  # by reason
+    sizes: list[int]  # batches by `SIZE_BUCKETS`, the last for larger ones
+    requests_run: int
+    busy_s: float
+    in_flight: int
+    last_batch_s: float  # seconds since the epoch; 0: never
+    load_s: float  # 0: not loaded yet
+
+
+class VersionNumbers:
+    """The numbers of one version.
+
+    Args:
+        model: its model.
+        version: its version.
+        unnamed: sums over the requests of the model that named no version, shared by its versions.
+        server: the numbers of the server.
+        listeners: see each event.
+        now: monotonic seconds.
+    """
+
+    __slots__ = (
+        *("_codes", "_durations", "_marks", "_marks_end", "_now", "_server"),
+        *("around_s", "busy", "by_size", "cancelled", "expired", "failed_s", "handler_s", "in_flight"),
+        *("last_batch_s", "last_handler_s", "listeners", "load", "load_s", "model", "named", "offered"),
+        *("queue_s", "rejected", "requests_failed", "requests_succeeded", "restarts", "succeeded_s"),
+        *("unnamed", "version", "wants_ids"),
+    )
+
+    def __init__(
+        self,
+        model: str,
+        version: str,
+        *,
+        unnamed: Tally | None = None,
+        server: ServerNumbers | None = None,
+        listeners: Sequence[Listener] = (),
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.model = model
+        self.version = version
+        self.named = Tally()
+        self.unnamed = unnamed or Tally()
+        self.listeners = tuple(listeners)
+        self.wants_ids = any(listener.wants_ids for listener in listeners)
+        self._server = server or ServerNumbers()
+        self._now = now
+        # Of requests.
+        self.offered = 0
+        self.in_flight = 0
+        # From 0 on, so that the first one is an increase.
+        self.rejected: Counter[str] = Counter(dict.fromkeys(USUAL, 0))
+        self.cancelled: Counter[str] = Counter(dict.fromkeys((*WAITING_STAGES, UNREAD), 0))
+        self.expired: Counter[str] = Counter(dict.fromkeys(WAITING_STAGES, 0))
+        self._codes: dict[str | int, int] = {}
+        self._durations = Distributions(len(COLUMNS))
+        self._marks = bytearray()  # of `FOLD_ROWS` requests, once there was one
+        self._marks_end = 0
+        # Of batches. A request counts once, however many rows it has.
+        self.requests_succeeded = 0
+        self.succeeded_s = 0.0  # from admission to answer
+        self.requests_failed = 0
+        self.failed_s = 0.0
+        self.queue_s = 0.0  # waits of the requests that were run
+        self.handler_s = 0.0  # of requests that succeeded, each with the time of its whole batch
+        self.around_s = 0.0  # likewise: the executor's time without the handler's
+        self.by_size: dict[int, BatchSize] = {}
+        self.last_batch_s = 0.0  # since the epoch; 0: no batch has come back yet
+        self.last_handler_s: float | None = None  # of the last batch that did not fail; None: none yet
+        # Of executors.
+        self.busy = BusyTime()
+        self.restarts: Counter[str] = Counter()
+        self.load_s = 0.0
+        self.load: Callable[[], LoadSample] = LoadSample
+
+    def accepted(self, named: bool) -> None:
+        """Count a prediction that came in; whether it is admitted is not known yet."""
+        self.offered += 1
+        (self.named if named else self.unnamed).requests += 1
+        for listener in self.listeners:
+            listener.accepted(self, named)
+
+    def refused(self, error: ServingError) -> None:
+        """Count a prediction that was not admitted."""
+        self.rejected[refusal_reason(error)] += 1
+
+    def failed(self, error: ServingError, request: Dequeued | None) -> None:
+        """Count an error for an admitted prediction; `request` None: before it could wait."""
+        stage = WAITING_STAGES[request is not None and bool(request.dequeued_s)]
+        if isinstance(error, Cancelled):
+            self.cancelled[stage] += 1
+        elif isinstance(error, DeadlineExceeded):
+            self.expired[stage] += 1
+
+    def finished(self, request: Marks, code: str | int, now_s: float) -> None:
+        """Count a prediction that is over; `code` is the HTTP status, or the name of the gRPC code."""
+        codes = self._codes
+        codes[code] = codes.get(code, 0) + 1
+        if not request.answered_s:
+            return
+        at = self._marks_end
+        if at == len(self._marks):
+            at = self._room()
+        wait_s = request.dequeued_s - request.enqueued_s
+        _write_marks(
+            self._marks,
+            at,
+            request.started_s,
+            request.read_s,
+            request.enqueued_s,
+            request.dequeued_s,
+            request.company_s,
+            *request.stages_s,
+            request.answered_s,
+            request.sending_s,
+            now_s,
+            request.named,
+        )
+        self._marks_end = at + _ROW_BYTES
+        self._server.last_wait_s = wait_s
+        trace = request.trace
+        if trace is not None and trace.sampled:
+            self._durations.note(row_of(request, now_s), {"trace_id": trace.trace_id}, time.time())
+        for listener in self.listeners:
+            listener.answered(self, request.named, now_s - request.started_s, wait_s)
+
+    def batches_running(self, batches: int, now_s: float) -> None:
+        """Take the number of dispatched batches that have no answer yet; call it whenever it changes."""
+        if not self.busy.executors:
+            self.busy.scaled(self.load().executors, now_s)
+        self.busy.changed(batches, now_s)
+
+    def batch_finished(
+        self,
+        *,
+        size: int,
+        succeeded: int,
+        failed: int,
+        succeeded_wait_s: float,
+        failed_wait_s: float,
+        executor_s: float,
+        handler_s: float,
+        request_ids: Sequence[str] = (),
+    ) -> None:
+        """Count a batch.
+
+        Args:
+            size: how many requests it had.
+            succeeded: requests with an answer; one that goes on in the next batch counts in neither number.
+            failed: requests with an error.
+            succeeded_wait_s: the waits of the former, added up, from admission until the batch began.
+            failed_wait_s: likewise of the latter.
+            executor_s: from the begin to the end of its run.
+            handler_s: of that, in the handler.
+            request_ids: of its requests; needed while `wants_ids`.
+        """
+        around_s = executor_s - handler_s
+        if around_s < 0:
+            around_s = 0.0
+        ended = succeeded + failed
+        self.requests_succeeded += succeeded
+        self.succeeded_s += succeeded_wait_s + succeeded * executor_s
+        self.handler_s += succeeded * handler_s
+        self.around_s += succeeded * around_s
+        if failed:
+            self.requests_failed += failed
+            self.failed_s += failed_wait_s + failed * executor_s
+        self.queue_s += succeeded_wait_s + failed_wait_s
+        of_size = self.by_size.get(size) or self._new_size(size)
+        of_size.runs += 1
+        if ended:
+            if ended != size:
+                of_size = self.by_size.get(ended) or self._new_size(ended)
+            of_size.batches += 1
+            of_size.handler_s += handler_s
+            of_size.around_s += around_s
+        self.last_batch_s = time.time()
+        self._server.last_around_s = around_s
+        if failed < size:
+            self.last_handler_s = handler_s
+        for listener in self.listeners:
+            listener.batch_finished(self, executor_s, handler_s, request_ids, failed < size)
+
+    @property
+    def batches(self) -> int:
+        """How many batches were run."""
+        return sum(of_size.runs for of_size in self.by_size.values())
+
+    def requests(self) -> tuple[int, int]:
+        """Return how many predictions were refused for want of executors, and how many came in."""
+        return self.rejected[QUEUE_FULL], self.offered
+
+    def snapshot(self) -> VersionSnapshot:
+        """Return the numbers as they are now."""
+        self.fold()
+        return VersionSnapshot(
+            codes=_by_label(self._codes),
+            histograms=self._durations.histograms(),
+            rejected=dict(self.rejected),
+            cancelled=dict(self.cancelled),
+            expired=dict(self.expired),
+            restarts=dict(self.restarts),
+            sizes=_in_buckets(self.by_size),
+            requests_run=sum(size * of_size.runs for size, of_size in self.by_size.items()),
+            busy_s=self.busy.total_s(self._now()),
+            in_flight=self.in_flight,
+            last_batch_s=self.last_batch_s,
+            load_s=self.load_s,
+        )
+
+    def fold(self) -> None:
+        """Count the times of the answered requests that wait for it."""
+        if not self._marks_end:
+            return
+        marks = np.frombuffer(self._marks, count=self._marks_end // 8).reshape(-1, len(MARKS))
+        rows = rows_of(marks)
+        self._durations.add_rows(rows)
+        named = marks[:, _NAMED]
+        for tally, chosen in ((self.named, named), (self.unnamed, 1.0 - named)):
+            total_s, wait_s = (chosen @ rows[:, :2]).tolist()
+            tally.total_s += total_s
+            tally.queue_s += wait_s
+        self._marks_end = 0
+
+    def _room(self) -> int:
+        """Make room for the marks of one more request; returns where."""
+        if self._marks:
+            self.fold()
+        else:
+            self._marks = bytearray(_FULL_BYTES)
+        return 0
+
+    def _new_size(self, size: int) -> BatchSize:
+        of_size = self.by_size[size] = BatchSize()
+        return of_size
+
+
+class ServerNumbers:
+    """The numbers of the server, and of every version that is shown."""
+
+    def __init__(self) -> None:
+        self.answers = {2: 0, 4: 0, 5: 0}  # REST answers by the first digit of their status
+        self.last_wait_s = 0.0  # of the last answered prediction
+        self.last_around_s = 0.0  # of the last batch: the executor's time without the handler's
+        self.refused: Counter[str] = Counter()  # requests whose model was not known yet, by reason
+        self.unnamed: dict[str, Tally] = {}  # by model
+        self.versions: dict[tuple[str, str], VersionNumbers] = {}  # those that are shown
+
+    def new(
+        self, model: str, version: str, listeners: Sequence[Listener], now: Callable[[], float]
+    ) -> VersionNumbers:
+        """Return numbers for a version; `show` them when it is registered."""
+        return VersionNumbers(
+            model, version, unnamed=self.unnamed.get(model), server=self, listeners=listeners, now=now
+        )
+
+    def show(self, version: VersionNumbers) -> None:
+        """Show the numbers of a version from now on."""
+        version.unnamed = self.unnamed.setdefault(version.model, version.unnamed)
+        self.versions[version.model, version.version] = version
+
+    def shows(self, version: VersionNumbers) -> bool:
+        """Whether these numbers are shown: not before `show`, nor when another version took the name."""
+        return self.versions.get((version.model, version.version)) is version
+
+    def forget(self, version: VersionNumbers, *, was_last: bool) -> bool:
+        """Drop the numbers of a version, with the last one those of its model.
+
+        Returns:
+            Whether they were shown.
+        """
+        version.fold()
+        if not self.shows(version):
+            return False
+        del self.versions[version.model, version.version]
+        if was_last:
+            self.unnamed.pop(version.model, None)
+        return True
+
+    def rest_answered(self, status: int) -> int:
+        """Count a REST answer; returns the digit it counts under. Neither 2xx nor 4xx is 5xx (contract)."""
+        digit = status // 100
+        if digit not in self.answers:
+            digit = 5
+        self.answers[digit] += 1
+        return digit
+
+
+def _in_buckets(by_size: Mapping[int, BatchSize]) -> list[int]:
+    counts = [0] * (len(SIZE_BUCKETS) + 1)
+    for size, of_size in by_size.items():
+        counts[bisect_left(SIZE_BUCKETS, size)] += of_size.runs
+    return counts
+
+
+def _by_label(codes: Mapping[str | int, int]) -> dict[tuple[str, str], int]:
+    """Counts by protocol and label of the code; REST codes are numbers, gRPC's are names."""
+    labelled: Counter[tuple[str, str]] = Counter()
+    for protocol, kind in (("rest", int), ("grpc", str)):
+        for code, count in codes.items():
+            if isinstance(code, kind):
+                labelled[protocol, code_label(code)] += count
+    return labelled
+
+
+def code_label(code: str | int) -> str:
+    """Return the label of an HTTP status or of a gRPC code's name.
+
+    >>> code_label(503), code_label(777), code_label("OK")
+    ('503', '7xx', 'OK')
+    """
+    return f"{code // 100}xx" if isinstance(code, int) and code not in _OWN_LABEL else str(code)

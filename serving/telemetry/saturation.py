@@ -1,0 +1,152 @@
+"""`torchere_saturation`: how much of a version's executors its requests need, over the last few seconds.
+
+One number for autoscalers, alerts and dashboards: 0 idle, about 1 when every executor is busy all the time,
+up to 2 when the queue is full or requests are refused. It is a mean over `WINDOW_S`, no point sample.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+WINDOW_S = 5.0
+TICK_S = 0.5  # a sample of the queue; busy time and refusals are counted between two of them
+
+
+def saturation(*, busy_s: float, executor_s: float, queue_share: float, refused: int, offered: int) -> float:
+    """Return the saturation of a version over a period.
+
+        min(1, busy_s / executor_s) + min(1, max(queue_share, refused / offered))
+
+    Args:
+        busy_s: seconds that executors had a batch, from dispatch to answer.
+        executor_s: seconds that executors were in service, all added up; 0: there were none.
+        queue_share: the mean of waiting requests / places in the queue.
+        refused: requests refused because the queue was full or their deadline too near.
+        offered: requests for the version, those refused included.
+    """
+    busy_share = min(1.0, busy_s / executor_s) if executor_s > 0 else 0.0
+    refused_share = refused / offered if offered else 0.0
+    return busy_share + min(1.0, max(queue_share, refused_share))
+
+
+class LoadSample(NamedTuple):
+    """The load of a version at one moment."""
+
+    queued: int = 0  # requests that wait
+    queue_room: int = 0  # how many more may wait
+    executors: int = 0  # in service
+    wanted: int = 0  # executors that should be in service
+
+    @property
+    def queue_share(self) -> float:
+        """Waiting requests / places in the queue."""
+        places = self.queued + self.queue_room
+        return self.queued / places if places else 0.0
+
+
+class BusyTime:
+    """Adds up how long executors had a batch. Call it on the event loop only.
+
+    Batches that were sent ahead wait in a worker for those in front of them, so no more batches count at a
+    time than there are executors.
+    """
+
+    __slots__ = ("_executors", "_running", "_since_s", "_total_s")
+
+    def __init__(self) -> None:
+        self._executors = 0
+        self._running = 0
+        self._since_s = 0.0
+        self._total_s = 0.0
+
+    @property
+    def executors(self) -> int:
+        """The executors in service, as last told."""
+        return self._executors
+
+    def changed(self, running: int, now_s: float) -> None:
+        """Take the number of dispatched batches that have no answer yet."""
+        busy = self._running if self._running < self._executors else self._executors
+        self._total_s += busy * (now_s - self._since_s)
+        self._since_s = now_s
+        self._running = running
+
+    def scaled(self, executors: int, now_s: float) -> None:
+        """Take the number of executors in service."""
+        self.changed(self._running, now_s)
+        self._executors = executors
+
+    def total_s(self, now_s: float) -> float:
+        """Return the busy seconds of all executors until now, those of running batches included."""
+        return self._total_s + min(self._running, self._executors) * (now_s - self._since_s)
+
+
+class _Totals(NamedTuple):
+    """Sums over the life of a version at one moment; the difference of two describes the time between."""
+
+    now_s: float
+    busy_s: float
+    executor_s: float
+    queue_share_s: float  # integral of the queue's share over time
+    refused: int
+    offered: int
+
+
+class SaturationWindow:
+    """The saturation of one version over the last `WINDOW_S`. Call it on the event loop only.
+
+    While executors are wanted and none is in service, one counts as busy.
+
+    Args:
+        busy: the busy time of its executors.
+        sample: returns its load now.
+        requests: returns how many requests were refused, and how many there were in all.
+    """
+
+    def __init__(
+        self, busy: BusyTime, sample: Callable[[], LoadSample], requests: Callable[[], tuple[int, int]]
+    ) -> None:
+        self._busy = busy
+        self._sample = sample
+        self._requests = requests
+        self._absent_s = 0.0  # that executors were wanted and none was in service
+        self._last_share = 0.0  # of the queue
+        self._window: deque[_Totals] = deque()
+
+    def tick(self, now_s: float) -> None:
+        """Take a sample; call it every `TICK_S`."""
+        window = self._window
+        window.append(self._totals(now_s))
+        while len(window) > 2 and window[1].now_s <= now_s - WINDOW_S:
+            window.popleft()
+
+    def value(self, now_s: float) -> float:
+        """Return the saturation now; takes a sample, too."""
+        self.tick(now_s)
+        before, after = self._window[0], self._window[-1]
+        elapsed_s = after.now_s - before.now_s
+        return saturation(
+            busy_s=after.busy_s - before.busy_s,
+            executor_s=after.executor_s - before.executor_s,
+            queue_share=(after.queue_share_s - before.queue_share_s) / elapsed_s if elapsed_s > 0 else 0.0,
+            refused=after.refused - before.refused,
+            offered=after.offered - before.offered,
+        )
+
+    def _totals(self, now_s: float) -> _Totals:
+        load = self._sample()
+        last = self._window[-1] if self._window else _Totals(now_s, 0.0, 0.0, 0.0, 0, 0)
+        elapsed_s = now_s - last.now_s
+        executors = self._busy.executors
+        if not executors and load.wanted:
+            self._absent_s += elapsed_s
+            executors = 1
+        share = load.queue_share
+        queue_share_s = last.queue_share_s + (share + self._last_share) / 2 * elapsed_s
+        self._last_share = share
+        self._busy.scaled(load.executors, now_s)
+        busy_s = self._busy.total_s(now_s) + self._absent_s
+        executor_s = last.executor_s + executors * elapsed_s
+        return _Totals(now_s, busy_s, executor_s, queue_share_s, *self._requests())

@@ -1,0 +1,101 @@
+"""Split the time of a prediction into stages, from the marks that its request collects. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from torchere.serving.telemetry.trace_context import TraceContext
+
+# In the order they happen. `handler` is the time of handlers that do not tell their three stages apart.
+STAGES = (
+    *("receive", "decode", "queue", "batch_wait", "transfer"),
+    *("preprocess", "inference", "postprocess", "handler", "encode", "send"),
+)
+# What is measured of a prediction, in seconds: the whole time, the wait for an executor, and the stages, of
+# which the whole time is the sum.
+COLUMNS = ("total", "wait", *STAGES)
+# The numbers of one row for `rows_of`, in this order; `named` is 1.0 when the client named a version.
+MARKS = (
+    *("started", "read", "enqueued", "dequeued", "company", "preprocess", "inference", "postprocess"),
+    *("handler", "answered", "sending", "now", "named"),
+)
+
+
+class Dequeued(Protocol):
+    """What tells whether a request was given to an executor."""
+
+    dequeued_s: float  # 0: it never left the queue
+
+
+class Marks(Protocol):
+    """The marks of one prediction: monotonic seconds, 0.0 for a point that it did not reach."""
+
+    started_s: float  # the head arrived
+    read_s: float  # the body was complete
+    enqueued_s: float
+    dequeued_s: float
+    company_s: float  # the part of its wait in which an executor was free and the batch not full
+    stages_s: tuple[
+        float, float, float, float
+    ]  # preprocess, inference, postprocess, the handler's other time
+    answered_s: float  # the handler answered, or sent the first part
+    sending_s: float  # the first byte of the answer was written
+    named: bool  # the client named a version
+    trace: TraceContext | None
+
+
+def row_of(request: Marks, now_s: float) -> tuple[float, ...]:
+    """Return the `COLUMNS` of an answered prediction that ended at `now_s`."""
+    started_s, answered_s = request.started_s, request.answered_s
+    enqueued_s, dequeued_s = request.enqueued_s, request.dequeued_s
+    read_s = request.read_s or started_s
+    sending_s = request.sending_s or now_s
+    preprocess, inference, postprocess, handler = request.stages_s
+    transfer = answered_s - dequeued_s - preprocess - inference - postprocess - handler
+    if transfer < 0:  # a stream began before its handler ended: the stages until then are not known
+        transfer, preprocess, inference, postprocess, handler = 0.0, 0.0, 0.0, 0.0, answered_s - dequeued_s
+    wait = dequeued_s - enqueued_s
+    return (
+        now_s - started_s,
+        wait,
+        read_s - started_s,
+        enqueued_s - read_s,
+        wait - request.company_s,
+        request.company_s,
+        transfer,
+        preprocess,
+        inference,
+        postprocess,
+        handler,
+        sending_s - answered_s,
+        now_s - sending_s,
+    )
+
+
+def rows_of(marks: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return `row_of` for many predictions at once: rows of `MARKS` in, rows of `COLUMNS` out."""
+    started, read, enqueued, dequeued, company, *_, answered, sending, now, _named = marks.T
+    read = np.where(read == 0, started, read)
+    sending = np.where(sending == 0, now, sending)
+    told = marks[:, 5:9]
+    transfer = answered - dequeued - told.sum(axis=1)
+    streamed = transfer < 0
+    rows = np.empty((len(marks), len(COLUMNS)))
+    rows[:, 0] = now - started
+    rows[:, 1] = dequeued - enqueued
+    rows[:, 2] = read - started
+    rows[:, 3] = enqueued - read
+    rows[:, 4] = rows[:, 1] - company
+    rows[:, 5] = company
+    rows[:, 6] = transfer
+    rows[:, 7:11] = told
+    rows[:, 11] = sending - answered
+    rows[:, 12] = now - sending
+    if streamed.any():
+        rows[streamed, 6:10] = 0.0
+        rows[streamed, 10] = answered[streamed] - dequeued[streamed]
+    return rows

@@ -1,0 +1,177 @@
+"""One request, from the door to the answer."""
+
+import asyncio
+import gc
+import weakref
+from types import SimpleNamespace
+
+import pytest
+from fakes import AwaitedRequest
+
+from torchere.serving.batching.request import Ledger, Request
+from torchere.serving.batching.unread_parts import UnreadParts
+from torchere.serving.errors import Cancelled, HandlerFailed
+from torchere.serving.execution.executor import BatchReport
+from torchere.serving.execution.run import Run
+from torchere.serving.frontend.dataplane import Prediction
+from torchere.serving.types import InferRequest, InferResponse, StreamedResponse
+
+
+class Door(Request):
+    """A request that keeps its answers."""
+
+    __slots__ = ("answers",)
+
+    def __init__(self):
+        super().__init__("id", 0.0)
+        self.answers = []
+
+    def reply(self, outcome):
+        self.answers.append(outcome)
+
+
+class Asker:
+    """Holds the request that it waits for, as frontends do, and is called with the answer."""
+
+    def __init__(self):
+        self.waits_for = None
+        self.answers = []
+
+    def reply(self, outcome):
+        self.answers.append(outcome)
+
+
+def place(request):
+    return UnreadParts(100, request.finish)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_answered_prediction_and_its_caller_are_freed_without_a_collector(streamed):
+    async def main():
+        asker = Asker()
+        waiting = Prediction(None, InferRequest("id", ()), None, asker.reply, "", None)
+        asker.waits_for = waiting
+        gone = weakref.ref(asker)
+        if streamed:
+            waiting.add_part(InferResponse(b"part"), place)
+        waiting.finish(InferResponse(b"answer"))
+        waiting.finish(InferResponse(b"too late"))
+        assert len(asker.answers) == 1
+        del asker, waiting
+        assert gone() is None
+
+    gc.disable()
+    try:
+        asyncio.run(main())
+    finally:
+        gc.enable()
+
+
+def test_a_request_is_answered_once_and_its_later_outcomes_are_dropped():
+    request = Door()
+    request.finish(HandlerFailed("first"))
+    request.finish(InferResponse(b"late"))
+    assert request.add_part(InferResponse(b"later"), place) is None
+    assert [type(answer) for answer in request.answers] == [HandlerFailed]
+    assert not request.open
+
+
+def test_an_answer_is_counted_once_and_an_error_with_its_reason():
+    failed = []
+    meter = SimpleNamespace(in_flight=2, failed=lambda error, request: failed.append((type(error), request)))
+    ledger = Ledger()
+    good, bad = Door(), Door()
+    for request, outcome in ((good, InferResponse(b"fine")), (bad, Cancelled())):
+        request.meter, request.ledger = meter, ledger
+        request.finish(outcome)
+        request.finish(outcome)
+    assert (meter.in_flight, ledger.answered, failed) == (0, 2, [(Cancelled, bad)])
+    assert good.answered_s > 0.0
+    assert bad.answered_s == 0.0  # no handler answered it
+
+
+def test_a_streamed_answer_is_counted_with_its_first_part():
+    async def main():
+        request = Door()
+        request.ledger = ledger = Ledger()
+        request.add_part(InferResponse(b"first"), place)
+        first_s = request.answered_s
+        assert ledger.answered == 1
+        request.finish(HandlerFailed())
+        assert (ledger.answered, request.answered_s) == (1, first_s)
+        assert first_s > 0.0
+        (answer,) = request.answers
+        assert isinstance(answer, StreamedResponse)
+        with pytest.raises(HandlerFailed):
+            _ = [part async for part in answer.chunks]
+
+    asyncio.run(main())
+
+
+def test_a_stream_that_its_client_gives_up_at_once_keeps_no_parts():
+    class Refusing(Door):
+        def reply(self, outcome):
+            self.finish(Cancelled("no streams here"))
+
+    async def main():
+        request = Refusing()
+        request.add_part(InferResponse(b"first"), place)
+        request.add_part(InferResponse(b"second"), place)
+        assert request.parts is None
+
+    asyncio.run(main())
+
+
+def test_a_stream_whose_reader_leaves_without_a_word_is_over():
+    async def main():
+        request = Door()
+        request.add_part(InferResponse(b"first"), place)
+        assert request.open
+        request.answers.clear()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not request.open
+
+    asyncio.run(main())
+
+
+def test_a_coroutine_awaits_its_answer_or_gets_the_error_raised():
+    async def main():
+        good, bad, cancelled = (AwaitedRequest("id", 0.0) for _ in range(3))
+        good.finish(InferResponse(b"fine"))
+        bad.finish(HandlerFailed("no image"))
+        cancelled.future.cancel()
+        cancelled.finish(InferResponse(b"late"))
+        assert (await good.future).body == b"fine"
+        with pytest.raises(HandlerFailed, match="no image"):
+            await bad.future
+        assert cancelled.future.cancelled()
+
+    asyncio.run(main())
+
+
+class Page:
+    """A `LanePage` that keeps the requests that were cancelled."""
+
+    def __init__(self):
+        self.cancelled = []
+
+    def cancel(self, place, index):
+        self.cancelled.append((place, index))
+
+
+def test_a_request_sets_its_own_cancel_byte_as_long_as_its_run_is_inside():
+    owner = SimpleNamespace(run_done=lambda run, report: None)
+    requests = [Door(), Door()]
+    run = Run(requests, owner)
+    for request in requests:
+        request.running = run
+    requests[1].cancel_run()  # not sent yet
+    page = run.page = Page()
+    run.place = 7
+    requests[1].cancel_run()
+    assert page.cancelled == [(7, 1)]
+    run.done(BatchReport([InferResponse(b"")] * 2))
+    requests[0].cancel_run()  # its place may be another run's by now
+    assert page.cancelled == [(7, 1)]
+    Door().cancel_run()  # in no run

@@ -1,0 +1,194 @@
+"""What an ASGI app gets, and how its answers are framed."""
+
+import asyncio
+
+import pytest
+
+PING = b"%b /any/path?a=1 HTTP/%b\r\nHost: x\r\n%b\r\n"
+OK = {"type": "http.response.start", "status": 200, "headers": []}
+
+
+def part(body: bytes, *, more: bool = False) -> dict:
+    return {"type": "http.response.body", "body": body, "more_body": more}
+
+
+@pytest.fixture
+def tell(planes):
+    """`tell(app, *pieces)`: what a server with that app says to the pieces, until it closes."""
+
+    async def main(app, pieces: tuple[bytes, ...]) -> bytes:
+        async with planes.connected() as (server, reader, writer):
+            server.listener.routes = app
+            for piece in pieces:
+                writer.write(piece)
+                await asyncio.sleep(0.01)
+            return await asyncio.wait_for(reader.read(), 20)
+
+    return lambda app, *pieces: asyncio.run(main(app, pieces))
+
+
+def ask(method: bytes = b"GET", version: bytes = b"1.1", headers: bytes = b"Connection: close\r\n") -> bytes:
+    return PING % (method, version, headers)
+
+
+def answering(*messages: dict):
+    async def app(scope, receive, send):
+        for message in messages:
+            await send(message)
+
+    return app
+
+
+def split(said: bytes) -> tuple[list[bytes], bytes]:
+    head, _, body = said.partition(b"\r\n\r\n")
+    return head.split(b"\r\n"), body
+
+
+def test_the_scope_says_what_the_head_says(tell):
+    scopes = []
+
+    async def app(scope, receive, send):
+        scopes.append(scope)
+        await answering(OK, part(b""))(scope, receive, send)
+
+    tell(app, b"PUT /a%20b/?c=%20 HTTP/1.1\r\nHost: x\r\nX-Mixed: V\r\nConnection: close\r\n\r\n")
+    (scope,) = scopes
+    named = ("type", "method", "path", "raw_path", "query_string", "http_version", "scheme", "root_path")
+    assert [scope[name] for name in named] == [
+        *("http", "PUT", "/a b", b"/a%20b/", b"c=%20", "1.1", "http", ""),
+    ]
+    assert scope["headers"] == [(b"host", b"x"), (b"x-mixed", b"V"), (b"connection", b"close")]
+    assert scope["client"][0] == scope["server"][0] == "127.0.0.1"
+
+
+def test_an_answer_without_a_length_comes_in_chunks(tell):
+    app = answering(OK, part(b"one", more=True), part(b"", more=True), part(b"three"))
+    lines, body = split(tell(app, ask()))
+    assert b"transfer-encoding: chunked" in lines
+    assert body == b"3\r\none\r\n5\r\nthree\r\n0\r\n\r\n"
+
+
+def test_to_a_client_of_http_1_0_it_ends_with_the_connection(tell):
+    app = answering(OK, part(b"one", more=True), part(b"two"))
+    lines, body = split(tell(app, ask(version=b"1.0", headers=b"Connection: keep-alive\r\n")))
+    assert not any(line.startswith((b"transfer-encoding", b"content-length")) for line in lines)
+    assert b"connection: close" in lines
+    assert body == b"onetwo"
+
+
+@pytest.mark.parametrize("headers", [[], [(b"Content-Length", b"3")]])
+def test_the_answer_to_head_has_no_body(tell, headers):
+    app = answering({**OK, "headers": headers}, part(b"one"))
+    lines, body = split(tell(app, ask(b"HEAD")))
+    assert (b"content-length: 3" in lines, body) == (bool(headers), b"")
+
+
+@pytest.mark.parametrize("length", [b"2", b"4"])
+def test_an_answer_of_another_length_than_it_says_is_broken_off(tell, caplog, length):
+    app = answering({**OK, "headers": [(b"content-length", length)]}, part(b"one"))
+    assert b"one" not in tell(app, ask(headers=b""))
+    assert "failed unexpectedly" in caplog.text
+
+
+def test_an_app_may_end_the_connection_and_does_not_frame_its_answer_twice(tell):
+    own = [(b"Connection", b"close"), (b"Transfer-Encoding", b"chunked")]
+    lines, body = split(tell(answering({**OK, "headers": own}, part(b"one")), ask(headers=b"")))
+    assert (lines.count(b"connection: close"), lines.count(b"transfer-encoding: chunked")) == (1, 1)
+    assert body == b"3\r\none\r\n0\r\n\r\n"
+
+
+def test_a_head_goes_out_before_a_body_that_takes_its_time(planes):
+    async def main() -> None:
+        go_on = asyncio.Event()
+
+        async def app(scope, receive, send):
+            await send(OK)
+            await go_on.wait()
+            await send(part(b"late"))
+
+        async with planes.connected() as (server, reader, writer):
+            server.listener.routes = app
+            writer.write(ask())
+            assert (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)).startswith(b"HTTP/1.1 200")
+            go_on.set()
+            assert await asyncio.wait_for(reader.read(), 20) == b"4\r\nlate\r\n0\r\n\r\n"
+
+    asyncio.run(main())
+
+
+BUGS = {
+    "no answer": [],
+    "a body without a head": [part(b"x")],
+    "a header that would forge others": [{**OK, "headers": [(b"x", b"a\r\nset-cookie: b")]}],
+}
+
+
+@pytest.mark.parametrize("messages", BUGS.values(), ids=BUGS)
+def test_a_mistake_of_the_app_is_a_500_and_a_line_in_the_log(tell, caplog, messages):
+    assert tell(answering(*messages), ask(headers=b"")).startswith(b"HTTP/1.1 500 ")
+    assert "failed unexpectedly" in caplog.text
+
+
+@pytest.mark.parametrize("messages", [[OK], [OK, part(b"one", more=True)]])
+def test_an_answer_that_is_not_ended_is_broken_off(tell, messages):
+    assert not tell(answering(*messages), ask(headers=b"")).endswith(b"0\r\n\r\n")
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_an_app_gets_the_body_piece_by_piece_and_no_more_than_it_asks_for(planes, chunked):
+    size = 3_000_000
+
+    async def main() -> None:
+        taken, most = 0, 0
+
+        async def app(scope, receive, send):
+            nonlocal taken, most
+            more = True
+            while more:
+                await asyncio.sleep(0)
+                message = await receive()
+                taken, most = taken + len(message["body"]), max(most, len(message["body"]))
+                more = message["more_body"]
+            await send(OK)
+            await send(part(b""))
+
+        async with planes.connected() as (server, reader, writer):
+            server.listener.routes = app
+            framing = b"Transfer-Encoding: chunked\r\n" if chunked else b"Content-Length: %d\r\n" % size
+            writer.write(ask(b"POST", headers=framing + b"Connection: close\r\n"))
+            for _ in range(30):
+                piece = bytes(size // 30)
+                writer.write(b"%x\r\n%b\r\n" % (len(piece), piece) if chunked else piece)
+            if chunked:
+                writer.write(b"0\r\n\r\n")
+            assert (await asyncio.wait_for(reader.read(), 20)).startswith(b"HTTP/1.1 200")
+        assert (taken, most < 200_000) == (size, True)
+
+    asyncio.run(main())
+
+
+def test_an_app_hears_that_its_client_left_and_goes_on(planes):
+    async def main() -> None:
+        heard, done = asyncio.Event(), asyncio.Event()
+
+        async def app(scope, receive, send):
+            assert (await receive())["type"] == "http.request"
+            heard.set()
+            assert (await receive())["type"] == "http.disconnect"
+            await send(OK)
+            await send(part(b"to no client"))
+            done.set()
+
+        async with planes.connected() as (server, _, writer):
+            server.listener.routes = app
+            writer.write(ask(headers=b""))
+            await asyncio.wait_for(heard.wait(), 20)
+            writer.close()
+            await asyncio.wait_for(done.wait(), 20)
+
+    asyncio.run(main())
+
+
+def test_a_second_request_is_answered_behind_the_first(tell):
+    app = answering({**OK, "headers": [(b"content-length", b"2")]}, part(b"ok"))
+    assert tell(app, ask(headers=b"") + ask()).count(b"\r\n\r\nok") == 2

@@ -1,0 +1,107 @@
+"""What heads say, and which are remembered by their bytes."""
+
+import pytest
+
+from torchere.serving.frontend.rest import heads as module
+from torchere.serving.frontend.rest.heads import CHUNKED, MAX_KNOWN_HEADS, BadHead, Head, HeadReader, Heads
+
+LINE = b"POST /predictions/echo HTTP/1.1"
+MAX_BODY_BYTES = 1000
+BYTES = LINE + b"\r\nHost: x\r\nContent-Length: 3\r\n\r\n"
+
+
+@pytest.fixture
+def heads() -> Heads:
+    return Heads(frozenset({"inference"}), MAX_BODY_BYTES, speaks_tensors=True)
+
+
+def read(heads: Heads, text: bytes, size: int = 100_000) -> Head:
+    """The head, which comes in pieces of that size."""
+    reader = HeadReader()
+    for start in range(0, len(text), size):
+        end = reader.feed(b"\n\n" + text[start : start + size], 2)
+        if end >= 0:
+            return heads.read(reader)
+    raise AssertionError("it has no end")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 100_000])
+def test_a_head_is_read_in_pieces_of_any_size_up_to_its_end(heads, size):
+    head = read(heads, BYTES + b"abc", size)
+    assert (head.text, head.length, head.request_line) == (BYTES, 3, LINE)
+    assert head.headers == [(b"Host", b"x"), (b"Content-Length", b"3")]
+
+
+def test_of_two_headers_of_one_name_the_first_counts(heads):
+    lines = b"Authorization: one\r\ncontent-type: a/b\r\nAUTHORIZATION: two\r\nContent-Type: c/d\r\nHost"
+    head = read(heads, BYTES.replace(b"Host", lines))
+    assert (head.authorization, head.content_type) == ("one", "a/b")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        BYTES.replace(b"Content-Length: 3", b"Transfer-Encoding: gzip"),
+        BYTES.replace(b"Content-Length: 3", b"Transfer-Encoding: gzip\r\nConnection: Upgrade\r\nUpgrade: x"),
+        BYTES.replace(b"Content-Length: 3", b"Content-Length: 3\r\nTransfer-Encoding: chunked"),
+        BYTES.replace(b"Content-Length: 3", b"Content-Length: 3\r\nContent-Length: 3"),
+        BYTES.replace(b"Host: x\r\n", b"Host: x\n"),
+        BYTES.replace(b"/predictions/echo", b"http://x"),
+        BYTES.replace(b"Host: x", b"Host : x"),
+        BYTES.replace(b"Host: x", b"Host: x\r\n folded"),
+    ],
+)
+def test_a_head_of_which_two_readers_might_make_two_things_is_refused(heads, text):
+    with pytest.raises(BadHead):
+        read(heads, text)
+
+
+@pytest.mark.parametrize("coding", [b"chunked", b"Chunked ", b"gzip, chunked"])
+def test_a_body_in_chunks_has_no_length(heads, coding):
+    head = read(heads, BYTES.replace(b"Content-Length: 3", b"Transfer-Encoding: " + coding))
+    assert head.length == CHUNKED
+
+
+def test_of_many_zeros_before_a_length_no_more_count_than_a_length_has_digits(heads):
+    assert read(heads, BYTES.replace(b"3", b"0" * 5000 + b"3")).length == 3
+
+
+def test_a_head_that_came_before_is_remembered_by_its_bytes(heads):
+    head = read(heads, BYTES + b"one")
+    assert heads.known == {BYTES: head}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        BYTES.replace(b"predictions/echo", b"ping"),
+        BYTES.replace(b"POST", b"OPTIONS"),
+        BYTES.replace(b"Content-Length: 3", b"Transfer-Encoding: chunked"),
+        BYTES.replace(b"3", b"%d" % (MAX_BODY_BYTES + 1)),
+        BYTES.replace(b"Host", b"Expect: 100-continue\r\nHost"),
+        BYTES.replace(b"Host: x", b"Host: " + b"x" * module.MAX_KNOWN_BYTES),
+        BYTES.replace(b"Host", b"traceparent: 00-" + b"1" * 32 + b"-" + b"2" * 16 + b"-01\r\nHost"),
+        BYTES.replace(b"predictions/echo", b"v2/models/echo/infer").replace(
+            b"Host", b"Inference-Header-Content-Length: many\r\nHost"
+        ),
+    ],
+    ids=[
+        "no prediction",
+        "OPTIONS",
+        "chunks",
+        "too long a body",
+        "expecting",
+        "too long a head",
+        "in a trace",
+        "not well-formed",
+    ],
+)
+def test_a_head_that_needs_more_than_its_body_is_not_remembered(heads, text):
+    read(heads, text)
+    assert heads.known == {}
+
+
+def test_so_many_are_remembered_and_no_more(heads):
+    for number in range(2 * MAX_KNOWN_HEADS + 1):
+        read(heads, BYTES.replace(b"x", b"%d" % number))
+    assert len(heads.known) == 1
