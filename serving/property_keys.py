@@ -190,6 +190,7 @@ _OURS = (
     _key("download_timeout_s", kinds.seconds(1), "download_timeout_s"),
     _key("install_timeout_s", kinds.seconds(1), "install_timeout_s"),
     _key("log_files", kinds.BOOLEAN, "log_files"),
+    _key("default_isolation", kinds.ISOLATION, "default_isolation"),
     _key("tracing", kinds.BOOLEAN, "tracing_enabled"),
     _advice("supervise", _NO_SUPERVISOR, "false"),
     _key("quarantine_directory", kinds.PATH, "quarantine_directory"),

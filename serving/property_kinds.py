@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchere.serving.settings import MAX_NUMBER, Address
+from torchere.serving.settings import ISOLATIONS, MAX_NUMBER, Address
 
 MAX_PORT = 65_535
 # Beyond a century a key may as well never expire; it also keeps the date of expiry printable.
@@ -179,6 +179,13 @@ PATTERN = Kind("a regular expression", _read_pattern)
 PATTERNS = Kind("comma-separated regular expressions", _read_patterns)
 
 
+def _read_isolation(text: str) -> str:
+    isolation = text.lower()
+    if isolation not in ISOLATIONS:
+        raise ValueError
+    return isolation
+
+
 def _read_metrics_mode(text: str) -> str:
     mode = "".join(text.split()).lower()
     if mode not in ("log", "prometheus", "legacy"):
@@ -186,4 +193,5 @@ def _read_metrics_mode(text: str) -> str:
     return mode
 
 
+ISOLATION = Kind("auto, thread, process or shared", _read_isolation)
 METRICS_MODE = Kind("log, prometheus or legacy", _read_metrics_mode)

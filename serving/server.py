@@ -40,8 +40,8 @@ from torchere.serving.telemetry.trace_setup import open_tracing
 
 logger = logging.getLogger(__name__)
 
-# CPython lets a thread keep the GIL for 5 ms by default. With executor threads beside the event loop that is
-# an eternity: it answered 7,100 small requests a second at the default, and 17,000 at half a millisecond.
+# CPython lets a thread keep the GIL for 5 ms by default, for which the event loop would wait: threads beside
+# it decode long bodies and unpack archives.
 SWITCH_INTERVAL_S = 0.0005
 STARTED_LINE = "Model server started."  # launchers wait for this line on stdout
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
-Isolation = Literal["auto", "thread", "process"]
+Isolation = Literal["auto", "thread", "process", "shared"]
+ISOLATIONS: tuple[Isolation, ...] = get_args(Isolation)
 Dispatch = Literal["torchserve", "eager"]
 MetricsMode = Literal["log", "prometheus", "legacy"]
 
@@ -173,6 +174,7 @@ class ServerSettings:
     max_gpus: int | None = None  # None: all that are there; never more than are there
     hidden_env_vars: str | None = None  # regex; environment variables that match are kept from handlers
     max_queue_size: int = 100
+    default_isolation: Isolation = "auto"  # of models whose config names none
     default_handler: str | None = None
     service_envelope: str | None = None
     decode_input: bool = True

@@ -245,7 +245,7 @@ class Admission(ABC):
     def _judged(self, run: Run, report: BatchReport, began_s: float) -> BatchReport:
         """The report after the quarantine learnt from it; requests that wait are looked at again."""
         # A stateful handler's worker has one lane, so that its batch is all there is in the process.
-        alone_there = run.exclusive or not self.isolates_suspects
+        alone_there = (run.exclusive or not self.isolates_suspects) and not run.shares_process
         judged = self.quarantine.judge(run.requests, report, began_s, alone=alone_there)
         for request in self._waiting() if self.quarantine.active else ():
             try:

@@ -1,9 +1,10 @@
 """The server's side of the fork server: asks for workers, learns their process ids and how they ended.
 
-Protocol, over a Unix socket that keeps message boundaries: the server sends an empty request with the
-descriptors of a worker (its data socket, its control socket, its page, the pipe for its output); the fork
-server answers each, in order, with `P <pid>`, or with `E <errno>` when the system would not have one more
-process. It sends `X <pid> <exit code>` when a worker has ended.
+Protocol, over a Unix socket that keeps message boundaries: the server sends `F` with the descriptors of a
+worker (its lanes socket, its control socket, its page, the pipe for its output), or `R` with those of a
+process for several versions (its room socket, the pipe). The fork server answers each, in order, with
+`P <pid>`, or with `E <errno>` when the system would not have one more process. It sends `X <pid> <exit code>`
+when a worker has ended.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 MAX_MESSAGE_BYTES = 64
-DESCRIPTORS = 4  # of a request
+DESCRIPTORS = {b"F": 4, b"R": 2}  # of a request
 FORK_TIMEOUT_S = 120.0  # the first fork waits for the import of torch; one that hangs for longer is given up
 
 
@@ -77,10 +78,17 @@ class ForkServer:
         Raises:
             OSError: the fork server is lost, or hangs, or the system has no process left.
         """
+        return await self._ask(b"F", [*descriptors, output])
+
+    async def fork_room(self, descriptor: int, output: int) -> tuple[int, asyncio.Future[int]]:
+        """Fork a process for several versions, as `fork` does a worker; the descriptor is its room socket."""
+        return await self._ask(b"R", [descriptor, output])
+
+    async def _ask(self, kind: bytes, descriptors: Sequence[int]) -> tuple[int, asyncio.Future[int]]:
         if self.lost:
             raise OSError("the fork server is lost")
         forked: asyncio.Future[tuple[int, asyncio.Future[int]]] = self._loop.create_future()
-        socket.send_fds(self._control, [b"F"], [*descriptors, output])
+        socket.send_fds(self._control, [kind], descriptors)
         self._forks.append(forked)
         try:
             return await asyncio.wait_for(forked, FORK_TIMEOUT_S)

@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 
 from torchere.handlers import ts_alias
-from torchere.serving.execution import process
+from torchere.serving.execution import process, room_process
 from torchere.serving.execution.allocator import keep_freed_memory
 from torchere.serving.execution.fork_client import DESCRIPTORS
 from torchere.serving.execution.parent import die_with_parent
@@ -55,29 +56,29 @@ class ForkServer:
 
     def _answer(self) -> bool:
         try:
-            message, descriptors, _, _ = socket.recv_fds(self._control, 1, DESCRIPTORS)
+            kind, descriptors, _, _ = socket.recv_fds(self._control, 1, max(DESCRIPTORS.values()))
         except BlockingIOError:
             return True
-        if not message:
+        if not kind:
             return False
-        if len(descriptors) == DESCRIPTORS:
-            self._fork(*descriptors)
+        if len(descriptors) == DESCRIPTORS[kind]:
+            self._fork(process.run if kind == b"F" else room_process.run, *descriptors)
         else:  # no descriptor left to take them with
             self._send(b"E %d" % errno.EMFILE)
             for descriptor in descriptors:
                 os.close(descriptor)
         return True
 
-    def _fork(self, data: int, control: int, page: int, output: int) -> None:
+    def _fork(self, run: Callable[..., None], *descriptors: int) -> None:
         try:
             pid = os.fork()
         except OSError as err:  # no process left: the workers that are there go on
             self._send(b"E %d" % (err.errno or errno.EAGAIN))
         else:
             if pid == 0:
-                self._become_worker(data, control, page, output)
+                self._become_worker(run, *descriptors)
             self._send(b"P %d" % pid)
-        for descriptor in (data, control, page, output):
+        for descriptor in descriptors:
             os.close(descriptor)
 
     def _send(self, message: bytes) -> None:
@@ -90,7 +91,7 @@ class ForkServer:
                 except BlockingIOError:
                     select.select([], [self._control], [])
 
-    def _become_worker(self, data: int, control: int, page: int, output: int) -> NoReturn:
+    def _become_worker(self, run: Callable[..., None], *descriptors: int) -> NoReturn:
         code = 1
         try:
             signal.set_wakeup_fd(-1)
@@ -100,12 +101,13 @@ class ForkServer:
             os.close(self._wake_read)
             os.close(self._wake_write)
             os.setsid()
+            *its_own, output = descriptors
             os.dup2(output, 1)
             os.dup2(output, 2)
             os.close(output)
             torch.seed()  # or all workers would draw the same numbers
             np.random.seed()  # the global state is what handlers use
-            process.run(data, control, page)
+            run(*its_own)
             code = 0
         except SystemExit as err:
             code = err.code if isinstance(err.code, int) else 1

@@ -9,6 +9,7 @@ import asyncio
 import mmap
 import socket
 import struct
+import threading
 from collections import deque
 from collections.abc import Callable
 
@@ -19,6 +20,16 @@ _RECEIVE_BYTES = 262_144
 _MAPPED_BYTES = 8 * 2**20  # frames from here on are received into a mapping of their own
 _RECEIVES_A_TURN = 16  # of a worker that writes without an end, before other sockets have their turn
 _SEND_PARTS = 64  # frames that go out with one system call, far below IOV_MAX
+
+
+class _OfThread(threading.local):
+    """What the sockets of a thread receive into: each cuts it into frames before another one receives."""
+
+    def __init__(self) -> None:
+        self.room = bytearray(_RECEIVE_BYTES)
+
+
+_of_thread = _OfThread()
 
 
 class FrameSocket:
@@ -44,13 +55,14 @@ class FrameSocket:
         self._on_frame = on_frame
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
-        self._room = bytearray(_RECEIVE_BYTES)
+        self._room = _of_thread.room
         self._begun = bytearray()  # the beginning of a frame
         self._large: memoryview | None = None  # a frame larger than the room, while it is received
         self._filled = 0  # bytes of it
         self._unsent: deque[memoryview] = deque()
         self._sent_this_turn = False
         self._writer_waits = False
+        self._finishing = False  # nothing more is sent behind what is unsent
         self.open = True  # frames may be sent
         connection.setblocking(False)
         self._descriptor = connection.fileno()
@@ -99,6 +111,8 @@ class FrameSocket:
         if self._writer_waits:
             self._writer_waits = False
             self._loop.remove_writer(self._descriptor)
+        if self._finishing:
+            self.close_writing()
 
     def _writable(self) -> None:
         if self.open:
@@ -200,6 +214,12 @@ class FrameSocket:
         """Stop reading and writing, and close the socket; `on_end` is not called for it."""
         self._stop()
 
+    def finish(self) -> None:
+        """As `close_writing`, once all that was sent has gone out."""
+        self._finishing = True
+        if not self._unsent:
+            self.close_writing()
+
     def close_writing(self) -> None:
         """Tell the worker that no more comes, which ends it; what it still sends is read."""
         if self.open:
@@ -226,7 +246,8 @@ class FrameReader:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._room = memoryview(bytearray(_ROOM_BYTES))
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._room = memoryview(mmap.mmap(-1, _ROOM_BYTES, flags))  # takes memory as far as it was ever full
         self._start = 0  # of what was read and not handed out
         self._end = 0
 

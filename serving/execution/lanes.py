@@ -1,4 +1,6 @@
-"""The page of memory that a worker process shares with the server: begin marks, and cancelled requests.
+"""What the server and a lane of a worker share: a data socket, and a page of memory.
+
+The page has begin marks and cancelled requests.
 
 A message about a crash can be late or lost; a read of shared memory can not. Each lane (a thread of the
 worker that runs batches) has a cell, in which it writes the run it begins and when it last gave a sign of it.
@@ -8,12 +10,19 @@ one that holds the run's streamed answers back, and one for each request that is
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import os
+import socket
 import struct
 import tempfile
+from collections.abc import Callable
+from functools import partial
+
+from torchere.serving.execution.frames import FrameSocket
 
 MAX_LANES = 1024
+LANES_A_MESSAGE = 128  # sockets that go to a worker together; the system takes 253
 MAX_PLACES = 8192  # runs inside one worker
 _CELL = struct.Struct("<dQ")  # last sign (monotonic seconds), run id; 0: none was begun yet
 _CELLS_BYTES = MAX_LANES * _CELL.size
@@ -107,3 +116,37 @@ class LanePage:
     def close(self) -> None:
         """Unmap the page."""
         self._memory.close()
+
+
+class LaneSocket:
+    """The server's end of one lane: its data socket, and how many runs are inside.
+
+    Args:
+        data: the socket; closed by `frames`.
+        on_data: gets the lane and each payload.
+        on_end: gets the lane and the fault, once, when the stream has ended.
+    """
+
+    __slots__ = ("ended", "frames", "inside", "since_s")
+
+    def __init__(
+        self,
+        data: socket.socket,
+        on_data: Callable[[LaneSocket, memoryview], None],
+        on_end: Callable[[LaneSocket, str], None],
+    ) -> None:
+        self.inside = 0
+        self.since_s = 0.0  # monotonic, when it was sent a run while it had none
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def end(fault: str) -> None:
+            if not self.ended.done():
+                self.ended.set_result(None)
+            on_end(self, fault)
+
+        self.frames = FrameSocket(data, partial(on_data, self), end)
+
+
+def load_of_lane(lane: LaneSocket) -> tuple[int, float]:
+    """How much a lane has to do; of equals, the one that is free first has less."""
+    return lane.inside, lane.since_s

@@ -70,6 +70,11 @@ class WorkerPool:
         )
 
     @property
+    def has_own_process(self) -> bool:
+        """Whether its next process is for this version alone."""
+        return self._settings.launcher.has_own_process
+
+    @property
     def size(self) -> int:
         """How many executors there are to be, in whatever state."""
         return sum(len(worker.executor_ids) for worker in self._workers)

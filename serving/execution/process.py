@@ -1,12 +1,12 @@
 """A worker process: the lanes of one version, each with a handler, behind two sockets of the server.
 
 Forked by `fork_server.py`, or started as `python -m torchere.serving.execution.process FD FD FD`; `launch.py`
-chooses. It ends when the server closes a socket.
+chooses. It ends when the server closes its control socket.
 
 With one lane, the main thread is the lane, and the process has no other Python thread: what TorchServe's
 handlers rely on (signal handlers, forks). Where executors share one copy of the weights, each lane is a
-thread and the main thread serves the control socket alone. An idle lane takes the next batch from the data
-socket by itself, so that no batch crosses threads.
+thread and the main thread serves the control socket alone. Each lane waits for batches on a data socket of
+its own, so that no batch crosses threads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -38,12 +38,11 @@ from torchere.serving.execution.allocator import keep_freed_memory
 from torchere.serving.execution.executor import LoadSpec
 from torchere.serving.execution.frames import FrameReader
 from torchere.serving.execution.host import HandlerHost
-from torchere.serving.execution.lanes import MAX_LANES, LanePage, requests_of
+from torchere.serving.execution.lanes import LANES_A_MESSAGE, MAX_LANES, LanePage, requests_of
 from torchere.serving.execution.parent import die_with_parent
 from torchere.serving.execution.wire import (
     AddLanes,
     ControlToWorker,
-    DataToWorker,
     Load,
     Loaded,
     LoadError,
@@ -52,8 +51,6 @@ from torchere.serving.execution.wire import (
     Partial,
     Ping,
     Pong,
-    Retire,
-    Retired,
     Run,
     Serving,
     WarmUp,
@@ -77,36 +74,63 @@ class Lane:
 
     Args:
         number: of its cell in the page.
+        data: the socket of its batches; closed by `close`.
         host: its handler.
         process: which it belongs to.
     """
 
-    def __init__(self, number: int, host: HandlerHost, process: WorkerMain) -> None:
+    def __init__(self, number: int, data: socket.socket, host: HandlerHost, process: WorkerMain) -> None:
         self.number = number
+        self.data = data
+        self.batches = FrameReader(data)
         self.host = host
         self.serves = False
+        self._sending = threading.Lock()  # handlers send parts from threads of theirs
         self._process = process
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._live, name=f"lane-{number}", daemon=True)
 
     def run(self, message: Run) -> None:
         """Run one batch and send its report."""
         process, place, count = self._process, message.place, len(message.requests)
         page = process.page
+
+        def is_unwanted() -> bool:
+            return process.leaving or page.all_cancelled(place, count)
+
         page.mark(self.number, message.run_id, time.monotonic())
 
         def send_part(index: int, part: InferResponse) -> None:
-            while page.is_held(place) and not page.all_cancelled(place, count):
+            while page.is_held(place) and not is_unwanted():
                 time.sleep(HELD_LOOK_S)
             page.mark(self.number, message.run_id, time.monotonic())
-            process.send_data(Partial(message.run_id, index, part))
+            self._send(encode_frame(Partial(message.run_id, index, part)))
 
         report = self.host.run(
             message.requests,
             send_part,
             page.cancelled(place, count),
-            lambda: page.all_cancelled(place, count),
+            is_unwanted,
         )
-        process.send_frame(encode_report(message.run_id, report, self.host.has_lost_its_gpu))
+        self._send(encode_report(message.run_id, report, self.host.has_lost_its_gpu))
+
+    def _send(self, frame: bytearray) -> None:
+        with self._sending:
+            self.data.sendall(frame)
+
+    def next_batch(self) -> Run | None:
+        """Wait for its next batch; None: the server has ended the lane, or is gone."""
+        try:
+            payload = self.batches.next()
+        except OSError:  # reset
+            return None
+        return None if payload is None else data_to_worker.decode(payload)
+
+    def close(self) -> None:
+        """Close its socket, so that a thread that waits for a batch finds its end."""
+        with contextlib.suppress(OSError):
+            self.data.shutdown(socket.SHUT_RDWR)
+        self.data.close()
 
     def start(self) -> None:
         """Give it a thread of its own, which does what `call` gives it and then serves batches.
@@ -114,7 +138,7 @@ class Lane:
         Raises:
             RuntimeError: the system has no thread left.
         """
-        threading.Thread(target=self._live, name=f"lane-{self.number}", daemon=True).start()
+        self._thread.start()
 
     def call(self, command: Callable[[], None]) -> None:
         """Run a command in its thread and wait for it; raises what the command raises."""
@@ -141,7 +165,12 @@ class Lane:
         """End its thread, which does not serve yet."""
         self._commands.put(None)
 
+    def join(self) -> None:
+        """Wait for the end of its thread."""
+        self._thread.join()
+
     def _live(self) -> None:
+        self._process.enter_thread()
         while (command := self._commands.get()) is not None:
             command()
             del command
@@ -157,26 +186,26 @@ class WorkerMain:
     """What one worker process holds, and the server's messages to it.
 
     Args:
-        data: the socket of the batches.
+        lanes: the socket that brings the data sockets of its lanes.
         control: the socket of everything else.
         page: the descriptor of the shared page; closed here.
         lines: gives its log records their form.
     """
 
     def __init__(
-        self, data: socket.socket, control: socket.socket, page: int, lines: WorkerFormatter
+        self, lanes: socket.socket, control: socket.socket, page: int, lines: WorkerFormatter
     ) -> None:
-        self._data, self._control = data, control
-        self._batches, self._orders = FrameReader(data), FrameReader(control)
+        self._lanes_socket, self._control = lanes, control
+        self._orders = FrameReader(control)
         self._page_descriptor = page
         self._lines = lines
-        self._sending = threading.Lock()  # several lanes send, and handlers from threads of theirs
         self._sending_control = threading.Lock()
-        self._receiving = threading.Lock()  # held by the idle lane that waits for the next batch
         self._spec: LoadSpec | None = None
         self._models = SharedModels()
         self._lanes: list[Lane] = []
-        self._leaving = False  # no further batch is begun
+        self._bring_up: threading.Thread | None = None  # the last step that was taken beside lanes that serve
+        self.needs_own_process = False  # what it was to load may not share one with other versions
+        self.leaving = False  # no further batch is begun
         self.page: LanePage
 
     def serve(self) -> None:
@@ -193,11 +222,12 @@ class WorkerMain:
     def _serve_alone(self) -> None:
         """Be the only lane: obey orders, and run batches between them."""
         poll = select.poll()
-        poll.register(self._data, select.POLLIN)
+        lane = self._lanes[0]
+        poll.register(lane.data, select.POLLIN)
         poll.register(self._control, select.POLLIN)
         control = self._control.fileno()
         while True:
-            if not self._batches.has_more:
+            if not lane.batches.has_more:
                 ready = [descriptor for descriptor, _ in poll.poll()]
                 if control in ready:
                     if not self._obey_next():
@@ -206,24 +236,23 @@ class WorkerMain:
                         if not self._obey_next():
                             return
                     continue
-            batch = self._next_batch()
-            if not isinstance(batch, Run):
+            batch = lane.next_batch()
+            if batch is None:
                 return
-            self._lanes[0].run(batch)
-            if self._lanes[0].host.has_lost_its_gpu:  # another worker takes the place of this one
+            lane.run(batch)
+            if lane.host.has_lost_its_gpu:  # another worker takes the place of this one
                 return
+
+    def enter_thread(self) -> None:
+        """Prepare the calling thread, which is a lane's from now on."""
 
     def serve_lane(self, lane: Lane) -> None:
         """Run batches in the thread of one of several lanes, until it is retired or the server is gone."""
-        torch.set_num_threads(
-            self._loaded_spec().intra_op_threads
-        )  # of this thread; others have loaded since
-        while not self._leaving:
-            with self._receiving:
-                batch = None if self._leaving else self._next_batch()
+        torch.get_num_threads()  # a thread's first use of torch takes the number that was set last anywhere
+        torch.set_num_threads(self._loaded_spec().intra_op_threads)
+        while not self.leaving:
+            batch = lane.next_batch()
             if batch is None:
-                return
-            if isinstance(batch, Retire):
                 self._retire(lane)
                 return
             try:
@@ -232,16 +261,17 @@ class WorkerMain:
                 return
             del batch  # or its tensors stay alive while the lane is idle
             if lane.host.has_lost_its_gpu:
-                self._leaving = True
+                self.leaving = True
                 with contextlib.suppress(OSError):
                     self._control.shutdown(socket.SHUT_RD)  # ends the main thread, and with it the process
 
     def _retire(self, lane: Lane) -> None:
+        if self.leaving:
+            return
         self._lanes.remove(lane)
-        with contextlib.suppress(OSError):
-            self.send_data(Retired())
+        lane.close()
         del lane.host
-        _freeze_all()
+        self._tidy(thaw=True)  # or the circles of its handler would stay
 
     def _obey_next(self) -> bool:
         payload = self._orders.next()
@@ -253,9 +283,10 @@ class WorkerMain:
         elif isinstance(message, LogLevel):
             logging.getLogger(message.logger or None).setLevel(message.level)
         elif isinstance(message, Load):
-            self._spec = _whole_spec(message)
-            self._lines.token = message.log_token
-            self._prepare(self._spec)
+            self._spec = spec = _whole_spec(message)
+            self.page = LanePage(self._page_descriptor, requests_of(spec.batch_size))
+            os.close(self._page_descriptor)
+            self._take_process(spec, message.log_token)
             return self._step(lambda: self._load(message.gpu_ids))
         elif isinstance(message, AddLanes):
             return self._step(lambda: self._load(message.gpu_ids))
@@ -267,7 +298,8 @@ class WorkerMain:
         """Take a step of bringing lanes up; beside lanes that serve, without keeping orders waiting."""
         if not any(lane.serves for lane in self._lanes) or not self._loaded_spec().shares_weights:
             return self._take_step(step)
-        threading.Thread(target=self._take_step, args=(step,), name="bring-up", daemon=True).start()
+        self._bring_up = threading.Thread(target=self._take_step, args=(step,), name="bring-up", daemon=True)
+        self._bring_up.start()
         return True
 
     def _take_step(self, step: Callable[[], None]) -> bool:
@@ -277,14 +309,15 @@ class WorkerMain:
             for lane in [lane for lane in self._lanes if not lane.serves]:
                 self._lanes.remove(lane)
                 lane.end()
-            self._send_control(LoadError(err.detail, err.out_of_memory))
+                lane.close()
+            self._send_control(LoadError(err.detail, err.out_of_memory, self.needs_own_process))
             return bool(self._lanes)
         self._send_control(Loaded())
         return True
 
-    def _prepare(self, spec: LoadSpec) -> None:
-        self.page = LanePage(self._page_descriptor, requests_of(spec.batch_size))
-        os.close(self._page_descriptor)
+    def _take_process(self, spec: LoadSpec, log_token: str) -> None:
+        """Set what belongs to the whole process: it hosts this version and no other."""
+        self._lines.token = log_token
         os.chdir(spec.archive_dir)  # handlers open files of their archive by bare name
         # Processes that multiprocessing spawns begin where it was imported: with us, before that.
         multiprocessing.process.ORIGINAL_DIR = spec.archive_dir  # type: ignore[attr-defined]
@@ -296,11 +329,12 @@ class WorkerMain:
     def _load(self, gpu_ids: Sequence[int | None]) -> None:
         """Load a lane for each GPU. One after the other: the first loads the weights the others share."""
         spec = self._loaded_spec()
+        sockets = self._receive_lanes(len(gpu_ids))
         for gpu_id in gpu_ids:
             host = HandlerHost(spec, gpu_id, self._models, alone=not spec.shares_weights)
-            host.own_process()
+            self._own_process(host)
             number = min(set(range(MAX_LANES)) - {lane.number for lane in self._lanes})
-            lane = Lane(number, host, self)
+            lane = Lane(number, sockets.pop(0), host, self)
             self._lanes.append(lane)
             if not spec.shares_weights:
                 host.load()
@@ -310,6 +344,28 @@ class WorkerMain:
             except RuntimeError as err:  # the system has no thread left
                 raise LoadFailed.of(spec.model_name, spec.model_version, str(err)) from err
             lane.call(host.load)
+
+    def _receive_lanes(self, count: int) -> list[socket.socket]:
+        """Take the data sockets of as many lanes from the server."""
+        descriptors: list[int] = []
+        while len(descriptors) < count:
+            message, more, _, _ = socket.recv_fds(self._lanes_socket, 1, LANES_A_MESSAGE)
+            if not message:
+                raise ConnectionResetError("the server is gone")
+            descriptors += more
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
+        return [socket.socket(fileno=descriptor) for descriptor in descriptors]
+
+    def close_sockets(self) -> None:
+        """Close its sockets: the server must see its end although a child that a handler forked lives on."""
+        for lane in list(self._lanes):
+            lane.data.close()
+        self._lanes_socket.close()
+        self._control.close()
+
+    def _own_process(self, host: HandlerHost) -> None:
+        host.own_process()
 
     def _warm_up(self) -> None:
         fresh = [lane for lane in self._lanes if not lane.serves]
@@ -321,43 +377,28 @@ class WorkerMain:
                 lane.host.warm_up()
                 lane.serves = True
             self._send_control(Serving())
-        _freeze_all()
+        self._tidy()
+
+    def _tidy(self, *, thaw: bool = False) -> None:
+        """Spare the collector what is loaded and stays: it need not walk it with every batch.
+
+        Garbage goes first, or it would stay, with all that handlers left in circles. What the fork server has
+        frozen stays frozen: a walk over it would copy 37 MiB of pages that the workers share.
+        """
+        if thaw:
+            gc.unfreeze()
+        gc.collect()
+        gc.freeze()
 
     def _loaded_spec(self) -> LoadSpec:
         if self._spec is None:
             raise RuntimeError("the server sent something else before Load")
         return self._spec
 
-    def _next_batch(self) -> DataToWorker | None:
-        try:
-            payload = self._batches.next()
-        except OSError:  # reset: the server is gone
-            return None
-        return None if payload is None else data_to_worker.decode(payload)
-
-    def send_data(self, message: Message) -> None:
-        """Send a message on the data socket; any thread may."""
-        self.send_frame(encode_frame(message))
-
-    def send_frame(self, frame: bytearray) -> None:
-        """Send a whole frame on the data socket; any thread may."""
-        with self._sending:
-            self._data.sendall(frame)
-
     def _send_control(self, message: Message) -> None:
         frame = encode_frame(message)
         with self._sending_control:
             self._control.sendall(frame)
-
-
-def _freeze_all() -> None:
-    """Spare the collector what is loaded and stays: it need not walk it with every batch.
-
-    Garbage goes first, or it would stay, with all that handlers left in circles.
-    """
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()
 
 
 def _whole_spec(message: Load) -> LoadSpec:
@@ -369,24 +410,33 @@ def _whole_spec(message: Load) -> LoadSpec:
     return replace(message.spec, model_config=read_yaml(text))
 
 
-def run(data: int, control: int, page: int) -> None:
-    """Be the worker at the other end of inherited sockets, until one of them closes."""
+def begin(origin: Callable[[], Mapping[str, str]] = dict) -> WorkerFormatter:
+    """Do what every worker process does first; returns what gives its log records their form.
+
+    `origin`: see `WorkerFormatter`.
+    """
     die_with_parent()
     _offer_to_oom_killer()
     faulthandler.enable()  # a crash in native code leaves a trace in the log
     to_server = logging.StreamHandler()
-    lines = WorkerFormatter()
+    lines = WorkerFormatter(origin)
     to_server.setFormatter(lines)
     logging.basicConfig(level=logging.INFO, handlers=[to_server])
     ts_alias.install()
-    sockets = socket.socket(fileno=data), socket.socket(fileno=control)
+    return lines
+
+
+def run(lanes: int, control: int, page: int) -> None:
+    """Be the worker at the other end of inherited sockets, until one of them closes."""
+    lines = begin()
+    sockets = socket.socket(fileno=lanes), socket.socket(fileno=control)
     os.set_inheritable(page, False)
     for each in sockets:
-        # Or the server would not see it close as long as a process lives that the handler has started.
         each.set_inheritable(False)
-        os.register_at_fork(after_in_child=each.close)
+    worker = WorkerMain(*sockets, page, lines)
+    os.register_at_fork(after_in_child=worker.close_sockets)
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the server is gone; so are we
-        WorkerMain(*sockets, page, lines).serve()
+        worker.serve()
 
 
 def _offer_to_oom_killer() -> None:

@@ -48,11 +48,12 @@ class Run:
         executor_id: the executor it is sent to; None: any.
         exclusive: no other run may be inside the same process, because one of its requests may crash it.
         dispatched_s: monotonic seconds when the batcher submitted it.
+        shares_process: other versions have runs in the process that it was sent to.
     """
 
     __slots__ = (
-        *("_holds", "_owner", "answered", "dispatched_s", "exclusive", "executor_id", "heard_s"),
-        *("page", "place", "requests", "run_id"),
+        *("_holds", "_owner", "answered", "dispatched_s", "exclusive", "executor_id", "heard_s", "lane"),
+        *("page", "place", "requests", "run_id", "shares_process"),
     )
 
     def __init__(
@@ -69,8 +70,10 @@ class Run:
         self.exclusive = exclusive
         self.dispatched_s = dispatched_s
         self.answered = False
+        self.shares_process = False
         self.run_id = 0
         self.place = -1
+        self.lane: Any = None  # that it is inside of
         self.page: LanePage | None = None  # of the worker that it is inside of
         self.heard_s = -math.inf  # monotonic, when its silence was last interrupted on this side
         self._owner = owner

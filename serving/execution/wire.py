@@ -4,8 +4,9 @@ A message is one frame (`frames.py`) of MessagePack: a tagged array of fixed lay
 against the types below, so a worker that sends anything else is found out at once. Nothing is unpickled. Both
 ends are of the same release: the layout may change with it.
 
-Two sockets connect them. The control socket carries loading and signs of life, which no batch delays; the
-data socket carries batches, and an idle lane of the worker takes the next one from it by itself.
+A control socket carries loading and signs of life, which no batch delays. Each lane has a data socket of its
+own, on which the server sends it batches. With one for all, each batch would wake two lanes: one to run it,
+and one to wait for the next.
 """
 
 from __future__ import annotations
@@ -70,16 +71,12 @@ class LogLevel(msgspec.Struct, frozen=True, array_like=True, tag=5):
 class Run(msgspec.Struct, frozen=True, array_like=True, tag=6):  # also `_RUN_TAG`
     """Data, to the worker: run a batch; answered by any number of `Partial` and one `Done` of that `run_id`.
 
-    Lanes take batches in the order they were sent. `place` is the run's row in the page (`lanes.py`).
+    A lane runs batches in the order they were sent. `place` is the run's row in the page (`lanes.py`).
     """
 
     run_id: int
     place: int
     requests: tuple[InferRequest, ...]
-
-
-class Retire(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Data, to the worker: the lane that takes it ends, and says so by `Retired`."""
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag=14):
@@ -95,6 +92,7 @@ class LoadError(msgspec.Struct, frozen=True, array_like=True, tag=11):
 
     detail: str
     out_of_memory: bool
+    needs_own_process: bool = False  # it would load in a process of its own
 
 
 class Serving(msgspec.Struct, frozen=True, array_like=True, tag=15):
@@ -107,10 +105,6 @@ class Partial(msgspec.Struct, frozen=True, array_like=True, tag=12):
     run_id: int
     index: int
     part: InferResponse
-
-
-class Retired(msgspec.Struct, frozen=True, array_like=True, tag=16):
-    """Data, to the server: the lane that took a `Retire` has ended."""
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True, tag=20):
@@ -147,9 +141,9 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=13):
 
 
 ControlToWorker: TypeAlias = Load | AddLanes | WarmUp | Ping | LogLevel
-DataToWorker: TypeAlias = Run | Retire
+DataToWorker: TypeAlias = Run
 ControlFromWorker: TypeAlias = Loaded | LoadError | Serving | Pong
-DataFromWorker: TypeAlias = Partial | Done | Retired
+DataFromWorker: TypeAlias = Partial | Done
 Message: TypeAlias = ControlToWorker | DataToWorker | ControlFromWorker | DataFromWorker
 
 _RUN_TAG = 6  # of `Run`

@@ -154,8 +154,7 @@ class Worker:
         """How many runs may be submitted for idle lanes."""
         if self._retiring or self._exclusive is not None:
             return 0
-        free = self.in_service - len(self._process.inside)
-        return free if free > 0 else 0
+        return self._process.idle_lanes if self.in_service else 0
 
     @property
     def ahead(self) -> int:
@@ -172,6 +171,17 @@ class Worker:
 
     async def start(self) -> None:
         """Start the process and load its lanes; raises `LoadFailed`."""
+        try:
+            await self._start()
+        except LoadFailed:
+            if not self._process.needs_own_process:
+                raise
+            self._log(logging.INFO, "gets a process of its own, for its model changes itself")
+            self._settings.launcher.has_own_process = True
+            self._process = self._new_process()
+            await self._start()
+
+    async def _start(self) -> None:
         await self._process.start()
         self._change(
             state=ExecutorState.STARTING if self._supervisor is None else ExecutorState.RESTARTING,
@@ -267,12 +277,10 @@ class Worker:
         if not self._process.inside:  # it could not be sent
             self._exclusive = None
 
-    def _on_done(self, process: WorkerProcess, message: Done | None) -> None:
+    def _on_done(self, process: WorkerProcess, message: Done) -> None:
         if process is not self._process:
             return
         self._heartbeat.heard()
-        if message is None:
-            return
         settings = self._settings
         # With several lanes, reports of the others must not hide that one hangs again and again.
         if self._losses and (

@@ -6,8 +6,7 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -15,22 +14,21 @@ import msgspec
 from torchere.serving.errors import DeadlineExceeded, LoadFailed, OutOfResources, ServingError
 from torchere.serving.execution.executor import LoadSpec
 from torchere.serving.execution.frames import FrameSocket
-from torchere.serving.execution.lanes import requests_of
-from torchere.serving.execution.launch import Launched, Launcher
-from torchere.serving.execution.loss import Loss, LossKind, loss_of_exit
+from torchere.serving.execution.lanes import LaneSocket, load_of_lane, requests_of
+from torchere.serving.execution.launch import Launched, Launcher, open_lanes
+from torchere.serving.execution.loss import Loss, LossKind
 from torchere.serving.execution.oom import OomWatch
 from torchere.serving.execution.run import Run
 from torchere.serving.execution.wire import (
     AddLanes,
     ControlToWorker,
     Done,
+    Load,
     Loaded,
     LoadError,
     LogLevel,
-    Partial,
     Ping,
     Pong,
-    Retire,
     Serving,
     WarmUp,
     control_from_worker,
@@ -42,7 +40,7 @@ from torchere.serving.execution.wire import (
 )
 from torchere.serving.silence import was_late
 from torchere.serving.telemetry.log_levels import follow
-from torchere.serving.telemetry.worker_lines import MAX_LINE_BYTES, new_token, relay
+from torchere.serving.telemetry.worker_lines import new_token, relay_all
 
 logger = logging.getLogger("torchere.worker")
 
@@ -59,14 +57,14 @@ class ProcessEvents:
     Attributes:
         serving: one more lane serves.
         pong: it gave the sign of life that it was asked for.
-        done: it sent a report, or a lane has retired (None).
+        done: it sent a report.
         hung: a lane has been silent for the response time-out; its run is answered.
         gone: nothing reaches it from now on.
     """
 
     serving: Callable[[], None]
     pong: Callable[[], None]
-    done: Callable[[Done | None], None]
+    done: Callable[[Done], None]
     hung: Callable[[], None]
     gone: Callable[[], None]
 
@@ -95,9 +93,10 @@ class WorkerProcess:
         self._oom = oom
         self._loop = asyncio.get_running_loop()
         self._launched: Launched | None = None
-        self._data: FrameSocket | None = None
+        self._lanes: list[LaneSocket] = []  # those that serve come first
+        self._leaving_lanes: set[LaneSocket] = set()  # retired, or not loaded
+        self.serving = 0  # lanes that are loaded and warm
         self._control: FrameSocket | None = None
-        self._data_ended: asyncio.Future[None] = self._loop.create_future()
         self._step_reply: asyncio.Future[None] | None = None  # of the step (load, warm-up) under way
         self._killed: Loss | None = None  # by the server, and why
         self._log_token = new_token()
@@ -105,13 +104,14 @@ class WorkerProcess:
         self._reaper: asyncio.Task[None] | None = None
         self._places: list[int] = []  # that are free again
         self._places_used = 0
-        self._last_signs: dict[int, float] | None = None  # once the process has ended, and its page is closed
+        self._last_signs: dict[int, float] | None = None  # once the page is closed
         self._lanes_loaded = 0  # in all: no lane has a higher number
         self._last_run_id = 0
         self._heard_s = 0.0  # its last report
         self._watch: asyncio.TimerHandle | None = None
         self._looked_late = False
         self._leaves = False  # it ends by itself, and has begun no run behind its last report
+        self.needs_own_process = False  # it was not loaded, because its process is shared
         self.inside: dict[int, Run] = {}  # by run id, in the order they were sent
         self.lost: asyncio.Future[Loss] = self._loop.create_future()
 
@@ -123,9 +123,9 @@ class WorkerProcess:
     @property
     def reachable(self) -> bool:
         """Whether messages may arrive."""
-        if self._data is None or self._control is None or self._reaper is not None:
+        if self._control is None or self._reaper is not None:
             return False
-        return self._data.open and self._control.open
+        return self._control.open and all(lane.frames.open for lane in self._lanes[: self.serving])
 
     async def start(self) -> None:
         """Start the process and connect to it; the handler is not loaded yet.
@@ -137,7 +137,6 @@ class WorkerProcess:
             self._launched = launched = await self._launcher.launch(requests_of(self._spec.batch_size))
         except OSError as err:
             raise self._load_failed(f"the worker process could not be started: {err}") from err
-        self._data = FrameSocket(launched.data, self._on_data, self._on_data_end)
         self._control = FrameSocket(launched.control, self._on_control, self._on_end)
         # A child that it forked may keep its sockets open.
         launched.exit_code.add_done_callback(lambda _: self._on_end(""))
@@ -149,9 +148,8 @@ class WorkerProcess:
         Raises:
             LoadFailed: it would not load, in time or at all; the process is gone then.
         """
-        self._lanes_loaded += len(gpu_ids)
         follow(self)
-        await self._step(load_of(self._spec, tuple(gpu_ids), self._log_token), timeout_s)
+        await self._load(load_of(self._spec, tuple(gpu_ids), self._log_token), timeout_s)
 
     async def add_lanes(self, gpu_ids: Sequence[int | None], timeout_s: float) -> None:
         """Load further lanes.
@@ -160,8 +158,30 @@ class WorkerProcess:
             LoadFailed: they would not load; lanes that serve go on.
             TimeoutError: nor did they fail in time, and are still at it.
         """
-        self._lanes_loaded += len(gpu_ids)
-        await self._step(AddLanes(tuple(gpu_ids)), timeout_s, beside=True)
+        await self._load(AddLanes(tuple(gpu_ids)), timeout_s, beside=True)
+
+    async def _load(self, message: Load | AddLanes, timeout_s: float, *, beside: bool = False) -> None:
+        """Load lanes, and give each a data socket."""
+        lanes = self._open_lanes(len(message.gpu_ids))
+        try:
+            await self._step(message, timeout_s, beside=beside)
+        except BaseException:
+            for lane in lanes:
+                self._drop(lane)
+            raise
+
+    def _open_lanes(self, count: int) -> list[LaneSocket]:
+        """Make the data sockets of as many lanes; raises `LoadFailed` where the system has none left."""
+        try:
+            if self._launched is None:
+                raise BrokenPipeError("the process is not started")
+            sockets = open_lanes(self._launched, count)
+        except OSError as err:
+            raise self._load_failed(f"its sockets could not be opened: {err}") from err
+        lanes = [LaneSocket(each, self._on_data, self._on_lane_end) for each in sockets]
+        self._lanes += lanes
+        self._lanes_loaded += count
+        return lanes
 
     async def warm_up(self, timeout_s: float, *, beside: bool = False) -> None:
         """Warm the loaded lanes up and let them serve; `beside`: others serve already.
@@ -205,12 +225,29 @@ class WorkerProcess:
         self._order(LogLevel(name, level))
 
     def retire_lane(self) -> None:
-        """End one lane, after the runs that were sent before; `ProcessEvents.done` tells of it."""
-        if self._data is not None:
-            self._data.send(encode_frame(Retire()))
+        """End the last lane that serves, after the runs that were sent to it before."""
+        self.serving -= 1
+        lane = self._lanes.pop(self.serving)
+        self._leaving_lanes.add(lane)
+        lane.frames.finish()
+
+    def _drop(self, lane: LaneSocket) -> None:
+        """Forget a lane that was not loaded."""
+        if lane in self._lanes:
+            self._lanes.remove(lane)
+        self._leaving_lanes.discard(lane)
+        lane.frames.close()
+
+    @property
+    def idle_lanes(self) -> int:
+        """How many lanes serve and have nothing to do."""
+        idle = 0
+        for at in range(self.serving):  # asked for with every request: no generator
+            idle += not self._lanes[at].inside
+        return idle
 
     def submit(self, run: Run) -> None:
-        """Send one run, for whichever lane is idle first."""
+        """Send one run to the lane with the least to do; there is one."""
         self._last_run_id = run_id = self._last_run_id + 1
         place = self._places[-1] if self._places else self._places_used
         try:
@@ -219,8 +256,11 @@ class WorkerProcess:
             failure = OutOfResources("Out of resources", f"the batch can't be sent to its worker: {err}")
             self._loop.call_soon(run.fail, failure)  # the caller is not done with it
             return
-        if self._launched is None or self._data is None:
-            raise RuntimeError("submit() before start()")
+        if self._launched is None or not self.serving:
+            raise RuntimeError("submit() without a lane that serves")
+        lane = self._lanes[0]
+        if lane.inside and self.serving > 1:
+            lane = min(self._lanes[: self.serving], key=load_of_lane)
         if self._places:
             self._places.pop()
         else:
@@ -228,32 +268,35 @@ class WorkerProcess:
         page = self._launched.page
         page.clear(place)
         run.run_id, run.place, run.page = run_id, place, page
+        run.shares_process = self._launched.is_shared
         run.heard_s = time.monotonic()
         self.inside[run_id] = run
-        self._data.send(frame)
+        if not lane.inside:
+            lane.since_s = run.heard_s
+        lane.inside += 1
+        run.lane = lane
+        lane.frames.send(frame)
         if self._watch is None:
             self._look_in(self._response_timeout_s)
 
-    def _on_data(self, payload: memoryview) -> None:
+    def _on_data(self, lane: LaneSocket, payload: memoryview) -> None:
         try:
             message = data_from_worker.decode(payload)
         except (msgspec.MsgspecError, RecursionError) as err:
-            if self._data is not None:
-                self._data.fail(f"sent a frame that is not a message: {err}")
+            lane.frames.fail(f"sent a frame that is not a message: {err}")
+            return
+        run = self.inside.get(message.run_id)
+        if run is None or run.lane is not lane:
             return
         if isinstance(message, Done):
-            self._on_done(message)
-        elif isinstance(message, Partial):
-            run = self.inside.get(message.run_id)
-            if run is not None and run.part(message.index, message.part) and run.page is not None:
-                run.page.hold(run.place, held=True)
-        else:
-            self._events.done(None)
+            self._on_done(message, run, lane)
+        elif run.part(message.index, message.part) and run.page is not None:
+            run.page.hold(run.place, held=True)
 
-    def _on_done(self, message: Done) -> None:
-        run = self.inside.pop(message.run_id, None)
-        if run is None:
-            return
+    def _on_done(self, message: Done, run: Run, lane: LaneSocket) -> None:
+        del self.inside[message.run_id]
+        lane.inside -= 1
+        run.lane = None
         self._places.append(run.place)
         run.page = None
         self._heard_s = time.monotonic()
@@ -271,9 +314,12 @@ class WorkerProcess:
         if isinstance(message, Pong):
             self._events.pong()
         elif isinstance(message, Serving):
-            self._events.serving()
+            if self.serving < len(self._lanes):
+                self.serving += 1
+                self._events.serving()
         elif self._step_reply is not None and not self._step_reply.done():
             if isinstance(message, LoadError):
+                self.needs_own_process = message.needs_own_process
                 self._step_reply.set_exception(self._load_failed(message.detail, message.out_of_memory))
             elif isinstance(message, Loaded):
                 self._step_reply.set_result(None)
@@ -313,10 +359,10 @@ class WorkerProcess:
     def _silences(self, now_s: float) -> Iterator[tuple[Run, float]]:
         """Since when the lane of each run is silent; a run that waits behind others is not."""
         signs = self._begun()
-        works = any(run_id in signs for run_id in self.inside)
+        at_work = [run.lane for run_id, run in self.inside.items() if run_id in signs]
         for run_id, run in self.inside.items():
             sign_s = signs.get(run_id)
-            if run.answered or run.held or (sign_s is None and works):
+            if run.answered or run.held or (sign_s is None and run.lane in at_work):
                 yield run, now_s
             elif sign_s is None:
                 yield run, max(run.heard_s, self._heard_s)
@@ -360,7 +406,7 @@ class WorkerProcess:
         """End the process at once; `lost` tells when it is gone."""
         self._killed = self._killed or loss
         if self._launched is not None:
-            self._launched.kill()
+            self._launched.kill(loss)
 
     async def _kill_and_reap(self, loss: Loss) -> None:
         self.kill(loss)
@@ -374,18 +420,19 @@ class WorkerProcess:
     async def stop(self) -> None:
         """Close its sockets, which lets the process end by itself, and wait; kill it if it takes long."""
         self._killed = self._killed or Loss(LossKind.STOPPED, "stopped by the server")
-        for each in (self._data, self._control):
-            if each is not None:
-                each.close_writing()
+        for lane in self._lanes:
+            lane.frames.close_writing()
+        if self._control is not None:
+            self._control.close_writing()
         try:
             await asyncio.wait_for(asyncio.shield(self.lost), ENDING_GRACE_S)
         except asyncio.TimeoutError:
             await self._kill_and_reap(Loss(LossKind.STOPPED, "did not stop when asked"))
 
-    def _on_data_end(self, fault: str) -> None:
-        if not self._data_ended.done():
-            self._data_ended.set_result(None)
-        self._on_end(fault)
+    def _on_lane_end(self, lane: LaneSocket, fault: str) -> None:
+        self._leaving_lanes.discard(lane)
+        if fault or lane in self._lanes[: self.serving]:
+            self._on_end(fault)
 
     def _on_end(self, fault: str) -> None:
         """A socket has ended: the process has, or does not speak the protocol."""
@@ -404,7 +451,7 @@ class WorkerProcess:
         except asyncio.TimeoutError:
             self.kill(Loss(LossKind.PROTOCOL, "closed its socket without ending"))
             code = await self._launched.exit_code
-        loss = self._killed or loss_of_exit(code, code == -signal.SIGKILL and self._oom.claim())
+        loss = self._killed or self._launched.loss(code, self._oom)
         if self._leaves:  # its log says what the GPU said
             loss = Loss(LossKind.EXIT, "it lost its GPU, and ended")
         await self._read_out()
@@ -422,15 +469,22 @@ class WorkerProcess:
 
     async def _read_out(self) -> None:
         """Read what it sent and printed last; but a child it left behind may keep both open."""
-        last_words = [each for each in (self._output, self._data_ended) if each is not None]
-        await asyncio.wait(last_words, timeout=LAST_WORDS_S)
+        lanes = [*self._lanes, *self._leaving_lanes]
+        last_words: list[asyncio.Future[None]] = [lane.ended for lane in lanes]
+        if self._output is not None:
+            last_words.append(self._output)
+        if last_words:
+            await asyncio.wait(last_words, timeout=LAST_WORDS_S)
         if self._output is not None:
             self._output.cancel()
-        for each in (self._data, self._control):
+        for each in [*(lane.frames for lane in lanes), self._control]:
             if each is not None:
                 each.close()
+        if self._watch is not None:  # it would hold on to the whole version for the response time-out
+            self._watch.cancel()
         if self._launched is not None:
             self._launched.close()
+            self._launched.lanes.close()
             self._last_signs = self._begun()
             for run in self.inside.values():
                 run.page = None
@@ -443,19 +497,4 @@ class WorkerProcess:
             "version": self._spec.model_version,
             "executor": self._executor_id,
         }
-        rest = b""
-        while chunk := await output.read(65536):
-            *lines, rest = (rest + chunk).split(b"\n")
-            while len(rest) > MAX_LINE_BYTES:
-                lines.append(rest[:MAX_LINE_BYTES])
-                rest = rest[MAX_LINE_BYTES:]
-            self._relay(lines, origin)
-        self._relay([rest] if rest else [], origin)
-
-    def _relay(self, lines: Sequence[bytes], origin: Mapping[str, object]) -> None:
-        for line in lines:
-            try:
-                relay(line.decode(errors="replace"), self._log_token, origin, logger)
-            except Exception:  # reading goes on whatever it is: a worker whose pipe is full hangs
-                with suppress(Exception):
-                    logger.exception("a line of worker %d could not be logged", self._executor_id)
+        await relay_all(output, self._log_token, origin, logger)

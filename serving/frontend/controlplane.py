@@ -72,7 +72,7 @@ class VersionDescription:
     url: str  # exactly as given at registration
     runtime: str
     settings: ModelSettings
-    isolation: str  # "thread" | "process": what `auto` came to
+    isolation: str  # "thread" | "process" | "shared": what `auto` or `shared` came to
     state: VersionState
     failure: str  # cause of FAILED, or of the last lost executor; "" when all is well
     loaded_at_startup: bool
@@ -274,13 +274,13 @@ def _progress(version: Version, asked: int) -> Progress:
 
 
 def _describe(version: Version) -> VersionDescription:
-    environment = version.origin.archive.environment
+    environment, isolation = version.origin.archive.environment, version.origin.isolation
     return VersionDescription(
         key=version.key,
         url=version.origin.archive.url,
         runtime=version.origin.runtime,
         settings=version.settings,
-        isolation=version.origin.isolation,
+        isolation="thread" if isolation == "shared" and version.pool.has_own_process else isolation,
         state=version.state,
         failure=version.failure_text,
         loaded_at_startup=version.origin.loaded_at_startup,

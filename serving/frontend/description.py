@@ -120,7 +120,7 @@ def _own_json(version: VersionDescription) -> dict[str, Any]:
 
 
 def _with_memory(statuses: Sequence[ExecutorStatus]) -> tuple[ExecutorStatus, ...]:
-    memory: dict[int, int] = {}  # by process: that of threads, the server, is looked at once
+    memory: dict[int, int] = {}  # by process: executors that share one are looked at together
     for pid in {status.pid for status in statuses}:
         with suppress(psutil.Error):  # it is gone, or not started yet
             memory[pid] = psutil.Process(pid).memory_info().rss

@@ -67,7 +67,7 @@ def effective_settings(
         ),
         client_timeout_ms=config.client_timeout_ms or 0,
         max_retry_timeout_s=300.0 if config.max_retry_timeout_s is None else config.max_retry_timeout_s,
-        isolation=config.isolation,
+        isolation=config.isolation or server.default_isolation,
         sequences=_sequences(config),
         sequences_unbounded=config.sequence_batching and not config.sequence_max_idle_ms,
         continuous=config.continuous_batching,

@@ -13,6 +13,7 @@ import os
 import time
 from typing import Literal
 
+from torchere.archiver.torchscript_options import TorchScriptOptions
 from torchere.handlers.aot_gil import holds_gil
 from torchere.serving.batching.admission import Admission
 from torchere.serving.batching.batcher import Batcher
@@ -28,9 +29,9 @@ from torchere.serving.execution.isolation import choose_isolation
 from torchere.serving.execution.launch import ExecLauncher, ForkLauncher, Launcher, worker_environment
 from torchere.serving.execution.oom import OomWatch
 from torchere.serving.execution.pool import WorkerPool
+from torchere.serving.execution.rooms import RoomLauncher
 from torchere.serving.execution.send_ahead import MOST_INSIDE
 from torchere.serving.registry.effective import Asked, effective_settings
-from torchere.serving.registry.environments import Environment
 from torchere.serving.registry.names import check_runtime
 from torchere.serving.registry.observer import RegistryObserver, VersionObserver
 from torchere.serving.registry.store import StoredArchive
@@ -65,6 +66,7 @@ class Loader:
         self._observer = observer
         self._executor_ids = itertools.count(FIRST_EXECUTOR_ID)
         self._launcher = ForkLauncher(worker_environment(server.hidden_env_vars), fork_server)
+        self._rooms = RoomLauncher(self._launcher)
         self._oom = OomWatch()
 
     @functools.cached_property
@@ -105,7 +107,7 @@ class Loader:
             archive=archive,
             handler=handler,
             runtime=runtime,
-            isolation=_isolation(archive, settings, handler),
+            isolation=_isolation(key, archive, settings, handler),
             loaded_at_startup=loaded_at_startup,
         )
         return self._assemble(key, origin, settings)
@@ -113,7 +115,8 @@ class Loader:
     def _assemble(self, key: ModelKey, origin: Origin, settings: ModelSettings) -> Version:
         pump = _Pump()
         observer = self._observer.watch(key)
-        pool = self._pool(self._spec(key, origin, settings), origin, settings, pump, observer)
+        launcher = self._launcher_of(key, origin)
+        pool = self._pool(self._spec(key, origin, settings), launcher, settings, pump, observer)
         batcher = _batcher(key, settings, pool, observer)
         pump.batcher = batcher
         batcher.unread_limit_bytes = limit_bytes(self._server.limits.max_response_bytes)
@@ -123,7 +126,7 @@ class Loader:
     def _pool(
         self,
         spec: LoadSpec,
-        origin: Origin,
+        launcher: Launcher,
         settings: ModelSettings,
         on_free: FreeCallback,
         observer: VersionObserver,
@@ -139,14 +142,15 @@ class Loader:
             on_free=on_free,
             on_loaded=observer.executor_loaded,
             on_lost=observer.executor_lost,
-            launcher=self._launcher_of(origin.archive.environment),
+            launcher=launcher,
             oom=self._oom,
             sends_ahead=not counts_all,
         )
 
-    def _launcher_of(self, environment: Environment | None) -> Launcher:
+    def _launcher_of(self, key: ModelKey, origin: Origin) -> Launcher:
+        environment = origin.archive.environment
         if environment is None:
-            return self._launcher
+            return self._rooms.of(key) if origin.isolation == "shared" else self._launcher
         variables = worker_environment(self._server.hidden_env_vars)
         if environment.packages:
             search_path = [environment.packages, variables.get("PYTHONPATH")]
@@ -155,6 +159,7 @@ class Loader:
 
     async def close(self) -> None:
         """End what workers are forked from; call it when no version is left."""
+        await self._rooms.close()
         await self._launcher.close()
 
     def _spec(self, key: ModelKey, origin: Origin, settings: ModelSettings) -> LoadSpec:
@@ -176,7 +181,7 @@ class Loader:
             max_response_bytes=self._server.limits.max_response_bytes,
             pinned=_is_stateful(settings),
             # State lies in a handler, so its requests need the worker they are sent to.
-            shares_weights=origin.isolation == "thread" and not _is_stateful(settings),
+            shares_weights=origin.isolation != "process" and not _is_stateful(settings),
         )
 
     def _defaults_of(self, key: ModelKey) -> dict[str, object]:
@@ -186,13 +191,36 @@ class Loader:
         return next(self._executor_ids)
 
 
-def _isolation(archive: StoredArchive, settings: ModelSettings, handler: str) -> Literal["thread", "process"]:
-    if archive.environment:  # packages of its own can't come into this process
+def _isolation(
+    key: ModelKey, archive: StoredArchive, settings: ModelSettings, handler: str
+) -> Literal["thread", "process", "shared"]:
+    isolation = _isolation_of(archive, settings, handler)
+    if settings.isolation == "shared" != isolation:
+        logger.info(
+            "model %s version %s can't share a process with other models and gets isolation: %s",
+            key.name,
+            key.version,
+            isolation,
+        )
+    return isolation
+
+
+def _isolation_of(
+    archive: StoredArchive, settings: ModelSettings, handler: str
+) -> Literal["thread", "process", "shared"]:
+    if archive.environment:  # packages of its own can't come into a process that has others
         return "process"
     model = archive.manifest.get("model") or {}
     on_gpu = bool(settings.gpu_ids)
     keeps_gil = not on_gpu and _holds_gil(archive)
-    return choose_isolation(settings.isolation, handler, model, holds_gil=keeps_gil, on_gpu=on_gpu)
+    return choose_isolation(
+        settings.isolation,
+        handler,
+        model,
+        holds_gil=keeps_gil,
+        on_gpu=on_gpu,
+        needs_own_process=_is_stateful(settings) or _switches_engine(archive) or _has_python(archive),
+    )
 
 
 def _holds_gil(archive: StoredArchive) -> bool:
@@ -201,6 +229,19 @@ def _holds_gil(archive: StoredArchive) -> bool:
     if not serialized.endswith(".pt2"):
         return False
     return holds_gil(str(archive.directory / serialized), str(archive.directory))
+
+
+def _switches_engine(archive: StoredArchive) -> bool:
+    """Whether its int8 weights ask for an engine, which a process has one of."""
+    try:
+        return TorchScriptOptions.read(archive.config.raw).quantized_engine is not None
+    except ValueError:  # its load will say so
+        return False
+
+
+def _has_python(archive: StoredArchive) -> bool:
+    """Whether it brings Python, which nothing names, but a file may be called as a handler of ours."""
+    return next(archive.directory.rglob("*.py"), None) is not None
 
 
 def _is_stateful(settings: ModelSettings) -> bool:

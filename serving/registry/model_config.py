@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torchere.archiver.reader import Archive
 from torchere.serving.bounded_yaml import MAX_CHARACTERS, read_yaml
 from torchere.serving.errors import InvalidArchive
-from torchere.serving.settings import Isolation, largest
+from torchere.serving.settings import ISOLATIONS, Isolation, largest
 
 _NOT_SPREAD = (
     "a model is not spread over several processes; quantise it until it fits one device (deviceIds gives "
@@ -54,7 +54,7 @@ class ModelConfig:
     max_num_sequence: int | None = None
     max_sequence_job_queue_size: int | None = None
     continuous_batching: bool = False
-    isolation: Isolation = "auto"
+    isolation: Isolation | None = None
     dispatch: Literal["torchserve", "eager"] = "torchserve"
 
 
@@ -102,7 +102,7 @@ def parse_model_config(text: str) -> ModelConfig:
         max_num_sequence=read.integer("maxNumSequence", 1),
         max_sequence_job_queue_size=read.integer("maxSequenceJobQueueSize", 1),
         continuous_batching=read.flag("continuousBatching"),
-        isolation=read.choice("isolation", ("auto", "thread", "process"), "auto"),
+        isolation=read.choice("isolation", ISOLATIONS, None),
         dispatch=read.choice("dispatch", ("torchserve", "eager"), "torchserve"),
     )
 

@@ -63,7 +63,7 @@ class Origin:
     archive: StoredArchive
     handler: str
     runtime: str
-    isolation: str  # "thread" | "process"
+    isolation: str  # "thread" | "process" | "shared"
     loaded_at_startup: bool
 
 

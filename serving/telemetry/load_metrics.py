@@ -27,7 +27,7 @@ class ExecutorLoad:
 
     executor_id: int
     state: str
-    pid: int = 0  # of a worker process; 0: a thread of the server
+    pid: int = 0  # of a worker process; 0: another executor names it already
 
 
 @dataclass(frozen=True, slots=True)

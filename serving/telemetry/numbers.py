@@ -20,9 +20,10 @@ import numpy as np
 
 from torchere.serving.errors import Cancelled, DeadlineExceeded, ServingError
 from torchere.serving.telemetry.distributions import Distributions, Histogram
+from torchere.serving.telemetry.predictions import Dequeued, Marks
 from torchere.serving.telemetry.refusals import USUAL, refusal_reason
 from torchere.serving.telemetry.saturation import BusyTime, LoadSample
-from torchere.serving.telemetry.stages import COLUMNS, MARKS, Dequeued, Marks, row_of, rows_of
+from torchere.serving.telemetry.stages import COLUMNS, MARKS, row_of, rows_of
 
 WAITING_STAGES = ("queue", "executor")  # where a prediction was when it ended without an answer
 UNREAD = "unread"  # it was a streamed answer, given up because its client read too slowly

@@ -5,11 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from torchere.serving.telemetry.stages import Marks
-
 if TYPE_CHECKING:
     from torchere.serving.telemetry.numbers import VersionNumbers
     from torchere.serving.telemetry.trace_context import TraceContext
+
+
+class Dequeued(Protocol):
+    """What tells whether a request was given to an executor."""
+
+    dequeued_s: float  # 0: it never left the queue
+
+
+class Marks(Protocol):
+    """The marks of one prediction: monotonic seconds, 0.0 for a point that it did not reach."""
+
+    started_s: float  # the head arrived
+    read_s: float  # the body was complete
+    enqueued_s: float
+    dequeued_s: float
+    company_s: float  # the part of its wait in which an executor was free and the batch not full
+    stages_s: tuple[
+        float, float, float, float
+    ]  # preprocess, inference, postprocess, the handler's other time
+    answered_s: float  # the handler answered, or sent the first part
+    sending_s: float  # the first byte of the answer was written
+    named: bool  # the client named a version
+    trace: TraceContext | None
 
 
 class Predicted(Marks, Protocol):

@@ -8,10 +8,12 @@ client that sends what looks like a record must not speak in the name of the ser
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 from torchere.serving.telemetry.record_parts import OWN_FIELDS, extras_of, trace_of
 
@@ -26,9 +28,17 @@ def new_token() -> str:
 
 
 class WorkerFormatter(logging.Formatter):
-    """One marked line a record; the server takes it for one as soon as `token` is that of the worker."""
+    """One marked line a record; the server takes it for one as soon as `token` is that of the worker.
+
+    Args:
+        origin: what records of the calling thread say of where they came from, where threads differ in that.
+    """
 
     token = ""
+
+    def __init__(self, origin: Callable[[], Mapping[str, str]] = dict) -> None:
+        super().__init__()
+        self._origin = origin
 
     def format(self, record: logging.LogRecord) -> str:
         """The line, without its end, at most `MAX_LINE_BYTES` long; texts lose their middle for that."""
@@ -38,17 +48,57 @@ class WorkerFormatter(logging.Formatter):
         return line
 
     def _line(self, record: logging.LogRecord, longest: int) -> str:
+        extra = {**extras_of(record), **self._origin()}
         fields = {
             "level": min(max(record.levelno, logging.NOTSET), logging.CRITICAL),
             "logger": record.name,
             "message": _shortened(record.getMessage(), longest),
             "exception": _shortened(trace_of(self, record), longest),
-            "extra": {name: _shortened(str(value), longest) for name, value in extras_of(record).items()},
+            "extra": {name: _shortened(str(value), longest) for name, value in extra.items()},
         }
         return f"{SEPARATOR}{self.token}{json.dumps(fields)}"
 
 
-def relay(line: str, token: str, origin: Mapping[str, object], plain: logging.Logger) -> None:
+async def relay_all(
+    output: asyncio.StreamReader,
+    token: str,
+    origin: Mapping[str, object] | Callable[[], Mapping[str, object]],
+    plain: logging.Logger,
+) -> None:
+    """Log each line of a worker's output as `relay` does, until the output ends.
+
+    `origin` is a function for a process that several models share: it says what is known of any line, and
+    records say the rest themselves.
+    """
+    rest = b""
+    while chunk := await output.read(65536):
+        *lines, rest = (rest + chunk).split(b"\n")
+        while len(rest) > MAX_LINE_BYTES:
+            lines.append(rest[:MAX_LINE_BYTES])
+            rest = rest[MAX_LINE_BYTES:]
+        _relay_each(lines, token, origin, plain)
+    _relay_each([rest] if rest else [], token, origin, plain)
+
+
+def _relay_each(
+    lines: Sequence[bytes],
+    token: str,
+    origin: Mapping[str, object] | Callable[[], Mapping[str, object]],
+    plain: logging.Logger,
+) -> None:
+    is_shared = callable(origin)
+    known = origin() if callable(origin) else origin
+    for line in lines:
+        try:
+            relay(line.decode(errors="replace"), token, known, plain, is_shared=is_shared)
+        except Exception:  # reading goes on whatever it is: a worker whose pipe is full hangs
+            with suppress(Exception):
+                plain.exception("a line of worker %s could not be logged", known.get("executor"))
+
+
+def relay(
+    line: str, token: str, origin: Mapping[str, object], plain: logging.Logger, *, is_shared: bool = False
+) -> None:
     """Log one line of a worker's output here: a record in it as what it was, anything else as text at INFO.
 
     Args:
@@ -56,9 +106,10 @@ def relay(line: str, token: str, origin: Mapping[str, object], plain: logging.Lo
         token: that of the worker's formatter.
         origin: what every record says of where it came from; wins over what the worker says.
         plain: the logger for what is no record.
+        is_shared: several models have the process, and it knows better which one it was: its word wins.
     """
     printed, mark, fields = line.partition(f"{SEPARATOR}{token}")  # progress bars end no line
-    record = _record(fields, origin) if mark else None
+    record = _record(fields, origin, is_shared) if mark else None
     if record is None:
         plain.info("%s", line, extra=dict(origin))
         return
@@ -69,7 +120,7 @@ def relay(line: str, token: str, origin: Mapping[str, object], plain: logging.Lo
         logger.handle(record)
 
 
-def _record(text: str, origin: Mapping[str, object]) -> logging.LogRecord | None:
+def _record(text: str, origin: Mapping[str, object], is_shared: bool) -> logging.LogRecord | None:
     try:
         fields = json.loads(text)
         level, name = fields["level"], str(fields["logger"])
@@ -83,8 +134,7 @@ def _record(text: str, origin: Mapping[str, object]) -> logging.LogRecord | None
     return logging.makeLogRecord(
         {"levelno": level, "levelname": level_name, "name": name, "msg": "%s", "args": (message,)}
         | {"exc_text": exception or None}
-        | extra
-        | dict(origin)
+        | (dict(origin) | extra if is_shared else extra | dict(origin))
     )
 
 

@@ -162,7 +162,8 @@ def test_a_crash_while_idle_costs_no_request(plant: Any, model: str, fault: str)
 
 def test_a_hang_while_idle_is_found_out_before_any_client_waits_for_it(plant: Any, isolation: str) -> None:
     plant.isolation = isolation
-    models = {"idle-stopped": "stop", "idle-in-c": "sleep_in_c", "idle-stopped-outside": ""}
+    faults = {"stopped": "stop", "in-c": "sleep_in_c", "stopped-outside": ""}
+    models = {f"idle-{isolation}-{name}": fault for name, fault in faults.items()}
     for model, fault in models.items():
         plant.register(model, responseTimeout=100)
         if fault:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Fails when a file passes 300 lines or a function 60: the size of a file is the size of an idea.
+"""Fails when a file passes 500 lines or a function 60: the size of a file is the size of an idea.
 
 Run by `make check`. Generated code is left out. Docstrings count: a contract that long wants splitting, too.
 """
@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-REVIEW_FILE_LINES = 300
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 ROOMS = ("archiver", "client", "handlers", "serving", "benchmarks", "examples")

@@ -165,6 +165,11 @@ def test_a_bad_metrics_mode_or_expiration_is_a_warning_and_the_default_stays() -
     assert settings("token_expiration_min=0.5").token_expiration_min == 0.5
 
 
+@pytest.mark.parametrize("isolation", ["auto", "thread", "process", "shared"])
+def test_each_isolation_may_be_the_default(isolation: str) -> None:
+    assert settings(f"default_isolation={isolation.upper()}").default_isolation == isolation
+
+
 @pytest.mark.parametrize("value", ["0", "-1", "inf", "nan", "1e300"])
 def test_an_expiration_that_makes_no_date_is_not_taken(value: str) -> None:
     assert settings(f"token_expiration_min={value}").token_expiration_min == 60.0

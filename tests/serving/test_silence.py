@@ -106,11 +106,18 @@ class SilentWorker:
         self.hung = False
 
     async def __aenter__(self) -> SilentWorker:
-        (data, *self._ends), (control, other_end) = socket.socketpair(), socket.socketpair()
+        pairs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET), socket.socketpair()
+        (lanes_socket, *self._ends), (control, other_end) = pairs
         self._ends.append(other_end)
         descriptor = lanes.create(1)
         self._launched = SimpleNamespace(
-            pid=0, data=data, control=control, page=LanePage(descriptor, 1), output=asyncio.StreamReader()
+            pid=0,
+            lanes=lanes_socket,
+            control=control,
+            page=LanePage(descriptor, 1),
+            output=asyncio.StreamReader(),
+            exit_code=self.loop.create_future(),
+            is_shared=False,
         )
         os.close(descriptor)
         events = ProcessEvents(
@@ -129,13 +136,16 @@ class SilentWorker:
             oom=OomWatch(),
         )
         await self.process.start()
+        (self._lane,) = self.process._open_lanes(1)
+        self.process.serving = 1
         self.began_s = self.loop.time()
         self.process.submit(Run([Request("id", 0.0)], self))
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self.process._data.close()
+        self._lane.frames.close()
         self.process._control.close()
+        self._launched.lanes.close()
         self._launched.output.feed_eof()
         await self.process._output
         for end in self._ends:

@@ -230,6 +230,10 @@ def test_pictures_come_as_files_base64_data_urls_and_form_fields(client: Any, pi
 
 def test_custom_handlers_have_processes_and_built_in_ones_threads(client: Any, archives: Any) -> None:
     for name, (folder, _, _) in archives.items():
-        workers = client.server.call("GET", f"/models/{name}", api="management").json()[0]["workers"]
-        in_server = {worker["pid"] for worker in workers} == {client.server.process.pid}
-        assert in_server == (folder is None and not workers[0]["gpu"]), name
+        described = client.server.call("GET", f"/models/{name}", api="management").json()[0]
+        workers = described["workers"]
+        pids = {worker["pid"] for worker in workers}
+        assert client.server.process.pid not in pids
+        in_threads = folder is None and not workers[0]["gpu"]
+        assert described["torchere"]["isolation"] == ("thread" if in_threads else "process"), name
+        assert len(pids) == (1 if in_threads else len(workers)), name

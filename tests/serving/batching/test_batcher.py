@@ -922,6 +922,19 @@ async def test_a_crash_beside_others_convicts_none_of_them() -> None:
 
 
 @run
+async def test_a_suspect_is_convicted_only_in_a_process_that_no_other_version_shares() -> None:
+    stage = Stage(BatchSettings())
+    await suspected(stage, "poison")
+    for shared, outcome in ((True, ExecutorDied), (False, Quarantined)):
+        request = stage.submit("again", content="poison")
+        stage.pool.runs[0].shares_process = shared
+        stage.now_s += 1.0
+        stage.pool.finish([CRASH])
+        with pytest.raises(outcome):
+            await request.future
+
+
+@run
 async def test_a_copy_that_waits_is_answered_when_its_request_is_convicted() -> None:
     stage = Stage(BatchSettings())
     await suspected(stage, "poison")

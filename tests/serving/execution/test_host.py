@@ -265,14 +265,14 @@ class Lost:
 def test_a_worker_without_its_gpu_answers_and_ends(
     make_spec: Callable[..., LoadSpec], *, shares_weights: bool
 ) -> None:
-    data, control = socket.socketpair(), socket.socketpair()
+    data, lane_sockets, control = socket.socketpair(), socket.socketpair(), socket.socketpair()
     descriptor = lanes.create(1)
-    with data[0], data[1], control[0], control[1]:
-        worker = WorkerMain(data[1], control[1], descriptor, WorkerFormatter())
+    with data[0], data[1], control[0], control[1], lane_sockets[0], lane_sockets[1]:
+        worker = WorkerMain(lane_sockets[1], control[1], descriptor, WorkerFormatter())
         worker.page = lanes.LanePage(descriptor, 1)
         os.close(descriptor)
         worker._spec = make_spec(shares_weights=shares_weights)
-        lane = Lane(0, Lost(), worker)  # type: ignore[arg-type]
+        lane = Lane(0, data[1], Lost(), worker)  # type: ignore[arg-type]
         worker._lanes.append(lane)
         data[0].sendall(encode_frame(Run(1, 0, (InferRequest("a", ()),))) * 2)
         if shares_weights:

@@ -24,6 +24,7 @@ from torchere.serving.execution.launch import (
     _launched,
     worker_environment,
 )
+from torchere.serving.execution.loss import Loss, LossKind
 
 LAUNCHERS = {"fork": ForkLauncher, "exec": ExecLauncher}
 
@@ -41,7 +42,7 @@ def run_with(kind: str, test: Any) -> None:
 
 
 def close_sockets(worker: Launched) -> None:
-    worker.data.close()
+    worker.lanes.close()
     worker.control.close()
     worker.page.close()
 
@@ -69,7 +70,7 @@ def test_a_worker_ends_by_itself_when_its_sockets_close(kind: str) -> None:
 def test_a_killed_worker_tells_the_signal(kind: str) -> None:
     async def test(launcher: Any) -> None:
         worker = await launcher.launch(1)
-        worker.kill()
+        worker.kill(Loss(LossKind.STOPPED, "stopped"))
         assert await end(worker) == -signal.SIGKILL
 
     run_with(kind, test)
@@ -165,9 +166,16 @@ def _is_devnull(descriptor: int) -> bool:
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
 def test_a_worker_that_can_not_be_started_leaves_nothing_open(run: Any) -> None:
     async def main() -> int:
+        with pytest.raises(OSError, match="no process left"):
+            await _launched(_refused, 1)  # a loop opens descriptors of its own
+        await asyncio.sleep(0.05)
         before = psutil.Process().num_fds()
         with pytest.raises(OSError, match="no process left"):
             await _launched(_refused, 1)
+        for _ in range(200):  # a transport closes its pipe in a turn of its own
+            if psutil.Process().num_fds() == before:
+                break
+            await asyncio.sleep(0.01)
         return psutil.Process().num_fds() - before
 
     assert run(main()) == 0

@@ -356,7 +356,8 @@ def test_a_batch_that_cannot_be_sent_is_refused_and_nothing_else_changes(
 def test_a_worker_that_cannot_be_talked_to_is_a_failed_load(
     make_spec: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def refuse(*args: object, **kwargs: object) -> None:
+    async def refuse(make_protocol: object, pipe: Any) -> None:
+        pipe.close()
         raise OSError(24, "Too many open files")
 
     async def main() -> None:
@@ -546,7 +547,7 @@ def test_a_worker_that_cannot_be_killed_does_not_hold_up_the_stop(
             worker = pool._workers[0]._process
             os.kill(worker.pid, signal.SIGSTOP)
             with monkeypatch.context() as patch:
-                patch.setattr(launch.Launched, "kill", lambda _: None)
+                patch.setattr(launch.Launched, "kill", lambda *_: None)
                 await asyncio.wait_for(pool.close(), 30)
             os.kill(worker.pid, signal.SIGKILL)
             while worker._reaper is None:

@@ -16,7 +16,13 @@ from torchere.serving.execution.executor import LoadSpec, Unfinished
 from torchere.serving.execution.frames import FrameReader
 from torchere.serving.execution.host import HandlerHost
 from torchere.serving.execution.lanes import requests_of
-from torchere.serving.execution.launch import ExecLauncher, ForkLauncher, Launched, worker_environment
+from torchere.serving.execution.launch import (
+    ExecLauncher,
+    ForkLauncher,
+    Launched,
+    open_lanes,
+    worker_environment,
+)
 from torchere.serving.execution.wire import (
     AddLanes,
     Done,
@@ -25,8 +31,6 @@ from torchere.serving.execution.wire import (
     Partial,
     Ping,
     Pong,
-    Retire,
-    Retired,
     Run,
     Serving,
     WarmUp,
@@ -76,13 +80,21 @@ class Peer:
 
     def __init__(self, launched: Launched) -> None:
         self.launched = launched
-        self._data, self._control = FrameReader(launched.data), FrameReader(launched.control)
-        for connection in (launched.data, launched.control):
-            connection.settimeout(60)
+        self._control = FrameReader(launched.control)
+        launched.control.settimeout(60)
+        self.lanes: list[socket.socket] = []
+        self._readers: list[FrameReader] = []
 
-    async def run(self, message: Any) -> Any:
-        """Send on the data socket and read its next message; None: only read."""
-        return await asyncio.to_thread(self._exchange, self.launched.data, self._data, message)
+    def open_lanes(self, count: int) -> None:
+        """Give lanes that are to be loaded their data sockets."""
+        for data in open_lanes(self.launched, count):
+            data.settimeout(60)
+            self.lanes.append(data)
+            self._readers.append(FrameReader(data))
+
+    async def run(self, message: Any, lane: int = 0) -> Any:
+        """Send on the data socket of a lane and read its next message; None: only read."""
+        return await asyncio.to_thread(self._exchange, self.lanes[lane], self._readers[lane], message)
 
     async def order(self, message: Any) -> Any:
         """Send on the control socket and read its next message; None: only read."""
@@ -91,7 +103,7 @@ class Peer:
     def _exchange(self, connection: socket.socket, frames: FrameReader, message: Any) -> Any:
         if message is not None:
             connection.sendall(encode_frame(message))
-        decoder: Any = data_from_worker if frames is self._data else control_from_worker
+        decoder: Any = control_from_worker if frames is self._control else data_from_worker
         return decoder.decode(frames.next() or b"")
 
     async def warm_up(self, lanes: int = 1) -> None:
@@ -107,12 +119,15 @@ async def worker_of(launcher: Any, spec: LoadSpec, lanes: int = 1) -> AsyncItera
     peer = Peer(await launcher.launch(requests_of(spec.batch_size)))
     launched = peer.launched
     try:
+        peer.open_lanes(lanes)
         loaded = await peer.order(load_of(spec, (None,) * lanes, ""))
         assert isinstance(loaded, Loaded), loaded.detail
         await peer.warm_up(lanes)
         yield peer
     finally:
-        launched.data.close()
+        for data in peer.lanes:
+            data.close()
+        launched.lanes.close()
         launched.control.close()
         await launched.output.read()
         await launched.exit_code
@@ -254,7 +269,7 @@ def test_batches_that_were_sent_ahead_are_answered_in_their_order(
         spec = make_spec(TELLING, shares_weights=shares_weights)
         async with launcher_of(ForkLauncher) as launcher, worker_of(launcher, spec) as peer:
             ahead = b"".join(encode_frame(Run(number, number, (request(),))) for number in range(1, 9))
-            peer.launched.data.sendall(ahead)
+            peer.lanes[0].sendall(ahead)
             answers = [await peer.run(None) for _ in range(8)]
             assert [answer.run_id for answer in answers] == list(range(1, 9))
 
@@ -273,7 +288,7 @@ def test_lanes_answer_a_ping_while_all_are_busy(make_spec: Callable[..., LoadSpe
     asyncio.run(main())
 
 
-def test_lanes_are_added_while_others_serve_and_one_that_is_retired_says_so(
+def test_lanes_are_added_while_others_serve_and_one_whose_socket_closes_ends(
     make_spec: Callable[..., LoadSpec], tmp_path: Path
 ) -> None:
     async def main() -> None:
@@ -281,20 +296,21 @@ def test_lanes_are_added_while_others_serve_and_one_that_is_retired_says_so(
         async with launcher_of(ForkLauncher) as launcher, worker_of(launcher, spec) as peer:
             running = asyncio.ensure_future(peer.run(Run(1, 0, (request(b"wait"),))))
             (tmp_path / "refuse").touch()
+            peer.open_lanes(1)
             failed = await peer.order(AddLanes((None,)))
             assert isinstance(failed, LoadError)
             assert "refused" in failed.detail
             (tmp_path / "refuse").unlink()
+            peer.open_lanes(2)
             assert isinstance(await peer.order(AddLanes((None, None))), Loaded)
             await peer.warm_up(2)
-            for _ in range(2):
-                peer.launched.data.sendall(encode_frame(Retire()))
-            assert not running.done() or isinstance(await running, Retired)
+            assert (await peer.run(Run(2, 1, (request(),)), lane=2)).run_id == 2
+            for lane in (2, 3):
+                peer.lanes[lane].shutdown(socket.SHUT_WR)
+                assert await asyncio.to_thread(peer.lanes[lane].recv, 1) == b""  # it has closed its end
             (tmp_path / "go").touch()
-            messages = [await running, await peer.run(None), await peer.run(None)]
-            assert sorted(type(message).__name__ for message in messages) == ["Done", "Retired", "Retired"]
-            done = await peer.run(Run(2, 0, (request(),)))
-            assert done.run_id == 2
+            assert isinstance(await running, Done)
+            assert (await peer.run(Run(3, 0, (request(),)))).run_id == 3
 
     asyncio.run(main())
 

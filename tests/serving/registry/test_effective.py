@@ -4,7 +4,7 @@ import pytest
 
 from torchere.serving.registry.effective import Asked, effective_settings
 from torchere.serving.registry.model_config import ModelConfig
-from torchere.serving.settings import ModelSettings, ServerSettings
+from torchere.serving.settings import Isolation, ModelSettings, ServerSettings
 
 NOTHING_ASKED = Asked()
 NO_CONFIG = ModelConfig()
@@ -96,3 +96,10 @@ def test_a_model_is_on_all_gpus_in_turn_unless_its_config_says_otherwise(
 ) -> None:
     got = effective_settings(NOTHING_ASKED, config, {}, SERVER, gpus)
     assert (got.device_ids, got.gpu_ids) == (asked_for, used)
+
+
+@pytest.mark.parametrize(("said", "isolation"), [(None, "shared"), ("auto", "auto"), ("process", "process")])
+def test_the_servers_isolation_is_for_models_that_name_none(said: Isolation | None, isolation: str) -> None:
+    config = ModelConfig(present=True, isolation=said)
+    server = ServerSettings(default_isolation="shared")
+    assert effective_settings(NOTHING_ASKED, config, {}, server).isolation == isolation

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,18 @@ from torchere.serving.registry.version import Version
 from torchere.serving.settings import ServerSettings
 from torchere.serving.telemetry.metrics import Metrics
 
+OWN = {"h.py": b"def handle(data, context): return data\n"}
+COMPILED = {"net.pt": b"looked at when it is loaded"}
 
-def version_of(folder: Path, config: str) -> Version:
+
+def version_of(folder: Path, config: str, files: Mapping[str, bytes] = OWN, handler: str = "h.py") -> Version:
     """A version from an archive with that model config, on a machine without a GPU."""
-    model = {"modelName": "m", "modelVersion": "1.0", "handler": "h.py", "configFile": "m.yaml"}
+    model = {"modelName": "m", "modelVersion": "1.0", "handler": handler, "configFile": "m.yaml"}
+    if "net.pt" in files:
+        model["serializedFile"] = "net.pt"
     with zipfile.ZipFile(folder / "m.mar", "w") as archive:
-        archive.writestr("h.py", "def handle(data, context): return data\n")
+        for name, content in files.items():
+            archive.writestr(name, content)
         archive.writestr("m.yaml", config)
         archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}))
 
@@ -81,3 +88,23 @@ def test_runs_are_sent_ahead_unless_so_few_may_wait_that_each_counts(
     tmp_path: Path, config: str, sends_ahead: bool
 ) -> None:
     assert version_of(tmp_path, config).pool._settings.sends_ahead is sends_ahead
+
+
+@pytest.mark.parametrize(
+    ("more", "files", "isolation"),
+    [
+        ("", COMPILED, "shared"),
+        ("continuousBatching: true\n", COMPILED, "thread"),
+        ("sequenceBatching: true\nsequenceMaxIdleMSec: 1000\n", COMPILED, "thread"),
+        ("torchscript:\n  quantized_engine: onednn\n", COMPILED, "thread"),
+        ("torchscript:\n  optimize_for_inference: true\n", COMPILED, "shared"),
+        ("", COMPILED | {"base_handler.py": b"import os\n"}, "thread"),
+        ("", COMPILED | {"parts/__init__.py": b""}, "thread"),
+    ],
+)
+def test_a_version_shares_a_process_unless_it_needs_one_of_its_own(
+    tmp_path: Path, more: str, files: Mapping[str, bytes], isolation: str
+) -> None:
+    version = version_of(tmp_path, f"isolation: shared\n{more}", files, "base_handler")
+    assert version.origin.isolation == isolation
+    assert version.pool._spec.shares_weights is not version.pool._spec.pinned

@@ -17,6 +17,12 @@ def test_the_keys_of_torchserve_are_read() -> None:
     assert config.raw["handler"] == {"mine": [1]}
 
 
+@pytest.mark.parametrize("isolation", ["auto", "thread", "process", "shared"])
+def test_each_isolation_is_known(isolation: str) -> None:
+    config = parse_model_config(f"isolation: {isolation.upper()}")
+    assert (config.isolation, config.ignored) == (isolation, {})
+
+
 @pytest.mark.parametrize("text", ["", "# nothing\n", "---\n"])
 def test_an_empty_file_says_nothing_but_is_there(text: str) -> None:
     config = parse_model_config(text)
@@ -29,7 +35,7 @@ def test_an_empty_file_says_nothing_but_is_there(text: str) -> None:
 )
 def test_a_wrong_type_is_ignored_and_noted(text: str) -> None:
     config = parse_model_config(text)
-    assert (config.batch_size, config.device_ids, config.isolation) == (None, (), "auto")
+    assert (config.batch_size, config.device_ids, config.isolation) == (None, (), None)
     key = text.partition(":")[0]
     assert config.ignored[key].endswith("; it is ignored")
 

@@ -17,18 +17,27 @@ from torchere.serving.frontend.http2.messages import Compressed, MessageFailed
 from torchere.serving.frontend.http2.stream import Stream
 from torchere.serving.types import InferResponse
 
+EARLIER = []  # what tests before left in memory, as in the traceback of one that failed
+
+
+def found(*kinds):
+    earlier = set(map(id, EARLIER))
+    return [one for one in gc.get_objects() if issubclass(type(one), kinds) and id(one) not in earlier]
+
 
 @pytest.fixture
 def uncollected():
     """The collector is off."""
     gc.collect()
+    EARLIER[:] = found(Call, Stream, MessageFailed)
     gc.disable()
     yield
     gc.enable()
+    EARLIER.clear()
 
 
 def alive():
-    return [type(one).__name__ for one in gc.get_objects() if issubclass(type(one), (Call, Stream))]
+    return [type(one).__name__ for one in found(Call, Stream)]
 
 
 async def settled():
@@ -119,4 +128,4 @@ def test_a_message_that_can_not_be_inflated_is_freed_at_once(serving, planes, mo
     calls, kept = asyncio.run(main())
     assert calls == [[]] * 5
     assert kept < 500_000
-    assert [one for one in gc.get_objects() if isinstance(one, MessageFailed)] == []
+    assert found(MessageFailed) == []
