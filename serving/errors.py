@@ -118,6 +118,12 @@ class QueueFull(Unavailable):
         self.retry_after_s = retry_after_s
 
 
+class OverBudget(Unavailable):
+    """The server, or one connection, holds as many bytes of unfinished requests as it may."""
+
+    code = "over_budget"
+
+
 class DeadlineExceeded(ServingError):
     """The answer came, or would have come, too late."""
 

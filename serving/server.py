@@ -24,7 +24,7 @@ from torchere.serving.frontend.access_log import access_log
 from torchere.serving.frontend.controlplane import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.rest.deferred import build_after
-from torchere.serving.frontend.services import CorsHeaders, Services
+from torchere.serving.frontend.services import CorsHeaders, Services, budgets_of
 from torchere.serving.frontend.tls import Certificates, certificates_of
 from torchere.serving.observation import RegistryMetrics
 from torchere.serving.ports import Endpoints, Ports
@@ -85,7 +85,11 @@ class Server:
         if certificates is not None:
             self._metrics.process.watch_certificate(lambda: certificates.pair.expires_at_s)
         controlplane = ControlPlane(self._registry, self._dataplane, settings)
-        services = Services(settings, self._metrics, keys, __version__, _cors(settings), certificates)
+        budgets = budgets_of(settings.limits)
+        self._metrics.watch_budgets(lambda: budgets.held_bytes, budgets.refused)
+        services = Services(
+            settings, self._metrics, keys, __version__, _cors(settings), budgets, certificates
+        )
         self._follow([each for each in (keys, certificates) if isinstance(each, FixedKeys | Certificates)])
         try:
             wanted = await self._registry.wanted_at_startup()

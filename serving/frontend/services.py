@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import psutil
+
+from torchere.serving.frontend.budgets import MESSAGE_OVERHEAD_BYTES, Budgets
 from torchere.serving.frontend.keys import Keys
 from torchere.serving.frontend.tls import Certificates
-from torchere.serving.settings import ServerSettings
+from torchere.serving.settings import Limits, ServerSettings
+from torchere.serving.telemetry.cgroup import sample_cgroup
 from torchere.serving.telemetry.metrics import Metrics
+
+MEMORY_SHARE = 4  # unfinished requests may have one part in so many of the memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,4 +34,15 @@ class Services:
     keys: Keys | None = None  # None: token authorisation is off
     server_version: str = "0"
     cors: CorsHeaders = field(default_factory=CorsHeaders)
+    budgets: Budgets = field(default_factory=Budgets)
     certificates: Certificates | None = None  # of every listener with TLS
+
+
+def budgets_of(limits: Limits) -> Budgets:
+    """The budgets that the settings ask for, or those that fit the container, or the machine."""
+    limit_bytes = limits.max_held_bytes
+    if not limit_bytes:
+        memory_bytes = int(psutil.virtual_memory().total)
+        memory_bytes = min(memory_bytes, sample_cgroup().memory_limit_bytes or memory_bytes)
+        limit_bytes = memory_bytes // MEMORY_SHARE
+    return Budgets(limit_bytes, limits.max_request_bytes + MESSAGE_OVERHEAD_BYTES)

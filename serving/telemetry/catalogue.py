@@ -49,6 +49,8 @@ CGROUP_CPU_LIMIT = "torchere_cgroup_cpu_limit_cores"
 CGROUP_THROTTLED = "torchere_cgroup_cpu_throttled_seconds_total"
 CGROUP_MEMORY_LIMIT = "torchere_cgroup_memory_limit_bytes"
 CGROUP_MEMORY = "torchere_cgroup_memory_bytes"
+HELD = "torchere_held_bytes"
+BUDGET_REFUSED = "torchere_budget_refusals_total"
 LOG_DROPPED = "torchere_access_log_dropped_lines_total"
 
 FAMILIES: dict[str, tuple[Kind, str]] = {
@@ -91,6 +93,8 @@ FAMILIES: dict[str, tuple[Kind, str]] = {
     CGROUP_THROTTLED: ("counter", "Time the container was kept from running by its CPU limit."),
     CGROUP_MEMORY_LIMIT: ("gauge", "Memory limit of the container; absent without one."),
     CGROUP_MEMORY: ("gauge", "Memory of the container, page cache included."),
+    HELD: ("gauge", "Bytes of unfinished requests that the server holds."),
+    BUDGET_REFUSED: ("counter", "Requests that were refused because too many bytes are held, by budget."),
     LOG_DROPPED: ("counter", "Lines of the log that were lost because its output did not keep up."),
 }
 # Of the library's families about the process; it leaves the suffix away from the names of counters.

@@ -35,6 +35,7 @@ class Exposure:
     loads: Mapping[tuple[str, str], VersionLoad]  # likewise
     states: States
     refused: Mapping[str, int]  # requests turned away before their model was known, by reason
+    over_budget: Mapping[str, int]  # refusals, by budget
     server: Mapping[str, float]  # by the name of a family without labels
     process: ProcessMetrics
 
@@ -53,4 +54,8 @@ class Exposure:
             family = catalogue.family(name)
             family.add_sample(name, {}, value)
             yield family
+        family = catalogue.family(catalogue.BUDGET_REFUSED)
+        for budget, count in self.over_budget.items():
+            family.add_sample(catalogue.BUDGET_REFUSED, {"budget": budget}, count)
+        yield family
         yield from self.process.collect()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from torchere.handlers.metric_types import MetricDeclaration
 from torchere.serving.errors import ServingError
@@ -79,8 +79,9 @@ class Metrics:
         self._load = LoadMetrics(now)
         self._states = States()
         self._server_values: dict[str, Callable[[], float]] = dict.fromkeys(
-            (catalogue.READY, catalogue.SERVER_IN_FLIGHT, catalogue.LOG_DROPPED), float
+            (catalogue.READY, catalogue.SERVER_IN_FLIGHT, catalogue.HELD, catalogue.LOG_DROPPED), float
         )
+        self._over_budget: Mapping[str, int] = {}
         self._executors: dict[tuple[str, str], dict[int, str]] = {}  # by version: id -> label
 
     def prediction_begins(self, prediction: Predicted) -> None:
@@ -174,11 +175,16 @@ class Metrics:
             inflight: how many predictions are in it.
             dropped_lines: how many lines the log lost.
         """
-        self._server_values = {
+        self._server_values |= {
             catalogue.READY: ready,
             catalogue.SERVER_IN_FLIGHT: inflight,
             catalogue.LOG_DROPPED: dropped_lines,
         }
+
+    def watch_budgets(self, held_bytes: Callable[[], int], refused: Mapping[str, int]) -> None:
+        """Show how many bytes of unfinished requests are held, and how often each budget refused some."""
+        self._server_values[catalogue.HELD] = held_bytes
+        self._over_budget = refused
 
     def know_states(self, states: States) -> None:
         """Take the states that executors and versions can be in."""
@@ -221,6 +227,7 @@ class Metrics:
             loads=loads,
             states=self._states,
             refused=dict(numbers.refused),
+            over_budget=dict(self._over_budget),
             server={name: float(value()) for name, value in self._server_values.items()},
             process=self.process,
         )

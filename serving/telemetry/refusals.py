@@ -6,6 +6,7 @@ from torchere.serving.errors import (
     DeadlineExceeded,
     InvalidRequest,
     NotFound,
+    OverBudget,
     Quarantined,
     QueueFull,
     ServingError,
@@ -17,6 +18,7 @@ TOO_LARGE = "too_large"  # the body; no error of the tree stands for it
 # The first class that fits counts, so subclasses come before their bases.
 _REASONS: tuple[tuple[type[ServingError], str], ...] = (
     (QueueFull, "queue_full"),
+    (OverBudget, "budget"),
     (Unavailable, "not_ready"),
     (DeadlineExceeded, "deadline"),
     (Unauthorized, "auth"),

@@ -7,6 +7,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from google.protobuf.message import DecodeError
@@ -14,6 +15,7 @@ from google.protobuf.message import DecodeError
 from torchere.serving.batching.request import Request
 from torchere.serving.errors import ServingError
 from torchere.serving.frontend.access_log import access_log
+from torchere.serving.frontend.budgets import Lease
 from torchere.serving.frontend.call_scope import CANCELLED
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.grpc.errors import Table, failure
@@ -186,13 +188,13 @@ class UnaryCall(Call, ABC):
         self.begin(request)
 
     def _inflate(self, message: Compressed) -> None:
-        """Decompress; until it is done the call counts as its compressed bytes."""
+        """Decompress; what it may become is counted until it is decoded."""
         self._message = b""
         try:
             if len(message) > INFLATED_IN_THREAD_BYTES:
-                self.stream.hold(len(message))
+                lease = self.stream.hold_while_inflating(message)
                 inflating = asyncio.get_running_loop().run_in_executor(None, message.inflated)
-                inflating.add_done_callback(self._inflated)
+                inflating.add_done_callback(partial(self._inflated, lease))
                 return
             inflated = message.inflated()
         except MessageFailed as err:
@@ -200,7 +202,8 @@ class UnaryCall(Call, ABC):
         else:
             self._decode(inflated)
 
-    def _inflated(self, inflating: asyncio.Future[bytes]) -> None:
+    def _inflated(self, lease: Lease, inflating: asyncio.Future[bytes]) -> None:
+        lease.end()
         if inflating.cancelled() or self.stream.ended:
             return  # the client cancelled the call
         # `result` would add this frame to the error's traceback. The frame holds the future, and that the

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from torchere.serving.frontend.budgets import MESSAGE_OVERHEAD_BYTES
 from torchere.serving.frontend.controlplane import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.grpc.errors import INFERENCE, MANAGEMENT
@@ -20,7 +21,7 @@ from torchere.serving.frontend.grpc.open_inference_descriptors import PUBLIC_NAM
 from torchere.serving.frontend.grpc.open_inference_services import open_inference_services
 from torchere.serving.frontend.grpc.protos import inference_pb2, management_pb2
 from torchere.serving.frontend.grpc.reflection import reflection_service
-from torchere.serving.frontend.grpc.service import Openers, dispatcher, service
+from torchere.serving.frontend.grpc.service import Openers, dispatcher, key_free, service
 from torchere.serving.frontend.http2.connection import Connection, Listener
 from torchere.serving.frontend.services import Services
 from torchere.serving.settings import Address, ServerSettings
@@ -30,7 +31,6 @@ Service = Callable[[set[Any]], Openers]
 
 _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceAPIsService"]
 _MANAGEMENT = management_pb2.DESCRIPTOR.services_by_name["ManagementAPIsService"]
-_MESSAGE_OVERHEAD_BYTES = 4096  # names and tags around a body of the greatest size
 _BACKLOG = 1024
 _AGE_SPREAD = 0.1  # of the greatest age, up or down, so that clients do not all come back at once
 _ENDING_S = 5.0  # for calls that were given up to end
@@ -60,10 +60,11 @@ class GrpcServer:
         self._age_s, self._age_grace_s = _ages(api, services.settings)
         self._listener = Listener(
             dispatcher(openers, services.keys, api, services.metrics),
-            limits.max_request_bytes + _MESSAGE_OVERHEAD_BYTES,
-            limits.max_response_bytes + _MESSAGE_OVERHEAD_BYTES,
+            limits.max_request_bytes + MESSAGE_OVERHEAD_BYTES,
+            limits.max_response_bytes + MESSAGE_OVERHEAD_BYTES,
             self._new_age_s,
             self._age_grace_s,
+            budgets=services.budgets,
         )
         self._server: asyncio.Server | None = None
 
@@ -125,7 +126,7 @@ def inference_server(
         names += [PUBLIC_NAME, TORCHSERVE_NAME]
         offered += open_inference_services(dataplane, controlplane, services)
     health = HealthService(dataplane, frozenset(names))
-    offered.append(service(HEALTH, health.methods(), MANAGEMENT))
+    offered.append(key_free(service(HEALTH, health.methods(), MANAGEMENT)))
     return GrpcServer("inference", address, services, offered, (*names, HEALTH.full_name))
 
 
@@ -137,7 +138,7 @@ def management_server(
     health = HealthService(dataplane, frozenset({_MANAGEMENT.full_name}))
     offered = [
         service(_MANAGEMENT, ManagementService(controlplane).methods(), MANAGEMENT),
-        service(HEALTH, health.methods(), MANAGEMENT),
+        key_free(service(HEALTH, health.methods(), MANAGEMENT)),
     ]
     return GrpcServer("management", address, services, offered, names)
 

@@ -11,6 +11,7 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from torchere.serving.errors import Unauthorized
+from torchere.serving.frontend.budgets import KEY_FREE_MESSAGE_BYTES
 from torchere.serving.frontend.grpc.call import Call, FunctionCall, Method, UnaryCall
 from torchere.serving.frontend.grpc.errors import Table, unauthorized
 from torchere.serving.frontend.grpc.fields import counted
@@ -80,6 +81,19 @@ def service(
             for method in descriptor.methods
             if method.name in methods
         }
+
+    return openers
+
+
+def key_free(described: Callable[[set[Any]], Openers]) -> Callable[[set[Any]], Openers]:
+    """Limit the messages of a service whose calls need no key."""
+
+    def restricted(opens: Opener, stream: Stream) -> CallListener:
+        stream.restrict(KEY_FREE_MESSAGE_BYTES)
+        return opens(stream)
+
+    def openers(tasks: set[Any]) -> Openers:
+        return {path: partial(restricted, opens) for path, opens in described(tasks).items()}
 
     return openers
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, ClassVar, cast
 
 from google.protobuf.message import Message
 
 from torchere.serving.batching.request import Request
+from torchere.serving.frontend.budgets import Lease
 from torchere.serving.frontend.call_scope import CANCELLED, CallScope
 from torchere.serving.frontend.grpc.call import OWN_MARKS, SLOTS, Call, Method, UnaryCall
 from torchere.serving.frontend.http2.messages import (
@@ -157,13 +158,23 @@ class StreamTaskCall(TaskCall):
         elif size <= INFLATED_IN_THREAD_BYTES:
             plain = message.inflated()
         else:
-            plain = await asyncio.to_thread(message.inflated)
+            lease = self.stream.hold_while_inflating(message)
+            plain = await asyncio.to_thread(_inflate, message, lease, asyncio.get_running_loop())
         self.stream.consumed(size)
         return plain
 
     def _wake(self) -> None:
         if self._wanted is not None and not self._wanted.done():
             self._wanted.set_result(None)
+
+
+def _inflate(message: Compressed, lease: Lease, loop: asyncio.AbstractEventLoop) -> bytes:
+    """Decompress in a thread, which runs on when the call is cancelled, and end the lease."""
+    try:
+        return message.inflated()
+    finally:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(lease.end)
 
 
 def waiting_answer(implementation: Waiting) -> Answerer:

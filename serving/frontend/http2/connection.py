@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from torchere.serving.frontend import unread
+from torchere.serving.frontend.budgets import Budgets, ConnectionBudget
 from torchere.serving.frontend.http2 import frames as f
 from torchere.serving.frontend.http2.flood_guard import FloodGuard
 from torchere.serving.frontend.http2.flow_control import (
@@ -88,6 +89,7 @@ class Listener:
         age_s: how old a new connection may become before it is closed gracefully; None: any age.
         age_grace_s: how long its last calls may take then; None: as long as they need.
         draining: new connections are closed gracefully at once.
+        budgets: of the bytes that clients make the server hold.
         connections: those that are open.
         read_buffer: shared by all connections, so that it stays in the processor's cache.
     """
@@ -98,6 +100,7 @@ class Listener:
     age_s: Callable[[], float | None] = lambda: None
     age_grace_s: float | None = None
     draining: bool = False
+    budgets: Budgets = field(default_factory=Budgets)
     connections: set[Connection] = field(default_factory=set)
     read_buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(READ_BUFFER_BYTES)))
     _all_closed: asyncio.Future[None] | None = None
@@ -143,7 +146,8 @@ class Connection(asyncio.BufferedProtocol):
         self.outbound = OutboundFlow(
             listener.send_limit_bytes, self._write, self._writes.write_all, self._finished, self._unread.watch
         )
-        self.inbound = InboundFlow(listener.receive_limit_bytes, self._write)
+        self.budget = ConnectionBudget(listener.budgets)
+        self.inbound = InboundFlow(listener.receive_limit_bytes, self._write, self.budget)
         self._flood = FloodGuard(self._earned_frames)
         self.closing = GracefulClose(
             CloseCallbacks(
@@ -184,7 +188,9 @@ class Connection(asyncio.BufferedProtocol):
         for timer in self._timers:
             timer.cancel()
         while self._streams:
-            self._streams.popitem()[1].cancel()
+            stream = self._streams.popitem()[1]
+            stream.consumed_all()
+            stream.cancel()
 
     def pause_writing(self) -> None:
         """Stop sending: the socket's buffer is full."""

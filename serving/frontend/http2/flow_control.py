@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from torchere.serving.frontend.budgets import BudgetExceeded, ConnectionBudget, Lease
 from torchere.serving.frontend.http2.frames import (
     DATA,
     DEFAULT_FRAME_BYTES,
@@ -29,10 +30,6 @@ from torchere.serving.turn_writes import Buffers
 # Receiving. What a client may send before it has to wait for WINDOW_UPDATE.
 STREAM_WINDOW_BYTES = 4 * 2**20
 CONNECTION_WINDOW_BYTES = 16 * 2**20  # of all streams together; four whole windows
-# Of one connection's calls whose end has not arrived: some eighty at a time, each as long as it may be by
-# default. Where messages may be longer, four of them.
-INCOMPLETE_BYTES = 2**29
-INCOMPLETE_MESSAGES = 4
 
 # Sending.
 MOST_FRAME_BYTES = 2**20  # of one stream's, before another one gets its turn
@@ -47,8 +44,8 @@ class StreamFlow:
     """The flow-control state of one stream."""
 
     __slots__ = (
-        *("_drained", "allowed_bytes", "arrived_bytes", "held_bytes", "id", "outbox", "paused"),
-        *("received_bytes", "remote_open", "sent_bytes", "trailers", "unsent_bytes", "window"),
+        *("_drained", "allowed_bytes", "arrived_bytes", "held_bytes", "id", "key_free", "outbox"),
+        *("paused", "received_bytes", "remote_open", "sent_bytes", "trailers", "unsent_bytes", "window"),
     )
 
     def __init__(self, stream_id: int, window: int) -> None:
@@ -59,6 +56,7 @@ class StreamFlow:
         self.received_bytes = 0  # of DATA frames, in all; a frame counts when it begins
         self.arrived_bytes = 0  # of messages, in all, before the call was complete
         self.held_bytes = 0  # of these, until the call is complete or the message consumed
+        self.key_free = False  # it needs no key: its bytes count for a smaller budget
         self.paused = False  # its messages are not consumed: the window is not extended
         # Sending.
         self.window = window  # what the client accepts
@@ -91,17 +89,17 @@ class InboundFlow:
     Args:
         limit_bytes: of a received message.
         write: sends a frame.
+        budget: of incomplete calls, and of streamed messages that are not consumed.
     """
 
-    __slots__ = ("_incomplete_limit_bytes", "_unread_bytes", "_window", "_write", "held_bytes", "limit_bytes")
+    __slots__ = ("_budget", "_unread_bytes", "_window", "_write", "limit_bytes")
 
-    def __init__(self, limit_bytes: int, write: Callable[[bytes], None]) -> None:
+    def __init__(self, limit_bytes: int, write: Callable[[bytes], None], budget: ConnectionBudget) -> None:
         self.limit_bytes = limit_bytes
-        self._incomplete_limit_bytes = max(INCOMPLETE_BYTES, INCOMPLETE_MESSAGES * limit_bytes)
+        self._budget = budget
         self._write = write
         self._window = CONNECTION_WINDOW_BYTES
         self._unread_bytes = 0
-        self.held_bytes = 0  # of incomplete calls, and of streamed messages that are not consumed
 
     def consume(self, stream: StreamFlow | None, size: int) -> None:
         """Count DATA that arrived. The connection's window is extended at once, a stream's by `extend`.
@@ -132,23 +130,31 @@ class InboundFlow:
         """Count bytes of a call that is incomplete.
 
         Raises:
-            MessageFailed: the connection's incomplete calls have too many bytes.
+            MessageFailed: incomplete calls have too many bytes.
         """
-        if self.held_bytes + size > self._incomplete_limit_bytes:
-            raise MessageFailed(
-                StatusCode.RESOURCE_EXHAUSTED,
-                "SERVER: Unfinished calls of this connection have more than "
-                f"{self._incomplete_limit_bytes} bytes",
-            )
-        self.held_bytes += size
+        try:
+            self._budget.take(size, stream.key_free)
+        except BudgetExceeded as error:
+            raise MessageFailed(StatusCode.RESOURCE_EXHAUSTED, f"SERVER: {error}") from error
         stream.held_bytes += size
         stream.arrived_bytes += size
 
     def release(self, stream: StreamFlow, size: int) -> None:
         """Stop counting bytes that were consumed."""
         size = min(size, stream.held_bytes)
-        self.held_bytes -= size
         stream.held_bytes -= size
+        self._budget.give(size, stream.key_free)
+
+    def lease_inflation(self, size: int, limit_bytes: int) -> Lease:
+        """Reserve room for what a compressed message of `size` bytes may inflate to.
+
+        Raises:
+            MessageFailed: there is no room.
+        """
+        try:
+            return self._budget.lease_inflation(size, limit_bytes)
+        except BudgetExceeded as error:
+            raise MessageFailed(StatusCode.RESOURCE_EXHAUSTED, f"SERVER: {error}") from error
 
 
 class OutboundFlow:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
+from torchere.serving.frontend.budgets import Lease
 from torchere.serving.frontend.http2.flow_control import InboundFlow, OutboundFlow, StreamFlow
 from torchere.serving.frontend.http2.frames import DATA, END_HEADERS, END_STREAM, HEADERS, Piece, frame, head
 from torchere.serving.frontend.http2.header_blocks import (
@@ -90,12 +91,13 @@ class Stream(StreamFlow):
         timeout_s: as the client set it; None: no deadline.
         client: address of the client; None over a Unix socket.
         ended: the answer is complete, though some of it may wait to be sent.
+        limit_bytes: of a received message.
         has_message: a whole message has arrived.
     """
 
     __slots__ = (
         *("_head_sent", "_inbound", "_outbound", "_reader", "client", "ended", "has_message", "head"),
-        *("listener", "timeout_s"),
+        *("limit_bytes", "listener", "timeout_s"),
     )
 
     def __init__(
@@ -110,6 +112,7 @@ class Stream(StreamFlow):
         self.head, self.timeout_s = request
         self.client = client
         self.listener = ENDED
+        self.limit_bytes = inbound.limit_bytes
         self._inbound = inbound
         self._outbound = outbound
         self._reader: MessageReader | None = None  # made for messages that do not arrive in one piece
@@ -138,7 +141,7 @@ class Stream(StreamFlow):
                     continue
                 reader = self._reader
                 if not self.paused and (reader is None or reader.at_message_end):
-                    message = only_message(piece, self._inbound.limit_bytes)
+                    message = only_message(piece, self.limit_bytes)
                     if message is not None:
                         self.has_message = True
                         self.listener.on_message(message)
@@ -150,7 +153,7 @@ class Stream(StreamFlow):
     def _read(self, piece: Piece) -> None:
         reader = self._reader
         if reader is None:
-            reader = self._reader = MessageReader(self._inbound.limit_bytes, self.head.encoding)
+            reader = self._reader = MessageReader(self.limit_bytes, self.head.encoding)
         if self.paused or reader.unsplit:
             reader.unsplit += piece
         else:
@@ -178,14 +181,20 @@ class Stream(StreamFlow):
         if self.held_bytes:
             self._inbound.release(self, self.held_bytes)
 
-    def hold(self, size: int) -> None:
-        """Count `size` bytes as held for the call, though it is complete.
+    def hold_while_inflating(self, message: Compressed) -> Lease:
+        """Count the bytes of a message, and those that it may inflate to, until the lease ends.
 
         Raises:
-            MessageFailed: the connection's limit is reached.
+            MessageFailed: there is no room for them.
         """
-        if size > self.held_bytes:
-            self._inbound.hold(self, size - self.held_bytes)
+        if len(message) > self.held_bytes:
+            self._inbound.hold(self, len(message) - self.held_bytes)
+        return self._inbound.lease_inflation(len(message), self.limit_bytes)
+
+    def restrict(self, limit_bytes: int) -> None:
+        """Accept short messages only, and count them for the budget of calls that need no key."""
+        self.key_free = True
+        self.limit_bytes = limit_bytes
 
     def half_close(self) -> None:
         """End the client's side."""

@@ -12,9 +12,11 @@ import logging
 import re
 from typing import TYPE_CHECKING, Any
 
+from torchere.serving.errors import OverBudget
+from torchere.serving.frontend.budgets import BudgetExceeded, ConnectionBudget
 from torchere.serving.frontend.rest.asgi import AppExchange
 from torchere.serving.frontend.rest.bodies import BadBody, Chunks
-from torchere.serving.frontend.rest.errors import INVALID_HTTP, STALLED_BODY, LastWords
+from torchere.serving.frontend.rest.errors import INVALID_HTTP, OVER_BUDGET, STALLED_BODY, LastWords
 from torchere.serving.frontend.rest.heads import CHUNKED, HEAD_END, MAX_KNOWN_BYTES, BadHead, Head, HeadReader
 from torchere.serving.frontend.rest.predictions import Prediction
 from torchere.serving.frontend.rest.tensors import TensorPrediction
@@ -47,12 +49,13 @@ class Connection(asyncio.BufferedProtocol):
     __slots__ = (
         *("__weakref__", "_ahead", "_body_left", "_chunks", "_drained", "_idle", "_is_free", "_is_held"),
         *("_known", "_known_size", "_known_text", "_loop", "_reader", "_room", "_timer", "_times_full"),
-        *("_unread", "_upload", "client", "exchange", "listener", "transport", "write_paused"),
+        *("_unread", "_upload", "budget", "client", "exchange", "listener", "transport", "write_paused"),
     )
     transport: asyncio.Transport
 
     def __init__(self, listener: Listener) -> None:
         self.listener = listener
+        self.budget = ConnectionBudget(listener.budgets)  # of the bodies of the present request
         self.exchange: Exchange | None = None  # the last one
         self.write_paused = False
         self.client: Any = None
@@ -158,7 +161,12 @@ class Connection(asyncio.BufferedProtocol):
         exchange = TensorPrediction(self, head) if head.is_tensors else Prediction(self, head)
         self.exchange = exchange
         if self.listener.keys is None or exchange.authorized():
-            exchange.run(body)
+            try:
+                self.budget.take(len(body))
+            except BudgetExceeded as error:
+                exchange.refuse(OverBudget(str(error)))
+            else:
+                exchange.run(body)
 
     def _begin(self, head: Head) -> None:
         exchange: Exchange
@@ -199,7 +207,7 @@ class Connection(asyncio.BufferedProtocol):
             piece = b"".join(pieces)
             if self._chunks.over:
                 self._chunks = None
-        if piece:
+        if piece and self._take(exchange, len(piece)):
             exchange.take(piece)
         self._came_on(exchange)
         return end
@@ -209,8 +217,23 @@ class Connection(asyncio.BufferedProtocol):
         exchange = self.exchange
         if exchange is not None:
             self._body_left -= size
-            exchange.filled(size)
+            if self._take(exchange, size):
+                exchange.filled(size)
             self._came_on(exchange)
+
+    def _take(self, exchange: Exchange, size: int) -> bool:
+        """Count bytes of a body; False: nothing may be kept of it, because it is answered."""
+        if exchange.complete:
+            return False
+        try:
+            self.budget.take(size, exchange.head.key is None and self.listener.keys is not None)
+        except BudgetExceeded as error:
+            if exchange.prediction is None:
+                self._end(OVER_BUDGET)  # the app may hold the bytes until its client is gone
+            else:
+                exchange.refuse(OverBudget(str(error)))
+            return False
+        return True
 
     def _came_on(self, exchange: Exchange) -> None:
         """More of a body is there, or all of it."""
@@ -258,6 +281,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def answered(self, keep_alive: bool) -> None:
         """The answer to the present request is out."""
+        self.budget.give_all()
         if self._body_left == 0 and self._chunks is None:
             self._go_on(keep_alive)
         elif not keep_alive and self._timer is None:
@@ -356,6 +380,7 @@ class Connection(asyncio.BufferedProtocol):
         exchange, self.exchange = self.exchange, None
         if exchange is not None:
             exchange.ended()
+        self.budget.give_all()
         self.write_paused = False
         self._wake()
 

@@ -28,6 +28,13 @@ STALLED_BODY = _last_words(
     408, "Request Timeout", "RequestTimeoutException", "The rest of the request's body did not come in time."
 )
 
+OVER_BUDGET = _last_words(
+    503,
+    "Service Unavailable",
+    "ServiceUnavailableException",
+    "The server holds too many bytes of requests.",
+)
+
 # What came from a handler or an executor carries this type whatever its status is.
 INTERNAL = "InternalServerException"
 _REWRITTEN_STATUS = {413: 507}  # 413 is kept for bodies that the server itself refused

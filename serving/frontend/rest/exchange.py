@@ -94,10 +94,14 @@ class Exchange(ABC):
         try:
             listener.keys.authorize(head.key, head.authorization)
         except Unauthorized as error:
-            listener.metrics.refused(error)
-            self.answer_error(error)
+            self.refuse(error)
             return False
         return True
+
+    def refuse(self, error: ServingError) -> None:
+        """Answer with an error before the request is read."""
+        self.connection.listener.metrics.refused(error)
+        self.answer_error(error)
 
     def answer_error(self, error: ServingError) -> None:
         """Send the JSON body of an error."""

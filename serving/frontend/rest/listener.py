@@ -40,6 +40,7 @@ class Listener:
         self.metrics = services.metrics
         self.keys = services.keys
         self.limits = settings.limits
+        self.budgets = services.budgets
         self.cors = cors_headers(services.cors)
         # Where predictions are answered clients listen, and details are not for them.
         self.show_detail = surfaces == {"management"}

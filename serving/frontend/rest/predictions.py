@@ -35,6 +35,7 @@ from torchere.serving.telemetry.predictions import fields_of
 from torchere.serving.types import NO_DEADLINE, InferResponse, Parameter, StreamedResponse
 
 if TYPE_CHECKING:
+    from torchere.serving.frontend.budgets import Lease
     from torchere.serving.frontend.rest.connection import Connection
     from torchere.serving.registry.version import Version
 
@@ -149,16 +150,20 @@ class Prediction(Exchange, Request):
         else:
             self._ask(parse())
 
-    def off_loop(self, then: Callable[..., None], work: Callable[..., Any], *arguments: Any) -> None:
+    def off_loop(
+        self, then: Callable[..., None], work: Callable[[], Any], lease: Lease | None = None
+    ) -> None:
         """Do `work` in a thread, and then the next step with what it returns, if the client still waits."""
 
         def come_back(done: asyncio.Future[Any]) -> None:
+            if lease is not None:
+                lease.end()
             if not done.cancelled():
                 error = done.exception()
                 if not self.complete:
                     self.guarded(_raised, error) if error else self.guarded(then, done.result())
 
-        asyncio.get_running_loop().run_in_executor(None, work, *arguments).add_done_callback(come_back)
+        asyncio.get_running_loop().run_in_executor(None, work).add_done_callback(come_back)
 
     def _ask(self, parameters: tuple[Parameter, ...]) -> None:
         head = self.head

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from torchere.serving.errors import HandlerFailed, NotFound, ServingError
+from torchere.serving.errors import HandlerFailed, NotFound, OverBudget, ServingError
+from torchere.serving.frontend.budgets import BudgetExceeded
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.model_facts import ModelFacts
 from torchere.serving.frontend.open_inference.errors import as_client_knows, refused_by_handler
@@ -43,6 +44,8 @@ from torchere.serving.types import InferResponse, StreamedResponse
 
 if TYPE_CHECKING:
     from torchere.serving.frontend.rest.connection import Connection
+
+_T = TypeVar("_T")
 
 # Parsing more JSON than this holds the loop up for longer than handing it to a thread does.
 INLINE_JSON_BYTES = 65_536
@@ -106,11 +109,17 @@ class TensorPrediction(Prediction):
         if coding is None:
             self._read_inflated(body)
             return
-        inflated = partial(inflate, body, coding, self.connection.listener.limits.max_request_bytes)
+        limit_bytes = self.connection.listener.limits.max_request_bytes
+        inflated = partial(inflate, body, coding, limit_bytes)
         if len(body) <= INFLATED_IN_THREAD_BYTES:
-            self._read_inflated(inflated())
+            self._keep_inflated(inflated())
         else:
-            self.off_loop(self._read_inflated, inflated)
+            lease = _room(self.connection.budget.lease_inflation, len(body), limit_bytes)
+            self.off_loop(self._keep_inflated, inflated, lease)
+
+    def _keep_inflated(self, body: bytes) -> None:
+        _room(self.connection.budget.take, len(body))
+        self._read_inflated(body)
 
     def _read_inflated(self, body: Body) -> None:
         wire, target = self._wire, self.head.target
@@ -205,7 +214,7 @@ class TensorPrediction(Prediction):
         if len(body) <= DEFLATED_IN_THREAD_BYTES:
             send(deflate(body, coding))
         else:
-            self.off_loop(send, deflate, body, coding)
+            self.off_loop(send, partial(deflate, body, coding))
 
     async def _send_generated(self, outcome: InferResponse | StreamedResponse) -> None:
         """Send the answer as one, however many parts it has."""
@@ -281,3 +290,11 @@ async def _generated_whole(response: InferResponse | StreamedResponse, max_bytes
             raise HandlerFailed(f"The answer has more than max_response_size={max_bytes} bytes.", 500)
         members.append(generated(part))
     return joined(members)
+
+
+def _room(ask: Callable[..., _T], *arguments: int) -> _T:
+    """Ask a budget; its refusal becomes the answer."""
+    try:
+        return ask(*arguments)
+    except BudgetExceeded as err:
+        raise OverBudget(str(err)) from err

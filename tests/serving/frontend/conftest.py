@@ -13,6 +13,7 @@ import pytest
 from torchere.serving.batching.request import Request
 from torchere.serving.errors import ModelNotFound, NotAllowed, ServingError, Unauthorized, VersionNotFound
 from torchere.serving.execution.executor import ExecutorState, ExecutorStatus
+from torchere.serving.frontend.budgets import Budgets
 from torchere.serving.frontend.controlplane import ModelPage, Progress, Registered, VersionDescription
 from torchere.serving.frontend.model_facts import ModelFacts
 from torchere.serving.frontend.readiness import Readiness
@@ -318,9 +319,12 @@ def planes():
     """The two fakes, keys, metrics, and `services(...)` that puts them together."""
     metrics = Metrics("host")
 
-    def services(*, keys: Any = None, max_request_bytes: int = 1000, **settings: Any) -> Services:
+    def services(
+        *, keys: Any = None, max_request_bytes: int = 1000, budgets: Budgets | None = None, **settings: Any
+    ) -> Services:
         limits = Limits(max_request_bytes=max_request_bytes)
-        return Services(ServerSettings(limits=limits, **settings), metrics, keys, "9.9")
+        settings = ServerSettings(limits=limits, **settings)
+        return Services(settings, metrics, keys, "9.9", budgets=budgets or Budgets())
 
     return SimpleNamespace(
         data=FakeDataPlane(), control=FakeControlPlane(), keys=FakeKeys(), metrics=metrics, services=services

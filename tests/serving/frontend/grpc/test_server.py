@@ -9,7 +9,10 @@ import pytest
 from google.protobuf import empty_pb2
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
+from hpack import Encoder
+from hyperframe.frame import DataFrame, HeadersFrame, PingFrame, SettingsFrame
 
+from torchere.serving.frontend.budgets import Budgets
 from torchere.serving.frontend.grpc import health, server
 from torchere.serving.frontend.grpc.errors import MANAGEMENT
 from torchere.serving.frontend.grpc.protos import inference_pb2, management_pb2
@@ -268,7 +271,9 @@ def test_reflection_lists_the_services_of_the_port(serving):
 
 def test_the_settings_say_which_ports_to_open(planes):
     def opened(**settings):
-        services = SimpleNamespace(settings=ServerSettings(**settings), keys=None, metrics=None)
+        services = SimpleNamespace(
+            settings=ServerSettings(**settings), keys=None, metrics=None, budgets=Budgets()
+        )
         return [server.api for server in grpc_listeners(planes.data, planes.control, services)]
 
     assert opened() == ["inference", "management"]
@@ -362,3 +367,63 @@ def test_a_call_with_too_much_metadata_ends_alone(serving):
             return refused.value.code(), goes_on
 
     assert asyncio.run(main()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
+
+
+TOO_MUCH = {
+    "a long name": (b"\x0a\x80\x08" + b"x" * 1024, grpc.Compression.NoCompression),
+    "fields of two bytes": (b"\x10\0" * 32_768, grpc.Compression.NoCompression),
+    "megabytes compressed": (b"\x10\0" * 400_000, grpc.Compression.Gzip),
+}
+
+
+@pytest.mark.parametrize(("message", "compression"), TOO_MUCH.values(), ids=TOO_MUCH)
+def test_the_health_service_takes_short_messages_only(serving, monkeypatch, message, compression):
+    read = []
+    monkeypatch.setattr(health.HealthService, "check", lambda *seen: read.append(seen))
+
+    async def main():
+        async with serving("inference", max_request_bytes=2**20) as served:
+            check_bytes = served.channel.unary_unary("/grpc.health.v1.Health/Check", bytes, bytes)
+            call = check_bytes(message, compression=compression, timeout=20)
+            return await call.code(), await call.details(), served.server._listener.budgets.held_bytes
+
+    code, details, held = asyncio.run(main())
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert details.startswith("SERVER: Received message larger than max (")
+    assert details.endswith(" vs. 1024)")
+    assert (read, held) == ([], 0)
+
+
+async def half_messages(port, calls, size):
+    """Begin calls of the health service that end in the middle of their message; returns the writer."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + SettingsFrame(0).serialize())
+    encoder = Encoder()
+    path = "/grpc.health.v1.Health/Check"
+    for stream_id in range(1, 2 * calls, 2):
+        block = encoder.encode([(":method", "POST"), (":path", path), ("content-type", "application/grpc")])
+        writer.write(HeadersFrame(stream_id, block, flags=["END_HEADERS"]).serialize())
+        message = b"\0" + (size + 1).to_bytes(4, "big") + bytes(size - 5)
+        writer.write(DataFrame(stream_id, message).serialize())
+    writer.write(PingFrame(0, b"finished").serialize())
+    await reader.readuntil(b"finished")
+    return writer
+
+
+def test_unfinished_health_calls_have_a_small_budget_of_their_own(serving):
+    budgets = Budgets(2**25)
+    budgets.key_free_limit_bytes = 10_000
+
+    async def main():
+        async with serving("inference", budgets=budgets) as served:
+            writers = [await half_messages(served.address.port, 20, 500) for _ in range(4)]
+            held, code = budgets.held_bytes, await check(served.channel, "").code()
+            for writer in writers:
+                writer.transport.abort()
+            while budgets.held_bytes:
+                await asyncio.sleep(0)
+            return held, code
+
+    assert asyncio.run(main()) == (10_000, grpc.StatusCode.OK)
+    assert budgets.refused["key_free"] == 60
+    assert budgets.key_free_bytes == 0

@@ -573,7 +573,7 @@ def test_compressed_messages_of_calls_on_their_way_take_what_was_sent(name):
                 for stream_id in range(1, 40, 2):
                     wire.begin(stream_id, name, BOMB)
                 connection = await wire.connection(20)
-                while connection.inbound.held_bytes < 20 * (len(BOMB) + 5):
+                while connection.budget.held_bytes < 20 * (len(BOMB) + 5):
                     await asyncio.sleep(0)
                 return tracemalloc.get_traced_memory()[1]
             finally:
@@ -601,9 +601,9 @@ def test_the_loop_goes_on_while_a_long_message_is_inflated(monkeypatch):
             while not threads:
                 await asyncio.sleep(0)
             other = (await unary(served, "echo")).value
-            held = connection.inbound.held_bytes
+            held = connection.budget.held_bytes
             go_on.set()
-            while connection.inbound.held_bytes:
+            while connection.budget.held_bytes:
                 await asyncio.sleep(0)
             return other, held
 
@@ -709,7 +709,7 @@ def test_messages_that_nobody_takes_are_held_as_the_bytes_that_came():
             try:
                 for _ in range(200):  # messages of no bytes: two hundred thousand of them
                     wire.writer.write(DataFrame(1, bytes(5 * 1000)).serialize())
-                while connection.inbound.held_bytes < 1_000_000:
+                while connection.budget.held_bytes < 1_000_000:
                     await asyncio.sleep(0)
                 return len(stream.listener._messages), tracemalloc.get_traced_memory()[0]
             finally:
@@ -736,7 +736,7 @@ def test_messages_that_came_while_nobody_took_any_are_all_taken_in_the_end(ends)
                 await asyncio.sleep(0)
             served.service.go.set()
             if ends == "later":
-                while connection.inbound.held_bytes:
+                while connection.budget.held_bytes:
                     await asyncio.sleep(0)
                 wire.end(1)
             return await wire.reader.readuntil(b"1999")

@@ -322,3 +322,18 @@ def test_a_long_block_that_says_little_breaks_the_connection():
 def test_a_status_text_of_any_length_is_what_others_read(size):
     told = {"grpc-message": "m" * size} if size else {}
     assert dict(Decoder().decode(status_block(3, "m" * size))) == {"grpc-status": "3", **told}
+
+
+def test_a_block_begins_with_two_table_size_updates_at_most():
+    head = Encoder().encode([(":path", "/x")])
+    for updates in (b"\x20", b"\x20\x3f\xe1\x1f"):
+        assert HeaderReader().read(updates + head)[0].path == "/x"
+    for updates in (b"\x20" * 3, b"\x20" * 32_000, b"\x20\x3f\xe1\x1f\x20"):
+        with pytest.raises(ConnectionBroken, match="too many table size updates") as broken:
+            HeaderReader().read(updates + head)
+        assert broken.value.code == ErrorCode.COMPRESSION_ERROR
+
+
+def test_an_unfinished_table_size_update_is_no_hpack():
+    with pytest.raises(ConnectionBroken, match="HPACK"):
+        HeaderReader().read(b"\x3f" + b"\xff" * 9)

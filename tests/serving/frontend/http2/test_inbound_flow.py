@@ -41,14 +41,14 @@ def test_data_without_leave_ends_its_stream_alone(run, http2):
 
 
 def test_data_without_leave_on_the_connection_ends_it():
-    flow = InboundFlow(2**20, lambda data: None)
+    flow = InboundFlow(2**20, lambda data: None, None)
     with pytest.raises(ConnectionBroken, match="leave"):
         flow.consume(None, flow_control.CONNECTION_WINDOW_BYTES + 1)
 
 
 def test_the_connection_gets_leave_for_just_what_came_once_half_of_it_is_used_up():
     told = []
-    flow = InboundFlow(2**20, told.append)
+    flow = InboundFlow(2**20, told.append, None)
     half = flow_control.CONNECTION_WINDOW_BYTES // 2
     flow.consume(None, half - 1)
     assert told == []
@@ -76,7 +76,7 @@ def test_a_stream_gets_leave_once_half_of_it_is_used_up(received_bytes, remote_o
         id=1, allowed_bytes=flow_control.STREAM_WINDOW_BYTES, received_bytes=received_bytes
     )
     stream.remote_open, stream.paused = remote_open, paused
-    InboundFlow(2**20, told.append).extend(stream)
+    InboundFlow(2**20, told.append, None).extend(stream)
     assert told == ([window_update(1, received_bytes)] if is_told else [])
 
 

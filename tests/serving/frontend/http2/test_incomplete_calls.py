@@ -6,9 +6,8 @@ import time
 import pytest
 from hyperframe.frame import DataFrame, HeadersFrame
 
+from torchere.serving.frontend.budgets import Budgets
 from torchere.serving.frontend.http2 import connection as connections
-from torchere.serving.frontend.http2 import flow_control
-from torchere.serving.frontend.http2.flow_control import InboundFlow
 
 TIMEOUT_S = 0.15
 DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED = "4", "8"
@@ -124,11 +123,13 @@ def half(size):
     return b"\0" + (size + 1).to_bytes(4, "big") + bytes(size - 5)
 
 
-def test_calls_on_their_way_may_have_so_many_bytes_together(run, http2, monkeypatch):
-    monkeypatch.setattr(flow_control, "INCOMPLETE_BYTES", 100_000)
+def test_calls_on_their_way_may_have_so_many_bytes_together(run, http2):
 
     async def main():
-        async with http2.listener(limit_bytes=25_000) as served, http2.peer(served) as peer:
+        async with (
+            http2.listener(limit_bytes=25_000, budgets=Budgets(400_000)) as served,
+            http2.peer(served) as peer,
+        ):
             await peer.round_trip()
             (connection,) = served.listener.connections
             ids = [peer.begin("/echo", end=False) for _ in range(6)]
@@ -136,7 +137,7 @@ def test_calls_on_their_way_may_have_so_many_bytes_together(run, http2, monkeypa
                 for stream_id in ids[:5]:
                     peer.say(stream_id, piece)
                 await peer.round_trip()
-            held = connection.inbound.held_bytes
+            held = connection.budget.held_bytes
             at_once = await peer.call("/echo", b"m")
             peer.say(ids[5], half(20_000))
             refused = await peer.answered(ids[5])
@@ -150,7 +151,7 @@ def test_calls_on_their_way_may_have_so_many_bytes_together(run, http2, monkeypa
                 refused.status,
                 len(taken.messages[0]),
                 whole.status,
-                connection.inbound.held_bytes,
+                connection.budget.held_bytes,
             )
 
     held, at_once, refused, taken, whole, left = run(main())
@@ -160,11 +161,6 @@ def test_calls_on_their_way_may_have_so_many_bytes_together(run, http2, monkeypa
     assert left == 60_000
 
 
-def test_where_messages_may_be_long_there_is_room_for_some():
-    limits = [InboundFlow(size, None)._incomplete_limit_bytes for size in (2**30, 2**20)]
-    assert limits == [4 * 2**30, 2**29]
-
-
 def test_messages_that_were_taken_are_not_counted(run, http2):
     async def main():
         async with http2.listener() as served, http2.peer(served) as peer:
@@ -172,10 +168,10 @@ def test_messages_that_were_taken_are_not_counted(run, http2):
             await peer.until(lambda: len(peer.answers[stream_id].messages) == 2)
             (connection,) = served.listener.connections
             stream = served.calls[0].stream
-            found = [connection.inbound.held_bytes]
+            found = [connection.budget.held_bytes]
             for size in (100, 300, 300):
                 stream.consumed(size)
-                found.append(connection.inbound.held_bytes)
+                found.append(connection.budget.held_bytes)
             return found
 
     assert run(main()) == [310, 205, 0, 0]

@@ -1,0 +1,148 @@
+"""Budgets of the memory that clients can make the server hold: per connection, over all, and without a key.
+
+The doors ask before they keep bytes of a body or of an unfinished message, and before they start to inflate
+one. Bytes that need no key (the health service, paths without a key) have a small budget of their own, so
+that a client without a key can't take the room of those that have one.
+
+Used on the event loop only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+DEFAULT_BYTES = 2**31  # of all connections; a server derives it from its memory
+CONNECTION_SHARE = 4  # a connection gets one part in so many of that
+KEY_FREE_SHARE = 64  # and all requests that need no key together
+# Every budget but that without a key has room for so many messages of the greatest size.
+MIN_MESSAGES = 4
+MESSAGE_OVERHEAD_BYTES = 4096  # of gRPC: names and tags around a body of the greatest size
+KEY_FREE_MESSAGE_BYTES = 1024  # the name of a service; two-byte fields in it are too few to matter
+MIN_KEY_FREE_BYTES = 2**20
+# RFC 1951: a match of 258 bytes takes two bits at least. Reserving more for a short message would refuse it
+# without need.
+MAX_INFLATION = 1032
+
+ALL, CONNECTION, KEY_FREE = "all", "connection", "key_free"  # label values, by the budget that refuses
+
+
+class BudgetExceeded(Exception):
+    """There is no room for the bytes. The text names the budget; each protocol has its own status."""
+
+
+class Budgets:
+    """The budgets of one server.
+
+    Args:
+        limit_bytes: of all connections together.
+        message_bytes: the greatest size of a message.
+
+    Attributes:
+        held_bytes: of all connections now.
+        key_free_bytes: those of them that needed no key.
+        refused: how often each budget refused bytes.
+    """
+
+    __slots__ = (
+        *("connection_limit_bytes", "held_bytes", "key_free_bytes", "key_free_limit_bytes"),
+        *("limit_bytes", "refused"),
+    )
+
+    def __init__(self, limit_bytes: int = DEFAULT_BYTES, message_bytes: int = 0) -> None:
+        least = MIN_MESSAGES * message_bytes
+        self.limit_bytes = max(limit_bytes, least)
+        self.connection_limit_bytes = max(self.limit_bytes // CONNECTION_SHARE, least)
+        self.key_free_limit_bytes = max(self.limit_bytes // KEY_FREE_SHARE, MIN_KEY_FREE_BYTES)
+        self.held_bytes = 0
+        self.key_free_bytes = 0
+        self.refused: Counter[str] = Counter({ALL: 0, CONNECTION: 0, KEY_FREE: 0})
+
+    def over(self, held_bytes: int, size: int, *, key_free: bool) -> BudgetExceeded:
+        """Count a refusal; returns the error that names the budget."""
+        if key_free and self.key_free_bytes + size > self.key_free_limit_bytes:
+            budget, text = KEY_FREE, f"Requests without a key hold {self.key_free_limit_bytes} bytes"
+        elif held_bytes + size > self.connection_limit_bytes:
+            budget, limit_bytes = CONNECTION, self.connection_limit_bytes
+            text = f"Unfinished calls of this connection have more than {limit_bytes} bytes"
+        else:
+            budget = ALL
+            text = f"Unfinished calls of all clients have more than {self.limit_bytes} bytes: try again later"
+        self.refused[budget] += 1
+        return BudgetExceeded(text)
+
+
+class ConnectionBudget:
+    """The bytes that one connection holds. What is taken is given back once, with `give` or `give_all`."""
+
+    __slots__ = ("_budgets", "_leased_bytes", "held_bytes", "key_free_bytes")
+
+    def __init__(self, budgets: Budgets) -> None:
+        self._budgets = budgets
+        self.held_bytes = 0  # in all
+        self.key_free_bytes = 0  # of these, without a key
+        self._leased_bytes = 0  # of these, by leases
+
+    def take(self, size: int, key_free: bool = False) -> None:
+        """Count `size` bytes more.
+
+        Raises:
+            BudgetExceeded: there is no room for them; nothing was counted.
+        """
+        budgets = self._budgets
+        held, total = self.held_bytes + size, budgets.held_bytes + size
+        if held > budgets.connection_limit_bytes or total > budgets.limit_bytes:
+            raise budgets.over(self.held_bytes, size, key_free=key_free)
+        if key_free:
+            if budgets.key_free_bytes + size > budgets.key_free_limit_bytes:
+                raise budgets.over(self.held_bytes, size, key_free=True)
+            budgets.key_free_bytes += size
+            self.key_free_bytes += size
+        self.held_bytes = held
+        budgets.held_bytes = total
+
+    def give(self, size: int, key_free: bool = False) -> None:
+        """Give back `size` bytes that were taken."""
+        self.held_bytes -= size
+        self._budgets.held_bytes -= size
+        if key_free:
+            self.key_free_bytes -= size
+            self._budgets.key_free_bytes -= size
+
+    def give_all(self) -> None:
+        """Give back what is held, but for leases."""
+        size = self.held_bytes - self._leased_bytes
+        if size:
+            self._budgets.held_bytes -= size
+            self._budgets.key_free_bytes -= self.key_free_bytes
+            self.held_bytes, self.key_free_bytes = self._leased_bytes, 0
+
+    def lease_inflation(self, size: int, limit_bytes: int) -> Lease:
+        """Reserve room for what a compressed body of `size` bytes may inflate to.
+
+        Raises:
+            BudgetExceeded: there is no room.
+        """
+        size = min(size * MAX_INFLATION, limit_bytes)
+        self.take(size)
+        self._leased_bytes += size
+        return Lease(self, size)
+
+    def end_lease(self, size: int) -> None:
+        """Give back the bytes of a lease."""
+        self._leased_bytes -= size
+        self.give(size)
+
+
+class Lease:
+    """Bytes for work in a thread, held until it ends: losing the connection does not stop it."""
+
+    __slots__ = ("_budget", "held_bytes")
+
+    def __init__(self, budget: ConnectionBudget, size: int) -> None:
+        self._budget = budget
+        self.held_bytes = size
+
+    def end(self) -> None:
+        """Give the bytes back. Further calls have no effect."""
+        size, self.held_bytes = self.held_bytes, 0
+        self._budget.end_lease(size)

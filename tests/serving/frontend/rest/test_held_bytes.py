@@ -1,0 +1,136 @@
+"""Bytes of bodies over REST: refused where too many are held, and counted until their request is over."""
+
+import asyncio
+import gzip
+import json
+
+import pytest
+
+from torchere.serving.frontend.budgets import ALL, CONNECTION, KEY_FREE, Budgets
+from torchere.serving.types import InferResponse
+
+LARGE = 300_000
+PREDICT = b"POST /predictions/echo HTTP/1.1\r\nHost: x\r\n%b\r\n"
+INFER = (
+    b"POST /v2/models/echo/infer HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n"
+)
+
+LOAD = b"POST /v2/repository/models/x/load HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+
+
+def sized(size: int) -> bytes:
+    return PREDICT % (b"Content-Length: %d\r\n" % size)
+
+
+def connected(planes, budgets, **settings):
+    return planes.connected(max_request_bytes=2 * LARGE, budgets=budgets, **settings)
+
+
+async def until(is_so) -> None:
+    while not is_so():
+        await asyncio.sleep(0)
+
+
+UPLOADS = {
+    "with its head": (sized(10_000), bytes(10_000)),
+    "large": (sized(LARGE), bytes(LARGE)),
+    "in chunks": (
+        PREDICT % b"Transfer-Encoding: chunked\r\n",
+        b"%x\r\n%b\r\n0\r\n\r\n" % (LARGE, bytes(LARGE)),
+    ),
+    "compressed": (INFER % len(gzip.compress(bytes(LARGE))), gzip.compress(bytes(LARGE))),
+}
+
+
+@pytest.mark.parametrize("upload", UPLOADS.values(), ids=UPLOADS)
+def test_a_body_beyond_the_budget_is_answered_with_503(planes, upload):
+    budgets = Budgets(20_000)
+
+    async def main():
+        async with connected(planes, budgets) as (_, reader, writer):
+            writer.write(b"".join(upload))
+            return await asyncio.wait_for(reader.readuntil(b"}"), 20)
+
+    head, _, body = asyncio.run(main()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 503 ")
+    assert b"more than 5000 bytes" in body
+    assert budgets.refused == {ALL: 0, CONNECTION: 1, KEY_FREE: 0}
+    assert budgets.held_bytes == 0
+    assert not planes.data.asked
+
+
+def test_a_body_of_the_app_beyond_the_budget_is_answered_with_503(planes):
+    budgets = Budgets(400_000)
+
+    async def main():
+        async with connected(planes, budgets, surface="management") as (_, reader, writer):
+            writer.write(LOAD % LARGE + bytes(LARGE))
+            try:
+                return await asyncio.wait_for(reader.read(), 20)
+            except ConnectionResetError:  # the rest of the body was not read
+                return b"HTTP/1.1 503 "
+
+    assert asyncio.run(main()).startswith(b"HTTP/1.1 503 ")
+    assert (budgets.held_bytes, budgets.refused[CONNECTION]) == (0, 1)
+
+
+def test_a_body_counts_until_it_is_answered(planes, held):
+    budgets = Budgets()
+    planes.data.behave = held
+
+    async def main():
+        async with connected(planes, budgets) as (_, reader, writer):
+            found = []
+            for size in (100, LARGE):
+                held.go_on.clear()
+                held.arrived.clear()
+                writer.write(sized(size) + bytes(size))
+                await held.arrived.wait()
+                found.append(budgets.held_bytes)
+                held.go_on.set()
+                head = await reader.readuntil(b"\r\n\r\n")
+                assert head.startswith(b"HTTP/1.1 200")
+                await reader.readexactly(size)
+                found.append(budgets.held_bytes)
+            return found
+
+    assert asyncio.run(main()) == [100, 0, LARGE, 0]
+
+
+def test_nothing_is_held_after_a_storm_of_answers_refusals_and_clients_that_leave(planes):
+    budgets = Budgets(4 * LARGE)
+
+    async def echo(request):
+        await asyncio.sleep(0)
+        return InferResponse(b"ok")
+
+    planes.data.behave = echo
+
+    async def client(server, number):
+        reader, writer = await asyncio.open_connection(server.address.host, server.address.port)
+        head, body = list(UPLOADS.values())[number % 4]
+        writer.write(head + (body if number % 3 else body[: len(body) // 2]))
+        if number % 3:
+            await asyncio.wait_for(reader.readuntil(b"\r\n"), 20)
+        writer.transport.abort()
+
+    async def main():
+        async with planes.serving(max_request_bytes=2 * LARGE, budgets=budgets) as server:
+            await asyncio.gather(*(client(server, number) for number in range(60)))
+            await until(lambda: not server.listener.connections)
+            await asyncio.wait_for(until(lambda: not budgets.held_bytes), 20)
+
+    asyncio.run(main())
+    assert (budgets.held_bytes, budgets.key_free_bytes) == (0, 0)
+
+
+def test_the_refusal_is_counted_by_its_reason(planes):
+    async def main():
+        async with connected(planes, Budgets(20_000)) as (_, reader, writer):
+            writer.write(sized(10_000) + bytes(10_000))
+            answer = await asyncio.wait_for(reader.read(), 20)
+            return json.loads(answer.partition(b"\r\n\r\n")[2])
+
+    assert asyncio.run(main())["type"] == "ServiceUnavailableException"
+    lines = planes.metrics.exposition(["torchere_requests_rejected_total"]).splitlines()
+    assert [line for line in lines if 'reason="budget"' in line and line.endswith(" 1.0")]

@@ -1,0 +1,98 @@
+"""Budgets: what is taken is given back once, and each budget refuses for itself."""
+
+import random
+
+import pytest
+
+from torchere.serving.frontend.budgets import (
+    ALL,
+    CONNECTION,
+    KEY_FREE,
+    MIN_KEY_FREE_BYTES,
+    BudgetExceeded,
+    Budgets,
+    ConnectionBudget,
+)
+from torchere.serving.frontend.services import budgets_of
+from torchere.serving.settings import Limits
+
+
+def test_a_connection_may_hold_a_part_of_what_all_may():
+    budgets = Budgets(4000)
+    one = ConnectionBudget(budgets)
+    one.take(1000)
+    with pytest.raises(BudgetExceeded, match="this connection have more than 1000 bytes"):
+        one.take(1)
+    for _ in range(3):
+        ConnectionBudget(budgets).take(1000)
+    with pytest.raises(BudgetExceeded, match="all clients have more than 4000 bytes"):
+        ConnectionBudget(budgets).take(1)
+    assert budgets.held_bytes == 4000
+    assert budgets.refused == {ALL: 1, CONNECTION: 1, KEY_FREE: 0}
+
+
+def test_requests_without_a_key_have_a_smaller_budget_together():
+    budgets = Budgets(2**25)
+    one, other = ConnectionBudget(budgets), ConnectionBudget(budgets)
+    one.take(MIN_KEY_FREE_BYTES, key_free=True)
+    with pytest.raises(BudgetExceeded, match="without a key"):
+        other.take(1, key_free=True)
+    other.take(1)
+    one.give_all()
+    other.take(1, key_free=True)
+    assert (budgets.held_bytes, budgets.key_free_bytes) == (2, 1)
+
+
+def test_a_lease_outlives_its_connection_and_ends_once():
+    budgets = Budgets(4_000_000)
+    one = ConnectionBudget(budgets)
+    one.take(10)
+    lease = one.lease_inflation(10, 500_000)
+    one.give_all()
+    assert budgets.held_bytes == 10_320  # ten bytes inflate to no more
+    lease.end()
+    lease.end()
+    one.give_all()
+    assert (budgets.held_bytes, one.held_bytes) == (0, 0)
+
+
+def test_there_is_room_for_some_messages_of_the_greatest_size():
+    for limits in (Limits(max_request_bytes=2**40), Limits(max_held_bytes=1)):
+        budgets = budgets_of(limits)
+        assert budgets.connection_limit_bytes >= 4 * limits.max_request_bytes
+        assert budgets.limit_bytes >= budgets.connection_limit_bytes
+
+
+def test_a_setting_says_how_much_all_may_hold():
+    assert budgets_of(Limits(max_held_bytes=2**40)).limit_bytes == 2**40
+
+
+def test_nothing_is_held_after_any_sequence_of_steps():
+    chance = random.Random(7)
+    budgets = Budgets(20_000)
+    connections = [(ConnectionBudget(budgets), [], []) for _ in range(5)]
+    for _ in range(5000):
+        budget, taken, leases = chance.choice(connections)
+        step, size, free = chance.random(), chance.randrange(3000), chance.random() < 0.3
+        try:
+            if step < 0.4:
+                budget.take(size, free)
+                taken.append((size, free))
+            elif step < 0.6:
+                leases.append(budget.lease_inflation(size, 2000))
+            elif step < 0.8 and taken:
+                budget.give(*taken.pop())
+            elif leases:
+                leases.pop().end()
+            else:
+                budget.give_all()
+                taken.clear()
+        except BudgetExceeded:
+            pass
+        assert 0 <= budgets.key_free_bytes <= budgets.held_bytes <= budgets.limit_bytes
+    for budget, _, leases in connections:
+        budget.give_all()
+        for lease in leases:
+            lease.end()
+    assert (budgets.held_bytes, budgets.key_free_bytes) == (0, 0)
+    assert budgets.refused.total() > 0
