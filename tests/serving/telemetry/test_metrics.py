@@ -395,3 +395,18 @@ def test_every_family_of_ours_is_there_and_none_is_there_twice(metrics):
     assert {name for name in families if name.startswith("torchere_")} == set(catalogue.FAMILIES)
     for name, (kind, _) in catalogue.FAMILIES.items():
         assert name.endswith("_total") is (kind == "counter"), name
+
+
+def test_held_bytes_and_refusals_by_budget_are_told():
+    metrics = Metrics("host")
+    refused = {"all": 1, "connection": 0, "key_free": 2}
+    metrics.watch_budgets(lambda: 7, refused)
+    metrics.watch_server(lambda: True, lambda: 0, lambda: 0)
+    refused["all"] += 1
+    told = metrics.exposition(["torchere_held_bytes", "torchere_budget_refusals_total"]).splitlines()
+    assert [line for line in told if not line.startswith("#")] == [
+        "torchere_held_bytes 7.0",
+        'torchere_budget_refusals_total{budget="all",} 2.0',
+        'torchere_budget_refusals_total{budget="connection",} 0.0',
+        'torchere_budget_refusals_total{budget="key_free",} 2.0',
+    ]

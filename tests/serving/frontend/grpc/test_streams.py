@@ -14,10 +14,11 @@ import pytest
 import uvloop
 from google.protobuf.wrappers_pb2 import BytesValue
 from hpack import Encoder
-from hyperframe.frame import DataFrame, HeadersFrame, RstStreamFrame, SettingsFrame
+from hyperframe.frame import DataFrame, HeadersFrame, PingFrame, RstStreamFrame, SettingsFrame
 
 from torchere.serving.batching.request import Request
 from torchere.serving.errors import InvalidRequest
+from torchere.serving.frontend.budgets import Budgets
 from torchere.serving.frontend.call_scope import current_call
 from torchere.serving.frontend.grpc import streams
 from torchere.serving.frontend.grpc.call import Method
@@ -580,6 +581,34 @@ def test_compressed_messages_of_calls_on_their_way_take_what_was_sent(name):
                 tracemalloc.stop()
 
     assert run(main()) < 4 * 2**20
+
+
+def test_nothing_is_held_after_a_storm_of_answers_resets_refusals_and_lost_connections():
+    budgets = Budgets(2**20)
+
+    async def main():
+        async with serving(budgets=budgets) as served:
+            for turn in range(3):
+                async with Wire(served) as wire:
+                    for number in range(60):
+                        stream_id = 2 * number + 1
+                        name = ("echo", "stuck", "sum")[number % 3]
+                        wire.begin(stream_id, name, BOMB if number % 2 else gzip.compress(bytes(30_000)))
+                        if number % 5 == turn:
+                            wire.end(stream_id)
+                        elif number % 5 == 4:
+                            wire.writer.write(RstStreamFrame(stream_id).serialize())
+                    wire.writer.write(PingFrame(0, b"finished").serialize())
+                    await wire.reader.readuntil(b"finished")
+                    seen.append(budgets.held_bytes)
+            while served.listener.connections or budgets.held_bytes:
+                await asyncio.sleep(0)
+
+    seen = []
+    run(main())
+    assert min(seen) > 0
+    assert (budgets.held_bytes, budgets.key_free_bytes) == (0, 0)
+    assert budgets.refused.total() > 0
 
 
 def test_the_loop_goes_on_while_a_long_message_is_inflated(monkeypatch):
