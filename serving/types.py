@@ -29,7 +29,7 @@ class Parameter(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One named value of a request, as it came: the host around the handler decides how to decode it."""
 
     name: str
-    value: bytes  # in the process that received it a tensor may be a memoryview of the request's body
+    value: bytes  # a memoryview of what was received, where it is a tensor, or large and in a worker
     content_type: str = ""  # without parameters, "" when the client named none
 
 
@@ -46,7 +46,7 @@ class InferRequest(msgspec.Struct, frozen=True, array_like=True):
 class InferResponse(msgspec.Struct, frozen=True, array_like=True):
     """One complete answer of a handler; `status` and `reason` are the handler contract's."""
 
-    body: bytes
+    body: bytes  # in the server a large one is a memoryview of what its worker sent
     headers: tuple[tuple[str, str], ...] = ()
     status: int = 200
     reason: str = ""

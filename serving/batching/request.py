@@ -134,7 +134,7 @@ class Request:
             if isinstance(outcome, ServingError):
                 stream.end(outcome)
             else:
-                stream.add(outcome.body)
+                stream.add(bytes(outcome.body))
                 stream.end()
         elif not self.answered:
             self._answer(outcome)

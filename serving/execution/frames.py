@@ -1,6 +1,7 @@
 """A byte stream cut into frames: by `FrameSocket` in the server, by `FrameReader` in a worker.
 
-A frame is a 4-byte big-endian length and as many bytes. Nothing is unpickled.
+A frame is a 4-byte big-endian length and as many bytes. Nothing is unpickled. Raw bytes may follow a frame,
+whose message says how many: so a large value is sent from where it lies, and received to where it stays.
 """
 
 from __future__ import annotations
@@ -11,15 +12,19 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import numpy as np
 
 HEADER = struct.Struct(">I")
 MAX_FRAME_BYTES = 2**31  # a longer one is a protocol error
 _ROOM_BYTES = 65_536  # of a reader: all batches that are sent ahead, unless they are large
 _RECEIVE_BYTES = 262_144
-_MAPPED_BYTES = 8 * 2**20  # frames from here on are received into a mapping of their own
 _RECEIVES_A_TURN = 16  # of a worker that writes without an end, before other sockets have their turn
-_SEND_PARTS = 64  # frames that go out with one system call, far below IOV_MAX
+_SEND_PARTS = 64  # buffers that go out with one system call, far below IOV_MAX
+
+Parts: TypeAlias = Sequence[bytes | bytearray | memoryview]  # a frame, and the raw bytes that follow it
 
 
 class _OfThread(threading.local):
@@ -57,8 +62,9 @@ class FrameSocket:
         self._loop = asyncio.get_running_loop()
         self._room = _of_thread.room
         self._begun = bytearray()  # the beginning of a frame
-        self._large: memoryview | None = None  # a frame larger than the room, while it is received
+        self._large: memoryview | None = None  # a large frame, or raw bytes, while they are received
         self._filled = 0  # bytes of it
+        self._then: Callable[[memoryview], None] | None = None  # gets the raw bytes
         self._unsent: deque[memoryview] = deque()
         self._sent_this_turn = False
         self._writer_waits = False
@@ -68,11 +74,11 @@ class FrameSocket:
         self._descriptor = connection.fileno()
         self._loop.add_reader(self._descriptor, self._readable)
 
-    def send(self, frame: bytes | bytearray) -> None:
-        """Send a whole frame: the first of a turn now, those behind it together at the end of the turn."""
+    def send(self, parts: Parts) -> None:
+        """Send a frame with its raw bytes: the first of a turn at once, the others at its end."""
         if not self.open:
             return
-        self._unsent.append(memoryview(frame))
+        self._unsent.extend(map(memoryview, parts))
         if self._writer_waits:
             return
         if not self._sent_this_turn:
@@ -142,13 +148,20 @@ class FrameSocket:
             if count < len(target):
                 return
 
+    def take(self, count: int, then: Callable[[memoryview], None]) -> None:
+        """Have the next `count` bytes, which are raw, given to `then`, which may keep them.
+
+        Call it while `on_frame` runs, with a count above 0.
+        """
+        self._then = then
+        self._begin_large(count)
+
     def _take(self, count: int) -> bool:
         """Hand on the frames that are whole with the bytes received; False: the stream has ended."""
         if self._large is not None:
             self._filled += count
             if self._filled == len(self._large):
-                payload, self._large = self._large, None
-                self._on_frame(payload)
+                self._complete(self._large)
             return self._is_reading
         with memoryview(self._room) as room:
             if not self._begun:
@@ -161,33 +174,44 @@ class FrameSocket:
 
     def _cut(self, view: memoryview) -> bool:
         start, size = 0, len(view)
-        while size - start >= HEADER.size:
+        while self._is_reading:
+            if self._large is not None:
+                some = min(len(self._large) - self._filled, size - start)
+                self._large[self._filled : self._filled + some] = view[start : start + some]
+                self._filled += some
+                start += some
+                if self._filled < len(self._large):
+                    return True
+                self._complete(self._large)
+                continue
+            begin = start + HEADER.size
+            if begin > size:
+                break
             (length,) = HEADER.unpack_from(view, start)
             if length > MAX_FRAME_BYTES:
                 self._end(f"sent a frame of {length} bytes, expected at most {MAX_FRAME_BYTES}")
-                return False
-            begin = start + HEADER.size
-            end = begin + length
-            if end > size:
-                if length > _RECEIVE_BYTES:
-                    return self._begin_large(length, view[begin:])
+            elif begin + length <= size:
+                start = begin + length
+                self._on_frame(view[begin:start])
+            elif length > _RECEIVE_BYTES:
+                start = begin
+                self._begin_large(length)
+            else:
                 break
-            self._on_frame(view[begin:end])
-            if not self._is_reading:
-                return False
-            start = end
-        self._begun += view[start:]
-        return True
+        if self._is_reading:
+            self._begun += view[start:]
+        return self._is_reading
 
-    def _begin_large(self, length: int, held: memoryview) -> bool:
+    def _begin_large(self, length: int) -> None:
         try:
-            self._large = _room_for(length)
-        except (MemoryError, OSError):
-            self._end(f"sent a frame of {length} bytes, for which there is no memory")
-            return False
-        self._large[: len(held)] = held
-        self._filled = len(held)
-        return True
+            self._large = room_for(length)
+        except MemoryError:
+            self._end(f"sent {length} bytes, for which there is no memory")
+        self._filled = 0
+
+    def _complete(self, large: memoryview) -> None:
+        then, self._then, self._large = self._then, None, None
+        (then or self._on_frame)(large)
 
     @property
     def _is_reading(self) -> bool:
@@ -208,7 +232,7 @@ class FrameSocket:
             self._loop.remove_reader(self._descriptor)
             self._descriptor = -1
             self._connection.close()
-            self._large = None
+            self._large = self._then = None
 
     def close(self) -> None:
         """Stop reading and writing, and close the socket; `on_end` is not called for it."""
@@ -230,15 +254,29 @@ class FrameSocket:
                 return
 
 
-def _room_for(length: int) -> memoryview:
-    """Memory for a payload.
+def room_for(length: int) -> memoryview:
+    """Memory for so many bytes, none of which is touched.
 
     A `bytearray` is filled with zeros at once: the header of 2 GiB took the loop 2.7 s and as much memory.
-    The pages of a mapping are committed when bytes are received into them.
+
+    Raises:
+        MemoryError: there is not so much.
     """
-    if length < _MAPPED_BYTES:
-        return memoryview(bytearray(length))
-    return memoryview(mmap.mmap(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    return np.empty(length, dtype=np.uint8).data
+
+
+def send_all(connection: socket.socket, parts: Parts) -> None:
+    """Send a frame with its raw bytes through a blocking socket; raises what `sendmsg` raises."""
+    if len(parts) == 1:
+        connection.sendall(parts[0])
+        return
+    unsent = deque(memoryview(part) for part in parts)
+    while unsent:
+        sent = connection.sendmsg([unsent[at] for at in range(min(len(unsent), _SEND_PARTS))])
+        while unsent and sent >= len(unsent[0]):
+            sent -= len(unsent.popleft())
+        if sent:
+            unsent[0] = unsent[0][sent:]
 
 
 class FrameReader:
@@ -273,7 +311,7 @@ class FrameReader:
 
     def _read_more(self) -> bool:
         """Add what has come to what is held; False: the stream has ended."""
-        if self._start:
+        if self._start:  # what is left of it is the beginning of a frame, if anything
             rest = bytes(self._room[self._start : self._end])
             self._start, self._end = 0, len(rest)
             self._room[: self._end] = rest
@@ -282,15 +320,19 @@ class FrameReader:
         return count > 0
 
     def _large(self, length: int) -> memoryview | None:
-        """A payload that is longer than the room, of which some is held."""
-        payload = memoryview(bytearray(length))
-        held = self._room[self._start + HEADER.size : self._end]
-        payload[: len(held)] = held
-        filled = len(held)
-        self._start = self._end = 0
-        while filled < length:
-            count = self._connection.recv_into(payload[filled:])
-            if not count:
+        """A payload that is longer than the room."""
+        self._start += HEADER.size
+        return self.raw(length)
+
+    def raw(self, count: int) -> memoryview | None:
+        """The next `count` bytes as they are, to keep; None: the stream has ended."""
+        raw = room_for(count)
+        filled = min(count, self._end - self._start)
+        raw[:filled] = self._room[self._start : self._start + filled]
+        self._start += filled
+        while filled < count:
+            received = self._connection.recv_into(raw[filled:])
+            if not received:
                 return None
-            filled += count
-        return payload
+            filled += received
+        return raw

@@ -19,6 +19,7 @@ from torchere.serving.execution.lanes import LanePage
 from torchere.serving.execution.loss import Loss, loss_of_exit
 from torchere.serving.execution.oom import OomWatch
 
+SENT_AT_ONCE_BYTES = 4 * 2**20  # that a data socket takes before its reader reads: a batch of pictures
 FORKS_AT_ONCE = 64  # each holds eight descriptors until it is there; a socket takes 278 requests at most
 
 
@@ -239,6 +240,8 @@ def open_lanes(launched: Launched, count: int) -> list[socket.socket]:
     with ExitStack() as theirs, ExitStack() as ours:
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(count)]
         for our_end, their_end in pairs:
+            for end in (our_end, their_end):  # as far as the system lets us
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SENT_AT_ONCE_BYTES)
             ours.callback(our_end.close)
             theirs.callback(their_end.close)
         for first in range(0, count, lanes.LANES_A_MESSAGE):

@@ -36,7 +36,7 @@ from torchere.handlers.shared_models import SharedModels
 from torchere.serving.errors import LoadFailed
 from torchere.serving.execution.allocator import keep_freed_memory
 from torchere.serving.execution.executor import LoadSpec
-from torchere.serving.execution.frames import FrameReader
+from torchere.serving.execution.frames import FrameReader, Parts, send_all
 from torchere.serving.execution.host import HandlerHost
 from torchere.serving.execution.lanes import LANES_A_MESSAGE, MAX_LANES, LanePage, requests_of
 from torchere.serving.execution.parent import die_with_parent
@@ -58,6 +58,8 @@ from torchere.serving.execution.wire import (
     data_to_worker,
     encode_frame,
     encode_report,
+    raw_bytes,
+    run_with_raw,
 )
 from torchere.serving.telemetry.worker_lines import WorkerFormatter
 from torchere.serving.types import InferResponse
@@ -104,7 +106,7 @@ class Lane:
             while page.is_held(place) and not is_unwanted():
                 time.sleep(HELD_LOOK_S)
             page.mark(self.number, message.run_id, time.monotonic())
-            self._send(encode_frame(Partial(message.run_id, index, part)))
+            self._send([encode_frame(Partial(message.run_id, index, part))])
 
         report = self.host.run(
             message.requests,
@@ -114,17 +116,23 @@ class Lane:
         )
         self._send(encode_report(message.run_id, report, self.host.has_lost_its_gpu))
 
-    def _send(self, frame: bytearray) -> None:
+    def _send(self, parts: Parts) -> None:
         with self._sending:
-            self.data.sendall(frame)
+            send_all(self.data, parts)
 
     def next_batch(self) -> Run | None:
         """Wait for its next batch; None: the server has ended the lane, or is gone."""
         try:
             payload = self.batches.next()
+            if payload is None:
+                return None
+            run = data_to_worker.decode(payload)
+            if not run.large:
+                return run
+            raw = self.batches.raw(raw_bytes(run))
         except OSError:  # reset
             return None
-        return None if payload is None else data_to_worker.decode(payload)
+        return None if raw is None else run_with_raw(run, raw)
 
     def close(self) -> None:
         """Close its socket, so that a thread that waits for a batch finds its end."""

@@ -4,6 +4,9 @@ A message is one frame (`frames.py`) of MessagePack: a tagged array of fixed lay
 against the types below, so a worker that sends anything else is found out at once. Nothing is unpickled. Both
 ends are of the same release: the layout may change with it.
 
+Values and answers of more than `LARGE_BYTES` follow their frame as raw bytes. As a part of the message each
+would be copied once more on either side.
+
 A control socket carries loading and signs of life, which no batch delays. Each lane has a data socket of its
 own, on which the server sends it batches. With one for all, each batch would wake two lanes: one to run it,
 and one to wait for the next.
@@ -29,10 +32,12 @@ from torchere.serving.errors import (
     ServingError,
 )
 from torchere.serving.execution.executor import BatchReport, LoadSpec, Outcome, Unfinished
-from torchere.serving.execution.frames import HEADER, MAX_FRAME_BYTES
-from torchere.serving.types import InferRequest, InferResponse
+from torchere.serving.execution.frames import HEADER, MAX_FRAME_BYTES, Parts
+from torchere.serving.types import InferRequest, InferResponse, Parameter
 
 logger = logging.getLogger(__name__)
+
+LARGE_BYTES = 32_768
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -77,6 +82,7 @@ class Run(msgspec.Struct, frozen=True, array_like=True, tag=6):  # also `_RUN_TA
     run_id: int
     place: int
     requests: tuple[InferRequest, ...]
+    large: tuple[tuple[int, int, int], ...] = ()  # raw values behind the frame: request, parameter, bytes
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag=14):
@@ -138,6 +144,7 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=13):
     metrics: tuple[MetricSample, ...]
     stages_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
     is_last: bool = False  # the worker ends now, and begins none of the batches behind this one
+    large: tuple[tuple[int, int], ...] = ()  # raw answers behind the frame: outcome, bytes
 
 
 ControlToWorker: TypeAlias = Load | AddLanes | WarmUp | Ping | LogLevel
@@ -170,8 +177,8 @@ def encode_frame(message: Message | tuple[Any, ...]) -> bytearray:
     return frame
 
 
-def encode_run(run_id: int, place: int, requests: Sequence[Any]) -> bytearray:
-    """A `Run` as one frame, of requests with the attributes of an `InferRequest`.
+def encode_run(run_id: int, place: int, requests: Sequence[Any]) -> Parts:
+    """A `Run` as a frame and raw bytes, of requests with the attributes of an `InferRequest`.
 
     The arrays are what `Run` and `InferRequest` are encoded as; making those first would take three times as
     long.
@@ -179,8 +186,76 @@ def encode_run(run_id: int, place: int, requests: Sequence[Any]) -> bytearray:
     Raises:
         ValueError, MemoryError: the batch is too large to be sent.
     """
-    rows = [(one.request_id, one.parameters, one.headers, one.deadline_s, one.priority) for one in requests]
-    return encode_frame((_RUN_TAG, run_id, place, rows))
+    rows, large, parts = [], [], [bytearray()]
+    for index, one in enumerate(requests):
+        parameters = one.parameters
+        for at, parameter in enumerate(parameters):
+            if len(parameter.value) > LARGE_BYTES:
+                large.append((index, at, len(parameter.value)))
+                parts.append(parameter.value)
+                parameters = [
+                    *parameters[:at],
+                    Parameter(parameter.name, b"", parameter.content_type),
+                    *parameters[at + 1 :],
+                ]
+        rows.append((one.request_id, parameters, one.headers, one.deadline_s, one.priority))
+    _check_sum(large)
+    parts[0] = encode_frame((_RUN_TAG, run_id, place, rows, large))
+    return parts
+
+
+def raw_bytes(message: Run | Done) -> int:
+    """How many raw bytes follow the frame of a message.
+
+    Raises:
+        ValueError: what it says of them can't be.
+    """
+    return _check_sum(message.large)
+
+
+def _check_sum(large: Sequence[tuple[int, ...]]) -> int:
+    total = 0
+    for each in large:
+        if min(each) < 0 or not each[-1]:
+            raise ValueError(f"{each} is no large value")
+        total += each[-1]
+    if total > MAX_FRAME_BYTES:
+        raise ValueError(
+            f"large values of {total} bytes are over the {MAX_FRAME_BYTES} bytes that may be sent"
+        )
+    return total
+
+
+def run_with_raw(run: Run, raw: memoryview) -> Run:
+    """A run with the values that followed its frame."""
+    requests, start = list(run.requests), 0
+    for index, at, size in run.large:
+        parameters = list(requests[index].parameters)
+        value: Any = raw[start : start + size]
+        parameters[at] = Parameter(parameters[at].name, value, parameters[at].content_type)
+        requests[index] = msgspec.structs.replace(requests[index], parameters=tuple(parameters))
+        start += size
+    return Run(run.run_id, run.place, tuple(requests))
+
+
+def done_with_raw(done: Done, raw: memoryview) -> Done:
+    """A report with the answers that followed its frame.
+
+    Raises:
+        ValueError: one of them belongs to no answer.
+    """
+    outcomes, start = list(done.outcomes), 0
+    for index, size in done.large:
+        outcome = outcomes[index] if index < len(outcomes) else None
+        body: Any = raw[start : start + size]
+        if isinstance(outcome, Answer):
+            outcomes[index] = Answer(msgspec.structs.replace(outcome.response, body=body))
+        elif isinstance(outcome, More):
+            outcomes[index] = More(msgspec.structs.replace(outcome.part, body=body))
+        else:
+            raise ValueError(f"large values belong to answers, and outcome {index} is none")
+        start += size
+    return msgspec.structs.replace(done, outcomes=tuple(outcomes))
 
 
 def load_of(spec: LoadSpec, gpu_ids: tuple[int | None, ...], log_token: str) -> Load:
@@ -208,19 +283,35 @@ def done_from_report(run_id: int, report: BatchReport, is_last: bool = False) ->
     return Done(run_id, outcomes, report.began_s, report.handler_s, report.metrics, report.stages_s, is_last)
 
 
-def encode_report(run_id: int, report: BatchReport, is_last: bool = False) -> bytearray:
-    """A worker's report as a frame, whatever is in it.
+def encode_report(run_id: int, report: BatchReport, is_last: bool = False) -> Parts:
+    """A worker's report as a frame and raw bytes, whatever is in it.
 
     One that can't be sent goes without its metrics, or if that does not help, with errors for answers.
     """
     for rest in (report, msgspec.structs.replace(report, metrics=())):
         try:
-            return encode_frame(done_from_report(run_id, rest, is_last))
+            return _encode_done(done_from_report(run_id, rest, is_last))
         except (TypeError, ValueError, OverflowError) as err:
             logger.error("the report of a batch can't be sent as it is: %s", err)
     failed = [HandlerFailed(detail="the answer can't be sent; the log says why")] * len(report.outcomes)
     bare = msgspec.structs.replace(report, outcomes=failed, metrics=())
-    return encode_frame(done_from_report(run_id, bare, is_last))
+    return [encode_frame(done_from_report(run_id, bare, is_last))]
+
+
+def _encode_done(done: Done) -> Parts:
+    large: list[tuple[int, int]] = []
+    parts: list[bytes | bytearray | memoryview] = [b""]
+    outcomes = list(done.outcomes)
+    for index, outcome in enumerate(outcomes):
+        if isinstance(outcome, Answer) and len(outcome.response.body) > LARGE_BYTES:
+            large.append((index, len(outcome.response.body)))
+            parts.append(outcome.response.body)
+            outcomes[index] = Answer(msgspec.structs.replace(outcome.response, body=b""))
+    if large:
+        _check_sum(large)
+        done = msgspec.structs.replace(done, outcomes=tuple(outcomes), large=tuple(large))
+    parts[0] = encode_frame(done)
+    return parts
 
 
 def report_from_done(done: Done, expected: int) -> BatchReport:

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -33,9 +34,11 @@ from torchere.serving.execution.wire import (
     WarmUp,
     control_from_worker,
     data_from_worker,
+    done_with_raw,
     encode_frame,
     encode_run,
     load_of,
+    raw_bytes,
     report_from_done,
 )
 from torchere.serving.silence import was_late
@@ -214,7 +217,7 @@ class WorkerProcess:
 
     def _order(self, message: ControlToWorker) -> None:
         if self._control is not None:
-            self._control.send(encode_frame(message))
+            self._control.send([encode_frame(message)])
 
     def ping(self) -> None:
         """Ask for a sign of life; a single lane gives it between two runs."""
@@ -251,7 +254,7 @@ class WorkerProcess:
         self._last_run_id = run_id = self._last_run_id + 1
         place = self._places[-1] if self._places else self._places_used
         try:
-            frame = encode_run(run_id, place, run.requests)
+            parts = encode_run(run_id, place, run.requests)
         except (ValueError, MemoryError) as err:
             failure = OutOfResources("Out of resources", f"the batch can't be sent to its worker: {err}")
             self._loop.call_soon(run.fail, failure)  # the caller is not done with it
@@ -275,14 +278,17 @@ class WorkerProcess:
             lane.since_s = run.heard_s
         lane.inside += 1
         run.lane = lane
-        lane.frames.send(frame)
+        lane.frames.send(parts)
         if self._watch is None:
             self._look_in(self._response_timeout_s)
 
     def _on_data(self, lane: LaneSocket, payload: memoryview) -> None:
         try:
             message = data_from_worker.decode(payload)
-        except (msgspec.MsgspecError, RecursionError) as err:
+            if isinstance(message, Done) and message.large:
+                lane.frames.take(raw_bytes(message), partial(self._on_large_done, lane, message))
+                return
+        except (msgspec.MsgspecError, RecursionError, ValueError) as err:
             lane.frames.fail(f"sent a frame that is not a message: {err}")
             return
         run = self.inside.get(message.run_id)
@@ -292,6 +298,18 @@ class WorkerProcess:
             self._on_done(message, run, lane)
         elif run.part(message.index, message.part) and run.page is not None:
             run.page.hold(run.place, held=True)
+
+    def _on_large_done(self, lane: LaneSocket, message: Done, raw: memoryview) -> None:
+        """The answers that followed a report are there."""
+        run = self.inside.get(message.run_id)
+        if run is None or run.lane is not lane:
+            return
+        try:
+            whole = done_with_raw(message, raw)
+        except ValueError as err:
+            lane.frames.fail(f"sent a frame that is not a message: {err}")
+            return
+        self._on_done(whole, run, lane)
 
     def _on_done(self, message: Done, run: Run, lane: LaneSocket) -> None:
         del self.inside[message.run_id]

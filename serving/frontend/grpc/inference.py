@@ -96,7 +96,7 @@ class _Predictions(GrpcPrediction):
         return Asked(message.model_name, message.model_version or None, _request(message, self))
 
     def message_of(self, response: InferResponse) -> PredictionResponse:
-        return PredictionResponse(prediction=response.body)
+        return PredictionResponse(prediction=bytes(response.body))
 
 
 def _request(

@@ -34,7 +34,7 @@ def refused_by_handler(response: InferResponse) -> HandlerFailed:
 
 
 def _message(body: bytes) -> str:
-    text = body.decode("utf-8", "replace")
+    text = bytes(body).decode("utf-8", "replace")
     try:
         said: Any = msgspec.json.decode(body)
     except NO_JSON:

@@ -275,7 +275,7 @@ def _for_events(request: TensorRequest) -> TensorRequest:
 async def _parts(response: InferResponse | StreamedResponse) -> AsyncIterator[bytes]:
     if isinstance(response, InferResponse):
         _check_accepted(response)
-        yield response.body
+        yield bytes(response.body)
         return
     async for chunk in response.chunks:
         yield chunk

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import socket
 import struct
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchere.serving.execution.frames import HEADER, MAX_FRAME_BYTES, FrameReader, FrameSocket
+from torchere.serving.execution.frames import HEADER, MAX_FRAME_BYTES, FrameReader, FrameSocket, send_all
 
 
 def stream_of(payloads: list[bytes]) -> bytes:
@@ -144,11 +145,11 @@ def test_what_was_sent_before_a_write_fails_is_read_to_its_end() -> None:
             last_words = [b"%d" % number * 1000 for number in range(100)]
             server.theirs.sendall(stream_of(last_words))
             server.theirs.close()
-            server.frames.send(bytearray(b"to nobody"))
+            server.frames.send([bytearray(b"to nobody")])
             assert not server.frames.open
             assert await server.fault() == ""
             assert server.seen == last_words
-            server.frames.send(bytearray(b"without effect"))
+            server.frames.send([bytearray(b"without effect")])
 
     asyncio.run(main())
 
@@ -158,12 +159,12 @@ def test_frames_behind_the_first_of_a_turn_go_out_together_at_its_end() -> None:
         async with serving() as server:
             server.theirs.setblocking(False)
             for number in range(100):
-                server.frames.send(bytearray(stream_of([b"%02d" % number])))
+                server.frames.send([bytearray(stream_of([b"%02d" % number]))])
             assert server.theirs.recv(10_000) == stream_of([b"00"])
             await asyncio.sleep(0)
             rest = stream_of([b"%02d" % number for number in range(1, 100)])
             assert server.theirs.recv(10_000) == rest
-            server.frames.send(bytearray(b"the next turn"))
+            server.frames.send([bytearray(b"the next turn")])
             assert server.theirs.recv(10_000) == b"the next turn"
 
     asyncio.run(main())
@@ -174,7 +175,7 @@ def test_a_slow_reader_gets_everything_while_the_loop_goes_on() -> None:
         async with serving() as server:
             payloads = [bytes([number]) * (number * 40_000) for number in range(40)]
             for payload in payloads:
-                server.frames.send(bytearray(stream_of([payload])))
+                server.frames.send([bytearray(stream_of([payload]))])
             reader = FrameReader(server.theirs)
             for payload in payloads:
                 turns = 0
@@ -191,7 +192,7 @@ def test_a_slow_reader_gets_everything_while_the_loop_goes_on() -> None:
 def test_the_worker_reads_all_and_then_the_end_when_writing_is_closed() -> None:
     async def main() -> None:
         async with serving() as server:
-            server.frames.send(bytearray(stream_of([b"last"])))
+            server.frames.send([bytearray(stream_of([b"last"]))])
             server.frames.close_writing()
             assert read_all(server.theirs) == [b"last"]
             server.theirs.sendall(stream_of([b"answer"]))
@@ -263,3 +264,75 @@ def test_a_stream_that_ends_within_a_frame_is_over(length: int) -> None:
         ours.sendall(HEADER.pack(3) + b"one" + HEADER.pack(length) + b"two")
         ours.shutdown(socket.SHUT_WR)
         assert read_all(theirs) == [b"one"]
+
+
+class Announced:
+    """A server's end whose frames of one digit announce as many times 50,000 raw bytes."""
+
+    def __init__(self) -> None:
+        self.connection, self.theirs = socket.socketpair()
+        self.seen: list[bytes] = []
+        self.end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.frames = FrameSocket(self.connection, self.frame, self.end.set_result)
+
+    def frame(self, view: memoryview) -> None:
+        payload = bytes(view)
+        self.seen.append(payload)
+        if payload.isdigit():
+            self.frames.take(50_000 * int(payload), lambda raw: self.seen.append(bytes(raw)))
+
+
+@pytest.mark.parametrize("piece", [7_001, 65_536, 10**7])
+def test_raw_bytes_behind_a_frame_are_received_as_they_went_in(piece: int) -> None:
+    async def main() -> None:
+        server = Announced()
+        parts: list[bytes] = []
+        for count in (1, 5, 2, 20, 1):
+            parts += [b"%d" % count, bytes(range(250)) * 200 * count, b"between"]
+        stream = b"".join(part if len(part) > 10 else HEADER.pack(len(part)) + part for part in parts)
+
+        def send() -> None:
+            for start in range(0, len(stream), piece):
+                server.theirs.sendall(stream[start : start + piece])
+            server.theirs.close()
+
+        await in_thread(send)
+        assert await asyncio.wait_for(server.end, 30) == ""
+        assert server.seen == parts
+        server.frames.close()
+
+    asyncio.run(main())
+
+
+def test_raw_bytes_that_do_not_come_whole_are_not_handed_on() -> None:
+    async def main() -> None:
+        server = Announced()
+        server.theirs.sendall(HEADER.pack(1) + b"1" + b"x" * 49_999)
+        server.theirs.close()
+        assert await asyncio.wait_for(server.end, 30) == ""
+        assert server.seen == [b"1"]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("piece", [1000, 65_536, 10**6])
+@pytest.mark.parametrize("count", [1, 65_527, 65_528, 500_000])
+def test_a_reader_gives_raw_bytes_behind_a_frame(count: int, piece: int) -> None:
+    raw = bytes(range(256)) * (count // 256) + b"x" * (count % 256)
+    reader = FrameReader(Pieces(HEADER.pack(3) + b"one" + raw + HEADER.pack(3) + b"two", piece))  # type: ignore[arg-type]
+    assert bytes(reader.next() or b"") == b"one"
+    assert bytes(reader.raw(count) or b"") == raw
+    assert bytes(reader.next() or b"") == b"two"
+    assert FrameReader(Pieces(b"short", piece)).raw(6) is None  # type: ignore[arg-type]
+
+
+def test_a_frame_is_sent_with_its_raw_bytes() -> None:
+    ours, theirs = socket.socketpair()
+    parts = [HEADER.pack(3) + b"one", *(bytes([number]) * 40_000 for number in range(100))]
+    with ours, theirs:
+        sender = threading.Thread(target=send_all, args=(ours, parts))
+        sender.start()
+        reader = FrameReader(theirs)
+        assert bytes(reader.next() or b"") == b"one"
+        assert bytes(reader.raw(4_000_000) or b"") == b"".join(parts[1:])
+        sender.join()

@@ -221,6 +221,8 @@ GARBAGE = {
     "a retirement nested too deeply": r"struct.pack('>I', 200004) + b'\x92\x10' + b'\x91' * 200001 + b'\xc0'",
     "a report with a wrong type": "frame([13, 'x', [], 0.0, 0.0, []])",
     "a tag that does not exist": "frame([99])",
+    "a large answer of less than nothing": "frame([13, 1, [], 0.0, 0.0, [], [0.0] * 3, False, [[0, -1]]])",
+    "large answers beyond the limit": "frame([13, 1, [], 0.0, 0.0, [], [0.0] * 3, False, [[0, 2**30]] * 3])",
 }
 
 
@@ -264,6 +266,23 @@ def test_a_wrong_number_of_outcomes_fails_the_run(hostile: Any, outcomes: str) -
             run = rig.submit(f"write({DATA}, frame([13, 1, {outcomes}, 0.0, 0.0, []]))", "pass")
             report = await rig.ledger.report(run)
             assert [type(outcome) for outcome in report.outcomes] == [ExecutorDied] * 2
+            await rig.answers_again()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("said", "then"),
+    [("[[1, 5]]", "b'hello'"), ("[[0, 5]]", "b'hello'"), ("[[0, 10**9]]", "b'hello'")],
+    ids=["of no outcome", "of a failure", "that do not come"],
+)
+def test_forged_large_answers_cost_the_worker_alone(hostile: Any, said: str, then: str) -> None:
+    failure = "[20, 'handler_failed', 'no', '', 503]"
+
+    async def main() -> None:
+        async with rig_of(hostile()) as rig:
+            forged = f"frame([13, 1, [{failure}], 0.0, 0.0, [], [0.0] * 3, False, {said}]) + {then}"
+            await rig.attack(f"write({DATA}, {forged}); time.sleep(3600)")
             await rig.answers_again()
 
     asyncio.run(main())

@@ -28,16 +28,22 @@ from torchere.serving.execution.wire import (
     data_from_worker,
     data_to_worker,
     done_from_report,
+    done_with_raw,
     encode_frame,
     encode_report,
     encode_run,
     load_of,
+    raw_bytes,
     report_from_done,
+    run_with_raw,
 )
 from torchere.serving.types import InferRequest, InferResponse, Parameter
 
+LARGE = bytes(range(256)) * 200
 
-def payload(frame: bytearray) -> bytes:
+
+def payload(parts: Any) -> bytes:
+    (frame,) = [parts] if isinstance(parts, bytearray) else parts
     (length,) = HEADER.unpack_from(frame)
     assert length == len(frame) - HEADER.size
     return bytes(frame[HEADER.size :])
@@ -47,7 +53,40 @@ def test_a_batch_survives_the_way_to_a_worker() -> None:
     request = InferRequest("id", (Parameter("body", b"\x00\xff", "image/png"),), (("a", "é"),), 12.5)
     run = Run(7, 3, (request,))
     assert data_to_worker.decode(payload(encode_frame(run))) == run
-    assert encode_run(7, 3, [request]) == encode_frame(run)
+    assert data_to_worker.decode(payload(encode_run(7, 3, [request]))) == run
+
+
+def test_large_values_of_a_batch_follow_its_frame() -> None:
+    small, large = Parameter("small", b"s"), Parameter("large", LARGE, "image/png")
+    requests = tuple(InferRequest(name, (small, large, small, large)) for name in "ab")
+    frame, *raw = encode_run(7, 3, requests)
+    assert (len(raw), len(frame) < 1000) == (4, True)
+    run = data_to_worker.decode(payload(frame))
+    assert raw_bytes(run) == 4 * len(LARGE)
+    assert run_with_raw(run, memoryview(b"".join(raw))) == Run(7, 3, requests)
+
+
+def test_large_answers_follow_the_frame_of_their_report() -> None:
+    outcomes = [InferResponse(LARGE, (("k", "v"),), 418), HandlerFailed("no"), InferResponse(LARGE[:-1])]
+    frame, *raw = encode_report(7, BatchReport(outcomes))
+    done = data_from_worker.decode(payload(frame))
+    assert raw_bytes(done) == sum(map(len, raw)) == 2 * len(LARGE) - 1
+    back = report_from_done(done_with_raw(done, memoryview(b"".join(raw))), 3).outcomes
+    assert (back[0], type(back[1]), back[2]) == (outcomes[0], HandlerFailed, outcomes[2])
+
+
+@pytest.mark.parametrize("large", [((0, -1),), ((-1, 1),), ((0, 0),), ((0, 2**30),) * 3])
+def test_a_report_cannot_announce_impossible_answers(large: Any) -> None:
+    done = done_from_report(7, BatchReport([InferResponse(b"")]))
+    with pytest.raises(ValueError, match="large value"):
+        raw_bytes(msgspec.structs.replace(done, large=large))
+
+
+@pytest.mark.parametrize("index", [1, 2])
+def test_large_answers_belong_to_answers(index: int) -> None:
+    done = done_from_report(7, BatchReport([InferResponse(b""), HandlerFailed("no")]))
+    with pytest.raises(ValueError, match=f"outcome {index} is none"):
+        done_with_raw(msgspec.structs.replace(done, large=((index, 1),)), memoryview(b"x"))
 
 
 def test_a_load_survives_the_way_to_a_worker() -> None:
