@@ -6,7 +6,6 @@ Nothing here reads a file or the environment: `cli.py` and `properties.py` do, a
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -201,6 +200,6 @@ class ServerSettings:
     quarantine_max_files: int = 100
     quarantine_max_bytes: int = 64 * 2**20  # of all of them; 0: they are not saved
 
-    def startup_executors(self, gpus: int) -> int:
+    def startup_executors(self, gpus: int, cores: int) -> int:
         """How many executors a model gets that is loaded at the start and says nothing itself."""
-        return self.default_executors or gpus or os.cpu_count() or 1
+        return self.default_executors or gpus or cores

@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 import logging
-import math
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 
 from torchere.serving.execution.executor import ExecutorStatus
 from torchere.serving.execution.gpus import visible_gpus
 
 logger = logging.getLogger(__name__)
-
-CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
-
-
-def available_cores(cpu_max: Path = CGROUP_CPU_MAX) -> int:
-    """Cores this process may use: its affinity, cut by the quota of its cgroup (v2); at least 1."""
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = cpu_max.read_text().split()
-    except (OSError, ValueError):
-        return affinity
-    return affinity if quota == "max" else max(1, min(affinity, math.ceil(int(quota) / int(period))))
 
 
 def gpu_count(most: int | None) -> int:

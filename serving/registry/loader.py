@@ -22,7 +22,7 @@ from torchere.serving.batching.quarantine_files import QuarantineFiles
 from torchere.serving.batching.stateful import StatefulBatcher
 from torchere.serving.batching.unread_parts import limit_bytes
 from torchere.serving.errors import InvalidRequest
-from torchere.serving.execution.devices import available_cores, gpu_count, intra_op_threads
+from torchere.serving.execution.devices import gpu_count, intra_op_threads
 from torchere.serving.execution.executor import FreeCallback, LoadSpec
 from torchere.serving.execution.fork_client import Spawned
 from torchere.serving.execution.isolation import choose_isolation
@@ -37,6 +37,7 @@ from torchere.serving.registry.observer import RegistryObserver, VersionObserver
 from torchere.serving.registry.store import StoredArchive
 from torchere.serving.registry.version import Origin, Version
 from torchere.serving.settings import ModelSettings, QuarantineSettings, ServerSettings
+from torchere.serving.telemetry.cgroup import available_cores
 from torchere.serving.types import ModelKey
 
 logger = logging.getLogger(__name__)

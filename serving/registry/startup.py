@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torchere.serving.errors import InvalidSnapshot
 from torchere.serving.registry.effective import Asked
 from torchere.serving.settings import ServerSettings, SnapshotModel
+from torchere.serving.telemetry.cgroup import available_cores
 
 _ONLY_IF_STORED = "onlyIfStored"  # a setting of what stands in a snapshot and never was served
 
@@ -39,7 +40,7 @@ def startup_models(
     of_all = [item.lower() for item in items] == ["all"]
     if of_all:
         items = list(stored())
-    executors = Asked(executors=server.startup_executors(gpus), executors_by_default=True)
+    executors = Asked(executors=server.startup_executors(gpus, available_cores()), executors_by_default=True)
     wanted = [_from_item(item, executors, of_all) for item in items]
     restored = _still_meant(server.snapshot_models, stored)
     return wanted + [_from_snapshot(model, executors) for model in restored]

@@ -18,11 +18,9 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
-from torchere.serving.telemetry.predictions import log_fields
+from torchere.serving.telemetry.log_fields import LoggedPrediction, ModelVersion, log_fields
 
 if TYPE_CHECKING:
-    from torchere.serving.telemetry.numbers import VersionNumbers
-    from torchere.serving.telemetry.predictions import Predicted
     from torchere.serving.telemetry.trace_context import TraceContext
 
 FLUSH_S = 0.1  # how long a line may wait, and what a crash may cost
@@ -43,12 +41,12 @@ class AccessLine(NamedTuple):
     elapsed_ms: int
     request_id: str = ""
     trace: TraceContext | None = None
-    meter: VersionNumbers | None = None  # of the version that a prediction was for
+    version: ModelVersion | None = None  # of the version that a prediction was for
 
     @property
     def ids(self) -> dict[str, str]:
         """The fields that JSON lines have besides, as far as they are known."""
-        return log_fields(self.request_id, self.trace, self.meter)
+        return log_fields(self.request_id, self.trace, self.version)
 
     @property
     def asked(self) -> str:
@@ -132,7 +130,7 @@ class AccessLog:
         status: int,
         started_s: float,
         *,
-        prediction: Predicted | None = None,
+        prediction: LoggedPrediction | None = None,
         request_id: str = "",
     ) -> None:
         """Note one answered request.
@@ -146,10 +144,10 @@ class AccessLog:
             request_id: the id that a request has without one.
         """
         elapsed_ms = round((time.monotonic() - started_s) * 1000)
-        trace = meter = None
+        trace = version = None
         if prediction is not None:
-            request_id, trace, meter = prediction.request_id, prediction.trace, prediction.meter
-        line = AccessLine(time.time(), client, request_line, status, elapsed_ms, request_id, trace, meter)
+            request_id, trace, version = prediction.request_id, prediction.trace, prediction.meter
+        line = AccessLine(time.time(), client, request_line, status, elapsed_ms, request_id, trace, version)
         if not self._is_noted:
             self._outputs = self._find_outputs()
         if self._outputs is None:

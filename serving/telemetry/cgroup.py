@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,6 +38,13 @@ def sample_cgroup(root: Path = ROOT) -> CgroupSample:
         limit_bytes if limit_bytes is not None and limit_bytes < _NO_LIMIT_BYTES else None,
         _number(used),
     )
+
+
+def available_cores(root: Path = ROOT) -> int:
+    """Cores that this process may use: its affinity, cut by the quota of its cgroup; at least 1."""
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = sample_cgroup(root).cpu_limit_cores
+    return affinity if limit is None else max(1, min(affinity, math.ceil(limit)))
 
 
 def _text(path: Path) -> str:

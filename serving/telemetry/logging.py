@@ -129,8 +129,8 @@ class JsonFormatter(LineFormatter):
         ids = f', "request_id": {_quoted_json(line.request_id)}' if line.request_id else ""
         if line.trace is not None:
             ids += f', "trace_id": "{line.trace.trace_id}"'
-        if line.meter is not None:
-            ids += _version_json(line.meter.model, line.meter.version)
+        if line.version is not None:
+            ids += _version_json(line.version.model, line.version.version)
         return (
             f'{{"time": "{second}.{microseconds:06d}Z", "level": "INFO", '
             f'"logger": "{ACCESS_LOGGER}", "message": "{_inside(line.asked)} {line.status} '

@@ -64,22 +64,3 @@ class Tracing(Protocol):
 
     def close(self) -> None:
         """Send what has not been sent. Blocks."""
-
-
-def log_fields(
-    request_id: str, trace: TraceContext | None = None, meter: VersionNumbers | None = None
-) -> dict[str, str]:
-    """What log lines say about a request besides, as far as it is known; for `extra=`."""
-    fields = {"request_id": request_id} if request_id else {}
-    if trace is not None:
-        fields["trace_id"] = trace.trace_id
-    if meter is not None:
-        fields |= {"model": meter.model, "version": meter.version}
-    return fields
-
-
-def fields_of(request_id: str, prediction: Predicted | None) -> dict[str, str]:
-    """Return the same for a request that may be a prediction."""
-    if prediction is None:
-        return log_fields(request_id)
-    return log_fields(request_id, prediction.trace, prediction.meter)

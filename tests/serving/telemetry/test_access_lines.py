@@ -179,9 +179,11 @@ def as_record(line):
     "line",
     [
         LINE,
-        LINE._replace(client=None, request_line=EVIL.encode("utf-8"), meter=Metrics("vm").meter(EVIL, "1.0")),
         LINE._replace(
-            client="unix:", request_line="gRPC a/b HTTP/2.0", request_id="", trace=None, meter=None
+            client=None, request_line=EVIL.encode("utf-8"), version=Metrics("vm").meter(EVIL, "1.0")
+        ),
+        LINE._replace(
+            client="unix:", request_line="gRPC a/b HTTP/2.0", request_id="", trace=None, version=None
         ),
         LINE._replace(created_s=1_800_000_000.999_999_9),
     ],

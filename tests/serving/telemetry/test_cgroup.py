@@ -1,6 +1,6 @@
 import pytest
 
-from torchere.serving.telemetry.cgroup import CgroupSample, sample_cgroup
+from torchere.serving.telemetry.cgroup import CgroupSample, available_cores, sample_cgroup
 
 
 def write(root, files):
@@ -52,3 +52,22 @@ def test_without_cgroups_nothing_is_told(tmp_path):
 def test_files_that_hold_something_else_tell_nothing(tmp_path):
     write(tmp_path, dict.fromkeys(V2, "what?\n"))
     assert sample_cgroup(tmp_path) == CgroupSample()
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"cgroup.controllers": "cpu", "cpu.max": "50000 100000\n"},
+        {"cpu/cpu.cfs_quota_us": "50000\n", "cpu/cpu.cfs_period_us": "100000\n"},
+    ],
+    ids=["v2", "v1"],
+)
+def test_the_quota_of_the_cgroup_counts_for_the_cores(tmp_path, files):
+    write(tmp_path, files)
+    assert available_cores(tmp_path) == 1
+
+
+@pytest.mark.parametrize("text", ["max 100000\n", "nonsense", "", "9900000 100000\n"])
+def test_without_a_quota_the_affinity_counts(tmp_path, text):
+    write(tmp_path, {"cgroup.controllers": "cpu", "cpu.max": text})
+    assert available_cores(tmp_path) == available_cores(tmp_path / "absent")
