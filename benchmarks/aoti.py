@@ -30,7 +30,7 @@ from quantised.scaling import measured as scaling_of
 from quantised.zoo import SUBJECTS, Subject
 
 from torchere.archiver.models.verify_timing import batch_of
-from torchere.serving.execution.allocator import keep_freed_memory
+from torchere.serving.process.allocator import keep_freed_memory
 
 DOCUMENT = ROOT / "docs" / "aoti.md"
 _SCALED, _SCALED_BATCH = "mlp", 8

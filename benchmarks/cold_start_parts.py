@@ -37,12 +37,12 @@ model_store={store}
 """
 NOT_AHEAD = """
 import contextlib
-from torchere.serving import preparation
+from torchere.serving.workers import preparation
 preparation.fork_server_ahead = lambda settings: contextlib.nullcontext()
 """
 TORCH_FIRST = "import torch"  # as servers did that ran models themselves
 VARIANTS = {"as it is": "", "fork server when needed": NOT_AHEAD, "torch in the server": TORCH_FIRST}
-MAIN = "\nimport sys\nfrom torchere.serving.cli import main\nsys.exit(main(sys.argv[1:]))"
+MAIN = "\nimport sys\nfrom torchere.serving.commands.cli import main\nsys.exit(main(sys.argv[1:]))"
 BARE = "import sys, torch; m = torch.jit.load(sys.argv[1]).eval(); print('ready', flush=True)"
 
 

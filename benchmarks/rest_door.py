@@ -23,11 +23,11 @@ from typing import Any
 import uvloop
 
 from torchere.archiver.signature import Signature, TensorSpec
+from torchere.serving.config.server_settings import ServerSettings
 from torchere.serving.frontend.model_facts import ModelFacts
 from torchere.serving.frontend.rest.app import listener_of
 from torchere.serving.frontend.rest.connection import Connection
 from torchere.serving.frontend.services import Services
-from torchere.serving.settings import ServerSettings
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.telemetry.statistics import VersionStatistics
 from torchere.serving.types import InferResponse, ModelKey

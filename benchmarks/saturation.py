@@ -32,8 +32,8 @@ from harness.errors import Failed
 from harness.paths import SCRIPTS
 from harness.processes import free_ports
 
-from torchere.serving.bench_client import Client, ConnectionLost, Target, request_bytes
-from torchere.serving.bench_figures import percentile
+from torchere.serving.commands.bench import percentile
+from torchere.serving.commands.load_client import Client, ConnectionLost, Target, request_bytes
 
 EXECUTORS = 2
 WORK_S = 0.02

@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from torchere.serving.batching.request import Request
-from torchere.serving.telemetry.access_lines import AccessLog
-from torchere.serving.telemetry.logging import configure
+from torchere.serving.logs.access_lines import AccessLog
+from torchere.serving.logs.lines import configure
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.telemetry.saturation import TICK_S, LoadSample, SaturationWindow
 

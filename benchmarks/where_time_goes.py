@@ -39,7 +39,7 @@ PARTS = {
     "serving/frontend/": "HTTP, tensors and the data plane",
     "serving/telemetry/": "metrics, timeline and access log",
     "serving/batching/": "batching",
-    "serving/execution/": "the executor's side: threads, frames, host",
+    "serving/workers/": "the executor's side: threads, frames, host",
     "handlers/": "the handler",
     "torch/": "the model",
 }

@@ -33,7 +33,7 @@ shell() {
 }
 left_running='
 import os, sys
-from torchere.serving.launcher import pid_file, read_pid, running
+from torchere.serving.commands.torchserve import pid_file, read_pid, running
 pid = read_pid(pid_file(os.environ))
 print(pid) if running(pid) else sys.exit(1)'
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from torchere.serving.cli import main
+from torchere.serving.commands.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

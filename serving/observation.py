@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from torchere.serving.errors import ServingError
-from torchere.serving.execution.executor import BatchReport, ExecutorState, ExecutorStatus, Unfinished
-from torchere.serving.execution.loss import LossKind
-from torchere.serving.execution.run import Run
 from torchere.serving.registry.version import Version, VersionState
-from torchere.serving.telemetry.exposure import States
 from torchere.serving.telemetry.load_metrics import ExecutorLoad, VersionLoad
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.telemetry.numbers import UNREAD, VersionNumbers
 from torchere.serving.telemetry.saturation import LoadSample
+from torchere.serving.telemetry.scrape import States
 from torchere.serving.types import ModelKey
+from torchere.serving.workers.executor import BatchReport, ExecutorState, ExecutorStatus, Unfinished
+from torchere.serving.workers.loss import LossKind
+from torchere.serving.workers.run import Run
 
 
 class VersionMetrics:

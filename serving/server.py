@@ -14,29 +14,33 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 from torchere.handlers.errors import MetricsCacheError
 from torchere.serving import __version__
+from torchere.serving.access.keys import FixedKeys, keys_of
+from torchere.serving.access.reload import Reloadable, watch
+from torchere.serving.access.tls import Certificates, certificates_of
+from torchere.serving.config.server_settings import Address, ServerSettings
 from torchere.serving.errors import ServingError
-from torchere.serving.execution.fork_client import Spawned
-from torchere.serving.fixed_keys import FixedKeys, keys_of
 from torchere.serving.frontend.access_log import access_log
-from torchere.serving.frontend.controlplane import ControlPlane
+from torchere.serving.frontend.control import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
-from torchere.serving.frontend.rest.deferred import build_after
+from torchere.serving.frontend.grpc.server import GrpcServer, grpc_listeners
+from torchere.serving.frontend.rest.app import listener_of, listeners
+from torchere.serving.frontend.rest.deferred import DeferredApp, build_after
+from torchere.serving.frontend.rest.server import RestServer
 from torchere.serving.frontend.services import CorsHeaders, Services, budgets_of
-from torchere.serving.frontend.tls import Certificates, certificates_of
+from torchere.serving.io.addresses import refuse_taken, said_plainly
+from torchere.serving.logs.lines import lost_lines, say
 from torchere.serving.observation import RegistryMetrics
-from torchere.serving.ports import Endpoints, Ports
+from torchere.serving.process.signals import ending_signals
 from torchere.serving.registry.registry import Registry
-from torchere.serving.reloading import Reloadable, watch
-from torchere.serving.settings import ServerSettings
-from torchere.serving.start_signals import ending_signals
-from torchere.serving.telemetry.logging import lost_lines, say
-from torchere.serving.telemetry.metric_log import close_metric_files, open_metric_files
+from torchere.serving.telemetry.declared import MetricsConfig, built_in_config, read_metrics_config
 from torchere.serving.telemetry.metrics import Metrics
-from torchere.serving.telemetry.metrics_config import MetricsConfig, built_in_config, read_metrics_config
+from torchere.serving.telemetry.torchserve import close_metric_files, open_metric_files
 from torchere.serving.telemetry.trace_setup import open_tracing
+from torchere.serving.workers.fork_client import Spawned
 
 logger = logging.getLogger(__name__)
 
@@ -266,3 +270,80 @@ def _cors(settings: ServerSettings) -> CorsHeaders:
     return CorsHeaders(
         settings.cors_allowed_origin, settings.cors_allowed_methods, settings.cors_allowed_headers
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """Where a started server listens, by API ("inference", "management", "metrics")."""
+
+    rest: dict[str, Address] = field(default_factory=dict)
+    grpc: dict[str, Address] = field(default_factory=dict)
+
+
+class Ports:
+    """The ports that the settings ask for. Lives on the event loop; `open`, `drain`, `close`, each once."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._settings = settings
+        self._routes: list[DeferredApp] = []
+        self._rest: list[RestServer] = []
+        self._metrics_only: list[RestServer] = []
+        self._grpc: list[GrpcServer] = []
+
+    async def refuse_if_taken(self) -> None:
+        """Look whether other servers have the addresses; nothing is opened.
+
+        Raises:
+            ServingError: one is taken.
+        """
+        settings = self._settings
+        rest = [address for address, _ in listeners(settings)]
+        grpc = filter(None, (settings.grpc_inference_address, settings.grpc_management_address))
+        await asyncio.to_thread(refuse_taken, [*rest, *grpc])
+
+    async def open(self, dataplane: DataPlane, controlplane: ControlPlane, services: Services) -> Endpoints:
+        """Open all of them.
+
+        Raises:
+            ServingError: one can't be listened on; those before it stay open until they are closed.
+        """
+        endpoints = Endpoints()
+        for address, surfaces in listeners(self._settings):
+            listener = listener_of(surfaces, dataplane, controlplane, services)
+            rest = RestServer(
+                listener,
+                address,
+                drain_timeout_s=self._settings.drain_timeout_s,
+                certificates=services.certificates,
+            )
+            with said_plainly(address):
+                bound = await rest.start()
+            (self._metrics_only if surfaces == {"metrics"} else self._rest).append(rest)
+            self._routes.append(listener.routes)
+            endpoints.rest.update(dict.fromkeys(surfaces, bound))
+        for grpc in grpc_listeners(dataplane, controlplane, services):
+            with said_plainly(grpc.address):
+                endpoints.grpc[grpc.api] = await grpc.start()
+            self._grpc.append(grpc)
+        return endpoints
+
+    @property
+    def routes(self) -> Sequence[DeferredApp]:
+        """What is built of the REST ports once the server serves: see `rest/deferred.py`."""
+        return self._routes
+
+    def drain(self) -> None:
+        """Serve on, and end each REST connection with its next answer; see `RestServer.drain`."""
+        for rest in self._rest:
+            rest.drain()
+
+    async def close(self) -> None:
+        """Close all ports but those of metrics alone; what is in is answered within `drain_timeout_s`."""
+        await asyncio.gather(
+            *(rest.stop() for rest in self._rest),
+            *(grpc.stop(self._settings.drain_timeout_s) for grpc in self._grpc),
+        )
+
+    async def close_metrics(self) -> None:
+        """Close the ports of metrics alone, which stay open longer so that the drain can be watched."""
+        await asyncio.gather(*(rest.stop() for rest in self._metrics_only))

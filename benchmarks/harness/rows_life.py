@@ -20,7 +20,7 @@ from harness.models import ENVELOPE, FEATURES, LARGE, LARGE_LAYERS, Workshop, in
 from harness.paths import SCRIPTS
 from harness.processes import Endpoint, Probe, until_answered
 from harness.rows import Conditions, Figures, Measure, Row
-from torchere.serving.bench_client import Client, ConnectionLost, Target, request_bytes
+from torchere.serving.commands.load_client import Client, ConnectionLost, Target, request_bytes
 
 _KILL_CLIENTS = 8
 _KILL_WORKERS = 2

@@ -13,8 +13,8 @@ from harness import servers
 from harness.figures import Goal
 from harness.processes import Endpoint, Probe, until_answered
 from harness.rows import Conditions, Figures, Measure, Row
-from torchere.serving.bench_client import Client, ConnectionLost, Reply, Target, request_bytes
-from torchere.serving.bench_figures import percentile
+from torchere.serving.commands.bench import percentile
+from torchere.serving.commands.load_client import Client, ConnectionLost, Reply, Target, request_bytes
 
 DEADLINE_S = 0.25
 PEAK_CLIENTS = 8  # enough to keep one executor busy, few enough that all are in time

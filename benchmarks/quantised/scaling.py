@@ -21,7 +21,7 @@ from quantised.compiled import Both
 from quantised.zoo import Sample
 from torchere.archiver.models.verify_timing import one_thread
 from torchere.handlers.aot import load_package
-from torchere.serving.execution.allocator import keep_freed_memory
+from torchere.serving.process.allocator import keep_freed_memory
 
 _ROUNDS, _ROUND_S = 25, 0.4  # many and short: what neighbours of the machine do changes by the second
 _START_S = 12.0  # a process needs that to import torch, on a busy machine

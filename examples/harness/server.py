@@ -18,7 +18,7 @@ import requests
 
 from examples.harness.errors import ExampleFailed
 from torchere.client import Client
-from torchere.serving.predict_grpc import Connection
+from torchere.serving.commands.predict_grpc import Connection
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 40.0  # the server itself gives what is running 30 s

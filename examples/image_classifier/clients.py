@@ -10,7 +10,7 @@ from collections.abc import Callable
 import requests
 
 from examples.harness.server import CALL_TIMEOUT_S, Server
-from torchere.serving.predict_grpc import Connection
+from torchere.serving.commands.predict_grpc import Connection
 
 Labels = dict[str, float]  # class name to probability, the most probable first
 Ask = Callable[[bytes], Labels]

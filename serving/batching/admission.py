@@ -25,9 +25,9 @@ from torchere.serving.errors import (
     ServingError,
     Unavailable,
 )
-from torchere.serving.execution.executor import BatchReport, ExecutorState, ExecutorStatus
-from torchere.serving.execution.run import Run
 from torchere.serving.types import NO_DEADLINE, InferResponse
+from torchere.serving.workers.executor import BatchReport, ExecutorState, ExecutorStatus
+from torchere.serving.workers.run import Run
 
 LATE = "The deadline of the request passed before there was an answer."
 

@@ -12,11 +12,11 @@ from torchere.serving.batching.admission import Admission, BatchObserver, Pool
 from torchere.serving.batching.policy import Dispatch, QueueView, WaitUntil, plan
 from torchere.serving.batching.priority import position
 from torchere.serving.batching.request import Request, alone
+from torchere.serving.config.server_settings import BatchSettings
 from torchere.serving.errors import Cancelled, DeadlineExceeded, HandlerFailed, QueueFull, ServingError
-from torchere.serving.execution.executor import BatchReport, Unfinished
-from torchere.serving.execution.run import Run
-from torchere.serving.settings import BatchSettings
 from torchere.serving.types import NO_DEADLINE
+from torchere.serving.workers.executor import BatchReport, Unfinished
+from torchere.serving.workers.run import Run
 
 _NOT_RUN = (Cancelled, DeadlineExceeded)  # outcomes of requests that an executor left out
 

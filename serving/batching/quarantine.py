@@ -19,7 +19,7 @@ import msgspec
 
 from torchere.serving.batching.request import Request
 from torchere.serving.errors import DeadlineExceeded, ExecutorDied, Quarantined
-from torchere.serving.execution.executor import BatchReport, Outcome
+from torchere.serving.workers.executor import BatchReport, Outcome
 
 MAX_KNOWN = 1024  # suspects and convicts of a version; the ones not heard of for longest are forgotten
 SUSPECT_FOR_S = 600.0  # a suspect that nobody sends again is forgotten after this

@@ -16,7 +16,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from torchere.serving.batching.quarantine import Conviction
-from torchere.serving.settings import QuarantineSettings
+from torchere.serving.config.server_settings import QuarantineSettings
 from torchere.serving.types import ModelKey
 
 logger = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ from torchere.serving.errors import ServingError
 from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, Parameter, StreamedResponse
 
 if TYPE_CHECKING:
-    from torchere.serving.execution.run import Run
+    from torchere.serving.logs.trace_context import TraceContext
     from torchere.serving.telemetry.numbers import VersionNumbers
-    from torchere.serving.telemetry.trace_context import TraceContext
+    from torchere.serving.workers.run import Run
 
 Answer: TypeAlias = InferResponse | StreamedResponse | ServingError
 Protocol = Literal["rest", "grpc"]

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Iterable
 
 from torchere.serving.batching.request import Request
+from torchere.serving.config.server_settings import SequenceSettings
 from torchere.serving.errors import QueueFull
-from torchere.serving.settings import SequenceSettings
 
 
 class Sequence:

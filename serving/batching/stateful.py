@@ -18,10 +18,10 @@ from torchere.serving.batching.policy import Dispatch, QueueView, WaitUntil, pla
 from torchere.serving.batching.priority import position
 from torchere.serving.batching.request import Request
 from torchere.serving.batching.sequences import Sequence, SequenceTable
+from torchere.serving.config.server_settings import BatchSettings, SequenceSettings
 from torchere.serving.errors import ExecutorDied, QueueFull, ServingError, Unavailable
-from torchere.serving.execution.executor import BatchReport, ExecutorState, Outcome, Unfinished
-from torchere.serving.execution.run import Run
-from torchere.serving.settings import BatchSettings, SequenceSettings
+from torchere.serving.workers.executor import BatchReport, ExecutorState, Outcome, Unfinished
+from torchere.serving.workers.run import Run
 
 SEQUENCE_ID = "ts_request_sequence_id"
 SEQUENCE_START = "ts_request_sequence_start"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from torchere.serving.telemetry.access_lines import AccessLog
-from torchere.serving.telemetry.logging import ACCESS_LOGGER
+from torchere.serving.logs.access_lines import AccessLog
+from torchere.serving.logs.lines import ACCESS_LOGGER
 
 access_log = AccessLog(logging.getLogger(ACCESS_LOGGER))

@@ -11,8 +11,8 @@ from contextvars import ContextVar
 
 from torchere.serving.batching.request import Protocol, Request
 from torchere.serving.errors import ServingError
+from torchere.serving.logs.trace_context import trace_of_headers
 from torchere.serving.telemetry.metrics import Metrics
-from torchere.serving.telemetry.trace_context import trace_of_headers
 
 CLIENT_GONE = 499  # as an HTTP status: no standard, but known; nobody is told
 CANCELLED: dict[Protocol, str | int] = {"rest": CLIENT_GONE, "grpc": "CANCELLED"}

@@ -16,10 +16,10 @@ import psutil
 
 from torchere.handlers.json_text import indented_json
 from torchere.handlers.tensors_json import NO_JSON
-from torchere.serving.execution.executor import ExecutorState, ExecutorStatus
-from torchere.serving.frontend.controlplane import ModelPage, VersionDescription
-from torchere.serving.settings import ModelSettings
+from torchere.serving.config.server_settings import ModelSettings
+from torchere.serving.frontend.control import ModelPage, VersionDescription
 from torchere.serving.types import InferResponse
+from torchere.serving.workers.executor import ExecutorState, ExecutorStatus
 
 
 def pretty(value: object) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchere.serving.execution.executor import ExecutorState
 from torchere.serving.registry.version import Version, VersionState
+from torchere.serving.workers.executor import ExecutorState
 
 ON_THEIR_WAY = (VersionState.NEW, VersionState.LOADING, VersionState.WARMING)
 

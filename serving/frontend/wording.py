@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchere.serving.frontend.controlplane import Progress, Registered
+from torchere.serving.frontend.control import Progress, Registered
 from torchere.serving.types import ModelKey
 
 PROCESSING = "Processing worker updates..."

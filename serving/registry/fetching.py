@@ -12,11 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from torchere.serving.errors import DownloadFailed, Unavailable
-from torchere.serving.registry.allowed_urls import is_remote
-from torchere.serving.registry.download import Download, Interrupt
-from torchere.serving.registry.store import Store
-from torchere.serving.registry.turns import Turns
 from torchere.serving.registry.version import Version
+from torchere.serving.store.fetch import Download, Interrupt, Turns
+from torchere.serving.store.package import Store
+from torchere.serving.store.url_rules import is_remote
 
 AT_ONCE = 4
 MAX_WAITING = 60

@@ -11,8 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from torchere.serving.errors import LoadFailed, Unavailable
-from torchere.serving.registry.policy import Step, VersionView, next_step
-from torchere.serving.registry.version import Version, VersionState
+from torchere.serving.registry.version import Step, Version, VersionState, VersionView, next_step
 
 logger = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 
 from torchere.archiver.reader import Archive
 from torchere.handlers.archive_import import forget_archive
+from torchere.serving.config.server_settings import ServerSettings
 from torchere.serving.errors import (
     Conflict,
     DefaultVersionInUse,
@@ -22,29 +23,25 @@ from torchere.serving.errors import (
     ServingError,
     VersionNotFound,
 )
-from torchere.serving.execution.fork_client import Spawned
-from torchere.serving.execution.launch import worker_environment
-from torchere.serving.registry import routing
-from torchere.serving.registry.download import Download
-from torchere.serving.registry.environments import EnvironmentBuilder, plan_environment
+from torchere.serving.registry import serving_map as routing
+from torchere.serving.registry.builder import Loader
+from torchere.serving.registry.desired import Missing, Wanted, check_snapshot, startup_models
 from torchere.serving.registry.fetching import Fetching, delete, hand_over
-from torchere.serving.registry.loader import Loader
-from torchere.serving.registry.missing import Missing
 from torchere.serving.registry.names import (
     check_model_name,
     check_runtime,
     check_version_name,
     default_model_name,
 )
-from torchere.serving.registry.observer import RegistryObserver
-from torchere.serving.registry.policy import scaled_target
 from torchere.serving.registry.reconciler import Reconciler
-from torchere.serving.registry.snapshot_keeper import SnapshotKeeper
-from torchere.serving.registry.startup import Wanted, check_snapshot, startup_models
-from torchere.serving.registry.store import StoredArchive, store_of
-from torchere.serving.registry.version import Version, VersionState
-from torchere.serving.settings import ServerSettings
+from torchere.serving.registry.snapshot import SnapshotKeeper
+from torchere.serving.registry.version import RegistryObserver, Version, VersionState, scaled_target
+from torchere.serving.store.environment import EnvironmentBuilder, plan_environment
+from torchere.serving.store.fetch import Download
+from torchere.serving.store.package import StoredArchive, store_of
 from torchere.serving.types import ModelKey
+from torchere.serving.workers.fork_client import Spawned
+from torchere.serving.workers.launch import worker_environment
 
 logger = logging.getLogger(__name__)
 

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol, TypeAlias
 
-from torchere.serving.settings import MetricsMode
-from torchere.serving.telemetry.families import Families, Family, check_names, updater
-from torchere.serving.telemetry.metric_log import MODEL_LOGGER, MetricLog
-from torchere.serving.telemetry.metrics_config import HOSTNAME, OWN_PREFIX, DeclaredMetric
-from torchere.serving.telemetry.server_metrics import is_logged
+from torchere.serving.config.server_settings import MetricsMode
+from torchere.serving.telemetry.catalogue import Families, Family, check_names, updater
+from torchere.serving.telemetry.declared import HOSTNAME, OWN_PREFIX, DeclaredMetric
+from torchere.serving.telemetry.torchserve import MODEL_LOGGER, MetricLog, is_logged
 
 logger = logging.getLogger(__name__)
 

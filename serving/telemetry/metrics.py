@@ -13,21 +13,20 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from torchere.handlers.metric_types import MetricDeclaration
+from torchere.serving.config.server_settings import MetricsMode
 from torchere.serving.errors import ServingError
-from torchere.serving.settings import MetricsMode
 from torchere.serving.telemetry import catalogue, torchserve
-from torchere.serving.telemetry.exposure import Exposure, States
-from torchere.serving.telemetry.families import Families, Reserved
+from torchere.serving.telemetry.catalogue import Families, Reserved
+from torchere.serving.telemetry.declared import MetricsConfig, built_in_config
 from torchere.serving.telemetry.handler_metrics import HandlerMetrics, HandlerSample, Report
 from torchere.serving.telemetry.load_metrics import LoadMetrics, VersionLoad, executors_of
-from torchere.serving.telemetry.metrics_config import MetricsConfig, built_in_config
 from torchere.serving.telemetry.numbers import Listener, ServerNumbers, VersionNumbers
 from torchere.serving.telemetry.predictions import Predicted, Tracing
-from torchere.serving.telemetry.process_metrics import ProcessMetrics
 from torchere.serving.telemetry.refusals import TOO_LARGE, refusal_reason
+from torchere.serving.telemetry.sampling import ProcessMetrics, SystemMetrics
 from torchere.serving.telemetry.saturation import TICK_S
-from torchere.serving.telemetry.server_metrics import ServerMetrics
-from torchere.serving.telemetry.system_metrics import SystemMetrics
+from torchere.serving.telemetry.scrape import Exposure, States
+from torchere.serving.telemetry.torchserve import ServerMetrics
 
 PREDICTION_TIME = "PredictionTime"
 

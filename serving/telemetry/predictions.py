@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from torchere.serving.logs.trace_context import TraceContext
     from torchere.serving.telemetry.numbers import VersionNumbers
-    from torchere.serving.telemetry.trace_context import TraceContext
 
 
 class Dequeued(Protocol):

@@ -6,15 +6,21 @@ with another type, or `metrics_mode` asks for a log line for each update, `Updat
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import TypeAlias
 
 from prometheus_client import Metric
 
-from torchere.serving.telemetry.families import help_text
-from torchere.serving.telemetry.metrics_config import DeclaredMetric
+from torchere.serving.config.server_settings import MetricsMode
+from torchere.serving.logs.files import AccessFormatter, RotatingFile
+from torchere.serving.telemetry.catalogue import Families, Family, help_text, updater
+from torchere.serving.telemetry.declared import DeclaredMetric
+from torchere.serving.telemetry.exposition import java_double
 from torchere.serving.telemetry.numbers import Listener, ServerNumbers, Tally, VersionNumbers
-from torchere.serving.telemetry.server_metrics import ServerMetrics
 
 DEFAULT_VERSION = "default"  # label of requests that named no version
 REQUESTS = "ts_inference_requests_total"
@@ -108,3 +114,171 @@ class Updates(Listener):
 
 def _labels(version: VersionNumbers, named: bool) -> tuple[str, str]:
     return version.model, version.version if named else DEFAULT_VERSION
+
+
+# All that `metrics_mode=legacy` shows; it logs the rest. `log` shows nothing and logs everything.
+LEGACY_METRICS = frozenset(
+    {
+        "ts_inference_requests_total",
+        "ts_inference_latency_microseconds",
+        "ts_queue_latency_microseconds",
+    }
+)
+Update = Callable[[float], None]
+
+
+def is_logged(name: str, mode: MetricsMode) -> bool:
+    """Whether updates of a metric become log lines; otherwise it is shown at the metrics endpoint."""
+    return mode == "log" or (mode == "legacy" and name not in LEGACY_METRICS)
+
+
+class ServerMetrics:
+    """Makes updaters of one metric with given label values. Thread-safe.
+
+    Args:
+        declared: by name; what is not there is not recorded.
+        families: where to declare what is shown.
+        hostname: the last label value of every metric.
+        mode: which metrics are shown, and which logged.
+        plain: metrics that are rendered from numbers, by name, if they are declared with this type.
+    """
+
+    def __init__(
+        self,
+        declared: Mapping[str, DeclaredMetric],
+        families: Families,
+        hostname: str,
+        mode: MetricsMode,
+        plain: Mapping[str, str],
+    ) -> None:
+        self._declared = declared
+        self._hostname = hostname
+        self._log = MetricLog(SERVER_LOGGER, hostname)
+        self._families: dict[str, Family] = {}
+        self.plain: dict[str, DeclaredMetric] = {}
+        for metric in declared.values():
+            if is_logged(metric.name, mode):
+                continue
+            if plain.get(metric.name) == metric.kind:
+                self.plain[metric.name] = metric
+            else:
+                self._families[metric.name] = families.declare(
+                    metric.kind, metric.name, metric.unit, metric.labels
+                )
+
+    def takes(self, name: str) -> bool:
+        """Whether updates of this metric go through `bind`."""
+        return name in self._declared and name not in self.plain
+
+    def bind(self, name: str, *values: str) -> Update:
+        """Return a function that takes a value of a metric, or discards it when the metric is not declared.
+
+        Args:
+            name: of the metric.
+            values: of its labels, in the order of the built-in file, without the host.
+        """
+        if not self.takes(name):
+            return _ignore
+        metric, family = self._declared[name], self._families.get(name)
+        if family is None:
+            labels = tuple(zip(metric.labels, values, strict=False))  # the host's is in the tail of the line
+            return partial(self._write, metric, labels)
+        return updater(family.labels(*values, self._hostname))
+
+    def drop(self, name: str, *values: str) -> None:
+        """Show these label values of a metric no longer; without an error when they were not shown."""
+        family = self._families.get(name)
+        if family is not None:
+            family.remove(*values, self._hostname)
+
+    def _write(self, metric: DeclaredMetric, labels: tuple[tuple[str, str], ...], value: float) -> None:
+        self._log.write(metric.name, metric.unit, value, labels)
+
+
+def _ignore(value: float) -> None:
+    """Discard the value: the metric is not declared."""
+
+
+logger = logging.getLogger(__name__)
+
+SERVER_LOGGER = "TS_METRICS"
+MODEL_LOGGER = "MODEL_METRICS"
+FILES = {SERVER_LOGGER: "ts_metrics.log", MODEL_LOGGER: "model_metrics.log"}
+
+
+class _MetricFile(RotatingFile):
+    """Ours, so that opening again replaces it."""
+
+
+class MetricLog:
+    """Writes one line for each update, to one of the two loggers. Thread-safe."""
+
+    def __init__(self, logger_name: str, hostname: str, now: Callable[[], float] = time.time) -> None:
+        self._logger = logging.getLogger(logger_name)
+        self._hostname = hostname
+        self._now = now  # seconds since the epoch
+
+    def write(
+        self,
+        name: str,
+        unit: str,
+        value: float,
+        labels: Iterable[tuple[str, str]],
+        request_ids: Sequence[str] = (),
+    ) -> None:
+        """Log one update; `labels` are without the host's."""
+        line = metric_line(
+            name,
+            unit,
+            value,
+            labels,
+            hostname=self._hostname,
+            timestamp_s=int(self._now()),
+            request_ids=request_ids,
+        )
+        self._logger.info("%s", line)
+
+
+def metric_line(
+    name: str,
+    unit: str,
+    value: float,
+    labels: Iterable[tuple[str, str]],
+    *,
+    hostname: str,
+    timestamp_s: int,
+    request_ids: Sequence[str] = (),
+) -> str:
+    """`Name.Unit:value|#Label:value,...|#hostname:host,[requestID:id,...,]timestamp:seconds`."""
+    dimensions = ",".join(f"{label}:{text}" for label, text in labels)
+    requests = f"requestID:{','.join(request_ids)}," if request_ids else ""
+    tail = f"hostname:{hostname},{requests}timestamp:{timestamp_s}"
+    return f"{name}.{unit}:{java_double(value)}|#{dimensions}|#{tail}"
+
+
+def open_metric_files(directory: Path) -> bool:
+    """Let both loggers write to their files in `directory`, at any log level of the server.
+
+    Returns:
+        Whether the files could be opened; if not, there is a warning and the lines go to the console only.
+    """
+    close_metric_files()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        files = {name: _MetricFile(directory / file, AccessFormatter()) for name, file in FILES.items()}
+    except OSError as err:
+        logger.warning("no metric files in %s: %s", directory, err.strerror)
+        return False
+    for name, file in files.items():
+        logging.getLogger(name).addHandler(file)
+        logging.getLogger(name).setLevel(logging.INFO)
+    return True
+
+
+def close_metric_files() -> None:
+    """Close the files of the last `open_metric_files`."""
+    for name in FILES:
+        metric_logger = logging.getLogger(name)
+        for old in [old for old in metric_logger.handlers if isinstance(old, _MetricFile)]:
+            metric_logger.removeHandler(old)
+            old.close()

@@ -21,9 +21,9 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 from opentelemetry.trace.span import NonRecordingSpan, TraceState
 
+from torchere.serving.logs.trace_context import TraceContext
 from torchere.serving.telemetry.predictions import Predicted
 from torchere.serving.telemetry.stages import COLUMNS, STAGES, row_of
-from torchere.serving.telemetry.trace_context import TraceContext
 
 _FIRST_STAGE = COLUMNS.index(STAGES[0])
 MAX_REMEMBERED = 10_000  # contexts of requests whose batch is not reported yet

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from torchere.serving.bench_client import Target, request_bytes
-from torchere.serving.cli import main
+from torchere.serving.commands.cli import main
+from torchere.serving.commands.load_client import Target, request_bytes
 
 
 class Model(BaseHTTPRequestHandler):
@@ -103,7 +103,7 @@ def test_answers_that_are_not_http_are_lost_connections(capsys):
 
 
 def test_what_has_no_answer_long_after_the_end_is_lost(capsys, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("torchere.serving.bench._LAST_ANSWERS_S", 0.1)
+    monkeypatch.setattr("torchere.serving.commands.bench._LAST_ANSWERS_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         assert bench(f"http://127.0.0.1:{silent.getsockname()[1]}", "echo") == 1
     assert "2 x no answer (connection lost): given up" in capsys.readouterr().out

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchere.serving.bench_figures import LOST, Tally, percentile, progress, refusal_text, report
+from torchere.serving.commands.bench import LOST, Tally, percentile, progress, refusal_text, report
 
 HUNDRED = [float(number) for number in range(1, 101)]
 

@@ -17,7 +17,7 @@ def test_a_sample_belongs_to_the_innermost_part() -> None:
 
 def test_other_threads_do_not_count() -> None:
     assert (
-        part_of("Thread.run (threading.py:1);Thread._serve (serving/execution/executor_thread.py:99)") is None
+        part_of("Thread.run (threading.py:1);Thread._serve (serving/workers/executor_thread.py:99)") is None
     )
 
 

@@ -14,9 +14,8 @@ from typing import Any
 
 import psutil
 
-from torchere.serving.ports import Endpoints
-from torchere.serving.server import Server
-from torchere.serving.settings import Address, ServerSettings
+from torchere.serving.config.server_settings import Address, ServerSettings
+from torchere.serving.server import Endpoints, Server
 
 CANCELLATIONS = int(os.environ.get("TORCHERE_CANCELLATIONS", "1000"))
 CLIENTS = 32

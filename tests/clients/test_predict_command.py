@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from oip_suite.target import Target
 
-from torchere.serving.cli import main
+from torchere.serving.commands.cli import main
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TORCHERE_CLIENTS_TARGET") == "triton",

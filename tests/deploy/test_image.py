@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from torchere.serving.configuration import configure
-from torchere.serving.properties import read_properties
+from torchere.serving.config.properties import read_properties
+from torchere.serving.config.resolve import configure
 
 
 @pytest.fixture(scope="module")

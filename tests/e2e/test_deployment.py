@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from torchere.serving.launcher import running
+from torchere.serving.commands.torchserve import running
 
 ARCHIVES = Path(__file__).resolve().parents[1] / "conformance" / "archives"
 TORCHSERVE = str(Path(sys.executable).with_name("torchserve"))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchere.serving.cli import main
+from torchere.serving.commands.cli import main
 
 MODEL = """\
 import torch

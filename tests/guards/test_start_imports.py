@@ -15,10 +15,10 @@ COMPILERS = {"torch._dynamo", "torch._inductor", "sympy", "triton", "onnxruntime
 EXTRAS = {"opentelemetry", "botocore", "httpx", "transformers", "tokenizers", "torchao", "PIL"}
 TOOLS = {
     "torchere.client",
-    "torchere.serving.bench",
-    "torchere.serving.compare",
-    "torchere.serving.migration",
-    "torchere.serving.predict",
+    "torchere.serving.commands.bench",
+    "torchere.serving.commands.compare",
+    "torchere.serving.commands.migrate",
+    "torchere.serving.commands.predict",
 }
 SERVER = {
     "torch",
@@ -61,13 +61,17 @@ def imported_by(code: str, of: set[str]) -> set[str]:
 )
 def test_saying_how_a_command_is_used_imports_no_server(arguments: list[str]) -> None:
     unwanted = SERVER | OURS_OF_SERVER | FRAMEWORK | COMPILERS | EXTRAS
-    assert imported_by(f"import torchere.serving.cli as cli; cli.main({arguments!r})", unwanted) == set()
+    assert (
+        imported_by(f"from torchere.serving.commands import cli; cli.main({arguments!r})", unwanted) == set()
+    )
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"]])
 def test_a_command_does_not_pay_for_the_others(arguments: list[str]) -> None:
-    unwanted = TOOLS | {"torchere.archiver.cli", "torchere.serving.configuration", "yaml", "msgspec"}
-    assert imported_by(f"import torchere.serving.cli as cli; cli.main({arguments!r})", unwanted) == set()
+    unwanted = TOOLS | {"torchere.archiver.cli", "torchere.serving.config.resolve", "yaml", "msgspec"}
+    assert (
+        imported_by(f"from torchere.serving.commands import cli; cli.main({arguments!r})", unwanted) == set()
+    )
 
 
 def test_a_server_begins_to_serve_without_the_framework() -> None:
@@ -76,7 +80,7 @@ def test_a_server_begins_to_serve_without_the_framework() -> None:
 
 
 def test_a_server_begins_to_serve_without_torch() -> None:
-    every = "torchere.serving.server, torchere.serving.frontend.rest.routes, torchere.serving.cli_serve"
+    every = "torchere.serving.server, torchere.serving.frontend.rest.routes, torchere.serving.commands.serve"
     assert imported_by(f"import {every}", {"torch"}) == set()
 
 
@@ -84,7 +88,7 @@ def test_the_ports_are_made_without_the_framework() -> None:
     code = """
     from torchere.serving.frontend.rest.app import listener_of
     from torchere.serving.frontend.services import Services
-    from torchere.serving.settings import ServerSettings
+    from torchere.serving.config.server_settings import ServerSettings
     from torchere.serving.telemetry.metrics import Metrics
     every = frozenset({"inference", "management", "metrics"})
     listener_of(every, None, None, Services(ServerSettings(), Metrics("host"), None, "1"))

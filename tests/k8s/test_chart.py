@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from torchere.serving.configuration import Configuration, configure
+from torchere.serving.config.properties import read_properties
+from torchere.serving.config.resolve import Configuration, configure
 from torchere.serving.frontend.rest.authorisation import PROBES
-from torchere.serving.properties import read_properties
 from torchere.serving.telemetry.metrics import Metrics
 
 VALUES = sorted(path.stem for path in (Path(__file__).parent / "values").glob("*.yaml"))

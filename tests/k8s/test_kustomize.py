@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from torchere.serving.configuration import configure
-from torchere.serving.properties import read_properties
+from torchere.serving.config.properties import read_properties
+from torchere.serving.config.resolve import configure
 
 Object = dict[str, Any]
 

@@ -5,14 +5,14 @@ import pytest
 from torchere.handlers.metric_types import MetricSample
 from torchere.serving.batching.request import Request
 from torchere.serving.errors import HandlerFailed
-from torchere.serving.execution.executor import BatchReport, ExecutorState, Unfinished
-from torchere.serving.execution.run import Run
 from torchere.serving.observation import RegistryMetrics, load_of, load_sample_of
 from torchere.serving.registry.version import VersionState
 from torchere.serving.telemetry.load_metrics import ExecutorLoad, VersionLoad
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.telemetry.saturation import LoadSample
 from torchere.serving.types import InferResponse, ModelKey
+from torchere.serving.workers.executor import BatchReport, ExecutorState, Unfinished
+from torchere.serving.workers.run import Run
 
 KEY = ModelKey("m", "1.0")
 DONE = InferResponse(b"")

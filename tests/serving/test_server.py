@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from torchere.serving import ports
+from torchere.serving import server as ports
+from torchere.serving.config.server_settings import Address, ServerSettings
 from torchere.serving.errors import ServingError
 from torchere.serving.server import Server, run
-from torchere.serving.settings import Address, ServerSettings
 
 
 def settings_of(folder: Path, **changes: Any) -> ServerSettings:
@@ -143,7 +143,7 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 from torchere.serving.server import serve
-from torchere.serving.settings import Address, ServerSettings
+from torchere.serving.config.server_settings import Address, ServerSettings
 
 most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))

@@ -28,8 +28,8 @@ from torchere.serving.frontend.http2.messages import (
     StatusCode,
 )
 from torchere.serving.frontend.http2.stream import Encoded, Stream
+from torchere.serving.logs.trace_context import trace_of_headers
 from torchere.serving.telemetry.metrics import Metrics
-from torchere.serving.telemetry.trace_context import trace_of_headers
 from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, StreamedResponse
 
 if TYPE_CHECKING:

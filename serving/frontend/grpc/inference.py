@@ -22,8 +22,8 @@ from torchere.serving.frontend.grpc.protos.inference_pb2 import (
 from torchere.serving.frontend.grpc.service import Callback, Implementation
 from torchere.serving.frontend.priority import prioritised
 from torchere.serving.frontend.request_id import new_request_id
+from torchere.serving.logs.trace_context import trace_headers
 from torchere.serving.telemetry.metrics import Metrics
-from torchere.serving.telemetry.trace_context import trace_headers
 from torchere.serving.types import InferRequest, InferResponse, Parameter, StreamedResponse
 
 SEQUENCE_ID_HEADER = "ts_request_sequence_id"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.frontend import description, wording
-from torchere.serving.frontend.controlplane import ControlPlane, Registration
+from torchere.serving.frontend.control import ControlPlane, Registration
 from torchere.serving.frontend.grpc.call import Call
 from torchere.serving.frontend.grpc.protos.management_pb2 import (
     DescribeModelRequest,

@@ -34,7 +34,7 @@ from torchere.serving.frontend.open_inference.tensor_answer import (
 )
 from torchere.serving.frontend.priority import HEADER as PRIORITY_HEADER
 from torchere.serving.frontend.request_id import new_request_id
-from torchere.serving.telemetry.trace_context import trace_headers
+from torchere.serving.logs.trace_context import trace_headers
 from torchere.serving.types import InferResponse, StreamedResponse
 
 FINAL = "triton_final_response"  # parameter of a part of an answer: whether it is the last one

@@ -9,7 +9,7 @@ from google.protobuf.json_format import ParseDict
 from google.protobuf.message import Message
 
 from torchere.serving.errors import InvalidRequest, NotFound
-from torchere.serving.frontend.controlplane import ControlPlane
+from torchere.serving.frontend.control import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.grpc.call import Call
 from torchere.serving.frontend.grpc.protos import open_inference_pb2 as pb

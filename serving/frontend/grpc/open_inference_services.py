@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchere.serving.errors import ModelNotFound, VersionNotFound
-from torchere.serving.frontend.controlplane import ControlPlane
+from torchere.serving.frontend.control import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.grpc.call import PredictionContext
 from torchere.serving.frontend.grpc.errors import INFERENCE, MANAGEMENT, OPEN_INFERENCE, Table

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from torchere.serving.config.server_settings import Address, ServerSettings
 from torchere.serving.frontend.budgets import MESSAGE_OVERHEAD_BYTES
-from torchere.serving.frontend.controlplane import ControlPlane
+from torchere.serving.frontend.control import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.grpc.errors import INFERENCE, MANAGEMENT
 from torchere.serving.frontend.grpc.health import HEALTH, HealthService
@@ -24,7 +25,6 @@ from torchere.serving.frontend.grpc.reflection import reflection_service
 from torchere.serving.frontend.grpc.service import Openers, dispatcher, key_free, service
 from torchere.serving.frontend.http2.connection import Connection, Listener
 from torchere.serving.frontend.services import Services
-from torchere.serving.settings import Address, ServerSettings
 
 Api = Literal["inference", "management"]
 Service = Callable[[set[Any]], Openers]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
+from torchere.serving.access.keys import KeyKind, Keys
 from torchere.serving.errors import Unauthorized
 from torchere.serving.frontend.budgets import KEY_FREE_MESSAGE_BYTES
 from torchere.serving.frontend.grpc.call import Call, FunctionCall, Method, UnaryCall
@@ -27,7 +28,6 @@ from torchere.serving.frontend.grpc.streams import (
 from torchere.serving.frontend.http2.header_blocks import Metadata
 from torchere.serving.frontend.http2.messages import Received, StatusCode
 from torchere.serving.frontend.http2.stream import ENDED, CallListener, Encoded, Stream
-from torchere.serving.frontend.keys import KeyKind, Keys
 from torchere.serving.telemetry.metrics import Metrics
 
 _OPERATOR_PATHS = operator_paths()

@@ -43,7 +43,7 @@ from torchere.serving.frontend.http2.header_blocks import (
 from torchere.serving.frontend.http2.messages import StatusCode
 from torchere.serving.frontend.http2.stream import ENDED, CallListener, Stream
 from torchere.serving.frontend.stalls import Stalls
-from torchere.serving.turn_writes import TurnWrites
+from torchere.serving.io.turn_writes import TurnWrites
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from torchere.serving.frontend.http2.frames import (
     window_update,
 )
 from torchere.serving.frontend.http2.messages import MessageFailed, StatusCode
-from torchere.serving.turn_writes import Buffers
+from torchere.serving.io.turn_writes import Buffers
 
 # Receiving. What a client may send before it has to wait for WINDOW_UPDATE.
 STREAM_WINDOW_BYTES = 4 * 2**20

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torchere.handlers.tensors import shown
 from torchere.serving.errors import Conflict, InvalidRequest
-from torchere.serving.frontend.controlplane import ControlPlane, Registration, VersionDescription
+from torchere.serving.frontend.control import ControlPlane, Registration, VersionDescription
 from torchere.serving.registry.version import VersionState
 
 _STATES = {

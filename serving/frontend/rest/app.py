@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp
 
-from torchere.serving.frontend.controlplane import ControlPlane
+from torchere.serving.config.server_settings import Address, ServerSettings
+from torchere.serving.frontend.control import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.rest.authorisation import Surfaces
 from torchere.serving.frontend.rest.deferred import DeferredApp
 from torchere.serving.frontend.rest.listener import Listener
 from torchere.serving.frontend.services import Services
-from torchere.serving.settings import Address, ServerSettings
 
 
 def listener_of(

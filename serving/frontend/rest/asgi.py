@@ -20,7 +20,7 @@ from torchere.serving.frontend.rest.answer_parts import CONTINUE, NO_CONTENT
 from torchere.serving.frontend.rest.codec import SPELLED_HEADERS
 from torchere.serving.frontend.rest.exchange import SLOTS, Exchange, status_of
 from torchere.serving.frontend.rest.heads import Head
-from torchere.serving.telemetry.log_fields import fields_of
+from torchere.serving.logs.fields import fields_of
 
 if TYPE_CHECKING:
     from torchere.serving.frontend.rest.connection import Connection

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from torchere.serving.frontend.keys import KeyKind
+from torchere.serving.access.keys import KeyKind
 from torchere.serving.frontend.rest.targets import prediction_target
 
 Surface = Literal["inference", "management", "metrics"]

@@ -14,7 +14,7 @@ from torchere.serving.frontend.rest.deferred import DeferredApp
 from torchere.serving.frontend.rest.heads import Heads
 from torchere.serving.frontend.rest.tensors import Tensors
 from torchere.serving.frontend.services import Services
-from torchere.serving.telemetry.access_lines import Client
+from torchere.serving.logs.access_lines import Client
 
 if TYPE_CHECKING:
     from torchere.serving.frontend.rest.connection import Connection

@@ -10,16 +10,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from torchere.handlers.tensors_json import NO_JSON
+from torchere.serving.access.keys import Keys
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.frontend import description, wording
-from torchere.serving.frontend.controlplane import ControlPlane, Progress
-from torchere.serving.frontend.registration import flag, integer, registration
+from torchere.serving.frontend.control import ControlPlane, Progress, flag, integer, registration
+from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.request_id import new_request_id
 from torchere.serving.frontend.rest.answer_parts import checked_status, handler_headers
 from torchere.serving.frontend.rest.answers import ANY_METHOD, json_answer, no_such_method, status_answer
 from torchere.serving.frontend.rest.bodies import read_body
 from torchere.serving.frontend.rest.codec import request_headers, text_values
+from torchere.serving.frontend.rest.errors import WorkflowNotFound
 from torchere.serving.frontend.rest.openapi import management_document
+from torchere.serving.logs.levels import LogLevelError, change_level, levels
 from torchere.serving.types import InferRequest, ModelKey
 
 PAGE_SIZE = 100  # both the default and the most
@@ -139,3 +142,62 @@ class ModelRoutes:
 def _natural(text: str | None, default: int) -> int:
     """The number a text stands for, 0 or more; `default` for anything else."""
     return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 10 else default
+
+
+PATH = "/log-level"
+
+
+def log_level_routes() -> APIRouter:
+    """`GET /log-level` shows all levels, `PUT /log-level?logger=NAME&level=LEVEL` sets one until the end."""
+    router = APIRouter()
+
+    async def show(request: Request) -> Response:
+        return json_answer(pretty(levels()))
+
+    async def change(request: Request) -> Response:
+        query = text_values(request.scope["query_string"])
+        try:
+            change_level(query.get("logger", ""), query.get("level", ""))
+        except LogLevelError as err:
+            raise InvalidRequest(str(err)) from err
+        return json_answer(pretty(levels()))
+
+    router.add_api_route(PATH, show, methods=["GET"])
+    router.add_api_route(PATH, change, methods=["PUT"])
+    router.add_api_route(PATH, no_such_method, methods=ANY_METHOD)
+    return router
+
+
+def token_routes(keys: Keys) -> APIRouter:
+    """`/token?type=inference|management`. The new key stands in the key file, not in the answer."""
+    router = APIRouter()
+
+    async def renew(request: Request) -> Response:
+        keys.renew(request.query_params.get("type"), request.headers.get("authorization"))
+        return json_answer("")
+
+    router.add_api_route("/token", renew, methods=ANY_METHOD)
+    return router
+
+
+def workflow_routes() -> APIRouter:
+    """`/workflows` and `/workflows/{w}`."""
+    router = APIRouter()
+    router.add_api_route("/workflows", _list, methods=["GET"])
+    router.add_api_route("/workflows", _register, methods=["POST"])
+    router.add_api_route("/workflows/{workflow}", _not_found, methods=["GET", "DELETE"])
+    for path in ("/workflows", "/workflows/{workflow}"):
+        router.add_api_route(path, no_such_method, methods=ANY_METHOD)
+    return router
+
+
+async def _list() -> Response:
+    return json_answer(pretty({"workflows": []}))
+
+
+async def _register() -> Response:
+    raise InvalidRequest("Registering new workflows is disabled.")
+
+
+async def _not_found(workflow: str) -> Response:
+    raise WorkflowNotFound(f"Workflow not found: {workflow}")

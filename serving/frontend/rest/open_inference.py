@@ -13,7 +13,7 @@ from starlette.responses import Response
 from torchere.handlers.tensors import shown
 from torchere.handlers.tensors_json import NO_JSON
 from torchere.serving.errors import InvalidRequest, NotFound, ServingError
-from torchere.serving.frontend.controlplane import ControlPlane
+from torchere.serving.frontend.control import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.model_facts import ModelFacts

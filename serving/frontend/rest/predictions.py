@@ -31,7 +31,7 @@ from torchere.serving.frontend.rest.codec import deadline as deadline_of
 from torchere.serving.frontend.rest.exchange import SLOTS, Exchange
 from torchere.serving.frontend.rest.heads import CHUNKED, Head
 from torchere.serving.frontend.rest.targets import Target
-from torchere.serving.telemetry.log_fields import fields_of
+from torchere.serving.logs.fields import fields_of
 from torchere.serving.types import NO_DEADLINE, InferResponse, Parameter, StreamedResponse
 
 if TYPE_CHECKING:

@@ -8,16 +8,16 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from torchere.serving.config.server_settings import MetricsMode
 from torchere.serving.frontend import wording
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.readiness import Readiness
 from torchere.serving.frontend.rest.answers import ANY_METHOD, json_answer, status_answer
-from torchere.serving.settings import MetricsMode
-from torchere.serving.telemetry import openmetrics as openmetrics_format
+from torchere.serving.telemetry import exposition as openmetrics_format
+from torchere.serving.telemetry.exposition import wants_openmetrics
 from torchere.serving.telemetry.metrics import Metrics
-from torchere.serving.telemetry.openmetrics import wants_openmetrics
-from torchere.serving.telemetry.server_metrics import LEGACY_METRICS
+from torchere.serving.telemetry.torchserve import LEGACY_METRICS
 
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

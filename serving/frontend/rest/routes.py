@@ -10,14 +10,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from torchere.serving.frontend.controlplane import ControlPlane
+from torchere.serving.frontend.control import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.rest.answers import ANY_METHOD, answer_errors, json_answer, no_such_method
 from torchere.serving.frontend.rest.authorisation import Surfaces
 from torchere.serving.frontend.rest.inference import inference_routes, prediction_options
-from torchere.serving.frontend.rest.log_level import log_level_routes
-from torchere.serving.frontend.rest.management import ModelRoutes
+from torchere.serving.frontend.rest.management import (
+    ModelRoutes,
+    log_level_routes,
+    token_routes,
+    workflow_routes,
+)
 from torchere.serving.frontend.rest.open_inference import (
     absent_routes,
     health_routes,
@@ -27,8 +31,6 @@ from torchere.serving.frontend.rest.open_inference import (
 from torchere.serving.frontend.rest.openapi import listener_document
 from torchere.serving.frontend.rest.openapi_open_inference import open_inference_operations
 from torchere.serving.frontend.rest.probes import metrics_routes, ping_routes, probe_routes
-from torchere.serving.frontend.rest.tokens import token_routes
-from torchere.serving.frontend.rest.workflows import workflow_routes
 from torchere.serving.frontend.services import Services
 
 

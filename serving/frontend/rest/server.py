@@ -8,10 +8,10 @@ import logging
 import socket
 from pathlib import Path
 
+from torchere.serving.access.tls import Certificates
+from torchere.serving.config.server_settings import Address
 from torchere.serving.frontend.rest.connection import Connection
 from torchere.serving.frontend.rest.listener import Listener
-from torchere.serving.frontend.tls import Certificates
-from torchere.serving.settings import Address
 
 BACKLOG = 1024
 # uvloop takes one connection of a listening socket a turn (libuv does, since 1.45), and a turn may hold a

@@ -15,7 +15,7 @@ from torchere.archiver.models.quantise import METHODS
 from torchere.archiver.models.verify import MAX_DRIFT
 from torchere.archiver.request import BUILT_IN_HANDLERS
 from torchere.archiver.signature import parse
-from torchere.serving.cli import main
+from torchere.serving.commands.cli import main
 
 Command = Callable[..., int]
 

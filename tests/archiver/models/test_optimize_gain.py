@@ -20,7 +20,7 @@ from torchere.archiver.models.config_section import config_with
 from torchere.archiver.models.optimize_gain import Gain, may_gain, measured_gain
 from torchere.archiver.signature import ANY, Signature, TensorSpec
 from torchere.archiver.torchscript_options import TorchScriptOptions
-from torchere.serving.cli import main
+from torchere.serving.commands.cli import main
 
 MODEL = """
 import torch

@@ -13,7 +13,7 @@ from torchere.archiver.models import quantise_candidates, verify
 from torchere.archiver.reader import open_archive
 from torchere.handlers.base import BaseHandler
 from torchere.handlers.context import Context
-from torchere.serving.cli import main
+from torchere.serving.commands.cli import main
 
 MODEL = """
 import torch

@@ -14,6 +14,7 @@ from fakes import AwaitedRequest
 
 from torchere.serving.batching.batcher import Batcher
 from torchere.serving.batching.request import Answer, Ledger, Request
+from torchere.serving.config.server_settings import BatchSettings
 from torchere.serving.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -24,15 +25,14 @@ from torchere.serving.errors import (
     QueueFull,
     Unavailable,
 )
-from torchere.serving.execution.executor import (
+from torchere.serving.types import NO_DEADLINE, InferResponse, Parameter, StreamedResponse
+from torchere.serving.workers.executor import (
     BatchReport,
     ExecutorState,
     ExecutorStatus,
     Outcome,
 )
-from torchere.serving.execution.run import Run
-from torchere.serving.settings import BatchSettings
-from torchere.serving.types import NO_DEADLINE, InferResponse, Parameter, StreamedResponse
+from torchere.serving.workers.run import Run
 
 
 class PuppetPool:

@@ -3,7 +3,7 @@
 import pytest
 
 from torchere.serving.batching.policy import Action, Dispatch, Idle, QueueView, WaitUntil, plan
-from torchere.serving.settings import BatchSettings
+from torchere.serving.config.server_settings import BatchSettings
 
 FOUR = BatchSettings(max_batch_size=4, max_queue_delay_ms=100)
 EAGER = BatchSettings(max_batch_size=4, max_queue_delay_ms=100, dispatch="eager")

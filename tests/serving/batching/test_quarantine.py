@@ -15,8 +15,8 @@ from torchere.serving.batching.quarantine import (
 )
 from torchere.serving.batching.request import Request
 from torchere.serving.errors import DeadlineExceeded, ExecutorDied, HandlerFailed, Quarantined
-from torchere.serving.execution.executor import BatchReport, Outcome
 from torchere.serving.types import InferResponse, Parameter
+from torchere.serving.workers.executor import BatchReport, Outcome
 
 CRASH = ExecutorDied("killed by signal 11 (SIGSEGV)", crashed=True)
 ANSWER = InferResponse(b"fine")

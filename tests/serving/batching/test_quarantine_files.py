@@ -12,7 +12,7 @@ import pytest
 
 from torchere.serving.batching.quarantine import Conviction
 from torchere.serving.batching.quarantine_files import SUFFIX, QuarantineFiles, save
-from torchere.serving.settings import QuarantineSettings
+from torchere.serving.config.server_settings import QuarantineSettings
 from torchere.serving.types import InferRequest, ModelKey, Parameter
 
 KEY = ModelKey("net", "1.0")

@@ -11,9 +11,9 @@ from fakes import AwaitedRequest
 from torchere.serving.batching.request import Ledger, Request
 from torchere.serving.batching.unread_parts import UnreadParts
 from torchere.serving.errors import Cancelled, HandlerFailed
-from torchere.serving.execution.executor import BatchReport
-from torchere.serving.execution.run import Run
 from torchere.serving.types import InferResponse, StreamedResponse
+from torchere.serving.workers.executor import BatchReport
+from torchere.serving.workers.run import Run
 
 
 class Door(Request):

@@ -4,8 +4,8 @@ import pytest
 
 from torchere.serving.batching.request import Request
 from torchere.serving.batching.sequences import SequenceTable
+from torchere.serving.config.server_settings import SequenceSettings
 from torchere.serving.errors import QueueFull
-from torchere.serving.settings import SequenceSettings
 
 
 def table(**settings: float) -> SequenceTable:

@@ -10,6 +10,7 @@ from fakes import AwaitedRequest
 
 from torchere.serving.batching.request import Request, alone
 from torchere.serving.batching.stateful import SEQUENCE_END, SEQUENCE_ID, StatefulBatcher, begin_sequence
+from torchere.serving.config.server_settings import BatchSettings, SequenceSettings
 from torchere.serving.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -18,16 +19,15 @@ from torchere.serving.errors import (
     QueueFull,
     Unavailable,
 )
-from torchere.serving.execution.executor import (
+from torchere.serving.types import NO_DEADLINE, InferResponse, Parameter, StreamedResponse
+from torchere.serving.workers.executor import (
     BatchReport,
     ExecutorState,
     ExecutorStatus,
     Outcome,
     Unfinished,
 )
-from torchere.serving.execution.run import Run
-from torchere.serving.settings import BatchSettings, SequenceSettings
-from torchere.serving.types import NO_DEADLINE, InferResponse, Parameter, StreamedResponse
+from torchere.serving.workers.run import Run
 
 
 class PuppetPool:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from torchere.serving.batching.request import Request
+from torchere.serving.config.server_settings import Limits, ModelSettings, ServerSettings
 from torchere.serving.errors import ModelNotFound, NotAllowed, ServingError, Unauthorized, VersionNotFound
-from torchere.serving.execution.executor import ExecutorState, ExecutorStatus
 from torchere.serving.frontend.budgets import Budgets
-from torchere.serving.frontend.controlplane import ModelPage, Progress, Registered, VersionDescription
+from torchere.serving.frontend.control import ModelPage, Progress, Registered, VersionDescription
 from torchere.serving.frontend.model_facts import ModelFacts
 from torchere.serving.frontend.readiness import Readiness
 from torchere.serving.frontend.rest.app import listener_of
@@ -22,10 +22,10 @@ from torchere.serving.frontend.rest.connection import Connection
 from torchere.serving.frontend.rest.listener import Listener
 from torchere.serving.frontend.services import Services
 from torchere.serving.registry.version import VersionState
-from torchere.serving.settings import Limits, ModelSettings, ServerSettings
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.telemetry.numbers import VersionNumbers
 from torchere.serving.types import InferRequest, InferResponse, ModelKey
+from torchere.serving.workers.executor import ExecutorState, ExecutorStatus
 
 
 class FakeDataPlane:

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from torchere.serving.config.server_settings import Limits
 from torchere.serving.frontend.budgets import (
     ALL,
     CONNECTION,
@@ -14,7 +15,6 @@ from torchere.serving.frontend.budgets import (
     ConnectionBudget,
 )
 from torchere.serving.frontend.services import budgets_of
-from torchere.serving.settings import Limits
 
 
 def test_a_connection_may_hold_a_part_of_what_all_may():

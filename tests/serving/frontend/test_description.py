@@ -4,11 +4,11 @@ import os
 
 import psutil
 
-from torchere.serving.execution.executor import ExecutorState
-from torchere.serving.frontend.controlplane import ModelPage
+from torchere.serving.config.server_settings import ModelSettings
+from torchere.serving.frontend.control import ModelPage
 from torchere.serving.frontend.description import customized_text, page_text, versions_text
-from torchere.serving.settings import ModelSettings
 from torchere.serving.types import InferResponse
+from torchere.serving.workers.executor import ExecutorState
 
 FIELDS = [
     *("modelName", "modelVersion", "modelUrl", "runtime", "minWorkers", "maxWorkers", "batchSize"),

@@ -1,8 +1,7 @@
 import pytest
 
 from torchere.serving.errors import InvalidRequest
-from torchere.serving.frontend.controlplane import Registration
-from torchere.serving.frontend.registration import flag, integer, registration, text
+from torchere.serving.frontend.control import Registration, flag, integer, registration, text
 
 
 def test_only_the_url_is_required():

@@ -23,12 +23,12 @@ from cryptography.x509.oid import NameOID
 from grpc_health.v1 import health_pb2
 
 from torchere.archiver.signature import Signature, TensorSpec
+from torchere.serving.access.tls import Certificates, CertificateUnusable, TlsFiles
+from torchere.serving.config.server_settings import Address
 from torchere.serving.errors import HandlerFailed
 from torchere.serving.frontend.grpc.server import inference_server
 from torchere.serving.frontend.rest.app import listener_of
 from torchere.serving.frontend.rest.server import RestServer
-from torchere.serving.frontend.tls import Certificates, CertificateUnusable, TlsFiles
-from torchere.serving.settings import Address
 from torchere.serving.types import InferResponse, StreamedResponse
 
 NEVER_ENDS = datetime.datetime(2100, 1, 1)

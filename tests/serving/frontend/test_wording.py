@@ -1,7 +1,7 @@
 import pytest
 
 from torchere.serving.frontend import wording
-from torchere.serving.frontend.controlplane import Progress, Registered
+from torchere.serving.frontend.control import Progress, Registered
 from torchere.serving.types import ModelKey
 
 KEY = ModelKey("noop", "1.11")

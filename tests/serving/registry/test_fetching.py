@@ -11,8 +11,8 @@ import pytest
 
 from torchere.serving.errors import DownloadFailed, Unavailable
 from torchere.serving.registry import fetching
-from torchere.serving.registry.download import Download, Interrupt
 from torchere.serving.registry.fetching import Fetching
+from torchere.serving.store.fetch import Download, Interrupt
 
 
 class SlowStore:

@@ -2,8 +2,16 @@
 
 import pytest
 
-from torchere.serving.registry.policy import Step, VersionView, next_step, scaled_target
-from torchere.serving.registry.version import TRANSITIONS, IllegalTransition, VersionState, check_transition
+from torchere.serving.registry.version import (
+    TRANSITIONS,
+    IllegalTransition,
+    Step,
+    VersionState,
+    VersionView,
+    check_transition,
+    next_step,
+    scaled_target,
+)
 
 S = VersionState
 CASES = {

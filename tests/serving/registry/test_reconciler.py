@@ -9,14 +9,14 @@ import pytest
 from fakes import AwaitedRequest
 
 from torchere.serving.batching.batcher import Batcher
+from torchere.serving.config.server_settings import BatchSettings, ModelSettings
 from torchere.serving.errors import LoadFailed, Unavailable
-from torchere.serving.execution.executor import BatchReport
-from torchere.serving.execution.run import Run
 from torchere.serving.registry.reconciler import Reconciler
-from torchere.serving.registry.store import StoredArchive
 from torchere.serving.registry.version import Origin, Version, VersionState
-from torchere.serving.settings import BatchSettings, ModelSettings
+from torchere.serving.store.package import StoredArchive
 from torchere.serving.types import InferResponse, ModelKey
+from torchere.serving.workers.executor import BatchReport
+from torchere.serving.workers.run import Run
 
 
 class PuppetPool:

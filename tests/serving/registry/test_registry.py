@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 
 from torchere.archiver.reader import Archive
-from torchere.serving.configuration import configure
+from torchere.serving.config.model_settings import Asked
+from torchere.serving.config.properties import read_properties
+from torchere.serving.config.resolve import configure
+from torchere.serving.config.server_settings import ServerSettings, SnapshotModel, SnapshotSettings
 from torchere.serving.errors import Conflict, InvalidArchive, InvalidRequest, NotFound
 from torchere.serving.observation import RegistryMetrics
-from torchere.serving.properties import read_properties
-from torchere.serving.registry.effective import Asked
+from torchere.serving.registry.desired import Wanted
 from torchere.serving.registry.registry import Registry
-from torchere.serving.registry.startup import Wanted
-from torchere.serving.registry.store import Store, StoredArchive
 from torchere.serving.registry.version import Version
-from torchere.serving.settings import ServerSettings, SnapshotModel, SnapshotSettings
+from torchere.serving.store.package import Store, StoredArchive
 from torchere.serving.telemetry.metrics import Metrics
 
 HAD: dict[str, object] = {"minWorkers": 0, "maxWorkers": 1, "batchSize": 1, "maxBatchDelay": 5}

@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchere.serving.configuration import configure
-from torchere.serving.properties import parse_properties, read_properties
+from torchere.serving.commands.serve_options import newest_snapshot
+from torchere.serving.config.properties import parse_properties, read_properties
+from torchere.serving.config.resolve import configure
+from torchere.serving.config.server_settings import BatchSettings, ModelSettings, SnapshotModel
 from torchere.serving.registry.snapshot import (
     FIRST_LINE,
     model_table,
@@ -21,8 +23,6 @@ from torchere.serving.registry.snapshot import (
     snapshot_text,
     write_snapshot,
 )
-from torchere.serving.serve_options import newest_snapshot
-from torchere.serving.settings import BatchSettings, ModelSettings, SnapshotModel
 
 # As TorchServe 0.12.0 writes it (properties in the order of a hash map, blanks and colons escaped).
 WRITTEN_BY_TORCHSERVE = r"""#Saving snapshot

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from torchere.serving.registry.snapshot_keeper import SnapshotKeeper
-from torchere.serving.settings import SnapshotSettings
+from torchere.serving.config.server_settings import SnapshotSettings
+from torchere.serving.registry.snapshot import SnapshotKeeper
 from torchere.serving.types import ModelKey
 
 
@@ -27,7 +27,7 @@ def a_version(name: str = "m") -> Any:
 @pytest.fixture(autouse=True)
 def empty_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """What stands in a table is another test's concern."""
-    monkeypatch.setattr("torchere.serving.registry.snapshot_keeper.model_table", lambda served, lacking: {})
+    monkeypatch.setattr("torchere.serving.registry.snapshot.model_table", lambda served, lacking: {})
 
 
 def keeper_of(directory: Path | None, served: dict[str, Any]) -> SnapshotKeeper:
@@ -80,7 +80,7 @@ def tables_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, failing: int =
     all_wait = threading.Event()
     served: dict[str, Any] = {}
     monkeypatch.setattr(
-        "torchere.serving.registry.snapshot_keeper.model_table", lambda served, lacking: "".join(served)
+        "torchere.serving.registry.snapshot.model_table", lambda served, lacking: "".join(served)
     )
 
     def write(directory: Path, kind: str, properties: object, content: Any, keep: int) -> None:
@@ -90,7 +90,7 @@ def tables_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, failing: int =
         if len(written) == failing:
             raise OSError("the disk is full")
 
-    monkeypatch.setattr("torchere.serving.registry.snapshot_keeper.write_snapshot", write)
+    monkeypatch.setattr("torchere.serving.registry.snapshot.write_snapshot", write)
 
     async def life() -> None:
         keeper = keeper_of(tmp_path, served)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from torchere.serving.batching.request import Protocol, Request
+from torchere.serving.logs.trace_context import TraceContext
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.telemetry.numbers import VersionNumbers
-from torchere.serving.telemetry.trace_context import TraceContext
 
 Answer = Callable[..., Request]
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from torchere.serving.telemetry.catalogue import Families
 from torchere.serving.telemetry.exposition import java_double, render
-from torchere.serving.telemetry.families import Families
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,9 @@ from torchere.serving.errors import (
 )
 from torchere.serving.telemetry import catalogue
 from torchere.serving.telemetry import handler_metrics as bounds
-from torchere.serving.telemetry.exposure import States
 from torchere.serving.telemetry.load_metrics import ExecutorLoad, VersionLoad
 from torchere.serving.telemetry.metrics import Metrics
+from torchere.serving.telemetry.scrape import States
 
 HOST = 'Level="Host",Hostname="vm",'
 

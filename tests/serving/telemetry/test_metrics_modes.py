@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from torchere.serving.telemetry.metric_log import close_metric_files, metric_line, open_metric_files
+from torchere.serving.telemetry.declared import MetricsConfig, built_in_config, parse_metrics_config
 from torchere.serving.telemetry.metrics import Metrics
-from torchere.serving.telemetry.metrics_config import MetricsConfig, built_in_config, parse_metrics_config
+from torchere.serving.telemetry.torchserve import close_metric_files, metric_line, open_metric_files
 
 FILE = """
 ts_metrics:

@@ -3,8 +3,8 @@ import re
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
+from torchere.serving.logs.trace_context import TraceContext
 from torchere.serving.telemetry.metrics import Metrics
-from torchere.serving.telemetry.trace_context import TraceContext
 
 TRACE = TraceContext("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", True)
 

@@ -16,9 +16,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from torchere.serving import server as server_module
+from torchere.serving.config.server_settings import Address, ServerSettings
 from torchere.serving.frontend.grpc.protos.inference_pb2 import PredictionResponse, PredictionsRequest
 from torchere.serving.server import Server
-from torchere.serving.settings import Address, ServerSettings
 from torchere.serving.telemetry.tracing import SpanMaker
 
 HANDLER = """

@@ -7,10 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from torchere.serving.telemetry import gpu_sampling
-from torchere.serving.telemetry.gpu_sampling import GpuSample, parse_gpus, sample_gpus
+from torchere.serving.telemetry import sampling as gpu_sampling
 from torchere.serving.telemetry.metrics import Metrics
-from torchere.serving.telemetry.system_metrics import SystemMetrics
+from torchere.serving.telemetry.sampling import GpuSample, SystemMetrics, parse_gpus, sample_gpus
 
 
 class Taken:

@@ -21,10 +21,10 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from torchere.serving.batching.request import Request
 from torchere.serving.errors import ServingError
+from torchere.serving.logs.trace_context import TraceContext
 from torchere.serving.telemetry import tracing
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.telemetry.stages import STAGES
-from torchere.serving.telemetry.trace_context import TraceContext
 from torchere.serving.telemetry.trace_setup import open_tracing
 from torchere.serving.telemetry.tracing import SpanMaker, exporting_provider
 

@@ -8,9 +8,9 @@ import grpc
 import pytest
 from google.protobuf.message_factory import GetMessageClass
 
+from torchere.serving.config.server_settings import Address
 from torchere.serving.frontend.grpc.protos import inference_pb2, management_pb2
 from torchere.serving.frontend.grpc.server import inference_server, management_server
-from torchere.serving.settings import Address
 
 SERVICES = {
     "inference": inference_pb2.DESCRIPTOR.services_by_name["InferenceAPIsService"],

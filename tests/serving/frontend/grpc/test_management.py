@@ -14,7 +14,7 @@ from torchere.serving.errors import (
     UnregisterTimeout,
     VersionNotFound,
 )
-from torchere.serving.frontend.controlplane import Progress, Registration
+from torchere.serving.frontend.control import Progress, Registration
 from torchere.serving.frontend.grpc.protos import management_pb2 as m
 
 

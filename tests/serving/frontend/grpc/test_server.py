@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from hpack import Encoder
 from hyperframe.frame import DataFrame, HeadersFrame, PingFrame, SettingsFrame
 
+from torchere.serving.config.server_settings import Address, ServerSettings
 from torchere.serving.frontend.budgets import Budgets
 from torchere.serving.frontend.grpc import health, server
 from torchere.serving.frontend.grpc.errors import MANAGEMENT
@@ -19,7 +20,6 @@ from torchere.serving.frontend.grpc.protos import inference_pb2, management_pb2
 from torchere.serving.frontend.grpc.server import grpc_listeners, inference_server
 from torchere.serving.frontend.grpc.service import service
 from torchere.serving.frontend.readiness import Readiness
-from torchere.serving.settings import Address, ServerSettings
 
 REFUSED = "Token Authorization failed. Token either incorrect, expired, or not provided correctly"
 WATCH = "/grpc.health.v1.Health/Watch"

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from torchere.serving.config.server_settings import ModelSettings
 from torchere.serving.errors import Conflict
 from torchere.serving.frontend.open_inference.repository import Repository
 from torchere.serving.registry.version import VersionState
-from torchere.serving.settings import ModelSettings
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ import contextlib
 
 import pytest
 
+from torchere.serving.config.server_settings import Address
 from torchere.serving.frontend.rest.app import listener_of
 from torchere.serving.frontend.rest.server import RestServer
-from torchere.serving.settings import Address
 from torchere.serving.types import InferResponse, StreamedResponse
 
 

@@ -15,7 +15,7 @@ from torchere.serving.errors import (
     UnregisterTimeout,
     VersionNotFound,
 )
-from torchere.serving.frontend.controlplane import ModelPage, Progress, Registered, Registration
+from torchere.serving.frontend.control import ModelPage, Progress, Registered, Registration
 from torchere.serving.types import InferResponse, ModelKey
 
 

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
+from torchere.serving.config.server_settings import Address, ServerSettings
 from torchere.serving.frontend.rest.app import listeners
-from torchere.serving.settings import Address, ServerSettings
 
 SHARED = "inference+management+metrics"
 

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from torchere.serving.config.server_settings import Address
 from torchere.serving.frontend.rest import connection
-from torchere.serving.settings import Address
 from torchere.serving.types import InferResponse
 
 TIMEOUT_S = 0.3

@@ -1,0 +1,1 @@
+"""Keys and certificates: who may call, and over what."""

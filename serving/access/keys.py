@@ -1,0 +1,331 @@
+"""Who may call what: three keys in a file, and the check of the `Authorization` header against them.
+
+Knows no protocol; a frontend passes the header (or the gRPC metadata value) and lets the error through.
+"""
+
+from __future__ import annotations
+
+import functools
+import hmac
+import json
+import os
+import re
+import secrets
+import stat
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Literal, Protocol
+
+from torchere.serving.access.reload import Reloaded
+from torchere.serving.config.server_settings import ServerSettings
+from torchere.serving.errors import NotAllowed, ServingError, Unauthorized
+
+TokenKind = Literal["inference", "management", "api"]
+
+_TIME_FORMAT = "%Y-%m-%dT%H:%M:%S.%fZ"
+_KEY_BYTES = 6  # TorchServe's; 8 characters, and key_file.json readers may rely on it
+NAMES_IN_FILE: dict[TokenKind, str] = {"management": "management", "inference": "inference", "api": "API"}
+_RENEWABLE: tuple[TokenKind, ...] = ("management", "inference")
+_BEARER = re.compile(r"Bearer\s+(\S+)", re.ASCII)
+
+# The texts are TorchServe's; clients and its own tests compare them.
+REFUSED = "Token Authorization failed. Token either incorrect, expired, or not provided correctly"
+_NOT_RENEWED = "Token Authentication failed. Token either incorrect, expired, or not provided correctly"
+
+
+class KeyFileUnwritable(ServingError):
+    """The key file can't be written, so nobody could learn the keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key, and how long it lets anybody pass."""
+
+    secret: str = field(repr=False)
+    expires_at_s: float | None  # seconds since the epoch; None: never
+
+    def accepts(self, offered: bytes, now_s: float) -> bool:
+        """Whether `offered` is this key, and it has not expired; takes as long for any wrong key."""
+        same = hmac.compare_digest(offered, self.secret.encode())
+        return same and (self.expires_at_s is None or now_s < self.expires_at_s)
+
+
+class KeyRing:
+    """The keys of one server run.
+
+    Constructing makes new keys and writes them to `path`, readable by the owner alone; keys of an earlier run
+    are void. Thread-safe: a check reads an immutable map that renewing swaps whole; `_writing` keeps renewals
+    apart and is held while the file is written, so that file and memory never disagree for long.
+
+    Args:
+        path: The key file; its directory must be there and writable.
+        expiration_min: Minutes until an inference or management key expires; the API key never does.
+        clock: Seconds since the epoch. Wall time, because the file states when a key expires.
+
+    Raises:
+        KeyFileUnwritable: the file could not be written.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        expiration_min: float = 60.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.path = path
+        self._lifetime_s = expiration_min * 60
+        self._clock = clock
+        self._writing = threading.Lock()
+        self._keys: Mapping[TokenKind, Key] = {kind: self._new_key(kind) for kind in NAMES_IN_FILE}
+        _write_private(path, _document(self._keys))
+
+    def authorize(self, kind: TokenKind, authorization: str | None) -> None:
+        """Let a call pass that carries the key of this kind, as `Bearer <key>`.
+
+        Raises:
+            Unauthorized: the value is missing or malformed, or the key is another one or has expired.
+        """
+        if not self._accepts(kind, authorization):
+            raise Unauthorized(REFUSED)
+
+    def renew(self, wanted: str | None, authorization: str | None) -> None:
+        """Replace the management or inference key (the token API); the old one is void at once.
+
+        Args:
+            wanted: "management" or "inference", as the client spelt it.
+            authorization: Must carry the API key.
+
+        Raises:
+            Unauthorized: it does not, or `wanted` is something else.
+            KeyFileUnwritable: the old key stays in force.
+        """
+        allowed = self._accepts("api", authorization)
+        kind = next((kind for kind in _RENEWABLE if kind == wanted), None)
+        if not allowed or kind is None:
+            raise Unauthorized(_NOT_RENEWED)
+        with self._writing:
+            keys = {**self._keys, kind: self._new_key(kind)}
+            _write_private(self.path, _document(keys))
+            self._keys = keys
+
+    def _new_key(self, kind: TokenKind) -> Key:
+        expires_at_s = self._clock() + self._lifetime_s if kind in _RENEWABLE else None
+        value = "-"
+        while value.startswith("-"):  # on a command line that would be an option
+            value = secrets.token_urlsafe(_KEY_BYTES)
+        return Key(value, expires_at_s)
+
+    def _accepts(self, kind: TokenKind, authorization: str | None) -> bool:
+        return self._keys[kind].accepts(bearer_key(authorization), self._clock())
+
+
+def bearer_key(authorization: str | None) -> bytes:
+    """The key in an `Authorization` header; b"", which is never a key, when the header has another form.
+
+    Bytes, because `hmac.compare_digest` refuses text that is not ASCII.
+    """
+    match = _BEARER.fullmatch(authorization or "")
+    return match.group(1).encode("utf-8", "surrogatepass") if match else b""
+
+
+def _document(keys: Mapping[TokenKind, Key]) -> str:
+    """The key file's text: what TorchServe writes, in its order."""
+    entries: dict[str, dict[str, str]] = {}
+    for kind, name in NAMES_IN_FILE.items():
+        key = keys[kind]
+        entries[name] = {"key": key.secret}
+        if key.expires_at_s is not None:
+            moment = datetime.fromtimestamp(key.expires_at_s, timezone.utc)
+            entries[name]["expiration time"] = moment.strftime(_TIME_FORMAT)
+    return json.dumps(entries, indent=2) + "\n"
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Put the text at `path` in one step; at no time can anybody but the owner read it."""
+    # A random name that must be new: nobody can have put a link or an open file there.
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.replace(draft, path)
+        except OSError:
+            with suppress(OSError):
+                draft.unlink()
+            raise
+    except OSError as err:
+        raise KeyFileUnwritable(
+            "The keys for token authorization can't be stored.",
+            f"{path.absolute()}: {err.strerror}; expected a writable directory: start in one, "
+            "set key_file, or switch the tokens off with --disable-token-auth",
+        ) from err
+
+
+MAX_FILE_BYTES = 65_536
+_KEY = re.compile(r"[!-~]{8,}")  # what a header can carry; TorchServe's own keys have 8 characters
+_KINDS: dict[str, TokenKind] = {name: kind for kind, name in NAMES_IN_FILE.items()}
+_FORM = (
+    'expected a JSON object like {"inference": "KEY", "management": "KEY"}; a list of keys, or '
+    '{"key": "KEY", "expiration time": "2030-01-01T00:00:00Z"} as in key_file.json, may stand for each KEY'
+)
+
+
+class KeyFileUnusable(ServingError):
+    """The file of fixed keys can't be read, is open to others, or holds something other than keys."""
+
+
+_Keys = Mapping[TokenKind, tuple[Key, ...]]
+
+
+class FixedKeys:
+    """The keys of a file that this server never writes.
+
+    A kind of key that the file leaves out lets nobody pass. Thread-safe: a check reads an immutable map that
+    `refresh` swaps whole.
+
+    Args:
+        path: The file, readable by its owner and group alone; see `read_keys` for what may be in it.
+        clock: Seconds since the epoch; wall time, because the file may say when a key expires.
+
+    Raises:
+        KeyFileUnusable: it can't be used.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._file: Reloaded[_Keys] = Reloaded("The token keys", (path,), functools.partial(read_keys, path))
+
+    def authorize(self, kind: TokenKind, authorization: str | None) -> None:
+        """Let a call pass that carries one of the keys of this kind, as `Bearer <key>`.
+
+        Raises:
+            Unauthorized: the value is missing or malformed, or no key of this kind, or has expired.
+        """
+        offered, now_s = bearer_key(authorization), self._clock()
+        # A list, not a generator: how long the check takes must not tell which of the keys matched.
+        accepted = [key.accepts(offered, now_s) for key in self._file.value[kind]]
+        if not any(accepted):
+            raise Unauthorized(REFUSED)
+
+    def renew(self, wanted: str | None, authorization: str | None) -> None:
+        """Refuse: nobody renews these keys but whoever writes the file.
+
+        Raises:
+            NotAllowed: always.
+        """
+        raise NotAllowed("The keys of this server come from a file that it does not write; renew them there.")
+
+    def refresh(self) -> None:
+        """Read the file again if it changed; blocks. One that can't be used leaves the keys as they are."""
+        self._file.refresh()
+
+
+def keys_of(settings: ServerSettings) -> KeyRing | FixedKeys | None:
+    """The keys that the settings ask for; None: everybody may pass.
+
+    Raises:
+        KeyFileUnusable, KeyFileUnwritable: see the two.
+    """
+    if not settings.token_auth_enabled:
+        return None
+    if settings.token_keys_file is not None:
+        return FixedKeys(settings.token_keys_file)
+    return KeyRing(settings.key_file, settings.token_expiration_min)
+
+
+def read_keys(path: Path) -> _Keys:
+    """The keys of the file: a JSON object with `inference`, `management`, or both.
+
+    Each is a key, TorchServe's object with `key` and perhaps `expiration time` (ISO 8601), or a list of such.
+    `API`, which TorchServe's file has too, is accepted and opens nothing. No message ever holds a key.
+
+    Raises:
+        KeyFileUnusable: the file is not there, may be read or written by others, or holds something else.
+    """
+    try:
+        document = json.loads(_read_private(path))
+    except UnicodeDecodeError as err:
+        raise _unusable(path, "no UTF-8") from err
+    except (ValueError, RecursionError) as err:  # their texts have a position and nothing of the document
+        raise _unusable(path, f"no JSON: {err}") from err
+    if not isinstance(document, dict):
+        raise _unusable(path, "no JSON object")
+    unknown = sorted(set(document) - set(_KINDS))
+    if unknown or not {"inference", "management"} & document.keys():
+        raise _unusable(
+            path, f"unknown member {unknown[0]!r}" if unknown else "neither inference nor management"
+        )
+    keys: dict[TokenKind, tuple[Key, ...]] = dict.fromkeys(_KINDS.values(), ())
+    for name, entry in document.items():
+        entries = entry if isinstance(entry, list) else [entry]
+        keys[_KINDS[name]] = tuple(_key(path, name, each) for each in entries)
+    return keys
+
+
+def _read_private(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            if mode & (stat.S_IRWXO | stat.S_IWGRP):
+                raise _unusable(
+                    path, f"mode {mode:04o}, open to others", "expected 0600, or 0440 with a group"
+                )
+            text = file.read(MAX_FILE_BYTES + 1)
+    except OSError as err:
+        raise _unusable(path, str(err.strerror), "expected a file that this process may read") from err
+    if len(text) > MAX_FILE_BYTES:
+        raise _unusable(path, f"more than {MAX_FILE_BYTES} bytes")
+    return text.decode("utf-8")
+
+
+def _key(path: Path, name: str, entry: object) -> Key:
+    plain = {"key": entry} if isinstance(entry, str) else entry
+    if not isinstance(plain, dict) or not isinstance(plain.get("key"), str):
+        raise _unusable(path, f"no key in {name!r}")
+    if not _KEY.fullmatch(plain["key"]):
+        found = f"a key in {name!r} is shorter than 8 characters, or has others than printable ASCII"
+        raise _unusable(path, found)
+    return Key(plain["key"], _expiry(path, name, plain.get("expiration time")))
+
+
+def _expiry(path: Path, name: str, text: object) -> float | None:
+    if text is None:
+        return None
+    try:
+        # Python 3.10 reads no "Z", and three or six digits of a fraction only; TorchServe writes nine.
+        exact = re.sub(r"\.(\d+)", lambda fraction: f".{fraction[1][:6]:0<6}", str(text))
+        moment = datetime.fromisoformat(re.sub("Z$", "+00:00", exact))
+    except ValueError as err:
+        raise _unusable(path, f"the expiration time of {name!r} is no ISO 8601 time") from err
+    return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()
+
+
+def _unusable(path: Path, found: str, expected: str = _FORM) -> KeyFileUnusable:
+    return KeyFileUnusable("The file of token_keys_file can't be used.", f"{path}: {found}; {expected}.")
+
+
+KeyKind = Literal["inference", "management"]
+
+
+class Keys(Protocol):
+    """The keys of a server with token authorisation; `serving/access/keys.py` keeps them in a file."""
+
+    def authorize(self, kind: KeyKind, authorization: str | None) -> None:
+        """Return when the `Authorization` header brings the live key of that kind.
+
+        Raises:
+            Unauthorized: it is missing, wrong or expired.
+        """
+
+    def renew(self, wanted: str | None, authorization: str | None) -> None:
+        """Replace the key that is wanted, if the header brings the API key.
+
+        Raises:
+            Unauthorized: the API key is missing or wrong, or there is no such kind.
+        """

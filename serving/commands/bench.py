@@ -1,0 +1,255 @@
+"""`torchere bench`: puts load on a model of a running server, and says how it did.
+
+A small closed-loop client in Python, for a first look at one's own deployment: it takes processor time of
+its own, so on the server's machine, or for the last figure, use wrk or k6.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import quote
+
+from torchere.archiver.errors import plainly
+from torchere.serving.commands.load_client import Client, ConnectionLost, Target, request_bytes
+
+_REFRESH_S = 0.2
+_LAST_ANSWERS_S = 300.0  # for what was sent before the end; a model may take TorchServe's 120 s, twice
+_PAUSE_S = 0.05  # after a lost connection, so that a server that is down is not hammered
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One measurement: `request` is sent over and over by each of `clients`."""
+
+    target: Target
+    request: bytes
+    clients: int
+    seconds: float
+
+
+def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.add_argument("model", metavar="MODEL", help="name of the model, or name/version")
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:8080", help="inference address (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--clients", type=_count, default=8, metavar="N", help="at once (default: %(default)s)"
+    )
+    parser.add_argument("--seconds", type=_duration, default=10.0, metavar="S", help="default: %(default)g")
+    parser.add_argument("--body", type=Path, metavar="FILE", help="what to send (default: an empty body)")
+    parser.add_argument(
+        "--header",
+        action="append",
+        default=[],
+        metavar="'NAME: VALUE'",
+        help="may be repeated; for example 'Content-Type: application/json', 'Authorization: Bearer KEY'",
+    )
+
+
+def run_bench(options: argparse.Namespace) -> int:
+    """Measure and print; status 1 when a request was not answered with a 2xx, or nothing could be sent.
+
+    Ctrl+C prints what was measured until then.
+    """
+    try:
+        run = plan(options)
+    except (ValueError, OSError) as err:
+        print(f"torchere bench: {plainly(err)}", file=sys.stderr)
+        return 1
+    tally = Tally()
+    started_s = time.perf_counter()
+    try:
+        elapsed_s = asyncio.run(measure(run, tally, show=sys.stderr.isatty()))
+    except KeyboardInterrupt:
+        print(report(tally, time.perf_counter() - started_s, run.clients))
+        raise
+    print(report(tally, elapsed_s, run.clients))
+    return 0 if tally.latencies_s and not tally.errors else 1
+
+
+def plan(options: argparse.Namespace) -> Run:
+    """What the arguments ask for.
+
+    Raises:
+        ValueError: the address or a header is not one.
+        OSError: the body can't be read.
+    """
+    target = Target.parse(f"{options.url.rstrip('/')}/predictions/{quote(options.model)}")
+    body = options.body.read_bytes() if options.body else b""
+    return Run(
+        target, request_bytes(target, body, _headers(options.header)), options.clients, options.seconds
+    )
+
+
+async def measure(run: Run, tally: Tally, *, show: bool) -> float:
+    """Run all clients; fills `tally` and returns the seconds it took, to the last answer.
+
+    What has no answer five minutes after the end counts as lost.
+    """
+    started_s = time.perf_counter()
+    stop_s = started_s + run.seconds
+    clients = [asyncio.ensure_future(_client(run, tally, stop_s)) for _ in range(run.clients)]
+    ticker = asyncio.ensure_future(_show_progress(run.seconds, tally)) if show else None
+    try:
+        ended, late = await asyncio.wait(
+            clients, timeout=run.seconds + _LAST_ANSWERS_S, return_when=asyncio.FIRST_EXCEPTION
+        )
+        for client in ended:
+            client.result()
+        for client in late:
+            client.cancel()
+            tally.add(LOST, run.seconds, b"given up long after the end")
+    finally:
+        if ticker is not None:
+            ticker.cancel()
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)  # the bar makes room for the report
+    return time.perf_counter() - started_s
+
+
+async def _client(run: Run, tally: Tally, stop_s: float) -> None:
+    client = Client(run.target)
+    while (sent_s := time.perf_counter()) < stop_s:
+        try:
+            status, body = await client.send(run.request)
+        except ConnectionLost as err:
+            status, body = LOST, str(err).encode()
+            await asyncio.sleep(_PAUSE_S)
+        tally.add(status, time.perf_counter() - sent_s, body)
+    client.close()
+
+
+async def _show_progress(seconds: float, tally: Tally) -> None:
+    started_s = time.perf_counter()
+    while True:
+        print(progress(time.perf_counter() - started_s, seconds, tally), end="", file=sys.stderr, flush=True)
+        await asyncio.sleep(_REFRESH_S)
+
+
+def _headers(lines: list[str]) -> dict[str, str]:
+    headers = {}
+    for line in lines:
+        name, colon, value = line.partition(":")
+        if not colon or not name.strip():
+            raise ValueError(f"the header is {line!r}; expected 'Name: value'")
+        headers[name.strip()] = value.strip()
+    return headers
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a whole number from 1")
+    return int(text)
+
+
+def _duration(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 86_400:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected seconds above 0 and below a day")
+    return seconds
+
+
+PERCENTS = (50.0, 90.0, 99.0)
+LOST = 0  # stands for the status of a request that got no whole answer
+_BAR = 24  # characters
+_MOST_TEXTS = 3  # shown of each status
+_MOST_TEXTS_KEPT = 100  # of all; a text may name its request, and no two are alike
+_MOST_CHARACTERS = 300  # of a text
+_OTHERS = "other texts"
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the clients of one run saw. Filled by one event loop.
+
+    `latencies_s` are those of answers with a 2xx only: a quick refusal must not make a server look fast.
+    `errors` counts the others by status and text.
+    """
+
+    latencies_s: list[float] = field(default_factory=list)
+    errors: Counter[tuple[int, str]] = field(default_factory=Counter)
+
+    def add(self, status: int, latency_s: float, body: bytes = b"") -> None:
+        """Count one request; `LOST` when there was no answer, with the cause as its body."""
+        if 200 <= status < 300:
+            self.latencies_s.append(latency_s)
+            return
+        error = (status, refusal_text(body))
+        is_kept = error in self.errors or len(self.errors) < _MOST_TEXTS_KEPT
+        self.errors[error if is_kept else (status, _OTHERS)] += 1
+
+
+def refusal_text(body: bytes) -> str:
+    """Why a request failed, in one line: what a JSON object says of it, or the body as it is."""
+    text = body.decode("utf-8", "backslashreplace")
+    try:
+        parsed = json.loads(text)
+    except (ValueError, RecursionError):
+        parsed = None
+    if isinstance(parsed, dict):
+        said = (parsed.get("message") or parsed.get("error"), parsed.get("detail"))
+        text = ": ".join(str(part) for part in said if part) or text
+    line = " ".join(text.split())
+    return line if len(line) <= _MOST_CHARACTERS else f"{line[:_MOST_CHARACTERS]}..."
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """The smallest of the ascending values that at least `percent` of them do not exceed (nearest rank).
+
+    Raises:
+        ValueError: there are no values, or `percent` is not above 0 and at most 100.
+    """
+    if not ordered or not 0 < percent <= 100:
+        raise ValueError(
+            f"percentile {percent} of {len(ordered)} values; expected some, and 0 < percent <= 100"
+        )
+    return ordered[math.ceil(len(ordered) * percent / 100) - 1]
+
+
+def report(tally: Tally, elapsed_s: float, clients: int) -> str:
+    """The lines for people."""
+    answered = len(tally.latencies_s)
+    lines = [
+        f"{answered / elapsed_s:.1f} req/s   ({answered} answers in {elapsed_s:.1f} s, {clients} clients)"
+    ]
+    if answered:
+        ordered = sorted(tally.latencies_s)
+        shown = [f"p{percent:g} {percentile(ordered, percent) * 1000:.2f} ms" for percent in PERCENTS]
+        lines.append("   ".join([*shown, f"max {ordered[-1] * 1000:.2f} ms"]))
+    for status in sorted({status for status, _ in tally.errors}):
+        texts = Counter({text: count for (of, text), count in tally.errors.items() if of == status})
+        lines += [f"{count} x {_named(status)}{text and f': {text}'}" for text, count in _foremost(texts)]
+    return "\n".join(lines)
+
+
+def progress(elapsed_s: float, total_s: float, tally: Tally) -> str:
+    """One line that overwrites the last one: a bar, the rate so far, the errors so far."""
+    done = min(1.0, elapsed_s / total_s)
+    filled = round(done * _BAR)
+    rate = len(tally.latencies_s) / elapsed_s if elapsed_s else 0.0
+    errors = f", {tally.errors.total()} errors" if tally.errors else ""
+    return f"\r[{'#' * filled}{'.' * (_BAR - filled)}] {done:4.0%}  {rate:.0f} req/s{errors}   "
+
+
+def _foremost(texts: Counter[str]) -> list[tuple[str, int]]:
+    """The most frequent texts, and the rest as one."""
+    others = texts.pop(_OTHERS, 0)
+    ordered = texts.most_common()
+    others += sum(count for _, count in ordered[_MOST_TEXTS:])
+    return ordered[:_MOST_TEXTS] + ([(_OTHERS, others)] if others else [])
+
+
+def _named(status: int) -> str:
+    return "no answer (connection lost)" if status == LOST else f"status {status}"

@@ -1,0 +1,215 @@
+"""`torchere compare A.mar B.mar --data DIR`: two archives on the same inputs, as a table and a picture.
+
+The models are loaded as the server loads them, without a server, and without the archives' own handlers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchere.archiver.errors import ArchiveError, ModelRefused, plainly
+from torchere.archiver.reader import Archive, open_archive
+from torchere.archiver.signature import MAX_TEXT_BYTES, SIGNATURE_NAME, Signature, SignatureError, parse
+from torchere.archiver.torchscript_options import TorchScriptOptions
+from torchere.serving.errors import InvalidArchive
+
+if TYPE_CHECKING:
+    import torch
+
+    from torchere.archiver.models.report import Report
+
+_PICTURES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp"})
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One of the two archives, loaded."""
+
+    name: str
+    run: Callable[..., Any]
+    file: Path | None  # of the weights, in the unpacked archive
+    load: TorchScriptOptions
+    config: dict[str, Any]  # model-config.yaml
+    inputs: tuple[str, ...] | None  # their names in signature.json; None without one
+    batched: bool  # its inputs and outputs have a batch dimension
+
+
+def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `torchere compare` to `parser`."""
+    add = parser.add_argument
+    add("original", type=Path, metavar="A.mar", help="the archive to measure against")
+    add("packed", type=Path, metavar="B.mar", help="the other one: quantised, compiled, retrained ...")
+    add(
+        "--data",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="inputs: one file each, .json, .pt, .npy, .npz or a picture, which is prepared as A's "
+        "model-config.yaml says (handler.image)",
+    )
+    add("--max-drift", type=float, default=0.4, metavar="X", help="exit code 2 above it (default: 0.4)")
+    add("--picture", type=Path, metavar="FILE", help="also draw it, as SVG")
+    add("--json", action="store_true", help="print the report as JSON")
+
+
+def run_compare(options: argparse.Namespace) -> int:
+    """Print the report; 0 when B's answers are near enough, 2 when not, or when they can't be compared."""
+    # What handlers say about class names and the like does not matter here.
+    logging.getLogger("torchere.handlers").setLevel(logging.ERROR)
+    try:
+        report = _compared(options)
+    except (ArchiveError, ModelRefused, OSError) as error:
+        print(f"torchere compare: {plainly(error)}", file=sys.stderr)
+        return 2
+    print(report.to_json() if options.json else report.table())
+    if options.picture:
+        from torchere.archiver.models.compare_picture import picture  # noqa: PLC0415 - imports torch
+
+        try:
+            options.picture.write_text(picture(report), encoding="utf-8")
+        except OSError as error:
+            print(f"torchere compare: {plainly(error)}", file=sys.stderr)
+            return 2
+    return 0 if report.accepted else 2
+
+
+def _compared(options: argparse.Namespace) -> Report:
+    from torchere.archiver.models.steps import refusing  # noqa: PLC0415 - imports torch
+    from torchere.archiver.models.verify import verify  # noqa: PLC0415
+
+    with contender(options.original) as one, contender(options.packed) as other:
+        samples = read_samples(options.data, one)
+        with refusing(f"running {one.name} and {other.name} on {options.data}"):
+            return verify(
+                one.run,
+                other.run,
+                samples,
+                max_drift=options.max_drift,
+                batched=one.batched and other.batched,
+                names=(one.name, other.name),
+                files=(one.file, other.file),
+                loads=(one.load, other.load),
+            )
+
+
+@contextmanager
+def contender(path: Path) -> Iterator[Contender]:
+    """Unpack an archive to a temporary folder and load its model on the CPU.
+
+    Raises:
+        ArchiveError: it can't be read.
+        ModelRefused: it holds no model that can be loaded, or its configuration is wrong.
+    """
+    archive = open_archive(path)
+    with tempfile.TemporaryDirectory(prefix="torchere-compare-") as folder:
+        root = archive.extract(Path(folder, "model"))
+        config, signature = _config(archive), _signature(archive)
+        serialized = archive.manifest.serialized_file
+        yield Contender(
+            name=path.name,
+            run=_loaded(archive, root, config),
+            file=root / serialized if serialized else None,
+            load=_options(archive, config),
+            config=config,
+            inputs=tuple(spec.name for spec in signature.inputs) if signature else None,
+            batched=signature.batched if signature else True,
+        )
+
+
+def read_samples(folder: Path, contender: Contender) -> list[tuple[torch.Tensor, ...]]:
+    """Every file of the folder as arguments of the model, in the order of their names.
+
+    Raises:
+        ModelRefused: there is none, or one can't be read.
+        OSError: likewise.
+    """
+    from torchere.archiver.models.examples import read_example  # noqa: PLC0415 - imports torch
+
+    if not folder.is_dir():
+        raise ModelRefused(f"--data {folder}: no such folder; expected one with inputs, a file each")
+    files = [file for file in sorted(folder.iterdir()) if file.is_file() and not file.name.startswith(".")]
+    if not files:
+        raise ModelRefused(f"{folder} holds no files; expected inputs: .json, .pt, .npy or pictures")
+    samples: list[tuple[torch.Tensor, ...]] = []
+    for file in files:
+        if file.suffix.lower() in _PICTURES:
+            samples.append((_picture(file, contender.config),))
+            continue
+        example = read_example(file)
+        samples.append(example.ordered(contender.inputs) if contender.inputs else example.tensors)
+    return samples
+
+
+def _picture(file: Path, config: dict[str, Any]) -> torch.Tensor:
+    from PIL import Image, UnidentifiedImageError  # noqa: PLC0415 - with torch, seconds
+
+    from torchere.handlers.image_transform import ImageTransform  # noqa: PLC0415
+
+    handler = config.get("handler")
+    overrides = handler.get("image") if isinstance(handler, dict) else None
+    known = {"resize", "crop", "mean", "std"}
+    try:
+        if not isinstance(overrides, (dict, type(None))):
+            raise ValueError(f"handler.image in model-config.yaml is {overrides!r}; expected a mapping")
+        transform = ImageTransform().replaced_by({k: v for k, v in (overrides or {}).items() if k in known})
+        with Image.open(file) as image:
+            return transform(image)[None]
+    except (UnidentifiedImageError, ValueError) as error:
+        raise ModelRefused(f"{file}: {error}") from error
+
+
+def _loaded(archive: Archive, root: Path, config: dict[str, Any]) -> Callable[..., Any]:
+    from torchere.archiver.models.steps import refusing  # noqa: PLC0415 - imports torch
+    from torchere.handlers.base import BaseHandler  # noqa: PLC0415 - imports torch
+    from torchere.handlers.context import Context  # noqa: PLC0415
+    from torchere.handlers.version import __version__  # noqa: PLC0415
+
+    handler = BaseHandler()
+    with refusing(f"loading the model of {archive.path}"):  # a model file of the archive may raise anything
+        handler.initialize(
+            Context(
+                model_name=archive.manifest.model_name or root.name,
+                model_dir=str(root),
+                manifest=json.loads(archive.manifest.dump()),
+                gpu_id=None,
+                batch_size=1,
+                server_version=__version__,
+                model_yaml_config=config,
+            )
+        )
+    model: Callable[..., Any] = handler.model
+    return model
+
+
+def _config(archive: Archive) -> dict[str, Any]:
+    from torchere.serving.config.model_settings import config_of  # noqa: PLC0415 - not needed for --help
+
+    try:
+        return config_of(archive).raw
+    except InvalidArchive as error:
+        raise ModelRefused(f"{archive.path}: {archive.manifest.config_file}: {error}") from error
+
+
+def _options(archive: Archive, config: dict[str, Any]) -> TorchScriptOptions:
+    try:
+        return TorchScriptOptions.read(config)
+    except ValueError as error:
+        raise ModelRefused(f"{archive.path}: {error}") from error
+
+
+def _signature(archive: Archive) -> Signature | None:
+    if all(entry.name != SIGNATURE_NAME for entry in archive.entries):
+        return None
+    try:
+        return parse(archive.read_text(SIGNATURE_NAME, MAX_TEXT_BYTES))
+    except SignatureError as error:
+        raise ModelRefused(f"{archive.path}: {error}") from error

@@ -1,0 +1,193 @@
+"""What becomes of a TorchServe deployment: read its files, run nothing of it, and say it line by line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torchere.serving.commands.migrate_archive import MigrationFinding, Verdict, archive_findings
+from torchere.serving.commands.serve_options import newest_snapshot
+from torchere.serving.config.properties import ConfigurationError, read_properties
+from torchere.serving.config.resolve import Configuration, Finding, configure
+from torchere.serving.config.server_settings import ServerSettings
+from torchere.serving.registry.desired import startup_models
+from torchere.serving.store.package import is_archive
+from torchere.serving.store.url_rules import is_remote
+
+_VERDICTS: tuple[Verdict, ...] = ("same", "differs", "unsupported")
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationReport:
+    """Every finding, file by file."""
+
+    findings: tuple[MigrationFinding, ...]
+
+    def count(self, verdict: Verdict) -> int:
+        """How many findings come to this verdict."""
+        return sum(finding.verdict == verdict for finding in self.findings)
+
+    def as_text(self) -> str:
+        """The report for people."""
+        lines: list[str] = []
+        subject = ""
+        for finding in self.findings:
+            if finding.subject != subject:
+                subject = finding.subject
+                lines += [subject]
+            lines.append(f"  {finding.verdict:<12}{finding.item}: {finding.text}")
+        counts = ", ".join(f"{self.count(verdict)} {verdict}" for verdict in _VERDICTS)
+        return "\n".join([*lines, counts])
+
+    def as_json(self) -> str:
+        """The report for programs."""
+        found = [
+            {"subject": one.subject, "item": one.item, "verdict": one.verdict, "text": one.text}
+            for one in self.findings
+        ]
+        counts = {verdict: self.count(verdict) for verdict in _VERDICTS}
+        return json.dumps({"counts": counts, "findings": found}, indent=2)
+
+
+def check_migration(
+    config: Path | None, model_store: Path | None, snapshots: Path | None, environ: Mapping[str, str]
+) -> MigrationReport:
+    """Read what is named, and the model store that the configuration names, and report on it.
+
+    Args:
+        config: A `config.properties`; None for none.
+        model_store: A folder of archives; None for the configuration's.
+        snapshots: The folder snapshots are in; the newest is read, as a start would restore it.
+        environ: The environment that the server would be started with.
+
+    Raises:
+        ConfigurationError: a file or folder that is named can't be read at all, or none is named.
+    """
+    if config is None and model_store is None and snapshots is None:
+        raise ConfigurationError("nothing to check: name --ts-config, --model-store or --snapshots")
+    findings: list[MigrationFinding] = []
+    settings = ServerSettings()
+    if config is not None:
+        settings, found = config_findings(config, environ)
+        findings += found
+        findings += model_findings(config, settings, model_store)
+    store = model_store or settings.model_store
+    if snapshots is not None:
+        findings += _snapshot(snapshots, store, environ)
+    if store is not None:
+        findings += _store(store, settings)
+    return MigrationReport(tuple(findings))
+
+
+def _snapshot(folder: Path, store: Path | None, environ: Mapping[str, str]) -> Sequence[MigrationFinding]:
+    newest = newest_snapshot(folder)
+    if newest is None:
+        return [MigrationFinding(str(folder), "snapshots", "same", "there are none; nothing is restored")]
+    return snapshot_findings(newest, store, environ)
+
+
+def _store(store: Path, settings: ServerSettings) -> Iterator[MigrationFinding]:
+    if not store.is_dir():
+        raise ConfigurationError(f"{store}: expected the folder of the model store")
+    for path in sorted(store.iterdir()):
+        if path.suffix == ".war" and not path.name.startswith("."):
+            text = "workflows can't be registered; call its models one after the other"
+            yield MigrationFinding(str(path), "workflow", "unsupported", text)
+        elif is_archive(path):
+            yield from archive_findings(path, settings)
+
+
+# Keys without effect whose absence clients or operators would notice; other keys without effect only tune.
+MISSED_KEYS = frozenset(
+    {
+        "keystore",
+        "plugins_path",
+        "ts_header_key_sequence_id",
+        "ts_header_key_sequence_start",
+        "ts_header_key_sequence_end",
+    }
+)
+# Keys that are not in the file, and whose default here is another than TorchServe's.
+OTHER_DEFAULTS = {
+    "allowed_urls": "TorchServe fetches archives from any URL unless told otherwise; here only from URLs "
+    "that match allowed_urls, and from none without it",
+    "metrics_mode": "TorchServe's default is log; here it is prometheus, so that the metrics API answers, "
+    "and ts_metrics.log and model_metrics.log are not written",
+}
+OTHER_MEANING = {
+    "install_py_dep_per_model": "packages go into a folder, or a virtual environment, of the version; a "
+    "model whose requirements fail is not registered",
+    "allowed_urls": "hosts of this machine or its network must be spelt out in the pattern that matches",
+}
+
+
+def config_findings(path: Path, environ: Mapping[str, str]) -> tuple[ServerSettings, list[MigrationFinding]]:
+    """The settings a file comes to, and what each of its lines does.
+
+    Raises:
+        ConfigurationError: it can't be read, or is no properties file.
+    """
+    configuration = configure(read_properties(path), environ)
+    found = [_line(str(path), finding) for finding in configuration.findings]
+    given = {finding.key for finding in configuration.findings}
+    found += [
+        MigrationFinding(str(path), key, "differs", text)
+        for key, text in OTHER_DEFAULTS.items()
+        if key not in given
+    ]
+    return configuration.settings, found
+
+
+def snapshot_findings(
+    path: Path, store: Path | None, environ: Mapping[str, str]
+) -> Sequence[MigrationFinding]:
+    """What restoring this snapshot would do; `store` None takes the snapshot's own.
+
+    Raises:
+        ConfigurationError: it can't be read, or is no properties file.
+    """
+    configuration = configure(read_properties(path), environ)
+    return [*_problems(path, configuration), *model_findings(path, configuration.settings, store)]
+
+
+def _problems(path: Path, configuration: Configuration) -> Iterator[MigrationFinding]:
+    for finding in (*configuration.of_level("error"), *configuration.of_level("warning")):
+        yield _line(str(path), finding)
+
+
+def model_findings(path: Path, settings: ServerSettings, store: Path | None) -> Iterator[MigrationFinding]:
+    """Whether the archives that a start would load are there; `store` None takes the settings' own."""
+    folder = store or settings.model_store
+    never_served = tuple(model for model in settings.snapshot_models if not model.version)
+    origin = "missing" if never_served else "load_models"  # there is none beside a snapshot
+    for wanted in startup_models(replace(settings, snapshot_models=never_served), tuple):
+        if folder is None or is_remote(wanted.url) or (folder / wanted.url.rstrip("/")).exists():
+            continue
+        text = f"is not in {folder}: the start goes on, as in TorchServe; /readyz says 503 until it is there"
+        yield MigrationFinding(str(path), f"{origin} {wanted.url}", "differs", text)
+    for model in settings.snapshot_models:
+        if not model.version:
+            continue
+        item = f"{model.name} {model.version}"
+        if folder is not None and not (folder / str(model.settings.get("path") or model.archive)).exists():
+            text = f"{model.archive} is not in {folder}: the start would be refused, as by TorchServe"
+            yield MigrationFinding(str(path), item, "unsupported", text)
+        else:
+            yield MigrationFinding(str(path), item, "same", f"is restored from {model.archive}")
+
+
+def _line(subject: str, finding: Finding) -> MigrationFinding:
+    item = f"{finding.key}={finding.value}" if finding.value else finding.key
+    text = finding.message
+    if finding.level == "effect" and finding.key in OTHER_MEANING:
+        return MigrationFinding(subject, item, "differs", f"{text}; {OTHER_MEANING[finding.key]}")
+    return MigrationFinding(subject, item, _verdict(finding), text)
+
+
+def _verdict(finding: Finding) -> Verdict:
+    if finding.level == "effect" or finding.key == "load_models":  # which a snapshot outdoes in both
+        return "same"
+    missed = finding.key in MISSED_KEYS and finding.message.startswith("has no effect")
+    return "unsupported" if finding.level == "error" or missed else "differs"

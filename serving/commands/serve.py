@@ -1,0 +1,103 @@
+"""`torchere serve`: what it takes, and the way from there to a running server.
+
+Nothing is imported before it is needed: what a start does first, and why, is in `preparation.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import os
+import sys
+
+from torchere.serving.commands.serve_options import (
+    LOG_FORMAT_VARIABLE,
+    LOG_FORMATS,
+    Plan,
+    add_serve_options,
+    log_format,
+    plan_from,
+)
+from torchere.serving.commands.texts import described
+from torchere.serving.logs.lines import LEVELS
+from torchere.serving.logs.lines import configure as configure_logging
+
+logger = logging.getLogger(__name__)
+
+
+def add_serve(parser: argparse.ArgumentParser) -> None:
+    """`torchere serve`."""
+    example = "torchere serve --model-store store --models all --ts-config config.properties"
+    described(parser, "Serve models in the foreground, until SIGTERM or Ctrl+C.", example)
+    add_serve_options(parser)
+    parser.add_argument("--log-level", default="INFO", type=str.upper, choices=LEVELS, help="default: INFO")
+    parser.add_argument(
+        "--log-format",
+        choices=LOG_FORMATS,
+        help=f"default: {LOG_FORMAT_VARIABLE} of the environment, or auto: text on a terminal, JSON lines "
+        "otherwise; torchserve: the lines of its console, metrics among them with metrics_mode=log",
+    )
+    parser.add_argument("--process-name", help=argparse.SUPPRESS)  # only there to be found in the arguments
+    parser.set_defaults(run=_serve)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    # Importing makes hundreds of thousands of objects that stay: to walk over them again and again is a tenth
+    # of the work. The server freezes them, and lets the collector go on once it has started.
+    gc.disable()
+    try:
+        return _planned_and_served(options)
+    finally:
+        gc.enable()
+
+
+def _planned_and_served(options: argparse.Namespace) -> int:
+    plan = plan_from(options, os.environ)
+    wanted = options.log_format or log_format(os.environ)
+    as_json = not sys.stdout.isatty() if wanted == "auto" else wanted == "json"
+    from torchere.serving.process.allocator import keep_freed_memory  # noqa: PLC0415 - not needed for --help
+
+    keep_freed_memory(os.environ)  # before the first thread, which the log has
+    _log_as_asked(plan, options, wanted == "torchserve", as_json)
+    return _prepared_and_served(plan)
+
+
+def _prepared_and_served(plan: Plan) -> int:
+    from torchere.serving.process.signals import SignalsKept  # noqa: PLC0415 - not needed for --help
+
+    with SignalsKept() as kept:
+        from torchere.serving.workers.preparation import fork_server_ahead  # noqa: PLC0415 - likewise
+
+        with fork_server_ahead(plan.settings) as fork_server:
+            from torchere.serving.server import serve  # noqa: PLC0415 - takes most of a start
+
+            if number := kept.let_go():
+                logger.info("signal %d: stopped before the start was over", number)
+                return 0
+            return serve(plan.settings, fork_server)
+
+
+def _log_as_asked(plan: Plan, options: argparse.Namespace, as_torchserve: bool, as_json: bool) -> None:
+    """Begin to log, with the account of where the settings come from."""
+    lines = None
+    if as_torchserve or plan.settings.log_files:
+        from torchere.serving.logs import files as log_files  # noqa: PLC0415 - hardly ever needed
+
+        lines = log_files.Log4jFormatter() if as_torchserve else None
+    configure_logging(options.log_level, as_json, sys.stdout, lines=lines)
+    if plan.settings.log_files:
+        log_files.add_log_files(plan.log_directory)
+    _log_account(plan, options)
+
+
+def _log_account(plan: Plan, options: argparse.Namespace) -> None:
+    origin = plan.config_file or "no configuration file"
+    logger.info("Config file: %s", origin)
+    for finding in plan.configuration.of_level("warning"):
+        logger.warning("%s, %s", origin, finding)
+    if plan.settings.snapshot_models:
+        count = len(plan.settings.snapshot_models)
+        logger.warning("%s: restoring its snapshot of %d models; start without it by --ncs", origin, count)
+    if options.log_config:
+        logger.warning("--log-config has no effect: torchere serve has --log-level and --log-format")

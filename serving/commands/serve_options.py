@@ -1,0 +1,215 @@
+"""The options of `torchere serve` and `torchserve`, and how they become settings.
+
+The flags, the order of the configuration files and the texts of `LaunchRefused` are TorchServe 0.12's.
+Saying how they are used takes none of the modules that make settings of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchere.serving.config.properties import Entry
+    from torchere.serving.config.resolve import Configuration
+    from torchere.serving.config.server_settings import ServerSettings
+
+DEFAULT_FILE = Path("config.properties")
+LOG_FORMATS = ("auto", "json", "text", "torchserve")
+LOG_FORMAT_VARIABLE = "TORCHERE_LOG_FORMAT"
+_SNAPSHOT_NAME = re.compile(r"[0-9]{17}-(startup|snapshot|shutdown)\.cfg")
+
+
+class LaunchRefused(Exception):
+    """The server can't start like this; the text is the one TorchServe's launcher prints."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to start: settings, and the account of where they come from."""
+
+    settings: ServerSettings
+    configuration: Configuration
+    config_file: Path | None
+    log_directory: Path  # of log files and snapshots; may not be there
+
+
+def add_serve_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what to serve and how; `serve_arguments` turns them back into flags."""
+    add = parser.add_argument
+    add("--ts-config", metavar="FILE", help="properties file (TS_CONFIG_FILE in the environment wins)")
+    add("--model-store", metavar="DIR", help="directory the archives are in; needed here or in the file")
+    add("--workflow-store", metavar="DIR", help="accepted; workflows are not supported")
+    add("--models", metavar="MODEL", nargs="+", help="models to load: [name=]archive ..., or all")
+    # --log: short for it in TorchServe, which has no other option that begins so
+    add("--log-config", "--log", metavar="FILE", help="accepted; log4j2 files have no effect")
+    add("--cpp-log-config", metavar="FILE", help="accepted; there is no C++ backend")
+    add(
+        "--no-config-snapshots",
+        "--ncs",
+        action="store_true",
+        help="neither restore the newest snapshot of the log directory nor write any",
+    )
+    add("--plugins-path", "--ppath", metavar="PATH", help="accepted; Java plug-ins can't be loaded")
+    add("--disable-token-auth", "--dt", action="store_true", help="let calls pass without a token")
+    add("--enable-model-api", action="store_true", help="allow register and unregister over the network")
+    add("--supervise", action="store_true", help="accepted; nothing starts the server again")
+    add(
+        "--log-files",
+        action="store_true",
+        help="also write access_log.log, model_log.log and ts_log.log to LOG_LOCATION (default: logs)",
+    )
+
+
+def serve_arguments(options: argparse.Namespace) -> list[str]:
+    """The flags that make `torchere serve` see these options again."""
+    arguments: list[str] = []
+    for name in (
+        "ts_config",
+        "model_store",
+        "workflow_store",
+        "log_config",
+        "cpp_log_config",
+        "plugins_path",
+    ):
+        if value := getattr(options, name):
+            arguments.append(f"--{name.replace('_', '-')}={value}")  # one word: a value may begin with a dash
+    for name in ("no_config_snapshots", "disable_token_auth", "enable_model_api", "log_files", "supervise"):
+        if getattr(options, name):
+            arguments.append(f"--{name.replace('_', '-')}")
+    return [*arguments, "--models", *options.models] if options.models else arguments
+
+
+def plan_from(options: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
+    """Weigh options, configuration file and environment.
+
+    Raises:
+        LaunchRefused: a file or directory that is named is not there, nor the current one, no model store
+            is named, or the snapshot is not whole.
+        ConfigurationError: the configuration file can't be read, or holds a value that can't be used.
+    """
+    from torchere.serving.config.properties import read_properties  # noqa: PLC0415 - likewise
+    from torchere.serving.config.resolve import configure  # noqa: PLC0415 - not needed for --help
+    from torchere.serving.config.server_settings import SnapshotSettings  # noqa: PLC0415 - likewise
+
+    path = config_file(options, environ)
+    _require_files(options)
+    temp = environ.get("TEMP")
+    if temp and not Path(temp).is_dir():
+        raise LaunchRefused(f"Invalid temp directory: {temp}, please check TEMP environment variable.")
+    entries = read_properties(path) if path else ()
+    if path and _SNAPSHOT_NAME.fullmatch(path.name) and (cut := _cut_off(path, entries)):
+        raise LaunchRefused(f"{path} is no whole snapshot: {cut}. Delete it, or start with --ncs.")
+    configuration = configure(entries, environ, _overrides(options))
+    settings = configuration.checked(str(path or "configuration"))
+    _require_stores(settings.model_store, options.workflow_store)
+    logs = log_directory(environ)
+    snapshots = (
+        None if options.no_config_snapshots else SnapshotSettings(logs / "config", configuration.effective)
+    )
+    settings = replace(
+        settings,
+        temp_dir=Path(temp) if temp else None,
+        snapshots=snapshots,
+        quarantine_directory=settings.quarantine_directory or logs / "quarantine",
+        metrics_directory=Path(environ.get("METRICS_LOCATION") or "logs").absolute(),
+    )
+    return Plan(settings, configuration, path, logs)
+
+
+def config_file(options: argparse.Namespace, environ: Mapping[str, str]) -> Path | None:
+    """The file to configure from: environment, option, newest snapshot, `./config.properties`, or none.
+
+    Raises:
+        LaunchRefused: the one named by the environment or the option is not there.
+    """
+    named = environ.get("TS_CONFIG_FILE") or options.ts_config
+    if named:
+        if not Path(named).is_file():
+            raise LaunchRefused(f"--ts-config file not found: {named}")
+        return Path(named)
+    if not options.no_config_snapshots:
+        snapshot = newest_snapshot(log_directory(environ) / "config")
+        if snapshot:
+            return snapshot
+    return DEFAULT_FILE if DEFAULT_FILE.is_file() else None
+
+
+def log_directory(environ: Mapping[str, str]) -> Path:
+    """Where log files and snapshots go: `LOG_LOCATION`, or `logs` in the current directory.
+
+    Raises:
+        LaunchRefused: the current directory was deleted.
+    """
+    try:
+        return Path(environ.get("LOG_LOCATION") or "logs").absolute()
+    except FileNotFoundError as err:
+        raise LaunchRefused("The current directory is not there any more; start in another one.") from err
+
+
+def log_format(environ: Mapping[str, str]) -> str:
+    """The log format that the environment asks for; `torchserve` has no flag for it.
+
+    Raises:
+        LaunchRefused: it says something else than one of `LOG_FORMATS`.
+    """
+    wanted = environ.get(LOG_FORMAT_VARIABLE) or "auto"
+    if wanted not in LOG_FORMATS:
+        raise LaunchRefused(f"{LOG_FORMAT_VARIABLE} is {wanted!r}, expected one of {', '.join(LOG_FORMATS)}")
+    return wanted
+
+
+def newest_snapshot(directory: Path) -> Path | None:
+    """The snapshot with the latest time in its name; times of files do not survive a copy."""
+    if not directory.is_dir():
+        return None
+    names = [path.name for path in directory.iterdir() if _SNAPSHOT_NAME.fullmatch(path.name)]
+    return directory / max(names) if names else None
+
+
+def _cut_off(path: Path, entries: Sequence[Entry]) -> str:
+    """What tells that a snapshot is only a part; "" when nothing does.
+
+    TorchServe writes them where they stand: a full disk leaves a part, or nothing.
+    """
+    if all(one.key != "model_snapshot" for one in entries):
+        return "it names no models"
+    # Half of an address is another address; half of the models is no JSON.
+    whole = entries[-1].key == "model_snapshot" or path.read_bytes().endswith((b"\n", b"\r"))
+    return "" if whole else f"its last line, {entries[-1].key}, has no end"
+
+
+def _overrides(options: argparse.Namespace) -> dict[str, str]:
+    """The command line as keys of the configuration file."""
+    given = {
+        "model_store": options.model_store,
+        "workflow_store": options.workflow_store,
+        "load_models": ",".join(options.models) if options.models else None,
+        "cpp_log_config": options.cpp_log_config,
+        "plugins_path": options.plugins_path,
+        "disable_token_authorization": "true" if options.disable_token_auth else None,
+        "enable_model_api": "true" if options.enable_model_api else None,
+        "log_files": "true" if options.log_files else None,
+        "supervise": "true" if options.supervise else None,
+    }
+    return {key: value for key, value in given.items() if value}
+
+
+def _require_files(options: argparse.Namespace) -> None:
+    for flag, value in (("--log-config", options.log_config), ("--cpp-log-config", options.cpp_log_config)):
+        if value and not Path(value).is_file():
+            raise LaunchRefused(f"{flag} file not found: {os.path.realpath(value)}")
+
+
+def _require_stores(model_store: Path | None, workflow_store: str | None) -> None:
+    if model_store is None:
+        raise LaunchRefused("Missing mandatory parameter --model-store")
+    if not model_store.is_dir():
+        raise LaunchRefused(f"--model-store directory not found: {model_store}")
+    if workflow_store and not Path(workflow_store).is_dir():
+        raise LaunchRefused(f"--workflow-store directory not found: {workflow_store}")

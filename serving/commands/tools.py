@@ -1,0 +1,156 @@
+"""The commands of `torchere` that are no server: what each of them takes, and what runs it.
+
+Each function imports what its command needs, and is called for the command that was given.
+"""
+# ruff: noqa: PLC0415 - see above
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+
+from torchere.serving import __version__
+from torchere.serving.commands.serve_options import DEFAULT_FILE
+from torchere.serving.commands.texts import described, explained
+
+TORCHSERVE_VERSION = "0.12.0"  # the release whose behaviour is answered
+
+
+def add_archive(parser: argparse.ArgumentParser) -> None:
+    """`torchere archive`."""
+    from torchere.archiver.cli import add_archive_arguments, run_model_archive
+    from torchere.archiver.model_flags import EXAMPLES
+
+    text = "Pack a model, with or without a handler, into a .mar archive; compile or quantise it first."
+    explained(parser, text, EXAMPLES)
+    add_archive_arguments(parser, models=True)
+    parser.set_defaults(run=_as_served(run_model_archive))
+
+
+def add_convert(parser: argparse.ArgumentParser) -> None:
+    """`torchere convert`."""
+    from torchere.archiver.cli import run_convert
+    from torchere.archiver.convert import EXAMPLES, add_convert_arguments
+
+    text = "Bring the model of an archive into another format; all else in it stays."
+    explained(parser, text, EXAMPLES)
+    add_convert_arguments(parser)
+    parser.set_defaults(run=_as_served(run_convert))
+
+
+def add_compare(parser: argparse.ArgumentParser) -> None:
+    """`torchere compare`."""
+    from torchere.serving.commands.compare import add_compare_arguments, run_compare
+
+    text = "Run the models of two archives on the same inputs: answers, times, sizes, memory."
+    described(parser, text, "torchere compare fp32.mar int8.mar --data photographs --picture int8.svg")
+    add_compare_arguments(parser)
+    parser.set_defaults(run=_as_served(run_compare))
+
+
+def _as_served(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """A command that times models: with the server's settings of the allocator, as they will run there."""
+
+    def settled(options: argparse.Namespace) -> int:
+        from torchere.serving.process.allocator import keep_freed_memory
+
+        keep_freed_memory(os.environ)
+        return run(options)
+
+    return settled
+
+
+def add_inspect(parser: argparse.ArgumentParser) -> None:
+    """`torchere inspect`."""
+    from torchere.archiver.cli import add_inspect_arguments, run_inspect
+
+    described(parser, "Show what is in an archive, without loading the model.", "torchere inspect net.mar")
+    add_inspect_arguments(parser)
+    parser.set_defaults(run=run_inspect)
+
+
+def add_predict(parser: argparse.ArgumentParser) -> None:
+    """`torchere predict`."""
+    from torchere.serving.commands.predict import DESCRIPTION, add_predict_arguments, run_predict
+
+    described(parser, DESCRIPTION, "torchere predict net --image cat.png")
+    add_predict_arguments(parser)
+    parser.set_defaults(run=run_predict)
+
+
+def add_bench(parser: argparse.ArgumentParser) -> None:
+    """`torchere bench`."""
+    from torchere.serving.commands.bench import add_bench_arguments, run_bench
+
+    text = "Put load on a model of a running server, and print throughput, latencies and errors."
+    described(parser, text, "torchere bench mlp --clients 32 --seconds 5 --body input.json")
+    add_bench_arguments(parser)
+    parser.set_defaults(run=run_bench)
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """`torchere config check`."""
+    described(parser, "Work with configuration files.", "torchere config check config.properties")
+    check = parser.add_subparsers(metavar="COMMAND", required=True).add_parser(
+        "check", help="say what each line of a properties file does"
+    )
+    text = "Say what each line of a properties file does, and what is wrong with it. Status 1: errors."
+    described(check, text, "torchere config check --strict config.properties")
+    check.add_argument("file", nargs="?", type=Path, default=DEFAULT_FILE, help=f"default: {DEFAULT_FILE}")
+    check.add_argument("--strict", action="store_true", help="count warnings as errors")
+    check.set_defaults(run=_check_config)
+
+
+def add_migrate(parser: argparse.ArgumentParser) -> None:
+    """`torchere migrate check`."""
+    described(parser, "Come from TorchServe.", "torchere migrate check --ts-config config.properties")
+    check = parser.add_subparsers(metavar="COMMAND", required=True).add_parser(
+        "check", help="say what stays the same, what differs and what is not supported"
+    )
+    text = (
+        "Read configuration, archives and snapshots of a TorchServe deployment, and say what stays the\n"
+        "same, what differs and what is not supported. Nothing in them is run.\n"
+        "Status 1: something is not supported, or a file can't be read."
+    )
+    described(check, text, "torchere migrate check --ts-config config.properties --model-store store")
+    add = check.add_argument
+    add("--ts-config", type=Path, metavar="FILE", help="its config.properties")
+    add("--model-store", type=Path, metavar="DIR", help="its archives (default: the file's model_store)")
+    add("--snapshots", type=Path, metavar="DIR", help="its snapshots, usually logs/config")
+    add("--json", action="store_true", help="print the findings as JSON")
+    check.set_defaults(run=_check_migration)
+
+
+def add_version(parser: argparse.ArgumentParser) -> None:
+    """`torchere version`."""
+    described(parser, "Print the versions of torchere, PyTorch and Python.", "torchere version")
+    parser.set_defaults(run=_version)
+
+
+def _check_config(options: argparse.Namespace) -> int:
+    from torchere.serving.config.properties import read_properties
+    from torchere.serving.config.resolve import configure, report
+
+    configuration = configure(read_properties(options.file), os.environ)
+    print(report(options.file, configuration))
+    failing = configuration.of_level("error") + (configuration.of_level("warning") if options.strict else ())
+    return 1 if failing else 0
+
+
+def _check_migration(options: argparse.Namespace) -> int:
+    from torchere.serving.commands.migrate import check_migration
+
+    report = check_migration(options.ts_config, options.model_store, options.snapshots, os.environ)
+    print(report.as_json() if options.json else report.as_text())
+    return 1 if report.count("unsupported") else 0
+
+
+def _version(_options: argparse.Namespace) -> int:
+    print(f"torchere {__version__}")
+    print(f"answers as TorchServe {TORCHSERVE_VERSION}")
+    print(f"PyTorch {importlib.metadata.version('torch')}, Python {platform.python_version()}")
+    return 0

@@ -1,0 +1,204 @@
+"""Every key a configuration file may hold: what it is, where it goes, or what to use in its place.
+
+The names, kinds and defaults are TorchServe 0.12's; the last group is ours. A key that TorchServe knows and
+that has no effect here stays in the table with one sentence of advice, because files in use are full of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchere.serving.config import kinds
+from torchere.serving.config.kinds import Kind
+from torchere.serving.config.model_properties import MODEL_DEFAULTS, SNAPSHOT
+from torchere.serving.config.server_settings import MAX_EXECUTORS
+
+ENV_GATE = "enable_envvars_config"
+URLS_ENV_GATE = "use_env_allowed_urls"
+METRICS_API = "metrics_api_enabled"  # no field of the settings: false means `metrics_address` None
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key of the file.
+
+    `setting` is the field of `ServerSettings` it sets, dotted for a field of a field; "" for a key without
+    effect, which then has an `advice`, or none if it is merely informational.
+    """
+
+    name: str
+    kind: Kind = kinds.TEXT
+    setting: str = ""
+    advice: str = ""
+    no_advice_for: str = ""  # the value (lower case) that asks for nothing, hence needs no advice
+    variable: str = ""  # its environment variable; "": the file only
+    gates: tuple[str, ...] = (ENV_GATE,)  # keys that must be true in the file for `variable` to count
+    lenient: bool = False  # a bad value is a warning, and the default stays
+    secret: bool = False  # never shown
+
+
+def _key(name: str, kind: Kind, setting: str, variable: str = "", lenient: bool = False) -> Key:
+    return Key(name, kind, setting, variable=variable or f"TS_{name.upper()}", lenient=lenient)
+
+
+def _advice(name: str, advice: str, no_advice_for: str = "", secret: bool = False) -> Key:
+    variable = f"TS_{name.upper().removeprefix('TS_')}"
+    return Key(name, advice=advice, no_advice_for=no_advice_for, variable=variable, secret=secret)
+
+
+def _file_only(key: Key) -> Key:
+    return Key(key.name, key.kind, key.setting, key.advice, key.no_advice_for)
+
+
+_PORT = kinds.whole(0, kinds.MAX_PORT)
+_AGE = kinds.whole(1)
+_NO_NETTY = "there is no Netty here; event loops need no tuning"
+_NO_JVM = "there is no JVM here; remove it"
+NO_KEYSTORES = (
+    "Java key stores are not read; convert one once with `openssl pkcs12 -in FILE -nodes` (of type JKS, "
+    "after `keytool -importkeystore -srckeystore FILE -destkeystore NEW -deststoretype PKCS12`)"
+)
+_NO_KEYSTORE = f"{NO_KEYSTORES}, and set certificate_file and private_key_file to what it prints"
+_NO_IPEX = "the Intel extension is retired; use torch.compile in the handler"
+_NO_COMMAND = "the server samples the system itself; metrics of your own need an exporter; remove it"
+_NO_LAUNCHER = "the server divides the cores among its executors itself; remove it"
+_NO_SUPERVISOR = (
+    "models run in worker processes, which the server starts again; let systemd, Compose or Kubernetes start "
+    "the server itself again"
+)
+_NO_SEQUENCES = "the header has its usual name, whatever stands here; let clients send that one"
+
+_LISTENERS = (
+    _key("inference_address", kinds.address(80, 443), "inference_address"),
+    _key("management_address", kinds.address(8081, 8444), "management_address"),
+    _key("metrics_address", kinds.address(8082, 8445), "metrics_address"),
+    _key("enable_metrics_api", kinds.BOOLEAN, METRICS_API),
+    _key("grpc_inference_address", kinds.HOST, "grpc_inference_address.host"),
+    _key("grpc_inference_port", _PORT, "grpc_inference_address.port"),
+    _key("grpc_management_address", kinds.HOST, "grpc_management_address.host"),
+    _key("grpc_management_port", _PORT, "grpc_management_address.port"),
+    *(
+        _key(name, _AGE, name)
+        for name in (
+            "grpc_inference_max_connection_age_ms",
+            "grpc_inference_max_connection_age_grace_ms",
+            "grpc_management_max_connection_age_ms",
+            "grpc_management_max_connection_age_grace_ms",
+        )
+    ),
+    _key("enable_grpc_ssl", kinds.BOOLEAN, "grpc_tls_enabled"),
+    _key("certificate_file", kinds.PATH, "certificate_file"),
+    _key("private_key_file", kinds.PATH, "private_key_file"),
+    _key("cors_allowed_origin", kinds.TEXT, "cors_allowed_origin"),
+    _key("cors_allowed_methods", kinds.TEXT, "cors_allowed_methods"),
+    _key("cors_allowed_headers", kinds.TEXT, "cors_allowed_headers"),
+    _key("max_request_size", kinds.whole(1), "limits.max_request_bytes"),
+    _key("max_response_size", kinds.whole(1), "limits.max_response_bytes"),
+    Key(
+        "ts_open_inference_protocol",
+        kinds.PROTOCOL_SWITCH,
+        "open_inference_protocol",
+        variable="TS_OPEN_INFERENCE_PROTOCOL",
+        gates=(),
+    ),
+)
+
+_MODELS = (
+    _key("model_store", kinds.PATH, "model_store"),
+    _key("load_models", kinds.MODELS, "load_models"),
+    Key("models", MODEL_DEFAULTS, "model_defaults"),
+    Key("model_snapshot", SNAPSHOT, "snapshot_models"),
+    _key("default_workers_per_model", kinds.whole(0, MAX_EXECUTORS), "default_executors"),
+    _key("default_response_timeout", kinds.seconds(1), "default_response_timeout_s"),
+    _key("default_startup_timeout", kinds.seconds(0), "default_startup_timeout_s"),
+    _key("unregister_model_timeout", kinds.seconds(0), "unregister_timeout_s"),
+    _key("job_queue_size", kinds.whole(1), "max_queue_size"),
+    _key("number_of_gpu", kinds.whole(0), "max_gpus"),
+    _key("limit_max_image_pixels", kinds.BOOLEAN, "limit_max_image_pixels"),
+    _key("decode_input_request", kinds.BOOLEAN, "decode_input"),
+    _key("default_service_handler", kinds.OPTIONAL_TEXT, "default_handler"),
+    _key("service_envelope", kinds.OPTIONAL_TEXT, "service_envelope"),
+    _key("blacklist_env_vars", kinds.PATTERN, "hidden_env_vars"),
+    _key("install_py_dep_per_model", kinds.BOOLEAN, "install_dependencies"),
+)
+
+_ACCESS = (
+    Key(
+        "allowed_urls",
+        kinds.PATTERNS,
+        "allowed_urls",
+        variable="TS_ALLOWED_URLS",
+        gates=(ENV_GATE, URLS_ENV_GATE),
+    ),
+    _key(
+        "token_expiration_min", kinds.EXPIRATION, "token_expiration_min", "TS_TOKEN_EXPIRATION_TIME_MIN", True
+    ),
+    _key("disable_token_authorization", kinds.INVERTED_BOOLEAN, "token_auth_enabled"),
+    _key("enable_model_api", kinds.BOOLEAN, "model_api_enabled"),
+)
+
+_METRICS = (
+    _key("metrics_config", kinds.PATH, "metrics_config"),
+    _key("metrics_mode", kinds.METRICS_MODE, "metrics_mode", lenient=True),
+    _key("model_metrics_auto_detect", kinds.BOOLEAN, "metrics_auto_detect"),
+    _key("disable_system_metrics", kinds.INVERTED_BOOLEAN, "system_metrics_enabled"),
+    Key("metric_time_interval", kinds.seconds(1), "system_metrics_interval_s"),
+)
+
+_WITHOUT_EFFECT = (
+    Key(ENV_GATE, kinds.BOOLEAN),
+    Key(URLS_ENV_GATE, kinds.BOOLEAN),
+    Key("version"),
+    Key("tsConfigFile"),
+    Key("python"),  # TorchServe writes it into its snapshots
+    Key("NUM_WORKERS"),
+    _advice("debug", "attach a debugger to the server process instead", "false"),
+    _advice("workflow_store", "workflows are not supported; chain models in the client or in a handler"),
+    _advice("number_of_netty_threads", _NO_NETTY),
+    _advice("netty_client_threads", _NO_NETTY),
+    _file_only(_advice("use_native_io", _NO_NETTY, "true")),
+    _file_only(_advice("io_ratio", _NO_NETTY)),
+    _advice("prefer_direct_buffer", _NO_JVM, "false"),
+    _advice("async_logging", "log lines go to stdout; remove it", "false"),
+    _advice("model_server_home", "nothing is read from an installation folder; remove it"),
+    _advice("keystore", _NO_KEYSTORE),
+    _advice("keystore_pass", _NO_KEYSTORE, secret=True),
+    _advice("keystore_type", _NO_KEYSTORE),
+    _advice("ipex_enable", _NO_IPEX, "false"),
+    _advice("ipex_gpu_enable", _NO_IPEX, "false"),
+    _advice("cpu_launcher_enable", _NO_LAUNCHER, "false"),
+    _advice("cpu_launcher_args", _NO_LAUNCHER),
+    _advice("initial_worker_port", "workers use no TCP ports; remove it"),
+    _advice("initial_distribution_port", "a model is not spread over several processes; remove it"),
+    _advice("cpp_log_config", "there is no C++ backend; remove it"),
+    _advice("ts_header_key_sequence_id", _NO_SEQUENCES, "ts_request_sequence_id"),
+    _advice("ts_header_key_sequence_start", _NO_SEQUENCES, "ts_request_sequence_start"),
+    _advice("ts_header_key_sequence_end", _NO_SEQUENCES, "ts_request_sequence_end"),
+    _file_only(_advice("system_metrics_cmd", _NO_COMMAND)),
+    _file_only(_advice("vmargs", _NO_JVM)),
+    _file_only(_advice("plugins_path", "Java plug-ins can't be loaded; remove it")),
+)
+
+_OURS = (
+    _key("key_file", kinds.PATH, "key_file"),
+    _key("token_keys_file", kinds.PATH, "token_keys_file"),
+    _key("drain_delay_s", kinds.seconds(0), "drain_delay_s"),
+    _key("drain_timeout_s", kinds.seconds(0), "drain_timeout_s"),
+    _key("max_held_bytes", kinds.whole(0), "limits.max_held_bytes"),
+    _key("max_archive_entries", kinds.whole(1), "limits.max_archive_entries"),
+    _key("max_archive_bytes", kinds.whole(1), "limits.max_archive_bytes"),
+    _key("max_download_bytes", kinds.whole(1), "limits.max_download_bytes"),
+    _key("download_timeout_s", kinds.seconds(1), "download_timeout_s"),
+    _key("install_timeout_s", kinds.seconds(1), "install_timeout_s"),
+    _key("log_files", kinds.BOOLEAN, "log_files"),
+    _key("default_isolation", kinds.ISOLATION, "default_isolation"),
+    _key("tracing", kinds.BOOLEAN, "tracing_enabled"),
+    _advice("supervise", _NO_SUPERVISOR, "false"),
+    _key("quarantine_directory", kinds.PATH, "quarantine_directory"),
+    _key("quarantine_max_files", kinds.whole(1), "quarantine_max_files"),
+    _key("quarantine_max_bytes", kinds.whole(0), "quarantine_max_bytes"),
+)
+
+KEYS: dict[str, Key] = {
+    key.name: key for key in (*_LISTENERS, *_MODELS, *_ACCESS, *_METRICS, *_WITHOUT_EFFECT, *_OURS)
+}

@@ -1,0 +1,197 @@
+"""The kinds of values a property can have: how its text is read, and what to say when it can't be."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchere.serving.config.server_settings import ISOLATIONS, MAX_NUMBER, Address
+
+MAX_PORT = 65_535
+# Beyond a century a key may as well never expire; it also keeps the date of expiry printable.
+MAX_EXPIRATION_MIN = 100 * 365 * 24 * 60
+
+WHOLE = re.compile(r"[+-]?[0-9]{1,18}")  # int() alone would take underscores and other scripts' digits
+_NUMBER = re.compile(r"[0-9a-z+.-]+", re.IGNORECASE)  # likewise of float()
+_TCP = re.compile(r"(https?)://(\[[0-9a-f:.%]+\]|[^\s:/\[\]]+)(?::([0-9]{1,5}))?", re.IGNORECASE)
+_UNIX = re.compile(r"unix:(/.*)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of value.
+
+    `read` turns text without outer blanks into the value, or raises ValueError; a text in the exception says
+    more than `expected` can. `remark` returns a warning about a value that reads, but maybe not as meant.
+    """
+
+    expected: str
+    read: Callable[[str], object]
+    remark: Callable[[str], str] | None = None
+
+
+def near(name: str, known: Collection[str]) -> str:
+    """The question whether a known name was meant; "" when none is like it."""
+    found = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {found[0]}?" if found else ""
+
+
+def _read_boolean(text: str) -> bool:
+    return text.lower() == "true"
+
+
+def _remark_boolean(text: str) -> str:
+    if text.lower() in ("true", "false"):
+        return ""
+    return f"found {text!r}, which counts as false; write true or false"
+
+
+BOOLEAN = Kind("true or false", _read_boolean, _remark_boolean)
+INVERTED_BOOLEAN = Kind("true or false", lambda text: not _read_boolean(text), _remark_boolean)
+
+# The environment variable of Open Inference Protocol says `oip` where the file says `true`.
+PROTOCOL_SWITCH = Kind(
+    "true or false (in the environment: oip)", lambda text: text.lower() in ("true", "oip")
+)
+
+
+def whole(minimum: int, maximum: int | None = None) -> Kind:
+    """A whole number in these bounds, both included."""
+    bounds = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+
+    def read(text: str) -> int:
+        if not WHOLE.fullmatch(text):
+            raise ValueError
+        number = int(text)
+        if number < minimum or (maximum is not None and number > maximum):
+            raise ValueError
+        return number
+
+    return Kind(f"a whole number {bounds}", read)
+
+
+def seconds(minimum: float) -> Kind:
+    """Seconds, fractions allowed, at least `minimum`."""
+    expected = f"seconds, at least {minimum:g} and at most {MAX_NUMBER}"
+    return Kind(expected, lambda text: _finite(text, minimum, MAX_NUMBER))
+
+
+def _finite(text: str, minimum: float, maximum: float) -> float:
+    if not _NUMBER.fullmatch(text):
+        raise ValueError
+    try:
+        number = float(text)
+    except ValueError:
+        raise ValueError from None  # its own words say less than the kind's
+    if not minimum <= number <= maximum:  # neither is anything else than finite
+        raise ValueError
+    return number
+
+
+def _read_expiration(text: str) -> float:
+    minutes = _finite(text, 0.0, MAX_EXPIRATION_MIN)
+    if minutes == 0:
+        raise ValueError
+    return minutes
+
+
+EXPIRATION = Kind("minutes over 0, at most a century", _read_expiration)
+TEXT = Kind("text", lambda text: text)
+OPTIONAL_TEXT = Kind("text", lambda text: text or None)
+PATH = Kind("a path", lambda text: Path(text) if text else None)
+
+
+def address(http_port: int, https_port: int) -> Kind:
+    """A REST address; the ports are those of an address that names none."""
+
+    def read(text: str) -> Address:
+        if unix := _UNIX.fullmatch(text):
+            return Address(unix_path=unix.group(1))
+        tcp = _TCP.fullmatch(text)
+        if tcp is None:
+            raise ValueError(f"Invalid binding address: {text}")
+        scheme, host, port = tcp.groups()
+        tls = scheme.lower() == "https"
+        number = int(port) if port else (https_port if tls else http_port)
+        if number > MAX_PORT:
+            raise ValueError(f"Invalid port number: {text}")
+        return Address(host=host.strip("[]"), port=number, tls=tls)
+
+    return Kind("http://host[:port], https://host[:port] or unix:/absolute/path", read)
+
+
+def _read_host(text: str) -> str:
+    if not re.fullmatch(r"\[?[^\s/\[\]]+\]?", text) or text.count(":") == 1:  # no IPv6 address has just one
+        raise ValueError
+    return text.strip("[]")
+
+
+HOST = Kind("a host name or IP address, without scheme and port", _read_host)
+
+
+_NO_MODELS = ("standalone", "n/a")  # what TorchServe's documentation writes for none
+
+
+def _read_models(text: str) -> tuple[str, ...]:
+    if text.lower() in _NO_MODELS:
+        return ()
+    items = _items(text)
+    if [item.lower() for item in items] == ["all"]:
+        return ("all",)
+    return tuple(item for item in items if not _names_nothing(item))
+
+
+def _items(text: str) -> tuple[str, ...]:
+    return tuple(item.strip() for item in text.split(",") if item.strip())
+
+
+def _names_nothing(item: str) -> bool:
+    return item.endswith("=") and "/" not in item  # which may end the query of a URL
+
+
+def _remark_models(text: str) -> str:
+    empty = [item for item in _items(text) if _names_nothing(item)]
+    return f"{', '.join(empty)} names no archive, and is passed over" if empty else ""
+
+
+MODELS = Kind("all, or a comma-separated list of [name=]archive", _read_models, _remark_models)
+
+
+def _read_pattern(text: str) -> str | None:
+    if not text:
+        return None
+    try:
+        re.compile(text)
+    except (re.error, RecursionError) as err:
+        raise ValueError(f"{text!r} is not a regular expression: {err}") from err
+    return text
+
+
+def _read_patterns(text: str) -> tuple[str, ...]:
+    parts = (part.strip() for part in text.split(","))
+    return tuple(pattern for part in parts if (pattern := _read_pattern(part)))
+
+
+PATTERN = Kind("a regular expression", _read_pattern)
+PATTERNS = Kind("comma-separated regular expressions", _read_patterns)
+
+
+def _read_isolation(text: str) -> str:
+    isolation = text.lower()
+    if isolation not in ISOLATIONS:
+        raise ValueError
+    return isolation
+
+
+def _read_metrics_mode(text: str) -> str:
+    mode = "".join(text.split()).lower()
+    if mode not in ("log", "prometheus", "legacy"):
+        raise ValueError
+    return mode
+
+
+ISOLATION = Kind("auto, thread, process or shared", _read_isolation)
+METRICS_MODE = Kind("log, prometheus or legacy", _read_metrics_mode)

@@ -1,0 +1,161 @@
+"""The properties that are JSON with models in it: `models`, and what a snapshot restores."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+from torchere.serving.config.kinds import WHOLE, Kind, near
+from torchere.serving.config.model_settings import UNSUPPORTED_KEYS, unsupported_keys
+from torchere.serving.config.server_settings import SnapshotModel, largest
+
+# Of a model's entry in the property `models`.
+_COUNTS = ("minWorkers", "maxWorkers", "batchSize", "maxBatchDelay", "responseTimeout", "startupTimeout")
+_SNAPSHOT_FIELDS = ("defaultVersion", "marName", "minWorkers", "maxWorkers", "batchSize", "maxBatchDelay")
+# The last two are ours, in snapshots.
+_MEMBERS = frozenset((*_COUNTS, *_SNAPSHOT_FIELDS, *UNSUPPORTED_KEYS, "runtimeType", "handler", "path"))
+_MOST_NAMED = 5  # unknown members in a message
+
+_Models: TypeAlias = dict[str, dict[str, dict[str, object]]]
+
+
+def _object(value: object, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} is {_shown(value)}, expected a JSON object")
+    return value
+
+
+def _shown(value: object) -> str:
+    return json.dumps(value)[:40]
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text, object_pairs_hook=_without_twins)
+    except (json.JSONDecodeError, RecursionError) as err:
+        raise ValueError(f"not JSON: {err}") from err
+    return _object(value, "the value")
+
+
+def _without_twins(members: list[tuple[str, object]]) -> dict[str, object]:
+    found: dict[str, object] = {}  # of two with one name, one would be lost unseen
+    for name, value in members:
+        if name in found:
+            raise ValueError(f"{name[:80]!r} is there twice")
+        found[name] = value
+    return found
+
+
+def _versions(models: dict[str, Any]) -> _Models:
+    """By model and version the settings, each level checked to be an object."""
+    return {
+        name: {
+            version: _object(settings, f"version {version} of model {name}")
+            for version, settings in _object(versions, f"model {name}").items()
+        }
+        for name, versions in models.items()
+    }
+
+
+def _each(models: _Models) -> Iterator[tuple[str, str, dict[str, object]]]:
+    """Model, version and settings, one after the other."""
+    for name, versions in models.items():
+        for version, settings in versions.items():
+            yield name, version, settings
+
+
+def _read_defaults(text: str) -> _Models:
+    models = _versions(_json_object(text))
+    for name, version, settings in _each(models):
+        for key in _COUNTS:
+            if key in settings:
+                settings[key] = _count(settings[key], key, f"{name} {version}")
+    return models
+
+
+def _count(value: object, key: str, model: str, signed: bool = False) -> int:
+    if isinstance(value, str) and WHOLE.fullmatch(value):
+        value = int(value)  # TorchServe takes numbers in quotes, and scripts write them so
+    if isinstance(value, float) and value.is_integer():  # and so do languages without whole numbers: 4.0
+        value = int(value)
+    if type(value) is not int or (value < 0 and not signed):
+        least = "" if signed else " of 0 or more"
+        raise ValueError(f"{key} of {model} is {_shown(value)}, expected a whole number{least}")
+    if value > largest(key):
+        raise ValueError(f"{key} of {model} is too large, expected at most {largest(key)}")
+    return value
+
+
+def _read_snapshot(text: str) -> tuple[SnapshotModel, ...]:
+    snapshot = _json_object(text)
+    models = _versions(_object(snapshot.get("models", {}), "models"))
+    missing = snapshot.get("missing", [])
+    if not isinstance(missing, list):
+        raise ValueError(f"missing is {_shown(missing)}, expected a JSON list")
+    return (*(_snapshot_model(*one) for one in _each(models)), *map(_never_served, missing))
+
+
+def _never_served(entry: object) -> SnapshotModel:
+    """A member of the list `missing`, which is ours: TorchServe reads past it."""
+    settings = _object(entry, "a member of missing")
+    archive, name = settings.get("marName"), settings.get("modelName", "")
+    if not (isinstance(archive, str) and archive and isinstance(name, str)):
+        raise ValueError(f"a member of missing is {_shown(entry)}, expected marName and modelName as texts")
+    rest = {key: value for key, value in settings.items() if key not in ("marName", "modelName")}
+    return SnapshotModel(name, "", archive, False, rest)
+
+
+def _snapshot_model(name: str, version: str, settings: dict[str, object]) -> SnapshotModel:
+    missing = [field for field in _SNAPSHOT_FIELDS if field not in settings]
+    if missing:
+        raise ValueError(f"version {version} of model {name} lacks {', '.join(missing)}")
+    archive, default = settings["marName"], settings["defaultVersion"]
+    if not isinstance(archive, str) or not archive:
+        raise ValueError(f"marName of {name} {version} is {_shown(archive)}, expected a file name")
+    if isinstance(default, str) and default.lower() in ("true", "false"):  # like numbers in quotes
+        default = default.lower() == "true"
+    if not isinstance(default, bool):
+        raise ValueError(f"defaultVersion of {name} {version} is {_shown(default)}, expected true or false")
+    rest = {key: value for key, value in settings.items() if key not in ("marName", "defaultVersion")}
+    # TorchServe's own hold numbers below 0: what a registration left out.
+    rest |= {key: _count(rest[key], key, f"{name} {version}", signed=True) for key in _COUNTS if key in rest}
+    return SnapshotModel(name, version, archive, default, rest)
+
+
+def _remark_versions(models: dict[str, Any]) -> str:
+    """A sentence for each key that asks for what the server can't do, and one for those that are unknown.
+
+    Each names the first model with the key.
+    """
+    found: dict[str, str] = {}
+    unknown: dict[str, str] = {}
+    for name, version, settings in _each(_versions(models)):
+        for key in unsupported_keys(settings):
+            found.setdefault(key, f"{key} of {name} {version} has no effect: {UNSUPPORTED_KEYS[key]}")
+        for key in settings.keys() - _MEMBERS:
+            unknown.setdefault(key, f"{key} of {name} {version}")
+    return "; ".join([*found.values(), *_remark_unknown(unknown)])
+
+
+def _remark_unknown(places: dict[str, str]) -> Iterator[str]:
+    if not places:
+        return
+    named = []
+    for key in sorted(places)[:_MOST_NAMED]:
+        question = near(key, _MEMBERS)
+        named.append(f"{places[key]} ({question})" if question else places[key])
+    more = f" and {len(places) - _MOST_NAMED} more" if len(places) > _MOST_NAMED else ""
+    yield f"unknown keys, not used: {', '.join(named)}{more}"
+
+
+MODEL_DEFAULTS = Kind(
+    '{"model": {"version": {...}}}',
+    _read_defaults,
+    lambda text: _remark_versions(_json_object(text)),
+)
+SNAPSHOT = Kind(
+    '{"models": {"model": {"version": {...}}}}',
+    _read_snapshot,
+    lambda text: _remark_versions(_json_object(text).get("models", {})),
+)

@@ -1,0 +1,291 @@
+"""Reads `model-config.yaml`: strictly typed, bounded, and never more than data."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from torchere.archiver.reader import Archive
+from torchere.serving.config.bounded_yaml import MAX_CHARACTERS, read_yaml
+from torchere.serving.config.server_settings import (
+    ISOLATIONS,
+    BatchSettings,
+    Isolation,
+    ModelSettings,
+    SequenceSettings,
+    ServerSettings,
+    largest,
+)
+from torchere.serving.errors import InvalidArchive
+
+_NOT_SPREAD = (
+    "a model is not spread over several processes; quantise it until it fits one device (deviceIds gives "
+    "each worker its own), or run a server made for it beside this one"
+)
+UNSUPPORTED_KEYS = {
+    "parallelType": _NOT_SPREAD,
+    "parallelLevel": _NOT_SPREAD,
+    "torchrun": f"workers are not started by torchrun: {_NOT_SPREAD}",
+    "asyncCommunication": "a worker runs one batch at a time; raise maxWorkers, or use continuousBatching",
+    "pippy": "pipeline parallelism with PiPPy is not supported",
+    "deepspeed": "DeepSpeed is not supported",
+    "dali": "NVIDIA DALI is not supported",
+}
+"""Keys of TorchServe that have no effect here, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The keys the server itself understands (contract: TorchServe's names); None: not given.
+
+    `raw` is the whole file, which handlers see as `context.model_yaml_config`.
+    """
+
+    present: bool = False
+    raw: dict[str, Any] = field(default_factory=dict)
+    ignored: dict[str, str] = field(default_factory=dict)  # keys of a wrong type, and a sentence about each
+    min_workers: int | None = None
+    max_workers: int | None = None
+    batch_size: int | None = None
+    max_batch_delay_ms: int | None = None
+    response_timeout_s: int | None = None
+    startup_timeout_s: int | None = None
+    max_retry_timeout_s: int | None = None
+    client_timeout_ms: int | None = None
+    job_queue_size: int | None = None
+    device_type: Literal["cpu", "gpu"] | None = None
+    device_ids: tuple[int, ...] = ()
+    use_job_ticket: bool = False
+    sequence_batching: bool = False
+    sequence_max_idle_ms: int | None = None
+    sequence_timeout_ms: int | None = None
+    max_num_sequence: int | None = None
+    max_sequence_job_queue_size: int | None = None
+    continuous_batching: bool = False
+    isolation: Isolation | None = None
+    dispatch: Literal["torchserve", "eager"] = "torchserve"
+
+
+def config_of(archive: Archive) -> ModelConfig:
+    """The model config of an archive, which need not be unpacked for that; an empty one when it has none.
+
+    Raises:
+        ArchiveError: its file is missing, damaged, too long or no text.
+        InvalidArchive: see `parse_model_config`.
+    """
+    name = archive.manifest.config_file
+    return parse_model_config(archive.read_text(name, MAX_CHARACTERS)) if name else ModelConfig()
+
+
+def parse_model_config(text: str) -> ModelConfig:
+    """Read the text of a `model-config.yaml`.
+
+    A key of a wrong type is ignored, as TorchServe does; `ignored` has it.
+
+    Raises:
+        InvalidArchive: not YAML, not a mapping, or larger, deeper or more self-referring than is sane; or a
+            number that is beyond `largest`, or longer than any.
+    """
+    raw = _load_yaml(text)
+    read = _Reader(raw)
+    return ModelConfig(
+        present=True,
+        raw=raw,
+        ignored=read.ignored,
+        min_workers=read.integer("minWorkers", 1),
+        max_workers=read.integer("maxWorkers", 0),
+        batch_size=read.integer("batchSize", 1),
+        max_batch_delay_ms=read.integer("maxBatchDelay", 1),  # 0 behaves as unset, as in TorchServe
+        response_timeout_s=read.integer("responseTimeout", 1),
+        startup_timeout_s=read.integer("startupTimeout", 1),
+        max_retry_timeout_s=read.integer("maxRetryTimeoutInSec", 0),
+        client_timeout_ms=read.integer("clientTimeoutInMills", 0),
+        job_queue_size=read.integer("jobQueueSize", 1),
+        device_type=read.choice("deviceType", ("cpu", "gpu"), None),
+        device_ids=read.device_ids(),
+        use_job_ticket=read.flag("useJobTicket"),
+        sequence_batching=read.flag("sequenceBatching"),
+        sequence_max_idle_ms=read.integer("sequenceMaxIdleMSec", 1),
+        sequence_timeout_ms=read.integer("sequenceTimeoutMSec", 0),
+        max_num_sequence=read.integer("maxNumSequence", 1),
+        max_sequence_job_queue_size=read.integer("maxSequenceJobQueueSize", 1),
+        continuous_batching=read.flag("continuousBatching"),
+        isolation=read.choice("isolation", ISOLATIONS, None),
+        dispatch=read.choice("dispatch", ("torchserve", "eager"), "torchserve"),
+    )
+
+
+def unsupported_keys(raw: dict[str, Any]) -> list[str]:
+    """The keys that ask for something the server can't do."""
+    in_one = {"parallelLevel": 1}  # a model that is spread over nothing
+    return [key for key in raw if key in UNSUPPORTED_KEYS and raw[key] and raw[key] != in_one.get(key)]
+
+
+def _load_yaml(text: str) -> dict[str, Any]:
+    try:
+        raw = read_yaml(text)
+    except ValueError as err:
+        raise InvalidArchive(f"The model config is not valid YAML: {err}") from err
+    if raw is None:
+        return {}
+    if not isinstance(raw, dict):
+        raise InvalidArchive(
+            f"The model config is a {type(raw).__name__}, expected a mapping of keys to values"
+        )
+    return raw
+
+
+class _Reader:
+    """Takes what the server understands out of the mapping; what is of another type is noted in `ignored`."""
+
+    def __init__(self, raw: dict[str, Any]) -> None:
+        self._raw = raw
+        self.ignored: dict[str, str] = {}
+
+    def integer(self, key: str, minimum: int) -> int | None:
+        value = self._raw.get(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int):
+            self._ignore(key, "an integer")
+            return None
+        if value > largest(key):
+            raise InvalidArchive(f"{key} in the model config is too large, expected at most {largest(key)}")
+        return value if value >= minimum else (minimum if key in _CLAMPED else None)
+
+    def choice(self, key: str, allowed: tuple[str, ...], default: Any) -> Any:
+        value = self._raw.get(key)
+        if value is None:
+            return default
+        if isinstance(value, str) and value.lower() in allowed:
+            return value.lower()
+        self._ignore(key, "one of " + ", ".join(allowed))
+        return default
+
+    def flag(self, key: str) -> bool:
+        value = self._raw.get(key, False)
+        if isinstance(value, bool):
+            return value
+        self._ignore(key, "true or false")
+        return False
+
+    def device_ids(self) -> tuple[int, ...]:
+        value = self._raw.get("deviceIds")
+        if value is None:
+            return ()
+        if isinstance(value, list) and all(type(item) is int and item >= 0 for item in value):
+            return tuple(value)
+        self._ignore("deviceIds", "a list of integers")
+        return ()
+
+    def _ignore(self, key: str, expected: str) -> None:
+        self.ignored[key] = f"is {self._raw[key]!r:.80}, expected {expected}; it is ignored"
+
+
+# TorchServe raises these to the least rather than ignoring them.
+_CLAMPED = ("minWorkers", "batchSize", "maxRetryTimeoutInSec")
+
+
+logger = logging.getLogger(__name__)
+
+# An archive with a model config that names no time-out gets TorchServe's own default, not the server's: a
+# model that relies on it must not be cut short by a `default_response_timeout` it never obeyed.
+TIMEOUT_WITH_CONFIG_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the registration call itself said; None: nothing."""
+
+    batch_size: int | None = None
+    max_batch_delay_ms: int | None = None
+    executors: int = 0
+    executors_by_default: bool = False  # at the start: `models={...}` may say another number
+    response_timeout_s: float | None = None
+    startup_timeout_s: float | None = None
+
+
+def effective_settings(
+    asked: Asked, config: ModelConfig, defaults: dict[str, object], server: ServerSettings, gpus: int = 0
+) -> ModelSettings:
+    """The settings of one version.
+
+    `defaults` is its entry of the `models={...}` property, {} without one; `gpus` is how many there are.
+    """
+    batch = BatchSettings(
+        max_batch_size=_first(asked.batch_size, config.batch_size, defaults.get("batchSize"), fallback=1),
+        max_queue_delay_ms=_first(
+            asked.max_batch_delay_ms, config.max_batch_delay_ms, defaults.get("maxBatchDelay"), fallback=100
+        ),
+        max_queue_size=_first(config.job_queue_size, fallback=server.max_queue_size),
+        dispatch=config.dispatch,
+        use_tickets=config.use_job_ticket,
+    )
+    if asked.max_batch_delay_ms == 0:  # from a client it means "never wait"; in the other places "not said"
+        batch = replace(batch, max_queue_delay_ms=0)
+    device_ids = _device_ids(config, gpus)
+    min_executors, max_executors = _executors(asked, config, defaults)
+    return ModelSettings(
+        batch=batch,
+        min_executors=min_executors,
+        max_executors=max_executors,
+        response_timeout_s=_timeout(
+            (config.response_timeout_s, defaults.get("responseTimeout"), asked.response_timeout_s),
+            TIMEOUT_WITH_CONFIG_S if config.present else server.default_response_timeout_s,
+        ),
+        startup_timeout_s=_timeout(
+            (config.startup_timeout_s, defaults.get("startupTimeout"), asked.startup_timeout_s),
+            TIMEOUT_WITH_CONFIG_S if config.present else server.default_startup_timeout_s,
+        ),
+        client_timeout_ms=config.client_timeout_ms or 0,
+        max_retry_timeout_s=300.0 if config.max_retry_timeout_s is None else config.max_retry_timeout_s,
+        isolation=config.isolation or server.default_isolation,
+        sequences=_sequences(config),
+        sequences_unbounded=config.sequence_batching and not config.sequence_max_idle_ms,
+        continuous=config.continuous_batching,
+        device_ids=device_ids,
+        gpu_ids=() if config.device_type == "cpu" else device_ids or tuple(range(gpus)),
+    )
+
+
+def _device_ids(config: ModelConfig, gpus: int) -> tuple[int, ...]:
+    """TorchServe's rule: one that is not there discards them all."""
+    if max(config.device_ids, default=-1) < gpus:
+        return config.device_ids
+    if gpus:
+        logger.warning("deviceIds %s are ignored: there are %d GPUs", list(config.device_ids), gpus)
+    return ()
+
+
+def _sequences(config: ModelConfig) -> SequenceSettings | None:
+    if not config.sequence_batching or not config.sequence_max_idle_ms:
+        return None
+    return SequenceSettings(
+        max_idle_s=config.sequence_max_idle_ms / 1000,
+        timeout_s=(config.sequence_timeout_ms or 0) / 1000,
+        max_sequences=config.max_num_sequence or 1,
+        max_queue_size=config.max_sequence_job_queue_size or 1,
+    )
+
+
+def _first(*candidates: object, fallback: int) -> int:
+    """The first that is a whole number above 0; the others say nothing."""
+    return next((value for value in candidates if type(value) is int and value > 0), fallback)
+
+
+def _executors(asked: Asked, config: ModelConfig, defaults: dict[str, object]) -> tuple[int, int]:
+    if config.min_workers and config.max_workers and config.max_workers >= config.min_workers:
+        return config.min_workers, config.max_workers
+    if not asked.executors_by_default:
+        return asked.executors, asked.executors
+    low, high = (_first(defaults.get(key), fallback=0) for key in ("minWorkers", "maxWorkers"))
+    if low > high > 0:
+        return asked.executors, asked.executors
+    # Either may stand alone: the other is what it would be without it, as far as that goes.
+    return low or min(asked.executors, high or asked.executors), high or max(asked.executors, low)
+
+
+def _timeout(candidates: tuple[object, ...], fallback_s: float) -> float:
+    given = (value for value in candidates if isinstance(value, (int, float)) and value > 0)
+    return float(next(given, fallback_s))

@@ -1,0 +1,297 @@
+"""From properties, environment and command line to one `ServerSettings`, and an account of how.
+
+The first source that names a key wins: environment, command line, file, default. The environment counts
+only where the file lets it (`enable_envvars_config=true`). Everything here is a pure function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from torchere.serving.config.keys import KEYS, METRICS_API, NO_KEYSTORES, Key
+from torchere.serving.config.kinds import BOOLEAN, INVERTED_BOOLEAN, PATH, near
+from torchere.serving.config.properties import ConfigurationError, Entry, substitute
+from torchere.serving.config.server_settings import ServerSettings
+
+Level = Literal["effect", "warning", "error"]
+COMMAND_LINE = "command line"
+_HIDDEN = "***"
+_SHOWN_CHARACTERS = 80  # of a value in a message; `models` may be long
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What became of one value, or what is wrong with it."""
+
+    level: Level
+    source: str  # "line 3", "environment variable TS_...", "command line"
+    key: str
+    value: str  # as given, shortened; "***" for a secret, and for what an unknown key holds
+    message: str
+    line: int = 0  # of the file; 0: not from the file
+
+    def __str__(self) -> str:
+        return f"{self.source}: {self.key}: {self.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """The settings, and every finding in the order of the file, then environment and command line.
+
+    With an error among the findings the settings hold the defaults in the places of the bad values.
+    """
+
+    settings: ServerSettings
+    findings: tuple[Finding, ...]
+    effective: tuple[tuple[str, str], ...] = ()  # key and text of what counts, as a snapshot repeats it
+
+    def of_level(self, level: Level) -> tuple[Finding, ...]:
+        """The findings of one level."""
+        return tuple(finding for finding in self.findings if finding.level == level)
+
+    def checked(self, origin: str = "configuration") -> ServerSettings:
+        """The settings, if there is no error.
+
+        Raises:
+            ConfigurationError: there is; the text names all of them, one a line.
+        """
+        if errors := self.of_level("error"):
+            raise ConfigurationError("\n".join(f"{origin}: {error}" for error in errors))
+        return self.settings
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A value that some source gives to a known key."""
+
+    key: Key
+    text: str
+    source: str
+    line: int = 0
+
+    def finding(self, level: Level, message: str) -> Finding:
+        shown = _HIDDEN if self.key.secret else _shown(self.text)
+        return Finding(level, self.source, self.key.name, shown, _printable(message), self.line)
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What was gathered so far."""
+
+    values: dict[str, Any] = field(default_factory=dict)  # setting -> value
+    findings: list[Finding] = field(default_factory=list)
+
+
+def configure(
+    entries: Iterable[Entry] = (),
+    environ: Mapping[str, str] | None = None,
+    overrides: Mapping[str, str] | None = None,
+) -> Configuration:
+    """Weigh the sources; `overrides` is the command line, as keys of the file.
+
+    Never raises for a bad value: that is a finding of level "error" (see `Configuration.checked`).
+    """
+    environ = environ or {}
+    outcome = _Outcome()
+    from_file = list(_known(entries, environ, outcome.findings))
+    texts = {given.key.name: given.text for given in from_file}  # of duplicates the last one counts
+    open_gates = {name for name, text in texts.items() if text.lower() == "true"}
+    sources = (
+        _from_environment(environ, open_gates, outcome.findings),
+        [_Given(KEYS[name], text, COMMAND_LINE) for name, text in (overrides or {}).items()],
+        from_file[::-1],  # likewise
+    )
+    winners: dict[str, _Given] = {}
+    for given in (given for source in sources for given in source):
+        winner = winners.setdefault(given.key.name, given)
+        if winner is not given:
+            # Two lines of one file are a mistake; one source over another is what sources are for.
+            level: Level = "warning" if given.line and winner.line else "effect"
+            outcome.findings.append(given.finding(level, f"not used: {winner.source} counts"))
+    for given in winners.values():
+        _take(given, outcome)
+    outcome.findings += _contradictions(outcome.values)
+    settings = _build(outcome.values)
+    findings = sorted(outcome.findings, key=lambda found: (not found.line, found.line, found.level))
+    return Configuration(settings, tuple(findings), tuple(_effective(winners.values())))
+
+
+# What is said anew at each start. A snapshot must not keep doors open that one command line opened.
+_NOT_KEPT = ("load_models", "model_snapshot", "tsConfigFile")
+_NOT_KEPT_FROM_COMMAND_LINE = ("disable_token_authorization", "enable_model_api")
+
+
+def _effective(winners: Iterable[_Given]) -> Iterator[tuple[str, str]]:
+    for given in winners:
+        name, said = given.key.name, given.source == COMMAND_LINE and given.key.name
+        if given.key.secret or name in _NOT_KEPT or said in _NOT_KEPT_FROM_COMMAND_LINE:
+            continue
+        is_path = given.key.kind is PATH and given.text
+        yield name, str(Path(given.text).absolute()) if is_path else given.text
+
+
+def _known(entries: Iterable[Entry], environ: Mapping[str, str], findings: list[Finding]) -> Iterator[_Given]:
+    """The entries whose key is known, placeholders filled in; the others become findings."""
+    for entry in entries:
+        source = f"line {entry.line}"
+        key = KEYS.get(entry.key)
+        if key is None:
+            name, message = _shown(entry.key), _unknown_key(entry.key)
+            findings.append(Finding("warning", source, name, _HIDDEN, message, entry.line))
+            continue
+        try:
+            value = substitute(entry, environ).value
+        except ConfigurationError as err:
+            message = str(err).removeprefix(f"{source}: ")
+            findings.append(_Given(key, entry.value, source, entry.line).finding("error", message))
+            continue
+        yield _stripped(_Given(key, value, source, entry.line), findings)
+
+
+def _stripped(given: _Given, findings: list[Finding]) -> _Given:
+    """It without outer blanks, which are never meant; a finding where TorchServe takes them for more."""
+    stripped = replace(given, text=given.text.strip())
+    is_switch = given.key.kind in (BOOLEAN, INVERTED_BOOLEAN)
+    if is_switch and stripped.text.lower() == "true" and stripped.text != given.text:
+        message = "counts as true; TorchServe takes it for false, for the blanks around it"
+        findings.append(stripped.finding("warning", message))
+    return stripped
+
+
+def _unknown_key(name: str) -> str:
+    question = near(name, KEYS)
+    return f"unknown key, not used; {question}" if question else "unknown key, not used"
+
+
+def _from_environment(
+    environ: Mapping[str, str], open_gates: set[str], findings: list[Finding]
+) -> Iterator[_Given]:
+    for key in KEYS.values():
+        if not key.variable or key.variable not in environ:
+            continue
+        given = _Given(key, environ[key.variable], f"environment variable {key.variable}")
+        closed = [gate for gate in key.gates if gate not in open_gates]
+        if closed:
+            findings.append(given.finding("warning", f"not used: the file must say {closed[0]}=true"))
+        else:
+            yield _stripped(given, findings)
+
+
+def _take(given: _Given, outcome: _Outcome) -> None:
+    """Read the winning value of a key into the outcome."""
+    key = given.key
+    try:
+        value = key.kind.read(given.text)
+    except ValueError as err:
+        outcome.findings.append(_unreadable(given, err))
+        return
+    if key.kind.remark and (remark := key.kind.remark(given.text)):
+        outcome.findings.append(given.finding("warning", remark))
+    if key.setting:
+        outcome.values[key.setting] = value
+        outcome.findings.append(given.finding("effect", f"{key.setting} = {_shown_value(value)}"))
+    elif key.advice and given.text.lower() != key.no_advice_for:
+        outcome.findings.append(given.finding("warning", f"has no effect: {key.advice}"))
+    else:
+        outcome.findings.append(given.finding("effect", "accepted"))
+
+
+def _unreadable(given: _Given, err: ValueError) -> Finding:
+    message = str(err) or f"found {_shown(given.text)!r}"
+    if ", expected " not in message:  # of a member of the value, which says more than the kind can
+        message = f"{message}, expected {given.key.kind.expected}"
+    if given.key.lenient:
+        return given.finding("warning", f"{message}; the default stays")
+    return given.finding("error", message)
+
+
+def _contradictions(values: Mapping[str, Any]) -> Iterator[Finding]:
+    """What no single key can tell: keys that need or exclude each other."""
+    if "snapshot_models" in values and values.get("load_models"):
+        message = "not used: model_snapshot is there, and says what to load"
+        yield Finding("warning", "configuration", "load_models", _shown_value(values["load_models"]), message)
+    yield from _about_keys(values)
+    tls_files = [values.get("certificate_file"), values.get("private_key_file")]
+    if all(tls_files):
+        return
+    needing = [name for name in _REST_ADDRESSES if (address := values.get(name)) and address.tls]
+    needing += ["enable_grpc_ssl"] if values.get("grpc_tls_enabled") else []
+    if any(tls_files):
+        needing = ["certificate_file" if tls_files[0] else "private_key_file"]
+    if needing:
+        message = f"TLS needs both certificate_file and private_key_file (PEM); set them. {NO_KEYSTORES}"
+        yield Finding("error", "configuration", ", ".join(needing), "", message)
+
+
+def _about_keys(values: Mapping[str, Any]) -> Iterator[Finding]:
+    fixed = values.get("token_keys_file")
+    if fixed is None:
+        return
+    written = values.get("key_file", ServerSettings().key_file)
+    if fixed.absolute() == written.absolute() or fixed.absolute() == Path("key_file.json").absolute():
+        message = "servers write this file, and `torchserve --stop` deletes it; use another name"
+        yield Finding("error", "configuration", "token_keys_file", _shown_value(fixed), message)
+    elif "key_file" in values:
+        message = "not used: token_keys_file is there, and the server makes no keys"
+        yield Finding("warning", "configuration", "key_file", _shown_value(written), message)
+    if values.get("token_auth_enabled") is False:
+        message = "not used: disable_token_authorization lets everybody pass"
+        yield Finding("warning", "configuration", "token_keys_file", _shown_value(fixed), message)
+
+
+_REST_ADDRESSES = ("inference_address", "management_address", "metrics_address")
+
+
+def _build(values: Mapping[str, Any]) -> ServerSettings:
+    """The default settings with these values in place; a dotted name is a field of a field."""
+    settings = ServerSettings()
+    fields = dict(values)
+    if fields.pop(METRICS_API, True) is False:
+        fields["metrics_address"] = None
+    if "snapshot_models" in fields:
+        fields["load_models"] = ()
+    for name in [name for name in fields if "." in name]:
+        outer, inner = name.split(".")
+        record = fields.get(outer, getattr(settings, outer))
+        fields[outer] = replace(record, **{inner: fields.pop(name)})
+    return replace(settings, **fields)
+
+
+def _shown(text: str) -> str:
+    """The text, cut to what a message can hold."""
+    return _printable(text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}...")
+
+
+def _printable(text: str) -> str:
+    """The text with nothing in it that could forge a line of a log."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
+        for character in text
+    )
+
+
+def _shown_value(value: object) -> str:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return _shown(", ".join(str(getattr(item, "name", item)) for item in value))
+    return _shown(str(value))
+
+
+def report(path: Path, configuration: Configuration) -> str:
+    """The findings as text, in the order of the file, and how many errors and warnings there are."""
+    lines = [str(path)]
+    lines += [_line(finding) for finding in configuration.findings]
+    errors, warnings = (len(configuration.of_level(level)) for level in ("error", "warning"))
+    return "\n".join([*lines, f"{_counted(errors, 'error')}, {_counted(warnings, 'warning')}"])
+
+
+def _line(finding: Finding) -> str:
+    given = f"{finding.key}={finding.value}" if finding.value else finding.key
+    prefix = "" if finding.level == "effect" else f"{finding.level}: "
+    return f"  {finding.source}: {given}\n      {prefix}{finding.message}"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -1,0 +1,402 @@
+"""What operators touch: protocol-free, shared by every frontend."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from torchere.serving.batching.request import alone
+from torchere.serving.config.model_settings import Asked
+from torchere.serving.config.server_settings import (
+    MAX_BATCH_SIZE,
+    MAX_EXECUTORS,
+    MAX_NUMBER,
+    ModelSettings,
+    ServerSettings,
+)
+from torchere.serving.errors import (
+    Conflict,
+    HandlerFailed,
+    InvalidRequest,
+    NotAllowed,
+    Unavailable,
+    UnregisterTimeout,
+)
+from torchere.serving.frontend.dataplane import DataPlane
+from torchere.serving.registry.desired import Wanted
+from torchere.serving.registry.version import Version, VersionState
+from torchere.serving.types import InferRequest, InferResponse, ModelKey, StreamedResponse
+from torchere.serving.workers.executor import ExecutorStatus
+
+if TYPE_CHECKING:
+    from torchere.serving.registry.registry import Registry
+
+
+class Progress(Enum):
+    """How far a change was when the call came back."""
+
+    DONE = "done"
+    STARTED = "started"  # the caller did not want to wait
+    PARTIAL = "partial"  # waited, and fewer executors than asked for are up
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """A wish to register an archive; None means: not said, take the next source of the setting.
+
+    No number is beyond `MAX_NUMBER`: the protocols see to that.
+    """
+
+    url: str
+    model_name: str | None = None
+    handler: str | None = None
+    runtime: str | None = None
+    batch_size: int | None = None
+    max_batch_delay_ms: int | None = None
+    initial_executors: int | None = None
+    response_timeout_s: int | None = None
+    startup_timeout_s: int | None = None
+    synchronous: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """A registered version."""
+
+    key: ModelKey
+    executors: int  # how many it was registered with
+    progress: Progress
+
+
+@dataclass(frozen=True, slots=True)
+class VersionDescription:
+    """Everything `describe` tells of one version; a snapshot."""
+
+    key: ModelKey
+    url: str  # exactly as given at registration
+    runtime: str
+    settings: ModelSettings
+    isolation: str  # "thread" | "process" | "shared": what `auto` or `shared` came to
+    state: VersionState
+    failure: str  # cause of FAILED, or of the last lost executor; "" when all is well
+    loaded_at_startup: bool
+    executors: tuple[ExecutorStatus, ...]
+    queue_capacity: int  # how many more requests may wait
+    queue_length: int
+    uses_venv: bool = False  # its workers run in a virtual environment of their own
+    quarantined: int = 0  # requests that will not be run again, because they crash executors
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPage:
+    """One page of the list of models: (name, url of the default version), sorted by name."""
+
+    models: tuple[tuple[str, str], ...]
+    next_page_token: str | None
+
+
+class ControlPlane:
+    """Changes what is served, and the snapshot before it says so. On the loop, which it never blocks."""
+
+    def __init__(self, registry: Registry, dataplane: DataPlane, settings: ServerSettings) -> None:
+        self._registry = registry
+        self._dataplane = dataplane
+        self._settings = settings
+
+    async def register(self, wish: Registration) -> Registered:
+        """Register an archive of the store.
+
+        Raises:
+            NotAllowed: the model API is off.
+            InvalidRequest, ModelNotFound, InvalidArchive, DownloadFailed, Conflict: nothing was registered.
+            LoadFailed: it would not load; it is unregistered again (only when synchronous).
+            Conflict: likewise when somebody unregistered it before it was there.
+        """
+        self.check_model_api()
+        version = await self._registry.register(_wanted(wish, self._settings.default_executors))
+        executors = version.target
+        if executors and not wish.synchronous:
+            await begun()
+            return Registered(version.key, executors, Progress.STARTED)
+        await settled(version)
+        if (failure := version.failure) is not None:  # now: what fails while we write is another call's
+            self._registry.discard(version)
+            await version.settled.wait()
+        progress = _progress(version, executors)
+        await self._registry.written()
+        if failure is not None:
+            raise failure.with_traceback(None)  # else it would keep the frames of each
+        return Registered(version.key, executors, progress)
+
+    async def unregister(self, model: str, version: str | None) -> None:
+        """Remove a version (None: the default one) after its requests are answered.
+
+        Raises:
+            NotAllowed, ModelNotFound, VersionNotFound, DefaultVersionInUse, UnregisterTimeout.
+        """
+        self.check_model_api()
+        leaving = await self._registry.unregister(model, version)
+        try:
+            await asyncio.wait_for(leaving.settled.wait(), self._settings.unregister_timeout_s)
+        except asyncio.TimeoutError:
+            raise UnregisterTimeout(f"Timed out while cleaning resources: {model}") from None
+        await self._registry.written()
+
+    def check_model_api(self) -> None:
+        """Raise `NotAllowed` when the model API is off; `register` and `unregister` do.
+
+        Frontends ask before they look at what they were sent: to put that right would be in vain.
+        """
+        if not self._settings.model_api_enabled:
+            raise NotAllowed(
+                "Requested method is not allowed, please refer to API document.",
+                "the model API is off: start with --enable-model-api, or set enable_model_api=true",
+            )
+
+    async def scale(
+        self,
+        model: str,
+        version: str | None,
+        *,
+        min_executors: int,
+        max_executors: int,
+        synchronous: bool,
+    ) -> Progress:
+        """Change how many executors a version has.
+
+        Raises:
+            InvalidRequest: max below min, or a number out of range (checked before the model is looked up).
+            ModelNotFound, VersionNotFound.
+            LoadFailed: synchronous, and an executor would not start.
+            Conflict: synchronous, and it was unregistered meanwhile.
+        """
+        if max_executors < min_executors:
+            raise InvalidRequest("max_worker cannot be less than min_worker.")
+        if min_executors < 0 or max_executors > MAX_EXECUTORS:
+            raise InvalidRequest(
+                f"min_worker={min_executors}, max_worker={max_executors}: expected 0 to {MAX_EXECUTORS}."
+            )
+        target = self._registry.find(model, version)
+        self._registry.scale(target, min_executors, max_executors)
+        if not synchronous:
+            await begun()
+            return Progress.STARTED
+        await settled(target)
+        failure = target.failure if target.target else None  # none are wanted: none have failed
+        progress = _progress(target, min_executors)
+        await self._registry.written()
+        if failure is not None:
+            raise failure.with_traceback(None)
+        return progress
+
+    async def set_default(self, model: str, version: str) -> None:
+        """Make `version` the one that requests without a version get.
+
+        Raises:
+            ModelNotFound, VersionNotFound.
+        """
+        self._registry.set_default(model, version)
+        await self._registry.written()
+
+    def describe(self, model: str, version: str | None) -> list[VersionDescription]:
+        """Describe one version (None: the default; "all": every version).
+
+        Raises:
+            ModelNotFound, VersionNotFound.
+        """
+        if version != "all":
+            return [_describe(self._registry.find(model, version))]
+        self._registry.find(model, None)
+        return [_describe(one) for one in self._registry.served()[model].versions.values()]
+
+    async def describe_customized(
+        self, model: str, version: str | None, request: InferRequest
+    ) -> tuple[VersionDescription, InferResponse]:
+        """Describe one version and ask its handler's `describe_handle` too (`request` brings the headers).
+
+        Raises:
+            ModelNotFound, VersionNotFound; Unavailable with the contract's describe text; HandlerFailed.
+        """
+        target = self._registry.find(model, version)
+        if target.target == 0:
+            raise Unavailable(
+                f'Model "{model}" has no worker to serve describe request. '
+                "Please use scale workers API to add workers."
+            )
+        asked = InferRequest(
+            request.request_id,
+            request.parameters,
+            (*request.headers, ("describe", "True")),
+            request.deadline_s,
+            request.priority,
+        )
+        answer = await self._dataplane.infer(model, version, asked, group=alone(asked.request_id))
+        if isinstance(answer, StreamedResponse):
+            raise HandlerFailed("Failed to get customized model metadata.", status=500)
+        return _describe(target), answer
+
+    def list_models(self, limit: int, page_token: int) -> ModelPage:
+        """One page of at most `limit` models, starting at `page_token` (both 0 or more)."""
+        served = self._registry.served()
+        names = sorted(served)
+        page = tuple(
+            (name, self._registry.find(name, None).origin.archive.url)
+            for name in names[page_token : page_token + limit]
+        )
+        end = page_token + limit
+        # TorchServe gives a token also when the page ends exactly at the last model: clients know.
+        return ModelPage(page, str(end) if end <= len(names) else None)
+
+    def has_executors(self, model: str) -> bool:
+        """Whether the default version has at least one executor (KServe v1 readiness).
+
+        Raises:
+            ModelNotFound.
+        """
+        return self._registry.find(model, None).pool.size > 0
+
+
+def _wanted(wish: Registration, default_executors: int) -> Wanted:
+    executors = default_executors if wish.initial_executors is None else wish.initial_executors
+    if executors > MAX_EXECUTORS or executors < 0:
+        raise InvalidRequest(f"initial_workers={executors}: expected 0 to {MAX_EXECUTORS}.")
+    if wish.batch_size is not None and wish.batch_size > MAX_BATCH_SIZE:
+        raise InvalidRequest(f"batch_size={wish.batch_size}: expected at most {MAX_BATCH_SIZE}.")
+    asked = Asked(
+        batch_size=wish.batch_size,
+        max_batch_delay_ms=wish.max_batch_delay_ms,
+        executors=executors,
+        response_timeout_s=wish.response_timeout_s,
+        startup_timeout_s=wish.startup_timeout_s,
+    )
+    return Wanted(wish.url, asked, name=wish.model_name, handler=wish.handler, runtime=wish.runtime)
+
+
+def _progress(version: Version, asked: int) -> Progress:
+    """How far a version is from the executors that one call asked for; another may have asked for others."""
+    return Progress.DONE if version.pool.in_service >= asked else Progress.PARTIAL
+
+
+def _describe(version: Version) -> VersionDescription:
+    environment, isolation = version.origin.archive.environment, version.origin.isolation
+    return VersionDescription(
+        key=version.key,
+        url=version.origin.archive.url,
+        runtime=version.origin.runtime,
+        settings=version.settings,
+        isolation="thread" if isolation == "shared" and version.pool.has_own_process else isolation,
+        state=version.state,
+        failure=version.failure_text,
+        loaded_at_startup=version.origin.loaded_at_startup,
+        uses_venv=environment is not None and environment.python is not None,
+        executors=version.pool.statuses(),
+        queue_capacity=version.batcher.queue_capacity,
+        queue_length=version.batcher.queue_length,
+        quarantined=version.batcher.quarantine.convicted,
+    )
+
+
+_TURNS_TO_BEGIN = 2  # of the loop: the reconciler's task begins, and then the pool's work does
+
+
+async def begun() -> None:
+    """Let the reconciler begin, if it can, for a client that does not wait until it is done.
+
+    From there on the executors that are to be count, as they do in TorchServe before it answers: requests
+    wait for them, and `describe` lists them. A client on the same machine asks again within a millisecond.
+    A reconciler that is at something else (a drain, say) begins later, and nobody waits for that.
+    """
+    for _ in range(_TURNS_TO_BEGIN):
+        await asyncio.sleep(0)
+
+
+async def settled(version: Version) -> None:
+    """Wait until a version is what is wanted of it; raises Conflict when that is by now: to be gone."""
+    await version.settled.wait()
+    if not version.wanted:
+        name, number = version.key
+        raise Conflict(f"Model version {number} of model {name} was unregistered while it was loading")
+
+
+UNSET_BATCH_SIZE = -1  # TorchServe's own defaults; sending them says the same as sending nothing
+UNSET_BATCH_DELAY = -100
+
+
+def integer(values: Mapping[str, object], name: str) -> int | None:
+    """The whole number called `name`; None when it is absent or empty.
+
+    Raises:
+        InvalidRequest: there is a value, and it is no whole number, or one beyond `MAX_NUMBER`. (TorchServe
+            took its default instead.)
+    """
+    value = values.get(name)
+    if value is None or value == "":
+        return None
+    if isinstance(value, float) and value.is_integer():  # some write each number so: 1.0
+        value = int(value)
+    if isinstance(value, (int, str)) and not isinstance(value, bool):
+        try:
+            number = int(value)
+        except ValueError:
+            pass
+        else:
+            if -MAX_NUMBER <= number <= MAX_NUMBER:
+                return number
+            raise InvalidRequest(f"Parameter {name} must be a whole number of at most {MAX_NUMBER}")
+    raise InvalidRequest(f"Parameter {name} must be a whole number, found: {str(value)[:100]!r}")
+
+
+def text(values: Mapping[str, object], name: str) -> str | None:
+    """The text called `name`; None when it is absent or empty.
+
+    Raises:
+        InvalidRequest: there is a value, and it is no text.
+    """
+    value = values.get(name)
+    if value is None or value == "":
+        return None
+    if not isinstance(value, str):
+        raise InvalidRequest(f"Parameter {name} must be a text, found: {str(value)[:100]!r}")
+    return value
+
+
+def flag(values: Mapping[str, object], name: str, default: bool) -> bool:
+    """The truth value called `name`: every text but `true`, in any case, is false.
+
+    Raises:
+        InvalidRequest: there is a value, and it is neither that nor a text.
+    """
+    value = values.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, (bool, str)):
+        raise InvalidRequest(f"Parameter {name} must be true or false, found: {str(value)[:100]!r}")
+    return value is True or str(value).lower() == "true"
+
+
+def registration(values: Mapping[str, object]) -> Registration:
+    """Read a wish to register from query parameters or a JSON object.
+
+    Raises:
+        InvalidRequest: `url` is missing, or a value has the wrong type.
+    """
+    if values.get("url") is None:
+        raise InvalidRequest("Parameter url is required.")
+    url = text(values, "url") or ""
+    batch_size = integer(values, "batch_size")
+    batch_delay = integer(values, "max_batch_delay")
+    return Registration(
+        url=url,
+        model_name=text(values, "model_name"),
+        handler=text(values, "handler"),
+        runtime=text(values, "runtime"),
+        batch_size=None if batch_size == UNSET_BATCH_SIZE else batch_size,
+        max_batch_delay_ms=None if batch_delay == UNSET_BATCH_DELAY else batch_delay,
+        initial_executors=integer(values, "initial_workers"),
+        response_timeout_s=integer(values, "response_timeout"),
+        startup_timeout_s=integer(values, "startup_timeout"),
+        synchronous=flag(values, "synchronous", default=True),
+    )

@@ -1,0 +1,1 @@
+"""Bytes and sockets, apart from any protocol."""

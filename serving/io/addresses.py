@@ -1,0 +1,69 @@
+"""Whether somebody else has an address, and what to say when it can't be listened on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+from collections.abc import Iterable, Iterator
+
+from torchere.serving.config.server_settings import Address
+from torchere.serving.errors import ServingError
+
+_CONNECT_TIMEOUT_S = 1.0  # of a socket file that somebody else may have
+
+
+def refuse_taken(addresses: Iterable[Address]) -> None:
+    """Refuse addresses that others listen on; whatever else is wrong with one shows when it is bound. Blocks.
+
+    Before a start changes what the server that is there uses: its key file, its socket file.
+
+    Raises:
+        ServingError: one is taken.
+    """
+    for address in addresses:
+        with said_plainly(address):
+            if address.unix_path is not None:
+                _probe_unix(address.unix_path)
+            elif address.port != 0:
+                _probe_tcp(address)
+
+
+@contextlib.contextmanager
+def said_plainly(address: Address) -> Iterator[None]:
+    """An operating system's refusal of an address, in words that say what to do."""
+    try:
+        yield
+    except UnicodeError as err:  # a label of the host's name is empty, or longer than 63 characters
+        raise ServingError(f"Cannot listen on {address}: {err}.", "Correct the host in the address.") from err
+    except OSError as err:
+        advice = "Set another address or port in the configuration."
+        if err.errno == errno.EADDRINUSE:
+            advice = f"Is another server running there? {advice}"
+        if err.errno in (errno.EMFILE, errno.ENFILE):
+            advice = "Raise the limit of open files (ulimit -n)."
+        # asyncio's own text has the address once more; the numbers of a host that is not found are below 0.
+        said = os.strerror(err.errno) if err.errno and err.errno > 0 else err.strerror or err
+        raise ServingError(f"Cannot listen on {address}: {said}.", advice) from err
+
+
+def _probe_unix(path: str) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_CONNECT_TIMEOUT_S)
+        if probe.connect_ex(path) == 0:  # a file that a killed server left refuses
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+
+
+def _probe_tcp(address: Address) -> None:
+    try:
+        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        for family, kind, protocol, _, place in found:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind(place)
+    except OSError as err:
+        if err.errno == errno.EADDRINUSE:
+            raise

@@ -1,0 +1,1 @@
+"""Log lines, and where they are written."""

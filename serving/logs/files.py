@@ -1,0 +1,220 @@
+"""TorchServe's log files, for what collects and parses them: same names, same lines, same rotation by size.
+
+Standard output stays as it is. The files are `access_log.log` (one line a request), `model_log.log` (what
+handlers print) and `ts_log.log` (everything).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import logging.handlers
+import os
+from collections.abc import Callable
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import TextIO
+
+from torchere.serving.logs.access_lines import AccessLine, LineFormatter
+from torchere.serving.logs.lines import ACCESS_LOGGER, escape, trace_of
+from torchere.serving.logs.output import SaysWhatIsLost
+
+MAX_FILE_BYTES = 100 * 2**20  # TorchServe's; it compresses old files and rotates daily as well
+KEPT_FILES = 5
+
+
+class RotatingFile(SaysWhatIsLost, logging.handlers.RotatingFileHandler):
+    """A file that is looked for before each write: one that logrotate has moved is not written to any more.
+
+    A write that fails costs its lines, and the next one tries again, from the folder on. A file that can't be
+    moved (it is mounted by itself, or its folder is not ours) grows by as much again before the next try.
+
+    Raises:
+        OSError: it can't be opened (from the constructor only).
+    """
+
+    def __init__(self, path: Path, lines: logging.Formatter) -> None:
+        super().__init__(path, maxBytes=MAX_FILE_BYTES, backupCount=KEPT_FILES, encoding="utf-8")
+        self.setFormatter(lines)
+        self.output = str(path)
+        self._is_closed = False
+        self._full_bytes = self.maxBytes  # from which on it is moved
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record."""
+        try:
+            text = self.format(record)
+        except Exception:  # as logging's own handlers do
+            self.handleError(record)
+        else:
+            self.write(f"{text}\n", 1)
+
+    def write(self, text: str, lines: int) -> None:
+        """Write so many lines at once, in any thread; the file is rotated before them, if at all."""
+        with self.lock or contextlib.nullcontext():
+            if self._is_closed:
+                return
+            try:
+                stream = self._find()
+                size = os.fstat(stream.fileno()).st_size  # 0 of a pipe
+                if size + len(text) >= self._full_bytes:
+                    stream = self._begin_anew(size)
+                stream.write(text)
+                stream.flush()
+            except Exception:
+                self.handleError(logging.makeLogRecord({"msg": f"{lines} lines of the log"}))
+
+    def close(self) -> None:
+        """Take no more; on a full disk what waited in the buffer is lost."""
+        self._is_closed = True
+        try:
+            super().close()
+        except OSError:
+            self.handleError(logging.makeLogRecord({"msg": "the last lines of the log"}))
+
+    def _begin_anew(self, size: int) -> TextIO:
+        """Move the file, of `size` bytes, and open a new one; the old one where it can't be moved."""
+        try:
+            self.doRollover()
+            self._full_bytes = self.maxBytes
+        except OSError as err:
+            self._full_bytes = size + self.maxBytes
+            self.say(f"{self.output} can't be moved, and grows: {err.strerror or err}")
+        return self._find()
+
+    def _find(self) -> TextIO:
+        """What is open, or the file opened anew if that is not what the path leads to."""
+        old = self.stream
+        if old is not None:
+            if not old.closed and _is_at(old.fileno(), self.baseFilename):
+                return old
+            self.stream = None  # as RotatingFileHandler has it between two files
+            with contextlib.suppress(OSError):  # a full disk: what it did not take is lost
+                old.close()
+        os.makedirs(os.path.dirname(self.baseFilename), exist_ok=True)
+        self.stream = self._open()
+        return self.stream
+
+
+def _is_at(descriptor: int, path: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except OSError:  # it was moved, or its file system is another one by now
+        return False
+
+
+logger = logging.getLogger(__name__)
+
+MODEL_LOGGER = "MODEL_LOG"
+_LEVELS = {"WARNING": "WARN", "CRITICAL": "FATAL"}  # where log4j's names are others
+
+
+class _LogFile(RotatingFile):
+    """Ours, so that adding again replaces it. `form` is for lines of the access log; None: it takes none."""
+
+    def __init__(
+        self,
+        path: Path,
+        takes: Callable[[logging.LogRecord], bool],
+        lines: logging.Formatter,
+        form: Callable[[AccessLine], str] | None = None,
+    ) -> None:
+        super().__init__(path, lines)
+        self.addFilter(takes)
+        self._form = form
+
+    def access_text(self, line: AccessLine) -> str:
+        """The text of a line of the access log; "" in the file that has none."""
+        return "" if self._form is None else f"{self._form(line)}\n"
+
+    def write_access(self, text: str, lines: int) -> None:
+        """Write many lines of the access log at once."""
+        self.write(text, lines)
+
+
+class AccessFormatter(LineFormatter):
+    """`time - message`."""
+
+    def format_access(self, line: AccessLine) -> str:
+        """The same for a line of the access log, without a record."""
+        return f"{_time(line.created_s)} - {escape(line.message)}"
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, without its end."""
+        return f"{_time(record.created)} - {escape(record.getMessage())}"
+
+
+class Log4jFormatter(LineFormatter):
+    """`time [LEVEL] thread logger - message`; a traceback follows on lines of its own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, without its end."""
+        level = _LEVELS.get(record.levelname, record.levelname)
+        thread, name = _origin(record)
+        line = f"{_time(record.created)} [{level:<5}] {escape(thread)} {name} - {escape(record.getMessage())}"
+        trace = trace_of(self, record)
+        return "\n".join([line, *(escape(part) for part in trace.split("\n") if part)])
+
+    def format_access(self, line: AccessLine) -> str:
+        """The same for a line of the access log, without a record."""
+        return f"{_time(line.created_s)} [INFO ] MainThread {ACCESS_LOGGER} - {escape(line.message)}"
+
+
+def add_log_files(directory: Path) -> bool:
+    """Write the records of this process to the three files, too; call it after `logging.configure`.
+
+    Returns:
+        Whether they could be opened. If not (a read-only file system, say) there is a warning and no file, as
+        in TorchServe.
+    """
+    remove_log_files()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        access, everything = AccessFormatter(), Log4jFormatter()
+        files = [
+            _LogFile(directory / "access_log.log", _is_access, access, access.format_access),
+            _LogFile(directory / "model_log.log", _is_model, everything),
+            _LogFile(directory / "ts_log.log", lambda record: True, everything, everything.format_access),
+        ]
+    except OSError as err:
+        logger.warning("no log files in %s: %s", directory, err.strerror)
+        return False
+    for file in files:
+        logging.getLogger().addHandler(file)
+    return True
+
+
+def remove_log_files() -> None:
+    """Close the files of the last `add_log_files`."""
+    root = logging.getLogger()
+    for old in [old for old in root.handlers if isinstance(old, _LogFile)]:
+        root.removeHandler(old)
+        old.close()
+
+
+def _is_access(record: logging.LogRecord) -> bool:
+    return record.name == ACCESS_LOGGER
+
+
+def _is_model(record: logging.LogRecord) -> bool:
+    return hasattr(record, "executor")  # only lines that a worker printed carry one
+
+
+def _origin(record: logging.LogRecord) -> tuple[str, str]:
+    """Thread and logger, as TorchServe names them for what a handler prints."""
+    if not _is_model(record):
+        return record.threadName or "main", record.name
+    fields = vars(record)
+    return f"W-{fields['executor']}-{fields.get('model')}_{fields.get('version')}-stdout", MODEL_LOGGER
+
+
+def _time(created_s: float) -> str:
+    """Local time, as log4j's ISO8601 has it: a comma before the milliseconds, and no zone."""
+    second, microseconds = divmod(round(created_s * 1e6), 1_000_000)
+    return f"{_second(second)},{microseconds // 1000:03d}"
+
+
+@lru_cache(maxsize=2)  # a line of the access log asks for each request
+def _second(epoch_s: int) -> str:
+    return f"{datetime.fromtimestamp(epoch_s):%Y-%m-%dT%H:%M:%S}"

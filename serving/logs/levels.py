@@ -1,0 +1,65 @@
+"""Changing what is logged while the server runs."""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+from weakref import WeakSet
+
+from torchere.serving.logs.lines import LEVELS
+
+logger = logging.getLogger(__name__)
+
+INHERIT = "NOTSET"  # a logger without a level of its own has that of the next one above
+
+
+class Follower(Protocol):
+    """A process with loggers of its own, whose levels follow those of the server."""
+
+    def set_log_level(self, name: str, level: int) -> None:
+        """Set the level of a logger there; "" is the one above all others."""
+
+
+_changed: dict[str, int] = {}  # by logger, as logging's own levels common to the whole process
+_followers: WeakSet[Follower] = WeakSet()
+
+
+class LogLevelError(ValueError):
+    """There is no such logger, or no such level."""
+
+
+def follow(follower: Follower) -> None:
+    """Tell a new process of the levels that were changed, and of each further change."""
+    _followers.add(follower)
+    for name, level in _changed.items():
+        follower.set_log_level(name, level)
+
+
+def change_level(name: str, level: str) -> None:
+    """Set the level of a logger here and in all workers from now on; "" is the one above all others.
+
+    Call it on the event loop.
+
+    Raises:
+        LogLevelError: nothing logs under that name, or the level is none of `LEVELS` and `INHERIT`.
+    """
+    wanted = level.upper()
+    if wanted not in LEVELS and not (wanted == INHERIT and name):
+        raise LogLevelError(f"level: found {level!r}, expected one of {', '.join((*LEVELS, INHERIT))}")
+    # The handlers' loggers are in the workers.
+    if name and name not in logging.root.manager.loggerDict and not name.startswith("torchere.handlers"):
+        raise LogLevelError(f"logger: nothing logs as {name!r}; GET /log-level shows those that have a level")
+    logging.getLogger(name or None).setLevel(wanted)
+    _changed[name] = logging.getLevelName(wanted)
+    for follower in list(_followers):
+        follower.set_log_level(name, _changed[name])
+    logger.warning("the log level of %s is %s from now on", name or "everything else", wanted)
+
+
+def levels() -> dict[str, str]:
+    """The levels that are set, by logger; that of "" holds for all others."""
+    found = {"": logging.getLevelName(logging.root.level)}
+    for name, logger in sorted(logging.root.manager.loggerDict.items()):
+        if isinstance(logger, logging.Logger) and logger.level:
+            found[name] = logging.getLevelName(logger.level)
+    return found

@@ -1,0 +1,281 @@
+"""From an unpacked archive to a version that can be loaded: settings, executors and batcher put together.
+
+Nothing is loaded here: the reconciler does that when executors are wanted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import logging
+import os
+import time
+from typing import Literal
+
+from torchere.archiver.torchscript_options import TorchScriptOptions
+from torchere.handlers.aot_gil import holds_gil
+from torchere.serving.batching.admission import Admission
+from torchere.serving.batching.batcher import Batcher
+from torchere.serving.batching.quarantine import Quarantine
+from torchere.serving.batching.quarantine_files import QuarantineFiles
+from torchere.serving.batching.stateful import StatefulBatcher
+from torchere.serving.batching.unread_parts import limit_bytes
+from torchere.serving.config.model_settings import Asked, effective_settings
+from torchere.serving.config.server_settings import ModelSettings, QuarantineSettings, ServerSettings
+from torchere.serving.errors import InvalidRequest
+from torchere.serving.process.cgroup import available_cores
+from torchere.serving.registry.names import check_runtime
+from torchere.serving.registry.version import Origin, RegistryObserver, Version, VersionObserver
+from torchere.serving.store.package import StoredArchive
+from torchere.serving.types import ModelKey
+from torchere.serving.workers.devices import gpu_count, intra_op_threads
+from torchere.serving.workers.executor import FreeCallback, LoadSpec
+from torchere.serving.workers.fork_client import Spawned
+from torchere.serving.workers.isolation import choose_isolation
+from torchere.serving.workers.launch import ExecLauncher, ForkLauncher, Launcher, worker_environment
+from torchere.serving.workers.oom import OomWatch
+from torchere.serving.workers.pool import WorkerPool
+from torchere.serving.workers.rooms import RoomLauncher
+from torchere.serving.workers.worker import MOST_INSIDE
+
+logger = logging.getLogger(__name__)
+
+FIRST_EXECUTOR_ID = 9000  # TorchServe numbers its workers by port, from 9000; tools show these ids
+
+
+def no_worker_text(model: str) -> str:
+    """The contract's one text for every request that can't be admitted."""
+    return (
+        f'Model "{model}" has no worker to serve inference request. Please use scale workers API to add '
+        "workers. If this is a sequence inference, please check if it is closed, or expired; or exceeds "
+        "maxSequenceJobQueueSize"
+    )
+
+
+class Loader:
+    """Builds versions for one server; lives on the event loop."""
+
+    def __init__(
+        self,
+        server: ServerSettings,
+        observer: RegistryObserver,
+        fork_server: Spawned | None = None,
+    ) -> None:
+        self._server = server
+        self._observer = observer
+        self._executor_ids = itertools.count(FIRST_EXECUTOR_ID)
+        self._launcher = ForkLauncher(worker_environment(server.hidden_env_vars), fork_server)
+        self._rooms = RoomLauncher(self._launcher)
+        self._oom = OomWatch()
+
+    @functools.cached_property
+    def gpus(self) -> int:
+        """How many GPUs executors may take; blocks the first time, when the driver is asked."""
+        return gpu_count(self._server.max_gpus)
+
+    def build(
+        self,
+        key: ModelKey,
+        archive: StoredArchive,
+        asked: Asked,
+        *,
+        handler: str | None,
+        runtime: str | None,
+        loaded_at_startup: bool,
+    ) -> Version:
+        """A version in state NEW.
+
+        Raises:
+            InvalidRequest: no handler is named anywhere, or the runtime is none.
+        """
+        model = archive.manifest.get("model") or {}
+        handler = handler or model.get("handler") or self._server.default_handler
+        if not handler:
+            raise InvalidRequest(
+                f"No handler is named for {key.name}: neither by the request, nor by the archive's manifest, "
+                "nor by default_service_handler."
+            )
+        runtime = check_runtime(runtime or archive.manifest.get("runtime") or "python")
+        if runtime == "LSP":
+            logger.warning("%s: runtime LSP, the C++ backend, is not supported; use a Python handler", key)
+        config = archive.config
+        if not self.gpus and (config.device_type == "gpu" or (config.device_ids and not config.device_type)):
+            logger.warning("%s asks for a GPU in its model config, and there is none: the CPU does it", key)
+        settings = effective_settings(asked, config, self._defaults_of(key), self._server, self.gpus)
+        origin = Origin(
+            archive=archive,
+            handler=handler,
+            runtime=runtime,
+            isolation=_isolation(key, archive, settings, handler),
+            loaded_at_startup=loaded_at_startup,
+        )
+        return self._assemble(key, origin, settings)
+
+    def _assemble(self, key: ModelKey, origin: Origin, settings: ModelSettings) -> Version:
+        pump = _Pump()
+        observer = self._observer.watch(key)
+        launcher = self._launcher_of(key, origin)
+        pool = self._pool(self._spec(key, origin, settings), launcher, settings, pump, observer)
+        batcher = _batcher(key, settings, pool, observer)
+        pump.batcher = batcher
+        batcher.unread_limit_bytes = limit_bytes(self._server.limits.max_response_bytes)
+        batcher.quarantine = Quarantine(QuarantineFiles(key, _quarantine_settings(self._server)))
+        return Version(key, origin, settings, pool, batcher, observer=observer)
+
+    def _pool(
+        self,
+        spec: LoadSpec,
+        launcher: Launcher,
+        settings: ModelSettings,
+        on_free: FreeCallback,
+        observer: VersionObserver,
+    ) -> WorkerPool:
+        # An operator who allows so few to wait, or none, means it; inside a worker they would not be counted.
+        counts_all = settings.batch.use_tickets or settings.batch.max_queue_size < MOST_INSIDE
+        return WorkerPool(
+            spec,
+            response_timeout_s=settings.response_timeout_s,
+            startup_timeout_s=settings.startup_timeout_s,
+            max_retry_timeout_s=settings.max_retry_timeout_s,
+            next_id=self._next_id,
+            on_free=on_free,
+            on_loaded=observer.executor_loaded,
+            on_lost=observer.executor_lost,
+            launcher=launcher,
+            oom=self._oom,
+            sends_ahead=not counts_all,
+        )
+
+    def _launcher_of(self, key: ModelKey, origin: Origin) -> Launcher:
+        environment = origin.archive.environment
+        if environment is None:
+            return self._rooms.of(key) if origin.isolation == "shared" else self._launcher
+        variables = worker_environment(self._server.hidden_env_vars)
+        if environment.packages:
+            search_path = [environment.packages, variables.get("PYTHONPATH")]
+            variables["PYTHONPATH"] = os.pathsep.join(filter(None, search_path))
+        return ExecLauncher(variables, environment.python)
+
+    async def close(self) -> None:
+        """End what workers are forked from; call it when no version is left."""
+        await self._rooms.close()
+        await self._launcher.close()
+
+    def _spec(self, key: ModelKey, origin: Origin, settings: ModelSettings) -> LoadSpec:
+        return LoadSpec(
+            model_name=key.name,
+            model_version=key.version,
+            archive_dir=str(origin.archive.directory),
+            handler=origin.handler,
+            declared_metrics=self._observer.declared_metrics,
+            handler_installed=origin.handler == self._server.default_handler,
+            manifest=origin.archive.manifest,
+            model_config=origin.archive.config.raw,
+            envelope=self._server.service_envelope,
+            batch_size=settings.batch.max_batch_size,
+            decode_input=self._server.decode_input,
+            limit_max_image_pixels=self._server.limit_max_image_pixels,
+            intra_op_threads=intra_op_threads(available_cores(), settings.min_executors),
+            gpu_ids=settings.gpu_ids,
+            max_response_bytes=self._server.limits.max_response_bytes,
+            pinned=_is_stateful(settings),
+            # State lies in a handler, so its requests need the worker they are sent to.
+            shares_weights=origin.isolation != "process" and not _is_stateful(settings),
+        )
+
+    def _defaults_of(self, key: ModelKey) -> dict[str, object]:
+        return self._server.model_defaults.get(key.name, {}).get(key.version, {})
+
+    def _next_id(self) -> int:
+        return next(self._executor_ids)
+
+
+def _isolation(
+    key: ModelKey, archive: StoredArchive, settings: ModelSettings, handler: str
+) -> Literal["thread", "process", "shared"]:
+    isolation = _isolation_of(archive, settings, handler)
+    if settings.isolation == "shared" != isolation:
+        logger.info(
+            "model %s version %s can't share a process with other models and gets isolation: %s",
+            key.name,
+            key.version,
+            isolation,
+        )
+    return isolation
+
+
+def _isolation_of(
+    archive: StoredArchive, settings: ModelSettings, handler: str
+) -> Literal["thread", "process", "shared"]:
+    if archive.environment:  # packages of its own can't come into a process that has others
+        return "process"
+    model = archive.manifest.get("model") or {}
+    on_gpu = bool(settings.gpu_ids)
+    keeps_gil = not on_gpu and _holds_gil(archive)
+    return choose_isolation(
+        settings.isolation,
+        handler,
+        model,
+        holds_gil=keeps_gil,
+        on_gpu=on_gpu,
+        needs_own_process=_is_stateful(settings) or _switches_engine(archive) or _has_python(archive),
+    )
+
+
+def _holds_gil(archive: StoredArchive) -> bool:
+    """Whether the model is a `.pt2` that keeps the GIL on a CPU."""
+    serialized = str((archive.manifest.get("model") or {}).get("serializedFile") or "")
+    if not serialized.endswith(".pt2"):
+        return False
+    return holds_gil(str(archive.directory / serialized), str(archive.directory))
+
+
+def _switches_engine(archive: StoredArchive) -> bool:
+    """Whether its int8 weights ask for an engine, which a process has one of."""
+    try:
+        return TorchScriptOptions.read(archive.config.raw).quantized_engine is not None
+    except ValueError:  # its load will say so
+        return False
+
+
+def _has_python(archive: StoredArchive) -> bool:
+    """Whether it brings Python, which nothing names, but a file may be called as a handler of ours."""
+    return next(archive.directory.rglob("*.py"), None) is not None
+
+
+def _is_stateful(settings: ModelSettings) -> bool:
+    return settings.sequences is not None or settings.continuous
+
+
+def _batcher(
+    key: ModelKey, settings: ModelSettings, pool: WorkerPool, observer: VersionObserver
+) -> Admission:
+    text = no_worker_text(key.name)
+    if _is_stateful(settings):
+        return StatefulBatcher(
+            settings.batch, settings.sequences, pool, observer=observer, now=time.monotonic, refusal=text
+        )
+    batcher = Batcher(settings.batch, pool, observer=observer, now=time.monotonic, refusal=text)
+    if settings.sequences_unbounded:
+        # The contract: without sequenceMaxIdleMSec every request is refused.
+        batcher.close_admission(for_good=True)
+    return batcher
+
+
+def _quarantine_settings(server: ServerSettings) -> QuarantineSettings | None:
+    if server.quarantine_directory is None:
+        return None
+    return QuarantineSettings(
+        server.quarantine_directory, server.quarantine_max_files, server.quarantine_max_bytes
+    )
+
+
+class _Pump:
+    """Wakes a batcher that is built after the pool it listens to."""
+
+    batcher: Admission | None = None
+
+    def __call__(self) -> None:
+        if self.batcher is not None:
+            asyncio.get_running_loop().call_soon(self.batcher.pump)

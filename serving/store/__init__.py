@@ -1,0 +1,1 @@
+"""Archives on the disk: found, fetched, unpacked, removed."""

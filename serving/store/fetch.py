@@ -1,0 +1,363 @@
+"""Fetches an archive from an allowed URL into the model store: bounded, to a checked address, all or nothing.
+
+Proxies of the environment are not used: the address that was checked is the one that is connected to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import os
+import socket
+import ssl
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from urllib.parse import urljoin, urlsplit
+
+from torchere.serving.errors import DownloadFailed, ModelNotFound, ServingError, Unavailable
+from torchere.serving.store.scratch import lock
+from torchere.serving.store.url_rules import Source, allow, is_public
+
+MAX_REDIRECTS = 5
+SILENCE_TIMEOUT_S = 30.0  # for one answer of the network; the whole download has a bound of its own
+CHUNK_BYTES = 1 << 18
+GIVEN_UP = "it was given up before its end"
+TOOK_LONGER = "it took longer than download_timeout_s"
+PART_PREFIX = ".download-"  # hidden files of the store are not archives
+
+Resolve = Callable[[str, int], Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Download:
+    """An archive in the model store that came from a URL."""
+
+    path: Path
+    is_new: bool  # ours to delete; otherwise it was there
+
+
+class Interrupt:
+    """Ends one download under way; any thread may ask for that."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._connection: _PinnedConnection | None = None
+
+    def stop(self) -> None:
+        """End it now; whoever waits for it gets `DownloadFailed`."""
+        self.asked = True
+        if self._connection is not None:
+            self._connection.cut()
+
+    def check(self, source: Source) -> None:
+        """Go on with what comes from there, unless it was ended.
+
+        Raises:
+            DownloadFailed: it was.
+        """
+        if self.asked:
+            raise _failed(source, GIVEN_UP)
+
+    def watch(self, connection: _PinnedConnection) -> None:
+        """This is the connection to cut."""
+        self._connection = connection
+        if self.asked:
+            connection.cut()
+
+
+def resolve(host: str, port: int) -> list[str]:
+    """The IP addresses of a host, as the system knows them; OSError when it knows none."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(address[0]) for *_, address in found]
+
+
+class Downloader:
+    """Downloads for one server. Thread-safe: it keeps no state.
+
+    Args:
+        patterns: `allowed_urls`.
+        max_bytes: The largest archive that is fetched.
+        timeout_s: For one download, redirects included.
+        resolver: How names become addresses.
+    """
+
+    def __init__(
+        self, patterns: Sequence[str], max_bytes: int, timeout_s: float, resolver: Resolve = resolve
+    ) -> None:
+        self._patterns = patterns
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+        self._resolve = resolver
+
+    def download(
+        self, url: str, folder: Path, reuse: bool = False, interrupt: Interrupt | None = None
+    ) -> Download:
+        """Copy what is at the URL into the folder, under its own name. Blocks.
+
+        Args:
+            url: Where it is.
+            folder: The model store.
+            reuse: Take a file of that name that is there already for the copy of an earlier start, unless
+                it is empty: that one a server left that was killed in `_give_name`.
+            interrupt: Ends it before its time.
+
+        Raises:
+            ModelNotFound: the URL is not allowed.
+            DownloadFailed: it can't be fetched; `detail` says why.
+            ServingError: a file of that name is there already, or it can't be written.
+                Nothing is left in the folder in all these cases.
+        """
+        source = allow(url, self._patterns)
+        target = folder / source.file_name
+        interrupt = interrupt or Interrupt()
+        interrupt.check(source)
+        try:
+            if target.exists():
+                if not reuse:
+                    raise _exists(target)
+                if target.stat().st_size:
+                    return Download(target, is_new=False)
+                target.unlink(missing_ok=True)
+            descriptor, part = tempfile.mkstemp(prefix=PART_PREFIX, dir=folder)
+        except OSError as err:
+            raise ServingError(f"Failed to save model: {url}", f"{folder}: {err.strerror}") from err
+        try:
+            chunks = self._chunks(source, interrupt)
+            with os.fdopen(descriptor, "wb") as file, closing(chunks):
+                lock(file)  # whoever sweeps up after killed servers sees that this one lives
+                file.writelines(chunks)
+                file.flush()
+                os.fsync(file.fileno())  # or a machine that fails leaves the name of half a file
+            _give_name(part, target)
+        except FileExistsError as err:
+            if not reuse:
+                raise _exists(target) from err
+            return Download(target, is_new=False)  # another server, which starts as we do, was quicker
+        except OSError as err:
+            raise ServingError(f"Failed to save model: {url}", f"{target}: {err.strerror}") from err
+        finally:
+            Path(part).unlink(missing_ok=True)
+        return Download(target, is_new=True)
+
+    def _chunks(self, source: Source, interrupt: Interrupt) -> Generator[bytes, None, None]:
+        """The bytes behind a URL; whatever goes wrong is a `DownloadFailed`."""
+        received = 0
+        if source.scheme == "s3":
+            source = signed(source)
+        fetched = _file_chunks(source) if source.scheme == "file" else self._http_chunks(source, interrupt)
+        try:
+            with closing(fetched):  # at once, with its connection, whatever happens
+                for chunk in fetched:
+                    if interrupt.asked:
+                        break
+                    received += len(chunk)
+                    if received > self._max_bytes:
+                        raise _failed(source, f"it is larger than max_download_bytes={self._max_bytes}")
+                    yield chunk
+        except (OSError, UnicodeError, http.client.HTTPException) as err:  # Unicode: no name of a host
+            reason = GIVEN_UP if interrupt.asked else f"{type(err).__name__}: {err}"
+            raise _failed(source, reason) from err
+        interrupt.check(source)  # a body without a length ends where its connection does
+
+    def _http_chunks(self, source: Source, interrupt: Interrupt) -> Generator[bytes, None, None]:
+        deadline_s = time.monotonic() + self._timeout_s
+        asked = source
+        for _ in range(MAX_REDIRECTS + 1):
+            with self._answer(source, deadline_s, interrupt) as response:
+                if 300 <= response.status < 400 and (location := response.getheader("Location")):
+                    source = self._redirected(asked, source, location)
+                    continue
+                if response.status != 200:
+                    raise _failed(asked, f"the server answered {response.status} {response.reason[:200]}")
+                yield from _body(asked, response, deadline_s)
+                return
+        raise _failed(asked, f"more than {MAX_REDIRECTS} redirects")
+
+    def _redirected(self, asked: Source, source: Source, location: str) -> Source:
+        try:
+            target = allow(urljoin(source.url, location), self._patterns)
+        except (ModelNotFound, ValueError) as err:  # Value: it is no URL at all
+            shown = location.partition("?")[0][:200]  # without a signature
+            raise _failed(asked, f"it redirects to {shown!r}, which allowed_urls does not match") from err
+        if target.scheme in ("file", "s3") or (source.scheme, target.scheme) == ("https", "http"):
+            raise _failed(asked, f"it redirects from {source.scheme} to {target.scheme}")
+        return target
+
+    @contextmanager
+    def _answer(
+        self, source: Source, deadline_s: float, interrupt: Interrupt
+    ) -> Iterator[http.client.HTTPResponse]:
+        interrupt.check(source)  # the system can't be interrupted while it looks for an address
+        connection = _PinnedConnection(source, self._address(source))
+        # A server that sends one byte now and then never lets a socket time out: cut the line instead.
+        cutter = threading.Timer(max(0.0, deadline_s - time.monotonic()), connection.cut)
+        cutter.daemon = True
+        cutter.start()
+        try:
+            interrupt.watch(connection)
+            connection.request("GET", source.target, headers={"User-Agent": "torchere", "Accept": "*/*"})
+            with connection.getresponse() as response:
+                yield response
+        except (OSError, http.client.HTTPException):  # what the cut looks like from here differs
+            if time.monotonic() >= deadline_s:
+                raise TimeoutError(TOOK_LONGER) from None
+            raise
+        finally:
+            cutter.cancel()
+            connection.close()
+
+    def _address(self, source: Source) -> str:
+        addresses = self._resolve(source.host, source.port)
+        if not source.may_be_private and (private := [one for one in addresses if not is_public(one)]):
+            raise _failed(
+                source,
+                f"{source.host} is {private[0]}, an address of this machine or its network; "
+                "name the host itself in allowed_urls to allow that",
+            )
+        return addresses[0]
+
+
+class _PinnedConnection(http.client.HTTPConnection):
+    """A connection to the address that was checked, whatever the name means by now."""
+
+    def __init__(self, source: Source, address: str) -> None:
+        self.default_port = 443 if source.scheme == "https" else 80  # decides whether Host names the port
+        super().__init__(source.host, source.port, timeout=SILENCE_TIMEOUT_S)
+        self._address = address
+        self._tls = source.scheme == "https"
+        self._is_cut = False
+        self._line: socket.socket | None = None  # stays when `sock` is left to a body that ends with it
+
+    def connect(self) -> None:
+        """Connect, and shake hands under the name of the host."""
+        self._take(socket.create_connection((self._address, self.port), SILENCE_TIMEOUT_S))
+        if self._tls:
+            self._take(ssl.create_default_context().wrap_socket(self.sock, server_hostname=self.host))
+
+    def _take(self, sock: socket.socket) -> None:
+        self.sock = self._line = sock
+        if self._is_cut:
+            raise TimeoutError(TOOK_LONGER)
+
+    def cut(self) -> None:
+        """End the connection under whoever reads from it."""
+        self._is_cut = True
+        if self._line is not None:
+            with suppress(OSError):  # it ended by itself
+                # Not SSLSocket's method: that one pulls the TLS object from under the reading thread.
+                socket.socket.shutdown(self._line, socket.SHUT_RDWR)
+
+
+def _body(asked: Source, response: http.client.HTTPResponse, deadline_s: float) -> Iterator[bytes]:
+    expected = response.length  # None: chunked, or until the connection ends
+    received = 0
+    while chunk := response.read1(CHUNK_BYTES):
+        received += len(chunk)
+        yield chunk
+    if time.monotonic() >= deadline_s:
+        raise _failed(asked, TOOK_LONGER)
+    if expected is not None and received != expected:
+        raise _failed(asked, f"the connection ended after {received} of {expected} bytes")
+
+
+def _file_chunks(source: Source) -> Generator[bytes, None, None]:
+    descriptor = os.open(source.target, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe must not block
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise _failed(source, f"{source.target} is not a regular file")
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk
+
+
+def _give_name(part: str, target: Path) -> None:
+    """Let a finished copy have its name, in one step; FileExistsError when something has it already."""
+    os.chmod(part, 0o644)
+    try:
+        os.link(part, target)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links: the name first, empty, and then what it is for
+        os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+        os.replace(part, target)
+
+
+def _failed(source: Source, reason: str) -> DownloadFailed:
+    return DownloadFailed(f"Failed to download archive from: {source.url}", reason)
+
+
+def _exists(target: Path) -> ServingError:
+    text = "delete it from the model store, or register it by its name instead of the URL"
+    return ServingError(f"Model file already exists {target.name}", text)
+
+
+SIGNATURE_LIFETIME_S = 900  # until the request must have begun
+
+
+def signed(source: Source) -> Source:
+    """What to ask for instead of an `s3` source. Blocks: finding credentials may ask the network.
+
+    `url` stays the one that was asked for, so that no message or log holds a signature. The endpoint may be a
+    private host, because the operator set it and no client can.
+
+    Raises:
+        DownloadFailed: botocore is not installed, or finds no credentials or region.
+    """
+    try:
+        import botocore.exceptions  # noqa: PLC0415 - an extra, and slow to import
+        import botocore.session  # noqa: PLC0415
+        from botocore.config import Config  # noqa: PLC0415
+    except ImportError as err:
+        raise _failed(source, "it needs botocore: pip install 'torchere[s3]'") from err
+    parameters = {"Bucket": source.host, "Key": source.target}
+    try:
+        client = botocore.session.get_session().create_client("s3", config=Config(signature_version="s3v4"))
+        url = client.generate_presigned_url("get_object", parameters, ExpiresIn=SIGNATURE_LIFETIME_S)
+    except (botocore.exceptions.BotoCoreError, ValueError) as err:
+        raise _failed(source, f"{err}; set AWS_REGION and credentials as for the aws command") from err
+    parts = urlsplit(url)
+    return replace(
+        source,
+        scheme=parts.scheme,
+        host=parts.hostname or "",
+        port=parts.port or (443 if parts.scheme == "https" else 80),
+        target=f"{parts.path}?{parts.query}",
+        may_be_private=True,
+    )
+
+
+class Turns:
+    """So many at once, so many more that wait, in the order they came. Lives on the event loop.
+
+    Args:
+        what: what they do, in the plural, for the text of the refusal.
+        at_once: how many may be at it.
+        waiting: how many may wait besides; one more is refused at once.
+    """
+
+    def __init__(self, what: str, at_once: int, waiting: int) -> None:
+        self._what = what
+        self._limit = at_once + waiting
+        self._places = asyncio.Semaphore(at_once)
+        self._inside = 0  # those that wait included
+
+    @asynccontextmanager
+    async def take(self) -> AsyncIterator[None]:
+        """Wait for a turn, and keep it while the block runs.
+
+        Raises:
+            Unavailable: too many wait already.
+        """
+        if self._inside >= self._limit:
+            raise Unavailable(f"Too many {self._what} wait already: {self._limit}. Try again later.")
+        self._inside += 1
+        try:
+            async with self._places:
+                yield
+        finally:
+            self._inside -= 1

@@ -1,0 +1,332 @@
+"""Where archives come from: the model store, one folder. Turns a name in it into an unpacked archive.
+
+What an allowed URL leads to is copied into the store first. What is unpacked lies in a temporary folder that
+belongs to this server, and is deleted when its version is unregistered, or at the end.
+Everything here blocks on the disk: call it in a thread.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from torchere.archiver.errors import ArchiveError
+from torchere.archiver.names import MANIFEST_NAME
+from torchere.archiver.reader import Archive, ArchiveLimits, open_archive
+from torchere.archiver.signature import Signature
+from torchere.handlers.signature import archive_signature
+from torchere.serving.config.model_settings import (
+    UNSUPPORTED_KEYS,
+    ModelConfig,
+    config_of,
+    unsupported_keys,
+)
+from torchere.serving.config.server_settings import Limits, ServerSettings
+from torchere.serving.errors import DownloadFailed, InvalidArchive, ModelNotFound, ServingError
+from torchere.serving.store.environment import Environment
+from torchere.serving.store.fetch import PART_PREFIX, Download, Downloader, Interrupt
+from torchere.serving.store.scratch import ClaimedFolder, sweep_folders, sweep_parts
+from torchere.serving.store.shared_weights import WeightSharing, weights_file
+from torchere.serving.store.url_rules import is_remote
+
+logger = logging.getLogger(__name__)
+
+_OPENAPI_SIGNATURE_NAME = "MAR-INF/signature.json"  # TorchServe's; ours of tensors lies beside the weights
+_MAX_TEXT_BYTES = 16 << 20  # a manifest or signature larger than this is not one
+
+
+@dataclass(frozen=True, slots=True)
+class StoredArchive:
+    """One archive, ready to load: unpacked under `directory`."""
+
+    url: str  # as the caller named it
+    directory: Path
+    manifest: dict[str, Any] = field(default_factory=dict)  # as written; {} when the archive has none
+    config: ModelConfig = field(default_factory=ModelConfig)
+    signature: str | None = None  # text of MAR-INF/signature.json
+    file_name: str = ""  # in the model store
+    outside_store: bool = False  # a folder that was named by its path and is no direct entry of the store
+    downloaded: Path | None = None  # the copy in the model store of what came from a URL
+    environment: Environment | None = None  # None: the server's
+    tensors: Signature | None = None  # what the archive's own signature.json says the model takes and gives
+
+
+class Store:
+    """The model store of one server. Thread-safe."""
+
+    def __init__(
+        self,
+        root: Path | None,
+        limits: Limits,
+        temp_dir: Path | None,
+        *,
+        allowed_urls: Sequence[str] = (),
+        download_timeout_s: float = 600.0,
+    ) -> None:
+        self._downloader = Downloader(allowed_urls, limits.max_download_bytes, download_timeout_s)
+        self._archives = StoreFolder(root)
+        self._limits = ArchiveLimits(
+            max_entries=limits.max_archive_entries, max_total_bytes=limits.max_archive_bytes
+        )
+        self._temp_dir = temp_dir
+        self._download_timeout_s = download_timeout_s
+        self._unpacked = ClaimedFolder(temp_dir)
+        self._sharing = WeightSharing()
+
+    def download(self, url: str, reuse: bool = False, interrupt: Interrupt | None = None) -> Download:
+        """Fetch an archive into the store; see `Downloader.download`.
+
+        With `reuse` a file that is there already counts as fetched: a server that starts again must come up.
+
+        Raises:
+            ModelNotFound: the URL is not allowed, or there is no store.
+            DownloadFailed, ServingError: see there.
+        """
+        return self._downloader.download(url, self._archives.configured(), reuse, interrupt)
+
+    def has(self, name: str, trusted: bool = False) -> bool:
+        """Whether `open` would find something of that name."""
+        try:
+            self._archives.find(name, trusted)
+        except ServingError:
+            return False
+        return True
+
+    def open(self, url: str, trusted: bool = False) -> Archive:
+        """Find an archive and read what it says of itself; nothing is unpacked.
+
+        `url` and `trusted` as in `StoreFolder.find`.
+
+        Raises:
+            ModelNotFound: nothing of that name is in the store.
+            DownloadFailed: it is a URL; `download` has to come first.
+            InvalidArchive: it is there and broken.
+        """
+        path = self._archives.find(url, trusted)
+        try:
+            return open_archive(path, self._limits)
+        except ArchiveError as err:
+            raise _invalid(err) from err
+
+    def config_of(self, archive: Archive) -> ModelConfig:
+        """The model config of an archive, which need not be unpacked for that.
+
+        Raises:
+            InvalidArchive: it is missing, or wrong.
+        """
+        try:
+            return config_of(archive)
+        except ArchiveError as err:
+            raise _invalid(err) from err
+
+    def unpack(self, url: str, archive: Archive) -> StoredArchive:
+        """Unpack an archive and read its model config.
+
+        Raises:
+            InvalidArchive: an entry, a digest or the model config is wrong; nothing stays behind.
+            ServingError: the disk would not take it; likewise.
+        """
+        config = self.config_of(archive)
+        name = archive.manifest.config_file
+        for key in unsupported_keys(config.raw):
+            logger.warning("%s: %s in %s has no effect: %s", url, key, name, UNSUPPORTED_KEYS[key])
+        for key, remark in config.ignored.items():
+            logger.warning("%s: %s in %s %s", url, key, name, remark)
+        try:
+            manifest = _manifest_as_written(archive)
+            _check_sendable("manifest", manifest)
+            _check_sendable("model config", config.raw)
+            signature = _optional_text(archive, _OPENAPI_SIGNATURE_NAME)
+            directory = self._extracted(archive)
+        except ArchiveError as err:
+            if getattr(err.__cause__, "errno", None):  # the system said so, not the archive: a full disk
+                raise ServingError(f"Failed to save model: {url}", str(err)) from err
+            raise _invalid(err) from err
+        except OSError as err:
+            raise ServingError(f"Failed to save model: {url}", str(err)) from err
+        return StoredArchive(
+            url,
+            directory,
+            manifest,
+            config,
+            signature,
+            file_name=archive.path.name,
+            outside_store=archive.path.parent.resolve() != self._archives.path,
+            tensors=archive_signature(directory),
+        )
+
+    def _extracted(self, archive: Archive) -> Path:
+        """A new folder with what is in the archive; no trace when that fails."""
+        folder = Path(tempfile.mkdtemp(dir=self._unpacked.path))
+        try:
+            return archive.extract(folder / "model")
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def share_weights(self, archive: Archive, stored: StoredArchive, handler: str | None) -> None:
+        """Let an unpacked archive share the memory of its weights with others; before it is loaded."""
+        weights = weights_file(archive, stored.directory, handler)
+        if weights is not None:
+            self._sharing.join(weights)
+
+    def remove(self, stored: StoredArchive, *, keep_download: bool = False) -> None:
+        """Delete what `unpack` made, and the copy of what was downloaded for it."""
+        if stored.downloaded and not keep_download:
+            stored.downloaded.unlink(missing_ok=True)
+        self._sharing.leave(stored.directory)
+        shutil.rmtree(stored.directory.parent, ignore_errors=True)
+
+    def close(self) -> None:
+        """Delete everything this store unpacked."""
+        self._unpacked.release()
+
+    def sweep(self) -> None:
+        """Delete what servers that were killed left in the temporary folder and in the store."""
+        swept = sweep_folders(self._temp_dir)
+        if self._archives.path is not None:
+            # Nobody writes to a part for longer than a download may take.
+            swept += sweep_parts(self._archives.path, PART_PREFIX, self._download_timeout_s)
+        if swept:
+            names = ", ".join(str(path) for path in swept)
+            logger.warning("deleted what a server that was killed had left: %s", names)
+
+    def names(self) -> list[str]:
+        """What `load_models=all` means; see `StoreFolder.names`."""
+        return self._archives.names()
+
+
+def store_of(server: ServerSettings) -> Store:
+    """The store that the settings describe."""
+    return Store(
+        server.model_store,
+        server.limits,
+        server.temp_dir,
+        allowed_urls=server.allowed_urls,
+        download_timeout_s=server.download_timeout_s,
+    )
+
+
+def _manifest_as_written(archive: Archive) -> dict[str, Any]:
+    text = _optional_text(archive, MANIFEST_NAME)
+    return json.loads(text) if text else {}
+
+
+def _check_sendable(what: str, values: dict[str, Any]) -> None:
+    """Refuse now what no frame can hold, rather than when a worker is to have it: a number over 64 bits."""
+    try:
+        msgspec.msgpack.encode(values)
+    except (OverflowError, ValueError, TypeError, RecursionError) as err:
+        raise InvalidArchive(f"The {what} can't be given to a worker process: {err}") from err
+
+
+def _optional_text(archive: Archive, name: str) -> str | None:
+    present = any(entry.name == name for entry in archive.entries)
+    return archive.read_text(name, _MAX_TEXT_BYTES) if present else None
+
+
+def _invalid(err: ArchiveError) -> InvalidArchive:
+    return InvalidArchive(err.reason, str(err))
+
+
+_ARCHIVE_SUFFIXES = (".mar", ".model", ".tar.gz", ".tgz")
+
+
+def is_archive(path: Path) -> bool:
+    """Whether `load_models=all` means this entry of the store: an archive, packed or unpacked.
+
+    A folder without a manifest is none: a volume's `lost+found`, for one.
+    """
+    packed = path.name.endswith(_ARCHIVE_SUFFIXES)
+    return not path.name.startswith(".") and (packed or os.path.isfile(path / MANIFEST_NAME))
+
+
+class StoreFolder:
+    """The model store on disk. Every call looks at the disk anew, and blocks on it. Thread-safe.
+
+    Args:
+        path: the folder; None: the server has no model store.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path.resolve() if path else None
+
+    def configured(self) -> Path:
+        """The folder.
+
+        Raises:
+            ModelNotFound: there is none.
+        """
+        if self.path is None:
+            raise ModelNotFound("Model store has not been configured.")
+        return self.path
+
+    def names(self) -> list[str]:
+        """The name of every archive in it, sorted; see `is_archive`.
+
+        Raises:
+            ServingError: the folder can't be listed.
+        """
+        if self.path is None:
+            return []
+        try:
+            paths = list(self.path.iterdir())
+        except OSError as err:
+            text = f"{self.path}: {err.strerror}; expected a folder that this user may read."
+            raise ServingError("The model store can't be read.", text) from err
+        return sorted(path.name for path in paths if is_archive(path))
+
+    def find(self, url: str, trusted: bool) -> Path:
+        """Where the archive is that `url` names.
+
+        Args:
+            url: The full path of a folder below the store; of anything else only the last component counts,
+                as a name in the store.
+            trusted: The operator's own words, not a client's: the full path of a folder may lead anywhere.
+
+        Raises:
+            ModelNotFound: there is nothing of that name, with the contract's texts.
+            DownloadFailed: it is a URL; what is there has to be downloaded first.
+        """
+        if not url:
+            raise ModelNotFound("empty url")
+        if ".." in url:
+            raise ModelNotFound(f"Relative path is not allowed in url: {url}")
+        if is_remote(url):
+            raise DownloadFailed(f"Failed to download archive from: {url}", "it was not downloaded before")
+        if folder := self._folder_at(url, trusted):
+            return folder
+        root = self.configured()
+        name = url.rstrip("/").rpartition("/")[2]
+        path = root / name
+        if not name or not _exists(path):
+            raise ModelNotFound(f"Model not found at: {url}", f"there is no {name!r} in {root}")
+        if path.resolve().parent != root and not path.is_symlink():
+            raise ModelNotFound(f"Model not found at: {url}")
+        return path
+
+    def _folder_at(self, url: str, trusted: bool) -> Path | None:
+        """The folder that a full path names, if whoever says so may name it."""
+        path = Path(url)
+        if not (path.is_absolute() and _exists(path) and path.is_dir()):
+            return None
+        root = self.path
+        is_below = root is not None and path != root and path.parent.resolve().is_relative_to(root)
+        return path if trusted or is_below else None
+
+
+def _exists(path: Path) -> bool:
+    """Whether there is something at the path; False too for what no path may be."""
+    try:
+        return path.exists()
+    except (ValueError, OSError):  # a NUL character; a name that is too long, a loop of links
+        return False

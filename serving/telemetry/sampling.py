@@ -1,0 +1,305 @@
+"""What the server process is and does: build, event loop, garbage collector, container, certificate."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import gc
+import importlib.metadata
+import logging
+import platform
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import NamedTuple
+
+import psutil
+from prometheus_client import Metric, ProcessCollector
+
+from torchere.serving.process.cgroup import sample_cgroup
+from torchere.serving.telemetry import catalogue as names
+from torchere.serving.telemetry.distributions import Distributions, add_histogram
+from torchere.serving.telemetry.torchserve import ServerMetrics
+
+_FIELDS = "index,utilization.gpu,memory.used,memory.total"
+_TIMEOUT_S = 10.0  # it answers in under a second; with a hung driver, never
+
+_hung: list[subprocess.Popen[str]] = []  # was killed; with a hung driver that comes to nothing, either
+_asked: list[subprocess.Popen[str]] = []  # may answer yet
+
+
+class GpuSample(NamedTuple):
+    """One GPU at one moment; None where the device doesn't tell (utilisation under MIG, for one)."""
+
+    device_id: int
+    percent: float | None
+    memory_used_mib: float | None
+    memory_total_mib: float | None
+
+    @property
+    def memory_percent(self) -> float | None:
+        """Share of the memory in use, from 0 to 100."""
+        if self.memory_used_mib is None or not self.memory_total_mib:
+            return None
+        return 100 * self.memory_used_mib / self.memory_total_mib
+
+
+def sample_gpus() -> tuple[GpuSample, ...]:
+    """All GPUs, by index; none where there is no driver, or it fails (which is logged). Blocks up to 10 s."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ()
+    command = [program, f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits"]
+    try:
+        return _ask(command)
+    except (OSError, subprocess.SubprocessError) as err:
+        logger.warning("GPUs can't be sampled: %s", err)
+        return ()
+
+
+def give_up() -> None:
+    """End what is asked now: nobody waits for its answer any more. Any thread may call it."""
+    while _asked:
+        _asked.pop().kill()
+
+
+def _ask(command: list[str]) -> tuple[GpuSample, ...]:
+    """The samples it prints. Unlike `subprocess.run`, this waits for nothing that can't be killed."""
+    if any(process.poll() is None for process in _hung):
+        raise subprocess.SubprocessError("the last nvidia-smi hangs still, as it does where the driver hangs")
+    _hung.clear()
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, errors="replace"
+    )
+    _asked.append(process)
+    try:
+        output, _ = process.communicate(timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        _hung.append(process)
+        raise
+    finally:
+        is_wanted = process in _asked
+        if is_wanted:
+            _asked.remove(process)
+    if not is_wanted:
+        return ()
+    samples = tuple(parse_gpus(output))
+    # It fails for warnings, too (14: the infoROM of one GPU is corrupted), and has told all it was asked.
+    if process.returncode and not samples:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return samples
+
+
+def parse_gpus(text: str) -> Iterator[GpuSample]:
+    """The samples in the CSV that `nvidia-smi` prints; a line that is something else is passed over."""
+    for row in csv.reader(text.splitlines(), skipinitialspace=True):
+        if len(row) == len(_FIELDS.split(",")) and row[0].isdigit():
+            percent, used, total = map(_number, row[1:])
+            yield GpuSample(int(row[0]), percent, used, total)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:  # "[N/A]", "[Not Supported]"
+        return None
+
+
+LAG_PERIOD_S = 0.5
+FAMILIES = (
+    *(names.BUILD_INFO, names.CERTIFICATE_EXPIRY, names.LOOP_LAG, names.GC_PAUSE, names.THREADS),
+    *(names.CGROUP_CPU_LIMIT, names.CGROUP_THROTTLED, names.CGROUP_MEMORY_LIMIT, names.CGROUP_MEMORY),
+)
+
+
+class GcPauses:
+    """Adds up how long the garbage collector held everything up, while it is among `gc.callbacks`."""
+
+    def __init__(self) -> None:
+        self.total_s = 0.0
+        self._started_s = 0.0
+
+    def __call__(self, phase: str, info: dict[str, int]) -> None:
+        """Called at the start and at the end of a collection, in whatever thread runs it."""
+        now_s = time.perf_counter()
+        if phase == "start":
+            self._started_s = now_s
+        elif self._started_s:
+            self.total_s += now_s - self._started_s
+
+
+class ProcessMetrics:
+    """The families of `FAMILIES`, and the library's `process_` ones. Collecting is thread-safe.
+
+    `watch_loop` runs on the event loop it watches.
+    """
+
+    def __init__(self) -> None:
+        self._lags = Distributions(1)
+        self._lock = threading.Lock()  # guards _lags: the loop writes, a scrape reads
+        self._pauses = GcPauses()
+        self._certificate_expiry_s: Callable[[], float | None] = lambda: None
+        self._library = ProcessCollector(registry=None)
+
+    def watch_certificate(self, expires_at_s: Callable[[], float | None]) -> None:
+        """Show when the certificate in force expires (seconds since the epoch), whatever its file holds."""
+        self._certificate_expiry_s = expires_at_s
+
+    async def watch_loop(self) -> None:
+        """Measure the event loop and the garbage collector until cancelled."""
+        gc.callbacks.append(self._pauses)
+        try:
+            while True:
+                wanted_s = time.monotonic() + LAG_PERIOD_S
+                await asyncio.sleep(LAG_PERIOD_S)
+                with self._lock:
+                    self._lags.add((max(0.0, time.monotonic() - wanted_s),))
+        finally:
+            gc.callbacks.remove(self._pauses)
+
+    def collect(self) -> Iterable[Metric]:
+        """The families as they are now; reads /proc."""
+        families = names.families(FAMILIES)
+        families[names.BUILD_INFO].add_sample(names.BUILD_INFO, build_labels(), 1)
+        with self._lock:
+            (lags,) = self._lags.histograms()
+        add_histogram(families[names.LOOP_LAG], {}, lags)
+        cgroup = sample_cgroup()
+        values = {
+            names.GC_PAUSE: self._pauses.total_s,
+            names.THREADS: psutil.Process().num_threads(),
+            names.CERTIFICATE_EXPIRY: self._certificate_expiry_s(),
+            names.CGROUP_CPU_LIMIT: cgroup.cpu_limit_cores,
+            names.CGROUP_THROTTLED: cgroup.throttled_s,
+            names.CGROUP_MEMORY_LIMIT: cgroup.memory_limit_bytes,
+            names.CGROUP_MEMORY: cgroup.memory_bytes,
+        }
+        for name, value in values.items():
+            if value is not None:
+                families[name].add_sample(name, {}, value)
+        return (*families.values(), *self._library.collect())
+
+
+def build_labels() -> dict[str, str]:
+    """What runs: versions of torchere, PyTorch and Python, and whether Python has its global lock."""
+    has_gil = getattr(sys, "_is_gil_enabled", lambda: True)  # from Python 3.13 on
+    return {
+        "version": _version_of("torchere"),
+        "torch": _version_of("torch"),
+        "python": platform.python_version(),
+        "gil": "on" if has_gil() else "off",
+    }
+
+
+def _version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree that was never installed
+        return "unknown"
+
+
+logger = logging.getLogger(__name__)
+
+MEGABYTE = 2**20
+GIGABYTE = 2**30
+
+
+class SystemMetrics:
+    """Samples the host.
+
+    Args:
+        server: takes the values.
+        gpus: samples the GPUs; may block for a while.
+    """
+
+    def __init__(self, server: ServerMetrics, gpus: Callable[[], Sequence[GpuSample]] = sample_gpus) -> None:
+        self._server = server
+        self._gpus = gpus
+        self._cpu_times = psutil.cpu_times()
+
+    async def sample_every(self, period_s: float, max_gpus: int | None = None) -> None:
+        """Sample at once and then every `period_s`, until cancelled.
+
+        With `max_gpus` 0 GPUs are left out. One sample runs in a thread at a time.
+        """
+        try:
+            while True:
+                try:
+                    await _beside(partial(self.sample, max_gpus))
+                except (psutil.Error, OSError) as err:  # the next one may do better
+                    logger.warning("the host can't be sampled: %s", err)
+                await asyncio.sleep(period_s)
+        finally:
+            give_up()
+
+    def sample(self, max_gpus: int | None = None) -> None:
+        """Take one sample. Blocks while the GPUs are asked."""
+        memory = psutil.virtual_memory()
+        disk = psutil.disk_usage("/")
+        values = {
+            "CPUUtilization": self._cpu_percent(),
+            "MemoryAvailable": memory.available / MEGABYTE,
+            "MemoryUsed": memory.used / MEGABYTE,
+            "MemoryUtilization": memory.percent,
+            "DiskAvailable": disk.free / GIGABYTE,
+            "DiskUsage": disk.used / GIGABYTE,
+            "DiskUtilization": disk.percent,
+        }
+        for name, value in values.items():
+            self._server.bind(name, "Host")(value)
+        if max_gpus != 0:
+            for gpu in self._gpus():
+                self._take_gpu(gpu)
+
+    def _cpu_percent(self) -> float:
+        """How busy the cores were since the last sample; psutil's own compares within one thread only."""
+        before, self._cpu_times = self._cpu_times, psutil.cpu_times()
+        spent_s = {
+            name: max(0.0, getattr(self._cpu_times, name) - getattr(before, name)) for name in before._fields
+        }
+        # Linux counts what guests take twice: as `user` and `nice`, too.
+        whole_s = sum(spent_s.values()) - spent_s.get("guest", 0.0) - spent_s.get("guest_nice", 0.0)
+        idle_s = spent_s["idle"] + spent_s.get("iowait", 0.0)
+        return round(100 * (whole_s - idle_s) / whole_s, 1) if whole_s > 0 else 0.0
+
+    def _take_gpu(self, gpu: GpuSample) -> None:
+        values = {
+            "GPUMemoryUtilization": gpu.memory_percent,
+            "GPUMemoryUsed": gpu.memory_used_mib,
+            "GPUUtilization": gpu.percent,
+        }
+        for name, value in values.items():
+            if value is not None:
+                self._server.bind(name, "Host", str(gpu.device_id))(value)
+
+
+async def _beside(work: Callable[[], None]) -> None:
+    """Do it in a thread that nobody waits for at the end: who asks a hung driver may not come back."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def tell(err: BaseException | None) -> None:
+        if done.done():  # cancelled
+            return
+        if err is None:
+            done.set_result(None)
+        else:
+            done.set_exception(err)
+
+    def run() -> None:
+        failure: BaseException | None = None
+        try:
+            work()
+        except BaseException as err:  # the top of a thread: who waits is told
+            failure = err
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(tell, failure)
+
+    threading.Thread(target=run, name="host-sample", daemon=True).start()
+    await done

@@ -1,0 +1,137 @@
+"""All metrics at one moment, and their text. Taken on the event loop, written wherever there is time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from prometheus_client import Metric
+
+from torchere.serving.telemetry import catalogue
+from torchere.serving.telemetry import catalogue as names
+from torchere.serving.telemetry.catalogue import Families
+from torchere.serving.telemetry.distributions import add_histogram
+from torchere.serving.telemetry.exposition import render, render_openmetrics
+from torchere.serving.telemetry.load_metrics import VersionLoad, load_families
+from torchere.serving.telemetry.numbers import SIZE_BUCKETS, VersionSnapshot
+from torchere.serving.telemetry.sampling import ProcessMetrics
+from torchere.serving.telemetry.stages import COLUMNS, STAGES
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """The states there are, for metrics that are 1 for one of them and 0 for the others."""
+
+    executor: tuple[str, ...] = ()
+    version: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Exposure:
+    """What only the event loop may look at, copied; `families` and `process` are for any thread."""
+
+    families: Families
+    plain: Callable[[], Iterable[Metric]]  # TorchServe's metrics that are kept as plain numbers
+    versions: Mapping[tuple[str, str], VersionSnapshot]  # by model and version
+    loads: Mapping[tuple[str, str], VersionLoad]  # likewise
+    states: States
+    refused: Mapping[str, int]  # requests turned away before their model was known, by reason
+    over_budget: Mapping[str, int]  # refusals, by budget
+    server: Mapping[str, float]  # by the name of a family without labels
+    process: ProcessMetrics
+
+    def text(self, names: Collection[str] = (), *, openmetrics: bool = False) -> str:
+        """The text of a scrape; only the samples called `names` when there are any. Any thread may ask."""
+        form = render_openmetrics if openmetrics else render
+        declared = self.families.declared | catalogue.LIBRARY_COUNTERS
+        return form(self._collect(), declared, names)
+
+    def _collect(self) -> Iterable[Metric]:
+        yield from self.plain()
+        yield from self.families.registry.collect()
+        yield from version_families(self.versions, self.refused)
+        yield from load_families(self.loads, self.states.executor, self.states.version)
+        for name, value in self.server.items():
+            family = catalogue.family(name)
+            family.add_sample(name, {}, value)
+            yield family
+        family = catalogue.family(catalogue.BUDGET_REFUSED)
+        for budget, count in self.over_budget.items():
+            family.add_sample(catalogue.BUDGET_REFUSED, {"budget": budget}, count)
+        yield family
+        yield from self.process.collect()
+
+
+FAMILIES = (
+    *(names.REQUESTS, names.REQUEST_DURATION, names.QUEUE_DURATION, names.STAGE_DURATION, names.IN_FLIGHT),
+    *(names.REJECTED, names.CANCELLED, names.EXPIRED, names.BATCH_SIZE, names.BUSY_SECONDS),
+    *(names.RESTARTS, names.LAST_PROGRESS, names.LOAD_DURATION),
+)
+# Two thirds of the samples of a scrape are of stages: they have every other bound of the whole durations.
+_STAGE_BOUNDS = 2
+
+
+def version_families(
+    snapshots: Mapping[tuple[str, str], VersionSnapshot], refused: Mapping[str, int]
+) -> Iterable[Metric]:
+    """The families of `FAMILIES`.
+
+    Args:
+        snapshots: by model and version.
+        refused: requests that were turned away before their model was known, by reason; their labels are "".
+    """
+    families = names.families(FAMILIES)
+    for reason, count in refused.items():
+        labels = {"model": "", "version": "", "reason": reason}
+        families[names.REJECTED].add_sample(names.REJECTED, labels, count)
+    for (model, version), snapshot in snapshots.items():
+        labels = {"model": model, "version": version}
+        _add_durations(families, labels, snapshot)
+        _add_counts(families, labels, snapshot)
+        _add_sizes(families[names.BATCH_SIZE], labels, snapshot)
+        _add_values(families, labels, snapshot)
+    return families.values()
+
+
+def _add_durations(families: dict[str, Metric], labels: dict[str, str], snapshot: VersionSnapshot) -> None:
+    histograms = dict(zip(COLUMNS, snapshot.histograms, strict=True))
+    add_histogram(families[names.REQUEST_DURATION], labels, histograms["total"])
+    add_histogram(families[names.QUEUE_DURATION], labels, histograms["wait"])
+    for stage in STAGES:
+        if histograms[stage].total:  # a handler tells its three stages apart, or it does not
+            values = histograms[stage]
+            add_histogram(families[names.STAGE_DURATION], {**labels, "stage": stage}, values, _STAGE_BOUNDS)
+
+
+def _add_counts(families: dict[str, Metric], labels: dict[str, str], snapshot: VersionSnapshot) -> None:
+    for (transport, code), count in snapshot.codes.items():
+        named = {**labels, "protocol": transport, "code": code}
+        families[names.REQUESTS].add_sample(names.REQUESTS, named, count)
+    for name, label, counts in (
+        (names.REJECTED, "reason", snapshot.rejected),
+        (names.CANCELLED, "stage", snapshot.cancelled),
+        (names.EXPIRED, "stage", snapshot.expired),
+        (names.RESTARTS, "reason", snapshot.restarts),
+    ):
+        for value, count in counts.items():
+            families[name].add_sample(name, {**labels, label: value}, count)
+
+
+def _add_sizes(family: Metric, labels: dict[str, str], snapshot: VersionSnapshot) -> None:
+    cumulated = 0
+    bounds = [*(str(float(bound)) for bound in SIZE_BUCKETS), "+Inf"]
+    for bound, count in zip(bounds, snapshot.sizes, strict=True):
+        cumulated += count
+        family.add_sample(f"{family.name}_bucket", {**labels, "le": bound}, cumulated)
+    family.add_sample(f"{family.name}_count", labels, cumulated)
+    family.add_sample(f"{family.name}_sum", labels, snapshot.requests_run)
+
+
+def _add_values(families: dict[str, Metric], labels: dict[str, str], snapshot: VersionSnapshot) -> None:
+    values = {names.IN_FLIGHT: snapshot.in_flight, names.BUSY_SECONDS: snapshot.busy_s}
+    if snapshot.last_batch_s:
+        values[names.LAST_PROGRESS] = snapshot.last_batch_s
+    if snapshot.load_s:
+        values[names.LOAD_DURATION] = snapshot.load_s
+    for name, value in values.items():
+        families[name].add_sample(name, labels, value)

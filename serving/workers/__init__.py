@@ -1,0 +1,1 @@
+"""Workers: the processes that run batches, and what the server knows of them."""

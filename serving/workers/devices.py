@@ -1,0 +1,123 @@
+"""What this process may use, and how executors share it."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from glob import glob
+from pathlib import Path
+
+from torchere.serving.workers.executor import ExecutorStatus
+
+logger = logging.getLogger(__name__)
+
+
+def gpu_count(most: int | None) -> int:
+    """How many GPUs executors may use: those that CUDA shows, at most `most` (None: all). Blocks."""
+    there = visible_gpus()
+    if most is None or most <= there:
+        return there if most is None else most
+    logger.warning("number_of_gpu=%d, and CUDA shows %d GPUs", most, there)
+    return there
+
+
+def new_places(
+    count: int, next_id: Callable[[], int], gpu_ids: tuple[int, ...], others: Iterable[ExecutorStatus]
+) -> Iterator[tuple[int, int | None]]:
+    """The id and the GPU of each new executor of a version: the GPU with fewest of them, in turn if several.
+
+    Args:
+        count: How many are new; none when it is below 1.
+        next_id: Gives ids.
+        gpu_ids: The GPUs the version may use; one that stands there twice gets twice as many. Empty: the CPU.
+        others: The executors that the version has already.
+    """
+    taken = Counter(status.gpu_id for status in others)
+    for _ in range(count):
+        executor_id = next_id()
+        first = executor_id % max(1, len(gpu_ids))
+        in_turn = gpu_ids[first:] + gpu_ids[:first]
+        gpu_id = min(in_turn, key=lambda one: taken[one] / gpu_ids.count(one), default=None)
+        taken[gpu_id] += 1
+        yield executor_id, gpu_id
+
+
+def intra_op_threads(cores: int, executors: int) -> int:
+    """How many threads one executor may use for one operator, so that all of them together fit the cores."""
+    return max(1, cores // max(1, executors))
+
+
+NVML = "libnvidia-ml.so.1"
+ASK_TORCH = (sys.executable, "-c", "import torch; print(torch.cuda.device_count())")
+ASK_TIMEOUT_S = 120.0
+# Of the driver: discrete GPUs, Windows' subsystem for Linux, Jetson, ROCm.
+_DEVICE_NODES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/nvmap", "/dev/kfd")
+_ORDINALS = re.compile(r"\s*[0-9]+\s*(,\s*[0-9]+\s*)*")
+
+
+def visible_gpus() -> int:
+    """The GPUs that CUDA or ROCm shows to this process. Blocks: call it in a thread.
+
+    Makes no CUDA context, which costs hundreds of megabytes on each GPU and would not survive a fork.
+    """
+    libraries = _torch_libraries()
+    built_for_gpus = any("c10_cuda" in name or "c10_hip" in name for name in libraries)
+    if any("c10" in name for name in libraries) and not built_for_gpus:
+        return 0  # torch for CPUs; where no library is found the layout is another one, and torch has to say
+    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if wanted == "":
+        return 0
+    if wanted is None or _ORDINALS.fullmatch(wanted):
+        there = _counted_by_driver() if any("c10_cuda" in name for name in libraries) else None
+        if there is not None:
+            return there if wanted is None else _shown([int(one) for one in wanted.split(",")], there)
+    if sys.platform == "linux" and not any(map(glob, _DEVICE_NODES)):
+        return 0  # a torch for GPUs in a container without any: the usual case of its default build
+    return _counted_by_torch()
+
+
+def _torch_libraries() -> list[str]:
+    found = importlib.util.find_spec("torch")
+    folders = (found.submodule_search_locations or ()) if found else ()
+    return [path.name for folder in folders for path in Path(folder, "lib").glob("*c10*")]
+
+
+def _shown(ordinals: list[int], there: int) -> int:
+    """How many of `there` GPUs CUDA shows: one named twice hides all, a missing one hides the rest."""
+    if len(set(ordinals)) < len(ordinals):
+        return 0
+    return next((index for index, ordinal in enumerate(ordinals) if ordinal >= there), len(ordinals))
+
+
+def _counted_by_driver() -> int | None:
+    """By NVML, as torch does; None where it is not there, or does not answer."""
+    try:
+        library = ctypes.CDLL(NVML)
+        if library.nvmlInit_v2() != 0:
+            return None
+        count = ctypes.c_uint()
+        status = library.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        library.nvmlShutdown()
+    except (OSError, AttributeError):
+        return None
+    return None if status != 0 else count.value
+
+
+def _counted_by_torch() -> int:
+    # The folder the server was started in must not shadow modules of torch (Python 3.11 on).
+    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+    try:
+        done = subprocess.run(
+            ASK_TORCH, env=environment, capture_output=True, text=True, timeout=ASK_TIMEOUT_S, check=True
+        )
+        return int(done.stdout.split()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as err:
+        logger.error("torch does not say how many GPUs there are: %s; the server uses none", err)
+        return 0

@@ -1,0 +1,151 @@
+"""The server's side of the fork server: asks for workers, learns their process ids and how they ended.
+
+Protocol, over a Unix socket that keeps message boundaries: the server sends `F` with the descriptors of a
+worker (its lanes socket, its control socket, its page, the pipe for its output), or `R` with those of a
+process for several versions (its room socket, the pipe). The fork server answers each, in order, with
+`P <pid>`, or with `E <errno>` when the system would not have one more process. It sends `X <pid> <exit code>`
+when a worker has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+MAX_MESSAGE_BYTES = 64
+DESCRIPTORS = {b"F": 4, b"R": 2}  # of a request
+FORK_TIMEOUT_S = 120.0  # the first fork waits for the import of torch; one that hangs for longer is given up
+
+
+@dataclass(frozen=True, slots=True)
+class Spawned:
+    """A process of the fork server, which may still be importing torch, and our end of its socket."""
+
+    process: subprocess.Popen[bytes]
+    control: socket.socket
+
+    def end(self) -> None:
+        """End it and collect it; without effect when that is done. Blocks for a moment."""
+        self.control.close()
+        self.process.terminate()
+        self.process.wait()
+
+
+def spawn(environment: Mapping[str, str]) -> Spawned:
+    """Start the process of a fork server; needs no event loop.
+
+    The kernel ends the process with the thread that calls this (`parent.py`), so it has to be one that stays.
+
+    Raises:
+        OSError: the system would not start it.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-m", "torchere.serving.workers.fork_server", str(theirs.fileno())]
+    with theirs:
+        process = subprocess.Popen(
+            command,
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,  # Ctrl+C in the terminal is for the server, which drains first
+        )
+    return Spawned(process, ours)
+
+
+class ForkServer:
+    """One running fork server. Use it on the event loop that it was constructed on."""
+
+    def __init__(self, spawned: Spawned) -> None:
+        self._spawned = spawned
+        self._process = spawned.process
+        self._control = spawned.control
+        self._loop = asyncio.get_running_loop()
+        self._forks: deque[asyncio.Future[tuple[int, asyncio.Future[int]]]] = deque()  # answered in order
+        self._exits: dict[int, asyncio.Future[int]] = {}
+        self.lost = False
+        self._control.setblocking(False)
+        self._loop.add_reader(self._control, self._receive)
+
+    async def fork(self, descriptors: Sequence[int], output: int) -> tuple[int, asyncio.Future[int]]:
+        """Fork a worker that inherits the descriptors; returns its pid and the future of its exit code.
+
+        Raises:
+            OSError: the fork server is lost, or hangs, or the system has no process left.
+        """
+        return await self._ask(b"F", [*descriptors, output])
+
+    async def fork_room(self, descriptor: int, output: int) -> tuple[int, asyncio.Future[int]]:
+        """Fork a process for several versions, as `fork` does a worker; the descriptor is its room socket."""
+        return await self._ask(b"R", [descriptor, output])
+
+    async def _ask(self, kind: bytes, descriptors: Sequence[int]) -> tuple[int, asyncio.Future[int]]:
+        if self.lost:
+            raise OSError("the fork server is lost")
+        forked: asyncio.Future[tuple[int, asyncio.Future[int]]] = self._loop.create_future()
+        socket.send_fds(self._control, [kind], descriptors)
+        self._forks.append(forked)
+        try:
+            return await asyncio.wait_for(forked, FORK_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            self._process.kill()  # its socket closes, which ends everything that waits for it
+            raise OSError(f"the fork server did not answer within {FORK_TIMEOUT_S:g} s") from None
+
+    async def close(self) -> None:
+        """End it; workers that are left end with it."""
+        self._lose()
+        await asyncio.to_thread(self._spawned.end)
+
+    def _receive(self) -> None:
+        try:
+            message = self._control.recv(MAX_MESSAGE_BYTES)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            message = b""
+        if not message:
+            self._lose()
+            return
+        kind, number, *code = message.split()
+        if kind == b"P":
+            self._forked(int(number))
+        elif kind == b"E":
+            self._not_forked(int(number))
+        elif int(number) in self._exits:
+            self._settle(self._exits.pop(int(number)), int(code[0]))
+
+    def _forked(self, pid: int) -> None:
+        self._exits[pid] = self._loop.create_future()
+        forked = self._forks.popleft()
+        if not forked.done():
+            forked.set_result((pid, self._exits[pid]))
+
+    def _not_forked(self, error_number: int) -> None:
+        forked = self._forks.popleft()
+        if not forked.done():
+            forked.set_exception(OSError(error_number, os.strerror(error_number)))
+
+    def _lose(self) -> None:
+        """Nothing more will come from it; the kernel ends its workers with it, by signal 9."""
+        if self.lost:
+            return
+        self.lost = True
+        self._loop.remove_reader(self._control)
+        self._control.close()
+        for forked in self._forks:
+            if not forked.done():
+                forked.set_exception(OSError("the fork server was lost"))
+        self._forks.clear()
+        for exited in self._exits.values():
+            self._settle(exited, -9)
+        self._exits.clear()
+
+    @staticmethod
+    def _settle(exited: asyncio.Future[int], code: int) -> None:
+        if not exited.done():
+            exited.set_result(code)

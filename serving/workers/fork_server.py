@@ -1,0 +1,143 @@
+"""A process that imports torch once and forks workers from there: each is up in a fifth of a second.
+
+Started by `fork_client.py`, whose docstring has the protocol. It never runs a model and never touches a GPU,
+so it has no thread but its main one and no CUDA context: neither would survive a fork. It ends with the
+server.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import select
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NoReturn
+
+import numpy as np
+import torch
+
+from torchere.handlers import ts_alias
+from torchere.serving.process.allocator import keep_freed_memory
+from torchere.serving.process.parent import die_with_parent
+from torchere.serving.workers import process, room_process
+from torchere.serving.workers.fork_client import DESCRIPTORS
+
+
+class ForkServer:
+    """Forks on request and reports what became of the workers. Single-threaded."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        control.setblocking(False)  # recv_fds of Python 3.11 does not pass its flags on
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        os.set_blocking(self._wake_read, False)
+
+    def serve(self) -> None:
+        """Answer requests until the server closes the socket."""
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        self._selector.register(self._control, selectors.EVENT_READ)
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        gc.freeze()  # collecting in a worker must not copy the pages it shares with us
+        while True:
+            self._selector.select()
+            self._report_ended()
+            if not self._answer():
+                return
+
+    def _answer(self) -> bool:
+        try:
+            kind, descriptors, _, _ = socket.recv_fds(self._control, 1, max(DESCRIPTORS.values()))
+        except BlockingIOError:
+            return True
+        if not kind:
+            return False
+        if len(descriptors) == DESCRIPTORS[kind]:
+            self._fork(process.run if kind == b"F" else room_process.run, *descriptors)
+        else:  # no descriptor left to take them with
+            self._send(b"E %d" % errno.EMFILE)
+            for descriptor in descriptors:
+                os.close(descriptor)
+        return True
+
+    def _fork(self, run: Callable[..., None], *descriptors: int) -> None:
+        try:
+            pid = os.fork()
+        except OSError as err:  # no process left: the workers that are there go on
+            self._send(b"E %d" % (err.errno or errno.EAGAIN))
+        else:
+            if pid == 0:
+                self._become_worker(run, *descriptors)
+            self._send(b"P %d" % pid)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def _send(self, message: bytes) -> None:
+        """Send, however long the server takes to read; when it is gone, `serve` finds out by itself."""
+        with suppress(ConnectionError):
+            while True:
+                try:
+                    self._control.send(message)
+                    return
+                except BlockingIOError:
+                    select.select([], [self._control], [])
+
+    def _become_worker(self, run: Callable[..., None], *descriptors: int) -> NoReturn:
+        code = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._selector.close()
+            self._control.close()
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+            os.setsid()
+            *its_own, output = descriptors
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.close(output)
+            torch.seed()  # or all workers would draw the same numbers
+            np.random.seed()  # the global state is what handlers use
+            run(*its_own)
+            code = 0
+        except SystemExit as err:
+            code = err.code if isinstance(err.code, int) else 1
+        except BaseException:  # the top of a process
+            traceback.print_exc()
+        finally:
+            process.leave(code)  # never back into the fork server's own frames
+
+    def _report_ended(self) -> None:
+        with suppress(BlockingIOError):
+            os.read(self._wake_read, 4096)
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            self._send(b"X %d %d" % (pid, os.waitstatus_to_exitcode(status)))
+
+
+def main() -> None:
+    """Entry point; the only argument is the number of the inherited control socket."""
+    die_with_parent()
+    keep_freed_memory(os.environ)  # for the workers
+    os.environ.pop("PYTHONSAFEPATH", None)  # ours alone: what a handler starts must not inherit it
+    ForkServer(socket.socket(fileno=int(sys.argv[1]))).serve()
+
+
+if __name__ == "__main__":
+    main()
+elif __name__ == "__mp_main__":  # spawned by a handler, whose file it imports by its plain name
+    ts_alias.install()

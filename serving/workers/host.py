@@ -1,0 +1,330 @@
+"""One loaded handler, and what the contract demands around each call of it. Used by the lanes of a worker.
+
+Contract: data is a list with one dict per request; the handler returns a list of equal length; the failures
+and their texts are TorchServe's, because clients compare them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from torchere.handlers.archive_import import archive_of
+from torchere.handlers.archive_plain_names import give_plain_names
+from torchere.handlers.context import Context, RequestProcessor, Unwanted
+from torchere.handlers.devices import gpu_is_usable, own_stream
+from torchere.handlers.encode import Lent, decode_input
+from torchere.handlers.entry_point import EntryPoint
+from torchere.handlers.errors import HandlerLoadError, PredictionException, UnsupportedOutput
+from torchere.handlers.metrics import MetricsCache
+from torchere.handlers.resolve import load_entry_point
+from torchere.handlers.shared_models import SharedModels
+from torchere.handlers.tensors import TensorError, shown
+from torchere.handlers.tensors_answer import AnswerEncoder
+from torchere.handlers.torchscript import spare_memory
+from torchere.serving.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    HandlerFailed,
+    InvalidRequest,
+    LoadFailed,
+    OutOfResources,
+    ServingError,
+)
+from torchere.serving.logs.trace_context import trace_of_headers
+from torchere.serving.types import InferRequest, InferResponse
+from torchere.serving.workers.executor import BatchReport, LoadSpec, Outcome, Unfinished
+from torchere.serving.workers.plain import (
+    lacks_memory,
+    line_of,
+    plain_text,
+    refusal_of,
+    response_of,
+    trace_of,
+)
+
+logger = logging.getLogger(__name__)
+
+SERVER_VERSION = "0.12.0"  # what handlers read as `server_version`: the contract we keep
+_WARM_UP_RUNS = 3  # TorchScript's profiling executor specialises on the second run, and settles by the third
+PartialSink = Callable[[int, InferResponse], object]
+
+
+class HandlerHost:
+    """A handler instance for one lane. Not thread-safe: one thread loads it and runs it.
+
+    Args:
+        spec: what to load.
+        gpu_id: the GPU to load it on; None: the CPU.
+        shared_models: common to all hosts of a version in this process: the weights are loaded once.
+        alone: the lane is the main thread, and no other lane is in this process.
+    """
+
+    def __init__(
+        self, spec: LoadSpec, gpu_id: int | None, shared_models: SharedModels, *, alone: bool = True
+    ) -> None:
+        self._spec = spec
+        self._metrics = MetricsCache(spec.model_name, spec.declared_metrics)
+        self._context = Context(
+            model_name=spec.model_name,
+            model_dir=spec.archive_dir,
+            manifest=spec.manifest,
+            gpu_id=gpu_id,
+            batch_size=spec.batch_size,
+            server_version=SERVER_VERSION,
+            limit_max_image_pixels=spec.limit_max_image_pixels,
+            model_yaml_config=spec.model_config,
+            metrics=self._metrics,
+            shared_models=shared_models,
+        )
+        self._entry_point: EntryPoint | None = None
+        self._borrows = False  # the handler takes tensors where they lie in the request
+        self._encoder = AnswerEncoder(spec.model_name, spec.model_version, spec.archive_dir)
+        self._context.encoder = self._encoder
+        self._gpu_id = gpu_id
+        self._is_alone = alone
+        self.has_lost_its_gpu = False
+
+    def own_process(self) -> None:
+        """Prepare a process that hosts nothing else: modules get their plain names, too."""
+        if not self._spec.shares_weights:
+            spare_memory()
+        give_plain_names(archive_of(self._context))
+
+    def load(self) -> None:
+        """Resolve and initialise the handler; sets the calling thread's intra-op thread count.
+
+        Raises:
+            LoadFailed: with the cause in `detail`, whatever the handler raised.
+        """
+        torch.set_num_threads(self._spec.intra_op_threads)
+        spec = self._spec
+        try:
+            if self._gpu_id is not None and not self._is_alone:
+                own_stream(self._gpu_id)
+            self._entry_point = load_entry_point(
+                spec.handler, self._context, envelope=spec.envelope, installed=spec.handler_installed
+            )
+        except HandlerLoadError as err:
+            logger.error("loading %s failed: %s", spec.model_name, err)
+            raise self._load_failed(plain_text(err), err.__cause__ or err) from err
+        except BaseException as err:  # the handler's own code: anything may come out of it, SystemExit, too
+            logger.exception("loading %s failed in its handler %s", spec.model_name, spec.handler)
+            raise self._load_failed(f"handler {spec.handler} raised {line_of(err)}", err) from err
+        self._encoder.labels = getattr(self._entry_point.instance, "mapping", None)
+        self._borrows = getattr(self._entry_point.instance, "borrows_tensors", False) is True
+
+    def warm_up(self) -> None:
+        """Run the handler's own example rows, when it has some, until lazy work is done.
+
+        Raises:
+            LoadFailed: the handler cannot answer its own example.
+        """
+        of_load = self._metrics.drain()
+        try:
+            rows = self._loaded().warmup_data()
+            for _ in range(_WARM_UP_RUNS if rows else 0):
+                self._context.begin_batch([RequestProcessor("warm-up", {}) for _ in rows or ()], None)
+                self._loaded()(list(rows or ()), self._context)
+        except BaseException as err:  # as in `load`
+            logger.exception("the warm-up of %s failed", self._spec.model_name)
+            raise self._load_failed(f"the warm-up request failed with {line_of(err)}", err) from err
+        self._metrics.drain()  # those of the warm-up belong to no request
+        for sample in of_load:
+            self._metrics.record(sample)  # goes out with the first batch
+
+    def run(
+        self,
+        requests: Sequence[InferRequest],
+        send_partial: PartialSink | None,
+        gone: Sequence[int] = (),
+        is_unwanted: Callable[[], bool] | None = None,
+    ) -> BatchReport:
+        """Run one batch; failures become outcomes, so this does not raise.
+
+        Requests whose deadline passed while they waited for this lane, and those in the places `gone`, are
+        answered without being run. The run is given up at the next stage or part once `is_unwanted` says that
+        all its clients have left.
+        """
+        now_s = time.monotonic()
+        self._context.is_unwanted = is_unwanted
+        for request in requests:
+            if request.deadline_s <= now_s:
+                break
+        else:
+            if not gone:
+                return self._run(requests, send_partial, now_s)
+        return self._run_some(requests, _left_out(requests, gone, now_s), send_partial, now_s)
+
+    def _run_some(
+        self,
+        requests: Sequence[InferRequest],
+        refusals: Sequence[ServingError | None],
+        send_partial: PartialSink | None,
+        now_s: float,
+    ) -> BatchReport:
+        """Run those with None as one batch; the others get their refusal."""
+        places = [place for place, refusal in enumerate(refusals) if refusal is None]
+        live = [requests[place] for place in places]
+
+        def send(index: int, part: InferResponse) -> None:
+            if send_partial is not None:
+                send_partial(places[index], part)
+
+        report = self._run(live, send, now_s) if live else BatchReport([])
+        of_live = iter(report.outcomes)
+        outcomes = [refusal or next(of_live) for refusal in refusals]
+        return BatchReport(outcomes, report.handler_s, report.metrics, report.stages_s, now_s)
+
+    def _run(
+        self, requests: Sequence[InferRequest], send_partial: PartialSink | None, now_s: float
+    ) -> BatchReport:
+        # The requests of a batch that fails as a whole are run again one by one, so they may not be changed.
+        lent: Lent = "own" if not self._borrows else "write" if len(requests) == 1 else "read"
+        rows = [row_of(request, self._spec.decode_input, lent) for request in requests]
+        refusals = [row if isinstance(row, InvalidRequest) else None for row in rows]
+        if any(refusals):
+            return self._run_some(requests, refusals, send_partial, now_s)
+        processors = [RequestProcessor(request.request_id, headers_of(request)) for request in requests]
+        self._context.begin_batch(processors, _parts_of(processors, send_partial))
+        started = time.perf_counter()
+        failure: ServingError | None = None
+        try:
+            answers = self._loaded()(rows, self._context)
+            handler_s = time.perf_counter() - started
+            outcomes = self._outcomes(answers, processors)
+        except BaseException as err:  # also SystemExit: user code must not end the executor by mistake
+            handler_s = time.perf_counter() - started
+            failure = self._failure(err, requests)
+        if failure is not None:  # not above: the exception would hold on to all that is on the GPU
+            outcomes = [failure] * len(requests)
+            self.has_lost_its_gpu = not gpu_is_usable(self._gpu_id, isinstance(failure, OutOfResources))
+        self._context.end_batch()
+        metrics = tuple(self._metrics.drain())
+        return BatchReport(outcomes, handler_s, metrics, self._context.stages_s, now_s)
+
+    def _loaded(self) -> EntryPoint:
+        if self._entry_point is None:
+            raise RuntimeError("load() must succeed before a handler can run")
+        return self._entry_point
+
+    def _outcomes(self, answers: object, processors: Sequence[RequestProcessor]) -> list[Outcome]:
+        if not isinstance(answers, list):
+            detail = (
+                f"the handler returned {type(answers).__name__}, expected a list with an answer per request"
+            )
+            return self._all_failed("Invalid model predict output", detail, len(processors))
+        if len(answers) != len(processors):
+            detail = f"the handler returned {len(answers)} answers for a batch of {len(processors)}"
+            return self._all_failed("number of batch response mismatched", detail, len(processors))
+        try:
+            bodies = list(map(self._encoder.encode, answers, processors))
+        except UnsupportedOutput as err:
+            return self._all_failed("Unsupported model output data type.", str(err), len(processors))
+        outcomes = list(map(self._outcome, bodies, processors))
+        criteria = self._context.stopping_criteria
+        if not criteria or len(criteria) != len(answers):
+            return outcomes
+        is_over = [criteria[place](answer) for place, answer in enumerate(answers)]  # by index, as TorchServe
+        return list(map(_unless_over, outcomes, is_over))
+
+    def _outcome(self, body: bytes, processor: RequestProcessor) -> Outcome:
+        limit = self._spec.max_response_bytes
+        if len(body) > limit:
+            return HandlerFailed(
+                f"The answer has {len(body)} bytes, more than max_response_size={limit}.", status=500
+            )
+        return response_of(body, processor)
+
+    def _all_failed(self, message: str, detail: str, count: int) -> list[Outcome]:
+        logger.error("model %s: %s: %s", self._spec.model_name, message, detail)
+        return [HandlerFailed(message, detail=detail)] * count
+
+    def _failure(self, err: BaseException, requests: Sequence[InferRequest]) -> ServingError:
+        if isinstance(err, Unwanted):
+            return Cancelled()
+        ids = ",".join(request.request_id for request in requests)
+        extra = self._log_fields(ids, requests)
+        if isinstance(err, PredictionException):
+            refusal = refusal_of(err)
+            logger.warning("model %s refused %s: %s", self._spec.model_name, ids, refusal, extra=extra)
+            return refusal
+        _log_failure(f"model {self._spec.model_name} failed on {ids}", err, extra)
+        if lacks_memory(err):
+            return OutOfResources("Out of resources", line_of(err))
+        return HandlerFailed(detail=line_of(err))
+
+    def _log_fields(self, ids: str, requests: Sequence[InferRequest]) -> dict[str, str]:
+        fields = {"request_id": ids, "model": self._spec.model_name, "version": self._spec.model_version}
+        traces = [trace_of_headers(request.headers) for request in requests]
+        trace_ids = ",".join(dict.fromkeys(trace.trace_id for trace in traces if trace is not None))
+        return fields | ({"trace_id": trace_ids} if trace_ids else {})
+
+    def _load_failed(self, detail: str, err: BaseException) -> LoadFailed:
+        spec = self._spec
+        return LoadFailed.of(spec.model_name, spec.model_version, detail, lacks_memory(err))
+
+
+def _left_out(
+    requests: Sequence[InferRequest], gone: Sequence[int], now_s: float
+) -> list[ServingError | None]:
+    late = DeadlineExceeded("The deadline of the request passed before it was run.")
+    refusals: list[ServingError | None] = [late if each.deadline_s <= now_s else None for each in requests]
+    for place in gone:
+        refusals[place] = Cancelled()
+    return refusals
+
+
+def _log_failure(message: str, err: BaseException, extra: dict[str, str]) -> None:
+    if not logger.isEnabledFor(logging.ERROR):
+        return
+    # Not `exc_info=err`: whoever keeps the record for a while would keep all that is on the GPU with it.
+    record = logger.makeRecord(logger.name, logging.ERROR, __file__, 0, message, (), None, extra=extra)
+    record.exc_text = trace_of(err)
+    logger.handle(record)
+
+
+def _parts_of(
+    processors: Sequence[RequestProcessor], send_partial: PartialSink | None
+) -> Callable[[int, bytes], None] | None:
+    """What a context calls for each part of an answer: adds the status and headers the handler has set."""
+    if send_partial is None:
+        return None
+
+    def send(index: int, chunk: bytes) -> None:
+        send_partial(index, response_of(chunk, processors[index]))
+
+    return send
+
+
+def _unless_over(outcome: Outcome, is_over: object) -> Outcome:
+    """The outcome; `Unfinished` when its stopping criterion said anything false but None: there is more."""
+    goes_on = is_over is not None and not is_over
+    return Unfinished(outcome) if goes_on and isinstance(outcome, InferResponse) else outcome
+
+
+def row_of(request: InferRequest, decode: bool, lent: Lent) -> dict[str, Any] | InvalidRequest:
+    """The values of a request by name, as `decode_input` reads them; or what is wrong with a tensor of it."""
+    row: dict[str, Any] = {}
+    for parameter in request.parameters:
+        try:
+            row[parameter.name] = decode_input(parameter.value, parameter.content_type, decode, lent)
+        except TensorError as err:
+            return InvalidRequest(f"Input {shown(parameter.name)} is wrong: {err}")
+    return row
+
+
+def headers_of(request: InferRequest) -> dict[str, Any]:
+    """What a handler finds as headers: the type of each value under the value's name, then the real ones.
+
+    A handler learns of the type of an uploaded file in no other way.
+    """
+    headers: dict[str, Any] = {}
+    for parameter in request.parameters:
+        headers[parameter.name] = {"content-type": parameter.content_type}
+    headers.update(request.headers)
+    return headers

@@ -1,0 +1,351 @@
+"""The messages between the server and a worker process, and nothing else.
+
+A message is one frame (`frames.py`) of MessagePack: a tagged array of fixed layout, decoded by `msgspec`
+against the types below, so a worker that sends anything else is found out at once. Nothing is unpickled. Both
+ends are of the same release: the layout may change with it.
+
+Values and answers of more than `LARGE_BYTES` follow their frame as raw bytes. As a part of the message each
+would be copied once more on either side.
+
+A control socket carries loading and signs of life, which no batch delays. Each lane has a data socket of its
+own, on which the server sends it batches. With one for all, each batch would wake two lanes: one to run it,
+and one to wait for the next.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import msgspec
+
+from torchere.handlers.metric_types import MetricSample
+from torchere.serving.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    ExecutorDied,
+    HandlerFailed,
+    InvalidRequest,
+    OutOfResources,
+    ServingError,
+)
+from torchere.serving.types import InferRequest, InferResponse, Parameter
+from torchere.serving.workers.executor import BatchReport, LoadSpec, Outcome, Unfinished
+from torchere.serving.workers.frames import HEADER, MAX_FRAME_BYTES, Parts
+
+logger = logging.getLogger(__name__)
+
+LARGE_BYTES = 32_768
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Control, to the worker: load these lanes; answered by `Loaded` or `LoadError`."""
+
+    spec: LoadSpec
+    gpu_ids: tuple[int | None, ...]  # one for each lane; None: on the CPU
+    log_token: str = ""  # marks the records of its log: `telemetry/worker_lines.py`
+    config_file: str = ""  # of the unpacked archive: the worker reads the model config itself, see `load_of`
+
+
+class AddLanes(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Control, to the worker: load further lanes; answered by `Loaded` or `LoadError`."""
+
+    gpu_ids: tuple[int | None, ...]
+
+
+class WarmUp(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Control, to the worker: warm the loaded lanes up and let them serve.
+
+    Answered by `Serving` for each lane, and then by `Loaded` or `LoadError`.
+    """
+
+
+class Ping(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """Control, to the worker: answer with `Pong`."""
+
+
+class LogLevel(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """Control, to the worker: change the level of a logger."""
+
+    logger: str
+    level: int
+
+
+class Run(msgspec.Struct, frozen=True, array_like=True, tag=6):  # also `_RUN_TAG`
+    """Data, to the worker: run a batch; answered by any number of `Partial` and one `Done` of that `run_id`.
+
+    A lane runs batches in the order they were sent. `place` is the run's row in the page (`lanes.py`).
+    """
+
+    run_id: int
+    place: int
+    requests: tuple[InferRequest, ...]
+    large: tuple[tuple[int, int, int], ...] = ()  # raw values behind the frame: request, parameter, bytes
+
+
+class Pong(msgspec.Struct, frozen=True, array_like=True, tag=14):
+    """Control, to the server: the process is alive."""
+
+
+class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    """Control, to the server: the step asked for is done."""
+
+
+class LoadError(msgspec.Struct, frozen=True, array_like=True, tag=11):
+    """Control, to the server: the step asked for failed; lanes that serve go on."""
+
+    detail: str
+    out_of_memory: bool
+    needs_own_process: bool = False  # it would load in a process of its own
+
+
+class Serving(msgspec.Struct, frozen=True, array_like=True, tag=15):
+    """Control, to the server: one more lane serves."""
+
+
+class Partial(msgspec.Struct, frozen=True, array_like=True, tag=12):
+    """Data, to the server: a part of the streamed answer of request `index`; see `BatchSink.partial`."""
+
+    run_id: int
+    index: int
+    part: InferResponse
+
+
+class Failure(msgspec.Struct, frozen=True, array_like=True, tag=20):
+    """The outcome of a request that has no response."""
+
+    code: str  # `ServingError.code`
+    message: str
+    detail: str
+    status: int = 0  # `HandlerFailed.status`; 0 for any other error
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True, tag=21):
+    """The outcome of a request that was answered."""
+
+    response: InferResponse
+
+
+class More(msgspec.Struct, frozen=True, array_like=True, tag=22):
+    """The outcome of a request that goes on: see `Unfinished`."""
+
+    part: InferResponse
+
+
+class Done(msgspec.Struct, frozen=True, array_like=True, tag=13):
+    """Data, to the server: the batch is over; `outcomes[i]` is that of `requests[i]`."""
+
+    run_id: int
+    outcomes: tuple[Answer | More | Failure, ...]
+    began_s: float  # monotonic, which all processes of a machine share
+    handler_s: float
+    metrics: tuple[MetricSample, ...]
+    stages_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    is_last: bool = False  # the worker ends now, and begins none of the batches behind this one
+    large: tuple[tuple[int, int], ...] = ()  # raw answers behind the frame: outcome, bytes
+
+
+ControlToWorker: TypeAlias = Load | AddLanes | WarmUp | Ping | LogLevel
+DataToWorker: TypeAlias = Run
+ControlFromWorker: TypeAlias = Loaded | LoadError | Serving | Pong
+DataFromWorker: TypeAlias = Partial | Done
+Message: TypeAlias = ControlToWorker | DataToWorker | ControlFromWorker | DataFromWorker
+
+_RUN_TAG = 6  # of `Run`
+
+_encoder = msgspec.msgpack.Encoder()
+control_to_worker: msgspec.msgpack.Decoder[ControlToWorker] = msgspec.msgpack.Decoder(ControlToWorker)
+data_to_worker: msgspec.msgpack.Decoder[DataToWorker] = msgspec.msgpack.Decoder(DataToWorker)
+control_from_worker: msgspec.msgpack.Decoder[ControlFromWorker] = msgspec.msgpack.Decoder(ControlFromWorker)
+data_from_worker: msgspec.msgpack.Decoder[DataFromWorker] = msgspec.msgpack.Decoder(DataFromWorker)
+
+
+def encode_frame(message: Message | tuple[Any, ...]) -> bytearray:
+    """One message as one frame.
+
+    Raises:
+        ValueError: it is longer than `MAX_FRAME_BYTES`.
+    """
+    frame = bytearray(HEADER.size)
+    _encoder.encode_into(message, frame, HEADER.size)
+    length = len(frame) - HEADER.size
+    if length > MAX_FRAME_BYTES:
+        raise ValueError(f"a message of {length} bytes is over the {MAX_FRAME_BYTES} bytes a frame may hold")
+    HEADER.pack_into(frame, 0, length)
+    return frame
+
+
+def encode_run(run_id: int, place: int, requests: Sequence[Any]) -> Parts:
+    """A `Run` as a frame and raw bytes, of requests with the attributes of an `InferRequest`.
+
+    The arrays are what `Run` and `InferRequest` are encoded as; making those first would take three times as
+    long.
+
+    Raises:
+        ValueError, MemoryError: the batch is too large to be sent.
+    """
+    rows, large, parts = [], [], [bytearray()]
+    for index, one in enumerate(requests):
+        parameters = one.parameters
+        for at, parameter in enumerate(parameters):
+            if len(parameter.value) > LARGE_BYTES:
+                large.append((index, at, len(parameter.value)))
+                parts.append(parameter.value)
+                parameters = [
+                    *parameters[:at],
+                    Parameter(parameter.name, b"", parameter.content_type),
+                    *parameters[at + 1 :],
+                ]
+        rows.append((one.request_id, parameters, one.headers, one.deadline_s, one.priority))
+    _check_sum(large)
+    parts[0] = encode_frame((_RUN_TAG, run_id, place, rows, large))
+    return parts
+
+
+def raw_bytes(message: Run | Done) -> int:
+    """How many raw bytes follow the frame of a message.
+
+    Raises:
+        ValueError: what it says of them can't be.
+    """
+    return _check_sum(message.large)
+
+
+def _check_sum(large: Sequence[tuple[int, ...]]) -> int:
+    total = 0
+    for each in large:
+        if min(each) < 0 or not each[-1]:
+            raise ValueError(f"{each} is no large value")
+        total += each[-1]
+    if total > MAX_FRAME_BYTES:
+        raise ValueError(
+            f"large values of {total} bytes are over the {MAX_FRAME_BYTES} bytes that may be sent"
+        )
+    return total
+
+
+def run_with_raw(run: Run, raw: memoryview) -> Run:
+    """A run with the values that followed its frame."""
+    requests, start = list(run.requests), 0
+    for index, at, size in run.large:
+        parameters = list(requests[index].parameters)
+        value: Any = raw[start : start + size]
+        parameters[at] = Parameter(parameters[at].name, value, parameters[at].content_type)
+        requests[index] = msgspec.structs.replace(requests[index], parameters=tuple(parameters))
+        start += size
+    return Run(run.run_id, run.place, tuple(requests))
+
+
+def done_with_raw(done: Done, raw: memoryview) -> Done:
+    """A report with the answers that followed its frame.
+
+    Raises:
+        ValueError: one of them belongs to no answer.
+    """
+    outcomes, start = list(done.outcomes), 0
+    for index, size in done.large:
+        outcome = outcomes[index] if index < len(outcomes) else None
+        body: Any = raw[start : start + size]
+        if isinstance(outcome, Answer):
+            outcomes[index] = Answer(msgspec.structs.replace(outcome.response, body=body))
+        elif isinstance(outcome, More):
+            outcomes[index] = More(msgspec.structs.replace(outcome.part, body=body))
+        else:
+            raise ValueError(f"large values belong to answers, and outcome {index} is none")
+        start += size
+    return msgspec.structs.replace(done, outcomes=tuple(outcomes))
+
+
+def load_of(spec: LoadSpec, gpu_ids: tuple[int | None, ...], log_token: str) -> Load:
+    """The message that loads this; a model config of which a frame would make another is left in its file.
+
+    Dates and sets of YAML, say, would come as texts and lists.
+    """
+    config_file = (spec.manifest.get("model") or {}).get("configFile")
+    if not config_file or _survives(spec.model_config):
+        return Load(spec, gpu_ids, log_token)
+    return Load(replace(spec, model_config={}), gpu_ids, log_token, config_file)
+
+
+def _survives(values: dict[str, Any]) -> bool:
+    try:
+        received = msgspec.msgpack.decode(_encoder.encode(values), type=dict[str, Any])
+    except msgspec.ValidationError:  # a name that is no text
+        return False
+    return repr(received) == repr(values)  # unlike ==, it tells a time from the same one in another zone
+
+
+def done_from_report(run_id: int, report: BatchReport, is_last: bool = False) -> Done:
+    """A worker's report as a message."""
+    outcomes = tuple(_encode_outcome(outcome) for outcome in report.outcomes)
+    return Done(run_id, outcomes, report.began_s, report.handler_s, report.metrics, report.stages_s, is_last)
+
+
+def encode_report(run_id: int, report: BatchReport, is_last: bool = False) -> Parts:
+    """A worker's report as a frame and raw bytes, whatever is in it.
+
+    One that can't be sent goes without its metrics, or if that does not help, with errors for answers.
+    """
+    for rest in (report, msgspec.structs.replace(report, metrics=())):
+        try:
+            return _encode_done(done_from_report(run_id, rest, is_last))
+        except (TypeError, ValueError, OverflowError) as err:
+            logger.error("the report of a batch can't be sent as it is: %s", err)
+    failed = [HandlerFailed(detail="the answer can't be sent; the log says why")] * len(report.outcomes)
+    bare = msgspec.structs.replace(report, outcomes=failed, metrics=())
+    return [encode_frame(done_from_report(run_id, bare, is_last))]
+
+
+def _encode_done(done: Done) -> Parts:
+    large: list[tuple[int, int]] = []
+    parts: list[bytes | bytearray | memoryview] = [b""]
+    outcomes = list(done.outcomes)
+    for index, outcome in enumerate(outcomes):
+        if isinstance(outcome, Answer) and len(outcome.response.body) > LARGE_BYTES:
+            large.append((index, len(outcome.response.body)))
+            parts.append(outcome.response.body)
+            outcomes[index] = Answer(msgspec.structs.replace(outcome.response, body=b""))
+    if large:
+        _check_sum(large)
+        done = msgspec.structs.replace(done, outcomes=tuple(outcomes), large=tuple(large))
+    parts[0] = encode_frame(done)
+    return parts
+
+
+def report_from_done(done: Done, expected: int) -> BatchReport:
+    """A worker's message as a report of `expected` outcomes; a wrong number fails them all."""
+    outcomes = [_decode_outcome(outcome) for outcome in done.outcomes]
+    if len(outcomes) != expected:
+        cause = f"the worker sent {len(outcomes)} outcomes for a batch of {expected}"
+        return BatchReport([ExecutorDied(cause)] * expected)
+    return BatchReport(outcomes, done.handler_s, done.metrics, done.stages_s, done.began_s)
+
+
+def _encode_outcome(outcome: Outcome) -> Answer | More | Failure:
+    if isinstance(outcome, InferResponse):
+        return Answer(outcome)
+    if isinstance(outcome, Unfinished):
+        return More(outcome.part)
+    if isinstance(outcome, HandlerFailed):
+        return Failure(outcome.code, outcome.message, outcome.detail, outcome.status)
+    return Failure(outcome.code, outcome.message, outcome.detail)
+
+
+_KINDS: dict[str, type[ServingError]] = {
+    kind.code: kind for kind in (OutOfResources, DeadlineExceeded, InvalidRequest)
+}
+
+
+def _decode_outcome(outcome: Answer | More | Failure) -> Outcome:
+    if isinstance(outcome, Answer):
+        return outcome.response
+    if isinstance(outcome, More):
+        return Unfinished(outcome.part)
+    if outcome.code == Cancelled.code:
+        return Cancelled()
+    kind = _KINDS.get(outcome.code)
+    if kind is not None:
+        return kind(outcome.message, outcome.detail)
+    return HandlerFailed(outcome.message, outcome.status, outcome.detail)

@@ -1,0 +1,211 @@
+"""The executors of one version: N lanes of one worker process, or N worker processes with one lane each.
+
+A worker that is lost answers the batches its lanes had begun with `ExecutorDied`, gives the others back,
+keeps its cause, and comes back by the rule of `restart.py`; the other workers do not notice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from torchere.serving.workers.devices import new_places
+from torchere.serving.workers.executor import (
+    ExecutorState,
+    ExecutorStatus,
+    FreeCallback,
+    LoadedCallback,
+    LoadSpec,
+    LostCallback,
+    those_that_stay,
+)
+from torchere.serving.workers.heartbeat import HeartbeatSettings
+from torchere.serving.workers.launch import Launcher
+from torchere.serving.workers.oom import OomWatch
+from torchere.serving.workers.run import Run
+from torchere.serving.workers.worker import Worker, WorkerSettings
+
+
+class WorkerPool:
+    """All methods are called on the event loop; none blocks it.
+
+    With `spec.shares_weights` the executors are lanes of one worker, otherwise each has a worker of its own.
+    """
+
+    def __init__(
+        self,
+        spec: LoadSpec,
+        *,
+        response_timeout_s: float,
+        startup_timeout_s: float,
+        max_retry_timeout_s: float,
+        next_id: Callable[[], int],
+        on_free: FreeCallback,
+        on_loaded: LoadedCallback,
+        launcher: Launcher,
+        now: Callable[[], float] = time.monotonic,
+        oom: OomWatch | None = None,
+        heartbeat: HeartbeatSettings | None = None,
+        on_lost: LostCallback = lambda reason: None,
+        sends_ahead: bool = True,
+    ) -> None:
+        self._spec = spec
+        self._next_id = next_id
+        self._on_free = on_free
+        self._workers: list[Worker] = []
+        self._settings = WorkerSettings(
+            spec=spec,
+            response_timeout_s=response_timeout_s,
+            startup_timeout_s=startup_timeout_s,
+            max_retry_timeout_s=max_retry_timeout_s,
+            launcher=launcher,
+            on_free=on_free,
+            on_loaded=on_loaded,
+            on_lost=on_lost,
+            now=now,
+            oom=oom or OomWatch(),
+            heartbeat=heartbeat or HeartbeatSettings(),
+            sends_ahead=sends_ahead,
+        )
+
+    @property
+    def has_own_process(self) -> bool:
+        """Whether its next process is for this version alone."""
+        return self._settings.launcher.has_own_process
+
+    @property
+    def size(self) -> int:
+        """How many executors there are to be, in whatever state."""
+        return sum(len(worker.executor_ids) for worker in self._workers)
+
+    @property
+    def in_service(self) -> int:
+        """How many executors are loaded, warm and alive, busy or not."""
+        count = 0
+        for (
+            worker
+        ) in self._workers:  # asked for with every request: a generator costs more than what it counts
+            count += worker.in_service
+        return count
+
+    @property
+    def free(self) -> int:
+        """How many batches may be submitted for idle executors."""
+        free = 0
+        for worker in self._workers:  # as in `in_service`
+            free += worker.free
+        return free
+
+    @property
+    def ahead(self) -> int:
+        """How many full batches may be submitted in all, for the executors that are free first."""
+        ahead = 0
+        for worker in self._workers:
+            ahead += worker.ahead
+        return ahead
+
+    @property
+    def empty(self) -> int:
+        """How many runs may be submitted that must be alone in their process."""
+        return sum(1 for worker in self._workers if worker.free and not worker.load)
+
+    def idle_ids(self) -> tuple[int, ...]:
+        """The executors that are in service and have nothing to do; lanes of one process are alike."""
+        return tuple(
+            executor_id for worker in self._workers for executor_id in worker.executor_ids[: worker.free]
+        )
+
+    def statuses(self) -> tuple[ExecutorStatus, ...]:
+        """A snapshot of every executor, oldest first."""
+        return tuple(status for worker in self._workers for status in worker.statuses())
+
+    async def resize(self, count: int) -> None:
+        """Start or stop executors until there are `count`; new ones are loaded, but not in service yet.
+
+        A surplus executor finishes its batches first.
+
+        Raises:
+            LoadFailed: when one could not be loaded; those that run already stay.
+        """
+        await self._drop([worker for worker in self._workers if worker.state is ExecutorState.FAILED])
+        if self._spec.shares_weights and count and self._workers:
+            await self._resize_lanes(self._workers[0], count)
+            return
+        staying = those_that_stay(self._workers, count, [bool(worker.in_service) for worker in self._workers])
+        surplus = [worker for worker in self._workers if worker not in staying]
+        self._workers = staying
+        await asyncio.gather(*(worker.retire() for worker in surplus))
+        places = self._new_places(count - len(self._workers))
+        if self._spec.shares_weights:
+            fresh = [Worker(self._settings, places)] if places else []
+        else:
+            fresh = [Worker(self._settings, [place]) for place in places]
+        self._workers += fresh
+        await self._bring_up(fresh, [worker.start() for worker in fresh])
+
+    async def _resize_lanes(self, worker: Worker, count: int) -> None:
+        size = len(worker.executor_ids)
+        if count < size:
+            worker.remove(size - count)
+        elif count > size:
+            await worker.add(self._new_places(count - size))
+
+    def _new_places(self, count: int) -> list[tuple[int, int | None]]:
+        return list(new_places(count, self._next_id, self._spec.gpu_ids, self.statuses()))
+
+    async def warm_up(self) -> None:
+        """Warm the new executors up and put them in service.
+
+        Raises:
+            LoadFailed: when one fails at it.
+        """
+        fresh = [worker for worker in self._workers if worker.state is ExecutorState.STARTING]
+        await self._bring_up(fresh, [worker.warm_up() for worker in fresh])
+        for worker in self._workers:
+            if any(status.state is ExecutorState.STARTING for status in worker.statuses()):
+                await worker.warm_up_added()
+        self._on_free()
+
+    async def _bring_up(self, workers: Sequence[Worker], steps: Sequence[Awaitable[None]]) -> None:
+        """Take one step with each worker; those that fail at it are dropped, and the first error raised."""
+        results = await asyncio.gather(*steps, return_exceptions=True)
+        failed = [
+            (worker, result)
+            for worker, result in zip(workers, results, strict=True)
+            if isinstance(result, BaseException)
+        ]
+        await self._drop([worker for worker, _ in failed])
+        if failed:
+            raise failed[0][1]
+
+    async def _drop(self, workers: Sequence[Worker]) -> None:
+        for worker in workers:
+            if worker in self._workers:
+                self._workers.remove(worker)
+            await worker.close()
+
+    def submit(self, run: Run) -> None:
+        """Send one run: to the executor it names, or to the worker with the least to do.
+
+        Raises:
+            RuntimeError: no worker has room; the caller looks at `free`, `ahead` or `empty` first.
+        """
+        chosen: Worker | None = None
+        for worker in self._workers:
+            if run.executor_id is not None:
+                fits = run.executor_id in worker.executor_ids and worker.free
+            elif run.exclusive:
+                fits = worker.free and not worker.load
+            else:
+                fits = worker.free or worker.ahead
+            if fits and (chosen is None or worker.load < chosen.load):
+                chosen = worker
+        if chosen is None:
+            raise RuntimeError("submit() without room: the caller must look at `free` first")
+        chosen.submit(run)
+
+    async def close(self) -> None:
+        """Answer the runs inside with `ExecutorDied` and stop the workers."""
+        workers, self._workers = self._workers, []
+        await asyncio.gather(*(worker.close() for worker in workers))

@@ -1,0 +1,480 @@
+"""One worker as the server sees it: the process it has now, its executors, and its restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from typing import Any
+
+from torchere.serving.errors import ExecutorDied, LoadFailed
+from torchere.serving.workers.executor import (
+    ExecutorState,
+    ExecutorStatus,
+    FreeCallback,
+    LoadedCallback,
+    LoadSpec,
+    LostCallback,
+    age_s,
+)
+from torchere.serving.workers.heartbeat import Heartbeat, HeartbeatSettings
+from torchere.serving.workers.launch import Launcher
+from torchere.serving.workers.loss import Loss, LossKind, restart_delay_s
+from torchere.serving.workers.messages import Done
+from torchere.serving.workers.oom import OomWatch
+from torchere.serving.workers.run import Run
+from torchere.serving.workers.worker_process import ProcessEvents, WorkerProcess
+
+logger = logging.getLogger(__name__)
+
+_MEMORY = 0.8  # of the running mean of the handler's time, per batch
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """What the workers of one pool have in common: what to load, how long it may take, whom to tell."""
+
+    spec: LoadSpec
+    response_timeout_s: float
+    startup_timeout_s: float
+    max_retry_timeout_s: float
+    launcher: Launcher
+    on_free: FreeCallback
+    on_loaded: LoadedCallback
+    on_lost: LostCallback
+    now: Callable[[], float]
+    oom: OomWatch
+    heartbeat: HeartbeatSettings
+    sends_ahead: bool  # False: all that waits is counted, so nothing waits inside a worker
+
+
+class Worker:
+    """Keeps its executor ids through the restarts of its process. Lives on the event loop.
+
+    Args:
+        settings: those of its pool.
+        executors: the id and the GPU (None: the CPU) of each of its lanes.
+    """
+
+    def __init__(self, settings: WorkerSettings, executors: Sequence[tuple[int, int | None]]) -> None:
+        self._settings = settings
+        self._mean_run_s = QUICK_S
+        self._inside_a_lane = 1
+        self._losses = 0
+        self._first_loss_s = 0.0
+        self._ready_s = 0.0  # monotonic, when the process went into service
+        self._lanes = 0  # that serve
+        self._exclusive: Run | None = None  # inside, and nothing else may be
+        self._supervisor: asyncio.Task[None] | None = None
+        self._retiring = False  # the worker is to end
+        self._retired: WorkerProcess | None = None  # the process before, whose other lanes finish
+        self._ending: set[asyncio.Task[None]] = set()  # of processes that were replaced
+        self._emptied = asyncio.Event()
+        self._over: asyncio.Future[Loss]  # the process is lost, or was replaced because it hangs
+        started_at = datetime.now(timezone.utc)
+        self._statuses = [
+            ExecutorStatus(executor_id, ExecutorState.STARTING, started_at, 0, gpu_id=gpu_id)
+            for executor_id, gpu_id in executors
+        ]
+        self._heartbeat = Heartbeat(
+            settings.heartbeat,
+            idle=lambda: not self._process.inside,
+            ask=lambda: self._process.ping(),  # noqa: PLW0108 - of the process there is then
+            on_change=self._suspicion_changed,
+            on_dead=self._hung_while_idle,
+            now=settings.now,
+        )
+        self.in_service = 0  # lanes that are loaded, warm and alive
+        self._process = self._new_process()
+
+    def _new_process(self) -> WorkerProcess:
+        self._over = asyncio.get_running_loop().create_future()
+        self._lanes = 0
+        process = WorkerProcess(
+            self._settings.spec,
+            self.first_id,
+            self._settings.launcher,
+            response_timeout_s=self._settings.response_timeout_s,
+            events=ProcessEvents(
+                serving=lambda: self._one_more_serves(process),
+                pong=self._heartbeat.answered,
+                done=lambda message: self._on_done(process, message),
+                hung=lambda: self._hung(process),
+                gone=self._look_whether_in_service,
+            ),
+            oom=self._settings.oom,
+        )
+        over = self._over
+        process.lost.add_done_callback(lambda lost: None if over.done() else over.set_result(lost.result()))
+        return process
+
+    @property
+    def first_id(self) -> int:
+        """The executor id of its first lane."""
+        return self._statuses[0].executor_id
+
+    @property
+    def executor_ids(self) -> tuple[int, ...]:
+        """The ids of its executors."""
+        return tuple(status.executor_id for status in self._statuses)
+
+    @property
+    def state(self) -> ExecutorState:
+        """The state of its first executor; all have the same, but for those that are being added."""
+        return self._statuses[0].state
+
+    def statuses(self) -> list[ExecutorStatus]:
+        """A snapshot of each executor, oldest first."""
+        return list(self._statuses)
+
+    def _change(self, **changes: Any) -> None:
+        """Change fields of the statuses of all executors."""
+        self._statuses = [replace(status, **changes) for status in self._statuses]
+        self._look_whether_in_service()
+
+    def _look_whether_in_service(self) -> None:
+        # The state alone is late: it may be seconds from the end of the connection until a loss is known.
+        in_service = self.state is ExecutorState.READY and self._process.reachable
+        self.in_service = self._lanes if in_service else 0
+
+    @property
+    def load(self) -> int:
+        """How many runs are inside."""
+        return len(self._process.inside)
+
+    @property
+    def free(self) -> int:
+        """How many runs may be submitted for idle lanes."""
+        if self._retiring or self._exclusive is not None:
+            return 0
+        return self._process.idle_lanes if self.in_service else 0
+
+    @property
+    def ahead(self) -> int:
+        """How many runs of full batches may be submitted in all: lanes find them when they are free."""
+        settings = self._settings
+        if self._retiring or self._exclusive is not None or not settings.sends_ahead or settings.spec.pinned:
+            return 0
+        if settings.spec.batch_size > 1:
+            most = self.in_service + FULL_AHEAD if self.in_service else 0
+        else:
+            most = self.in_service * self._inside_a_lane
+        ahead = most - len(self._process.inside)
+        return ahead if ahead > 0 else 0
+
+    async def start(self) -> None:
+        """Start the process and load its lanes; raises `LoadFailed`."""
+        try:
+            await self._start()
+        except LoadFailed:
+            if not self._process.needs_own_process:
+                raise
+            self._log(logging.INFO, "gets a process of its own, for its model changes itself")
+            self._settings.launcher.has_own_process = True
+            self._process = self._new_process()
+            await self._start()
+
+    async def _start(self) -> None:
+        await self._process.start()
+        self._change(
+            state=ExecutorState.STARTING if self._supervisor is None else ExecutorState.RESTARTING,
+            started_at=datetime.now(timezone.utc),
+            started_s=time.monotonic(),
+            pid=self._process.pid,
+        )
+        gpu_ids = [status.gpu_id for status in self._statuses]
+        await self._process.load(gpu_ids, self._settings.startup_timeout_s)
+
+    async def warm_up(self) -> None:
+        """Warm up and go into service, supervised from now on; raises `LoadFailed`."""
+        try:
+            await self._process.warm_up(self._settings.startup_timeout_s)
+        except LoadFailed:
+            lost = self._process.lost
+            if not (self._lanes and lost.done() and lost.result().kind is not LossKind.LOAD):
+                raise
+            # A lane served already and ended the process: a loss like any other, for the supervisor.
+        self._ready_s = self._settings.now()
+        self._heartbeat.start()
+        if self._supervisor is None:
+            self._supervisor = asyncio.ensure_future(self._supervise())
+
+    def _one_more_serves(self, process: WorkerProcess) -> None:
+        if process is not self._process:
+            return
+        if self._lanes >= len(self._statuses):  # it was scaled down meanwhile
+            process.retire_lane()
+            return
+        status = replace(self._statuses[self._lanes], state=ExecutorState.READY)
+        self._statuses[self._lanes] = status
+        self._lanes += 1
+        self._look_whether_in_service()
+        self._settings.on_loaded(status.executor_id, age_s(status))
+        self._settings.on_free()  # others may take long still
+
+    async def add(self, executors: Sequence[tuple[int, int | None]]) -> None:
+        """Load further lanes, which do not serve yet.
+
+        Raises:
+            LoadFailed: they would not load; those that serve go on.
+        """
+        process, serves = self._process, self.state is ExecutorState.READY
+        state = ExecutorState.STARTING if serves else ExecutorState.RESTARTING
+        started_at = datetime.now(timezone.utc)
+        self._statuses += [
+            ExecutorStatus(executor_id, state, started_at, process.pid, gpu_id=gpu_id)
+            for executor_id, gpu_id in executors
+        ]
+        if not serves:
+            return  # they come with its next process, or right behind it
+        try:
+            await process.add_lanes([gpu_id for _, gpu_id in executors], self._settings.startup_timeout_s)
+        except BaseException as err:
+            self._drop([executor_id for executor_id, _ in executors], process, err)
+            raise
+
+    async def warm_up_added(self) -> None:
+        """Warm the added lanes up and put them in service; raises `LoadFailed`."""
+        fresh, process = self.executor_ids[self._lanes :], self._process
+        try:
+            await process.warm_up(self._settings.startup_timeout_s, beside=True)
+        except BaseException as err:
+            serving = self.executor_ids[: self._lanes]
+            self._drop([executor_id for executor_id in fresh if executor_id not in serving], process, err)
+            raise
+
+    def _drop(self, executor_ids: Sequence[int], process: WorkerProcess, err: BaseException) -> None:
+        """Forget lanes that did not come up; those that are still at it end with their process."""
+        self._statuses = [status for status in self._statuses if status.executor_id not in executor_ids]
+        if isinstance(err, asyncio.TimeoutError | asyncio.CancelledError) and process is self._process:
+            self._replace_process(Loss(LossKind.TIMEOUT, "a lane did not load in time"))
+        if isinstance(err, asyncio.TimeoutError):
+            spec, timeout_s = self._settings.spec, self._settings.startup_timeout_s
+            cause = f"not loaded within startup_timeout={timeout_s:g} s"
+            raise LoadFailed.of(spec.model_name, spec.model_version, cause, False) from None
+
+    def remove(self, count: int) -> None:
+        """End that many lanes, after the runs that were sent before: those that came last."""
+        kept = len(self._statuses) - count
+        for _ in range(self._lanes - min(self._lanes, kept)):
+            self._process.retire_lane()
+        self._statuses = self._statuses[:kept]
+        self._lanes = min(self._lanes, kept)
+        self._look_whether_in_service()
+
+    def submit(self, run: Run) -> None:
+        """Send one run to the process, which has room for it."""
+        if run.exclusive:
+            self._exclusive = run
+        self._process.submit(run)
+        if not self._process.inside:  # it could not be sent
+            self._exclusive = None
+
+    def _on_done(self, process: WorkerProcess, message: Done) -> None:
+        if process is not self._process:
+            return
+        self._heartbeat.heard()
+        settings = self._settings
+        # With several lanes, reports of the others must not hide that one hangs again and again.
+        if self._losses and (
+            len(self._statuses) == 1 or settings.now() - self._ready_s > settings.response_timeout_s
+        ):
+            self._losses = 0
+        if 0 <= message.handler_s < math.inf:  # the worker may say anything
+            self._mean_run_s = _MEMORY * self._mean_run_s + (1 - _MEMORY) * message.handler_s
+        self._inside_a_lane = inside_a_lane(self._mean_run_s, self._lanes)
+        if not process.inside:
+            self._exclusive = None
+            self._emptied.set()
+
+    def _suspicion_changed(self) -> None:
+        """The worker owes a sign of life, or has given it."""
+        if self.state in (ExecutorState.READY, ExecutorState.SUSPECT):
+            suspect = self._heartbeat.suspect
+            self._change(state=ExecutorState.SUSPECT if suspect else ExecutorState.READY)
+            self._log(logging.WARNING, "gives no sign of life" if suspect else "gives signs of life again")
+            self._settings.on_free()
+
+    def _hung_while_idle(self, silent_s: float) -> None:
+        self._change(state=ExecutorState.RESTARTING)
+        self._process.kill(Loss(LossKind.HANG, f"hung: idle, and no sign of life for {silent_s:g} s"))
+
+    def _hung(self, process: WorkerProcess) -> None:
+        """A lane has been silent for too long; its run is answered, and its process is replaced."""
+        loss = Loss(
+            LossKind.TIMEOUT, f"no answer within response_timeout={self._settings.response_timeout_s:g} s"
+        )
+        if process is not self._process or process.hangs():
+            if process is self._process:
+                self._change(state=ExecutorState.RESTARTING)
+            process.kill(loss)
+        else:
+            self._replace_process(loss)
+
+    def _replace_process(self, loss: Loss) -> None:
+        """Start another process in the place of one whose other lanes may finish their runs."""
+        process = self._process
+        if self._settings.spec.gpu_ids or self._retired is not None or self._retiring:
+            process.kill(loss)  # two might not fit; nor do three
+            return
+        self._retired = process
+        task = asyncio.ensure_future(self._end_retired(process, loss))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        if not self._over.done():
+            self._over.set_result(loss)
+
+    async def _end_retired(self, process: WorkerProcess, loss: Loss) -> None:
+        until_s = time.monotonic() + self._settings.response_timeout_s
+        while not (process.hangs() or process.lost.done()) and time.monotonic() < until_s:
+            await asyncio.sleep(0.05)
+        process.kill(loss)
+        lost = await asyncio.shield(process.lost)
+        process.take_apart(ExecutorDied(lost.cause))
+        if self._retired is process:
+            self._retired = None
+
+    async def _supervise(self) -> None:
+        """Bring the process back whenever it is lost, until the worker is closed or the rule gives up."""
+        while not self._retiring:
+            # Shielded: cancelling this task must not end the wait of others.
+            loss = await asyncio.shield(self._over)
+            if self._retiring:
+                return
+            self._note_loss(loss)
+            if not await self._restart():
+                self._change(state=ExecutorState.FAILED)
+            self._settings.on_free()  # also after giving up: requests that wait must learn of it
+            if self.state is ExecutorState.FAILED:
+                return
+
+    async def _restart(self) -> bool:
+        settings = self._settings
+        while True:
+            delay_s = restart_delay_s(
+                self._losses, self._first_loss_s, settings.now(), settings.max_retry_timeout_s
+            )
+            if delay_s is None:
+                return False
+            logger.info("Retry worker: %d in %g seconds.", self.first_id, delay_s)
+            await asyncio.sleep(delay_s)
+            self._process = self._new_process()
+            try:
+                await self.start()
+                await self.warm_up()
+                if missing := [status.gpu_id for status in self._statuses[self._lanes :]]:
+                    await self._process.add_lanes(missing, settings.startup_timeout_s)
+                    await self._process.warm_up(settings.startup_timeout_s, beside=True)
+            except LoadFailed as err:
+                self._note_loss(Loss(LossKind.LOAD, err.detail))
+                continue
+            except asyncio.TimeoutError:
+                cause = f"not loaded within startup_timeout={settings.startup_timeout_s:g} s"
+                self._process.kill(Loss(LossKind.LOAD, cause))
+                self._note_loss(Loss(LossKind.LOAD, cause))
+                continue
+            return True
+
+    def _note_loss(self, loss: Loss) -> None:
+        if self._losses == 0:
+            self._first_loss_s = self._settings.now()
+        self._losses += 1
+        self._lanes = 0
+        self._change(
+            state=ExecutorState.RESTARTING,
+            last_failure=loss.cause,
+            last_failure_at=datetime.now(timezone.utc),
+            losses=self._statuses[0].losses + 1,
+        )
+        self._log(logging.ERROR, f"was lost: {loss.cause}", cause=loss.kind.value)
+        self._settings.on_lost(loss.kind.value)
+        self._answer_lost(loss)
+
+    def _log(self, level: int, words: str, **extra: str) -> None:
+        spec = self._settings.spec
+        logger.log(
+            level,
+            "worker %d of model %s version %s %s",
+            self.first_id,
+            spec.model_name,
+            spec.model_version,
+            words,
+            extra=extra,
+        )
+
+    def _answer_lost(self, loss: Loss) -> None:
+        self._heartbeat.stop()
+        self._exclusive = None
+        self._emptied.set()
+        if self._process is not self._retired:
+            out_of_memory = loss.kind is LossKind.OUT_OF_MEMORY
+            self._process.take_apart(
+                ExecutorDied(loss.cause, crashed=loss.crashed, out_of_memory=out_of_memory)
+            )
+
+    async def retire(self) -> None:
+        """Finish the runs inside, then stop."""
+        self._retiring = True
+        while self._process.inside and not self._process.lost.done():
+            self._emptied.clear()
+            emptied = asyncio.ensure_future(self._emptied.wait())
+            either: list[asyncio.Future[Any]] = [emptied, self._process.lost]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            emptied.cancel()
+        if self._process.lost.done():
+            self._answer_lost(self._process.lost.result())
+        await self.close()
+
+    async def close(self) -> None:
+        """Stop the process now; runs inside are answered with `ExecutorDied`."""
+        self._retiring = True
+        self._heartbeat.stop()
+        unloaded = ExecutorDied("the version was unloaded")
+        self._process.fail_all(unloaded)
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._supervisor
+        if self._retired is not None:
+            self._retired.fail_all(unloaded)
+            self._retired.kill(Loss(LossKind.STOPPED, "stopped by the server"))
+        if self._process.pid:
+            await self._process.stop()
+        if self._ending:
+            await asyncio.gather(*self._ending, return_exceptions=True)
+        self._change(state=ExecutorState.STOPPED)
+
+
+# A lane that answers within this long gets batches sent ahead, so that it need not wait for the server in
+# between; a slower one does not, because a batch sent ahead can't go to another process that is free earlier.
+QUICK_S = 0.002
+# Lanes of one process take batches from one socket, so one sent ahead goes to whichever lane is free first:
+# with batches of 1 to 7 ms, two lanes did 5 to 8 % more of them. With longer ones the wait for the server in
+# between is little, and a request of higher priority should not find one before it.
+QUICK_IN_LANES_S = 0.01
+AHEAD_S = 0.008  # of work inside a quick lane, at most
+MOST_INSIDE = 8  # from 4 to 8 the quickest handlers took 4 % less processor time for a request
+# Full batches of several requests, however long they take. Between two batches a lane waits for the server,
+# which has just got the answers of a whole one: of MiniLM's 16 rows, 2 ms in 120. One is enough for all lanes
+# of a process, because the lane that takes it lets the next one in.
+FULL_AHEAD = 1
+
+
+def inside_a_lane(mean_run_s: float, lanes: int) -> int:
+    """How many batches may be inside for each lane, the running one included.
+
+    Args:
+        mean_run_s: how long a lane takes for a batch.
+        lanes: of the process.
+
+    >>> inside_a_lane(0.0001, 1), inside_a_lane(0.004, 1), inside_a_lane(0.004, 2), inside_a_lane(0.02, 2)
+    (8, 1, 2, 1)
+    """
+    if mean_run_s < QUICK_S:
+        return min(MOST_INSIDE, int(AHEAD_S / max(mean_run_s, AHEAD_S / MOST_INSIDE)))
+    return 2 if lanes > 1 and mean_run_s < QUICK_IN_LANES_S else 1

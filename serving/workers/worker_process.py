@@ -1,0 +1,518 @@
+"""The server's side of one worker process: its sockets, the runs inside it, and why it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+
+from torchere.serving.errors import DeadlineExceeded, LoadFailed, OutOfResources, ServingError
+from torchere.serving.io.silence import was_late
+from torchere.serving.logs.levels import follow
+from torchere.serving.logs.worker_lines import new_token, relay_all
+from torchere.serving.workers.executor import LoadSpec
+from torchere.serving.workers.frames import FrameSocket
+from torchere.serving.workers.lanes import LaneSocket, load_of_lane, requests_of
+from torchere.serving.workers.launch import Launched, Launcher, open_lanes
+from torchere.serving.workers.loss import Loss, LossKind
+from torchere.serving.workers.messages import (
+    AddLanes,
+    ControlToWorker,
+    Done,
+    Load,
+    Loaded,
+    LoadError,
+    LogLevel,
+    Ping,
+    Pong,
+    Serving,
+    WarmUp,
+    control_from_worker,
+    data_from_worker,
+    done_with_raw,
+    encode_frame,
+    encode_run,
+    load_of,
+    raw_bytes,
+    report_from_done,
+)
+from torchere.serving.workers.oom import OomWatch
+from torchere.serving.workers.run import Run
+
+logger = logging.getLogger("torchere.worker")
+
+ENDING_GRACE_S = 2.0  # to end by itself once its socket is closed
+LAST_WORDS_S = 0.5  # for the rest of its output, where a process that it started keeps the pipe open
+KILLED_GRACE_S = 10.0  # after SIGKILL: the kernel may take seconds to free much memory, on a GPU, too
+LOOK_AGAIN_S = 1.0  # after the loop stood still, before a lane counts as silent
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessEvents:
+    """Whom a process tells. Called on the event loop.
+
+    Attributes:
+        serving: one more lane serves.
+        pong: it gave the sign of life that it was asked for.
+        done: it sent a report.
+        hung: a lane has been silent for the response time-out; its run is answered.
+        gone: nothing reaches it from now on.
+    """
+
+    serving: Callable[[], None]
+    pong: Callable[[], None]
+    done: Callable[[Done], None]
+    hung: Callable[[], None]
+    gone: Callable[[], None]
+
+
+class WorkerProcess:
+    """One process and the runs inside it. Methods run on the event loop.
+
+    `lost` completes when the process has ended, and tells why, maybe seconds after `ProcessEvents.gone`.
+    """
+
+    def __init__(
+        self,
+        spec: LoadSpec,
+        executor_id: int,
+        launcher: Launcher,
+        *,
+        response_timeout_s: float,
+        events: ProcessEvents,
+        oom: OomWatch,
+    ) -> None:
+        self._spec = spec
+        self._launcher = launcher
+        self._executor_id = executor_id  # of its first lane: what its log lines say
+        self._response_timeout_s = response_timeout_s
+        self._events = events
+        self._oom = oom
+        self._loop = asyncio.get_running_loop()
+        self._launched: Launched | None = None
+        self._lanes: list[LaneSocket] = []  # those that serve come first
+        self._leaving_lanes: set[LaneSocket] = set()  # retired, or not loaded
+        self.serving = 0  # lanes that are loaded and warm
+        self._control: FrameSocket | None = None
+        self._step_reply: asyncio.Future[None] | None = None  # of the step (load, warm-up) under way
+        self._killed: Loss | None = None  # by the server, and why
+        self._log_token = new_token()
+        self._output: asyncio.Task[None] | None = None
+        self._reaper: asyncio.Task[None] | None = None
+        self._places: list[int] = []  # that are free again
+        self._places_used = 0
+        self._last_signs: dict[int, float] | None = None  # once the page is closed
+        self._lanes_loaded = 0  # in all: no lane has a higher number
+        self._last_run_id = 0
+        self._heard_s = 0.0  # its last report
+        self._watch: asyncio.TimerHandle | None = None
+        self._looked_late = False
+        self._leaves = False  # it ends by itself, and has begun no run behind its last report
+        self.needs_own_process = False  # it was not loaded, because its process is shared
+        self.inside: dict[int, Run] = {}  # by run id, in the order they were sent
+        self.lost: asyncio.Future[Loss] = self._loop.create_future()
+
+    @property
+    def pid(self) -> int:
+        """The process id; 0 before the start."""
+        return self._launched.pid if self._launched else 0
+
+    @property
+    def reachable(self) -> bool:
+        """Whether messages may arrive."""
+        if self._control is None or self._reaper is not None:
+            return False
+        return self._control.open and all(lane.frames.open for lane in self._lanes[: self.serving])
+
+    async def start(self) -> None:
+        """Start the process and connect to it; the handler is not loaded yet.
+
+        Raises:
+            LoadFailed: the system would not start one.
+        """
+        try:
+            self._launched = launched = await self._launcher.launch(requests_of(self._spec.batch_size))
+        except OSError as err:
+            raise self._load_failed(f"the worker process could not be started: {err}") from err
+        self._control = FrameSocket(launched.control, self._on_control, self._on_end)
+        # A child that it forked may keep its sockets open.
+        launched.exit_code.add_done_callback(lambda _: self._on_end(""))
+        self._output = asyncio.ensure_future(self._log_output(launched.output))
+
+    async def load(self, gpu_ids: Sequence[int | None], timeout_s: float) -> None:
+        """Load a lane for each of `gpu_ids` (None: on the CPU).
+
+        Raises:
+            LoadFailed: it would not load, in time or at all; the process is gone then.
+        """
+        follow(self)
+        await self._load(load_of(self._spec, tuple(gpu_ids), self._log_token), timeout_s)
+
+    async def add_lanes(self, gpu_ids: Sequence[int | None], timeout_s: float) -> None:
+        """Load further lanes.
+
+        Raises:
+            LoadFailed: they would not load; lanes that serve go on.
+            TimeoutError: nor did they fail in time, and are still at it.
+        """
+        await self._load(AddLanes(tuple(gpu_ids)), timeout_s, beside=True)
+
+    async def _load(self, message: Load | AddLanes, timeout_s: float, *, beside: bool = False) -> None:
+        """Load lanes, and give each a data socket."""
+        lanes = self._open_lanes(len(message.gpu_ids))
+        try:
+            await self._step(message, timeout_s, beside=beside)
+        except BaseException:
+            for lane in lanes:
+                self._drop(lane)
+            raise
+
+    def _open_lanes(self, count: int) -> list[LaneSocket]:
+        """Make the data sockets of as many lanes; raises `LoadFailed` where the system has none left."""
+        try:
+            if self._launched is None:
+                raise BrokenPipeError("the process is not started")
+            sockets = open_lanes(self._launched, count)
+        except OSError as err:
+            raise self._load_failed(f"its sockets could not be opened: {err}") from err
+        lanes = [LaneSocket(each, self._on_data, self._on_lane_end) for each in sockets]
+        self._lanes += lanes
+        self._lanes_loaded += count
+        return lanes
+
+    async def warm_up(self, timeout_s: float, *, beside: bool = False) -> None:
+        """Warm the loaded lanes up and let them serve; `beside`: others serve already.
+
+        Raises:
+            LoadFailed: as `load`, or beside others as `add_lanes`.
+            TimeoutError: as `add_lanes`.
+        """
+        await self._step(WarmUp(), timeout_s, beside=beside)
+
+    async def _step(self, message: ControlToWorker, timeout_s: float, *, beside: bool = False) -> None:
+        if self.lost.done():  # since the step before, with no step waiting
+            raise self._load_failed(self.lost.result().cause)
+        self._step_reply = self._loop.create_future()
+        self._order(message)
+        try:
+            await asyncio.wait_for(self._step_reply, timeout_s)
+        except asyncio.TimeoutError:
+            if beside:
+                raise
+            cause = f"not loaded within startup_timeout={timeout_s:g} s"
+            await self._kill_and_reap(Loss(LossKind.LOAD, cause))
+            raise self._load_failed(cause) from None
+        except BaseException:
+            if not beside:
+                await self._kill_and_reap(Loss(LossKind.LOAD, "the load failed or was given up"))
+            raise
+        finally:
+            self._step_reply = None
+
+    def _order(self, message: ControlToWorker) -> None:
+        if self._control is not None:
+            self._control.send([encode_frame(message)])
+
+    def ping(self) -> None:
+        """Ask for a sign of life; a single lane gives it between two runs."""
+        self._order(Ping())
+
+    def set_log_level(self, name: str, level: int) -> None:
+        """Change the level of a logger in the process."""
+        self._order(LogLevel(name, level))
+
+    def retire_lane(self) -> None:
+        """End the last lane that serves, after the runs that were sent to it before."""
+        self.serving -= 1
+        lane = self._lanes.pop(self.serving)
+        self._leaving_lanes.add(lane)
+        lane.frames.finish()
+
+    def _drop(self, lane: LaneSocket) -> None:
+        """Forget a lane that was not loaded."""
+        if lane in self._lanes:
+            self._lanes.remove(lane)
+        self._leaving_lanes.discard(lane)
+        lane.frames.close()
+
+    @property
+    def idle_lanes(self) -> int:
+        """How many lanes serve and have nothing to do."""
+        idle = 0
+        for at in range(self.serving):  # asked for with every request: no generator
+            idle += not self._lanes[at].inside
+        return idle
+
+    def submit(self, run: Run) -> None:
+        """Send one run to the lane with the least to do; there is one."""
+        self._last_run_id = run_id = self._last_run_id + 1
+        place = self._places[-1] if self._places else self._places_used
+        try:
+            parts = encode_run(run_id, place, run.requests)
+        except (ValueError, MemoryError) as err:
+            failure = OutOfResources("Out of resources", f"the batch can't be sent to its worker: {err}")
+            self._loop.call_soon(run.fail, failure)  # the caller is not done with it
+            return
+        if self._launched is None or not self.serving:
+            raise RuntimeError("submit() without a lane that serves")
+        lane = self._lanes[0]
+        if lane.inside and self.serving > 1:
+            lane = min(self._lanes[: self.serving], key=load_of_lane)
+        if self._places:
+            self._places.pop()
+        else:
+            self._places_used += 1
+        page = self._launched.page
+        page.clear(place)
+        run.run_id, run.place, run.page = run_id, place, page
+        run.shares_process = self._launched.is_shared
+        run.heard_s = time.monotonic()
+        self.inside[run_id] = run
+        if not lane.inside:
+            lane.since_s = run.heard_s
+        lane.inside += 1
+        run.lane = lane
+        lane.frames.send(parts)
+        if self._watch is None:
+            self._look_in(self._response_timeout_s)
+
+    def _on_data(self, lane: LaneSocket, payload: memoryview) -> None:
+        try:
+            message = data_from_worker.decode(payload)
+            if isinstance(message, Done) and message.large:
+                lane.frames.take(raw_bytes(message), partial(self._on_large_done, lane, message))
+                return
+        except (msgspec.MsgspecError, RecursionError, ValueError) as err:
+            lane.frames.fail(f"sent a frame that is not a message: {err}")
+            return
+        run = self.inside.get(message.run_id)
+        if run is None or run.lane is not lane:
+            return
+        if isinstance(message, Done):
+            self._on_done(message, run, lane)
+        elif run.part(message.index, message.part) and run.page is not None:
+            run.page.hold(run.place, held=True)
+
+    def _on_large_done(self, lane: LaneSocket, message: Done, raw: memoryview) -> None:
+        """The answers that followed a report are there."""
+        run = self.inside.get(message.run_id)
+        if run is None or run.lane is not lane:
+            return
+        try:
+            whole = done_with_raw(message, raw)
+        except ValueError as err:
+            lane.frames.fail(f"sent a frame that is not a message: {err}")
+            return
+        self._on_done(whole, run, lane)
+
+    def _on_done(self, message: Done, run: Run, lane: LaneSocket) -> None:
+        del self.inside[message.run_id]
+        lane.inside -= 1
+        run.lane = None
+        self._places.append(run.place)
+        run.page = None
+        self._heard_s = time.monotonic()
+        self._leaves = self._leaves or message.is_last
+        self._events.done(message)
+        run.done(report_from_done(message, len(run.requests)))
+
+    def _on_control(self, payload: memoryview) -> None:
+        try:
+            message = control_from_worker.decode(payload)
+        except (msgspec.MsgspecError, RecursionError) as err:
+            if self._control is not None:
+                self._control.fail(f"sent a frame that is not a message: {err}")
+            return
+        if isinstance(message, Pong):
+            self._events.pong()
+        elif isinstance(message, Serving):
+            if self.serving < len(self._lanes):
+                self.serving += 1
+                self._events.serving()
+        elif self._step_reply is not None and not self._step_reply.done():
+            if isinstance(message, LoadError):
+                self.needs_own_process = message.needs_own_process
+                self._step_reply.set_exception(self._load_failed(message.detail, message.out_of_memory))
+            elif isinstance(message, Loaded):
+                self._step_reply.set_result(None)
+
+    def _look_in(self, left_s: float) -> None:
+        self._watch = self._loop.call_later(left_s, self._look, time.monotonic() + left_s)
+
+    def _look(self, due_s: float) -> None:
+        """Find a lane that has been silent for the response time-out."""
+        self._watch = None
+        if not self.inside or self._launched is None or self.lost.done():
+            return
+        if was_late(due_s) and not self._looked_late:  # the server stood still: reports may be unread
+            self._looked_late = True  # once: a loop that is always late finds a hang, too
+            self._look_in(min(LOOK_AGAIN_S, self._response_timeout_s))
+            return
+        self._looked_late = False
+        now_s = time.monotonic()
+        since_s, run = min(
+            ((since_s, run) for run, since_s in self._silences(now_s)), key=lambda each: each[0]
+        )
+        left_s = since_s + self._response_timeout_s - now_s
+        if left_s > 0:
+            self._look_in(left_s)
+            return
+        timeout_s = self._response_timeout_s
+        logger.error(
+            "a lane of model %s version %s hangs: no answer within response_timeout=%g s",
+            self._spec.model_name,
+            self._spec.model_version,
+            timeout_s,
+        )
+        self._look_in(timeout_s)
+        run.fail(DeadlineExceeded(f"The model did not answer within {timeout_s:g} s."))
+        self._events.hung()
+
+    def _silences(self, now_s: float) -> Iterator[tuple[Run, float]]:
+        """Since when the lane of each run is silent; a run that waits behind others is not."""
+        signs = self._begun()
+        at_work = [run.lane for run_id, run in self.inside.items() if run_id in signs]
+        for run_id, run in self.inside.items():
+            sign_s = signs.get(run_id)
+            if run.answered or run.held or (sign_s is None and run.lane in at_work):
+                yield run, now_s
+            elif sign_s is None:
+                yield run, max(run.heard_s, self._heard_s)
+            else:
+                yield run, max(min(sign_s, now_s), run.heard_s)
+
+    def _begun(self) -> dict[int, float]:
+        """The last sign of each run that a lane has begun."""
+        if self._last_signs is not None:
+            return self._last_signs
+        return self._launched.page.begun(self._lanes_loaded) if self._launched is not None else {}
+
+    def hangs(self) -> bool:
+        """Whether no lane is at a run that is still to be answered."""
+        signs = self._begun()
+        return not any(run_id in signs and not run.answered for run_id, run in self.inside.items())
+
+    def take_apart(self, error: ServingError) -> None:
+        """Answer the runs that lanes had begun with `error`, and give the others back.
+
+        Call it once all that the process sent has been read.
+        """
+        signs = self._begun() if not self._leaves else {}
+        runs, self.inside = list(self.inside.values()), {}
+        for run in runs:
+            run.page = None
+        for run in runs:  # first: the quarantine learns from them what may be run again
+            if run.run_id in signs:
+                run.fail(error)
+        for run in reversed(runs):  # the last one first: each goes to the front of its queue
+            run.give_back()
+
+    def fail_all(self, error: ServingError) -> None:
+        """Answer all runs inside."""
+        runs, self.inside = list(self.inside.values()), {}
+        for run in runs:
+            run.page = None
+            run.fail(error)
+
+    def kill(self, loss: Loss) -> None:
+        """End the process at once; `lost` tells when it is gone."""
+        self._killed = self._killed or loss
+        if self._launched is not None:
+            self._launched.kill(loss)
+
+    async def _kill_and_reap(self, loss: Loss) -> None:
+        self.kill(loss)
+        try:
+            await asyncio.wait_for(asyncio.shield(self.lost), KILLED_GRACE_S)
+        except asyncio.TimeoutError:  # in a driver that hangs it takes no signal
+            logger.error("process %d of worker %d does not end by SIGKILL", self.pid, self._executor_id)
+            if not self.lost.done():
+                self.lost.set_result(loss)
+
+    async def stop(self) -> None:
+        """Close its sockets, which lets the process end by itself, and wait; kill it if it takes long."""
+        self._killed = self._killed or Loss(LossKind.STOPPED, "stopped by the server")
+        for lane in self._lanes:
+            lane.frames.close_writing()
+        if self._control is not None:
+            self._control.close_writing()
+        try:
+            await asyncio.wait_for(asyncio.shield(self.lost), ENDING_GRACE_S)
+        except asyncio.TimeoutError:
+            await self._kill_and_reap(Loss(LossKind.STOPPED, "did not stop when asked"))
+
+    def _on_lane_end(self, lane: LaneSocket, fault: str) -> None:
+        self._leaving_lanes.discard(lane)
+        if fault or lane in self._lanes[: self.serving]:
+            self._on_end(fault)
+
+    def _on_end(self, fault: str) -> None:
+        """A socket has ended: the process has, or does not speak the protocol."""
+        if fault:
+            self.kill(Loss(LossKind.PROTOCOL, fault))
+        if self._reaper is None:
+            self._reaper = asyncio.ensure_future(self._reap())
+            self._events.gone()
+
+    async def _reap(self) -> None:
+        """Wait for the process to end (it may have closed its socket only) and tell why it did."""
+        if self._launched is None:
+            return
+        try:
+            code = await asyncio.wait_for(asyncio.shield(self._launched.exit_code), ENDING_GRACE_S)
+        except asyncio.TimeoutError:
+            self.kill(Loss(LossKind.PROTOCOL, "closed its socket without ending"))
+            code = await self._launched.exit_code
+        loss = self._killed or self._launched.loss(code, self._oom)
+        if self._leaves:  # its log says what the GPU said
+            loss = Loss(LossKind.EXIT, "it lost its GPU, and ended")
+        await self._read_out()
+        if self._step_reply is not None and not self._step_reply.done():
+            # A worker that is killed while it loads has mostly asked for more memory than there is.
+            out_of_memory = code == -signal.SIGKILL and self._killed is None
+            self._step_reply.set_exception(
+                self._load_failed(f"{loss.cause} while it was loading", out_of_memory)
+            )
+        if not self.lost.done():
+            self.lost.set_result(loss)
+
+    def _load_failed(self, detail: str, out_of_memory: bool = False) -> LoadFailed:
+        return LoadFailed.of(self._spec.model_name, self._spec.model_version, detail, out_of_memory)
+
+    async def _read_out(self) -> None:
+        """Read what it sent and printed last; but a child it left behind may keep both open."""
+        lanes = [*self._lanes, *self._leaving_lanes]
+        last_words: list[asyncio.Future[None]] = [lane.ended for lane in lanes]
+        if self._output is not None:
+            last_words.append(self._output)
+        if last_words:
+            await asyncio.wait(last_words, timeout=LAST_WORDS_S)
+        if self._output is not None:
+            self._output.cancel()
+        for each in [*(lane.frames for lane in lanes), self._control]:
+            if each is not None:
+                each.close()
+        if self._watch is not None:  # it would hold on to the whole version for the response time-out
+            self._watch.cancel()
+        if self._launched is not None:
+            self._launched.close()
+            self._launched.lanes.close()
+            self._last_signs = self._begun()
+            for run in self.inside.values():
+                run.page = None
+            self._launched.page.close()
+
+    async def _log_output(self, output: asyncio.StreamReader) -> None:
+        """Log each line that the handler prints or logs, with where it came from."""
+        origin = {
+            "model": self._spec.model_name,
+            "version": self._spec.model_version,
+            "executor": self._executor_id,
+        }
+        await relay_all(output, self._log_token, origin, logger)

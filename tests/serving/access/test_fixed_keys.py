@@ -1,0 +1,200 @@
+"""Keys that somebody else made, in a file that every replica reads."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchere.serving.access.keys import (
+    MAX_FILE_BYTES,
+    FixedKeys,
+    KeyFileUnusable,
+    KeyRing,
+    TokenKind,
+    read_keys,
+)
+from torchere.serving.errors import NotAllowed, Unauthorized
+
+PLAIN = {"inference": "inference-key", "management": "management-key"}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "keys.json"
+
+
+def write(path: Path, content: object, mode: int = 0o600) -> None:
+    draft = path.with_name("draft")
+    draft.write_text(content if isinstance(content, str) else json.dumps(content))
+    draft.chmod(mode)
+    os.replace(draft, path)
+
+
+def passes(keys: FixedKeys, kind: TokenKind, key: str) -> bool:
+    try:
+        keys.authorize(kind, f"Bearer {key}")
+    except Unauthorized:
+        return False
+    return True
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(KeyFileUnusable) as caught:
+        FixedKeys(path)
+    return caught.value.detail
+
+
+def test_each_key_opens_its_own_door_and_no_other(path: Path) -> None:
+    write(path, PLAIN)
+    keys = FixedKeys(path)
+    assert passes(keys, "inference", "inference-key")
+    assert passes(keys, "management", "management-key")
+    assert not passes(keys, "management", "inference-key")
+    assert not passes(keys, "inference", "management-key")
+
+
+@pytest.mark.parametrize("header", [None, "", "inference-key", "Bearer ", "bearer inference-key", "Bearer é"])
+def test_a_header_of_another_form_is_refused(path: Path, header: str | None) -> None:
+    write(path, PLAIN)
+    with pytest.raises(Unauthorized):
+        FixedKeys(path).authorize("inference", header)
+
+
+def test_a_file_that_a_server_wrote_can_be_used(path: Path, tmp_path: Path) -> None:
+    KeyRing(tmp_path / "key_file.json")
+    made = json.loads((tmp_path / "key_file.json").read_text())
+    (tmp_path / "key_file.json").rename(path)
+    keys = FixedKeys(path)
+    assert passes(keys, "inference", made["inference"]["key"])
+    assert not passes(keys, "inference", made["API"]["key"])
+
+
+@pytest.mark.parametrize(
+    ("expires", "expected_s"),
+    [
+        ("2025-01-01T00:00:00Z", 1_735_689_600.0),
+        ("2025-01-01T02:00:00.5+02:00", 1_735_689_600.5),
+        ("2025-01-01T00:00:00.250Z", 1_735_689_600.25),
+        ("2025-01-01T00:00:00.750000999Z", 1_735_689_600.75),  # nanoseconds, as Java has them
+    ],
+)
+def test_keys_expire_when_the_file_says_so(path: Path, expires: str, expected_s: float) -> None:
+    write(path, {"inference": {"key": "inference-key", "expiration time": expires}})
+    now_s = [expected_s - 0.125]
+    keys = FixedKeys(path, lambda: now_s[0])
+    assert passes(keys, "inference", "inference-key")
+    now_s[0] = expected_s
+    assert not passes(keys, "inference", "inference-key")
+
+
+def test_a_time_without_a_zone_is_utc_wherever_the_server_is(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(path, {"inference": {"key": "inference-key", "expiration time": "2025-01-01T00:00:00"}})
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("TZ", "America/New_York")
+        time.tzset()
+        keys = read_keys(path)
+    time.tzset()
+    assert [key.expires_at_s for key in keys["inference"]] == [1_735_689_600.0]
+
+
+def test_of_several_keys_each_one_passes_so_that_they_can_be_rotated(path: Path) -> None:
+    write(path, {"inference": ["old-key-1", {"key": "new-key-2"}]})
+    keys = FixedKeys(path)
+    assert passes(keys, "inference", "old-key-1")
+    assert passes(keys, "inference", "new-key-2")
+    write(path, {"inference": ["new-key-2"]})
+    keys.refresh()
+    assert not passes(keys, "inference", "old-key-1")
+    assert passes(keys, "inference", "new-key-2")
+
+
+def test_a_kind_that_is_left_out_lets_nobody_pass(path: Path) -> None:
+    write(path, {"inference": "inference-key"})
+    keys = FixedKeys(path)
+    assert not passes(keys, "management", "inference-key")
+    assert not passes(keys, "management", "")
+
+
+def test_a_broken_new_file_leaves_the_keys_in_force(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(path, PLAIN)
+    keys = FixedKeys(path)
+    write(path, '{"inference": "secret-part')
+    with caplog.at_level(logging.INFO):
+        keys.refresh()
+    assert passes(keys, "inference", "inference-key")
+    assert "no JSON" in caplog.text
+    assert "secret-part" not in caplog.text
+
+
+def test_a_new_file_is_said_and_no_key_is_ever_shown(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(path, PLAIN)
+    keys = FixedKeys(path)
+    write(path, {"inference": "another-key"})
+    with caplog.at_level(logging.INFO):
+        keys.refresh()
+    assert passes(keys, "inference", "another-key")
+    assert f"The token keys: read again from {path}" in caplog.text
+    assert "another-key" not in caplog.text + repr(keys._file.value)
+
+
+def test_nobody_renews_the_keys_over_the_network(path: Path) -> None:
+    write(path, PLAIN)
+    with pytest.raises(NotAllowed, match="come from a file"):
+        FixedKeys(path).renew("inference", "Bearer inference-key")
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o604, 0o620, 0o602, 0o777])
+def test_a_file_that_is_open_to_others_is_refused(path: Path, mode: int) -> None:
+    write(path, PLAIN, mode)
+    assert f"mode {mode:04o}, open to others; expected 0600, or 0440 with a group" in refusal(path)
+
+
+@pytest.mark.parametrize("mode", [0o400, 0o440, 0o600, 0o640])
+def test_owner_and_group_may_read_it(path: Path, mode: int) -> None:
+    write(path, PLAIN, mode)
+    assert passes(FixedKeys(path), "inference", "inference-key")
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ("", "no JSON"),
+        ("[" * MAX_FILE_BYTES, "no JSON: maximum recursion depth"),
+        ("[]", "no JSON object"),
+        ({}, "neither inference nor management"),
+        ({"API": "inference-key"}, "neither inference nor management"),
+        ({"inferense": "inference-key"}, "unknown member 'inferense'"),
+        ({"inference": 12345678}, "no key in 'inference'"),
+        ({"inference": {"expiration time": "2030-01-01T00:00:00Z"}}, "no key in 'inference'"),
+        ({"inference": [["inference-key"]]}, "no key in 'inference'"),
+        ({"inference": "short"}, "shorter than 8 characters"),
+        ({"inference": "with a blank"}, "others than printable ASCII"),
+        ({"inference": "inference-key\n"}, "others than printable ASCII"),
+        ({"inference": {"key": "inference-key", "expiration time": "soon"}}, "no ISO 8601 time"),
+        (" " * (MAX_FILE_BYTES + 1), "more than 65536 bytes"),
+    ],
+)
+def test_what_is_no_key_file_is_refused_with_what_was_found(path: Path, content: Any, found: str) -> None:
+    write(path, content)
+    detail = refusal(path)
+    assert found in detail
+    assert '{"inference": "KEY", "management": "KEY"}' in detail
+    assert "inference-key" not in detail
+
+
+def test_bytes_that_are_no_text_are_refused(path: Path) -> None:
+    path.write_bytes(b"\xff\xfe{}")
+    path.chmod(0o600)
+    assert "no UTF-8" in refusal(path)
+
+
+def test_a_file_that_is_not_there_is_refused(path: Path) -> None:
+    assert f"{path}: No such file or directory" in refusal(path)

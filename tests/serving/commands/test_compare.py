@@ -1,0 +1,195 @@
+"""`torchere compare`: two archives on the same inputs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from torchere.archiver.models import verify
+from torchere.archiver.request import ArchiveRequest
+from torchere.archiver.writer import write_archive
+from torchere.serving.commands.cli import main
+
+
+class Mean(nn.Module):
+    """The mean of each colour, times a factor."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean((2, 3)) * self.factor
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Archives `one.mar`, `close.mar` and `far.mar`, and a folder `data` with an array and a picture."""
+    monkeypatch.setattr(verify, "_BUDGET_S", 0.01)
+    for name, factor in (("one", 1.0), ("close", 1.01), ("far", 2.0)):
+        pack(tmp_path, name, factor)
+    (tmp_path / "data").mkdir()
+    np.save(tmp_path / "data" / "array.npy", np.random.default_rng(0).random((1, 3, 4, 4), np.float32))
+    Image.new("RGB", (20, 10), (255, 0, 51)).save(tmp_path / "data" / "picture.png")
+    return tmp_path
+
+
+IMAGE = "handler: {image: {resize: 8, crop: 8, mean: [0, 0, 0], std: [1, 1, 1]}}\n"
+
+
+def pack(folder: Path, name: str, factor: float, settings: str = IMAGE) -> None:
+    weights, config = folder / f"{name}.pt", folder / "model-config.yaml"
+    torch.jit.trace(Mean(factor).eval(), torch.zeros(1, 3, 4, 4)).save(str(weights))  # type: ignore[no-untyped-call]
+    config.write_text(settings)
+    write_archive(
+        ArchiveRequest(
+            model_name=name,
+            version="1.0",
+            handler="base_handler",
+            serialized_file=weights,
+            config_file=config,
+            export_path=folder,
+        )
+    )
+
+
+def test_models_that_are_close_are_accepted_and_drawn(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = main(
+        [
+            *("compare", str(folder / "one.mar"), str(folder / "close.mar")),
+            *("--data", str(folder / "data"), "--picture", str(folder / "p.svg"), "--json"),
+        ]
+    )
+
+    report = json.loads(capsys.readouterr().out)
+    assert status == 0
+    assert report["difference"]["drift"] == pytest.approx(0.01, rel=1e-3)
+    # The picture is red all over: 1, 0 and 0.2, prepared as the archive says.
+    assert report["difference"]["largest_abs"] == pytest.approx(0.01, rel=1e-3)
+    assert report["samples"] == 2
+    assert (folder / "p.svg").read_text().startswith("<svg")
+
+
+def test_models_that_are_far_apart_end_with_status_2_and_the_table(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = main(
+        ["compare", str(folder / "one.mar"), str(folder / "far.mar"), "--data", str(folder / "data")]
+    )
+
+    assert status == 2
+    assert "drift 1, at most 0.4 wanted: REFUSED" in capsys.readouterr().out
+
+
+def test_a_picture_that_cannot_be_written_is_one_line_behind_the_report(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    archives = (str(folder / "one.mar"), str(folder / "close.mar"))
+    picture = str(folder / "none" / "p.svg")
+
+    status = main(["compare", *archives, "--data", str(folder / "data"), "--picture", picture])
+
+    assert status == 2
+    said = capsys.readouterr()
+    assert "drift 0.01" in said.out
+    assert said.err.startswith("torchere compare: ")
+
+
+def test_inputs_that_a_model_fails_on_are_one_line_and_status_2(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(folder / "data" / "array.npy", np.zeros((2, 2), np.float32))
+
+    status = main(
+        ["compare", str(folder / "one.mar"), str(folder / "far.mar"), "--data", str(folder / "data")]
+    )
+
+    assert status == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "running one.mar and far.mar on" in line
+
+
+def test_a_configuration_that_prepares_no_picture_is_one_line_and_status_2(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pack(folder, "odd", 1.0, "handler: {image: 5}\n")
+
+    status = main(
+        ["compare", str(folder / "odd.mar"), str(folder / "one.mar"), "--data", str(folder / "data")]
+    )
+
+    assert status == 2
+    assert "handler.image in model-config.yaml is 5; expected a mapping" in capsys.readouterr().err
+
+
+def test_data_that_is_no_input_is_one_line_and_status_2(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "data" / "notes.txt").write_text("no tensor")
+
+    status = main(
+        ["compare", str(folder / "one.mar"), str(folder / "far.mar"), "--data", str(folder / "data")]
+    )
+
+    assert status == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "notes.txt" in line
+
+
+@pytest.mark.parametrize("wrong", ["no archive", "no data"])
+def test_what_is_missing_is_one_line_and_status_2(
+    wrong: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    archive = folder / ("none.mar" if wrong == "no archive" else "one.mar")
+    data = folder / ("none" if wrong == "no data" else "data")
+
+    status = main(["compare", str(folder / "one.mar"), str(archive), "--data", str(data)])
+
+    assert status == 2
+    said = capsys.readouterr().err
+    assert said.startswith("torchere compare: ")
+    assert "Errno" not in said
+    assert (f"--data {data}: no such folder" in said) == (wrong == "no data")
+
+
+def test_a_model_whose_own_code_raises_is_one_line_and_status_2(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "model.py").write_text("import not_there\n")
+    torch.save({}, folder / "broken.pt")
+    write_archive(
+        ArchiveRequest(
+            model_name="broken",
+            version="1.0",
+            handler="base_handler",
+            model_file=folder / "model.py",
+            serialized_file=folder / "broken.pt",
+            export_path=folder,
+        )
+    )
+
+    status = main(
+        ["compare", str(folder / "one.mar"), str(folder / "broken.mar"), "--data", str(folder / "data")]
+    )
+
+    assert status == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "broken.mar failed: ModuleNotFoundError: No module named 'not_there'" in line
+
+
+@pytest.mark.parametrize("settings", ["a: !!bool maybe", "- 1", "batchSize: 65537"])
+def test_a_configuration_that_the_server_refuses_is_refused_here_too(
+    folder: Path, capsys: pytest.CaptureFixture[str], settings: str
+) -> None:
+    pack(folder, "odd", 1.0, settings)
+    data = ("--data", str(folder / "data"))
+    assert main(["compare", str(folder / "one.mar"), str(folder / "odd.mar"), *data]) == 2
+    assert "odd.mar: model-config.yaml: " in capsys.readouterr().err

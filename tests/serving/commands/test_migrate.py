@@ -1,0 +1,270 @@
+"""The migration check: one verdict for each thing a TorchServe deployment holds, and nothing of it is run."""
+
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from torchere.serving.commands import cli
+from torchere.serving.commands.migrate import MigrationReport, check_migration
+from torchere.serving.commands.migrate_archive import missing_imports
+from torchere.serving.config.properties import ConfigurationError
+
+ARCHIVES = Path(__file__).resolve().parents[2] / "conformance" / "archives"
+ENTRY = (
+    '{"defaultVersion":true,"marName":"%s","minWorkers":1,"maxWorkers":1,"batchSize":1,"maxBatchDelay":100}'
+)
+
+
+def pack(path: Path, files: dict[str, str] | None = None, runtime: str = "python", **model: str) -> Path:
+    manifest = {"runtime": runtime, "model": {"modelName": "m", "modelVersion": "1.0", **model}}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in (files or {}).items():
+            archive.writestr(name, text)
+        archive.writestr("MAR-INF/MANIFEST.json", json.dumps(manifest))
+    return path
+
+
+def verdicts(report: MigrationReport) -> dict[str, str]:
+    return {finding.item: finding.verdict for finding in report.findings}
+
+
+def of_config(tmp_path: Path, text: str, **environ: str) -> dict[str, str]:
+    (tmp_path / "config.properties").write_text(text)
+    return verdicts(check_migration(tmp_path / "config.properties", None, None, environ))
+
+
+def of_store(store: Path) -> MigrationReport:
+    return check_migration(None, store, None, {})
+
+
+@pytest.mark.parametrize(
+    ("line", "verdict"),
+    [
+        ("inference_address=http://0.0.0.0:8080", "same"),
+        ("number_of_netty_threads=32", "differs"),
+        ("no_such_key=***", "differs"),
+        ("keystore=a.p12", "unsupported"),
+        ("plugins_path=plugins", "unsupported"),
+        ("job_queue_size=many", "unsupported"),
+        ("install_py_dep_per_model=true", "differs"),
+        ("allowed_urls=https://a/.*", "differs"),
+    ],
+)
+def test_each_line_of_a_configuration_has_a_verdict(tmp_path: Path, line: str, verdict: str) -> None:
+    assert of_config(tmp_path, line)[line] == verdict
+
+
+def test_defaults_that_are_others_are_told(tmp_path: Path) -> None:
+    assert of_config(tmp_path, "") == {"allowed_urls": "differs", "metrics_mode": "differs"}
+    explicit = of_config(tmp_path, "allowed_urls=file://.*\nmetrics_mode=log")
+    assert "metrics_mode" not in explicit
+
+
+def test_the_environment_counts_as_at_a_start(tmp_path: Path) -> None:
+    found = of_config(tmp_path, "enable_envvars_config=true", TS_JOB_QUEUE_SIZE="7")
+    assert found["job_queue_size=7"] == "same"
+
+
+def test_archives_of_torchserve_are_all_the_same() -> None:
+    report = of_store(ARCHIVES)
+    assert report.count("unsupported") == report.count("differs") == 0
+    assert report.count("same") >= 2 * len(list(ARCHIVES.glob("*.mar")))
+
+
+def test_the_store_of_the_configuration_is_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "config.properties").write_text(f"model_store={ARCHIVES}")
+    report = check_migration(tmp_path / "config.properties", None, None, {})
+    assert str(ARCHIVES / "mlp.mar") in report.as_text()
+
+
+@pytest.mark.parametrize(
+    ("handler", "verdict"),
+    [
+        ("h.py", "same"),
+        ("h:handle", "same"),
+        ("/home/me/h.py", "unsupported"),  # a manifest that points outside of its archive
+        ("image_classifier", "same"),
+        ("vllm_handler", "unsupported"),
+        ("installed.module:handle", "unsupported"),
+    ],
+)
+def test_a_handler_is_in_the_archive_or_built_in(tmp_path: Path, handler: str, verdict: str) -> None:
+    pack(tmp_path / "m.mar", {"h.py": "x = 1\n"}, handler=handler)
+    found = {finding.verdict for finding in of_store(tmp_path).findings}
+    assert verdict in found
+    assert ("unsupported" in found) is (verdict == "unsupported")
+
+
+@pytest.mark.parametrize(
+    ("default", "verdict"),
+    [("image_classifier", "same"), ("package.service:handle", "same"), ("vllm_handler", "unsupported")],
+)
+def test_an_archive_without_handler_needs_a_default_one(tmp_path: Path, default: str, verdict: str) -> None:
+    pack(tmp_path / "m.mar")
+    assert verdicts(of_store(tmp_path))["handler"] == "unsupported"
+    (tmp_path / "c.properties").write_text(f"default_service_handler={default}")
+    report = check_migration(tmp_path / "c.properties", tmp_path, None, {})
+    assert verdicts(report)["handler"] == verdict
+
+
+def test_keys_of_a_model_config_are_told_one_by_one(tmp_path: Path) -> None:
+    text = "batchSize: 4\nuseVenv: true\nparallelType: pp\nparallelLevel: 0\nmine: [1]\n"
+    pack(tmp_path / "m.mar", {"h.py": "", "c.yaml": text}, handler="h.py", configFile="c.yaml")
+    found = verdicts(of_store(tmp_path))
+    assert found["c.yaml batchSize"] == found["c.yaml mine"] == found["c.yaml parallelLevel"] == "same"
+    assert (found["c.yaml useVenv"], found["c.yaml parallelType"]) == ("differs", "unsupported")
+
+
+def test_a_key_that_neither_server_uses_is_told_as_such(tmp_path: Path) -> None:
+    pack(tmp_path / "m.mar", {"h.py": "", "c.yaml": "minWorkers: many"}, handler="h.py", configFile="c.yaml")
+    assert "minWorkers: is 'many', expected an integer; it is ignored" in of_store(tmp_path).as_text()
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ({"modelName": "a name"}, "Model name 'a name' contains special characters."),
+        ({"modelVersion": "1/2"}, "Model version '1/2' of m.mar is not usable"),
+    ],
+)
+def test_a_name_that_registering_refuses_is_unsupported(
+    tmp_path: Path, named: dict[str, str], said: str
+) -> None:
+    pack(tmp_path / "m.mar", {"h.py": ""}, handler="h.py", **named)
+    report = of_store(tmp_path)
+    assert verdicts(report)["name"] == "unsupported"
+    assert said in report.as_text()
+
+
+def test_python_that_does_not_parse_is_told_by_line(tmp_path: Path) -> None:
+    pack(tmp_path / "m.mar", {"h.py": "x = 1\nprint 'two'\n"}, handler="h.py")
+    (line,) = [line for line in of_store(tmp_path).as_text().splitlines() if "no Python" in line]
+    assert line.endswith(" in line 2")
+
+
+def test_what_cannot_be_used_at_all_is_unsupported(tmp_path: Path) -> None:
+    (tmp_path / "bad.mar").write_text("no zip")
+    (tmp_path / "flow.war").write_text("")
+    pack(tmp_path / "cpp.mar", {"h.py": ""}, runtime="LSP", handler="h.py")
+    pack(tmp_path / "old.mar", {"h.py": "print 'two'\n"}, handler="h.py")
+    pack(tmp_path / "yaml.mar", {"h.py": "", "c.yaml": "a: ["}, handler="h.py", configFile="c.yaml")
+    (tmp_path / ".hidden.mar").write_text("")
+    report = of_store(tmp_path)
+    found = {(Path(one.subject).name, one.item) for one in report.findings if one.verdict == "unsupported"}
+    assert found == {
+        ("bad.mar", "archive"),
+        ("flow.war", "workflow"),
+        ("cpp.mar", "runtime"),
+        ("old.mar", "h.py"),
+        ("yaml.mar", "c.yaml"),
+    }
+
+
+def test_requirements_are_installed_only_when_asked_for(tmp_path: Path) -> None:
+    pack(tmp_path / "m.mar", {"h.py": "", "r.txt": "numpy"}, handler="h.py", requirementsFile="r.txt")
+    assert verdicts(of_store(tmp_path))["r.txt"] == "same"
+    (tmp_path / "c.properties").write_text("install_py_dep_per_model=true")
+    assert verdicts(check_migration(tmp_path / "c.properties", tmp_path, None, {}))["r.txt"] == "differs"
+
+
+@pytest.mark.parametrize(
+    ("source", "missing"),
+    [
+        ("import ts\nimport ts.context as c\nimport tsfresh\n", []),
+        ("from ts.torch_handler.base_handler import BaseHandler\n", []),
+        ("from ts.torch_handler import base_handler\n", []),
+        ("from ts.context import *\n", []),
+        ("from ts.metrics.dimension import Dimension\nfrom . import ts\n", []),
+        (
+            "from ts.torch_handler.base_handler import Nobody\n",
+            ["base_handler has no Nobody"],
+        ),
+        (
+            "def f():\n    import ts.torch_handler.vllm_handler\n",
+            ["line 2: ts.torch_handler.vllm_handler"],
+        ),
+        ("from ts.torch_handler import vllm_handler\n", ["ts.torch_handler.vllm_handler is not part"]),
+        (
+            "from ts.model_loader import ModelLoaderFactory\n",
+            ["ts.model_loader is an internal of"],
+        ),
+    ],
+)
+def test_imports_of_torchserve_are_looked_up(source: str, missing: list[str]) -> None:
+    found = missing_imports(source)
+    assert len(found) == len(missing)
+    assert all(wanted in text for wanted, text in zip(missing, found, strict=True))
+
+
+def test_the_newest_snapshot_is_read_as_a_start_would(tmp_path: Path) -> None:
+    store, snapshots = tmp_path / "store", tmp_path / "config"
+    store.mkdir()
+    snapshots.mkdir()
+    pack(store / "here.mar", {"h.py": ""}, handler="h.py")
+    models = f'"a":{{"1.0":{ENTRY % "here.mar"}}},"b":{{"1.0":{ENTRY % "gone.mar"}}}'
+    text = f'model_store={store}\nfoo=1\nmodel_snapshot={{"models":{{{models}}}}}\n'
+    (snapshots / "20250101000000000-shutdown.cfg").write_text(text)
+    (snapshots / "20240101000000000-shutdown.cfg").write_text("model_snapshot=bad")
+    found = verdicts(check_migration(None, None, snapshots, {}))
+    assert (found["a 1.0"], found["b 1.0"], found["foo=***"]) == ("same", "unsupported", "differs")
+
+
+@pytest.mark.parametrize(
+    ("text", "item", "verdict"),
+    [
+        ('model_snapshot={"models":{"a":{"1.0":%s}}}' % (ENTRY % "a.mar"), "a 1.0", "same"),
+        ('model_snapshot={"models":{"b":{"1.0":%s}}}' % (ENTRY % "b.mar"), "b 1.0", "unsupported"),
+        ("load_models=a.mar,x=b.mar,https://h/c.mar", "load_models b.mar", "differs"),
+        (
+            'model_snapshot={"models":{},"missing":[{"marName":"b.mar"},{"marName":"a.mar","modelName":"x"}]}',
+            "missing b.mar",
+            "differs",
+        ),
+    ],
+)
+def test_archives_that_the_configuration_loads_are_looked_for(
+    tmp_path: Path, text: str, item: str, verdict: str
+) -> None:
+    pack(tmp_path / "a.mar", {"h.py": ""}, handler="h.py")
+    found = of_config(tmp_path, f"model_store={tmp_path}\n{text}\n")
+    assert found[item] == verdict
+    assert not found.keys() & {"load_models a.mar", "load_models https://h/c.mar", "missing a.mar"}
+    assert "unsupported" not in found.values() or verdict == "unsupported"
+
+
+def test_folders_that_are_no_archives_are_passed_over_as_at_a_start(tmp_path: Path) -> None:
+    (tmp_path / "lost+found").mkdir()
+    (tmp_path / "unpacked" / "MAR-INF").mkdir(parents=True)
+    (tmp_path / "unpacked" / "MAR-INF" / "MANIFEST.json").write_text(
+        '{"model": {"modelName": "m", "handler": "base_handler"}}'
+    )
+    assert {finding.subject for finding in of_store(tmp_path).findings} == {str(tmp_path / "unpacked")}
+
+
+def test_a_folder_without_snapshots_restores_nothing(tmp_path: Path) -> None:
+    assert verdicts(check_migration(None, None, tmp_path, {})) == {"snapshots": "same"}
+
+
+def test_the_command_exits_with_1_for_what_is_not_supported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["migrate", "check", "--model-store", str(ARCHIVES)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("0 differs, 0 unsupported")
+    (tmp_path / "bad.mar").write_text("no zip")
+    assert cli.main(["migrate", "check", "--json", "--model-store", str(tmp_path)]) == 1
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["counts"] == {"same": 0, "differs": 0, "unsupported": 1}
+    assert printed["findings"][0]["subject"] == str(tmp_path / "bad.mar")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--model-store", "nowhere"], ["--ts-config", "nowhere"]])
+def test_what_cannot_be_read_is_said(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["migrate", "check", *arguments]) == 1
+    assert capsys.readouterr().err
+
+
+def test_nothing_at_all_is_no_check() -> None:
+    with pytest.raises(ConfigurationError, match="nothing to check"):
+        check_migration(None, None, None, {})

@@ -1,0 +1,172 @@
+"""The processes here are real; a stand-in waits for signals under a server's name."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from torchere.serving.commands import torchserve as launcher
+from torchere.serving.commands.torchserve import PROCESS_NAME
+from torchere.serving.config.properties import ConfigurationError
+
+WAITS = "import signal; print('up', flush=True); signal.pause()"
+IGNORES_SIGTERM = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {WAITS}"
+
+Spawn = Callable[..., subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def pid_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / ".model_server.pid"
+
+
+@pytest.fixture
+def spawn(pid_file: Path) -> Iterator[Spawn]:
+    """Start a process that counts as a server (or not) and is in the pid file; it is up on return."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(code: str = WAITS, name: str = PROCESS_NAME) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen([sys.executable, "-c", code, name], stdout=subprocess.PIPE)
+        started.append(process)
+        assert process.stdout
+        assert process.stdout.readline() == b"up\n"
+        launcher.write_pid(pid_file, process.pid)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        assert process.stdout
+        process.stdout.close()
+
+
+def test_the_pid_file_is_in_the_temporary_directory() -> None:
+    assert launcher.pid_file({"TMPDIR": "/some/where"}) == Path("/some/where/.model_server.pid")
+
+
+def test_the_command_runs_our_serve_and_carries_the_name_tools_look_for() -> None:
+    command = launcher.server_command(["--model-store=/m"])
+    module = command.index("-m")
+    assert command[module : module + 3] == ["-m", "torchere.serving", "serve"]
+    assert command[-1] == "--model-store=/m"
+    assert PROCESS_NAME in command
+
+
+def test_a_server_may_start_where_none_is_known(pid_file: Path) -> None:
+    said: list[str] = []
+    assert launcher.may_start(pid_file, said.append)
+    assert said == []
+
+
+def test_a_second_server_is_refused(pid_file: Path, spawn: Spawn) -> None:
+    spawn()
+    said: list[str] = []
+    assert not launcher.may_start(pid_file, said.append)
+    assert said == [launcher.ALREADY_RUNNING]
+    assert pid_file.exists()
+
+
+@pytest.mark.parametrize("content", ["", "garbage", "0", "-1", "99999999\n", "9" * 30])
+def test_an_orphan_pid_file_is_removed_with_a_word(pid_file: Path, content: str) -> None:
+    pid_file.write_text(content)
+    said: list[str] = []
+    assert launcher.may_start(pid_file, said.append)
+    assert said == ["Removing orphan pid file."]
+    assert not pid_file.exists()
+
+
+def test_an_orphan_that_cannot_be_removed_is_named_with_what_to_do(pid_file: Path) -> None:
+    pid_file.mkdir()  # no unlink takes it, not even root's
+    for command in (launcher.may_start, launcher.stop):
+        with pytest.raises(
+            ConfigurationError, match="the pid file must be writable: remove it, or set TMPDIR"
+        ):
+            command(pid_file, say=lambda _: None)
+
+
+def test_another_program_with_that_pid_is_no_server(pid_file: Path, spawn: Spawn) -> None:
+    spawn(name="an editor")
+    said: list[str] = []
+    assert launcher.may_start(pid_file, said.append)
+    assert said == ["Removing orphan pid file."]
+
+
+def test_stopping_nothing_says_so(pid_file: Path) -> None:
+    said: list[str] = []
+    assert launcher.stop(pid_file, say=said.append) == 0
+    assert said == ["TorchServe is not currently running."]
+
+
+def test_stopping_ends_the_server_and_removes_pid_file_and_keys(pid_file: Path, spawn: Spawn) -> None:
+    process = spawn()
+    keys = pid_file.with_name("key_file.json")
+    keys.write_text("{}")
+    said: list[str] = []
+    assert launcher.stop(pid_file, say=said.append) == 0
+    assert said == ["TorchServe has stopped."]
+    assert process.wait() == -15
+    assert not pid_file.exists()
+    assert not keys.exists()
+
+
+def test_stopping_in_the_foreground_waits_for_the_end(pid_file: Path, spawn: Spawn) -> None:
+    process = spawn()
+    said: list[str] = []
+    launcher.stop(pid_file, wait_s=30, say=said.append)
+    assert said == ["TorchServe has stopped."]
+    assert psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE  # ended; its parent is in no hurry
+
+
+def test_a_server_that_will_not_end_takes_too_long(pid_file: Path, spawn: Spawn) -> None:
+    spawn(IGNORES_SIGTERM)
+    said: list[str] = []
+    assert launcher.stop(pid_file, wait_s=0.01, say=said.append) == 0
+    assert said == ["Stopping TorchServe took too long."]
+
+
+def test_a_program_that_took_over_the_pid_is_left_alone(pid_file: Path, spawn: Spawn) -> None:
+    process = spawn(name="an editor")
+    said: list[str] = []
+    assert launcher.stop(pid_file, say=said.append) == 0
+    assert said == ["Removing orphan pid file.", "TorchServe is not currently running."]
+    assert process.poll() is None
+    assert not pid_file.exists()
+
+
+def test_a_background_start_notes_the_pid_and_leaves_our_session(pid_file: Path) -> None:
+    process = launcher.start_in_background([sys.executable, "-c", WAITS, PROCESS_NAME], pid_file)
+    try:
+        assert launcher.read_pid(pid_file) == process.pid
+        assert os.getsid(process.pid) == process.pid
+        while not psutil.Process(process.pid).cmdline():
+            pass  # the kernel is still putting the new program in place
+        assert launcher.running(process.pid)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_becoming_the_server_keeps_the_pid(pid_file: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from torchere.serving.commands.torchserve import become;"
+        "become([sys.executable, '-c', 'import os; print(os.getpid())'], Path(sys.argv[1]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(pid_file)], capture_output=True, check=True)
+    assert int(done.stdout) == launcher.read_pid(pid_file)
+
+
+def test_a_link_in_place_of_the_pid_file_is_not_followed(pid_file: Path) -> None:
+    target = pid_file.with_name("target")
+    target.write_text("mine")
+    pid_file.symlink_to(target)
+    with pytest.raises(ConfigurationError, match=r"the pid file must be writable: remove it, or set TMPDIR"):
+        launcher.write_pid(pid_file, 1)
+    assert target.read_text() == "mine"

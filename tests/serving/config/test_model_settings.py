@@ -1,0 +1,121 @@
+"""`model-config.yaml` is outside input: typed, bounded, and nothing but data."""
+
+import pytest
+
+from torchere.serving.config.model_settings import parse_model_config
+from torchere.serving.errors import InvalidArchive
+
+
+def test_the_keys_of_torchserve_are_read() -> None:
+    config = parse_model_config(
+        "minWorkers: 1\nmaxWorkers: 2\nbatchSize: 4\nmaxBatchDelay: 200\nresponseTimeout: 30\n"
+        "deviceType: CPU\ndeviceIds: [0, 1]\njobQueueSize: 9\nhandler: {mine: [1]}\n"
+    )
+    assert (config.min_workers, config.max_workers, config.batch_size) == (1, 2, 4)
+    assert (config.max_batch_delay_ms, config.response_timeout_s, config.job_queue_size) == (200, 30, 9)
+    assert (config.device_type, config.device_ids) == ("cpu", (0, 1))
+    assert config.raw["handler"] == {"mine": [1]}
+
+
+@pytest.mark.parametrize("isolation", ["auto", "thread", "process", "shared"])
+def test_each_isolation_is_known(isolation: str) -> None:
+    config = parse_model_config(f"isolation: {isolation.upper()}")
+    assert (config.isolation, config.ignored) == (isolation, {})
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "---\n"])
+def test_an_empty_file_says_nothing_but_is_there(text: str) -> None:
+    config = parse_model_config(text)
+    assert config.present
+    assert config.raw == {}
+
+
+@pytest.mark.parametrize(
+    "text", ['batchSize: "4"', "batchSize: true", "batchSize: 1.5", "deviceIds: [a]", "isolation: sandbox"]
+)
+def test_a_wrong_type_is_ignored_and_noted(text: str) -> None:
+    config = parse_model_config(text)
+    assert (config.batch_size, config.device_ids, config.isolation) == (None, (), None)
+    key = text.partition(":")[0]
+    assert config.ignored[key].endswith("; it is ignored")
+
+
+def test_broken_yaml_is_told_by_line_without_the_parsers_drawing() -> None:
+    with pytest.raises(InvalidArchive) as caught:
+        parse_model_config("minWorkers: 1\na: [\n")
+    assert caught.value.message == (
+        "The model config is not valid YAML: expected the node content, but found '<stream end>' "
+        "in line 3, column 1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "bound"),
+    [
+        ("batchSize: 65537", 65_536),
+        ("minWorkers: 1025", 1024),
+        ("maxBatchDelay: 2147483648", 2**31 - 1),
+        ("responseTimeout: " + "9" * 400, 2**31 - 1),
+        ("startupTimeout: " + "9" * 400, 2**31 - 1),
+        ("sequenceMaxIdleMSec: " + "9" * 400, 2**31 - 1),
+    ],
+)
+def test_a_number_beyond_all_bounds_is_refused(text: str, bound: int) -> None:
+    key = text.partition(":")[0]
+    with pytest.raises(InvalidArchive, match=f"{key} in the model config is too large, .* {bound}"):
+        parse_model_config(text)
+
+
+def test_what_is_below_the_least_is_the_least_or_not_said() -> None:
+    config = parse_model_config("minWorkers: 0\nbatchSize: -3\nmaxRetryTimeoutInSec: -4\nresponseTimeout: 0")
+    assert (config.min_workers, config.batch_size, config.max_retry_timeout_s) == (1, 1, 0)
+    assert config.response_timeout_s is None
+
+
+def test_a_delay_of_zero_behaves_as_unset() -> None:
+    assert parse_model_config("maxBatchDelay: 0").max_batch_delay_ms is None
+
+
+def tripling(levels: int, first: str, form: str) -> str:
+    """Each level has the one before it three times."""
+    lines = [f"k0: &k0 {first}"]
+    lines += [f"k{n}: &k{n} " + form.format(f"[*k{n - 1}, *k{n - 1}, *k{n - 1}]") for n in range(1, levels)]
+    return "\n".join(lines)
+
+
+def test_aliases_that_repeat_little_are_fine() -> None:
+    config = parse_model_config("a: &a [x]\n" + "".join(f"k{n}: *a\n" for n in range(200)))
+    assert config.raw["k199"] == ["x"]
+
+
+def test_a_number_longer_than_any_is_refused_with_its_place() -> None:
+    with pytest.raises(InvalidArchive, match="a number of 5002 characters in line 2, column 12"):
+        parse_model_config("minWorkers: 1\nisolation: 0x" + "f" * 5000)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "!!python/object/apply:os.system ['true']",
+        "[1, 2]",
+        "a: [",
+        "x",
+        "[" * 200,
+        tripling(34, "[x]", "{}"),
+        tripling(14, "{x: 1}", "{{<<: {}}}"),
+        "a: &a [*a]",
+        "a: " + "x" * 2_000_000,
+        "a: 1" + ":1" * 20_000 + ".5",
+        "a: 2026-02-30",
+        "a: !!bool maybe",
+        "a: !!timestamp then",
+        "a: !!int ''",
+    ],
+    ids=[
+        *("python tag", "a list", "broken", "a word", "deep", "alias bomb", "merge bomb", "of itself"),
+        *("huge", "beyond floats", "no day", "no truth", "no time", "no number"),
+    ],
+)
+def test_what_is_not_a_sane_mapping_is_refused(text: str) -> None:
+    with pytest.raises(InvalidArchive, match="model config"):
+        parse_model_config(text)

@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchere.serving.config.keys import KEYS
+from torchere.serving.config.properties import ConfigurationError, parse_properties
+from torchere.serving.config.resolve import Configuration, configure, report
+from torchere.serving.config.server_settings import Address, ServerSettings
+
+SNAPSHOT = (
+    'model_snapshot={"models":{"noop":{"1.11":{"defaultVersion":true,"marName":"noop.mar","minWorkers":1,'
+    '"maxWorkers":2,"batchSize":1,"maxBatchDelay":100}}}}'
+)
+
+
+def configured(text: str, environ: dict[str, str] | None = None, **overrides: str) -> Configuration:
+    return configure(parse_properties(text), environ, overrides)
+
+
+def settings(text: str, environ: dict[str, str] | None = None, **overrides: str) -> ServerSettings:
+    return configured(text, environ, **overrides).checked()
+
+
+def warnings(text: str, environ: dict[str, str] | None = None, **overrides: str) -> list[str]:
+    return [str(finding) for finding in configured(text, environ, **overrides).of_level("warning")]
+
+
+def error(text: str, environ: dict[str, str] | None = None) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        settings(text, environ)
+    return str(caught.value)
+
+
+def test_nothing_configured_gives_the_defaults_and_no_findings() -> None:
+    assert configure() == Configuration(ServerSettings(), ())
+
+
+def test_a_file_sets_what_it_names() -> None:
+    made = settings(
+        """
+        model_store=/models
+        load_models=a.mar, net=b.mar
+        job_queue_size=1000
+        default_workers_per_model = 4
+        default_response_timeout=5
+        max_request_size=10000000000
+        decode_input_request=FALSE
+        disable_token_authorization=true
+        enable_model_api=true
+        default_service_handler=pkg.handler_service:handle
+        service_envelope=kserve
+        blacklist_env_vars=AWS_.*
+        cors_allowed_origin=https://x.example
+        number_of_gpu=1
+        metric_time_interval=10
+        """
+    )
+    assert made.model_store == Path("/models")
+    assert made.load_models == ("a.mar", "net=b.mar")
+    assert (made.max_queue_size, made.default_executors, made.default_response_timeout_s) == (1000, 4, 5.0)
+    assert made.limits.max_request_bytes == 10_000_000_000
+    assert (made.decode_input, made.token_auth_enabled, made.model_api_enabled) == (False, False, True)
+    assert (made.default_handler, made.service_envelope) == ("pkg.handler_service:handle", "kserve")
+    assert (made.hidden_env_vars, made.cors_allowed_origin) == ("AWS_.*", "https://x.example")
+    assert (made.max_gpus, made.system_metrics_interval_s) == (1, 10.0)
+
+
+def test_a_switched_off_metrics_api_has_no_listener() -> None:
+    assert settings("enable_metrics_api=false\nmetrics_address=http://h:1").metrics_address is None
+    assert settings("enable_metrics_api=true").metrics_address == Address(port=8082)
+
+
+def test_all_errors_are_told_at_once_with_the_origin() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        configured("job_queue_size=x\nok\nnumber_of_gpu=y").checked("a.properties")
+    assert [line.split(": ")[:2] for line in str(caught.value).split("\n")] == [
+        ["a.properties", "line 1"],
+        ["a.properties", "line 3"],
+    ]
+
+
+def test_a_value_can_not_forge_a_line_of_a_message() -> None:
+    assert error("job_queue_size=1\\n2026 ERROR forged").count("\n") == 0
+    assert "\n" not in error("inference_address=x\\n2026 ERROR forged")
+
+
+def test_an_unknown_key_names_its_nearest_neighbour_and_hides_its_value() -> None:
+    found = configured("job_queue_sise=5\nsomething_else_entirely=6").findings
+    assert "did you mean job_queue_size?" in found[0].message
+    assert found[1].message == "unknown key, not used"
+    assert {finding.value for finding in found} == {"***"}
+
+
+def test_a_key_without_effect_says_what_to_do_instead() -> None:
+    assert "has no effect: there is no JVM here" in warnings("vmargs=-Xmx4g")[0]
+    assert "certificate_file and private_key_file" in warnings("keystore=k.p12")[0]
+    assert "keytool -importkeystore" in warnings("keystore=k.jks")[0]
+
+
+@pytest.mark.parametrize(
+    "line", ["version=0.12.0", "tsConfigFile=x", "NUM_WORKERS=1", "debug=False", "ipex_enable=false"]
+)
+def test_what_asks_for_nothing_is_taken_without_a_word(line: str) -> None:
+    assert warnings(line) == []
+
+
+def test_a_secret_is_never_shown() -> None:
+    text = "keystore_pass=hunter2\nkeystore_password=hunter2"
+    shown = report(Path("x"), configured(text))
+    assert "hunter2" not in shown
+    assert "keystore_pass=***" in shown
+
+
+def test_environment_beats_command_line_beats_file() -> None:
+    text = "enable_envvars_config=true\nmodel_store=/file"
+    assert settings(text).model_store == Path("/file")
+    assert settings(text, model_store="/flag").model_store == Path("/flag")
+    assert settings(text, {"TS_MODEL_STORE": "/env"}, model_store="/flag").model_store == Path("/env")
+
+
+def test_the_environment_overrides_the_token_switch_in_both_directions() -> None:
+    gate = "enable_envvars_config=true"
+    on, off = ({"TS_DISABLE_TOKEN_AUTHORIZATION": value} for value in ("false", "true"))
+    assert settings(gate, on, disable_token_authorization="true").token_auth_enabled is True
+    assert settings(gate, off).token_auth_enabled is False
+
+
+def test_without_its_gate_the_environment_is_not_used_and_said_so() -> None:
+    environ = {"TS_JOB_QUEUE_SIZE": "7"}
+    assert settings("", environ).max_queue_size == 100
+    assert "the file must say enable_envvars_config=true" in warnings("", environ)[0]
+
+
+def test_of_a_gate_that_is_there_twice_the_last_one_counts() -> None:
+    environ = {"TS_ENABLE_MODEL_API": "true"}
+    shut = "enable_envvars_config=true\nenable_envvars_config=false"
+    assert settings(shut, environ).model_api_enabled is False
+
+
+def test_allowed_urls_from_the_environment_need_a_second_gate() -> None:
+    environ = {"TS_ALLOWED_URLS": "https://a/.*,s3://.*"}
+    one = "enable_envvars_config=true"
+    assert settings(one, environ).allowed_urls == ()
+    assert settings(f"{one}\nuse_env_allowed_urls=true", environ).allowed_urls == ("https://a/.*", "s3://.*")
+
+
+def test_a_gate_can_not_be_opened_from_the_environment() -> None:
+    environ = {"TS_ENABLE_ENVVARS_CONFIG": "true", "TS_JOB_QUEUE_SIZE": "7"}
+    assert settings("", environ).max_queue_size == 100
+
+
+@pytest.mark.parametrize(("value", "expected"), [("oip", True), ("kserve", False)])
+def test_the_protocol_switch_of_the_environment_needs_no_gate(value: str, expected: bool) -> None:
+    made = settings("", {"TS_OPEN_INFERENCE_PROTOCOL": value})
+    assert made.open_inference_protocol is expected
+
+
+def test_irregular_variable_names_are_known() -> None:
+    made = settings("enable_envvars_config=true", {"TS_TOKEN_EXPIRATION_TIME_MIN": "5"})
+    assert made.token_expiration_min == 5.0
+
+
+def test_file_only_keys_have_no_variable() -> None:
+    environ = {"TS_MODELS": "{", "TS_MODEL_SNAPSHOT": "{", "TS_METRIC_TIME_INTERVAL": "5"}
+    assert configured("enable_envvars_config=true", environ).of_level("error") == ()
+
+
+def test_of_duplicate_lines_the_last_counts_and_the_first_is_a_warning() -> None:
+    text = "job_queue_size=1\njob_queue_size=2"
+    assert settings(text).max_queue_size == 2
+    assert warnings(text) == ["line 1: job_queue_size: not used: line 2 counts"]
+
+
+def test_load_models_gives_way_to_a_snapshot_with_a_warning() -> None:
+    text = f"load_models=a.mar\n{SNAPSHOT}"
+    assert settings(text).load_models == ()
+    assert "model_snapshot is there" in warnings(text)[0]
+
+
+@given(st.sampled_from(sorted(KEYS)), st.text(max_size=40))
+def test_any_value_of_any_key_ends_in_a_finding_never_in_a_crash(name: str, value: str) -> None:
+    made = configure((), {}, {name: value})
+    assert [finding for finding in made.findings if finding.key == name or finding.level == "error"]
+
+
+def test_what_counts_is_kept_for_snapshots_without_what_must_be_said_anew() -> None:
+    text = "model_store=store\njob_queue_size=$$SIZE$$\nkeystore_pass=secret\nload_models=all\nunknown=1"
+    environ = {"SIZE": "7"}
+    command_line = {"disable_token_authorization": "true", "default_workers_per_model": "2"}
+    effective = dict(configure(parse_properties(text), environ, command_line).effective)
+    assert effective == {
+        "model_store": str(Path("store").absolute()),
+        "job_queue_size": "7",
+        "default_workers_per_model": "2",
+    }
+
+
+def test_a_door_that_the_file_opens_is_kept_open() -> None:
+    effective = dict(configure(parse_properties("enable_model_api=true")).effective)
+    assert effective == {"enable_model_api": "true"}
+
+
+def test_fixed_keys_come_from_the_file_or_its_variable() -> None:
+    environ = {"TS_TOKEN_KEYS_FILE": "/run/keys.json"}
+    assert settings("token_keys_file=/etc/keys.json").token_keys_file == Path("/etc/keys.json")
+    assert settings("enable_envvars_config=true", environ).token_keys_file == Path("/run/keys.json")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "token_keys_file=key_file.json",
+        "token_keys_file=/etc/k.json\nkey_file=/etc/k.json",
+        "token_keys_file=key_file.json\nkey_file=/etc/k.json",
+    ],
+)
+def test_fixed_keys_are_not_kept_where_servers_write_theirs(text: str) -> None:
+    assert "token_keys_file: servers write this file" in error(text)
+
+
+def test_fixed_keys_leave_other_settings_of_tokens_without_effect() -> None:
+    text = "token_keys_file=/etc/k.json\nkey_file=/run/k.json\ndisable_token_authorization=true"
+    assert warnings(text) == [
+        "configuration: key_file: not used: token_keys_file is there, and the server makes no keys",
+        "configuration: token_keys_file: not used: disable_token_authorization lets everybody pass",
+    ]
+
+
+@pytest.mark.parametrize("key", ["models", "model_snapshot"])
+def test_models_that_were_spread_over_processes_are_said(key: str) -> None:
+    entry = {"defaultVersion": True, "marName": "m.mar"}
+    entry |= dict.fromkeys(("minWorkers", "maxWorkers", "batchSize", "maxBatchDelay"), 1)
+    models = {"big": {"1.0": {**entry, "parallelLevel": 4}, "2.0": {**entry, "parallelLevel": 0}}}
+    (said,) = warnings(f"{key}={json.dumps(models if key == 'models' else {'models': models})}")
+    assert f"{key}: parallelLevel of big 1.0 has no effect: a model is not spread" in said
+    assert "quantise it until it fits one device" in said

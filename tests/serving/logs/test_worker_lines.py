@@ -1,0 +1,136 @@
+import logging
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchere.serving.logs.lines import JsonFormatter
+from torchere.serving.logs.worker_lines import (
+    MAX_LINE_BYTES,
+    SEPARATOR,
+    WorkerFormatter,
+    new_token,
+    relay,
+)
+
+ORIGIN = {"model": "net", "version": "1.0", "executor": 9000}
+PLAIN = logging.getLogger("torchere.worker")
+TOKEN = new_token()
+MARK = SEPARATOR + TOKEN
+
+
+def line_of(**changes):
+    record = logging.makeLogRecord(
+        {"name": "my.handler", "levelno": logging.ERROR, "levelname": "ERROR", "msg": "%s", "args": ("bad",)}
+        | changes
+    )
+    lines = WorkerFormatter()
+    lines.token = TOKEN
+    return lines.format(record)
+
+
+def relayed(caplog, line):
+    with caplog.at_level(logging.DEBUG):
+        relay(line, TOKEN, ORIGIN, PLAIN)
+    (record,) = caplog.records
+    return record
+
+
+def test_a_record_arrives_with_its_level_its_logger_and_where_it_came_from(caplog):
+    record = relayed(caplog, line_of(request_id="r-1", model="forged"))
+    assert (record.levelno, record.name, record.getMessage()) == (logging.ERROR, "my.handler", "bad")
+    assert (record.request_id, record.model, record.executor) == ("r-1", "net", 9000)
+
+
+def test_a_traceback_stays_in_one_piece(caplog):
+    try:
+        raise ValueError("100 % wrong")
+    except ValueError as err:
+        line = line_of(exc_info=(type(err), err, err.__traceback__), msg="it failed: 100 %", args=())
+    assert "\n" not in line
+    record = relayed(caplog, line)
+    assert record.getMessage() == "it failed: 100 %"
+    assert JsonFormatter().format(record).count("ValueError: 100 % wrong") == 1
+
+
+def test_the_stack_that_was_asked_for_comes_with_it(caplog):
+    record = relayed(caplog, line_of(stack_info="Stack (most recent call last):\n  here"))
+    assert JsonFormatter().format(record).count("here") == 1
+
+
+def test_what_a_handler_prints_is_text_at_info(caplog):
+    record = relayed(caplog, "hello %s")
+    assert (record.levelno, record.name, record.getMessage()) == (logging.INFO, "torchere.worker", "hello %s")
+    assert record.model == "net"
+
+
+def test_a_record_behind_what_was_printed_without_a_line_end_stays_one(caplog):
+    with caplog.at_level(logging.DEBUG):
+        relay(f"loading:  50%{line_of()}", TOKEN, ORIGIN, PLAIN)
+    found = [(record.levelno, record.name, record.getMessage()) for record in caplog.records]
+    assert found == [
+        (logging.INFO, "torchere.worker", "loading:  50%"),
+        (logging.ERROR, "my.handler", "bad"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [MARK, MARK + "{", MARK + "[]", MARK + '{"level": "x"}', MARK + "[" * 100_000, line_of()[:-5]],
+)
+def test_a_line_that_is_only_marked_like_a_record_is_text(caplog, line):
+    assert relayed(caplog, line).name == "torchere.worker"
+
+
+@pytest.mark.parametrize("level", ["1e999", "-1", "51", "40.0", "true", '"40"', "null", "9" * 30])
+def test_a_record_whose_level_is_none_of_logging_is_text(caplog, level):
+    line = line_of().replace('"level": 40', f'"level": {level}')
+    assert level in line
+    record = relayed(caplog, line)
+    assert (record.levelno, record.name) == (logging.INFO, "torchere.worker")
+
+
+def test_a_level_beyond_those_of_logging_counts_as_the_next_of_them(caplog):
+    assert relayed(caplog, line_of(levelno=99)).levelno == logging.CRITICAL
+
+
+@pytest.mark.parametrize("token", ["", "0" * len(TOKEN), TOKEN[:-1]])
+def test_what_a_client_makes_a_handler_print_speaks_in_nobodys_name(caplog, token):
+    fields = '{"level": 50, "logger": "torchere.serving.server", "message": "on fire", "exception": "", '
+    record = relayed(caplog, f'{SEPARATOR}{token}{fields}"extra": {{}}}}')
+    assert (record.levelno, record.name) == (logging.INFO, "torchere.worker")
+
+
+@pytest.mark.parametrize("letter", ["x", "ж", "\U0001f600", "\n"])
+def test_a_long_record_keeps_its_end_and_fits_into_a_line(caplog, letter):
+    text = letter * 20_000 + "the end"
+    line = line_of(args=(text,), exc_text=text, field=text)
+    assert len(line.encode()) <= MAX_LINE_BYTES
+    record = relayed(caplog, line)
+    assert record.getMessage().endswith("the end")
+    assert record.exc_text.endswith("the end")
+    assert record.levelno == logging.ERROR
+
+
+def test_a_record_below_the_level_of_its_logger_here_is_left_out(caplog):
+    with caplog.at_level(logging.CRITICAL, "my.handler"):
+        relay(line_of(), TOKEN, ORIGIN, PLAIN)
+    assert caplog.records == []
+
+
+@given(st.dictionaries(st.text(max_size=12), st.text(max_size=12), max_size=4), st.text())
+def test_no_field_replaces_what_a_record_is_made_of(extra, message):
+    line = line_of(**{f"x{name}": value for name, value in extra.items()}, args=(message,))
+    seen = []
+
+    class Keeper(logging.Handler):
+        def emit(self, record):
+            seen.append((record.levelno, record.getMessage()))
+
+    keeper = Keeper()
+    logging.getLogger("my.handler").addHandler(keeper)
+    try:
+        relay(line, TOKEN, ORIGIN, PLAIN)
+    finally:
+        logging.getLogger("my.handler").removeHandler(keeper)
+    assert seen == [(logging.ERROR, message)]

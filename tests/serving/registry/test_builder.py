@@ -1,0 +1,110 @@
+"""What is said of a version while it is built."""
+
+import asyncio
+import json
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from torchere.serving.config.model_settings import Asked
+from torchere.serving.config.server_settings import ServerSettings
+from torchere.serving.observation import RegistryMetrics
+from torchere.serving.registry.desired import Wanted
+from torchere.serving.registry.registry import Registry
+from torchere.serving.registry.version import Version
+from torchere.serving.telemetry.metrics import Metrics
+
+OWN = {"h.py": b"def handle(data, context): return data\n"}
+COMPILED = {"net.pt": b"looked at when it is loaded"}
+
+
+def version_of(folder: Path, config: str, files: Mapping[str, bytes] = OWN, handler: str = "h.py") -> Version:
+    """A version from an archive with that model config, on a machine without a GPU."""
+    model = {"modelName": "m", "modelVersion": "1.0", "handler": handler, "configFile": "m.yaml"}
+    if "net.pt" in files:
+        model["serializedFile"] = "net.pt"
+    with zipfile.ZipFile(folder / "m.mar", "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+        archive.writestr("m.yaml", config)
+        archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}))
+
+    async def main() -> Version:
+        server = ServerSettings(model_store=folder, temp_dir=folder, max_gpus=0)
+        registry = Registry(server, RegistryMetrics(Metrics("host")))
+        version = await registry.register(Wanted("m.mar", Asked()))
+        await registry.close()
+        return version
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("config", "warned"),
+    [
+        ("deviceType: gpu", True),
+        ("deviceIds: [0]", True),
+        ("deviceType: cpu\ndeviceIds: [0]", False),
+        ("minWorkers: 1", False),
+    ],
+)
+def test_a_model_that_asks_for_a_gpu_where_none_is_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, config: str, warned: bool
+) -> None:
+    version_of(tmp_path, config)
+    assert ("m:1.0 asks for a GPU in its model config, and there is none" in caplog.text) is warned
+
+
+@pytest.mark.parametrize(
+    ("config", "shares_weights", "pinned"),
+    [
+        ("isolation: thread", True, False),
+        ("isolation: process", False, False),
+        ("minWorkers: 1", False, False),  # its handler is Python of its own
+        ("isolation: thread\ncontinuousBatching: true", False, True),
+        ("isolation: thread\nsequenceBatching: true\nsequenceMaxIdleMSec: 1000", False, True),
+    ],
+)
+def test_executors_are_lanes_of_one_process_unless_they_keep_state_or_are_to_be_apart(
+    tmp_path: Path, config: str, shares_weights: bool, pinned: bool
+) -> None:
+    version = version_of(tmp_path, config)
+    spec = version.pool._spec
+    assert (spec.shares_weights, spec.pinned) == (shares_weights, pinned)
+
+
+@pytest.mark.parametrize(
+    ("config", "sends_ahead"),
+    [
+        ("minWorkers: 1", True),
+        ("useJobTicket: true", False),
+        ("jobQueueSize: 7", False),
+        ("jobQueueSize: 8", True),
+    ],
+)
+def test_runs_are_sent_ahead_unless_so_few_may_wait_that_each_counts(
+    tmp_path: Path, config: str, sends_ahead: bool
+) -> None:
+    assert version_of(tmp_path, config).pool._settings.sends_ahead is sends_ahead
+
+
+@pytest.mark.parametrize(
+    ("more", "files", "isolation"),
+    [
+        ("", COMPILED, "shared"),
+        ("continuousBatching: true\n", COMPILED, "thread"),
+        ("sequenceBatching: true\nsequenceMaxIdleMSec: 1000\n", COMPILED, "thread"),
+        ("torchscript:\n  quantized_engine: onednn\n", COMPILED, "thread"),
+        ("torchscript:\n  optimize_for_inference: true\n", COMPILED, "shared"),
+        ("", COMPILED | {"base_handler.py": b"import os\n"}, "thread"),
+        ("", COMPILED | {"parts/__init__.py": b""}, "thread"),
+    ],
+)
+def test_a_version_shares_a_process_unless_it_needs_one_of_its_own(
+    tmp_path: Path, more: str, files: Mapping[str, bytes], isolation: str
+) -> None:
+    version = version_of(tmp_path, f"isolation: shared\n{more}", files, "base_handler")
+    assert version.origin.isolation == isolation
+    assert version.pool._spec.shares_weights is not version.pool._spec.pinned

@@ -1,0 +1,157 @@
+"""Environments of versions, built with the real pip and venv from a wheel that lies in the archive."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from torchere.serving.errors import DependenciesFailed
+from torchere.serving.store.environment import (
+    EnvironmentBuilder,
+    EnvironmentPlan,
+    _errors_in,
+    plan_environment,
+)
+
+WHEEL = "tiny_dependency-1.0-py3-none-any.whl"
+REQUIREMENTS = f"--no-index\n./{WHEEL}\n"
+BROKEN = "--no-index\nno-such-package==1.0\n"
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    """An unpacked archive with a wheel of its own."""
+    folder = tmp_path / "unpacked" / "model"
+    folder.mkdir(parents=True)
+    info = "tiny_dependency-1.0.dist-info"
+    with zipfile.ZipFile(folder / WHEEL, "w") as wheel:
+        wheel.writestr("tiny_dependency.py", "VALUE = 'from the wheel'\n")
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-dependency\nVersion: 1.0\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", f"tiny_dependency.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n")
+    (folder / "requirements.txt").write_text(REQUIREMENTS)
+    (folder / "broken.txt").write_text(BROKEN)
+    return folder
+
+
+def build(archive: Path, plan: EnvironmentPlan, timeout_s: float = 120.0) -> object:
+    builder = EnvironmentBuilder(os.environ, timeout_s)
+    return asyncio.run(builder.build("m", archive, plan))
+
+
+def output(python: str, code: str, **variables: str) -> str:
+    environment = {**os.environ, **variables}
+    return subprocess.run(
+        [python, "-c", code], env=environment, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("install", "model", "config", "plan"),
+    [
+        (False, {"requirementsFile": "r.txt"}, {}, EnvironmentPlan()),
+        (True, {"requirementsFile": "r.txt"}, {}, EnvironmentPlan(requirements="r.txt")),
+        (True, {}, {"useVenv": True}, EnvironmentPlan(venv=True)),
+        (False, {"requirementsFile": "r.txt"}, {"useVenv": True}, EnvironmentPlan(venv=True)),
+        (True, {"requirementsFile": "r.txt"}, {"useVenv": "yes"}, EnvironmentPlan(requirements="r.txt")),
+        (True, {"requirementsFile": 1}, {"useVenv": 1}, EnvironmentPlan()),
+    ],
+)
+def test_what_is_built_is_what_archive_and_server_say(
+    install: bool, model: dict[str, object], config: dict[str, object], plan: EnvironmentPlan
+) -> None:
+    assert plan_environment(install, {"model": model}, config) == plan
+
+
+def test_nothing_is_built_without_a_plan(archive: Path) -> None:
+    assert build(archive, plan_environment(True, {}, {})) is None
+    assert list(archive.parent.iterdir()) == [archive]
+
+
+def test_requirements_go_into_a_folder_of_the_version(
+    archive: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    environment = build(archive, EnvironmentPlan(requirements="requirements.txt"))
+    packages = archive.parent / "packages"
+    assert environment == type(environment)(packages=str(packages))  # type: ignore[call-arg]
+    code = "import tiny_dependency; print(tiny_dependency.VALUE)"
+    assert output(sys.executable, code, PYTHONPATH=str(packages)) == "from the wheel"
+    assert "Installed custom pip packages for model m" in caplog.messages
+    assert not list(archive.glob("tiny_dependency*.py"))
+
+
+def test_a_venv_has_its_own_packages_and_sees_the_servers(
+    archive: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    build(archive, EnvironmentPlan(venv=True, requirements="requirements.txt"))
+    python = str(archive.parent / "venv" / "bin" / "python")
+    code = "import tiny_dependency, msgspec, torchere.serving; print(tiny_dependency.__file__)"
+    assert output(python, code).startswith(str(archive.parent / "venv"))
+    made = f"Created virtual environment for model m: {archive.parent / 'venv'}"
+    assert caplog.messages == [made, "Installed custom pip packages for model m"]
+
+
+def test_what_cannot_be_installed_is_said_with_pips_last_words(archive: Path) -> None:
+    with pytest.raises(DependenciesFailed) as caught:
+        build(archive, EnvironmentPlan(requirements="broken.txt"))
+    assert caught.value.message == "Custom pip package installation failed for model m"
+    assert "No matching distribution found for no-such-package" in caught.value.detail
+    assert caught.value.detail.startswith("exit status 1: ERROR: ")
+    assert "\n" not in caught.value.detail
+
+
+def test_of_a_build_that_failed_all_of_pips_words_are_kept() -> None:
+    text = "  error: subprocess-exited-with-error\n  x.c:1: no such header\nERROR: Failed building wheel"
+    assert _errors_in(text) == text
+
+
+def test_what_pip_says_about_its_error_in_further_lines_is_kept() -> None:
+    text = (
+        "Collecting a\nERROR: Cannot install a and b because these package versions have conflicting "
+        "dependencies.\n\nThe conflict is caused by:\n    a 1 depends on c==1\n    b 1 depends on c==2\n\n"
+        "ERROR: ResolutionImpossible: for help visit the pages of pip"
+    )
+    said = _errors_in(text)
+    assert said.startswith("ERROR: Cannot install a and b") and "\n" not in said
+    assert "a 1 depends on c==1 b 1 depends on c==2 ERROR: ResolutionImpossible" in said
+    assert _errors_in("ERROR: Exception:\nTraceback\n  x\nReadTimeoutError: late").endswith("late")
+
+
+def test_a_venv_that_cannot_be_made_is_said(archive: Path) -> None:
+    (archive.parent / "venv").write_text("in the way")
+    with pytest.raises(DependenciesFailed) as caught:
+        build(archive, EnvironmentPlan(venv=True))
+    assert caught.value.message == "Virtual environment creation failed for model m"
+
+
+def test_an_installation_that_hangs_is_ended(archive: Path) -> None:
+    with pytest.raises(DependenciesFailed) as caught:
+        build(archive, EnvironmentPlan(requirements="requirements.txt"), timeout_s=0.01)
+    assert caught.value.detail == "not done within install_timeout_s=0.01"
+
+
+def test_cancelling_ends_the_installation(archive: Path) -> None:
+    before = children()  # left by other tests, perhaps
+
+    async def cancelled() -> None:
+        builder = EnvironmentBuilder(os.environ, 120.0)
+        plan = EnvironmentPlan(requirements="requirements.txt")
+        task = asyncio.ensure_future(builder.build("m", archive, plan))
+        while not task.done() and children() == before:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
+    assert children() == before
+
+
+def children() -> list[str]:
+    return Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()

@@ -1,0 +1,134 @@
+"""Archives from S3: allowed by the bucket's name, signed with the server's keys, fetched as any other."""
+
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from torchere.serving.errors import DownloadFailed, ModelNotFound
+from torchere.serving.store.fetch import Downloader
+from torchere.serving.store.url_rules import allow
+
+BODY = b"archive" * 1000
+ALLOWED = ("s3://models/.*",)
+SECRET = "the-secret-key"
+
+
+class Bucket(BaseHTTPRequestHandler):
+    """Gives `BODY` for every signed request; `asked` keeps their targets."""
+
+    asked: list[str]
+
+    def log_message(self, *_: object) -> None: ...
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        body = BODY if "X-Amz-Signature" in self.path else b""
+        self.send_response(200 if body else 403)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[Bucket]]:
+    """A server that botocore takes for S3, and credentials for it."""
+    handler = type("Here", (Bucket,), {"asked": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    variables = {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}",
+        "AWS_ACCESS_KEY_ID": "the-key-id",
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_DEFAULT_REGION": "eu-central-1",
+        "AWS_CONFIG_FILE": str(tmp_path / "none"),
+        "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "none"),
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    yield handler
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def downloader() -> Downloader:
+    return Downloader(ALLOWED, max_bytes=1_000_000, timeout_s=20)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "store").mkdir()
+    return tmp_path / "store"
+
+
+def test_an_archive_is_fetched_by_a_signed_request(
+    bucket: type[Bucket], downloader: Downloader, folder: Path
+) -> None:
+    download = downloader.download("s3://models/team%20a/net.mar", folder)
+    assert download.path == folder / "net.mar"
+    assert download.path.read_bytes() == BODY
+    (asked,) = bucket.asked
+    assert urlsplit(asked).path == "/models/team%20a/net.mar"
+    signed = parse_qs(urlsplit(asked).query)
+    assert signed["X-Amz-Credential"][0].startswith("the-key-id/")
+    assert "eu-central-1/s3/aws4_request" in signed["X-Amz-Credential"][0]
+
+
+@pytest.mark.usefixtures("bucket")
+def test_the_bounds_of_downloads_hold_and_no_message_has_a_signature(folder: Path) -> None:
+    with pytest.raises(DownloadFailed) as caught:
+        Downloader(ALLOWED, max_bytes=10, timeout_s=20).download("s3://models/net.mar", folder)
+    assert str(caught.value) == "Failed to download archive from: s3://models/net.mar"
+    assert "max_download_bytes=10" in caught.value.detail
+    assert "Amz" not in caught.value.detail
+    assert list(folder.iterdir()) == []
+
+
+def test_without_credentials_it_says_what_is_missing(
+    bucket: type[Bucket], downloader: Downloader, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(DownloadFailed) as caught:
+        downloader.download("s3://models/net.mar", folder)
+    assert "Unable to locate credentials; set AWS_REGION and credentials" in caught.value.detail
+    assert bucket.asked == []
+
+
+def test_without_botocore_it_says_what_to_install(
+    downloader: Downloader, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "botocore.session", None)
+    with pytest.raises(DownloadFailed) as caught:
+        downloader.download("s3://models/net.mar", folder)
+    assert caught.value.detail == "it needs botocore: pip install 'torchere[s3]'"
+
+
+@pytest.mark.parametrize("pattern", [".*", "s3://.*", r"s3://mod\w+/.*"])
+def test_a_pattern_has_to_spell_out_the_bucket(pattern: str) -> None:
+    with pytest.raises(ModelNotFound) as caught:
+        allow("s3://models/net.mar", (pattern,))
+    assert caught.value.detail == "no pattern of allowed_urls spells out the bucket models"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://models",
+        "s3://models/",
+        "s3://models:80/net.mar",
+        "s3://models/net.mar?versionId=1",
+        "s3:///x.mar",
+    ],
+)
+def test_what_is_no_bucket_and_key_is_refused(url: str) -> None:
+    with pytest.raises(ModelNotFound, match="does not match any allowed URL"):
+        allow(url, ("s3://models.*", "s3://.*"))

@@ -1,0 +1,91 @@
+"""How executors share the cores and the GPUs."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from datetime import datetime, timezone
+from typing import Any
+
+import pytest
+
+from torchere.serving.workers import devices
+from torchere.serving.workers.devices import gpu_count, intra_op_threads, new_places
+from torchere.serving.workers.executor import ExecutorState, ExecutorStatus
+from torchere.serving.workers.launch import ForkLauncher, worker_environment
+from torchere.serving.workers.pool import WorkerPool
+
+
+@pytest.mark.parametrize(
+    ("cores", "executors", "expected"), [(8, 2, 4), (8, 3, 2), (2, 8, 1), (4, 0, 4), (1, 1, 1)]
+)
+def test_all_executors_together_fit_the_cores(cores: int, executors: int, expected: int) -> None:
+    assert intra_op_threads(cores, executors) == expected
+
+
+@pytest.mark.parametrize(("most", "expected"), [(None, 4), (2, 2), (9, 4), (0, 0)])
+def test_no_more_gpus_are_used_than_there_are_and_the_operator_says(
+    most: int | None, expected: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(devices, "visible_gpus", lambda: 4)
+    assert gpu_count(most) == expected
+    assert ("number_of_gpu=9, and CUDA shows 4 GPUs" in caplog.text) is (most == 9)
+
+
+def test_tests_use_no_gpu_of_the_machine_unless_it_is_asked_for() -> None:
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert gpu_count(None) == 0
+
+
+def on(*gpu_ids: int | None) -> list[ExecutorStatus]:
+    """A version's executors, by their GPUs."""
+    began = datetime.now(timezone.utc)
+    return [ExecutorStatus(9000, ExecutorState.READY, began, 1, gpu_id=gpu_id) for gpu_id in gpu_ids]
+
+
+@pytest.mark.parametrize(
+    ("first_id", "count", "gpu_ids", "others", "expected"),
+    [
+        pytest.param(9000, 4, (0, 1), (), [0, 1, 0, 1], id="in turn"),
+        pytest.param(9001, 2, (0, 1, 2), (), [1, 2], id="versions of one executor begin at different GPUs"),
+        pytest.param(9002, 1, (0, 1), (0,), [1], id="an executor of another version came between"),
+        pytest.param(9008, 2, (0, 1, 2, 3), (0, 1), [2, 3], id="up again after it was scaled down"),
+        pytest.param(9000, 3, (0, 0, 1), (), [0, 1, 0], id="named twice it is used twice as much"),
+        pytest.param(9000, 2, (), (None,), [None, None], id="without GPUs"),
+        pytest.param(9000, -1, (0,), (0, 0), [], id="none is new"),
+    ],
+)
+def test_the_executors_of_a_version_are_spread_evenly_over_its_gpus(
+    first_id: int, count: int, gpu_ids: tuple[int, ...], others: tuple[int | None, ...], expected: list[Any]
+) -> None:
+    next_id = itertools.count(first_id).__next__
+    places = list(new_places(count, next_id, gpu_ids, on(*others)))
+    assert places == list(zip(itertools.count(first_id), expected, strict=False))
+
+
+@pytest.mark.parametrize("shares_weights", [True, False])
+def test_a_version_that_is_scaled_up_takes_the_gpu_that_it_does_not_use_yet(
+    make_spec: Any, shares_weights: bool
+) -> None:
+    async def main() -> None:
+        ids = itertools.count(9000, 2)  # with the executors of another version between
+        launcher = ForkLauncher(worker_environment())
+        pool = WorkerPool(
+            make_spec(gpu_ids=(0, 1), shares_weights=shares_weights),
+            response_timeout_s=30,
+            startup_timeout_s=30,
+            max_retry_timeout_s=30,
+            next_id=ids.__next__,
+            on_free=lambda: None,
+            on_loaded=lambda executor_id, load_s: None,
+            launcher=launcher,
+        )
+        for count in (1, 2):
+            await pool.resize(count)
+            await pool.warm_up()
+        assert [status.gpu_id for status in pool.statuses()] == [0, 1]
+        await pool.close()
+        await launcher.close()
+
+    asyncio.run(main())

@@ -1,0 +1,130 @@
+"""Executors whose client has much to take: they wait with the next part, and their time does not run."""
+
+import asyncio
+import itertools
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from torchere.serving.errors import ExecutorDied
+from torchere.serving.workers.launch import ForkLauncher, worker_environment
+from torchere.serving.workers.pool import WorkerPool
+from torchere.serving.workers.run import Run
+
+PARTS = 8
+PART_BYTES = 2**20  # more than a thread may be ahead, and more than a socket holds
+RESPONSE_TIMEOUT_S = 0.3
+STREAMING = f"""
+    from ts.handler_utils.utils import send_intermediate_predict_response
+    class Handler:
+        def initialize(self, context):
+            self.folder = context.system_properties["model_dir"]
+        def handle(self, data, context):
+            for number in range({PARTS}):
+                part = bytes({PART_BYTES})
+                send_intermediate_predict_response([part], context.request_ids, "", 200, context)
+                open(f"{{self.folder}}/made-{{number}}", "w").close()
+            return ["end"]
+"""
+
+
+class Held:
+    """An owner of a run that holds its lane from the first part on."""
+
+    def __init__(self, sink):
+        self.sink = sink
+        self.first = asyncio.Event()
+        self.go_on = None
+        self.is_over = False
+
+    def run_part(self, run, index, part):
+        self.sink.run_part(run, index, part)
+        self.first.set()
+        return None if self.is_over else self
+
+    def when_over(self, go_on):
+        assert self.go_on is None
+        self.go_on = go_on
+
+    def over(self):
+        self.is_over = True
+        self.go_on()
+
+    def run_done(self, run, report):
+        self.sink.run_done(run, report)
+
+    def run_returned(self, run):
+        self.sink.run_returned(run)
+
+
+@asynccontextmanager
+async def pool_of(spec):
+    launcher = ForkLauncher(worker_environment())
+    pool = WorkerPool(
+        spec,
+        response_timeout_s=RESPONSE_TIMEOUT_S,
+        startup_timeout_s=60.0,
+        max_retry_timeout_s=60.0,
+        next_id=itertools.count(9000).__next__,
+        on_free=lambda: None,
+        on_loaded=lambda executor_id, load_s: None,
+        launcher=launcher,
+    )
+    try:
+        await pool.resize(1)
+        await pool.warm_up()
+        yield pool
+    finally:
+        await pool.close()
+        await launcher.close()
+
+
+@pytest.fixture
+def held_run(make_spec, make_sink, make_request):
+    """`held_run(kind, test)`: runs `test(pool, held, folder)` with a batch whose first part has come."""
+
+    def runner(kind, test):
+        async def main():
+            spec = make_spec(STREAMING, shares_weights=kind == "thread")
+            async with pool_of(spec) as pool:
+                held = Held(make_sink())
+                pool.submit(Run([make_request("x")], held))
+                await asyncio.wait_for(held.first.wait(), 30)
+                await test(pool, held, Path(spec.archive_dir))
+
+        asyncio.run(main())
+
+    return runner
+
+
+def made(folder):
+    return len(list(folder.glob("made-*")))
+
+
+KINDS = pytest.mark.parametrize("kind", ["thread", "process"])
+
+
+@KINDS
+def test_a_held_executor_makes_no_more_and_goes_on_later(held_run, kind):
+    async def test(pool, held, folder):
+        await asyncio.sleep(2 * RESPONSE_TIMEOUT_S)  # in which it is not taken for one that hangs
+        assert made(folder) < PARTS / 2
+        assert not held.sink.report.done()
+        held.over()
+        assert (await held.sink.outcome()).body == b"end"
+        assert len(held.sink.parts) == PARTS
+        assert pool.statuses()[0].losses == 0
+
+    held_run(kind, test)
+
+
+@KINDS
+def test_a_pool_closes_while_an_executor_is_held(held_run, kind):
+    async def test(pool, held, folder):
+        closing = asyncio.ensure_future(pool.close())
+        assert isinstance(await held.sink.outcome(), ExecutorDied)
+        held.over()
+        await asyncio.wait_for(closing, 30)
+
+    held_run(kind, test)

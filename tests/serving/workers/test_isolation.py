@@ -1,0 +1,64 @@
+"""Threads for a compiled model without Python of its own, processes for the rest, a shared one when asked."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchere.serving.workers.isolation import choose_isolation
+
+
+@pytest.mark.parametrize("file", ["net.pt", "net.pt2"])
+def test_a_compiled_model_under_a_built_in_handler_runs_in_threads(file: str) -> None:
+    assert choose_isolation("auto", "image_classifier", {"serializedFile": file}) == "thread"
+
+
+@pytest.mark.parametrize(
+    ("handler", "model"),
+    [
+        ("handler.py:Own", {"serializedFile": "net.pt"}),
+        ("base_handler", {"serializedFile": "net.pth", "modelFile": "net.py"}),
+        ("base_handler", {"serializedFile": "net.onnx"}),
+        ("base_handler", {}),
+    ],
+)
+def test_python_of_the_archives_own_gets_a_process(handler: str, model: dict[str, str]) -> None:
+    assert choose_isolation("auto", handler, model) == "process"
+
+
+def test_a_model_that_keeps_the_gil_gets_processes() -> None:
+    model = {"serializedFile": "net.pt2"}
+    assert choose_isolation("auto", "base_handler", model, holds_gil=True) == "process"
+
+
+def test_on_a_gpu_every_executor_is_a_process() -> None:
+    model = {"serializedFile": "net.pt"}
+    assert choose_isolation("auto", "base_handler", model, on_gpu=True) == "process"
+
+
+@pytest.mark.parametrize("wanted", ["thread", "process"])
+def test_what_the_operator_says_is_done(wanted: str) -> None:
+    model = {"serializedFile": "net.pt2"}
+    assert choose_isolation(wanted, "own.py", model, holds_gil=True) == wanted  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("file", ["net.pt", "net.pt2"])
+def test_a_compiled_model_shares_a_process_where_that_is_wanted(file: str) -> None:
+    assert choose_isolation("shared", "image_classifier", {"serializedFile": file}) == "shared"
+
+
+@pytest.mark.parametrize(
+    ("handler", "model", "facts"),
+    [
+        ("handler.py:Own", {"serializedFile": "net.pt"}, {}),
+        ("base_handler", {"serializedFile": "net.pth", "modelFile": "net.py"}, {}),
+        ("base_handler", {"serializedFile": "net.onnx"}, {}),
+        ("base_handler", {"serializedFile": "net.pt2"}, {"holds_gil": True}),
+        ("base_handler", {"serializedFile": "net.pt"}, {"on_gpu": True}),
+        ("base_handler", {"serializedFile": "net.pt"}, {"needs_own_process": True}),
+    ],
+)
+def test_what_can_not_share_a_process_gets_what_auto_gives(
+    handler: str, model: dict[str, str], facts: dict[str, bool]
+) -> None:
+    given = choose_isolation("shared", handler, model, **facts)
+    assert given == choose_isolation("auto", handler, model, **facts) != "shared"

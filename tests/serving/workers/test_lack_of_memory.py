@@ -1,0 +1,52 @@
+"""Lack of memory, as torch and what it stands on tell it."""
+
+import pytest
+import torch
+
+from torchere.serving.workers.plain import lacks_memory
+
+GpuError: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)  # torch has it from 2.8 on
+
+
+@pytest.mark.parametrize(
+    "err",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("Tried to allocate 20.00 MiB"),
+        RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 31.75 GiB total capacity)"),
+        GpuError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+        RuntimeError("HIP out of memory. Tried to allocate 2.00 GiB"),
+        Exception("[ONNXRuntimeError] : Failed to allocate memory for requested buffer of size 9"),
+        Exception("[ONNXRuntimeError] : Available memory of 5 is smaller than requested bytes of 9"),
+    ],
+    ids=lambda err: str(err)[:30],
+)
+def test_what_says_that_memory_is_lacking(err: Exception) -> None:
+    assert lacks_memory(err)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_torch_on_a_cpu_says_so_in_a_text(*, compiled: bool) -> None:
+    def too_much(x: torch.Tensor) -> torch.Tensor:
+        return x.new_empty([1 << 50])
+
+    with pytest.raises(RuntimeError) as caught:
+        (torch.jit.script(too_much) if compiled else too_much)(torch.ones(1))
+    assert lacks_memory(caught.value)
+
+
+@pytest.mark.parametrize(
+    "err",
+    [
+        GpuError("CUDA error: device-side assert triggered"),
+        GpuError("CUDA error: no kernel image is available for execution on the device"),
+        RuntimeError("Attempting to deserialize object on a CUDA device"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"),
+        ValueError("CUDA"),
+    ],
+    ids=lambda err: str(err)[:40],
+)
+def test_other_errors_of_a_gpu_are_no_lack_of_memory(err: Exception) -> None:
+    assert not lacks_memory(err)

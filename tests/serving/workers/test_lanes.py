@@ -1,0 +1,388 @@
+"""Lanes: threads of one worker process over one copy of the weights, as real processes."""
+
+import asyncio
+import itertools
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchere.serving.errors import Cancelled, DeadlineExceeded, ExecutorDied, LoadFailed
+from torchere.serving.workers import lanes
+from torchere.serving.workers.executor import ExecutorState, LoadSpec
+from torchere.serving.workers.launch import ForkLauncher, worker_environment
+from torchere.serving.workers.pool import WorkerPool
+
+HANDLER = """
+    import os, signal, threading, time
+
+    class Handler:
+        def initialize(self, context):
+            if os.path.exists("refuse"):
+                raise RuntimeError("refused")
+            self.folder = context.system_properties["model_dir"]
+
+        def handle(self, data, context):
+            word = bytes(data[0]["body"]).decode()
+            if word == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if word.startswith("until "):
+                open(word[6:] + ".begun", "w").close()
+                while not os.path.exists(word[6:]):
+                    time.sleep(0.005)
+            if word == "hang":
+                time.sleep(3600)
+            if word == "thread":
+                return [f"{os.getpid()} {threading.current_thread().name}"] * len(data)
+            if word == "mark":
+                open("marked", "w").close()
+            return [word + "!"] * len(data)
+"""
+
+
+@asynccontextmanager
+async def pool_of(spec: LoadSpec, count: int = 2, **changes: Any) -> AsyncIterator[Any]:
+    """A pool of lanes in service; `pool.freed` is set whenever a lane may have come free."""
+    freed = asyncio.Event()
+    settings: dict[str, Any] = {
+        "response_timeout_s": 30.0,
+        "startup_timeout_s": 60.0,
+        "max_retry_timeout_s": 60.0,
+    }
+    launcher = ForkLauncher(worker_environment())
+    pool: Any = WorkerPool(
+        spec,
+        **{**settings, **changes},
+        next_id=itertools.count(9000).__next__,
+        on_free=freed.set,
+        on_loaded=lambda executor_id, load_s: None,
+        launcher=launcher,
+    )
+    pool.freed = freed
+    try:
+        await pool.resize(count)
+        await pool.warm_up()
+        yield pool
+    finally:
+        await pool.close()
+        await launcher.close()
+
+
+async def until(condition: Any) -> None:
+    """Wait until a condition holds."""
+
+    async def wait() -> None:
+        while not condition():
+            await asyncio.sleep(0.005)
+
+    await asyncio.wait_for(wait(), 60)
+
+
+@pytest.fixture
+def lanes_spec(make_spec: Any) -> Any:
+    def make(source: str = HANDLER, **changes: Any) -> LoadSpec:
+        spec: LoadSpec = make_spec(source, shares_weights=True, **changes)
+        return spec
+
+    return make
+
+
+def test_lanes_answer_side_by_side_in_one_process(lanes_spec: Any, make_sink: Any, make_request: Any) -> None:
+    async def main() -> None:
+        async with pool_of(lanes_spec()) as pool:
+            assert {status.pid for status in pool.statuses()} != {os.getpid()}
+            assert len({status.pid for status in pool.statuses()}) == 1
+            assert [status.executor_id for status in pool.statuses()] == [9000, 9001]
+            folder = Path(pool._spec.archive_dir)
+            slow, quick = make_sink(), make_sink()
+            slow.submit(pool, [make_request("until gate")])
+            assert (pool.free, pool.in_service) == (1, 2)
+            quick.submit(pool, [make_request("hi")])
+            assert (await quick.outcome()).body == b"hi!"
+            assert not slow.report.done()
+            (folder / "gate").touch()
+            assert (await slow.outcome()).body == b"until gate!"
+            assert pool.free == 2
+
+    asyncio.run(main())
+
+
+def test_a_crash_answers_the_runs_that_lanes_had_begun_and_gives_the_others_back(
+    lanes_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        async with pool_of(lanes_spec(batch_size=2)) as pool:
+            folder = Path(pool._spec.archive_dir)
+            first, second, behind = make_sink(), make_sink(), make_sink()
+            first.submit(pool, [make_request("until a")] * 2)
+            second.submit(pool, [make_request("until b")] * 2)
+            await until(lambda: (folder / "a.begun").exists() and (folder / "b.begun").exists())
+            assert (pool.free, pool.ahead) == (0, 1)
+            behind.submit(pool, [make_request("hi")] * 2)
+            os.kill(pool.statuses()[0].pid, signal.SIGKILL)
+            for begun in (first, second):
+                outcome = await begun.outcome()
+                assert isinstance(outcome, ExecutorDied)
+                assert outcome.detail == "killed by signal 9 (SIGKILL)"
+            assert await asyncio.wait_for(behind.given_back, 30)
+            await until(lambda: pool.in_service == 2)
+            assert [status.losses for status in pool.statuses()] == [1, 1]
+
+    asyncio.run(main())
+
+
+def test_a_lane_that_hangs_is_answered_its_worker_replaced_and_its_neighbour_finishes(
+    lanes_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        async with pool_of(lanes_spec(), response_timeout_s=2.0) as pool:
+            folder = Path(pool._spec.archive_dir)
+            before = pool.statuses()[0].pid
+            hung, neighbour, after = make_sink(), make_sink(), make_sink()
+            hung.submit(pool, [make_request("hang")])
+            await asyncio.sleep(1)
+            neighbour.submit(pool, [make_request("until gate")])
+            assert isinstance(await hung.outcome(), DeadlineExceeded)
+            assert not neighbour.report.done()
+            await until(lambda: pool.in_service == 2)
+            assert [status.executor_id for status in pool.statuses()] == [9000, 9001]
+            assert pool.statuses()[0].last_failure == "no answer within response_timeout=2 s"
+            assert pool.statuses()[0].pid != before
+            after.submit(pool, [make_request("hi")])
+            assert (await after.outcome()).body == b"hi!"
+            (folder / "gate").touch()
+            outcome = await neighbour.outcome()
+            assert isinstance(outcome, DeadlineExceeded | ExecutorDied) or outcome.body == b"until gate!"
+            await until(lambda: not Path(f"/proc/{before}").exists())
+
+    asyncio.run(main())
+
+
+def test_a_lane_that_hangs_is_found_beside_busy_neighbours(
+    lanes_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        async with pool_of(lanes_spec(), response_timeout_s=1.0) as pool:
+            hung = make_sink()
+            hung.submit(pool, [make_request("hang")])
+            began_s = time.monotonic()
+            while not hung.report.done():
+                assert time.monotonic() - began_s < 20
+                if pool.free:
+                    neighbour = make_sink()
+                    neighbour.submit(pool, [make_request("hi")])
+                    await neighbour.outcome()
+                else:
+                    await asyncio.sleep(0.005)
+            assert isinstance(await hung.outcome(), DeadlineExceeded)
+
+    asyncio.run(main())
+
+
+def test_a_model_that_hangs_again_and_again_is_given_up(
+    lanes_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        changes = {"response_timeout_s": 0.2, "max_retry_timeout_s": 0.1}
+        async with pool_of(lanes_spec(), **changes) as pool:
+            while pool.statuses()[0].state is not ExecutorState.FAILED:
+                await until(lambda: pool.free or pool.statuses()[0].state is ExecutorState.FAILED)
+                if pool.free:
+                    hung = make_sink()
+                    hung.submit(pool, [make_request("hang")])
+                    await hung.report
+            assert pool.in_service == 0
+
+    asyncio.run(main())
+
+
+def test_a_request_that_is_cancelled_before_its_lane_begins_is_not_run(
+    lanes_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        async with pool_of(lanes_spec(batch_size=2), 1) as pool:
+            folder = Path(pool._spec.archive_dir)
+            first, behind = make_sink(), make_sink()
+            first.submit(pool, [make_request("until gate")] * 2)
+            behind.submit(pool, [make_request("mark"), make_request("mark")])
+            for index in range(2):
+                behind.run.cancel(index)
+            (folder / "gate").touch()
+            report = await asyncio.wait_for(behind.report, 30)
+            assert all(isinstance(outcome, Cancelled) for outcome in report.outcomes)
+            assert not (folder / "marked").exists()
+
+    asyncio.run(main())
+
+
+STREAMS_FOR_EVER = """
+    import os, time
+    class Handler:
+        def initialize(self, context):
+            pass
+        def handle(self, data, context):
+            while True:
+                context.send_partial(0, b"part")
+                time.sleep(0.001)
+"""
+
+
+@pytest.mark.parametrize("shares_weights", [True, False])
+def test_a_run_whose_clients_have_all_left_is_given_up_at_its_next_part(
+    make_spec: Any, make_sink: Any, make_request: Any, shares_weights: bool
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec(STREAMS_FOR_EVER, shares_weights=shares_weights), 1) as pool:
+            endless = make_sink()
+            endless.submit(pool, [make_request("x")])
+            await until(lambda: len(endless.parts) > 3)
+            endless.run.cancel(0)
+            assert isinstance(await endless.outcome(), Cancelled)
+            assert pool.statuses()[0].losses == 0
+
+    asyncio.run(main())
+
+
+def test_lanes_are_added_and_ended_while_others_serve(
+    lanes_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        async with pool_of(lanes_spec(), 1) as pool:
+            folder = Path(pool._spec.archive_dir)
+            pid = pool.statuses()[0].pid
+            busy = make_sink()
+            busy.submit(pool, [make_request("until gate")])
+            await pool.resize(3)
+            await pool.warm_up()
+            assert (pool.in_service, pool.free) == (3, 2)
+            assert {status.pid for status in pool.statuses()} == {pid}
+            await pool.resize(1)
+            assert (pool.size, pool.in_service) == (1, 1)
+            (folder / "gate").touch()
+            assert (await busy.outcome()).body == b"until gate!"
+            threads = Path(f"/proc/{pid}/task")
+            for _ in range(4):
+                after = make_sink()
+                after.submit(pool, [make_request("thread")])
+                assert (await after.outcome()).body.split()[0] == str(pid).encode()
+            names = [(task / "comm").read_text() for task in threads.iterdir()]
+            assert len(names) >= 2
+
+    asyncio.run(main())
+
+
+def test_lanes_that_do_not_load_leave_those_that_serve(
+    lanes_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        async with pool_of(lanes_spec(), 1) as pool:
+            folder = Path(pool._spec.archive_dir)
+            (folder / "refuse").touch()
+            with pytest.raises(LoadFailed) as failure:
+                await pool.resize(2)
+            assert "refused" in failure.value.detail
+            assert (pool.size, pool.in_service) == (1, 1)
+            (folder / "refuse").unlink()
+            await pool.resize(2)
+            await pool.warm_up()
+            assert (pool.size, pool.in_service) == (2, 2)
+            after = make_sink()
+            after.submit(pool, [make_request("hi")])
+            assert (await after.outcome()).body == b"hi!"
+
+    asyncio.run(main())
+
+
+def test_an_exclusive_run_has_its_process_for_itself(
+    lanes_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        async with pool_of(lanes_spec()) as pool:
+            folder = Path(pool._spec.archive_dir)
+            busy, suspect, after = make_sink(), make_sink(), make_sink()
+            busy.submit(pool, [make_request("until gate")])
+            assert (pool.free, pool.empty) == (1, 0)
+            (folder / "gate").touch()
+            await busy.outcome()
+            assert pool.empty == 1
+            (folder / "gate").unlink()
+            suspect.submit(pool, [make_request("until gate")], exclusive=True)
+            assert (pool.free, pool.ahead, pool.empty) == (0, 0, 0)
+            (folder / "gate").touch()
+            await suspect.outcome()
+            assert pool.free == 2
+            after.submit(pool, [make_request("kill")], exclusive=True)
+            assert isinstance(await after.outcome(), ExecutorDied)
+            await until(lambda: pool.free == 2)
+
+    asyncio.run(main())
+
+
+SAYS_SOMETHING_AND_DIES = """
+    import os, signal, threading
+    class Handler:
+        def initialize(self, context):
+            pass
+        def handle(self, data, context):
+            process = os.getpid()
+            # The report goes out first: the thread waits for the interpreter, which the lane has.
+            threading.Timer(0.0005, os.kill, (process, signal.SIGKILL)).start()
+            return ["last words"] * len(data)
+"""
+
+
+@pytest.mark.parametrize("shares_weights", [True, False])
+def test_no_report_of_a_worker_that_dies_is_lost_and_no_run_is_answered_twice(
+    make_spec: Any, make_sink: Any, make_request: Any, shares_weights: bool
+) -> None:
+    async def main() -> None:
+        answered = 0
+        async with pool_of(make_spec(SAYS_SOMETHING_AND_DIES, shares_weights=shares_weights), 1) as pool:
+            for _ in range(60):
+                await until(lambda: pool.free)
+                sink = make_sink()
+                sink.submit(pool, [make_request("x")])  # perhaps to a worker that dies just now
+                ended = [sink.report, sink.given_back]
+                await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED, timeout=30)
+                assert sink.report.done() != sink.given_back.done()
+                if sink.report.done():
+                    answered += not isinstance(sink.report.result().outcomes[0], ExecutorDied)
+        assert answered > 0
+
+    asyncio.run(main())
+
+
+def test_the_page_tells_which_requests_are_cancelled_and_what_lanes_have_begun() -> None:
+    descriptor = lanes.create(4)
+    try:
+        server, worker = lanes.LanePage(descriptor, 4), lanes.LanePage(descriptor, 4)
+    finally:
+        os.close(descriptor)
+    worker.mark(0, 17, 1.5)
+    worker.mark(2, 18, 2.5)
+    assert server.begun(3) == {17: 1.5, 18: 2.5}
+    server.cancel(5, 1)
+    assert worker.cancelled(5, 3) == [1]
+    assert not worker.all_cancelled(5, 2)
+    server.cancel(5, 0)
+    assert worker.all_cancelled(5, 2)
+    server.hold(5, held=True)
+    assert worker.is_held(5)
+    assert not worker.is_held(6)
+    server.clear(5)
+    assert not worker.is_held(5)
+    assert worker.cancelled(5, 3) == []
+
+
+def test_a_worker_cannot_take_the_page_away() -> None:
+    descriptor = lanes.create(1)
+    try:
+        with pytest.raises(PermissionError):
+            os.ftruncate(descriptor, 0)
+    finally:
+        os.close(descriptor)

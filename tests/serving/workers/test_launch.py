@@ -1,0 +1,251 @@
+"""Both ways of starting a worker give the same worker."""
+
+import asyncio
+import fcntl
+import io
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import psutil
+import pytest
+import uvloop
+
+from torchere.serving.workers.fork_client import Spawned, spawn
+from torchere.serving.workers.launch import (
+    ExecLauncher,
+    ForkLauncher,
+    Launched,
+    _launched,
+    worker_environment,
+)
+from torchere.serving.workers.loss import Loss, LossKind
+
+LAUNCHERS = {"fork": ForkLauncher, "exec": ExecLauncher}
+
+
+def run_with(kind: str, test: Any) -> None:
+    async def main() -> None:
+        launcher = LAUNCHERS[kind](worker_environment())
+        try:
+            await test(launcher)
+        finally:
+            if isinstance(launcher, ForkLauncher):
+                await launcher.close()
+
+    asyncio.run(main())
+
+
+def close_sockets(worker: Launched) -> None:
+    worker.lanes.close()
+    worker.control.close()
+    worker.page.close()
+
+
+async def end(worker: Launched) -> int:
+    """Close the server's ends of the sockets and wait for the worker."""
+    close_sockets(worker)
+    code = await asyncio.wait_for(worker.exit_code, 60)
+    await worker.output.read()
+    worker.close()
+    return code
+
+
+@pytest.mark.parametrize("kind", LAUNCHERS)
+def test_a_worker_ends_by_itself_when_its_sockets_close(kind: str) -> None:
+    async def test(launcher: Any) -> None:
+        worker = await launcher.launch(1)
+        assert worker.pid != os.getpid()
+        assert await end(worker) == 0
+
+    run_with(kind, test)
+
+
+@pytest.mark.parametrize("kind", LAUNCHERS)
+def test_a_killed_worker_tells_the_signal(kind: str) -> None:
+    async def test(launcher: Any) -> None:
+        worker = await launcher.launch(1)
+        worker.kill(Loss(LossKind.STOPPED, "stopped"))
+        assert await end(worker) == -signal.SIGKILL
+
+    run_with(kind, test)
+
+
+def test_nothing_of_a_worker_stays_open_while_what_it_has_started_lives(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nsleep 1000 &\necho $!\n")
+    python.chmod(0o755)
+
+    async def main() -> None:
+        open_before = psutil.Process().num_fds()
+        worker = await ExecLauncher(worker_environment(), str(python)).launch(1)
+        left_behind = int(await asyncio.wait_for(worker.output.readline(), 60))
+        try:
+            assert await asyncio.wait_for(worker.exit_code, 60) == 0
+            close_sockets(worker)
+            worker.close()
+            await asyncio.sleep(0)
+            assert psutil.Process().num_fds() == open_before
+        finally:
+            os.kill(left_behind, signal.SIGKILL)
+
+    asyncio.run(main())
+
+
+class _SlowToClose(io.FileIO):
+    """A file that is closed while another thread opens one, which gets the number if it is free already."""
+
+    opened_meanwhile: ClassVar[list[int]] = []
+
+    def close(self) -> None:
+        if not self.closed:
+            with open(os.devnull) as devnull:
+                self.opened_meanwhile.append(fcntl.fcntl(devnull, fcntl.F_DUPFD, self.fileno()))
+        super().close()
+
+
+async def _started(descriptors: Sequence[int], output: int) -> tuple[int, asyncio.Future[int]]:
+    exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    exit_code.set_result(0)
+    return 1, exit_code
+
+
+async def _refused(descriptors: Sequence[int], output: int) -> tuple[int, asyncio.Future[int]]:
+    raise OSError("no process left")
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+@pytest.mark.parametrize("ends_first", ["worker", "server"])
+def test_the_ends_of_200_workers_close_no_descriptor_of_another_thread(
+    run: Any, ends_first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fdopen(descriptor: int, mode: str, buffering: int, **more: Any) -> _SlowToClose:
+        return _SlowToClose(descriptor, mode, **more)
+
+    opened: list[int] = []
+    monkeypatch.setattr(os, "fdopen", fdopen)
+    monkeypatch.setattr(_SlowToClose, "opened_meanwhile", opened)
+
+    async def end_one() -> None:
+        worker = await _launched(_started, 1)  # its end of the pipe is closed
+        if ends_first == "worker":
+            await worker.output.read()
+        worker.close()
+        close_sockets(worker)
+        await asyncio.sleep(0)
+
+    async def main() -> int:
+        await end_one()  # a loop opens descriptors of its own
+        before = psutil.Process().num_fds()
+        for _ in range(199):
+            await end_one()
+        return psutil.Process().num_fds() - before
+
+    try:
+        more_open = run(main())
+        taken_away = [descriptor for descriptor in opened if not _is_devnull(descriptor)]
+        assert (len(opened), taken_away) == (200, [])
+        assert more_open == 199  # the files that were opened meanwhile, and nothing of a worker
+    finally:
+        for descriptor in set(filter(_is_devnull, opened)):
+            os.close(descriptor)
+
+
+def _is_devnull(descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(os.devnull))
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_a_worker_that_can_not_be_started_leaves_nothing_open(run: Any) -> None:
+    async def main() -> int:
+        with pytest.raises(OSError, match="no process left"):
+            await _launched(_refused, 1)  # a loop opens descriptors of its own
+        await asyncio.sleep(0.05)
+        before = psutil.Process().num_fds()
+        with pytest.raises(OSError, match="no process left"):
+            await _launched(_refused, 1)
+        for _ in range(200):  # a transport closes its pipe in a turn of its own
+            if psutil.Process().num_fds() == before:
+                break
+            await asyncio.sleep(0.01)
+        return psutil.Process().num_fds() - before
+
+    assert run(main()) == 0
+
+
+def test_workers_of_a_lost_fork_server_are_lost_and_the_next_launch_starts_another() -> None:
+    async def test(launcher: ForkLauncher) -> None:
+        first = await launcher.launch(1)
+        fork_server = launcher._fork_server
+        assert fork_server is not None
+        os.kill(fork_server._process.pid, signal.SIGKILL)
+        assert await end(first) == -signal.SIGKILL
+        await asyncio.to_thread(fork_server._process.wait)
+        second = await launcher.launch(1)
+        assert await end(second) == 0
+
+    run_with("fork", test)
+
+
+def test_a_process_that_was_spawned_before_is_forked_from() -> None:
+    environment = worker_environment()
+    spawned = spawn(environment)
+
+    async def main() -> None:
+        launcher = ForkLauncher(environment, spawned)
+        worker = await launcher.launch(1)
+        assert psutil.Process(worker.pid).ppid() == spawned.process.pid
+        assert await end(worker) == 0
+        await launcher.close()
+
+    asyncio.run(main())
+    assert spawned.process.poll() is not None
+
+
+def test_a_spawned_process_that_nobody_used_is_ended_with_the_launcher() -> None:
+    environment = worker_environment()
+    spawned = spawn(environment)
+
+    async def main() -> None:
+        await ForkLauncher(environment, spawned).close()
+
+    asyncio.run(main())
+    assert spawned.process.poll() is not None
+    spawned.end()
+
+
+def test_more_workers_than_a_fork_server_can_be_asked_for_at_once_wait_for_their_turn() -> None:
+    async def main() -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        still_importing = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        launcher = ForkLauncher(worker_environment(), Spawned(still_importing, ours))
+        launches = [asyncio.ensure_future(launcher.launch(1)) for _ in range(400)]
+        for _ in range(10):
+            await asyncio.sleep(0)
+        failures = [launch.exception() for launch in launches if launch.done()]
+        for launch in launches:
+            launch.cancel()
+        await asyncio.gather(*launches, return_exceptions=True)
+        await launcher.close()
+        theirs.close()
+        still_importing.communicate()
+        assert failures == []
+
+    asyncio.run(main())
+
+
+def test_hidden_variables_do_not_reach_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "x")
+    monkeypatch.setenv("OPEN_TOKEN", "y")
+    passed = worker_environment("SECRET.*")
+    assert "SECRET_TOKEN" not in passed
+    assert passed["OPEN_TOKEN"] == "y"
+    assert "SECRET_TOKEN" in worker_environment("SECRET")  # of a part of a name nothing follows

@@ -1,0 +1,33 @@
+"""What an exit status comes to in words, and which losses blame what was running."""
+
+import pytest
+
+from torchere.serving.workers.loss import Loss, LossKind, describe_exit, loss_of_exit
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (0, "exited with code 0"),
+        (7, "exited with code 7"),
+        (-11, "killed by signal 11 (SIGSEGV)"),
+        (-99, "killed by signal 99"),
+    ],
+)
+def test_an_exit_status_is_told_in_words(code: int, words: str) -> None:
+    assert describe_exit(code) == words
+
+
+def test_a_kill_for_memory_is_told_from_any_other() -> None:
+    assert loss_of_exit(-9).kind is LossKind.SIGNAL
+    killed = loss_of_exit(-9, killed_for_memory=True)
+    assert killed.kind is LossKind.OUT_OF_MEMORY
+    assert "out-of-memory" in killed.cause
+
+
+@pytest.mark.parametrize(
+    ("kind", "crashed"),
+    [(kind, kind.value in ("exit", "signal", "out_of_memory", "protocol")) for kind in LossKind],
+)
+def test_only_a_worker_that_went_down_by_itself_crashed(kind: LossKind, crashed: bool) -> None:
+    assert Loss(kind, "").crashed is crashed

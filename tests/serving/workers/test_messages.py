@@ -1,0 +1,204 @@
+"""What goes to a worker and comes back is the same on both sides, and nothing but it is accepted."""
+
+from datetime import date, datetime, timedelta, timezone
+from typing import Any
+
+import msgspec
+import pytest
+
+from torchere.handlers.metric_types import MetricDeclaration, MetricSample
+from torchere.serving.errors import (
+    DeadlineExceeded,
+    ExecutorDied,
+    HandlerFailed,
+    InvalidRequest,
+    OutOfResources,
+    ServingError,
+)
+from torchere.serving.types import InferRequest, InferResponse, Parameter
+from torchere.serving.workers import messages as wire
+from torchere.serving.workers.executor import BatchReport, LoadSpec, Unfinished
+from torchere.serving.workers.messages import (
+    HEADER,
+    Load,
+    Ping,
+    Pong,
+    Run,
+    control_from_worker,
+    control_to_worker,
+    data_from_worker,
+    data_to_worker,
+    done_from_report,
+    done_with_raw,
+    encode_frame,
+    encode_report,
+    encode_run,
+    load_of,
+    raw_bytes,
+    report_from_done,
+    run_with_raw,
+)
+
+LARGE = bytes(range(256)) * 200
+
+
+def payload(parts: Any) -> bytes:
+    (frame,) = [parts] if isinstance(parts, bytearray) else parts
+    (length,) = HEADER.unpack_from(frame)
+    assert length == len(frame) - HEADER.size
+    return bytes(frame[HEADER.size :])
+
+
+def test_a_batch_survives_the_way_to_a_worker() -> None:
+    request = InferRequest("id", (Parameter("body", b"\x00\xff", "image/png"),), (("a", "é"),), 12.5)
+    run = Run(7, 3, (request,))
+    assert data_to_worker.decode(payload(encode_frame(run))) == run
+    assert data_to_worker.decode(payload(encode_run(7, 3, [request]))) == run
+
+
+def test_large_values_of_a_batch_follow_its_frame() -> None:
+    small, large = Parameter("small", b"s"), Parameter("large", LARGE, "image/png")
+    requests = tuple(InferRequest(name, (small, large, small, large)) for name in "ab")
+    frame, *raw = encode_run(7, 3, requests)
+    assert (len(raw), len(frame) < 1000) == (4, True)
+    run = data_to_worker.decode(payload(frame))
+    assert raw_bytes(run) == 4 * len(LARGE)
+    assert run_with_raw(run, memoryview(b"".join(raw))) == Run(7, 3, requests)
+
+
+def test_large_answers_follow_the_frame_of_their_report() -> None:
+    outcomes = [InferResponse(LARGE, (("k", "v"),), 418), HandlerFailed("no"), InferResponse(LARGE[:-1])]
+    frame, *raw = encode_report(7, BatchReport(outcomes))
+    done = data_from_worker.decode(payload(frame))
+    assert raw_bytes(done) == sum(map(len, raw)) == 2 * len(LARGE) - 1
+    back = report_from_done(done_with_raw(done, memoryview(b"".join(raw))), 3).outcomes
+    assert (back[0], type(back[1]), back[2]) == (outcomes[0], HandlerFailed, outcomes[2])
+
+
+@pytest.mark.parametrize("large", [((0, -1),), ((-1, 1),), ((0, 0),), ((0, 2**30),) * 3])
+def test_a_report_cannot_announce_impossible_answers(large: Any) -> None:
+    done = done_from_report(7, BatchReport([InferResponse(b"")]))
+    with pytest.raises(ValueError, match="large value"):
+        raw_bytes(msgspec.structs.replace(done, large=large))
+
+
+@pytest.mark.parametrize("index", [1, 2])
+def test_large_answers_belong_to_answers(index: int) -> None:
+    done = done_from_report(7, BatchReport([InferResponse(b""), HandlerFailed("no")]))
+    with pytest.raises(ValueError, match=f"outcome {index} is none"):
+        done_with_raw(msgspec.structs.replace(done, large=((index, 1),)), memoryview(b"x"))
+
+
+def test_a_load_survives_the_way_to_a_worker() -> None:
+    declared = (MetricDeclaration("Time", "ms", ("Level",), "gauge"),)
+    spec = LoadSpec(
+        "m",
+        "1.0",
+        "/dir",
+        "h.py",
+        {"model": {"x": [1]}},
+        {"handler": {"k": None}},
+        gpu_ids=(0, 1),
+        declared_metrics=declared,
+    )
+    message = Load(spec, (1, None), "token")
+    assert control_to_worker.decode(payload(encode_frame(message))) == message
+
+
+@pytest.mark.parametrize(
+    ("config", "is_sent"),
+    [
+        ({"handler": {"k": [1, 2.5, None, True, b"x"]}, "é": "ü"}, True),
+        ({"since": date(2024, 1, 2)}, False),
+        ({"handler": {"names": {"a"}}}, False),
+        ({"pairs": [("a", 1)]}, False),
+        ({"at": datetime(2024, 1, 2, tzinfo=timezone(timedelta(hours=1)))}, False),
+        ({True: "a name that YAML takes for a truth value"}, False),
+    ],
+)
+def test_a_model_config_that_would_become_another_stays_in_its_file(config: Any, is_sent: bool) -> None:
+    spec = LoadSpec("m", "1.0", "/dir", "h.py", {"model": {"configFile": "c.yaml"}}, config)
+    message = control_to_worker.decode(payload(encode_frame(load_of(spec, (None,), "token"))))
+    assert isinstance(message, Load)
+    assert (message.spec.model_config, message.config_file) == ((config, "") if is_sent else ({}, "c.yaml"))
+
+
+def test_a_report_survives_the_way_back() -> None:
+    metric = MetricSample("Time", 1.5, "ms", "gauge", (("Level", "Model"),), ("id",))
+    outcomes = [
+        InferResponse(b"x", (("k", "v"),), 418, "teapot"),
+        HandlerFailed("no", 513, "why"),
+        OutOfResources("Out of resources", "MemoryError"),
+        Unfinished(InferResponse(b"part")),
+    ]
+    done = data_from_worker.decode(
+        payload(encode_frame(done_from_report(7, BatchReport(outcomes, 0.25, (metric,)))))
+    )
+    back = report_from_done(done, 4)
+    assert (back.outcomes[0], back.outcomes[3]) == (outcomes[0], outcomes[3])
+    assert isinstance(back.outcomes[1], HandlerFailed)
+    assert (back.outcomes[1].message, back.outcomes[1].status, back.outcomes[1].detail) == ("no", 513, "why")
+    assert isinstance(back.outcomes[2], OutOfResources)
+    assert (back.handler_s, back.metrics) == (0.25, (metric,))
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        HandlerFailed("no", 504),
+        HandlerFailed("no", 507),
+        DeadlineExceeded("late"),
+        InvalidRequest("wrong"),
+        OutOfResources("full"),
+    ],
+)
+def test_a_failure_is_of_the_same_kind_on_both_sides(failure: ServingError) -> None:
+    (back,) = report_from_done(done_from_report(7, BatchReport([failure])), 1).outcomes
+    assert type(back) is type(failure)
+    assert vars(back) == vars(failure)
+
+
+def test_metrics_that_cannot_be_sent_cost_no_answer() -> None:
+    metric = MetricSample("\ud800", 1.0, "ms", "gauge", (), ())
+    answer = InferResponse(b"x")
+    done = data_from_worker.decode(payload(encode_report(7, BatchReport([answer], 0.25, (metric,)))))
+    assert report_from_done(done, 1).outcomes == [answer]
+
+
+def test_an_answer_that_cannot_be_sent_is_a_failure_of_its_handler() -> None:
+    done = data_from_worker.decode(payload(encode_report(7, BatchReport([InferResponse(b"x", (), 2**70)]))))
+    (failed,) = report_from_done(done, 1).outcomes
+    assert isinstance(failed, HandlerFailed)
+
+
+def test_an_answer_longer_than_a_frame_fails_alone_and_does_not_cost_its_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 1000)
+    done = data_from_worker.decode(payload(encode_report(7, BatchReport([InferResponse(b"x" * 1000)]))))
+    (failed,) = report_from_done(done, 1).outcomes
+    assert isinstance(failed, HandlerFailed)
+
+
+def test_a_wrong_number_of_outcomes_fails_them_all() -> None:
+    done = done_from_report(7, BatchReport([InferResponse(b"one")]))
+    report = report_from_done(done, 2)
+    assert len(report.outcomes) == 2
+    assert all(isinstance(outcome, ExecutorDied) for outcome in report.outcomes)
+
+
+@pytest.mark.parametrize("junk", [b"", b"\x80\x04K\x01.", b"\x93\x01\x02", b"\xc0", b"[1]"])
+@pytest.mark.parametrize("decoder", [data_from_worker, control_from_worker])
+def test_what_is_not_a_message_is_refused(decoder: Any, junk: bytes) -> None:
+    with pytest.raises(msgspec.MsgspecError):
+        decoder.decode(junk)
+
+
+def test_a_message_of_the_other_socket_is_refused() -> None:
+    done = payload(encode_frame(done_from_report(7, BatchReport([InferResponse(b"one")]))))
+    with pytest.raises(msgspec.MsgspecError):
+        control_from_worker.decode(done)
+    with pytest.raises(msgspec.MsgspecError):
+        data_from_worker.decode(payload(encode_frame(Pong())))
+    with pytest.raises(msgspec.MsgspecError):
+        data_to_worker.decode(payload(encode_frame(Ping())))

@@ -1,0 +1,733 @@
+"""Worker processes: real ones, killed and crashed as users' handlers do it."""
+
+import asyncio
+import itertools
+import logging
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from datetime import datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from torchere.serving.errors import (
+    DeadlineExceeded,
+    ExecutorDied,
+    HandlerFailed,
+    LoadFailed,
+    OutOfResources,
+)
+from torchere.serving.types import InferRequest, Parameter
+from torchere.serving.workers import executor, launch, worker, worker_process
+from torchere.serving.workers.executor import ExecutorState, LoadSpec
+from torchere.serving.workers.heartbeat import HeartbeatSettings
+from torchere.serving.workers.launch import ForkLauncher, worker_environment
+from torchere.serving.workers.oom import OomWatch
+from torchere.serving.workers.pool import WorkerPool
+
+
+@asynccontextmanager
+async def pool_of(spec: LoadSpec, count: int = 1, **changes: Any) -> AsyncIterator[WorkerPool]:
+    """A pool in service; `pool.freed` is set whenever an executor may have come free."""
+    freed = asyncio.Event()
+    settings: dict[str, Any] = {
+        "response_timeout_s": 30.0,
+        "startup_timeout_s": 60.0,
+        "max_retry_timeout_s": 60.0,
+        "on_loaded": lambda executor_id, load_s: None,
+    }
+    launcher = ForkLauncher(worker_environment())
+    pool = WorkerPool(
+        spec,
+        **{**settings, **changes},
+        next_id=itertools.count(9000).__next__,
+        on_free=freed.set,
+        launcher=launcher,
+    )
+    pool.freed = freed  # type: ignore[attr-defined]
+    try:
+        await pool.resize(count)
+        await pool.warm_up()
+        yield pool
+    finally:
+        await pool.close()
+        await launcher.close()
+
+
+async def until_free(pool: Any) -> None:
+    """Wait for a restart to be over."""
+
+    async def restarted() -> None:
+        while not pool.free:
+            pool.freed.clear()
+            await pool.freed.wait()
+
+    await asyncio.wait_for(restarted(), 60)
+
+
+def test_a_worker_answers_and_keeps_its_process(make_spec: Any, make_sink: Any, make_request: Any) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec()) as pool:
+            pids = set()
+            for _ in range(2):
+                sink = make_sink()
+                sink.submit(pool, [make_request("pid")])
+                assert pool.idle_ids() == ()
+                pids.add((await sink.outcome()).body)
+            assert pids == {str(pool.statuses()[0].pid).encode()}
+            assert pids != {str(os.getpid()).encode()}
+
+    asyncio.run(main())
+
+
+def test_a_raising_handler_fails_its_request_and_lives_on(
+    make_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec()) as pool:
+            bad, good = make_sink(), make_sink()
+            bad.submit(pool, [make_request("raise")])
+            outcome = await bad.outcome()
+            assert isinstance(outcome, HandlerFailed)
+            assert (outcome.message, outcome.detail) == ("Prediction failed", "ValueError: boom")
+            good.submit(pool, [make_request("hi")])
+            assert (await good.outcome()).body == b"hi!"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("word", "cause"), [("exit", "exited with code 7"), ("kill", "killed by signal 9 (SIGKILL)")]
+)
+def test_a_lost_worker_says_why_and_comes_back(
+    make_spec: Any, make_sink: Any, make_request: Any, word: str, cause: str
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec()) as pool:
+            lost, after = make_sink(), make_sink()
+            lost.submit(pool, [make_request(word)])
+            outcome = await lost.outcome()
+            assert isinstance(outcome, ExecutorDied)
+            assert (outcome.message, outcome.detail) == ("Worker died.", cause)
+            await until_free(pool)
+            assert pool.statuses()[0].last_failure == cause
+            after.submit(pool, [make_request("hi")])
+            assert (await after.outcome()).body == b"hi!"
+
+    asyncio.run(main())
+
+
+FORKING = """
+    import multiprocessing, os, signal, time
+    class Handler:
+        def initialize(self, context): pass
+        def handle(self, data, context):
+            child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+            child.start()
+            open("child", "w").write(str(child.pid))
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_how_long_a_worker_took_to_load_does_not_depend_on_the_wall_clock(
+    make_spec: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hours = itertools.count()
+    put_back = SimpleNamespace(now=lambda zone: datetime.now(zone) - timedelta(hours=next(hours)))
+    for module in (executor, worker):
+        monkeypatch.setattr(module, "datetime", put_back)
+    took_s: list[float] = []
+
+    async def main() -> None:
+        began_s = time.monotonic()
+        async with pool_of(make_spec(), on_loaded=lambda _, load_s: took_s.append(load_s)) as pool:
+            os.kill(pool.statuses()[0].pid, signal.SIGKILL)
+            while len(took_s) < 2:
+                await asyncio.sleep(0.01)
+            assert min(took_s) > 0
+            assert sum(took_s) <= time.monotonic() - began_s  # each from its own start
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_worker_is_lost_at_once_also_when_a_process_that_it_forked_lives_on(
+    make_spec: Any, make_sink: Any, make_request: Any, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec(FORKING), response_timeout_s=10.0) as pool:
+            sink = make_sink()
+            sink.submit(pool, [make_request("a")])
+            assert isinstance(await sink.outcome(), ExecutorDied)
+
+    try:
+        asyncio.run(main())
+    finally:
+        os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+
+
+def test_the_neighbour_of_a_lost_worker_does_not_notice(
+    make_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec(), count=2) as pool:
+            lost, neighbour = make_sink(), make_sink()
+            lost.submit(pool, [make_request("exit")])
+            neighbour.submit(pool, [make_request("hi")])
+            assert (await neighbour.outcome()).body == b"hi!"
+            assert isinstance(await lost.outcome(), ExecutorDied)
+            assert pool.in_service == 1
+
+    asyncio.run(main())
+
+
+def test_a_hung_worker_is_replaced_after_its_response_timeout(
+    make_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec(), response_timeout_s=0.3) as pool:
+            hung, after = make_sink(), make_sink()
+            pid = pool.statuses()[0].pid
+            hung.submit(pool, [make_request("wait")])
+            assert isinstance(await hung.outcome(), DeadlineExceeded)
+            assert pool.free == 0
+            await until_free(pool)
+            assert pool.statuses()[0].pid != pid
+            after.submit(pool, [make_request("hi")])
+            assert (await after.outcome()).body == b"hi!"
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_gives_up_is_failed_and_says_so(
+    make_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec(), max_retry_timeout_s=-1.0) as pool:
+            lost = make_sink()
+            pool.freed.clear()  # type: ignore[attr-defined]
+            lost.submit(pool, [make_request("exit")])
+            assert isinstance(await lost.outcome(), ExecutorDied)
+            await asyncio.wait_for(pool.freed.wait(), 30)  # type: ignore[attr-defined]
+            assert pool.statuses()[0].state is ExecutorState.FAILED
+            assert pool.free == 0
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_served_since_its_last_loss_begins_to_count_anew(
+    make_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    now_s = [0.0]
+
+    async def main() -> None:
+        async with pool_of(make_spec(), now=lambda: now_s[0]) as pool:
+            for _ in range(2):
+                lost, after = make_sink(), make_sink()
+                lost.submit(pool, [make_request("exit")])
+                assert isinstance(await lost.outcome(), ExecutorDied)
+                await until_free(pool)
+                after.submit(pool, [make_request("hi")])
+                assert (await after.outcome()).body == b"hi!"
+                now_s[0] += 3600.0  # far more than `max_retry_timeout_s`
+
+    asyncio.run(main())
+
+
+def test_nothing_is_sent_ahead_where_all_that_waits_is_counted(
+    make_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec(), sends_ahead=False) as pool:
+            for _ in range(50):
+                quick = make_sink()
+                quick.submit(pool, [make_request("hi")])
+                assert pool.free == 0
+                await quick.outcome()
+
+    asyncio.run(main())
+
+
+COUNTS_ITS_THREADS = """
+    import threading
+    class Handler:
+        def initialize(self, context):
+            assert threading.current_thread() is threading.main_thread()
+        def handle(self, data, context):
+            assert threading.current_thread() is threading.main_thread()
+            score = int(open("/proc/self/oom_score_adj").read())
+            return [f"{threading.active_count()} {score}"] * len(data)
+"""
+
+
+def test_the_one_lane_of_a_worker_is_its_main_and_only_thread_and_it_is_killed_before_the_server(
+    make_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec(COUNTS_ITS_THREADS)) as pool:
+            sink = make_sink()
+            sink.submit(pool, [make_request("x")])
+            threads, score = (await sink.outcome()).body.split()
+            assert threads == b"1"
+            assert int(score) > int(Path("/proc/self/oom_score_adj").read_text())
+
+    asyncio.run(main())
+
+
+def test_batches_sent_ahead_to_a_lost_worker_are_given_back(
+    make_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec()) as pool:
+            while pool.ahead < 2:  # a quick worker earns the right to have batches sent ahead
+                quick = make_sink()
+                quick.submit(pool, [make_request("hi")])
+                await quick.outcome()
+            lost, ahead = make_sink(), make_sink()
+            lost.submit(pool, [make_request("kill")])
+            ahead.submit(pool, [make_request("hi")])
+            assert isinstance(await lost.outcome(), ExecutorDied)
+            assert await asyncio.wait_for(ahead.given_back, 30)
+            assert not ahead.report.done()
+
+    asyncio.run(main())
+
+
+def test_the_first_worker_that_is_warm_is_told_of(check_first_warm: Any) -> None:
+    asyncio.run(check_first_warm(pool_of))
+
+
+LEAVES_A_CHILD = """
+    import subprocess
+    class Handler:
+        def initialize(self, context):
+            subprocess.Popen(["sleep", "6"])  # it keeps the pipe of the worker's output open
+        def handle(self, data, context):
+            return ["ok"] * len(data)
+"""
+
+
+def test_a_dead_worker_is_out_of_service_before_it_is_known_how_it_ended(
+    make_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec(LEAVES_A_CHILD)) as pool:
+            os.kill(pool.statuses()[0].pid, signal.SIGKILL)
+            while pool.in_service:
+                await asyncio.sleep(0.01)
+            assert pool.statuses()[0].losses == 0  # its child is waited for
+            assert (pool.free, pool.idle_ids()) == (0, ())
+            await until_free(pool)
+            sink = make_sink()
+            sink.submit(pool, [make_request("x")])
+            assert (await sink.outcome()).body == b"ok"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("error", [ValueError("over 2 GiB"), MemoryError()])
+def test_a_batch_that_cannot_be_sent_is_refused_and_nothing_else_changes(
+    make_spec: Any, make_sink: Any, make_request: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse(*message: object) -> bytes:
+        raise error
+
+    async def main() -> None:
+        async with pool_of(make_spec()) as pool:
+            before = pool.free
+            large, sink = make_sink(), make_sink()
+            with monkeypatch.context() as patch:
+                patch.setattr(worker_process, "encode_run", refuse)
+                large.submit(pool, [make_request("large")])
+            assert not large.report.done()  # whoever submits is told later: he is not done yet
+            assert isinstance(await large.outcome(), OutOfResources)
+            assert pool.free == before
+            sink.submit(pool, [make_request("hi")])
+            assert (await sink.outcome()).body == b"hi!"
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_cannot_be_talked_to_is_a_failed_load(
+    make_spec: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(make_protocol: object, pipe: Any) -> None:
+        pipe.close()
+        raise OSError(24, "Too many open files")
+
+    async def main() -> None:
+        monkeypatch.setattr(asyncio.get_running_loop(), "connect_read_pipe", refuse)
+        with pytest.raises(LoadFailed) as failure:
+            async with pool_of(make_spec()):
+                pass
+        assert "could not be started" in failure.value.detail
+
+    asyncio.run(main())
+
+
+def test_a_worker_whose_start_is_given_up_holds_up_no_end(
+    make_spec: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        connecting = asyncio.Event()
+
+        async def hang(make_protocol: object, pipe: Any) -> None:
+            connecting.set()
+            with pipe:
+                await asyncio.Event().wait()
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "connect_read_pipe", hang)
+        async with pool_of(make_spec(), count=0) as pool:
+            starting = asyncio.ensure_future(pool.resize(1))
+            await connecting.wait()
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            await asyncio.wait_for(pool.close(), 30)
+
+    asyncio.run(main())
+
+
+def test_a_request_that_expires_behind_another_is_never_run(
+    make_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec()) as pool:
+            late = make_sink()
+            expired = InferRequest("late", make_request("exit").parameters, (), time.monotonic() - 1)
+            late.submit(pool, [expired])
+            assert isinstance(await late.outcome(), DeadlineExceeded)
+            assert pool.in_service == 1
+
+    asyncio.run(main())
+
+
+def test_scaling_down_lets_the_batch_inside_finish(
+    make_spec: Callable[..., LoadSpec], make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        spec = make_spec()
+        async with pool_of(spec) as pool:
+            waiting = make_sink()
+            waiting.submit(pool, [make_request("wait")])
+            shrinking = asyncio.ensure_future(pool.resize(0))
+            await asyncio.sleep(0)
+            assert not waiting.report.done()
+            with open(f"{spec.archive_dir}/go", "w"):
+                pass
+            assert (await waiting.outcome()).body == b"wait!"
+            await shrinking
+            assert pool.statuses() == ()
+
+    asyncio.run(main())
+
+
+def test_what_a_handler_prints_is_logged_with_its_model(
+    make_spec: Any, make_sink: Any, make_request: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec()) as pool:
+            sink = make_sink()
+            sink.submit(pool, [make_request("print")])
+            await sink.outcome()
+
+    with caplog.at_level(logging.INFO, "torchere.worker"):
+        asyncio.run(main())
+    record = next(r for r in caplog.records if r.getMessage() == "said by the handler")
+    assert (record.model, record.version, record.executor) == ("demo", "1.0", 9000)  # type: ignore[attr-defined]
+
+
+LOUD = """
+import logging, sys
+
+def handle(data, context):
+    if data is None:
+        return None
+    logging.getLogger("loud").warning("logged")
+    print(bytes(data[0]["body"]).decode(), flush=True)
+    print("x" * 1_000_000, flush=True)  # more than a pipe holds: somebody has to read
+    return ["ok"]
+"""
+
+
+@pytest.mark.parametrize(
+    "fault", [b'\x1e{"level": 1e999, "logger": "x", "message": "", "exception": "", "extra": {}}', b"fault"]
+)
+def test_no_line_of_a_handler_ends_the_reading_of_its_output(
+    make_spec: Any, make_sink: Any, caplog: pytest.LogCaptureFixture, fault: bytes
+) -> None:
+    class Faulty(logging.Filter):
+        def filter(self, record: logging.LogRecord) -> bool:
+            if record.getMessage() == "fault":
+                raise OverflowError("cannot convert float infinity to integer")
+            return True
+
+    async def main() -> None:
+        async with pool_of(make_spec(LOUD), response_timeout_s=20.0) as pool:
+            for _ in range(2):
+                sink = make_sink()
+                sink.submit(pool, [InferRequest("r", (Parameter("body", fault),))])
+                assert (await sink.outcome()).body == b"ok"
+
+    faulty = Faulty()
+    worker_process.logger.addFilter(faulty)
+    try:
+        with caplog.at_level(logging.INFO):
+            asyncio.run(main())
+    finally:
+        worker_process.logger.removeFilter(faulty)
+    assert [record.name for record in caplog.records if record.getMessage() == "logged"] == ["loud"] * 2
+
+
+@pytest.mark.parametrize(
+    ("source", "cause"),
+    [
+        ("raise RuntimeError('no weights')", "no weights"),
+        ("import os; os._exit(3)", "exited with code 3"),
+        ("import time\nwhile True: time.sleep(0.1)", "startup_timeout"),
+    ],
+    ids=["raises", "exits", "hangs"],
+)
+def test_a_handler_that_does_not_load_is_refused_with_its_cause(
+    make_spec: Any, source: str, cause: str
+) -> None:
+    async def main() -> None:
+        with pytest.raises(
+            LoadFailed, match=r"Failed to start workers for model demo version: 1\.0"
+        ) as caught:
+            async with pool_of(make_spec(source), startup_timeout_s=8.0):
+                pass
+        assert cause in caught.value.detail
+
+    asyncio.run(main())
+
+
+READS_WEIGHTS = """
+class Handler:
+    def initialize(self, context):
+        self.weights = open("w.pt").read()
+
+    def handle(self, data, context):
+        return [self.weights] * len(data)
+"""
+
+
+def test_a_worker_that_is_stopped_while_idle_loses_no_request_and_is_replaced(
+    make_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec(), heartbeat=HeartbeatSettings(0.1, 0.2, 0.5)) as pool:
+            pid = pool.statuses()[0].pid
+            os.kill(pid, signal.SIGSTOP)
+            while pool.statuses()[0].state is ExecutorState.READY:
+                await asyncio.sleep(0)
+            assert (pool.free, pool.in_service) == (0, 0)  # before any client had to find out
+            await until_free(pool)
+            status = pool.statuses()[0]
+            assert status.pid != pid
+            assert status.losses == 1
+            assert "no sign of life" in status.last_failure
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_cannot_be_killed_does_not_hold_up_the_stop(
+    make_spec: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one in a driver that hangs: no signal reaches it."""
+    monkeypatch.setattr(worker_process, "ENDING_GRACE_S", 0.05)
+    monkeypatch.setattr(worker_process, "KILLED_GRACE_S", 0.05)
+
+    async def main() -> None:
+        async with pool_of(make_spec()) as pool:
+            worker = pool._workers[0]._process
+            os.kill(worker.pid, signal.SIGSTOP)
+            with monkeypatch.context() as patch:
+                patch.setattr(launch.Launched, "kill", lambda *_: None)
+                await asyncio.wait_for(pool.close(), 30)
+            os.kill(worker.pid, signal.SIGKILL)
+            while worker._reaper is None:
+                await asyncio.sleep(0.01)
+            await asyncio.wait_for(worker._reaper, 30)  # or its pipe would be open when the loop is not
+
+    asyncio.run(main())
+    assert "does not end by SIGKILL" in caplog.text
+
+
+def test_a_batch_sent_to_a_worker_that_had_stopped_before_is_given_back(
+    make_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec(), heartbeat=HeartbeatSettings(0.1, 100.0, 0.5)) as pool:
+            os.kill(pool.statuses()[0].pid, signal.SIGSTOP)
+            while not pool._workers[0]._heartbeat.owes_answer:
+                await asyncio.sleep(0)
+            inside = make_sink()
+            inside.submit(pool, [make_request("hi")])
+            assert await asyncio.wait_for(inside.given_back, 30)
+            assert not inside.report.done()
+
+    asyncio.run(main())
+
+
+def test_a_kill_of_the_kernel_for_memory_is_told_from_others(
+    make_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        kills = [0]
+        async with pool_of(make_spec(), oom=OomWatch(lambda: kills[0])) as pool:
+            lost = make_sink()
+            kills[0] = 1
+            lost.submit(pool, [make_request("kill")])
+            outcome = await lost.outcome()
+            assert outcome.out_of_memory
+            assert outcome.crashed
+            assert "out-of-memory killer" in outcome.detail
+            await until_free(pool)
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_dies_between_load_and_warm_up_fails_at_once_and_leaves_nothing(make_spec: Any) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec(), count=1) as pool:
+            await pool.resize(2)
+            pids = [status.pid for status in pool.statuses()]
+            os.kill(pids[1], signal.SIGKILL)
+            await asyncio.shield(pool._workers[1]._process.lost)
+            with pytest.raises(LoadFailed) as caught:
+                await asyncio.wait_for(pool.warm_up(), 30)
+            assert "SIGKILL" in caught.value.detail
+            assert [status.pid for status in pool.statuses()] == pids[:1]
+
+    asyncio.run(main())
+
+
+def test_an_executor_that_gave_up_is_tried_again_when_somebody_scales(
+    make_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec(), max_retry_timeout_s=-1.0) as pool:
+            lost, after = make_sink(), make_sink()
+            pool.freed.clear()  # type: ignore[attr-defined]
+            lost.submit(pool, [make_request("exit")])
+            await asyncio.wait_for(pool.freed.wait(), 30)  # type: ignore[attr-defined]
+            assert pool.statuses()[0].state is ExecutorState.FAILED
+            await pool.resize(1)
+            await pool.warm_up()
+            after.submit(pool, [make_request("hi")])
+            assert (await after.outcome()).body == b"hi!"
+
+    asyncio.run(main())
+
+
+def test_scaling_down_keeps_the_worker_that_serves_rather_than_one_that_was_lost(
+    make_spec: Any, make_sink: Any, make_request: Any, tmp_path: Path
+) -> None:
+    source = """
+        import os
+        class Handler:
+            def initialize(self, context):
+                assert not os.path.exists("cold")
+            def handle(self, data, context):
+                return [str(os.getpid())]
+    """
+
+    async def main() -> None:
+        async with pool_of(make_spec(source), count=2) as pool:
+            (tmp_path / "cold").touch()
+            lost, kept = (status.pid for status in pool.statuses())
+            os.kill(lost, signal.SIGKILL)
+            while not pool.statuses()[0].losses:
+                await asyncio.sleep(0.01)
+            await pool.resize(1)
+            sink = make_sink()
+            assert pool.free
+            sink.submit(pool, [make_request("pid")])
+            assert (await sink.outcome()).body == str(kept).encode()
+
+    asyncio.run(main())
+
+
+def test_batches_sent_ahead_to_a_worker_that_has_lost_its_gpu_are_all_given_back(
+    make_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    source = """
+        import time, torch
+        torch.cuda.is_initialized = lambda: True
+        torch.cuda.device_count = torch.cuda.memory_reserved = lambda *_: 1
+        torch.cuda.empty_cache = torch.cuda.synchronize = lambda *_: None
+        def fail(*_):
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        class Handler:
+            def initialize(self, context): pass
+            def handle(self, data, context):
+                if bytes(data[0]["body"]) == b"assert":
+                    torch.cuda.empty_cache = torch.cuda.synchronize = fail
+                    time.sleep(0.2)
+                    fail()
+                return ["ok"]
+    """
+
+    async def main() -> None:
+        async with pool_of(make_spec(source)) as pool:
+            while pool.ahead < 3:
+                quick = make_sink()
+                quick.submit(pool, [make_request("x")])
+                await quick.outcome()
+            first, *ahead = (make_sink() for _ in range(3))
+            first.submit(pool, [make_request("assert")])
+            order: list[Any] = []
+            for sink in ahead:
+                sink.given_back.add_done_callback(order.append)
+                sink.submit(pool, [make_request("x")])
+            assert isinstance(await first.outcome(), HandlerFailed)
+            assert await asyncio.wait_for(asyncio.gather(*(sink.given_back for sink in ahead)), 30)
+            # The last one first: each goes to the front of the queue, where they shall be as they were.
+            assert order == [sink.given_back for sink in reversed(ahead)]
+            await until_free(pool)
+            assert pool.statuses()[0].last_failure == "it lost its GPU, and ended"
+
+    asyncio.run(main())
+
+
+LOOKING_UP = """
+    import torch
+    class Handler:
+        def initialize(self, context):
+            self.device = torch.device("cuda", context.system_properties["gpu_id"])
+            self.table = torch.arange(4, device=self.device)
+        def handle(self, data, context):
+            place = torch.tensor([int(data[0]["body"])], device=self.device)
+            return [str(self.table[place].item())]
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device and -m gpu")
+def test_a_forked_worker_computes_on_a_gpu_and_is_replaced_when_it_has_lost_it(
+    make_spec: Any, make_sink: Any, make_request: Any
+) -> None:
+    async def main() -> None:
+        async with pool_of(make_spec(LOOKING_UP, gpu_ids=(0,))) as pool:
+            first = pool.statuses()[0].pid
+            answers = []
+            for place in ("3", "9"):  # which is out of range
+                sink = make_sink()
+                sink.submit(pool, [make_request(place)])
+                answers.append(await sink.outcome())
+            assert answers[0].body == b"3"
+            assert isinstance(answers[1], HandlerFailed)
+            while pool.statuses()[0].pid == first:
+                pool.freed.clear()
+                await asyncio.wait_for(pool.freed.wait(), 60)
+            await until_free(pool)
+            sink = make_sink()
+            sink.submit(pool, [make_request("2")])
+            assert (await sink.outcome()).body == b"2"
+
+    asyncio.run(main())
