@@ -1,8 +1,8 @@
 """When to dispatch, and how many: a pure function of what waits and what time it is.
 
-Meaning of the settings: `serving/config/server_settings.py`. The delay counts from the oldest waiting request on
-a steady clock, so a request never waits longer than `max_queue_delay_ms` for company, however busy the executors
-were.
+Meaning of the settings: `serving/config/server_settings.py`. The delay counts from the oldest waiting
+request on a steady clock, so a request never waits longer than `max_queue_delay_ms` for company, however
+busy the executors were.
 """
 
 from __future__ import annotations
