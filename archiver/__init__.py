@@ -6,7 +6,7 @@ path = write_archive(ArchiveRequest(model_name="mlp", version="1.0", handler="se
 open_archive(path).extract("unpacked")
 """
 
-from torchere.archiver.entries import ArchiveLimits, Entry
+from torchere.archiver.container.entries import ArchiveLimits, Entry
 from torchere.archiver.errors import ArchiveError, PackingError
 from torchere.archiver.manifest import Manifest
 from torchere.archiver.reader import Archive, open_archive

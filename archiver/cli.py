@@ -16,22 +16,24 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from torchere.archiver.building import DEFAULT_HANDLER
-from torchere.archiver.convert import convert_archive
+from torchere.archiver.commands import convert_archive, pack_model
 from torchere.archiver.errors import ArchiveError, ModelRefused, PackingError, plainly
 from torchere.archiver.inspection import inspect_archive
 from torchere.archiver.manifest import DEFAULT_VERSION, EPOCH_S, RUNTIMES
-from torchere.archiver.missing import check_inputs
 from torchere.archiver.model_flags import (
     add_build_arguments,
     add_source_arguments,
     build_options,
     wants_model,
 )
-from torchere.archiver.model_packing import pack_model
-from torchere.archiver.progress import Progress
-from torchere.archiver.request import BUILT_IN_HANDLERS, FORMATS, ArchiveRequest
-from torchere.archiver.writer import write_archive
+from torchere.archiver.request import (
+    BUILT_IN_HANDLERS,
+    DEFAULT_HANDLER,
+    FORMATS,
+    ArchiveRequest,
+    check_inputs,
+)
+from torchere.archiver.writer import Progress, write_archive
 
 _LATEST_EPOCH_S = 253402300799  # the last second of the year 9999, the last one that has a date
 _ENDS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))

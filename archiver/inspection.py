@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchere.archiver.entries import ArchiveLimits, Chunks, Entry
+from torchere.archiver.container.entries import MANIFEST_NAME, ArchiveLimits, Chunks, Entry
 from torchere.archiver.errors import one_line
-from torchere.archiver.names import MANIFEST_NAME
 from torchere.archiver.reader import Archive, open_archive
 from torchere.archiver.request import BUILT_IN_HANDLERS
-from torchere.archiver.weights import HEAD_BYTES, SUFFIXES, Weights, bytes_to_see, classify
+from torchere.archiver.scan.weights import HEAD_BYTES, SUFFIXES, Weights, bytes_to_see, classify
 
 _MAX_ALIGNMENT = 4096  # a memory page; more makes no difference to anyone
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchere.archiver.container.entries import MANIFEST_NAME, problem_with
 from torchere.archiver.errors import ArchiveError
-from torchere.archiver.names import MANIFEST_NAME, problem_with
 
 # The archiver whose format this is. Tools compare it, so it names the format and not this package.
 FORMAT_VERSION = "0.12.0"

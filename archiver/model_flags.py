@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from torchere.archiver.building import AOTI, EXPORT, ISAS, KEEP, MODEL_FORMATS, TORCHSCRIPT, BuildOptions
+from torchere.archiver.request import AOTI, EXPORT, ISAS, KEEP, MODEL_FORMATS, TORCHSCRIPT, BuildOptions
 
 _ASK_FOR_TORCH = (
     "model_format",

@@ -9,14 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from torchere.archiver.entries import ArchiveLimits, Chunks, Container, Entry, open_regular
+from torchere.archiver.atomic import staged
+from torchere.archiver.container.directory import FolderContainer
+from torchere.archiver.container.entries import (
+    MANIFEST_NAME,
+    ArchiveLimits,
+    Chunks,
+    Container,
+    Entry,
+    open_regular,
+)
+from torchere.archiver.container.tar import TarContainer
+from torchere.archiver.container.zip import ZipContainer
 from torchere.archiver.errors import ArchiveError
-from torchere.archiver.foldercontainer import FolderContainer
 from torchere.archiver.manifest import Manifest
-from torchere.archiver.names import MANIFEST_NAME
-from torchere.archiver.staging import staged
-from torchere.archiver.tarcontainer import TarContainer
-from torchere.archiver.zipcontainer import ZipContainer
 
 __all__ = ["Archive", "ArchiveError", "ArchiveLimits", "Entry", "Kind", "open_archive"]
 

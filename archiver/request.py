@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from glob import has_magic
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -18,6 +20,52 @@ from torchere.archiver.manifest import (
     Manifest,
     created_on,
 )
+
+KEEP, TORCHSCRIPT, EXPORT, AOTI = "keep", "torchscript", "export", "aoti"
+MODEL_FORMATS = (KEEP, TORCHSCRIPT, EXPORT, AOTI)
+ISAS = ("avx2", "avx512")
+BUILD_NAME = "MAR-INF/build.json"
+FALLBACK_NAME = "model.exported.pt2"  # beside a model compiled for one instruction set
+DEFAULT_HANDLER = "tensor"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildOptions:
+    """A model and what it should become; see `torchere archive --help` for each.
+
+    `model_format` None means: as it is, or TorchScript when it is quantised.
+    """
+
+    serialized_file: Path | None = None
+    model_file: Path | None = None
+    factory: str | None = None
+    model_format: str | None = None
+    script: bool = False  # compile the source for TorchScript instead of tracing a run
+    example: Path | None = None
+    example_signature: Path | None = None  # a signature.json to make an example from, when there is none
+    dynamic_batch: str | None = None  # "1:64"
+    dynamic_sizes: tuple[str, ...] = ()  # "ids,mask:1=2:512"
+    isa: str | None = None  # None: that of this machine
+    allow_pickle: bool = False
+    needs_signature: bool = True  # False: the handler does without
+    quantize: str | None = None
+    samples: Path | None = None
+    verify: bool = True
+    max_drift: float | None = None  # None: what the kind of change allows
+    accept_drift: bool = False  # pack what the verification refuses, too
+    config_file: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What to pack. All paths exist; those made here lie in the work folder of the call."""
+
+    serialized_file: Path | None
+    model_file: Path | None
+    config_file: Path | None
+    beside: Path  # a folder whose contents go into the archive under their relative names
+    extra_files: tuple[Path, ...] = ()
+
 
 ArchiveFormat = Literal["default", "zip-store", "tgz", "no-archive"]
 FORMATS: tuple[str, ...] = get_args(ArchiveFormat)
@@ -126,3 +174,69 @@ def _base_name(path: str | Path | None) -> str | None:
 
 def _cpp_suffix() -> str:
     return ".dylib" if sys.platform == "darwin" else ".so"
+
+
+def check_inputs(request: ArchiveRequest) -> None:
+    """Look for every file that `request` names, but what a glob pattern would match.
+
+    Raises:
+        PackingError: one does not exist; the text names its flag, what was expected, and what to do.
+    """
+    handler = request.handler_file()
+    if handler is not None and _is_missing(handler):
+        raise PackingError(f"--handler {request.handler}: {_about_handler(request, handler)}")
+    for flag, path in _named(request):
+        if _is_missing(path):
+            raise PackingError(f"{flag} {path}: no such file{_place(path)}; check the path")
+    for given in request.extra_files:
+        path = Path(str(given).strip())
+        if _is_missing(path) and not has_magic(str(path)):
+            raise PackingError(
+                f"--extra-files {path}: no such file or folder{_place(path)}; check the path (a comma begins "
+                "the next one)"
+            )
+
+
+def check_examples(options: BuildOptions) -> None:
+    """Look for the files that a model is run on.
+
+    Raises:
+        PackingError: as `check_inputs`.
+    """
+    for flag, path in (("--example", options.example), ("--samples", options.samples)):
+        if path is not None and _is_missing(path):
+            raise PackingError(f"{flag} {path}: no such file or folder{_place(path)}; check the path")
+
+
+def _named(request: ArchiveRequest) -> Iterator[tuple[str, Path]]:
+    files = {
+        "--serialized-file": request.serialized_file,
+        "--model-file": request.model_file,
+        "--requirements-file": request.requirements_file,
+        "--config-file": request.config_file,
+    }
+    return ((flag, Path(file)) for flag, file in files.items() if file)
+
+
+def _about_handler(request: ArchiveRequest, file: Path) -> str:
+    found = f"there is no file {file}{_place(file)}"
+    if request.runtime == "LSP":
+        return f"{found}; give the path of a shared library"
+    return (
+        f"{found}, and no built-in handler of that name; expected one of {', '.join(BUILT_IN_HANDLERS)}, or "
+        "a Python file: check the spelling or the path"
+    )
+
+
+def _is_missing(path: Path) -> bool:
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False  # it may be there; reading it will tell
+    return False
+
+
+def _place(path: Path) -> str:
+    return "" if path.is_absolute() else f" in {Path.cwd()}"

@@ -12,7 +12,7 @@ class TorchScriptOptions:
     """What the packer found best for the model, and the server does while it loads it."""
 
     quantized_engine: str | None = None  # that int8 weights are packed for; None: the process's own
-    optimize_for_inference: bool = False  # on a CPU; see archiver/models/optimized.py
+    optimize_for_inference: bool = False  # on a CPU; see archiver/models/load/torchscript.py
 
     @staticmethod
     def read(config: Mapping[str, Any]) -> TorchScriptOptions:

@@ -29,7 +29,7 @@ from quantised.scaling import Scaling
 from quantised.scaling import measured as scaling_of
 from quantised.zoo import SUBJECTS, Subject
 
-from torchere.archiver.models.verify_timing import batch_of
+from torchere.archiver.models.measure.cost import batch_of
 from torchere.serving.process.allocator import keep_freed_memory
 
 DOCUMENT = ROOT / "docs" / "aoti.md"

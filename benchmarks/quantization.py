@@ -28,7 +28,7 @@ from quantised.document import agreement, engines, goals, markdown, table, verdi
 from quantised.measure import BATCHES, Row, geometric_mean, measured
 from quantised.zoo import SUBJECTS
 
-from torchere.archiver.models.report import this_machine
+from torchere.archiver.models.verify.report import this_machine
 
 GOAL = 2.0  # times as fast, geometric mean over models and batches
 DOCUMENT = ROOT / "docs" / "quantization.md"

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from torchere.archiver.exported import INT8_OPERATORS, UnsafeProgram, check_program
+from torchere.archiver.scan.exported_program import INT8_OPERATORS, UnsafeProgram, check_program
 from torchere.handlers import aot_abi
 from torchere.handlers.aot_build import Misfit, misfit, read_build, read_cpu_flags
 from torchere.handlers.aot_gil import fits_c_abi

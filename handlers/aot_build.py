@@ -7,7 +7,7 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchere.archiver.building import BUILD_NAME
+from torchere.archiver.request import BUILD_NAME
 
 CPUINFO = Path("/proc/cpuinfo")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchere.archiver.models.keyword_inputs import keyword_inputs
+from torchere.archiver.models.load.exported_program import keyword_inputs
 
 
 def by_position(program: torch.export.ExportedProgram) -> torch.nn.Module:

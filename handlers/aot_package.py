@@ -11,7 +11,7 @@ import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torchere.archiver.zipcontainer import DAMAGED
+from torchere.archiver.container.zip import DAMAGED
 
 # Layout: torch/export/pt2_archive/constants.py. Before every name stands the package's own folder.
 _COMPILED_FOLDER = "/data/aotinductor/model/"  # "model" is the name that aoti_compile_and_package gives

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.safetensors import read_safetensors
+from torchere.archiver.models.load.checkpoint import read_safetensors
 from torchere.handlers.archive_import import ArchiveModules
 from torchere.handlers.entry_point import list_classes_from_module
 from torchere.handlers.shared_weights import WORTH_MAPPING_BYTES, file_to_map

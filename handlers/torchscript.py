@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import torch
 
-from torchere.archiver.models.optimized import optimized
-from torchere.archiver.torchscript_files import UnsafeScript, check_script
+from torchere.archiver.models.load.torchscript import optimized
+from torchere.archiver.scan.torchscript import UnsafeScript, check_script
 from torchere.archiver.torchscript_options import TorchScriptOptions
 from torchere.handlers.torchscript_mapped import load_mapped
 

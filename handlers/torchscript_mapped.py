@@ -22,8 +22,7 @@ from typing import Any, BinaryIO
 import torch
 from torch.jit._script import wrap_cpp_module
 
-from torchere.archiver.zipcontainer import DAMAGED
-from torchere.archiver.zipheaders import Malformed, read_local
+from torchere.archiver.container.zip import DAMAGED, Malformed, read_local
 from torchere.handlers.shared_weights import WORTH_MAPPING_BYTES, file_to_map
 
 logger = logging.getLogger(__name__)

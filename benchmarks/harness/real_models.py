@@ -17,7 +17,7 @@ from harness.errors import Unavailable
 from harness.models import Workshop
 from harness.paths import ROOT
 from torchere.archiver import ArchiveRequest, open_archive, write_archive
-from torchere.archiver.models.config_section import config_with
+from torchere.archiver.models.convert.files import config_with
 from torchere.archiver.signature import ANY, SIGNATURE_NAME, Signature, TensorSpec
 from torchere.archiver.torchscript_options import TorchScriptOptions
 

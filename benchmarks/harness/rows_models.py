@@ -88,7 +88,7 @@ def options_of(subject: RealModel, shop: Workshop) -> TorchScriptOptions:
     """How the archive says that the file is to be loaded: as `torchere archive` measures fastest."""
     import torch  # noqa: PLC0415  # seconds to import
 
-    from torchere.archiver.models.optimize_gain import measured_gain  # noqa: PLC0415  # as above
+    from torchere.archiver.models.convert.optimize_gain import measured_gain  # noqa: PLC0415  # as above
 
     sample = tuple(torch.from_numpy(row) for row in subject.rows())
     gain = measured_gain(subject.file(shop), [sample], batched=True)

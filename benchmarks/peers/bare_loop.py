@@ -79,7 +79,7 @@ def _loaded(file: Path, *, optimize: bool) -> Any:
         plain = torch.jit.load(str(file))  # type: ignore[no-untyped-call]
         if not optimize:
             return plain
-        from torchere.archiver.models.optimized import optimized  # noqa: PLC0415  # else torch is enough
+        from torchere.archiver.models.load.torchscript import optimized  # noqa: PLC0415  # else torch is enough
 
         return optimized(plain.eval())
     from torchere.handlers.aot import load_package  # noqa: PLC0415  # as above

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantised.zoo import Ready, Sample
-from torchere.archiver.models.dynamic import batch_of as free_batch
-from torchere.archiver.models.folding import folded_paddings
-from torchere.archiver.models.optimize_gain import loaded
-from torchere.archiver.models.quantise_traced import plain_attention, traced
-from torchere.archiver.models.to_aoti import compile_aoti
-from torchere.archiver.models.to_program import to_program
-from torchere.archiver.models.verify_outputs import difference, flattened
-from torchere.archiver.models.verify_timing import batch_of, quick_ms
+from torchere.archiver.models.convert.aotinductor import compile_aoti
+from torchere.archiver.models.convert.exported_program import to_program
+from torchere.archiver.models.convert.optimize_gain import loaded
+from torchere.archiver.models.fold.convolutions import folded_paddings
+from torchere.archiver.models.inputs.sizes import batch_of as free_batch
+from torchere.archiver.models.measure.cost import batch_of, quick_ms
+from torchere.archiver.models.measure.difference import difference, flattened
+from torchere.archiver.models.quantize.traced import plain_attention, traced
 from torchere.archiver.torchscript_options import TorchScriptOptions
 from torchere.handlers.aot import CompiledModel, load_package
 

@@ -8,7 +8,7 @@ from harness.machine import Machine
 from harness.report import markdown_table
 
 from quantised.measure import BATCHES, Row, geometric_mean
-from torchere.archiver.models.verify import MAX_DRIFT
+from torchere.archiver.models.verify.compare import MAX_DRIFT
 
 SIZE, COSINE, TOP1 = 0.35, 0.99, 0.97  # goals for each model: of its file against fp32, of its answers
 

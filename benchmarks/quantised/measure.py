@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 
 from quantised.zoo import Ready, Sample, Subject
-from torchere.archiver.models.engines import saved
-from torchere.archiver.models.loaded import LoadedModel
-from torchere.archiver.models.quantise import quantise
-from torchere.archiver.models.quantise_traced import plain_attention, traced
-from torchere.archiver.models.verify_outputs import difference, flattened
-from torchere.archiver.models.verify_timing import batch_of, quick_ms
+from torchere.archiver.models.inputs.run import LoadedModel
+from torchere.archiver.models.load.engines import saved
+from torchere.archiver.models.measure.cost import batch_of, quick_ms
+from torchere.archiver.models.measure.difference import difference, flattened
+from torchere.archiver.models.quantize.methods import quantise
+from torchere.archiver.models.quantize.traced import plain_attention, traced
 from torchere.archiver.signature import Signature, TensorSpec
 
 BATCHES = (1, 8)

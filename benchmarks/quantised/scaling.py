@@ -19,7 +19,7 @@ import torch
 
 from quantised.compiled import Both
 from quantised.zoo import Sample
-from torchere.archiver.models.verify_timing import one_thread
+from torchere.archiver.models.measure.cost import one_thread
 from torchere.handlers.aot import load_package
 from torchere.serving.process.allocator import keep_freed_memory
 

@@ -26,10 +26,10 @@ from examples.harness.errors import ExampleFailed
 from examples.image_classifier.network import pretrained
 from examples.image_classifier.photographs import CALIBRATION, HELD_OUT, MEAN, STD, centre, crops
 from examples.image_classifier.quantise import agreement, int8
-from torchere.archiver.models.folding import fold
-from torchere.archiver.models.optimize_gain import measured_gain
-from torchere.archiver.models.quantise import Quantised
-from torchere.archiver.models.quantise_traced import traced
+from torchere.archiver.models.convert.optimize_gain import measured_gain
+from torchere.archiver.models.fold.convolutions import fold
+from torchere.archiver.models.quantize.methods import Quantised
+from torchere.archiver.models.quantize.traced import traced
 from torchere.archiver.torchscript_options import TorchScriptOptions
 
 HERE = Path(__file__).resolve().parent

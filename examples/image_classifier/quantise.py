@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from torchere.archiver.models.loaded import LoadedModel
-from torchere.archiver.models.quantise import Quantised, quantise
+from torchere.archiver.models.inputs.run import LoadedModel
+from torchere.archiver.models.quantize.methods import Quantised, quantise
 from torchere.archiver.signature import Signature, TensorSpec
 
 _SIDE, _CLASSES = 224, 1000

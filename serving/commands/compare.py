@@ -25,7 +25,7 @@ from torchere.serving.errors import InvalidArchive
 if TYPE_CHECKING:
     import torch
 
-    from torchere.archiver.models.report import Report
+    from torchere.archiver.models.verify.report import Report
 
 _PICTURES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp"})
 
@@ -72,7 +72,7 @@ def run_compare(options: argparse.Namespace) -> int:
         return 2
     print(report.to_json() if options.json else report.table())
     if options.picture:
-        from torchere.archiver.models.compare_picture import picture  # noqa: PLC0415 - imports torch
+        from torchere.serving.commands.compare_picture import picture  # noqa: PLC0415 - imports torch
 
         try:
             options.picture.write_text(picture(report), encoding="utf-8")
@@ -84,7 +84,7 @@ def run_compare(options: argparse.Namespace) -> int:
 
 def _compared(options: argparse.Namespace) -> Report:
     from torchere.archiver.models.steps import refusing  # noqa: PLC0415 - imports torch
-    from torchere.archiver.models.verify import verify  # noqa: PLC0415
+    from torchere.archiver.models.verify.compare import verify  # noqa: PLC0415
 
     with contender(options.original) as one, contender(options.packed) as other:
         samples = read_samples(options.data, one)
@@ -132,7 +132,7 @@ def read_samples(folder: Path, contender: Contender) -> list[tuple[torch.Tensor,
         ModelRefused: there is none, or one can't be read.
         OSError: likewise.
     """
-    from torchere.archiver.models.examples import read_example  # noqa: PLC0415 - imports torch
+    from torchere.archiver.models.inputs.examples import read_example  # noqa: PLC0415 - imports torch
 
     if not folder.is_dir():
         raise ModelRefused(f"--data {folder}: no such folder; expected one with inputs, a file each")

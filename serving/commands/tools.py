@@ -34,7 +34,7 @@ def add_archive(parser: argparse.ArgumentParser) -> None:
 def add_convert(parser: argparse.ArgumentParser) -> None:
     """`torchere convert`."""
     from torchere.archiver.cli import run_convert
-    from torchere.archiver.convert import EXAMPLES, add_convert_arguments
+    from torchere.archiver.commands import EXAMPLES, add_convert_arguments
 
     text = "Bring the model of an archive into another format; all else in it stays."
     explained(parser, text, EXAMPLES)

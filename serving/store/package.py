@@ -19,8 +19,8 @@ from typing import Any
 
 import msgspec
 
+from torchere.archiver.container.entries import MANIFEST_NAME
 from torchere.archiver.errors import ArchiveError
-from torchere.archiver.names import MANIFEST_NAME
 from torchere.archiver.reader import Archive, ArchiveLimits, open_archive
 from torchere.archiver.signature import Signature
 from torchere.handlers.signature import archive_signature

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from torchere.archiver.atomic import staged
 from torchere.archiver.errors import PackingError
-from torchere.archiver.gather import gather
-from torchere.archiver.staging import staged
+from torchere.archiver.writer import gather
 
 
 def names(request: Any) -> list[str]:

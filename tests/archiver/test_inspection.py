@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from torchere.archiver.entries import CHUNK_BYTES
+from torchere.archiver.container.entries import CHUNK_BYTES
 from torchere.archiver.errors import ArchiveError
 from torchere.archiver.inspection import inspect_archive
 from torchere.archiver.reader import open_archive

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from torchere.archiver.errors import PackingError
-from torchere.archiver.missing import check_inputs
+from torchere.archiver.request import check_inputs
 
 
 def told(request: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from torchere.archiver.progress import LARGE_BYTES, Progress
+from torchere.archiver.writer import LARGE_BYTES, Progress
 
 
 class Terminal(io.StringIO):

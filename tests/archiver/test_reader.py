@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from torchere.archiver.entries import ArchiveLimits
+from torchere.archiver.container.entries import MANIFEST_NAME, ArchiveLimits
 from torchere.archiver.errors import ArchiveError
-from torchere.archiver.names import MANIFEST_NAME
 from torchere.archiver.reader import open_archive
 from torchere.archiver.request import FORMATS
 from torchere.archiver.writer import write_archive

@@ -13,9 +13,8 @@ from pathlib import Path
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from torchere.archiver.entries import ArchiveLimits
+from torchere.archiver.container.entries import ArchiveLimits, first_clash, problem_with
 from torchere.archiver.errors import ArchiveError
-from torchere.archiver.names import first_clash, problem_with
 from torchere.archiver.reader import open_archive
 from torchere.archiver.request import ArchiveFormat, ArchiveRequest
 from torchere.archiver.writer import write_archive

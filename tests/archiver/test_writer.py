@@ -16,12 +16,10 @@ from typing import Any
 import pytest
 
 from torchere.archiver import writer
+from torchere.archiver.container.entries import MANIFEST_NAME
 from torchere.archiver.errors import PackingError
-from torchere.archiver.gather import gather
-from torchere.archiver.names import MANIFEST_NAME
-from torchere.archiver.progress import Progress
 from torchere.archiver.request import FORMATS
-from torchere.archiver.writer import check_target, write_archive
+from torchere.archiver.writer import Progress, check_target, gather, write_archive
 
 
 def test_a_mar_stores_weights_and_deflates_the_rest_with_the_manifest_last(request_for: Any) -> None:

@@ -8,7 +8,7 @@ from quantised.compiled import Pair
 from quantised.compiled_document import executors, optimized_table, slower, table, verdict
 from quantised.scaling import Scaling, _run
 
-from torchere.archiver.models.verify_timing import quick_ms
+from torchere.archiver.models.measure.cost import quick_ms
 
 PAIR = Pair(
     "net",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchere.archiver.zipheaders import read_local
+from torchere.archiver.container.zip import read_local
 from torchere.handlers import torchscript_mapped
 from torchere.handlers.torchscript import load_torchscript
 from torchere.handlers.torchscript_mapped import load_mapped

@@ -16,10 +16,9 @@ import torch
 from torch.distributed import checkpoint
 
 from torchere.archiver import open_archive
-from torchere.archiver.building import BuildOptions
-from torchere.archiver.model_packing import pack_model
-from torchere.archiver.progress import Progress
-from torchere.archiver.request import ArchiveRequest
+from torchere.archiver.commands import pack_model
+from torchere.archiver.request import ArchiveRequest, BuildOptions
+from torchere.archiver.writer import Progress
 from torchere.handlers.archive_import import forget_archive
 from torchere.handlers.context import Context, RequestProcessor
 from torchere.handlers.metrics import MetricsCache

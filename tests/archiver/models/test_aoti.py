@@ -14,18 +14,16 @@ import pytest
 import torch
 
 from torchere.archiver import open_archive
-from torchere.archiver.building import BuildOptions
+from torchere.archiver.commands import pack_model
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.model_packing import pack_model
-from torchere.archiver.models import to_aoti
-from torchere.archiver.models.aoti_candidates import Timed
-from torchere.archiver.models.sources import aoti_metadata
-from torchere.archiver.models.to_aoti import gains_by_freezing
-from torchere.archiver.models.to_program import to_program
-from torchere.archiver.progress import Progress
-from torchere.archiver.request import ArchiveRequest
+from torchere.archiver.models.convert import aotinductor as to_aoti
+from torchere.archiver.models.convert.aotinductor import Timed, gains_by_freezing
+from torchere.archiver.models.convert.exported_program import to_program
+from torchere.archiver.models.load.source import aoti_metadata
+from torchere.archiver.request import ArchiveRequest, BuildOptions
+from torchere.archiver.scan.weights import AOTINDUCTOR, classify_file
 from torchere.archiver.signature import parse
-from torchere.archiver.weights import AOTINDUCTOR, classify_file
+from torchere.archiver.writer import Progress
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler")
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from torchere.archiver import open_archive
-from torchere.archiver.models.quantise import METHODS
-from torchere.archiver.models.verify import MAX_DRIFT
+from torchere.archiver.models.quantize.methods import METHODS
+from torchere.archiver.models.verify.compare import MAX_DRIFT
 from torchere.archiver.request import BUILT_IN_HANDLERS
 from torchere.archiver.signature import parse
 from torchere.serving.commands.cli import main

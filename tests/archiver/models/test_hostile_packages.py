@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.sources import read_source
-from torchere.archiver.weights import AOTINDUCTOR, classify_file
+from torchere.archiver.models.load.source import read_source
+from torchere.archiver.scan.weights import AOTINDUCTOR, classify_file
 
 REFUSED = r"could run code: "
 
@@ -155,7 +155,7 @@ def test_pickles_of_the_old_form_are_read_whatever_they_are_called(
 
 
 def classify_old(path: Path) -> tuple[str, ...]:
-    from torchere.archiver.exported import UnsafeProgram, check_program
+    from torchere.archiver.scan.exported_program import UnsafeProgram, check_program
 
     with open(path, "rb") as file:
         try:

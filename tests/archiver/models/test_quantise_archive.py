@@ -9,7 +9,8 @@ import pytest
 import torch
 import yaml
 
-from torchere.archiver.models import quantise_candidates, verify
+from torchere.archiver.models.quantize import candidates as quantise_candidates
+from torchere.archiver.models.verify import compare as verify
 from torchere.archiver.reader import open_archive
 from torchere.handlers.base import BaseHandler
 from torchere.handlers.context import Context

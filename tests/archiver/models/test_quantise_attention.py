@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from torchere.archiver.models import quantise_candidates as module_under_test
-from torchere.archiver.models.engines import saved, supported
-from torchere.archiver.models.loaded import LoadedModel
-from torchere.archiver.models.quantise import Quantised, quantise
-from torchere.archiver.models.quantise_traced import plain_attention, traced
-from torchere.archiver.models.to_torchscript import to_torchscript
-from torchere.archiver.models.verify_outputs import difference, flattened
+from torchere.archiver.models.convert.torchscript import to_torchscript
+from torchere.archiver.models.inputs.run import LoadedModel
+from torchere.archiver.models.load.engines import saved, supported
+from torchere.archiver.models.measure.difference import difference, flattened
+from torchere.archiver.models.quantize import candidates as module_under_test
+from torchere.archiver.models.quantize.methods import Quantised, quantise
+from torchere.archiver.models.quantize.traced import plain_attention, traced
 from torchere.archiver.signature import Signature, TensorSpec
 
 WIDTH, LAYERS = 128, 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.running import run_on
+from torchere.archiver.models.inputs.run import run_on
 from torchere.archiver.models.steps import refusing
 
 

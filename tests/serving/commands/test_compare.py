@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from torchere.archiver.models import verify
+from torchere.archiver.models.verify import compare as verify
 from torchere.archiver.request import ArchiveRequest
 from torchere.archiver.writer import write_archive
 from torchere.serving.commands.cli import main

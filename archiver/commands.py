@@ -1,0 +1,164 @@
+"""Packs a model after making something of it. torch is imported here, when the first model is built."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from torchere.archiver.container.entries import MANIFEST_NAME
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.manifest import Manifest
+from torchere.archiver.model_flags import add_build_arguments, convert_options
+from torchere.archiver.reader import open_archive
+from torchere.archiver.request import (
+    BUILT_IN_HANDLERS,
+    DEFAULT_HANDLER,
+    FALLBACK_NAME,
+    ArchiveRequest,
+    BuildOptions,
+    Built,
+    check_inputs,
+)
+from torchere.archiver.signature import SIGNATURE_NAME, Signature, parse
+from torchere.archiver.writer import Progress, check_target, write_archive
+
+Say = Callable[[str], None]
+
+
+def pack_model(request: ArchiveRequest, options: BuildOptions, progress: Progress, say: Say) -> Path:
+    """Build the model of `options` and pack it with the rest of `request`; returns the archive's path.
+
+    The request's serialized file, model file and configuration are those of the result, whatever it says.
+
+    Raises:
+        ModelRefused: the model, an example or an option can't be used, or PyTorch is not installed.
+        PackingError: see `write_archive`; what can be known before the model is built is found before.
+        OSError: a file can't be read or written.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise ModelRefused("this needs PyTorch, and it is not installed; pip install torch")
+    request.check()
+    check_target(request)
+    check_inputs(request)
+    from torchere.archiver.models.build import build  # noqa: PLC0415  # torch
+
+    with tempfile.TemporaryDirectory(prefix="torchere-") as folder:
+        built = build(options, Path(folder), say)
+        if request.handler == DEFAULT_HANDLER:
+            _refuse_unservable(built)
+        packed = dataclasses.replace(
+            request,
+            serialized_file=built.serialized_file,
+            model_file=built.model_file,
+            config_file=built.config_file,
+            extra_files=(*request.extra_files, *built.extra_files),
+            made=built.beside,
+        )
+        path = write_archive(packed, progress)
+    say(f"packed: {path} ({path.stat().st_size / 1e6:.1f} MB)" if path.is_file() else f"packed: {path}")
+    return path
+
+
+def _refuse_unservable(built: Built) -> None:
+    """The default handler goes by the signature, and can't carry everything that one may name."""
+    file = built.beside / SIGNATURE_NAME
+    signature = parse(file.read_text(encoding="utf-8")) if file.is_file() else Signature((), ())
+    reasons = {"BYTES": f"texts, and the handler {DEFAULT_HANDLER!r} knows numbers only"}
+    if built.serialized_file is not None and built.serialized_file.suffix == ".onnx":
+        reasons["BF16"] = "BF16, which onnxruntime's NumPy arrays do not have"
+    roles = (("input", "takes", signature.inputs), ("output", "gives", signature.outputs))
+    for role, does, specs in roles:
+        for spec in specs:
+            if spec.datatype in reasons:
+                raise ModelRefused(
+                    f"{built.serialized_file}: the {role} {spec.name!r} {does} {reasons[spec.datatype]}; "
+                    "name a --handler of your own"
+                )
+
+
+EXAMPLES = """\
+examples:
+  an archive of TorchServe, which has no signature.json to tell what the model takes:
+    torchere convert old.mar --to export --example input.json --dynamic-batch 1:64 -o new.mar
+  an archive that has one:
+    torchere convert old.mar --to export --dynamic-batch 1:64 -o new.mar
+"""
+
+
+def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `torchere convert` to `parser`."""
+    add = parser.add_argument
+    add("archive", type=Path, metavar="OLD.mar", help="a .mar, a .tar.gz or a directory")
+    add("-o", "--output", type=Path, required=True, metavar="NEW.mar", help="the new archive")
+    add("-f", "--force", action="store_true", help="overwrite what is there")
+    add("-v", "--version", metavar="V", help="version of the new archive (default: the old one's)")
+    add(
+        "--handler",
+        metavar="H",
+        help=f"handler for it: {', '.join(BUILT_IN_HANDLERS)}, or a Python file (default: the old one's, or "
+        f"{DEFAULT_HANDLER})",
+    )
+    add("--allow-code", action="store_true", help="run the Python of an archive whose model is a class")
+    add_build_arguments(parser, "--to")
+
+
+def convert_archive(namespace: argparse.Namespace, say: Say) -> Path:
+    """Convert an archive as the arguments say; returns the path of the new one.
+
+    Raises:
+        ArchiveError: the old archive can't be used.
+        ModelRefused: its model can't be.
+        PackingError, OSError: the new one can't be written.
+    """
+    old = open_archive(namespace.archive)
+    manifest = old.manifest
+    if manifest.model_file and not namespace.allow_code:
+        raise ModelRefused(
+            f"{old.path}: its model is a class in {manifest.model_file}, and converting runs that file; say "
+            "--allow-code if you trust the archive"
+        )
+    with tempfile.TemporaryDirectory(prefix="torchere-") as work:
+        folder = old.extract(Path(work) / "old")
+        # Compiled code can't be compiled anew; its archive has the program that it was made of.
+        weights = FALLBACK_NAME if (folder / FALLBACK_NAME).is_file() else manifest.serialized_file
+        files = (weights, manifest.model_file, manifest.config_file)
+        options = convert_options(namespace, *(_in(folder, name) for name in files))
+        if (folder / SIGNATURE_NAME).is_file():
+            options = replace(options, example_signature=folder / SIGNATURE_NAME)
+        return pack_model(_request(namespace, manifest, folder), options, Progress(sys.stderr), say)
+
+
+def _request(namespace: argparse.Namespace, manifest: Manifest, folder: Path) -> ArchiveRequest:
+    output: Path = namespace.output
+    handler = namespace.handler or manifest.handler or DEFAULT_HANDLER
+    path = handler.partition(":")[0]
+    is_own = any((folder / name).is_file() for name in (path, f"{path}.py"))
+    anew = {SIGNATURE_NAME, FALLBACK_NAME, manifest.serialized_file, manifest.config_file}
+    if not is_own:
+        anew.add(manifest.model_file)  # nothing else needs the class
+    about = folder / MANIFEST_NAME
+    anew |= {item.relative_to(folder).as_posix() for item in about.parent.rglob("*") if item.is_file()}
+    return ArchiveRequest(
+        model_name=manifest.model_name or output.name.partition(".")[0],
+        version=namespace.version or manifest.model_version,
+        handler=str(folder / handler) if is_own else handler,
+        requirements_file=_in(folder, manifest.requirements_file),
+        extra_files=(folder,),
+        leave_out=frozenset(name for name in anew if name),
+        runtime=manifest.runtime,
+        export_path=output.parent,
+        output=output,
+        archive_format="tgz" if output.name.endswith((".tar.gz", ".tgz")) else "default",
+        force=namespace.force,
+        epoch_s=namespace.epoch_s,
+    )
+
+
+def _in(folder: Path, name: str | None) -> Path | None:
+    return folder / name if name else None

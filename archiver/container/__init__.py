@@ -1,0 +1,1 @@
+"""Archives as bytes: strict readers of zip, tar and folders, and their writers."""

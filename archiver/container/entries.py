@@ -1,0 +1,199 @@
+"""What every kind of archive is read into: a checked list of entries, and a way to stream their bytes."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Literal, Protocol
+
+from torchere.archiver.errors import ArchiveError
+
+MANIFEST_NAME = "MAR-INF/MANIFEST.json"
+MAX_NAME_BYTES = 1024  # of the whole name in UTF-8; Linux's PATH_MAX of 4096 must also hold the target folder
+MAX_PART_BYTES = 255  # NAME_MAX of the usual file systems
+
+_DRIVE = re.compile(r"^[A-Za-z]:")
+
+
+def problem_with(name: str) -> str | None:
+    """Say why `name` (of a directory: without its last slash) is refused, or None if it is fine."""
+    if not name:
+        return "the name is empty"
+    if "\\" in name:
+        return "the name has a backslash"
+    if any(unicodedata.category(char) in ("Cc", "Cs") for char in name):
+        return "the name has a NUL, control or surrogate character"
+    if name.startswith("/") or _DRIVE.match(name):
+        return "the name is an absolute path"
+    return _problem_with_parts(name)
+
+
+def _problem_with_parts(name: str) -> str | None:
+    parts = name.split("/")
+    if ".." in parts:
+        return "the name leaves the archive by '..'"
+    if "" in parts or "." in parts:
+        return "the name has an empty or '.' part"
+    if any(part[-1] in ". " for part in parts):
+        return "a part of the name ends in a dot or a space, which some systems drop"
+    if len(name.encode()) > MAX_NAME_BYTES or any(len(part.encode()) > MAX_PART_BYTES for part in parts):
+        return f"the name is longer than {MAX_NAME_BYTES} bytes, or a part of it than {MAX_PART_BYTES}"
+    return None
+
+
+def folded(name: str) -> str:
+    """The form in which two names are one file on some file system: without case, in one normal form."""
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFD", name).casefold())
+
+
+def first_clash(names: Iterable[str]) -> tuple[str, str] | None:
+    """Find two file names that can't both be unpacked: equal when folded, or one a folder of the other."""
+    seen: dict[str, str] = {}
+    for name in names:
+        if (other := seen.setdefault(folded(name), name)) is not name:
+            return other, name
+    for key, name in seen.items():
+        parts = key.split("/")
+        for depth in range(1, len(parts)):
+            if (other := seen.get("/".join(parts[:depth]), "")) != "":
+                return other, name
+    return None
+
+
+CHUNK_BYTES = 2**20
+Method = Literal["stored", "deflated", "gzip", "file"]
+Chunks = Iterator[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class ArchiveLimits:
+    """Bounds on an archive from outside. Sizes are bytes after unpacking."""
+
+    max_entries: int = 10_000  # files and directories together
+    max_total_bytes: int = 64 * 2**30
+    max_manifest_bytes: int = 4 * 2**20  # room for the digests of `max_entries` files
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One file in an archive; its name has been checked and is a relative POSIX path."""
+
+    name: str
+    size: int  # bytes after unpacking, as declared; streaming fails when it is not the truth
+    stored_size: int  # bytes in the archive; for gzip, which packs the whole, the same as `size`
+    method: Method
+    # Where the data begins in the archive's file; None if it has no place of its own.
+    offset: int | None = None
+    crc: int | None = None  # CRC-32 of the data, when the format has one per entry
+
+
+class Container(Protocol):
+    """One kind of archive. Immutable; the file is opened anew for each walk, so no handle is kept."""
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """All files, in the order in which a walk meets them."""
+        ...
+
+    def walk(self, wanted: Callable[[Entry], bool]) -> Iterator[tuple[Entry, Chunks]]:
+        """Stream the wanted entries; each entry's chunks must be used up before the next is asked for.
+
+        The chunks of an entry are together exactly `size` bytes, or an ArchiveError is raised.
+        """
+        ...
+
+
+class Intake:
+    """Takes entries one by one while an archive is indexed, and refuses what the limits and names forbid.
+
+    It is told before anything is kept, so memory stays bounded by `max_entries` whatever the file says.
+    """
+
+    def __init__(self, archive: Path, limits: ArchiveLimits) -> None:
+        self._archive = archive
+        self._limits = limits
+        self._entries: dict[str, Entry] = {}
+        self._count = 0
+        self._total_bytes = 0
+
+    def add(self, entry: Entry) -> None:
+        """Take one file."""
+        self.add_directory(entry.name)
+        if other := self._entries.get(folded(entry.name)):
+            same = "is in the archive twice" if other.name == entry.name else f"is the same as {other.name!r}"
+            raise self.refuse(
+                entry.name, f"the name {same}, on some systems at least", "keep one of the entries"
+            )
+        self._total_bytes += entry.size
+        if entry.size < 0 or self._total_bytes > self._limits.max_total_bytes:
+            raise self.refuse(
+                entry.name,
+                f"the files so far are larger than {self._limits.max_total_bytes} bytes",
+                "raise the limit if you trust the archive",
+            )
+        self._entries[folded(entry.name)] = entry
+
+    def add_directory(self, name: str) -> None:
+        """Count a directory and check its name; directories come to be with the files in them."""
+        self.check_count(self._count + 1)
+        self._count += 1
+        if problem := problem_with(name):
+            raise self.refuse(name, problem, "pack the archive again with relative names")
+
+    def check_count(self, count: int) -> None:
+        """Refuse an archive that says it has `count` entries when that is more than the limit."""
+        if count > self._limits.max_entries:
+            raise ArchiveError(
+                self._archive,
+                f"more than {self._limits.max_entries} entries",
+                "raise the limit if you trust the archive",
+            )
+
+    def finish(self) -> tuple[Entry, ...]:
+        """The entries in the order they came, once all are there."""
+        names = [entry.name for entry in self._entries.values()]
+        if clash := first_clash(names):
+            raise self.refuse(clash[0], f"it is a file and the folder of {clash[1]!r}", "rename one of them")
+        return tuple(self._entries.values())
+
+    def refuse(self, entry: str, reason: str, advice: str) -> ArchiveError:
+        """The error that names this archive and `entry`."""
+        return ArchiveError(self._archive, reason, advice, entry=entry)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Which bytes a path stood for when it was indexed; a file replaced or rewritten since is refused."""
+
+    device: int
+    inode: int
+    size: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, file: BinaryIO) -> Identity:
+        """The identity of an open file."""
+        status = os.fstat(file.fileno())
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def open_regular(path: Path, identity: Identity | None = None) -> BinaryIO:
+    """Open a regular file for reading; with `identity`, only if it is still the same file, unchanged."""
+    file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115  # the caller closes it
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise ArchiveError(path, "not a regular file", "name a .mar, a .tar.gz or a directory")
+    if identity is not None and Identity.of(file) != identity:
+        file.close()
+        raise ArchiveError(path, "the file changed after it was opened", "open it again")
+    return file
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    # Opening a FIFO that nobody writes to would wait for ever.
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))

@@ -1,0 +1,260 @@
+"""Reads `.tar.gz` archives. TorchServe drops the first component of every name; see `_root_of`."""
+
+from __future__ import annotations
+
+import gzip
+import tarfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from torchere.archiver.container.entries import (
+    CHUNK_BYTES,
+    ArchiveLimits,
+    Chunks,
+    Entry,
+    Identity,
+    Intake,
+    open_regular,
+)
+from torchere.archiver.errors import ArchiveError
+
+BLOCK_BYTES = 512
+MAX_EXTENDED_BYTES = 2**16  # a long name or a set of pax records
+MAX_EXTENDED_IN_A_ROW = 4
+MAX_PADDING_BYTES = 2**20  # zeros behind the end; GNU tar fills up to 10 KiB
+
+_PAX, _PAX_GLOBAL, _LONG_NAME = tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME
+_KINDS = {
+    tarfile.LNKTYPE: "a hard link",
+    tarfile.SYMTYPE: "a symbolic link",
+    tarfile.GNUTYPE_LONGLINK: "a link",
+    tarfile.CHRTYPE: "a device",
+    tarfile.BLKTYPE: "a device",
+    tarfile.FIFOTYPE: "a FIFO",
+    tarfile.GNUTYPE_SPARSE: "a sparse file",
+}
+
+
+class Header(NamedTuple):
+    """One file or directory; `name` as it stands there, without a last slash."""
+
+    name: str
+    size: int
+    is_directory: bool
+
+
+class TarStream:
+    """A gzip-packed tar being read once, from front to back. Not thread-safe.
+
+    Raises ArchiveError from every method when the bytes are not what they should be.
+    """
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self._path = path
+        self._packed = gzip.GzipFile(fileobj=file, mode="rb")
+        self._left_bytes = 0  # of the current file's data
+        self._padding_bytes = 0  # behind it, up to a full block
+
+    def headers(self) -> Iterator[Header]:
+        """Give one header after the other; data that was not read is skipped."""
+        while True:
+            for _ in self.data():
+                pass
+            header = self._header()
+            if header is None:
+                return
+            self._left_bytes = header.size
+            self._padding_bytes = -header.size % BLOCK_BYTES
+            yield header
+
+    def data(self) -> Iterator[bytes]:
+        """Give the current file's data in chunks."""
+        while self._left_bytes:
+            chunk = self._some(min(self._left_bytes, CHUNK_BYTES))
+            self._left_bytes -= len(chunk)
+            yield chunk
+        self._exactly(self._padding_bytes)
+        self._padding_bytes = 0
+
+    def _header(self) -> Header | None:
+        """The next file or directory with what extended headers say about it, None at the end."""
+        extended: dict[str, str] = {}
+        for _ in range(MAX_EXTENDED_IN_A_ROW + 1):
+            block = self._exactly(BLOCK_BYTES)
+            if not any(block):
+                self._expect_nothing_more()
+                return None
+            info = self._parsed(block)
+            if info.type == _PAX_GLOBAL:
+                self._refuse_global(self._pax(info))
+            elif info.type == _PAX:
+                extended.update(self._pax(info))
+            elif info.type == _LONG_NAME:
+                extended["path"] = self._text(self._extended(info).partition(b"\0")[0])
+            else:
+                return self._entry(info, extended)
+        raise self._refuse("too many extended headers in a row")
+
+    def _entry(self, info: tarfile.TarInfo, extended: dict[str, str]) -> Header:
+        name = extended.get("path", info.name)
+        if info.type not in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE):
+            kind = _KINDS.get(info.type, f"of the unknown type {info.type!r}")
+            raise self._refuse(f"it is {kind}; only files and directories are read", name)
+        if any(key.startswith("GNU.sparse") for key in extended):
+            raise self._refuse("it is a sparse file", name)
+        size = self._number(extended["size"]) if "size" in extended else info.size
+        if size < 0 or (size and info.isdir()):
+            raise self._refuse(f"the size {size} is wrong", name)
+        return Header(name.rstrip("/") if info.isdir() else name, size, info.isdir())
+
+    def _parsed(self, block: bytes) -> tarfile.TarInfo:
+        try:
+            return tarfile.TarInfo.frombuf(block, "utf-8", "strict")
+        except (tarfile.HeaderError, ValueError) as error:
+            raise self._refuse(f"a tar header is damaged: {error}") from error
+
+    def _extended(self, info: tarfile.TarInfo) -> bytes:
+        if not 0 <= info.size <= MAX_EXTENDED_BYTES:
+            raise self._refuse(f"an extended header of {info.size} bytes")
+        return self._exactly(info.size + -info.size % BLOCK_BYTES)[: info.size]
+
+    def _pax(self, info: tarfile.TarInfo) -> dict[str, str]:
+        """The records `<length> <key>=<value>` and a line feed, one behind the other."""
+        data = self._extended(info)
+        records = {}
+        while data:
+            length_text, _, _ = data.partition(b" ")
+            length = self._number(self._text(length_text[:8]))
+            record, data = data[:length], data[length:]
+            key, equals, value = record[len(length_text) + 1 : -1].partition(b"=")
+            if len(record) != length or not key or not equals or record[-1:] != b"\n":
+                raise self._refuse("a pax record is damaged")
+            if key in (b"path", b"size") or key.startswith(b"GNU.sparse"):
+                records[self._text(key)] = self._text(value)
+        return records
+
+    def _refuse_global(self, records: dict[str, str]) -> None:
+        if records:
+            raise self._refuse("a global header gives all files one name or size")
+
+    def _number(self, text: str) -> int:
+        if not (text.isascii() and text.isdigit() and len(text) <= 19):
+            raise self._refuse(f"{text!r} is not a size")
+        return int(text)
+
+    def _text(self, raw: bytes) -> str:
+        try:
+            return raw.decode()
+        except UnicodeDecodeError as error:
+            raise self._refuse("a name is not UTF-8", raw.decode("latin-1")) from error
+
+    def _expect_nothing_more(self) -> None:
+        seen = 0
+        while chunk := self._read(CHUNK_BYTES):
+            seen += len(chunk)
+            if any(chunk) or seen > MAX_PADDING_BYTES:
+                raise self._refuse("there is something behind the end of the tar")
+
+    def _exactly(self, size: int) -> bytes:
+        found = bytearray()
+        while len(found) < size:
+            found += self._some(size - len(found))
+        return bytes(found)
+
+    def _some(self, size: int) -> bytes:
+        chunk = self._read(size)
+        if not chunk:
+            raise self._refuse("the file is cut off")
+        return chunk
+
+    def _read(self, size: int) -> bytes:
+        try:
+            return self._packed.read(size)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise self._refuse(f"the gzip data is damaged: {error}") from error
+
+    def _refuse(self, reason: str, entry: str | None = None) -> ArchiveError:
+        return ArchiveError(self._path, reason, "pack the archive again", entry=entry)
+
+
+class TarContainer:
+    """One gzip-packed tar, indexed and checked; see `entries.Container`.
+
+    Indexing unpacks the whole once without keeping it, and so does every walk.
+    """
+
+    def __init__(self, path: Path, limits: ArchiveLimits) -> None:
+        self._path = path
+        with open_regular(path) as file:
+            self._identity = Identity.of(file)
+            headers = self._checked_headers(TarStream(path, file), limits)
+        names = [header.name for header in headers]
+        self._root = _root_of(names)
+        intake = Intake(path, limits)
+        for header in headers:
+            self._take(header, intake)
+        self.entries = intake.finish()
+
+    def walk(self, wanted: Callable[[Entry], bool]) -> Iterator[tuple[Entry, Chunks]]:
+        """See `Container.walk`."""
+        entries = iter(self.entries)
+        with open_regular(self._path, self._identity) as file:
+            stream = TarStream(self._path, file)
+            for header in stream.headers():
+                if header.is_directory:
+                    continue
+                entry = next(entries, None)
+                if entry is None or entry.size != header.size:
+                    raise self._changed()
+                if wanted(entry):
+                    yield entry, stream.data()
+        if next(entries, None) is not None:
+            raise self._changed()
+
+    def _changed(self) -> ArchiveError:
+        return ArchiveError(self._path, "the file changed after it was opened", "open it again")
+
+    def _checked_headers(self, stream: TarStream, limits: ArchiveLimits) -> list[Header]:
+        """All headers but that of the root itself; the limits hold while they are read."""
+        intake = Intake(self._path, limits)
+        headers = []
+        for found in stream.headers():
+            header = found._replace(name=_without_dot(found.name))
+            if header.name != "." or not header.is_directory:
+                self._put(header, header.name, intake)
+                headers.append(header)
+        return headers
+
+    def _take(self, header: Header, intake: Intake) -> None:
+        if header.name != self._root.rstrip("/"):
+            self._put(header, header.name.removeprefix(self._root), intake)
+        elif not header.is_directory:
+            raise ArchiveError(
+                self._path, "a file and a folder have this name", "rename one", entry=header.name
+            )
+
+    @staticmethod
+    def _put(header: Header, name: str, intake: Intake) -> None:
+        if header.is_directory:
+            intake.add_directory(name)
+        else:
+            intake.add(Entry(name, header.size, header.size, "gzip"))
+
+
+def _without_dot(name: str) -> str:
+    """`tar -C folder .` writes every name with `./` in front."""
+    return name.removeprefix("./")
+
+
+def _root_of(names: list[str]) -> str:
+    """The folder that everything lies in, with a slash, or "" when there is none.
+
+    The archiver puts everything below one folder named after the model. TorchServe drops the first component
+    whatever it is, and so spoils archives made of the files alone; those are read as they are here.
+    """
+    firsts = {name.partition("/")[0] for name in names}
+    if len(firsts) != 1 or not any("/" in name for name in names) or firsts == {"MAR-INF"}:
+        return ""
+    return f"{firsts.pop()}/"

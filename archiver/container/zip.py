@@ -1,0 +1,405 @@
+"""Reads `.mar` files: zip, with everything refused on which two readers could disagree.
+
+TorchServe's server reads a zip from front to back, most others by the central directory at its end. Here both
+must tell the same: entries stand one behind the other from the first byte of the file to the central
+directory, without gap or overlap, and each local header says what the directory says.
+"""
+
+from __future__ import annotations
+
+import stat
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from torchere.archiver.container.entries import (
+    CHUNK_BYTES,
+    ArchiveLimits,
+    Chunks,
+    Entry,
+    Identity,
+    Intake,
+    Method,
+    open_regular,
+)
+from torchere.archiver.errors import ArchiveError
+
+ENCRYPTED_FLAGS = 0x0001 | 0x0040 | 0x2000  # encrypted, strongly encrypted, masked headers
+PATCHED_FLAG = 0x0020
+DESCRIPTOR_FLAG = 0x0008  # CRC and sizes follow the data
+STORED, DEFLATED = 0, 8
+MAX_RAW_NAME_BYTES = 4096  # keeps the index of a full archive small; names.py allows much less
+
+_END = struct.Struct("<4s4H2IH")
+_WIDE_END = struct.Struct("<4sQ2H2I4Q")
+_WIDE_LOCATOR = struct.Struct("<4sIQI")
+_CENTRAL = struct.Struct("<4s6H3I5H2I")
+_LOCAL = struct.Struct("<4s5H3I2H")
+_WIDE_EXTRA = 0x0001
+_FULL_16, _FULL_32 = 0xFFFF, 0xFFFFFFFF
+
+
+class Malformed(ValueError):
+    """The bytes are not a zip as this package accepts it; the text says what is wrong."""
+
+
+class Directory(NamedTuple):
+    """Where the central directory is and how many entries it lists."""
+
+    offset: int
+    end: int
+    entries: int
+
+
+class _WideEnd(NamedTuple):
+    values: tuple[int, ...]  # as in the plain end record, with 64 bits each
+    offset: int
+
+
+class Central(NamedTuple):
+    """One entry of the central directory, with 64-bit values already in place."""
+
+    raw_name: bytes
+    flags: int
+    method: int
+    crc: int
+    stored_size: int
+    size: int
+    attributes: int
+    header_offset: int
+
+
+class Local(NamedTuple):
+    """The header in front of an entry's data."""
+
+    raw_name: bytes
+    flags: int
+    method: int
+    crc: int
+    stored_size: int
+    size: int
+    data_offset: int
+
+
+def read_directory(file: BinaryIO, file_size: int) -> Directory:
+    """Find the central directory: it must end exactly where the end records begin, and these end the file."""
+    if file_size < _END.size:
+        raise Malformed("the file is too short to be a zip")
+    end_at = file_size - _END.size
+    sign, disk, first_disk, here, count, size, offset, comment = _END.unpack(_at(file, end_at, _END.size))
+    if sign != b"PK\5\6" or comment:
+        raise Malformed("no zip end record at the end: it is cut off, or something was put behind it")
+    values = (disk, first_disk, here, count, size, offset)
+    wide = _read_wide_end(file, end_at)
+    full = (*[_FULL_16] * 4, *[_FULL_32] * 2)
+    if wide is None:
+        return _directory(values, end_at)
+    if any(
+        value not in (limit, other) for value, limit, other in zip(values, full, wide.values, strict=True)
+    ):
+        raise Malformed("the two end records differ")
+    return _directory(wide.values, wide.offset)
+
+
+def _read_wide_end(file: BinaryIO, end_at: int) -> _WideEnd | None:
+    """Read the 64-bit end record that stands, with its locator, in front of the plain one; None without."""
+    locator_at = end_at - _WIDE_LOCATOR.size
+    if locator_at < _WIDE_END.size:
+        return None
+    sign, disk, wide_at, disks = _WIDE_LOCATOR.unpack(_at(file, locator_at, _WIDE_LOCATOR.size))
+    if sign != b"PK\6\7":
+        return None
+    if disk or disks > 1 or wide_at != locator_at - _WIDE_END.size:
+        raise Malformed("the 64-bit end record is not where it is said to be")
+    sign, length, _, _, *values = _WIDE_END.unpack(_at(file, wide_at, _WIDE_END.size))
+    if sign != b"PK\6\6" or length != _WIDE_END.size - 12:
+        raise Malformed("the 64-bit end record is wrong")
+    return _WideEnd(tuple(values), wide_at)
+
+
+def _directory(values: tuple[int, ...], end: int) -> Directory:
+    """The directory that an end record at `end` describes."""
+    disk, first_disk, here, count, size, offset = values
+    if disk or first_disk or here != count:
+        raise Malformed("the zip is one part of several, or lists more entries than it has")
+    if offset + size != end:
+        raise Malformed("the central directory does not end where the end record begins")
+    return Directory(offset, end, count)
+
+
+def read_central(file: BinaryIO) -> Central:
+    """Read the entry of the central directory at the file's position."""
+    fields = _CENTRAL.unpack(_exactly(file, _CENTRAL.size))
+    sign, _, _, flags, method, _, _, crc, stored_size, size, *lengths = fields
+    name_length, extra_length, comment_length, disk, _, attributes, offset = lengths
+    if sign != b"PK\1\2" or disk not in (0, _FULL_16):
+        raise Malformed("the central directory is damaged")
+    if name_length > MAX_RAW_NAME_BYTES:
+        raise Malformed(f"a name of {name_length} bytes")
+    name = _exactly(file, name_length)
+    extra = _exactly(file, extra_length)
+    _exactly(file, comment_length)
+    size, stored_size, offset = _widened(extra, (size, stored_size, offset))
+    return Central(name, flags, method, crc, stored_size, size, attributes, offset)
+
+
+def read_local(file: BinaryIO, offset: int) -> Local:
+    """Read the header in front of an entry's data."""
+    fields = _LOCAL.unpack(_at(file, offset, _LOCAL.size))
+    sign, _, flags, method, _, _, crc, stored_size, size, name_length, extra_length = fields
+    if sign != b"PK\3\4":
+        raise Malformed("there is no local header where the central directory says")
+    name = _exactly(file, name_length)
+    size, stored_size = _widened(_exactly(file, extra_length), (size, stored_size))
+    data_offset = offset + _LOCAL.size + name_length + extra_length
+    return Local(name, flags, method, crc, stored_size, size, data_offset)
+
+
+def is_descriptor(record: bytes, crc: int, stored_size: int, size: int) -> bool:
+    """Say if `record` is a data descriptor with these values: 32 or 64 bits, with or without signature."""
+    body = record[4:] if len(record) in (16, 24) else record
+    if body is not record and not record.startswith(b"PK\7\x08"):
+        return False
+    layout = {12: "<III", 20: "<IQQ"}.get(len(body))
+    return layout is not None and struct.unpack(layout, body) == (crc, stored_size, size)
+
+
+def _widened(extra: bytes, values: tuple[int, ...]) -> tuple[int, ...]:
+    """Replace every value that is full by the 64-bit one of the extra field, which has them in this order."""
+    if _FULL_32 not in values:
+        return values
+    wide = _extra_field(extra, _WIDE_EXTRA)
+    found = []
+    for value in values:
+        if value == _FULL_32:
+            if len(wide) < 8:
+                raise Malformed("a 64-bit size is missing")
+            found.append(int.from_bytes(wide[:8], "little"))
+            wide = wide[8:]
+        else:
+            found.append(value)
+    return tuple(found)
+
+
+def _extra_field(extra: bytes, wanted: int) -> bytes:
+    while len(extra) >= 4:
+        kind, length = struct.unpack_from("<HH", extra)
+        if length > len(extra) - 4:
+            raise Malformed("an extra field is longer than its room")
+        if kind == wanted:
+            return extra[4 : 4 + length]
+        extra = extra[4 + length :]
+    return b""
+
+
+def _at(file: BinaryIO, offset: int, size: int) -> bytes:
+    file.seek(offset)
+    return _exactly(file, size)
+
+
+def _exactly(file: BinaryIO, size: int) -> bytes:
+    found = file.read(size)
+    if len(found) != size:
+        raise Malformed("the file is cut off")
+    return found
+
+
+# What Python's zipfile raises where a file is damaged, or packed in a way that it does not know.
+DAMAGED = (zipfile.BadZipFile, EOFError, NotImplementedError, zlib.error)
+_REPACK = "pack the archive again"
+_MAX_RECORDS = 100_000  # of one file of weights
+_EMPTY_DEFLATED_BYTES = 2  # some tools "compress" directories
+# Of data that is only copied. Each step asks for the GIL, which a server that starts is busy importing with:
+# with 1 MiB, unpacking 400 MB beside it took 0.1 s longer.
+_COPIED_BYTES = 2**23
+
+
+class ZipContainer:
+    """One zip file, indexed and checked; see `entries.Container`."""
+
+    def __init__(self, path: Path, limits: ArchiveLimits) -> None:
+        self._path = path
+        with open_regular(path) as file:
+            self._identity = Identity.of(file)
+            self.entries = _Indexer(path, file, Intake(path, limits)).entries(self._identity.size)
+
+    def walk(self, wanted: Callable[[Entry], bool]) -> Iterator[tuple[Entry, Chunks]]:
+        """See `Container.walk`."""
+        with self.reopened() as file:
+            for entry in self.entries:
+                if wanted(entry):
+                    yield entry, self._checked(entry, _unpacked(file, entry))
+
+    def reopened(self) -> BinaryIO:
+        """The file that was indexed; ArchiveError when it was replaced or changed since."""
+        return open_regular(self._path, self._identity)
+
+    def _checked(self, entry: Entry, chunks: Chunks) -> Chunks:
+        crc = size = 0
+        try:
+            for chunk in chunks:
+                crc = zlib.crc32(chunk, crc)
+                size += len(chunk)
+                if size > entry.size:
+                    break
+                yield chunk
+        except (zlib.error, Malformed) as error:
+            raise ArchiveError(
+                self._path, f"the data is damaged: {error}", _REPACK, entry=entry.name
+            ) from error
+        if size != entry.size:
+            lie = f"unpacks to {'more' if size > entry.size else 'less'} than the {entry.size} bytes declared"
+            raise ArchiveError(self._path, lie, _REPACK, entry=entry.name)
+        if crc != entry.crc:
+            reason = f"the CRC is {crc:08x}, not the {entry.crc:08x} recorded"
+            raise ArchiveError(self._path, reason, _REPACK, entry=entry.name)
+
+
+def check_zip(file: BinaryIO, size: int) -> None:
+    """Raise ArchiveError, whose reason says why, when two readers could disagree about a zip file.
+
+    Args:
+        file: the whole file, which need not have a name.
+        size: its bytes.
+    """
+    path = Path("model")
+    _Indexer(path, file, Intake(path, ArchiveLimits(max_entries=_MAX_RECORDS))).entries(size)
+
+
+class _Indexer:
+    """Reads and checks the records of one open file."""
+
+    def __init__(self, path: Path, file: BinaryIO, intake: Intake) -> None:
+        self._path = path
+        self._file = file
+        self._intake = intake
+
+    def entries(self, file_size: int) -> tuple[Entry, ...]:
+        """All files, in the order they stand in."""
+        try:
+            directory = read_directory(self._file, file_size)
+            self._intake.check_count(directory.entries)
+            centrals = self._centrals(directory)
+        except Malformed as error:
+            raise ArchiveError(self._path, str(error), _REPACK) from error
+        self._take_all(centrals, directory)
+        return self._intake.finish()
+
+    def _centrals(self, directory: Directory) -> list[Central]:
+        self._file.seek(directory.offset)
+        centrals = [read_central(self._file) for _ in range(directory.entries)]
+        if self._file.tell() != directory.end:
+            raise Malformed("the central directory is not as long as the end record says")
+        return sorted(centrals, key=lambda central: central.header_offset)
+
+    def _take_all(self, centrals: list[Central], directory: Directory) -> None:
+        cursor = 0
+        for number, central in enumerate(centrals):
+            last = number + 1 == len(centrals)
+            limit = directory.offset if last else centrals[number + 1].header_offset
+            name = self._name(central)
+            try:
+                cursor = self._take(name, central, cursor, limit)
+            except Malformed as error:
+                raise self._intake.refuse(name, str(error), _REPACK) from error
+        if cursor != directory.offset:
+            raise ArchiveError(self._path, "bytes that belong to no entry", _REPACK)
+
+    def _name(self, central: Central) -> str:
+        try:
+            return central.raw_name.decode()
+        except UnicodeDecodeError as error:
+            shown = central.raw_name.decode("latin-1")
+            raise self._intake.refuse(shown, "the name is not UTF-8", _REPACK) from error
+
+    def _take(self, name: str, central: Central, cursor: int, limit: int) -> int:
+        """Check one entry, which must begin at `cursor`, and return where it ends, at most at `limit`."""
+        if central.header_offset != cursor:
+            overlaps = central.header_offset < cursor
+            raise Malformed("it overlaps another entry" if overlaps else "bytes before it belong to no entry")
+        _check_kind(name, central)
+        local = read_local(self._file, cursor)
+        _check_agreement(local, central)
+        end = local.data_offset + central.stored_size
+        if central.flags & DESCRIPTOR_FLAG and end <= limit:
+            self._file.seek(end)
+            if not is_descriptor(self._file.read(min(limit - end, 25)), *central[3:6]):
+                raise Malformed("what follows its data is not the data descriptor that belongs there")
+            end = limit
+        if end > limit:
+            raise Malformed("it overlaps what follows it")
+        self._keep(name, central, local)
+        return end
+
+    def _keep(self, name: str, central: Central, local: Local) -> None:
+        if name.endswith("/"):
+            if central.size or central.stored_size > _EMPTY_DEFLATED_BYTES:
+                raise Malformed("a directory has data")
+            self._intake.add_directory(name[:-1])
+            return
+        method: Method = "deflated" if central.method == DEFLATED else "stored"
+        self._intake.add(
+            Entry(name, central.size, central.stored_size, method, local.data_offset, central.crc)
+        )
+
+
+def _check_kind(name: str, central: Central) -> None:
+    if central.flags & ENCRYPTED_FLAGS:
+        raise Malformed("it is encrypted")
+    if central.method not in (STORED, DEFLATED) or central.flags & PATCHED_FLAG:
+        raise Malformed(f"unknown compression method {central.method}; only stored and deflated are read")
+    if central.method == STORED and central.size != central.stored_size:
+        raise Malformed("it is stored, but its two sizes differ")
+    kind = stat.S_IFMT(central.attributes >> 16)
+    if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
+        raise Malformed("it is a link" if kind == stat.S_IFLNK else "it is a device, FIFO or socket")
+    if kind == stat.S_IFDIR and not name.endswith("/"):
+        raise Malformed("it is marked as a directory but named like a file")
+
+
+def _check_agreement(local: Local, central: Central) -> None:
+    """The header in front of the data must not contradict the central directory."""
+    same = ("raw_name", "flags", "method")
+    values = ("crc", "stored_size", "size")
+    wrong = [field for field in same if getattr(local, field) != getattr(central, field)]
+    for field in values:
+        allowed = {getattr(central, field)}
+        if central.flags & DESCRIPTOR_FLAG:
+            allowed.add(0)  # unknown when it was written; the descriptor has it
+        if getattr(local, field) not in allowed:
+            wrong.append(field)
+    if wrong:
+        raise Malformed(f"its local header differs from the central directory in {', '.join(wrong)}")
+
+
+def _unpacked(file: BinaryIO, entry: Entry) -> Chunks:
+    """The entry's bytes in chunks; never much more than one chunk in memory, whatever the data says."""
+    file.seek(entry.offset or 0)
+    if entry.method == "stored":
+        yield from _packed(file, entry.stored_size, _COPIED_BYTES)
+        return
+    packed = _packed(file, entry.stored_size, CHUNK_BYTES)
+    inflater = zlib.decompressobj(-zlib.MAX_WBITS)
+    for pending in packed:
+        while pending:
+            if inflater.eof:
+                raise Malformed("there is something behind the compressed data")
+            yield inflater.decompress(pending, CHUNK_BYTES)
+            pending = inflater.unconsumed_tail or inflater.unused_data  # noqa: PLW2901  # what is left of it
+    while not inflater.eof:  # input is over; output may still be held back by the bound above
+        rest = inflater.decompress(b"", CHUNK_BYTES)
+        if not rest and not inflater.eof:
+            raise Malformed("the compressed data is cut off")
+        yield rest
+
+
+def _packed(file: BinaryIO, size: int, chunk_bytes: int) -> Chunks:
+    while size:
+        chunk = file.read(min(size, chunk_bytes))
+        if not chunk:
+            raise Malformed("the file is cut off")
+        size -= len(chunk)
+        yield chunk

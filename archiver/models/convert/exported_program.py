@@ -1,0 +1,126 @@
+"""`--format export`: an exported program, which names the sizes that may vary."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import Dim, ExportedProgram
+from torch.utils import _pytree as pytree
+
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.inputs.sizes import BATCH, FreeSize, Tensors, resized
+from torchere.archiver.scan.exported_program import UnsafeProgram, check_program
+
+_LARGEST = 2**31
+
+
+def to_program(module: torch.nn.Module, example: Tensors, sizes: Sequence[FreeSize]) -> ExportedProgram:
+    """Export the module.
+
+    Args:
+        module: in eval mode; TorchScript is converted.
+        example: sizes other than those of `sizes` are what the program takes from then on.
+        sizes: which may vary, and how far.
+
+    Raises:
+        Exception: whatever torch.export has to say.
+    """
+    for free in sizes:
+        if free.size_in(example) == 1 and free.high > 1:  # export takes a size of 1 for a constant
+            example = resized(example, free, 2)
+    if isinstance(module, torch.jit.ScriptModule):
+        module = _from_torchscript(module, example)
+    shapes = by_parameter(module, _shapes(example, sizes))
+    with torch.no_grad():
+        program = torch.export.export(module, example, dynamic_shapes=shapes, strict=False)
+    _take_classes_out(program)
+    return program
+
+
+def free_sizes(program: ExportedProgram, example: Tensors) -> list[FreeSize]:
+    """What the program lets vary: the symbols in the shapes of its inputs, and their ranges."""
+    places: dict[Any, list[tuple[int, int]]] = {}
+    wanted = list(program.graph_signature.user_inputs)
+    for node in program.graph.nodes:
+        if node.op == "placeholder" and node.name in wanted:
+            for at, size in enumerate(node.meta["val"].shape):
+                if isinstance(size, torch.SymInt):
+                    places.setdefault(size.node.expr, []).append((wanted.index(node.name), at))
+    found = []
+    for symbol, where in places.items():
+        bounds = program.range_constraints.get(symbol)
+        if bounds is not None:
+            low, high = max(int(bounds.lower), 1), int(min(bounds.upper, _LARGEST))
+            name = BATCH if where == [(index, 0) for index in range(len(example))] else str(symbol)
+            found.append(FreeSize(name, tuple(where), low, high))
+    return found
+
+
+def save_program(program: ExportedProgram, path: Path) -> None:
+    """Write the program without its example, which would be a pickle.
+
+    Raises:
+        ModelRefused: no server would load what torch wrote.
+    """
+    program.example_inputs = None
+    _forget_origins(program)
+    torch.export.save(program, path)
+    try:
+        with path.open("rb") as file:
+            check_program(file, path.stat().st_size)
+    except UnsafeProgram as error:
+        raise ModelRefused(
+            f"torch.export has written what servers do not load: {error}; change that in the model, or take "
+            "--format torchscript"
+        ) from error
+
+
+def _forget_origins(program: ExportedProgram) -> None:
+    """Drop which graph each step was copied from: it is told by a place in memory, another in each run."""
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            node.meta.pop("from_node", None)
+
+
+def _take_classes_out(program: ExportedProgram) -> None:
+    """Let it give plain tuples for those of a class (named ones, torch.max's), as TorchScript does.
+
+    No server has the classes of a model, and torch refuses to save them.
+    """
+    signature: Any = program.module_call_graph[0].signature  # of the whole program
+    leaves = list(range(signature.out_spec.num_leaves))
+    signature.out_spec = pytree.tree_structure(_plain(pytree.tree_unflatten(leaves, signature.out_spec)))
+
+
+def _plain(result: Any) -> Any:
+    if isinstance(result, Mapping):
+        return {name: _plain(item) for name, item in result.items()}
+    return tuple(map(_plain, result)) if isinstance(result, (tuple, list)) else result
+
+
+def by_parameter(module: torch.nn.Module, shapes: Sequence[dict[int, Any]]) -> tuple[Any, ...]:
+    """What may vary of each input as torch.export wants it: all that `*inputs` takes is one tuple."""
+    return tuple(inspect.signature(module.forward).bind(*shapes).arguments.values())
+
+
+def _shapes(example: Tensors, sizes: Sequence[FreeSize]) -> list[dict[int, Any]]:
+    found: list[dict[int, Any]] = [{} for _ in example]
+    for free in sizes:
+        if free.low == free.high:
+            continue
+        dimension = Dim(free.name, min=free.low, max=free.high)
+        for index, at in free.places:
+            found[index][at] = dimension
+    return found
+
+
+def _from_torchscript(module: torch.jit.ScriptModule, example: Tensors) -> torch.nn.Module:
+    # torch's own way from one to the other, named in the error that torch.export gives for TorchScript.
+    from torch._export.converter import TS2EPConverter  # noqa: PLC0415  # seconds
+
+    return TS2EPConverter(module, example).convert().module(check_guards=False)

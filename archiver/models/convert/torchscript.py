@@ -1,0 +1,229 @@
+"""`--format torchscript`: traced or scripted, frozen, with what freezing fuses."""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.fold.attention_layers import Encoder
+from torchere.archiver.models.inputs.run import Named, Run, named_results, seeded
+from torchere.archiver.models.inputs.sizes import Tensors
+from torchere.archiver.models.load.source import input_names
+from torchere.archiver.models.probe.precision import FINE, differing
+from torchere.archiver.models.probe.row_independence import VARIATIONS
+from torchere.archiver.models.steps import Say, silent
+
+
+def to_torchscript(
+    module: torch.nn.Module, example: Tensors, *, script: bool = False, say: Say = silent
+) -> torch.jit.ScriptModule:
+    """The module as frozen TorchScript; batch normalisation is folded into what is before it.
+
+    Args:
+        module: in eval mode; TorchScript is frozen, unless it is frozen already.
+        example: what it is traced on. Tracing keeps the branches that this example takes.
+        script: compile the source of the module, branches and loops with it, instead of tracing.
+        say: takes a line when tracing may have lost something.
+
+    Raises:
+        ModelRefused: tracing has lost something: see `trace`.
+        Exception: whatever torch's compiler has to say.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        compiled: Any = module
+    elif script:
+        compiled = torch.jit.script(module)
+    else:
+        if isinstance(module, torch.fx.GraphModule):
+            _make_traceable(module)
+        compiled = trace(module, example, say)
+    frozen: torch.jit.ScriptModule = (
+        torch.jit.freeze(compiled.eval()) if hasattr(compiled, "training") else compiled
+    )
+    if not script and not isinstance(module, torch.jit.ScriptModule):
+        tell_unused(module, frozen, example, say)
+    return frozen
+
+
+def _make_traceable(graph: torch.fx.GraphModule) -> None:
+    """Change what tracing can't follow in a module made of an exported program; it computes the same.
+
+    Checks of input shapes go; sizes are asked of tensors, and operators that take sizes are called by their
+    names in torch: operators called directly would take this example's sizes for constants. What is missed
+    here is found when the packed model is tried with other sizes.
+    """
+    graph._forward_pre_hooks.clear()
+    for node in list(graph.graph.nodes):
+        if node.target is torch.ops.aten.sym_size.int:
+            node.target = torch.Tensor.size
+        elif node.target is torch.ops.aten._assert_scalar.default or (
+            node.op == "call_function" and node.target in (operator.le, operator.ge) and not node.users
+        ):
+            graph.graph.erase_node(node)
+        elif isinstance(node.target, torch._ops.OpOverload) and _takes_sizes(node):
+            name = node.target._schema.name.partition("::")[2]
+            node.target = getattr(torch.Tensor, name, None) or getattr(torch, name, node.target)
+    graph.recompile()
+
+
+def _takes_sizes(node: torch.fx.Node) -> bool:
+    return any(isinstance(item.meta.get("val"), torch.SymInt) for item in node.all_input_nodes)
+
+
+_BAKED = "We can't record the data flow of Python values"  # torch, of a number taken out of a tensor
+_TORCH = Path(torch.__file__).parent  # what torch's own layers do was meant for tracing; or it is found below
+_WAYS_OUT = "--script keeps branches and loops, and --format export refuses those it can't keep"
+
+
+def trace(module: torch.nn.Module, example: Tensors, say: Say) -> torch.jit.ScriptModule:
+    """The module traced on the example. It gives what the module gives, also for other values.
+
+    Results that TorchScript has no type for (dicts within others, None) come as one flat dict, under the
+    names that a signature has for them.
+
+    Raises:
+        ModelRefused: for other values of the inputs the trace answers otherwise.
+        Exception: whatever torch's tracer has to say.
+    """
+    with torch.no_grad():
+        is_plain = _is_plain(module(*_copies(example)))
+        with _plain_encoders(module), _baked() as places:
+            made: Any = torch.jit.trace(  # type: ignore[no-untyped-call]
+                module if is_plain else _Flat(module), _copies(example), strict=False, check_trace=False
+            )
+    _refuse_other_answers(module, made, example)
+    if places:
+        say(
+            f"tracing fixed values that the model's code takes out of tensors, in {_places(len(places))} "
+            f"(first: {places[0]}); a few others were tried and answered right; {_WAYS_OUT}"
+        )
+    traced: torch.jit.ScriptModule = made
+    return traced
+
+
+def tell_unused(module: torch.nn.Module, frozen: torch.jit.ScriptModule, example: Tensors, say: Say) -> None:
+    """Say which inputs the graph does not use.
+
+    Raises:
+        ModelRefused: the module does use one, for what the trace took for a constant.
+    """
+    graph: Any = frozen.graph
+    values = list(graph.inputs())[1:]  # the first is the module itself
+    for index, (name, value) in enumerate(zip(input_names(module, len(values)), values, strict=True)):
+        if value.uses():
+            continue
+        if _matters(module, example, index):
+            raise ModelRefused(
+                f"tracing took the input {name!r} for a constant that no request could change; {_WAYS_OUT}"
+            )
+        say(f"the answer does not depend on the input {name!r}, which clients must send all the same")
+
+
+class _Flat(torch.nn.Module):
+    """A module with its results in one dict, by their names."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What `run_on` gives."""
+        return dict(named_results(self.module(*inputs)))
+
+
+@contextmanager
+def _plain_encoders(module: torch.nn.Module) -> Iterator[None]:
+    """While entered, encoders in the module are such that a trace of them is right wherever padding lies.
+
+    Torch's leave padding out where it is at the end of all rows. A trace keeps this branch, which mixes up
+    the tokens of rows that have their padding elsewhere.
+    """
+    changed = [
+        (parent, name, layer)
+        for parent in module.modules()
+        for name, layer in parent._modules.items()
+        if type(layer) is torch.nn.TransformerEncoder and _leaves_out_padding(layer)
+    ]
+    for parent, name, layer in changed:
+        parent._modules[name] = Encoder(layer).eval()
+    try:
+        yield
+    finally:
+        for parent, name, layer in changed:
+            parent._modules[name] = layer
+
+
+def _leaves_out_padding(layer: Any) -> bool:
+    return bool(layer.use_nested_tensor and not layer._forward_hooks and not layer._forward_pre_hooks)
+
+
+def _is_plain(result: Any) -> bool:
+    """Whether TorchScript has a type for it."""
+    if isinstance(result, dict):
+        return all(isinstance(item, torch.Tensor) for item in result.values())
+    if isinstance(result, (tuple, list)):
+        return all(_is_plain(item) for item in result)
+    return isinstance(result, torch.Tensor)
+
+
+@contextmanager
+def _baked() -> Iterator[list[str]]:
+    """The list fills, when the block is left, with what was taken out of tensors within it, and where."""
+    places: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", torch.jit.TracerWarning)  # type: ignore[attr-defined]
+        yield places
+    for warning in caught:
+        if _BAKED in str(warning.message) and not Path(warning.filename).is_relative_to(_TORCH):
+            what = str(warning.message).partition(" might cause")[0]
+            places.append(f"{what[:1].lower()}{what[1:]}, {warning.filename}:{warning.lineno}")
+
+
+def _refuse_other_answers(module: torch.nn.Module, made: torch.jit.ScriptModule, example: Tensors) -> None:
+    for variation in VARIATIONS:
+        inputs = tuple(variation(tensor) for tensor in example)
+        wanted = _answers(module, inputs)
+        if wanted is None or not _differ(wanted, _answers(made, inputs)):
+            continue  # values that the model does not take, or the same answer
+        if _differ(wanted, _answers(module, inputs)):
+            return  # it keeps state; `signature_of` tells that
+        raise ModelRefused(
+            "tracing kept the branches and loops that the example takes, and for other values of the inputs "
+            f"the model takes others; {_WAYS_OUT}"
+        )
+
+
+def _matters(module: torch.nn.Module, example: Tensors, index: int) -> bool:
+    wanted = seeded(module, example)
+    for variation in VARIATIONS:
+        inputs = (*example[:index], variation(example[index]), *example[index + 1 :])
+        if _differ(wanted, _answers(module, inputs)):
+            return True
+    return False
+
+
+def _answers(run: Run, inputs: Tensors) -> Named | None:
+    """None where it does not run."""
+    try:
+        return seeded(run, inputs)
+    except ModelRefused:
+        return None
+
+
+def _differ(wanted: Named, found: Named | None) -> bool:
+    return found is None or len(found) != len(wanted) or differing(wanted, found, FINE) is not None
+
+
+def _copies(example: Tensors) -> Tensors:
+    return tuple(tensor.clone() for tensor in example)  # the model may change what it is given
+
+
+def _places(count: int) -> str:
+    return "one place" if count == 1 else f"{count} places"

@@ -1,0 +1,395 @@
+"""Padding and batch normalisation move into the convolutions before a model is quantised or compiled.
+
+A padding of its own before a convolution makes the int8 convolution many times slower, a batch normalisation
+behind it costs a pass over memory, and both hide the convolution from the quantiser. The folded model
+computes the same function, up to the rounding of float32.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn import functional
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
+
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.measure.difference import answers, difference
+
+_SAME = 1e-4  # drift of a folded model: only the order of sums is another
+
+
+class NotTraceable(ModelRefused):
+    """The model's forward can't be written down as one graph of operations."""
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A model as a graph of plain layers, and how much was folded into them."""
+
+    module: fx.GraphModule  # eval mode; shares no tensor with the model it was made of
+    functional: int  # convolutions that were called as functions
+    paddings: int
+    normalisations: int
+
+    @property
+    def note(self) -> str:
+        """What was done, in one line; empty when nothing was."""
+        counts = (
+            (self.functional, "functional convolutions"),
+            (self.paddings, "paddings"),
+            (self.normalisations, "batch normalisations"),
+        )
+        return ", ".join(f"{count} {what}" for count, what in counts if count)
+
+
+def fold(module: nn.Module, example: tuple[torch.Tensor, ...]) -> Folded:
+    """A copy of the model with paddings and batch normalisations folded into its convolutions.
+
+    Modules of `torch.nn` stay as they are; a layer of the model's own that calls `F.conv2d` with parameters
+    becomes a plain `nn.Conv2d`. The copy is run on the example; where it answers otherwise than the model,
+    nothing is folded.
+
+    Args:
+        module: eager; left as it is.
+        example: arguments of the model.
+
+    Raises:
+        NotTraceable: its forward branches on values, or calls what can't be traced, or was misunderstood:
+            tracing can take another branch than the model would, such as that for an optional argument.
+            `int8-dynamic` can do with such a model.
+    """
+    model = copy.deepcopy(module).eval()
+    folded = _folded(_traced(copy.deepcopy(model)), example)
+    if _answers_alike(model, folded.module, example):
+        return folded
+    plain = Folded(_traced(copy.deepcopy(model)), 0, 0, 0)
+    if _answers_alike(model, plain.module, example):
+        return plain
+    raise NotTraceable(
+        f"the forward of {type(module).__name__} answers the example otherwise when it is traced as a graph "
+        "(by a branch that tracing does not see, or something random); use int8-dynamic, which needs no graph"
+    )
+
+
+def folded_paddings(module: nn.Module, example: tuple[torch.Tensor, ...]) -> Folded | None:
+    """`fold` for a model that stays in fp32; None where nothing is padded, or where it doesn't work."""
+    if not any(isinstance(layer, _ConvNd) for layer in module.modules()):
+        return None  # before a copy is made of it
+    try:
+        folded = fold(module, example)
+    # Broad, because it runs a model's own code in a way that its author did not mean; it is fine unfolded.
+    except Exception:
+        return None
+    return folded if folded.paddings else None
+
+
+def _folded(graph: fx.GraphModule, example: tuple[torch.Tensor, ...]) -> Folded:
+    functional = lift_functional_convolutions(graph)
+    paddings = fold_paddings(graph)
+    normalisations = fold_normalisations(graph, example)
+    graph.graph.eliminate_dead_code()
+    graph.delete_all_unused_submodules()
+    graph.recompile()
+    return Folded(graph, functional, paddings, normalisations)
+
+
+def _answers_alike(model: nn.Module, graph: fx.GraphModule, example: tuple[torch.Tensor, ...]) -> bool:
+    with torch.inference_mode():
+        wanted = answers(model, example)
+        try:
+            return difference([(wanted, answers(graph, example))]).drift <= _SAME
+        # Broad: a graph that was traced wrongly may raise anything.
+        except Exception:
+            return False
+
+
+def _traced(module: nn.Module) -> fx.GraphModule:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise NotTraceable(
+            "the model is TorchScript, whose layers can't be changed any more; "
+            "quantise the eager model that it was made of (--model-file, or module:factory)"
+        )
+    try:
+        return fx.symbolic_trace(module)
+    # Tracing runs the model's own code on stand-ins for tensors, so any error may come out of it.
+    except Exception as error:
+        found = (str(error).splitlines() or [""])[0]
+        raise NotTraceable(
+            f"the forward of {type(module).__name__} can't be traced as a graph "
+            f"({type(error).__name__}: {found}); use int8-dynamic, which needs no graph"
+        ) from error
+
+
+def module_at(graph: fx.GraphModule, node: Any) -> nn.Module | None:
+    """The layer that the node calls; None when it is something else."""
+    if not isinstance(node, fx.Node) or node.op != "call_module":
+        return None
+    return graph.get_submodule(str(node.target))
+
+
+def only_user_of(node: fx.Node) -> fx.Node | None:
+    """The one node that uses this one's result; None when there are more, or none."""
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def calls_of(graph: fx.GraphModule, node: fx.Node) -> int:
+    """How often the layer of this node is called: one that is shared must not be changed for one caller."""
+    return sum(other.op == "call_module" and other.target == node.target for other in graph.graph.nodes)
+
+
+def replace_module(graph: fx.GraphModule, node: fx.Node, layer: nn.Module) -> None:
+    """Let the node call another layer, under the same name."""
+    parent, _, name = str(node.target).rpartition(".")
+    setattr(graph.get_submodule(parent), name, layer)
+
+
+def insert_module(graph: fx.GraphModule, node: fx.Node, layer: nn.Module, source: fx.Node) -> fx.Node:
+    """Put a call of a new layer on `source` in the place of the node; returns the new node."""
+    name = free_name(graph, f"{node.name}_layer")
+    graph.add_module(name, layer)
+    with graph.graph.inserting_before(node):
+        added = graph.graph.call_module(name, (source,))
+    node.replace_all_uses_with(added)
+    graph.graph.erase_node(node)
+    return added
+
+
+def parameter_at(graph: fx.GraphModule, node: Any) -> Any:
+    """The tensor that a `get_attr` node reads; None for any other node."""
+    if not isinstance(node, fx.Node) or node.op != "get_attr":
+        return None
+    value: Any = graph
+    for part in str(node.target).split("."):
+        value = getattr(value, part)
+    return value
+
+
+def free_name(graph: fx.GraphModule, wish: str) -> str:
+    """The name that is wished for, or one like it that nothing in the graph has."""
+    name, number = wish, 1
+    while hasattr(graph, name):
+        name, number = f"{wish}_{number}", number + 1
+    return name
+
+
+_DEFAULTS: dict[str, Any] = {
+    "bias": None,
+    "stride": 1,
+    "padding": 0,
+    "dilation": 1,
+    "groups": 1,
+}
+_ORDER = ("input", "weight", *_DEFAULTS)
+
+
+def lift_functional_convolutions(graph: fx.GraphModule) -> int:
+    """Change each such call with parameters as weights and constants as settings; returns how many."""
+    lifted = 0
+    for node in list(graph.graph.nodes):
+        if node.op != "call_function" or node.target not in (functional.conv2d, torch.conv2d):
+            continue
+        arguments = {**_DEFAULTS, **dict(zip(_ORDER, node.args, strict=False)), **node.kwargs}
+        layer = _layer(graph, arguments)
+        if layer is not None and isinstance(arguments["input"], fx.Node):
+            insert_module(graph, node, layer, arguments["input"])
+            lifted += 1
+    return lifted
+
+
+def _layer(graph: fx.GraphModule, arguments: dict[str, Any]) -> nn.Conv2d | None:
+    weight, bias = parameter_at(graph, arguments["weight"]), parameter_at(graph, arguments["bias"])
+    settings = {name: arguments[name] for name in ("stride", "padding", "dilation", "groups")}
+    if not isinstance(weight, nn.Parameter) or any(_depends_on_values(value) for value in settings.values()):
+        return None
+    if arguments["bias"] is not None and bias is None:
+        return None
+    groups = int(settings["groups"])
+    layer = nn.Conv2d(
+        weight.shape[1] * groups,
+        weight.shape[0],
+        (int(weight.shape[2]), int(weight.shape[3])),
+        stride=_pair(settings["stride"]),
+        padding=settings["padding"] if isinstance(settings["padding"], str) else _pair(settings["padding"]),
+        dilation=_pair(settings["dilation"]),
+        groups=groups,
+        bias=bias is not None,
+        dtype=weight.dtype,
+    )
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+        if bias is not None and layer.bias is not None:
+            layer.bias.copy_(bias)
+    return layer.eval()
+
+
+def _depends_on_values(value: Any) -> bool:
+    parts = value if isinstance(value, (tuple, list)) else (value,)
+    return any(isinstance(part, fx.Node) for part in parts)
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    first, second = value if isinstance(value, (tuple, list)) else (value, value)
+    return int(first), int(second)
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """How one axis of a convolution takes up its padding."""
+
+    padding: int  # on both ends
+    front: int  # rows of zero taps before the kernel
+    behind: int  # rows of zero taps after it
+
+
+def folded_axis(before: int, after: int, dilation: int) -> Axis | None:
+    """How a padding of `before` and `after` pixels goes into a convolution; None when it can't.
+
+    It can't when pixels are cut off, or when the difference is no whole number of dilated taps.
+    """
+    if before < 0 or after < 0 or (after - before) % dilation:
+        return None
+    taps = abs(after - before) // dilation
+    return Axis(max(before, after), taps if after > before else 0, taps if before > after else 0)
+
+
+def fold_paddings(graph: fx.GraphModule) -> int:
+    """Fold every padding whose only readers are convolutions; returns how many."""
+    return sum(_fold(graph, node) for node in list(graph.graph.nodes))
+
+
+def _fold(graph: fx.GraphModule, node: fx.Node) -> bool:
+    source, sides = _padding_of(graph, node)
+    readers = list(node.users)
+    if source is None or sides is None or not readers:
+        return False
+    folded = [_grown(module_at(graph, reader), sides) for reader in readers]
+    if None in folded or any(calls_of(graph, reader) > 1 for reader in readers):
+        return False
+    for reader, layer in zip(readers, folded, strict=True):
+        if layer is not None:
+            replace_module(graph, reader, layer)
+    node.replace_all_uses_with(source)
+    graph.graph.erase_node(node)
+    return True
+
+
+def _padding_of(graph: fx.GraphModule, node: fx.Node) -> tuple[fx.Node | None, tuple[int, ...] | None]:
+    """What is padded, and by how much: left, right, top, bottom."""
+    layer = module_at(graph, node)
+    if isinstance(layer, nn.ZeroPad2d) or (isinstance(layer, nn.ConstantPad2d) and layer.value == 0):
+        return _node(node.args[0]), tuple(layer.padding)
+    if node.op != "call_function" or node.target is not functional.pad:
+        return None, None
+    given = {**dict(zip(("input", "pad", "mode", "value"), node.args, strict=False)), **node.kwargs}
+    sides: Any = given.get("pad")
+    plain = isinstance(sides, (tuple, list)) and all(isinstance(side, int) for side in sides)
+    if not plain or len(sides) != 4 or given.get("mode", "constant") != "constant" or given.get("value"):
+        return None, None
+    return _node(given["input"]), tuple(sides)
+
+
+def _node(value: Any) -> fx.Node | None:
+    return value if isinstance(value, fx.Node) else None
+
+
+def _grown(layer: nn.Module | None, sides: tuple[int, ...]) -> nn.Conv2d | None:
+    """The convolution with that padding inside; None when it has to stay outside."""
+    if type(layer) is not nn.Conv2d or layer.padding_mode != "zeros" or isinstance(layer.padding, str):
+        return None
+    left, right, top, bottom = sides
+    high, wide = layer.padding
+    rows = folded_axis(top + high, bottom + high, layer.dilation[0])
+    columns = folded_axis(left + wide, right + wide, layer.dilation[1])
+    if rows is None or columns is None:
+        return None
+    kernel = functional.pad(layer.weight.detach(), (columns.front, columns.behind, rows.front, rows.behind))
+    grown = nn.Conv2d(
+        layer.in_channels,
+        layer.out_channels,
+        (int(kernel.shape[2]), int(kernel.shape[3])),
+        stride=(layer.stride[0], layer.stride[1]),
+        padding=(rows.padding, columns.padding),
+        dilation=(layer.dilation[0], layer.dilation[1]),
+        groups=layer.groups,
+        bias=layer.bias is not None,
+        dtype=kernel.dtype,
+    )
+    with torch.no_grad():
+        grown.weight.copy_(kernel)
+        if layer.bias is not None and grown.bias is not None:
+            grown.bias.copy_(layer.bias)
+    return grown.eval()
+
+
+_ROWS = 2  # dimensions of what a linear layer gives for rows
+_NORMALISATIONS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Conv1d: nn.BatchNorm1d,
+    nn.Conv2d: nn.BatchNorm2d,
+    nn.Conv3d: nn.BatchNorm3d,
+    nn.Linear: nn.BatchNorm1d,
+}
+
+
+def fold_normalisations(graph: fx.GraphModule, example: tuple[torch.Tensor, ...]) -> int:
+    """Fold every batch normalisation that alone reads a convolution, or a linear layer of rows; how many.
+
+    A linear layer computes the last dimension, and a normalisation scales dimension 1: of what has three
+    dimensions these are two. The graph is run on the example to see how many there are.
+    """
+    nodes = [node for node in graph.graph.nodes if _is_followed(graph, node)]
+    linear = [node for node in nodes if isinstance(module_at(graph, node), nn.Linear)]
+    ranks = _ranks(graph, example) if linear else {}
+    folded = [node for node in nodes if node not in linear or ranks.get(node) == _ROWS]
+    for node in folded:
+        _fold_norm(graph, node)
+    return len(folded)
+
+
+def _is_followed(graph: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether the node is a layer that nothing but its normalisation reads."""
+    following, layer = only_user_of(node), module_at(graph, node)
+    if following is None or layer is None or calls_of(graph, node) > 1:
+        return False
+    normalisation: Any = module_at(graph, following)
+    return type(normalisation) is _NORMALISATIONS.get(type(layer)) and normalisation.running_mean is not None
+
+
+def _fold_norm(graph: fx.GraphModule, node: fx.Node) -> None:
+    layer: Any = module_at(graph, node)
+    (following,) = node.users
+    fuse: Any = fuse_linear_bn_eval if isinstance(layer, nn.Linear) else fuse_conv_bn_eval
+    replace_module(graph, node, fuse(layer, module_at(graph, following)))
+    following.replace_all_uses_with(node)
+    graph.graph.erase_node(following)
+
+
+class _Ranks(fx.Interpreter):
+    """Runs a graph, and keeps how many dimensions each result has."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        super().__init__(graph)
+        self.found: dict[fx.Node, int] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        """See fx.Interpreter."""
+        result = super().run_node(n)
+        if isinstance(result, torch.Tensor):
+            self.found[n] = result.dim()
+        return result
+
+
+def _ranks(graph: fx.GraphModule, example: tuple[torch.Tensor, ...]) -> dict[fx.Node, int]:
+    """The dimensions of each result; those before the failure where the graph does not run."""
+    run = _Ranks(graph)
+    try:
+        with torch.no_grad():
+            run.run(*copy.deepcopy(example))
+    # Broad: a graph that was traced wrongly may raise anything; it is compared with the model later.
+    except Exception:
+        return run.found
+    return run.found

@@ -1,0 +1,1 @@
+"""Example inputs, samples, sizes that may vary, and running a model on them."""

@@ -1,0 +1,300 @@
+"""Reads example inputs: JSON, torch.save files, numpy arrays and pictures. What a file is, its bytes tell."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchere.archiver.container.entries import open_regular
+from torchere.archiver.errors import ArchiveError, ModelRefused
+from torchere.archiver.models.inputs.run import DATATYPES
+from torchere.archiver.models.inputs.sizes import Tensors
+from torchere.archiver.signature import ANY, Signature, SignatureError, TensorSpec, parse
+
+MAX_EXAMPLE_BYTES = 2**30
+_MAX_PIXELS = 100_000_000
+_PICTURES = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"BM", b"RIFF")
+TORCH_TYPES = {name: dtype for dtype, name in DATATYPES.items()}
+
+
+@dataclass(frozen=True)
+class Example:
+    """Tensors for the inputs of a model; `names` when the file says which is which.
+
+    `typed`: the datatypes were chosen, and are not what JSON or numpy made of numbers.
+    """
+
+    tensors: Tensors
+    names: tuple[str, ...] | None = None
+    typed: bool = False
+
+    def ordered(self, wanted: Sequence[str]) -> Tensors:
+        """The tensors in the order of the model's inputs.
+
+        Raises:
+            ModelRefused: the names are other than the model's.
+        """
+        if self.names is None:
+            return self.tensors
+        if unknown := [name for name in self.names if name not in wanted]:
+            raise ModelRefused(
+                f"the example has the input {unknown[0]!r}; the model has {', '.join(wanted)}; a forward "
+                "that takes a dict of tensors can't be run: let it, or a module around it, take each alone"
+            )
+        given = dict(zip(self.names, self.tensors, strict=True))
+        present = [name for name in wanted if name in given]
+        if present != list(wanted[: len(present)]):
+            raise ModelRefused(
+                f"the example has {', '.join(present)}, and not the inputs before: {', '.join(wanted)}"
+            )
+        return tuple(given[name] for name in present)
+
+
+def read_example(path: Path, *, doubles: bool = False) -> Example:
+    """Read one file.
+
+    - JSON: a request of the Open Inference Protocol, an object of names and nested lists, or one nested list
+      (numbers with a point become FP32, others INT64).
+    - `.pt`: a tensor, a tuple or list of them, or a dict; weights only.
+    - `.npy`, `.npz`; FP64, which numpy makes unasked, becomes FP32.
+    - A picture: FP32 of the shape [1, 3, height, width] with values from 0 to 1.
+
+    Args:
+        path: the file.
+        doubles: the model computes in FP64: arrays of it stay as they are, and JSON becomes such.
+
+    Raises:
+        ModelRefused: it is none of these, or damaged, or holds no numbers.
+        OSError: it can't be read.
+    """
+    try:
+        with open_regular(path) as file:
+            data = file.read(MAX_EXAMPLE_BYTES + 1)
+    except ArchiveError as error:
+        raise ModelRefused(f"{path}: {error.reason}; expected a file with an example") from error
+    if len(data) > MAX_EXAMPLE_BYTES:
+        raise ModelRefused(f"{path}: more than {MAX_EXAMPLE_BYTES} bytes; one example is enough")
+    try:
+        example = _read(data)
+    # Broad, because the readers of five formats raise what they like when a file is damaged.
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelRefused(f"{path}: no example that can be read: {first[:200]}") from error
+    if not example.tensors:
+        raise ModelRefused(f"{path}: it holds no tensor; expected one for each input of the model")
+    return example if doubles or example.typed else replace(example, tensors=_as_floats(example.tensors))
+
+
+def _read(data: bytes) -> Example:
+    if data.startswith(_PICTURES):
+        return Example((_picture(data),))
+    if data.startswith(b"\x93NUMPY"):
+        return Example((_from_numpy(array_of(data)),))
+    if data.startswith(b"PK"):
+        return _zipped(data)
+    if data.lstrip()[:1] in (b"{", b"["):
+        return _from_json(json.loads(data))
+    raise ValueError("expected JSON, a .pt, a .npy, a .npz or a picture")
+
+
+def _zipped(data: bytes) -> Example:
+    """A `.npz` or what torch.save wrote."""
+    with zipfile.ZipFile(io.BytesIO(data)) as package:
+        if sum(info.file_size for info in package.infolist()) > MAX_EXAMPLE_BYTES:
+            raise ValueError(f"it unpacks to more than {MAX_EXAMPLE_BYTES} bytes")
+        if holds_arrays(package):
+            arrays = arrays_of(package)
+            return Example(tuple(_from_numpy(array) for array in arrays.values()), tuple(arrays))
+    found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    if isinstance(found, torch.Tensor):
+        return Example((_tensor(found),), typed=True)
+    if isinstance(found, dict):
+        return Example(tuple(_tensor(value) for value in found.values()), tuple(map(str, found)), typed=True)
+    return Example(tuple(_tensor(value) for value in found), typed=True)
+
+
+def _picture(data: bytes) -> torch.Tensor:
+    from PIL import Image  # noqa: PLC0415  # only pictures need it
+
+    with Image.open(io.BytesIO(data)) as picture:
+        if picture.width * picture.height > _MAX_PIXELS:
+            raise ValueError(f"a picture of {picture.width} x {picture.height}; expected a smaller one")
+        pixels = np.asarray(picture.convert("RGB"), dtype=np.float32) / 255
+    return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))[None]
+
+
+def _from_json(found: Any) -> Example:
+    if isinstance(found, list):
+        return Example((_nested(found),))
+    if isinstance(found.get("inputs"), list) and found["inputs"] and isinstance(found["inputs"][0], dict):
+        items = found["inputs"]
+        names = tuple(str(item["name"]) for item in items)
+        return Example(tuple(_from_protocol(item) for item in items), names, typed=True)
+    return Example(tuple(_nested(value) for value in found.values()), tuple(found))
+
+
+def _from_protocol(item: dict[str, Any]) -> torch.Tensor:
+    datatype = item["datatype"]
+    if datatype not in TORCH_TYPES:
+        raise ValueError(f"the datatype {ascii(datatype)[:40]} of {ascii(item['name'])[:40]}")
+    return torch.tensor(item["data"], dtype=TORCH_TYPES[datatype]).reshape(item["shape"])
+
+
+def _nested(value: Any) -> torch.Tensor:
+    return _from_numpy(np.asarray(value))
+
+
+def _from_numpy(array: Any) -> torch.Tensor:
+    check_numbers(array.dtype)
+    # Arrays of the other byte order, too, which torch has not.
+    return torch.from_numpy(np.require(array, array.dtype.newbyteorder("="), "C"))
+
+
+def _as_floats(tensors: Tensors) -> Tensors:
+    return tuple(tensor.float() if tensor.dtype is torch.float64 else tensor for tensor in tensors)
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"a {type(value).__name__} where a tensor was expected")
+    if value.numel() * value.element_size() > MAX_EXAMPLE_BYTES:  # one number can stand for any size
+        raise ValueError(f"a tensor of {tuple(value.shape)}; expected at most {MAX_EXAMPLE_BYTES} bytes")
+    return value.detach()
+
+
+_FREE = 2  # not 1, which export takes for a constant
+
+
+def read_samples(path: Path, names: Sequence[str], like: Tensors) -> list[Tensors]:
+    """The examples of one file, or of every file of a folder in the order of their names.
+
+    Args:
+        path: see `read_example` for what a file may be.
+        names: of the model's inputs.
+        like: an example; samples must have its number of inputs, its datatypes and its dimensions.
+
+    Raises:
+        ModelRefused: there is none, or one is not like the example.
+        OSError: a file can't be read.
+    """
+    files = sorted(item for item in path.iterdir() if item.is_file()) if path.is_dir() else [path]
+    if not files:
+        raise ModelRefused(f"{path}: no samples in it; expected files with one example each")
+    doubles = any(tensor.dtype is torch.float64 for tensor in like)
+    samples = []
+    for file in files:
+        sample = read_example(file, doubles=doubles).ordered(names)
+        if _form(sample) != _form(like):
+            raise ModelRefused(
+                f"{file}: the sample has {_form(sample)}; expected the example's {_form(like)} "
+                "(datatype and number of dimensions of each input)"
+            )
+        samples.append(sample)
+    return samples
+
+
+def example_of(specs: Sequence[TensorSpec]) -> Example:
+    """An example made up for the inputs of a signature: 0 to 1, whole numbers 0, free sizes 2.
+
+    Raises:
+        ModelRefused: one has a datatype that no tensor has.
+    """
+    random = torch.Generator().manual_seed(0)
+    return Example(tuple(_made_up(spec, random) for spec in specs), tuple(spec.name for spec in specs))
+
+
+def inputs_of(path: Path) -> tuple[TensorSpec, ...]:
+    """The inputs that a `signature.json` tells; raises ModelRefused when it is none."""
+    try:
+        return parse(path.read_text(encoding="utf-8")).inputs
+    except (SignatureError, UnicodeDecodeError) as error:
+        raise ModelRefused(f"{path}: {error}") from error
+
+
+def _made_up(spec: TensorSpec, random: torch.Generator) -> torch.Tensor:
+    if spec.datatype not in TORCH_TYPES:
+        raise ModelRefused(f"{spec.name!r} is {spec.datatype}; give --example with inputs")
+    dtype = TORCH_TYPES[spec.datatype]
+    shape = [_FREE if size == ANY else size for size in spec.shape]
+    if dtype.is_floating_point:
+        return torch.rand(shape, generator=random).to(dtype)
+    return torch.zeros(shape, dtype=dtype)
+
+
+def check_against(example: Tensors, signature: Signature) -> None:
+    """Raise ModelRefused when the example is not of the signature that came with the model."""
+    specs = signature.inputs
+    if len(example) != len(specs):
+        raise ModelRefused(f"the example has {len(example)} inputs; the model has {len(specs)}")
+    for tensor, spec in zip(example, specs, strict=True):
+        shape = tuple(tensor.shape)
+        if len(shape) != len(spec.shape) or not _fits(shape, spec):
+            raise ModelRefused(f"the example of {spec.name!r} is {shape}; the model takes {spec.shape}")
+
+
+def _fits(shape: tuple[int, ...], spec: TensorSpec) -> bool:
+    return all(wanted in (ANY, size) for size, wanted in zip(shape, spec.shape, strict=True))
+
+
+def _form(sample: Tensors) -> str:
+    return ", ".join(f"{str(tensor.dtype).removeprefix('torch.')} in {tensor.dim()}" for tensor in sample)
+
+
+_SUFFIX = ".npy"
+_KINDS = "biuf"
+
+
+def array_of(data: bytes) -> Any:
+    """The array of a `.npy` file.
+
+    Raises:
+        ValueError: it holds no numbers, or fewer or more bytes than its header says.
+        Exception: whatever numpy makes of a damaged header.
+    """
+    file = io.BytesIO(data)
+    version = np.lib.format.read_magic(file)
+    readers = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }
+    if version not in readers:
+        raise ValueError(f"a .npy file of format {version}; expected 1.0 or 2.0")
+    shape, fortran_order, dtype = readers[version](file)
+    check_numbers(dtype)
+    start = file.tell()
+    needed = math.prod(map(int, shape)) * dtype.itemsize
+    if min(shape, default=0) < 0 or needed != len(data) - start:
+        raise ValueError(f"a .npy file of {needed} bytes by its header, and of {len(data) - start} in truth")
+    # The bytes of the file are not to be written.
+    flat = np.frombuffer(data, dtype=dtype, offset=start).copy()
+    return flat.reshape(shape, order="F" if fortran_order else "C")
+
+
+def check_numbers(dtype: Any) -> None:
+    """Raise ValueError for arrays of anything but numbers and truth values."""
+    if dtype.kind not in _KINDS:
+        raise ValueError(f"an array of {dtype}; expected numbers")
+
+
+def arrays_of(package: zipfile.ZipFile) -> dict[str, Any]:
+    """The arrays of a `.npz` file by name; raises as `array_of` does."""
+    found = {}
+    for info in package.infolist():
+        if not info.filename.endswith(_SUFFIX):
+            raise ValueError(f"{ascii(info.filename)[:60]} in it is no .npy")
+        found[info.filename.removesuffix(_SUFFIX)] = array_of(package.read(info))
+    return found
+
+
+def holds_arrays(package: zipfile.ZipFile) -> bool:
+    """Whether a zip is a `.npz`, and not a `.pt`."""
+    return any(name.endswith(_SUFFIX) for name in package.namelist())

@@ -1,0 +1,135 @@
+"""Runs a model on an example, and names what it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.inputs.sizes import Tensors
+from torchere.archiver.models.steps import refusing
+from torchere.archiver.signature import Signature
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in eval mode on the CPU, with what it takes and gives.
+
+    `module` is called with the tensors of `example` as positional arguments, and with others of the same
+    signature. Not shared between threads.
+    """
+
+    module: torch.nn.Module  # a torch.jit.ScriptModule is one, too
+    example: tuple[torch.Tensor, ...]  # on the CPU, one tensor per input; first dimension the batch, if any
+    signature: Signature  # derived from running the example
+    kind: str  # what the source was: "eager", "state dict", "TorchScript", "ExportedProgram", ...
+    source: Path  # the file or folder it came from, for messages
+
+
+Run = Callable[..., Any]
+Named = list[tuple[str, torch.Tensor]]
+DATATYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "UINT8",
+    torch.uint16: "UINT16",
+    torch.uint32: "UINT32",
+    torch.uint64: "UINT64",
+    torch.int8: "INT8",
+    torch.int16: "INT16",
+    torch.int32: "INT32",
+    torch.int64: "INT64",
+    torch.float16: "FP16",
+    torch.bfloat16: "BF16",
+    torch.float32: "FP32",
+    torch.float64: "FP64",
+}
+
+
+def run_on(run: Run, example: Tensors) -> Named:
+    """Run the model without gradients; its results by name, tuples and dicts flattened.
+
+    It gets copies, and copies are what it gave: it may change its inputs, and later what it returned.
+
+    Raises:
+        ModelRefused: it raises, or returns something other than tensors that a client can be sent.
+    """
+    with refusing(f"running the model on {_shapes(example)}"), torch.no_grad():
+        result = run(*(tensor.clone() for tensor in example))
+    found = named_results(result)
+    for name, tensor in found:
+        check_tensor(name, tensor)
+    return [(name, tensor.clone()) for name, tensor in found]
+
+
+def seeded(run: Run, example: Tensors) -> Named:
+    """What `run_on` gives when torch's random numbers are always the same."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        return run_on(run, example)
+
+
+def named_results(result: Any) -> Named:
+    """The tensors of a model's result by name, tuples and dicts flattened.
+
+    Raises:
+        ModelRefused: there is none, or something other than tensors.
+    """
+    found = list(flat(result))
+    if not found:
+        raise ModelRefused("the model returns no tensor; expected one, or a tuple or dict of them")
+    return [("output" if name == "" else name, tensor) for name, tensor in found]
+
+
+def flat(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in a result in order, each with the path to it; None is no tensor.
+
+    Raises:
+        ModelRefused: there is something other than tensors in it.
+    """
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from flat(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, (tuple, list)):
+        fields = getattr(value, "_fields", None) or [f"output_{index}" for index in range(len(value))]
+        named = zip(fields, value, strict=True) if len(value) > 1 else [("", item) for item in value]
+        for field, item in named:
+            yield from flat(item, f"{path}.{field}" if path and field else path or field)
+    elif value is not None:
+        where = f" under {path!r}" if path else ""
+        raise ModelRefused(
+            f"the model returns a {type(value).__name__}{where}; expected tensors, or a tuple or dict of them"
+        )
+
+
+def check_tensor(name: str, tensor: torch.Tensor) -> None:
+    """Raise ModelRefused for an input or output that the Open Inference Protocol has no form for."""
+    kinds = {
+        "nested": tensor.is_nested,
+        "quantised": tensor.is_quantized,
+        "sparse": tensor.layout is not torch.strided,
+        "meta": tensor.is_meta,
+    }
+    odd = next((kind for kind, holds in kinds.items() if holds), None)
+    if odd is not None:
+        raise ModelRefused(f"{name!r} is a {odd} tensor; expected a dense one with values")
+    if tensor.dtype not in DATATYPES:
+        raise ModelRefused(
+            f"{name!r} is a tensor of {tensor.dtype}, which the Open Inference Protocol has no name for; "
+            f"{_instead(tensor.dtype)}"
+        )
+
+
+def _instead(dtype: torch.dtype) -> str:
+    if dtype.is_complex:
+        return "expected real numbers: let the model take and give torch.view_as_real of it, or a part of it"
+    return f"expected one of {', '.join(DATATYPES.values())}"
+
+
+def _shapes(example: Tensors) -> str:
+    return ", ".join(f"{DATATYPES.get(tensor.dtype, tensor.dtype)}{list(tensor.shape)}" for tensor in example)

@@ -1,0 +1,1 @@
+"""Models as their authors have them, read safely."""

@@ -1,0 +1,249 @@
+"""Eager modules: from a class in a Python file, or from a factory in an importable package.
+
+This runs the Python that the user named, and nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.inputs.sizes import Tensors
+from torchere.archiver.models.load.checkpoint import Weights, fitted
+from torchere.archiver.models.steps import refusing
+
+
+def module_from_file(path: Path) -> torch.nn.Module:
+    """An instance of the one `torch.nn.Module` that the file defines, made without arguments.
+
+    The file's folder is importable while that happens, so that it finds its neighbours. Other classes in it
+    don't count. Not for several threads.
+
+    Raises:
+        ModelRefused: it defines none or several, or raises.
+        OSError: there is no such file.
+    """
+    os.stat(path)
+    with _importable(path.resolve().parent, first=True):
+        with refusing(f"{path}: importing the model file"):
+            defined = _classes_in(path)
+        if len(defined) != 1:
+            names = ", ".join(item.__name__ for item in defined) or "none"
+            raise ModelRefused(
+                f"{path} defines these torch.nn.Modules: {names}; expected one, the model; "
+                f"{_advice(path, defined)}"
+            )
+        with refusing(f"{path}: making {defined[0].__name__}() without arguments"):
+            return defined[0]()
+
+
+def module_from_factory(name: str) -> torch.nn.Module:
+    """What `module:name` returns when it is called: a class of modules, or a function that makes one.
+
+    The module may be a file in the current folder, unless an installed one has the same name.
+
+    Raises:
+        ModelRefused: there is no such thing, it raises, or it returns something else.
+    """
+    module_name, colon, attribute = name.partition(":")
+    if not colon or not module_name or not attribute.isidentifier():
+        raise ModelRefused(f"the factory is {name!r}; expected package.module:function")
+    with _importable(Path.cwd(), first=False):
+        with refusing(f"importing the factory {name}"):
+            factory = getattr(importlib.import_module(module_name), attribute)
+        with refusing(f"calling the factory {name} without arguments"):
+            made = factory()
+    if not isinstance(made, torch.nn.Module):
+        raise ModelRefused(f"the factory {name} returned a {type(made).__name__}; expected a torch.nn.Module")
+    return made
+
+
+def load_into(module: torch.nn.Module, weights: Weights, source: Path) -> None:
+    """Fill the module with the weights.
+
+    Raises:
+        ModelRefused: names or shapes are not the module's.
+    """
+    state = fitted(weights.tensors, module.state_dict(), source)
+    with refusing(f"{source}: loading the weights into {type(module).__name__}"):
+        module.load_state_dict(state, assign=False)
+
+
+def _classes_in(path: Path) -> list[type[torch.nn.Module]]:
+    name = f"_torchere_model_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ModelRefused(f"{path} is no Python file; expected one with the model's class")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where torch.jit.script looks for the source
+    spec.loader.exec_module(module)
+    found = [
+        item
+        for item in vars(module).values()
+        if inspect.isclass(item) and issubclass(item, torch.nn.Module) and item.__module__ == name
+    ]
+    return list(dict.fromkeys(found))  # once, whatever other names it has
+
+
+@contextmanager
+def _importable(folder: Path, *, first: bool) -> Iterator[None]:
+    """While entered, modules in the folder can be imported; `first`: before installed ones of the same name.
+
+    A console script has no folder of the user's on its path.
+    """
+    sys.path.insert(0 if first else len(sys.path), str(folder))
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # whatever the model's own code did to the path
+            sys.path.remove(str(folder))
+
+
+def _advice(path: Path, defined: Sequence[type]) -> str:
+    if not defined:
+        return "define it there, or name what makes it: --factory package.module:function"
+    example = f"--factory {path.stem}:{defined[-1].__name__}"
+    return (
+        "import its parts from a file beside it, or, for a --format other than keep, leave --model-file out "
+        f"and name it in the file's folder: {example}"
+    )
+
+
+def neighbours_of(model_file: Path) -> Mapping[PurePosixPath, Path]:
+    """The source files that were imported from the model file's folder, by their relative names.
+
+    To be asked after the model file was imported. A module counts when its name is its path in that folder,
+    so that what is installed below it (a virtual environment) does not; nor does anything for a file that
+    lies among installed packages itself, because those are the server's.
+    """
+    folder = model_file.resolve().parent
+    if any(folder == Path(place).resolve() for place in sysconfig.get_paths().values()):
+        return {}
+    found = {}
+    for name, module in tuple(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        path = Path(*name.split("."))
+        for relative in (path.with_suffix(".py"), path / "__init__.py"):
+            if file == str(folder / relative) and (folder / relative).is_file():
+                found[PurePosixPath(relative.as_posix())] = folder / relative
+    return found
+
+
+def take_along(model_file: Path, beside: Path) -> None:
+    """Copy the neighbours to the folder `beside`, under their relative names, for the archive."""
+    for relative, file in neighbours_of(model_file).items():
+        target = beside / relative
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, target)
+
+
+_LENGTH = 8  # tokens of the example that is made when none is given
+_TEXT = "input_ids"
+
+
+def is_model_folder(path: Path) -> bool:
+    """Whether the folder is one: it has a `config.json`."""
+    return (path / "config.json").is_file()
+
+
+def module_from_folder(path: Path) -> torch.nn.Module:
+    """The model, taking its inputs by position and returning a dict of tensors.
+
+    Raises:
+        ModelRefused: transformers is not installed, the architecture is unknown or in the folder's own
+            Python, or the weights are a pickle, or some are missing.
+    """
+    architecture = _architecture(path)
+    if importlib.util.find_spec("transformers") is None:
+        raise ModelRefused(
+            f"{path} is a Hugging Face model folder, which needs transformers, and it is not installed; "
+            "install torchere[huggingface]"
+        )
+    if not any(path.glob("*.safetensors")):
+        raise ModelRefused(f"{path}: no *.safetensors in it; save the model with safe_serialization=True")
+    transformers: Any = importlib.import_module("transformers")
+    known = getattr(transformers, architecture, None)
+    if not (isinstance(known, type) and issubclass(known, torch.nn.Module)):
+        raise ModelRefused(
+            f"{path}: this transformers ({transformers.__version__}) has no model {architecture}; "
+            "install one that has; Python in the folder is not run"
+        )
+    model = _loaded(known, path)
+    main = str(getattr(model, "main_input_name", _TEXT))
+    return _TextModel(model.eval()) if main == _TEXT else _OneInputModel(model.eval(), main)
+
+
+def _loaded(known: Any, path: Path) -> Any:
+    options = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
+    with refusing(f"{path}: loading {known.__name__}"):
+        model, found = known.from_pretrained(str(path), output_loading_info=True, **options)
+        missing = sorted(found["missing_keys"])
+    if missing:  # transformers makes up random numbers for them
+        raise ModelRefused(
+            f"{path}: it lacks {len(missing)} of the weights of {known.__name__}, {missing[0]} for one; get "
+            "the whole folder, or name in config.json the architecture that its weights are of"
+        )
+    return model
+
+
+def example_for(module: torch.nn.Module) -> Tensors | None:
+    """An example for a text model, or None for one whose inputs are not known here."""
+    if not isinstance(module, _TextModel):
+        return None
+    ids = torch.arange(2 * _LENGTH).reshape(2, _LENGTH) % 50 + 1
+    return ids, torch.ones_like(ids)
+
+
+def _tensors_of(output: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """What of an output is a tensor; caches of keys and values are not."""
+    return {name: value for name, value in output.items() if isinstance(value, torch.Tensor)}
+
+
+class _TextModel(torch.nn.Module):
+    """Takes ids of tokens and a mask by position."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        return _tensors_of(self.model(input_ids=input_ids, attention_mask=attention_mask, return_dict=True))
+
+
+class _OneInputModel(torch.nn.Module):
+    """Takes the architecture's main input, pixels or sound, by position."""
+
+    def __init__(self, model: Any, name: str) -> None:
+        super().__init__()
+        self.model = model
+        self.name = name
+
+    def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        return _tensors_of(self.model(**{self.name: inputs}, return_dict=True))
+
+
+def _architecture(path: Path) -> str:
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        names = config["architectures"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ModelRefused(f"{path}/config.json names no architectures ({error!r})") from error
+    if not isinstance(names, list) or len(names) != 1 or not str(names[0]).isidentifier():
+        raise ModelRefused(f"{path}/config.json has the architectures {ascii(names)[:80]}; expected one name")
+    return str(names[0])

@@ -1,0 +1,222 @@
+"""Reads the inputs and outputs of an ONNX model from its bytes; needs no onnx package and runs nothing.
+
+ONNX is Protocol Buffers. Of onnx.proto this knows what a signature needs: ModelProto.graph, the graph's
+inputs, outputs and initializers, and of these the names, types, shapes and where external data lies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchere.archiver.container.entries import problem_with
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.signature import ANY, Signature, TensorSpec
+
+_MAX_MODEL_BYTES = 2**31  # of one message of Protocol Buffers; larger models keep their weights beside it
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_NEGATIVE = 2**63  # from here on, as numbers are read without a sign
+_GRAPH = 7  # ModelProto
+_NODE, _INITIALIZER, _INPUT, _OUTPUT = 1, 5, 11, 12  # GraphProto
+# TensorProto.DataType to the names of the Open Inference Protocol
+_DATATYPES = {
+    1: "FP32",
+    2: "UINT8",
+    3: "INT8",
+    4: "UINT16",
+    5: "INT16",
+    6: "INT32",
+    7: "INT64",
+    8: "BYTES",
+    9: "BOOL",
+    10: "FP16",
+    11: "FP64",
+    12: "UINT32",
+    13: "UINT64",
+    16: "BF16",
+}
+
+
+class _Malformed(ValueError):
+    """These bytes are not the message they should be."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnnxForm:
+    """What a graph says of itself; a dimension with a name or without a size is free in `signature`."""
+
+    signature: Signature
+    names_batch: bool  # the first dimensions of all inputs and outputs have one name, which they share
+    is_quantised: bool
+    unshaped: frozenset[str] = frozenset()  # inputs and outputs of any rank; `signature` has () for them
+
+    def with_ranks(self, ranks: Mapping[str, int]) -> OnnxForm:
+        """The same, of which some inputs and outputs have so many dimensions of any size."""
+
+        def ranked(specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+            return tuple(
+                dataclasses.replace(spec, shape=(ANY,) * ranks[spec.name]) if spec.name in ranks else spec
+                for spec in specs
+            )
+
+        signature = Signature(ranked(self.signature.inputs), ranked(self.signature.outputs))
+        return dataclasses.replace(self, signature=signature, unshaped=self.unshaped - ranks.keys())
+
+    def with_rows(self, rows: int) -> Signature:
+        """The signature when the first dimension is no batch, but always of this size."""
+        inputs = (
+            dataclasses.replace(spec, shape=(rows, *spec.shape[1:])) if spec.batched else spec
+            for spec in self.signature.inputs
+        )
+        return dataclasses.replace(self.signature, inputs=tuple(inputs))
+
+
+def form_of_onnx(path: Path) -> OnnxForm:
+    """Read the inputs and outputs of the graph.
+
+    Raises:
+        ModelRefused: it is damaged, or takes or gives something other than tensors.
+    """
+    graph = _graph(path)
+    constants = {_text(tensor, 8) for tensor in _messages(graph, _INITIALIZER)}
+    inputs = [item for item in _messages(graph, _INPUT) if _text(item, 1) not in constants]
+    outputs = list(_messages(graph, _OUTPUT))
+    signature = Signature(
+        tuple(_spec(path, item) for item in inputs), tuple(_spec(path, item) for item in outputs)
+    )
+    first = {_first_name(item) for item in (*inputs, *outputs)}
+    operators = [_text(node, 4) for node in _messages(graph, _NODE)]
+    is_quantised = any("Quantize" in name or "Integer" in name for name in operators)
+    unshaped = frozenset(_text(item, 1) for item in (*inputs, *outputs) if not _is_shaped(item))
+    return OnnxForm(signature, len(first) == 1 and "" not in first, is_quantised, unshaped)
+
+
+def signature_of_onnx(path: Path) -> Signature:
+    """What the model takes and gives, going by its names: see `OnnxForm.names_batch`.
+
+    Raises:
+        ModelRefused: it is damaged, or takes or gives something other than tensors.
+    """
+    form = form_of_onnx(path)
+    return form.signature if form.names_batch or not form.signature.batched else form.with_rows(1)
+
+
+def external_files_of_onnx(path: Path) -> tuple[Path, ...]:
+    """The files beside the model that hold its weights.
+
+    Raises:
+        ModelRefused: one lies elsewhere, or is missing.
+    """
+    names = set()
+    for tensor in _messages(_graph(path), _INITIALIZER):
+        for entry in _messages(tensor, 13):  # external_data: key and value
+            if _text(entry, 1) == "location":
+                names.add(_text(entry, 2))
+    for name in names:
+        if problem_with(name) or "/" in name:
+            raise ModelRefused(f"{path}: its weights are said to lie in {name!a}; expected a file beside it")
+        if not (path.parent / name).is_file():
+            raise ModelRefused(
+                f"{path}: its weights should lie in {name!a} beside it, where there is no such file"
+            )
+    return tuple(path.parent / name for name in sorted(names))
+
+
+def _graph(path: Path) -> dict[int, list[Any]]:
+    if path.stat().st_size > _MAX_MODEL_BYTES:
+        raise ModelRefused(f"{path}: larger than 2 GiB, which no ONNX model is; keep its weights beside it")
+    try:
+        graphs = list(_messages(_fields(memoryview(path.read_bytes())), _GRAPH))
+    except _Malformed as error:
+        raise ModelRefused(f"{path}: damaged ONNX: {error}") from error
+    if len(graphs) != 1:
+        raise ModelRefused(f"{path}: damaged ONNX, or none: it has {len(graphs)} graphs; expected one")
+    return graphs[0]
+
+
+def _spec(path: Path, item: dict[int, list[Any]]) -> TensorSpec:
+    name = _text(item, 1)
+    kinds = [tensor for kind in _messages(item, 2) for tensor in _messages(kind, 1)]
+    datatype = _DATATYPES.get(_number(kinds[0], 1)) if kinds else None
+    if datatype is None:
+        raise ModelRefused(
+            f"{path}: {name!a} is no tensor of a type known here; it can't be served over the wire"
+        )
+    return TensorSpec(name, datatype, tuple(_size(dimension) for dimension in _dimensions(item)))
+
+
+def _dimensions(item: dict[int, list[Any]]) -> list[dict[int, list[Any]]]:
+    kinds = [tensor for kind in _messages(item, 2) for tensor in _messages(kind, 1)]
+    return [dimension for part in _messages(kinds[0], 2) for dimension in _messages(part, 1)] if kinds else []
+
+
+def _is_shaped(item: dict[int, list[Any]]) -> bool:
+    """Whether it has a shape, if one without dimensions; without any it may have any number of them."""
+    return any(2 in tensor for kind in _messages(item, 2) for tensor in _messages(kind, 1))
+
+
+def _first_name(item: dict[int, list[Any]]) -> str:
+    """The name of the first dimension; empty when it has none."""
+    found = _dimensions(item)
+    return _text(found[0], 2) if found and 2 in found[0] else ""
+
+
+def _size(dimension: dict[int, list[Any]]) -> int:
+    size = _number(dimension, 1)
+    return size if 0 < size < _NEGATIVE else ANY  # some exporters write -1 for a size that is free
+
+
+def _messages(fields: dict[int, list[Any]], number: int) -> Iterator[dict[int, list[Any]]]:
+    for value in fields.get(number, ()):
+        if isinstance(value, memoryview):
+            yield _fields(value)
+
+
+def _text(fields: dict[int, list[Any]], number: int) -> str:
+    value = fields.get(number, [b""])[-1]
+    return bytes(value).decode("utf-8", "replace") if not isinstance(value, int) else str(value)
+
+
+def _number(fields: dict[int, list[Any]], number: int) -> int:
+    value = fields.get(number, [0])[-1]
+    return value if isinstance(value, int) else 0
+
+
+def _fields(data: memoryview) -> dict[int, list[Any]]:
+    """The fields of one message by number; messages, texts and packed numbers are left as bytes."""
+    found: dict[int, list[Any]] = {}
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        value, at = _value(data, at, key & 7)
+        found.setdefault(key >> 3, []).append(value)
+    return found
+
+
+def _value(data: memoryview, at: int, kind: int) -> tuple[Any, int]:
+    if kind == _VARINT:
+        return _varint(data, at)
+    if kind == _BYTES:
+        size, at = _varint(data, at)
+    elif kind in (_FIXED64, _FIXED32):
+        size = 8 if kind == _FIXED64 else 4
+    else:
+        raise _Malformed(f"a field of the unknown wire type {kind}")
+    if at + size > len(data):
+        raise _Malformed("it is cut off")
+    return data[at : at + size], at + size
+
+
+def _varint(data: memoryview, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        if at >= len(data) or shift > 63:
+            raise _Malformed("it is cut off, or a number in it is too long")
+        value |= (data[at] & 0x7F) << shift
+        shift += 7
+        at += 1
+        if not data[at - 1] & 0x80:
+            return value, at

@@ -1,0 +1,265 @@
+"""Recognises what a user has by its content, and reads it without running what it carries."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import os
+import platform
+import zipfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.ao.quantization import disable_observer
+
+from torchere.archiver.container.entries import ArchiveLimits, open_regular
+from torchere.archiver.container.zip import DAMAGED, ZipContainer
+from torchere.archiver.errors import ArchiveError, ModelRefused
+from torchere.archiver.models.inputs.run import DATATYPES
+from torchere.archiver.models.inputs.sizes import Tensors
+from torchere.archiver.models.load import module as huggingface
+from torchere.archiver.models.load.checkpoint import Weights, read_weights
+from torchere.archiver.models.load.exported_program import take_by_position
+from torchere.archiver.models.load.module import load_into, module_from_factory, module_from_file
+from torchere.archiver.models.load.onnx import external_files_of_onnx, signature_of_onnx
+from torchere.archiver.models.steps import refusing
+from torchere.archiver.scan.exported_program import INT8_OPERATORS, UnsafeProgram, check_program
+from torchere.archiver.scan.torchscript import UnsafeScript, check_script
+from torchere.archiver.scan.weights import AOTINDUCTOR, EXPORTED_PROGRAM, ONNX, TORCHSCRIPT, classify_file
+from torchere.archiver.signature import Signature
+
+EAGER = "eager"
+HUGGING_FACE = "Hugging Face folder"
+
+
+@dataclass(frozen=True)
+class Source:
+    """What was given, read.
+
+    `module` is None for ONNX and AOTInductor, which are packed as they are. `program` is the exported program
+    that `module` was made of. `example`, `names` and `signature` are there when the source itself has them.
+    """
+
+    kind: str
+    path: Path
+    module: torch.nn.Module | None = None
+    program: torch.export.ExportedProgram | None = None
+    example: Tensors | None = None
+    names: tuple[str, ...] | None = None
+    signature: Signature | None = None
+    beside: tuple[Path, ...] = ()  # files that belong to it: ONNX's external data
+
+    def names_of_inputs(self, count: int) -> tuple[str, ...]:
+        """The names of the first `count` inputs."""
+        if self.names is not None and len(self.names) >= count:
+            return self.names[:count]
+        return input_names(self.module, count)  # of None, too: AOTInductor keeps no names
+
+    @property
+    def doubles(self) -> bool:
+        """Whether it computes in FP64: by its inputs, where these are known, or else by its weights."""
+        if self.signature is not None:
+            return any(spec.datatype == DATATYPES[torch.float64] for spec in self.signature.inputs)
+        weights = self.module.parameters() if self.module is not None else ()
+        return any(tensor.dtype is torch.float64 for tensor in (*(self.example or ()), *weights))
+
+
+def read_source(
+    serialized: Path | None, model_file: Path | None, factory: str | None, allow_pickle: bool
+) -> Source:
+    """Read a model; modules come in eval mode, on the CPU, without gradients, and learn nothing any more.
+
+    Args:
+        serialized: a file or folder of weights or of a whole model; None when the class makes its own.
+        model_file: a Python file with the model's class; run.
+        factory: `module:name` in an importable package, instead of `model_file`; run.
+        allow_pickle: unpickle without restraint.
+
+    Raises:
+        ModelRefused: it can't be used; see the text.
+        OSError: it can't be read.
+    """
+    if model_file is not None and factory is not None:
+        raise ModelRefused("--model-file and --factory are both given; expected one of them")
+    if model_file is not None or factory is not None:
+        module = module_from_file(model_file) if model_file else module_from_factory(str(factory))
+        return _ready(_eager(module, serialized, model_file or Path(str(factory)), allow_pickle))
+    if serialized is None:
+        raise ModelRefused("no model is given; expected --serialized-file, --model-file or --factory")
+    os.stat(serialized)  # raises the FileNotFoundError that names it
+    return _ready(_whole(serialized, allow_pickle))
+
+
+def _eager(module: torch.nn.Module, serialized: Path | None, origin: Path, allow_pickle: bool) -> Source:
+    if serialized is None:
+        return Source(EAGER, origin, module)
+    os.stat(serialized)
+    weights = read_weights(serialized, allow_pickle)
+    load_into(module, weights, serialized)
+    return Source(EAGER, serialized, module)
+
+
+def _whole(path: Path, allow_pickle: bool) -> Source:
+    if path.is_dir():
+        return _folder(path, allow_pickle)
+    try:
+        kind = classify_file(path).kind
+    except ArchiveError as error:
+        raise ModelRefused(f"{path}: {error.reason}; expected a model's file or folder") from error
+    readers = {ONNX: _onnx, AOTINDUCTOR: _aotinductor}
+    trusting = {TORCHSCRIPT: _torchscript, EXPORTED_PROGRAM: _program}
+    if kind in readers:
+        return readers[kind](path)
+    if kind in trusting:
+        return trusting[kind](path, allow_pickle)
+    if kind in ("unknown", "zip", "damaged zip", "shared library"):
+        found = "not a model of a kind known here" if kind == "unknown" else kind
+        raise ModelRefused(
+            f"{path}: {found}; expected TorchScript, a .pt2, ONNX, or weights (torch.save, safetensors) with "
+            "--model-file or --factory; if it was one of these, it is damaged or cut off"
+        )
+    return _without_class(path, read_weights(path, allow_pickle))
+
+
+def _folder(path: Path, allow_pickle: bool) -> Source:
+    if not huggingface.is_model_folder(path):
+        return _without_class(path, read_weights(path, allow_pickle))
+    module = huggingface.module_from_folder(path)
+    return Source(HUGGING_FACE, path, module, example=huggingface.example_for(module))
+
+
+def _without_class(path: Path, weights: Weights) -> Source:
+    if weights.module is not None:
+        return Source(weights.kind, path, weights.module)
+    raise ModelRefused(
+        f"{path}: a {weights.kind}, which is numbers without a model; name the model's class too: "
+        "--model-file model.py, or --factory package.module:function"
+    )
+
+
+def _torchscript(path: Path, allow_pickle: bool) -> Source:
+    try:
+        with open_regular(path) as file:
+            if not allow_pickle:
+                check_script(file, path.stat().st_size)
+    except UnsafeScript as error:
+        raise ModelRefused(
+            f"{path}: not loaded, because its code could read or write any file: {error}; take that out, or "
+            "trust the file with --allow-pickle"
+        ) from error
+    # The one that loads for serving is in handlers, which packing must not need.
+    with refusing(f"{path}: loading TorchScript"):
+        module: Any = torch.jit.load(path, map_location="cpu")  # type: ignore[no-untyped-call]
+    return Source(TORCHSCRIPT, path, module)
+
+
+def _onnx(path: Path) -> Source:
+    signature, beside = signature_of_onnx(path), external_files_of_onnx(path)
+    return Source(ONNX, path, signature=signature, beside=beside)
+
+
+def _program(path: Path, allow_pickle: bool) -> Source:
+    try:
+        ZipContainer(path, ArchiveLimits())  # one entry per name, nothing hidden: all readers see the same
+        with open_regular(path) as file:
+            check_program(file, path.stat().st_size, allow_pickle)
+    except ArchiveError as error:
+        raise ModelRefused(f"{path}: damaged: {error.reason}; export it again") from error
+    except UnsafeProgram as error:
+        hint = "; trust the file with --allow-pickle" if "pickle" in str(error) else ""
+        raise ModelRefused(f"{path}: not loaded, because that could run code: {error}{hint}") from error
+    with refusing(f"{path}: loading the exported program"):
+        importlib.import_module(INT8_OPERATORS)
+        program = torch.export.load(path)
+        take_by_position(program)
+        # Sizes are checked by the program's own operators; its guards can't be traced.
+        module = program.module(check_guards=False)
+    tensors, _ = program.example_inputs or ((), {})
+    plain = bool(tensors) and all(isinstance(item, torch.Tensor) for item in tensors)
+    names = tuple(str(name) for name in program.graph_signature.user_inputs)
+    return Source(EXPORTED_PROGRAM, path, module, program, tuple(tensors) if plain else None, names)
+
+
+def _aotinductor(path: Path) -> Source:
+    """Machine code; it is looked at and not loaded."""
+    machine = aoti_metadata(path).get("AOTI_MACHINE") or platform.machine()
+    if machine != platform.machine():
+        raise ModelRefused(
+            f"{path}: compiled for {machine}, and this machine is {platform.machine()}; compile it again here"
+        )
+    return Source(AOTINDUCTOR, path)
+
+
+def aoti_metadata(path: Path) -> dict[str, str]:
+    """What the compiler noted in an AOTInductor package: AOTI_CPU_ISA, AOTI_MACHINE, ...; {} without a note.
+
+    Raises:
+        ModelRefused: it is damaged.
+    """
+    try:
+        ZipContainer(path, ArchiveLimits())
+        with zipfile.ZipFile(path) as package:
+            notes = [name for name in package.namelist() if name.endswith("wrapper_metadata.json")]
+            found = json.loads(package.read(notes[0])) if notes else {}
+    except ArchiveError as error:
+        raise ModelRefused(f"{path}: damaged: {error.reason}; compile it again") from error
+    except (*DAMAGED, ValueError) as error:
+        raise ModelRefused(f"{path}: damaged: {error}; compile it again") from error
+    return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else {}
+
+
+def _ready(source: Source) -> Source:
+    module = source.module
+    if module is None:
+        return source
+    if not isinstance(module, torch.jit.ScriptModule):
+        for part in module.modules():
+            part.training = False  # as eval() does, which exported programs refuse
+            # A model that is trained for int8 would learn from each run, in eval mode, too.
+            disable_observer(part)  # type: ignore[no-untyped-call]
+    elif getattr(module, "training", False):  # frozen modules have no such attribute
+        module.eval()
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+    return source
+
+
+def input_names(module: Any, count: int) -> tuple[str, ...]:
+    """Names of the first `count` inputs: the parameters of `forward`, or `input_0`, ... without such.
+
+    `module` None is a model that keeps no names.
+    """
+    found: list[str] = []
+    if isinstance(module, torch.jit.ScriptModule):
+        schema: Any = module.forward
+        found = [argument.name for argument in schema.schema.arguments[1:]]
+    elif module is not None:
+        parameters = inspect.signature(module.forward).parameters.values()
+        plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        found = [parameter.name for parameter in parameters if parameter.kind in plain]
+        _refuse_keyword_only(parameters, count - len(found))
+    if len(found) < count:
+        return ("input",) if count == 1 else tuple(f"input_{index}" for index in range(count))
+    return tuple(found[:count])
+
+
+def inputs_up_to(module: Any, given: Sequence[str] | None, least: int) -> int:
+    """How many inputs of `forward` there are up to the last one of `given`; at least `least`."""
+    if given is None or module is None or isinstance(module, torch.jit.ScriptModule):
+        return least
+    known = list(inspect.signature(module.forward).parameters)
+    return max([least, *(known.index(name) + 1 for name in given if name in known)])
+
+
+def _refuse_keyword_only(parameters: Iterable[inspect.Parameter], missing: int) -> None:
+    kinds = {parameter.kind for parameter in parameters}
+    named = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    if missing > 0 and named and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        raise ModelRefused(
+            f"forward takes {', '.join(named)} by keyword only, and a server gives inputs in their order; "
+            "take the * out of its parameters"
+        )

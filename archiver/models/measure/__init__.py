@@ -1,0 +1,1 @@
+"""Two models beside each other: how far apart their answers are, and what each costs."""

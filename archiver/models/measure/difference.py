@@ -1,0 +1,275 @@
+"""How far the answers of two models lie apart: pure functions of their outputs."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.inputs.run import flat
+
+Outputs = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The answers of one model against those of another over the same samples.
+
+    `drift` is the one figure that limits are set on: the root of the mean squared difference over the root of
+    the mean square of the original's values; for whole numbers and booleans, the share of values that differ;
+    the largest over all outputs. 0 is equal, 1 has nothing to do with the original.
+    """
+
+    rows: int  # along the first dimension of the first output
+    largest_abs: float
+    mean_abs: float
+    drift: float
+    cosine: float | None  # mean over rows, the least of all outputs; None without floating-point outputs
+    # Share of rows with the largest value at the same place; None unless one is [rows, 2+].
+    top1: float | None
+    channel: ChannelDrift | None = None  # None where no channel varies, or values are few
+    silenced: tuple[Silenced, ...] = ()
+    undefined: bool = False  # an output of the original is not-a-number throughout, so nothing is compared
+
+
+def flattened(result: Any) -> Outputs:
+    """The tensors of a model's result in order: of a tuple or list, or the values of a dict; None is none.
+
+    Raises:
+        ModelRefused: there is something else than tensors in it.
+    """
+    return tuple(tensor for _, tensor in flat(result))
+
+
+def answers(model: Callable[..., Any], sample: Outputs) -> Outputs:
+    """What the model makes of a sample, copied on the way in and out, for it may change what it is given."""
+    return tuple(tensor.clone() for tensor in flattened(model(*copy.deepcopy(sample))))
+
+
+def difference(pairs: Iterable[tuple[Outputs, Outputs]]) -> Difference:
+    """Compare the outputs of the original with those of the other, sample by sample.
+
+    Raises:
+        ModelRefused: they differ in number or shape, so they can't be compared; or there are none.
+    """
+    tallies: list[_Tally] = []
+    for wanted, found in pairs:
+        _refuse_other_shapes(wanted, found)
+        tallies = tallies or [_Tally(index, one.dim()) for index, one in enumerate(wanted)]
+        for tally, one, other in zip(tallies, wanted, found, strict=True):
+            tally.add(one, other)
+    if not tallies:
+        raise ModelRefused("there is nothing to compare: no samples, or models without outputs")
+    ranked = next((tally for tally in tallies if tally.ranked_rows), None)
+    cosines = [tally.cosine_sum / tally.cosine_rows for tally in tallies if tally.cosine_rows]
+    channels = [one for tally in tallies for one in tally.channels]
+    return Difference(
+        rows=tallies[0].rows,
+        largest_abs=max(tally.largest for tally in tallies),
+        mean_abs=sum(tally.absolute for tally in tallies) / max(1, sum(tally.values for tally in tallies)),
+        drift=max(tally.drift for tally in tallies),
+        cosine=min(cosines) if cosines else None,
+        top1=ranked.same / ranked.ranked_rows if ranked else None,
+        channel=worst_of(channels),
+        silenced=tuple(one.silenced for one in channels if one.silenced),
+        undefined=any(tally.values and not tally.numbers for tally in tallies),
+    )
+
+
+class _Tally:
+    """Sums over the samples for one output."""
+
+    def __init__(self, output: int, dimensions: int) -> None:
+        self.channels = [ChannelTally(output, dimension) for dimension in channels_of(dimensions)]
+        self.rows = self.values = self.numbers = self._unequal = 0
+        self.largest = self.absolute = 0.0
+        self._squares = self._scale = 0.0
+        self.cosine_sum, self.cosine_rows = 0.0, 0
+        self.same = self.ranked_rows = 0
+
+    @property
+    def drift(self) -> float:
+        """See Difference."""
+        if self._squares == 0.0:
+            return self._unequal / self.values if self.values else 0.0
+        return math.sqrt(self._squares / self._scale) if self._scale else math.inf
+
+    def add(self, wanted: torch.Tensor, found: torch.Tensor) -> None:
+        """Count one sample in."""
+        one, other = wanted.detach().double(), found.detach().double()
+        equal = (one == other) | (one.isnan() & other.isnan())
+        apart = torch.where(equal, 0.0, (one - other).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
+        self.rows += wanted.shape[0] if wanted.dim() else 1
+        self.values += apart.numel()
+        self.numbers += apart.numel() - int(one.isnan().sum())
+        self.largest = max(self.largest, float(apart.max()) if apart.numel() else 0.0)
+        self.absolute += float(apart.sum())
+        if not wanted.is_floating_point():
+            self._unequal += int((~equal).sum())
+            return
+        self._squares += float(apart.square().sum())
+        finite = one.nan_to_num(posinf=0.0, neginf=0.0)
+        self._scale += float(finite.square().sum())
+        for channels in self.channels:
+            channels.add(finite, other, apart)
+        self._add_directions(one, other)
+
+    def _add_directions(self, one: torch.Tensor, other: torch.Tensor) -> None:
+        if not one.numel():
+            return
+        rows, others = (
+            tensor.reshape(tensor.shape[0] if tensor.dim() > 1 else 1, -1) for tensor in (one, other)
+        )
+        if rows.shape[1] > 1:
+            lengths = rows.norm(dim=1) * others.norm(dim=1)
+            cosines = torch.where(
+                lengths > 0, (rows * others).sum(1) / lengths, (rows == others).all(1).double()
+            )
+            self.cosine_sum += float(cosines.nan_to_num().sum())
+            self.cosine_rows += len(rows)
+        if one.dim() == 2 and one.shape[1] > 1:
+            self.same += int((one.argmax(1) == other.argmax(1)).sum())
+            self.ranked_rows += len(one)
+
+
+def _refuse_other_shapes(wanted: Outputs, found: Outputs) -> None:
+    shapes = [[tuple(tensor.shape) for tensor in outputs] for outputs in (wanted, found)]
+    if shapes[0] != shapes[1]:
+        raise ModelRefused(
+            f"can't compare the models: one's outputs have the shapes {shapes[0]}, the other's {shapes[1]}"
+        )
+
+
+_FEWEST = 8  # values of a channel that tell whether it varies
+_VARIES = 0.05  # spread over root mean square; what varies less is near constant anyway
+# Of the channels that vary, what share went silent for it to count: with few samples, a rare and small
+# activation that int8 rounds to zero leaves a channel constant now and then, and that is no harm.
+_SHARE = 0.05
+_CARRYING = 4.0  # values that carry the error of all silent channels; one or two outliers do not count
+_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelDrift:
+    """The channel that drifts most: root of the mean squared difference over its own standard deviation."""
+
+    output: int  # its place among the outputs
+    dimension: int
+    channel: int
+    drift: float
+
+    @property
+    def note(self) -> str:
+        """For people."""
+        where = f"channel {self.channel} of dimension {self.dimension}, output {self.output}"
+        return f"worst channel: drift {self.drift:.3g} of what varies in it ({where})"
+
+
+@dataclass(frozen=True, slots=True)
+class Silenced:
+    """Channels of one output that vary in the original, and have one and the same value in the other."""
+
+    output: int
+    dimension: int
+    count: int
+    of: int  # channels that vary
+    first: tuple[int, ...]  # some of them
+
+    @property
+    def note(self) -> str:
+        """For people."""
+        named = ", ".join(map(str, self.first)) + (", ..." if self.count > len(self.first) else "")
+        return (
+            f"of output {self.output}, {self.count} of {self.of} channels (dimension {self.dimension}: "
+            f"{named}) have the same value always, and vary in the original"
+        )
+
+
+def channels_of(dimensions: int) -> tuple[int, ...]:
+    """Which dimensions of an output may be channels: the last one, and 1."""
+    return tuple(sorted({1, dimensions - 1})) if dimensions > 2 else (dimensions - 1,) * (dimensions > 0)
+
+
+class ChannelTally:
+    """Sums over the samples for each channel along one dimension of one output."""
+
+    def __init__(self, output: int, dimension: int) -> None:
+        self._output, self._dimension = output, dimension
+        self._count = 0
+        self._fits = True  # every sample has as many channels
+        self._mean = self._squares = self._apart = self._apart_squared = torch.zeros(0)
+        self._constant, self._first = torch.zeros(0, dtype=torch.bool), torch.zeros(0)
+
+    def add(self, wanted: torch.Tensor, found: torch.Tensor, apart: torch.Tensor) -> None:
+        """Count one sample in: outputs as doubles, not-a-number as 0, and how far each value is apart."""
+        self._fits = self._fits and wanted.dim() > self._dimension
+        if not self._fits or not wanted.numel():
+            return
+        one, other, off = (self._rows(tensor) for tensor in (wanted, found, apart))
+        if not self._count:
+            self._start(other)
+        self._fits = one.shape[1:] == self._first.shape
+        if not self._fits:
+            return
+        self._apart += off.sum(0)
+        self._apart_squared += off.square().sum(0)
+        self._constant &= (other == self._first).all(0)
+        self._merge(one)
+
+    @property
+    def worst(self) -> ChannelDrift | None:
+        """The channel that drifts most; None when none varies, or there are too few values to tell."""
+        varies = self._varies()
+        if not bool(varies.any()):
+            return None
+        drifts = torch.where(varies, (self._apart_squared / self._squares).sqrt(), -1.0)
+        channel = int(drifts.argmax())
+        return ChannelDrift(self._output, self._dimension, channel, float(drifts[channel]))
+
+    @property
+    def silenced(self) -> Silenced | None:
+        """The channels that no longer vary, if they are enough to matter."""
+        varies = self._varies()
+        silent = varies & self._constant
+        places = silent.nonzero().flatten().tolist()
+        if not places or len(places) < _SHARE * int(varies.sum()):
+            return None
+        carrying = (self._apart.square() / self._apart_squared)[silent].sum()  # as many values, if all alike
+        if not float(carrying) >= _CARRYING:
+            return None
+        return Silenced(self._output, self._dimension, len(places), int(varies.sum()), tuple(places[:_NAMED]))
+
+    def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.movedim(self._dimension, -1).reshape(-1, tensor.shape[self._dimension])
+
+    def _start(self, other: torch.Tensor) -> None:
+        self._first = other[0].clone()
+        self._constant = torch.ones_like(self._first, dtype=torch.bool)
+        self._mean, self._squares, self._apart, self._apart_squared = (
+            torch.zeros_like(self._first) for _ in range(4)
+        )
+
+    def _merge(self, one: torch.Tensor) -> None:
+        """Mean and squares about it, of what was and what comes (Chan's formula, which cancels nothing)."""
+        count, mean = len(one), one.mean(0)
+        step, total = mean - self._mean, self._count + count
+        self._squares += (one - mean).square().sum(0) + step.square() * (self._count * count / total)
+        self._mean += step * (count / total)
+        self._count = total
+
+    def _varies(self) -> torch.Tensor:
+        if not self._fits or self._count < _FEWEST:
+            return torch.zeros_like(self._constant)
+        variance = self._squares / self._count
+        return variance > _VARIES**2 * (variance + self._mean.square())
+
+
+def worst_of(tallies: Sequence[ChannelTally]) -> ChannelDrift | None:
+    """The channel that drifts most of all."""
+    found = [tally.worst for tally in tallies]
+    return max((one for one in found if one is not None), key=lambda one: one.drift, default=None)

@@ -1,0 +1,1 @@
+"""What a model takes and gives, found by running it."""

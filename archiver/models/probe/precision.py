@@ -1,0 +1,109 @@
+"""How exactly a model computes, and when two of its results are the same within that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchere.archiver.models.inputs.run import Named
+from torchere.archiver.models.inputs.sizes import Tensors
+from torchere.archiver.models.measure.difference import channels_of
+
+_ROUNDED = (torch.float16, torch.bfloat16, torch.quint8, torch.qint8, torch.qint32)
+_FLOOR = 1e-3  # outputs are not looked at more closely than if their largest value were this
+# What is as large, and as many times the median of an output's values, fills a place (-1e9) and has no scale.
+_FILLED, _TIMES = 1e4, 100
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """What is allowed between two results that should be equal.
+
+    `scales_by_batch` is said of int8 whose scales are measured at each run, over all rows of a batch: rows of
+    much larger values make the others coarser than `absolute`.
+    """
+
+    relative: float  # of each value
+    # Of the largest value of its channel; of whole numbers, the share of them that may differ.
+    absolute: float
+    spread: float = 1.0  # what share of an output's largest value a channel's is taken for at least
+    scales_by_batch: bool = False
+
+    def differs(self, wanted: torch.Tensor, found: torch.Tensor) -> bool:
+        """Whether the two are not the same; NaN is the same as NaN."""
+        if wanted.shape != found.shape or wanted.dtype != found.dtype:
+            return True
+        one, other = wanted.double(), found.double()
+        if not wanted.is_floating_point():
+            return int((one != other).sum()) > self.absolute * one.numel()
+        equal = (one == other) | (one.isnan() & other.isnan())
+        limit = self.absolute * self._scale(one) + self.relative * one.abs()
+        return not bool((equal | ((one - other).abs() <= limit)).all())
+
+    def _scale(self, values: torch.Tensor) -> torch.Tensor:
+        """The largest magnitude of each value's channel: small scores lie beside large boxes."""
+        largest = max(_largest(values), _FLOOR)
+        scale = torch.full((1,) * values.dim(), largest, dtype=torch.float64)
+        for dimension in channels_of(values.dim()) if values.dim() > 1 and values.numel() else ():
+            others = tuple(at for at in range(values.dim()) if at != dimension)
+            scale = scale.minimum(values.abs().nan_to_num().amax(others, keepdim=True))
+        return scale.clamp(min=self.spread * largest)
+
+
+def _largest(values: torch.Tensor) -> float:
+    """The largest magnitude that is no filling; a filling counts once, however often it is there."""
+    found = torch.unique(values[values.isfinite()].abs())
+    if not found.numel():
+        return 0.0
+    return float(found[found < max(_FILLED, _TIMES * float(found.median()))].max())
+
+
+FINE = Precision(1e-3, 1e-4, spread=0.05)  # fp32: sums in another order
+COARSE = Precision(0.05, 0.05)  # int8 and bfloat16: a value just beside a step goes to the other side
+UNKNOWN = Precision(COARSE.relative, COARSE.absolute, scales_by_batch=True)
+# One scale for a whole batch moves all its rows.
+SHARED = Precision(COARSE.relative, 0.25, scales_by_batch=True)
+
+
+def differing(wanted: Named, found: Named, precision: Precision) -> str | None:
+    """The name of an output that is not the same; None when all are."""
+    for index, (name, tensor) in enumerate(wanted):
+        if index >= len(found) or precision.differs(tensor, found[index][1]):
+            return name
+    return None
+
+
+def precision_of(run: Callable[..., Any], example: Tensors) -> Precision:
+    """Tell from the operators that run, and from their types; UNKNOWN where they can't be seen."""
+    if type(run).__module__.startswith("torch._inductor"):
+        return UNKNOWN  # machine code, which must not be watched from Python
+    watch = _Watch()
+    try:
+        with torch.no_grad(), watch:
+            run(*(tensor.clone() for tensor in example))
+    # Broad, because watching is torch's business; the model has run on this example without.
+    except Exception:
+        return UNKNOWN
+    if any("dynamic" in name or "choose_qparams" in name for name in watch.operators):
+        return SHARED
+    quantised = any("quantize" in name for name in watch.operators)
+    return COARSE if quantised or watch.rounded else FINE if watch.operators else UNKNOWN
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own have no types
+    """Notes which operators run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operators: set[str] = set()
+        self.rounded = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators.add(func.name())
+        result = func(*args, **(kwargs or {}))
+        self.rounded |= isinstance(result, torch.Tensor) and result.dtype in _ROUNDED
+        return result

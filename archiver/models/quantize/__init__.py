@@ -1,0 +1,1 @@
+"""Quantized candidates of a model, and the choice between them."""

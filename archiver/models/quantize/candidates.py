@@ -1,0 +1,306 @@
+"""Candidates for the int8 model of an archive: by a method, mixed with fp32, measured on every engine."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchere.archiver.models.fold.attention import Opened
+from torchere.archiver.models.fold.convolutions import fold
+from torchere.archiver.models.inputs.run import LoadedModel
+from torchere.archiver.models.load.engines import (
+    Measured,
+    NoUsableEngine,
+    choose,
+    measured,
+    rebuilt,
+    saved,
+    supported,
+    using,
+)
+from torchere.archiver.models.measure.cost import medians_ms, one_thread
+from torchere.archiver.models.measure.difference import difference, flattened
+from torchere.archiver.models.quantize.dynamic import dynamic, fuse_relu, large_embeddings, trained
+from torchere.archiver.models.quantize.static import calibrate
+from torchere.archiver.models.quantize.traced import Compile, plain_attention
+
+Samples = Sequence[tuple[torch.Tensor, ...]]
+# Methods that can leave layers in fp32, and layers that they would change.
+_MIXABLE: dict[str, tuple[type[nn.Module], ...]] = {
+    "int8-dynamic": (nn.Linear,),
+    "int8-static": (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
+}
+_JUDGED = 32  # rows that engines are compared on; the verification later takes all
+_RANKED = 4  # samples, of one row each if they have batches, that tell which layers hurt most
+_BUDGET_S = 0.6  # of timing, for each engine
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One method applied to the model."""
+
+    packed: bytes  # TorchScript
+    measured: tuple[Measured, ...]
+    note: str
+    kept: tuple[str, ...] = ()  # layers that went back to fp32
+
+    def best(self, max_drift: float) -> Measured | None:
+        """What would be chosen if there were no other candidate; None when no engine runs it."""
+        try:
+            return choose(self.measured, max_drift)
+        except NoUsableEngine:
+            return None
+
+
+@dataclass(frozen=True)
+class Maker:
+    """What all candidates are made of and judged by."""
+
+    model: LoadedModel
+    opened: Opened  # the same model with its attention as plain layers; whose layers become int8
+    samples: Samples
+    compiled: Compile
+    judged: Samples
+    max_drift: float
+
+    def candidate(self, method: str) -> Candidate:
+        """The model by this method; when that drifts too far, with the layers in fp32 that hurt most."""
+        packed, note = self._packed(method, frozenset())
+        plain = self._measured(method, packed, note)
+        best, wanted = plain.best(self.max_drift), min(self.max_drift, WANTED_DRIFT)
+        if best is None or best.drift <= wanted or method not in _MIXABLE:
+            return plain
+        return self._mixed(plain, best, wanted)
+
+    def fp32_ms(self) -> float:
+        """Time of the original for one row, on one thread."""
+        with one_thread():
+            return _timer(_one_row(self.model, self.judged))(self.model.module)
+
+    def _mixed(self, plain: Candidate, best: Measured, wanted: float) -> Candidate:
+        made: dict[frozenset[str], tuple[bytes, str]] = {}
+        judge = _judge(self.model, self.judged)
+
+        def drift_with(kept: frozenset[str]) -> float:
+            made[kept] = self._packed(best.method, kept)
+            with torch.inference_mode():
+                return judge(rebuilt(made[kept][0], best.engine))
+
+        kept = search(*self._layers(best.method), best.drift, wanted, drift_with)
+        if not kept:
+            return plain
+        packed, note = made[kept]
+        told = (
+            f"{note}; in fp32, as they hurt most: {', '.join(sorted(kept))} (drift {best.drift:.2g} without)"
+        )
+        return dataclasses.replace(self._measured(best.method, packed, told), kept=tuple(sorted(kept)))
+
+    def _layers(self, method: str) -> tuple[list[Sensitive], float]:
+        """Those that may go back, and how many weights in all."""
+        module = self.opened.module
+        if method == "int8-static":
+            module = fold(module, self.samples[0]).module
+        few = _spread(self.judged, _RANKED)
+        rows = [tuple(tensor[:1] for tensor in one) for one in few] if self.model.signature.batched else few
+        weights = sum(parameter.numel() for parameter in self.model.module.parameters())
+        return sensitivities(module, rows, _MIXABLE[method]), MOST_KEPT * weights
+
+    def _packed(self, method: str, kept: Collection[str]) -> tuple[bytes, str]:
+        """The TorchScript of the model by this method, with these layers in fp32, and a note."""
+        embeddings = large_embeddings(self.opened.module) if method == "int8-dynamic" else frozenset()
+        try:
+            return self._compiled(method, kept)
+        # Broad, because it is the model's own code that finds no tensor as weight, and raises what it likes.
+        except Exception:
+            if embeddings <= set(kept):
+                raise
+        packed, note = self._compiled(method, embeddings | set(kept))
+        return packed, f"{note}; embeddings in fp32, for the model reads their weights itself"
+
+    def _compiled(self, method: str, kept: Collection[str]) -> tuple[bytes, str]:
+        module, note = _converted(self.opened.module, method, self.samples, kept)
+        with plain_attention():
+            script = self.compiled(module, self.model.example)
+        if method == "int8-dynamic":
+            fuse_relu(script)
+        opened = self.opened.attentions
+        return saved(script), f"{note}; attention of {opened} layers opened" if opened else note
+
+    def _measured(self, method: str, packed: bytes, note: str) -> Candidate:
+        judge, timer = _judge(self.model, self.judged), _timer(_one_row(self.model, self.judged))
+        with one_thread():
+            return Candidate(packed, tuple(measured(method, packed, judge, timer)), note)
+
+
+def _converted(
+    model: nn.Module, method: str, samples: Samples, kept: Collection[str]
+) -> tuple[nn.Module, str]:
+    # Any engine will do to pack with: the weights are packed again when they are loaded.
+    with using(supported()[-1]):
+        if method == "int8-dynamic":
+            module, layers = dynamic(model, kept)
+            return module, f"{layers} layers"
+        if method == "int8-trained":
+            return trained(model), "as it was trained"
+        calibrated = calibrate(model, samples, kept)
+        folds = f"; folded: {calibrated.note}" if calibrated.note else ""
+        return calibrated.convert(), f"{calibrated.layers} layers, {len(samples)} samples{folds}"
+
+
+def _judge(model: LoadedModel, samples: Samples) -> Callable[[Callable[..., Any]], float]:
+    with torch.inference_mode():
+        wanted = [flattened(model.module(*copy.deepcopy(sample))) for sample in samples]
+
+    def judge(module: Callable[..., Any]) -> float:
+        found = (flattened(module(*sample)) for sample in samples)
+        return difference(zip(wanted, found, strict=True)).drift
+
+    return judge
+
+
+def _timer(row: tuple[torch.Tensor, ...]) -> Callable[[Callable[..., Any]], float]:
+    return lambda module: medians_ms([module], row, _BUDGET_S)[0]
+
+
+def _one_row(model: LoadedModel, samples: Samples) -> tuple[torch.Tensor, ...]:
+    return tuple(tensor[:1] for tensor in samples[0]) if model.signature.batched else samples[0]
+
+
+def some_of(model: LoadedModel, samples: Samples) -> list[tuple[torch.Tensor, ...]]:
+    """Samples at equal distances, cut if they have batches, so that there are about `_JUDGED` rows in all."""
+    chosen = _spread(samples, _JUDGED)
+    if not model.signature.batched:
+        return list(chosen)
+    rows = max(1, _JUDGED // len(chosen))
+    return [tuple(tensor[:rows] for tensor in sample) for sample in chosen]
+
+
+def _spread(samples: Samples, most: int) -> Samples:
+    """At most so many of the samples, at equal distances."""
+    count = len(samples)
+    return samples if count <= most else [samples[index * count // most] for index in range(most)]
+
+
+# A cosine of 0.99 between outputs, when the error points anywhere: sqrt(2 (1 - 0.99)).
+WANTED_DRIFT = 0.141
+# Share of the weights that may go back: it leaves a file that would be 0.25 times as large below 0.35.
+MOST_KEPT = 0.12
+# Times the drift that is wanted; one conversion each. Lenient first, for what is foretold tends to be worse
+# than what comes: on EfficientNet-Lite0 four layers did what eight were foretold to need.
+_AIMS = (1.4, 1.15, 1.0)
+_LEVELS = 255
+_TINY = 1e-8  # no scale is 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitive:
+    """A layer, and what it would do alone."""
+
+    name: str
+    drift: float  # of the model in which only this layer is int8
+    weights: int
+
+
+def sensitivities(module: nn.Module, samples: Samples, kinds: tuple[type[nn.Module], ...]) -> list[Sensitive]:
+    """The layers of these kinds, the one that hurts most first.
+
+    Args:
+        module: in fp32; left as it is.
+        samples: arguments of the model; a few rows do, for only the order counts.
+        kinds: of layers with a weight of two dimensions or more and one input.
+    """
+    model = copy.deepcopy(module).eval()
+    with torch.inference_mode(False), torch.no_grad():
+        wanted = [flattened(model(*sample)) for sample in samples]
+        found = []
+        for name, layer in model.named_modules():
+            if type(layer) in kinds:
+                with _Rounded(layer):
+                    pairs = ((one, flattened(model(*s))) for one, s in zip(wanted, samples, strict=True))
+                    drift = difference(pairs).drift
+                found.append(Sensitive(name, drift, layer.weight.numel()))
+    return sorted(found, key=lambda one: -one.drift)
+
+
+def to_give_back(
+    layers: Sequence[Sensitive], drift: float, wanted: float, most_weights: float
+) -> frozenset[str]:
+    """The layers that hurt most, as many as it takes to come from `drift` to `wanted`; a pure function.
+
+    Args:
+        layers: by how much they hurt.
+        drift: of the model when all of them are int8.
+        wanted: drift to reach.
+        most_weights: how many weights may go back; a layer with more than what is left is passed over.
+    """
+    total = sum(one.drift**2 for one in layers)
+    excess = total * (1 - (wanted / drift) ** 2)
+    kept: set[str] = set()
+    for one in layers:
+        if excess <= 0:
+            break
+        if one.weights <= most_weights:
+            kept.add(one.name)
+            most_weights -= one.weights
+            excess -= one.drift**2
+    return frozenset(kept)
+
+
+def search(
+    layers: Sequence[Sensitive],
+    most_weights: float,
+    drift: float,
+    wanted: float,
+    drift_with: Callable[[frozenset[str]], float],
+) -> frozenset[str]:
+    """Which layers to give back so that the model drifts by `wanted` or less, or by the least found.
+
+    Args:
+        layers: see `to_give_back`.
+        most_weights: see `to_give_back`.
+        drift: without giving any back.
+        wanted: drift to reach.
+        drift_with: converts the model with these layers in fp32, and measures; called three times at most.
+    """
+    tried: dict[frozenset[str], float] = {frozenset(): drift}
+    for aim in _AIMS:
+        kept = to_give_back(layers, drift, aim * wanted, most_weights)
+        if kept in tried or len(kept) == len(layers):  # a model in which nothing is int8 is no answer
+            continue
+        tried[kept] = drift_with(kept)
+        if tried[kept] <= wanted:
+            break
+    return min(tried, key=lambda kept: tried[kept])
+
+
+class _Rounded:
+    """While entered, the layer computes with weights of 7 bits, row by row, and inputs of 8."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer, self._weights, self._hook = layer, layer.weight.data, None
+
+    def __enter__(self) -> None:
+        rows = self._weights.flatten(1).abs().amax(1)
+        scales = (rows / 63).clamp_min(_TINY)
+        zeros = torch.zeros(len(scales), dtype=torch.int32)
+        self._layer.weight.data = torch.fake_quantize_per_channel_affine(
+            self._weights, scales, zeros, 0, -64, 63
+        )
+        self._hook = self._layer.register_forward_pre_hook(lambda _layer, given: (_rounded(given[0]),))
+
+    def __exit__(self, *_error: object) -> None:
+        self._layer.weight.data = self._weights
+        if self._hook is not None:
+            self._hook.remove()
+
+
+def _rounded(values: torch.Tensor) -> torch.Tensor:
+    low, high = min(float(values.min()), 0.0), max(float(values.max()), 0.0)
+    scale = max((high - low) / _LEVELS, _TINY)
+    return torch.fake_quantize_per_tensor_affine(values, scale, round(-low / scale), 0, _LEVELS)

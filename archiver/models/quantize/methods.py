@@ -1,0 +1,234 @@
+"""`--quantize`: a model in fewer bits, by the method and on the engine that measure best on its samples."""
+
+from __future__ import annotations
+
+import copy
+import platform
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.fold.attention import Opened, open_attention
+from torchere.archiver.models.inputs.run import DATATYPES, LoadedModel
+from torchere.archiver.models.load.engines import (
+    Measured,
+    choose,
+    rebuilt,
+)
+from torchere.archiver.models.quantize.candidates import Candidate, Maker, Samples, some_of
+from torchere.archiver.models.quantize.pt2e import quantised_program
+from torchere.archiver.models.quantize.traced import Compile, quiet, traced
+from torchere.archiver.models.steps import refusing
+from torchere.archiver.models.verify.compare import MAX_DRIFT
+
+METHODS: dict[str, str] = {
+    "int8-dynamic": "weights of linear, LSTM and GRU layers in 8 bits; needs no samples",
+    "int8-static": "weights and activations in 8 bits; needs samples that are like real requests",
+    "int8": "both of these, and the faster one that agrees",
+    "int8-trained": "the model was trained for int8 (QAT), or is int8 already; only the engine is chosen",
+    "bf16": "bfloat16, where the processor has it",
+}
+FORMATS = ("torchscript", "export", "aoti")
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """A quantised model, and how it came about."""
+
+    module: nn.Module  # frozen TorchScript for format torchscript; eager for the others and for bf16
+    method: str  # the one that was taken: "int8-static" or "int8-dynamic" where "int8" was asked for
+    engine: str | None  # what `torchscript.quantized_engine` in model-config.yaml must say; None: nothing
+    measured: tuple[Measured, ...]  # every engine that was tried
+    notes: tuple[str, ...]  # lines for people
+    kept: tuple[str, ...] = ()  # layers that went back to fp32, because in int8 they hurt most
+
+
+def quantise(
+    model: LoadedModel,
+    method: str,
+    samples: Samples,
+    *,
+    target: str = "torchscript",
+    compiled: Compile = traced,
+    max_drift: float = MAX_DRIFT["int8"],
+) -> Quantised:
+    """Quantise the model; it is left as it is.
+
+    Not thread-safe: sets torch's number of threads and its int8 engine for a while.
+
+    Args:
+        model: eager, in fp32; for "int8-trained" also TorchScript.
+        method: a key of `METHODS`.
+        samples: arguments of the model, each with a batch of its own if it takes batches. Without any,
+            `model.example` is what engines are compared on.
+        target: the format that it will be packed in. TorchScript takes FX and PyTorch's int8 engines; the
+            others take torchao's PT2E, and have no engine to choose.
+        compiled: makes TorchScript of an int8 model; tracing unless given.
+        max_drift: engines whose answers are further off are not chosen while there are better ones.
+
+    Raises:
+        ModelRefused: the method is unknown, or not for this model or machine; the text says what to do.
+        NoUsableEngine: no engine runs it.
+    """
+    check_method(method)
+    if target not in FORMATS:
+        raise ModelRefused(f"--format is {target!r}; expected one of {', '.join(FORMATS)}")
+    if method != "int8-trained":
+        _check_weights(model, method)
+    if method == "bf16":
+        made = bf16(model.module)
+        with refusing("running the model in bfloat16 (take casts to float32 out of its code)"):
+            made(*(tensor.clone() for tensor in model.example))
+        return Quantised(made, method, None, (), ("weights and sums in bfloat16",))
+    if target == "torchscript":
+        with quiet():
+            return _by_engine(model, method, samples, compiled, max_drift)
+    if method == "int8-trained":
+        return Quantised(model.module, method, None, (), ("exported as it was trained",))
+    is_dynamic = method == "int8-dynamic"
+    given = samples or ([model.example] if is_dynamic else [])
+    # Not for AOTInductor: of int8 layers in a residual it adds to the model's input in place (torch 2.13).
+    opened = model.module if target == "aoti" else open_attention(model.module, model.example).module
+    program = quantised_program(opened, given, model.signature.batched, is_dynamic)
+    taken = method if is_dynamic else "int8-static"
+    return Quantised(program, taken, None, (), ("quantised by torchao PT2E for oneDNN",))
+
+
+def shared_scale(model: LoadedModel, method: str) -> tuple[str, ...]:
+    """What is told of dynamic int8 where the rows of a batch are numbers of any size, and other clients'.
+
+    Of tokens nothing is: what a layer makes of an embedding is about as large for all of them.
+    """
+    takes_fractions = any(tensor.is_floating_point() for tensor in model.example)
+    if method != "int8-dynamic" or not model.signature.batched or not takes_fractions:
+        return ()
+    return (
+        "all rows of a batch share one scale: a request with numbers far larger than usual, or infinity, "
+        "spoils the answers to others in its batch; unless clients are trusted, take int8-static, or a "
+        "batchSize of 1 in model-config.yaml",
+    )
+
+
+def check_method(method: str) -> None:
+    """Raises `ModelRefused` for what is no key of `METHODS`."""
+    if method not in METHODS:
+        raise ModelRefused(f"--quantize is {method!r}; expected one of {', '.join(METHODS)}")
+
+
+def _check_weights(model: LoadedModel, method: str) -> None:
+    kinds = {weight.dtype for weight in model.module.parameters() if weight.is_floating_point()}
+    if kinds and torch.float32 not in kinds:
+        found = " and ".join(sorted(DATATYPES.get(kind, str(kind)) for kind in kinds))
+        raise ModelRefused(
+            f"--quantize {method} starts from weights of FP32, and all of the model's are {found}; make them "
+            "FP32 in its class (self.float()), or leave --quantize out"
+        )
+
+
+def _by_engine(
+    model: LoadedModel,
+    method: str,
+    samples: Samples,
+    compiled: Compile,
+    max_drift: float,
+) -> Quantised:
+    given = list(samples) or [model.example]
+    is_trained = method == "int8-trained"  # with the layers that it was trained with
+    opened = Opened(model.module, 0) if is_trained else open_attention(model.module, model.example)
+    maker = Maker(model, opened, samples, compiled, some_of(model, given), max_drift)
+    candidates, refusals = _candidates(method, maker)
+    tried = tuple(one for candidate in candidates.values() for one in candidate.measured)
+    chosen = choose(tried, max_drift)
+    taken = candidates[chosen.method]
+    module = rebuilt(taken.packed, chosen.engine)
+    refused = [f"not taken: {one}" for one in refusals if samples]  # int8-static wants some
+    notes = (*refused, *_notes(candidates, chosen, maker.fp32_ms()))
+    return Quantised(module, chosen.method, chosen.engine, tried, notes, taken.kept)
+
+
+def _candidates(method: str, maker: Maker) -> tuple[dict[str, Candidate], list[ModelRefused]]:
+    """The model by each method that `method` stands for; by "int8" those that work, and why others do not."""
+    methods = ("int8-static", "int8-dynamic") if method == "int8" else (method,)
+    candidates: dict[str, Candidate] = {}
+    refusals: list[ModelRefused] = []
+    for name in methods:
+        try:
+            with refusing(name):
+                candidates[name] = maker.candidate(name)
+        except ModelRefused as refusal:
+            refusals.append(refusal)
+    if not candidates:
+        raise refusals[0]
+    return candidates, refusals
+
+
+def _notes(candidates: dict[str, Candidate], chosen: Measured, fp32_ms: float) -> tuple[str, ...]:
+    lines = []
+    for method, candidate in candidates.items():
+        lines.append(f"{method}: {candidate.note}")
+        ranked = sorted(candidate.measured, key=lambda one: (bool(one.failure), one.latency_ms))
+        lines.append(
+            "engines: " + ", ".join(one.note for one in ranked) + f"; fp32 {fp32_ms:.3g} ms (1 thread)"
+        )
+    lines.append(f"chosen: {chosen.method} on {chosen.engine}, drift {chosen.drift:.2g}")
+    if chosen.latency_ms > fp32_ms:
+        lines.append(
+            "int8 is slower than fp32 on this processor; it is smaller, and elsewhere perhaps faster"
+        )
+    return tuple(lines)
+
+
+class InBfloat16(nn.Module):
+    """A model that computes in bfloat16 and takes and gives float32, so that its signature is the same."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = copy.deepcopy(module).to(torch.bfloat16).eval()
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        """Floating-point inputs are rounded; tokens and masks go in as they are."""
+        return _cast(self.module(*(_cast(one, torch.bfloat16) for one in inputs)), torch.float32)
+
+
+def bf16(module: nn.Module, has_bf16: bool | None = None) -> nn.Module:
+    """The model in bfloat16.
+
+    Args:
+        module: eager, in fp32; left as it is.
+        has_bf16: whether the processor multiplies bfloat16; None asks this one.
+
+    Raises:
+        ModelRefused: the processor has no such instruction, or the model is TorchScript.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ModelRefused(
+            "the model is TorchScript, which can't be cast safely: it may hold constants of float32; "
+            "cast the eager model that it was made of (--model-file, or module:factory)"
+        )
+    if not (processor_has_bf16() if has_bf16 is None else has_bf16):
+        raise ModelRefused(
+            f"bf16 would be slower than fp32 here: this {platform.machine()} processor has "
+            f"{torch.backends.cpu.get_cpu_capability()} and no bfloat16 instructions; expected AVX512-BF16, "
+            "AMX or Arm BF16. Pack on such a machine, or use int8"
+        )
+    return InBfloat16(module)
+
+
+def processor_has_bf16() -> bool:
+    """Whether this processor multiplies bfloat16."""
+    capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)  # torch 2.6 has no such function
+    found = capabilities() or {"avx512_bf16": torch.cpu._is_avx512_bf16_supported()}
+    return any(bool(found.get(name)) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {name: _cast(part, dtype) for name, part in value.items()}
+    if isinstance(value, (tuple, list)):
+        return tuple(_cast(part, dtype) for part in value)
+    return value

@@ -1,0 +1,113 @@
+"""int8 for exported programs, by torchao's PT2E: torch.export's graph gets quantise and dequantise steps.
+
+AOTInductor turns them into oneDNN's int8 kernels when it compiles the result with freezing. An exported
+program that isn't compiled computes in float between those steps: smaller, not faster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.convert.exported_program import by_parameter
+from torchere.archiver.models.fold.convolutions import NotTraceable, fold
+
+_PT2E = "torchao.quantization.pt2e.quantize_pt2e"
+_QUANTIZER = "torchao.quantization.pt2e.quantizer.x86_inductor_quantizer"
+
+
+def quantised_program(
+    module: nn.Module, samples: Sequence[tuple[torch.Tensor, ...]], batched: bool, dynamic: bool
+) -> nn.Module:
+    """The model with int8 steps in its graph, to be exported or compiled as any other.
+
+    Args:
+        module: eager, in fp32; left as it is.
+        samples: arguments to see the range of activations with; only the first is used when `dynamic`.
+        batched: whether the first dimension of every input is a batch of any size.
+        dynamic: measure the range of activations at each call; linear layers only.
+
+    Raises:
+        ModelRefused: torchao is not installed, or there is no sample.
+    """
+    if not samples:
+        raise ModelRefused(
+            "int8 needs samples to see how large activations are, and there are none; give some that are "
+            "like real requests with --samples"
+        )
+    with _quiet():
+        pt2e, quantizers = _torchao()
+        graph = _exported(_folded(module, samples[0]), samples[0], batched)
+        quantizer = quantizers.X86InductorQuantizer()
+        # Activations of 7 bits: without VNNI, sums of two products of 8 bits overflow.
+        quantizer.set_global(
+            quantizers.get_default_x86_inductor_quantization_config(is_dynamic=dynamic, reduce_range=True)
+        )
+        prepared = pt2e.prepare_pt2e(graph, quantizer)
+        with torch.no_grad():
+            for sample in samples[:1] if dynamic else samples:
+                prepared(*sample)
+        converted: fx.GraphModule = pt2e.convert_pt2e(prepared)
+    _forget_unused(converted)
+    return converted
+
+
+def _folded(module: nn.Module, example: tuple[torch.Tensor, ...]) -> nn.Module:
+    """PT2E folds batch normalisation itself, but not padding; what can't be folded goes as it is."""
+    try:
+        return fold(module, example).module
+    except NotTraceable:
+        return module
+
+
+def _forget_unused(graph: fx.GraphModule) -> None:
+    """Without the fp32 weights whose int8 the graph takes instead: an exported program would hold both."""
+    used = {str(node.target) for node in graph.graph.nodes if node.op == "get_attr"}
+    held = [*graph.named_parameters(remove_duplicate=False), *graph.named_buffers(remove_duplicate=False)]
+    for name in {name for name, _ in held} - used:
+        owner, _, own = name.rpartition(".")
+        delattr(graph.get_submodule(owner), own)
+
+
+def _exported(module: nn.Module, sample: tuple[torch.Tensor, ...], batched: bool) -> nn.Module:
+    rows = tuple(torch.cat([tensor, tensor]) for tensor in sample) if batched else sample  # one is special
+    sizes: list[dict[int, Any]] = [{0: torch.export.Dim.AUTO} if batched else {} for _ in rows]
+    with torch.no_grad():
+        program = torch.export.export(module, rows, dynamic_shapes=by_parameter(module, sizes))
+    graph: nn.Module = program.module()
+    return graph
+
+
+def _torchao() -> tuple[Any, Any]:
+    try:
+        return importlib.import_module(_PT2E), importlib.import_module(_QUANTIZER)
+    except ModuleNotFoundError as error:
+        raise ModelRefused(
+            f"int8 for exported programs needs torchao, and {error.name} is not installed; "
+            "pip install 'torchere[quantize]', or use --format torchscript"
+        ) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torchao says, when it is imported, about kernels for GPUs that it can't load here."""
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)

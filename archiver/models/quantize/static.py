@@ -1,0 +1,354 @@
+"""Static int8 by FX graph mode: weights and activations in 8 bits, ranges taken from calibration samples.
+
+Three decisions, each measured on EfficientNet-Lite0 (docs/quantization.md):
+
+- Weights have 7 bits. Processors without VNNI add pairs of products of 8 bits in 16, and two of 255 x 127 do
+  not fit; two of 255 x 64 do. An archive is often packed on another processor than it is served on. Depthwise
+  convolutions have 8: oneDNN adds up no pairs for them, and a few taps with 7 bits cost the most accuracy.
+- ReLU6 is the saturation of the format (`folding_clipping`).
+- Only layers that gain are quantised. Normalisations, softmax and the like stay in fp32: they are not where
+  the time goes, and 8 bits hurt them most.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.ao.quantization import (
+    FakeQuantizeBase,
+    FixedQParamsFakeQuantize,
+    FixedQParamsObserver,
+    MinMaxObserver,
+    ObserverBase,
+    PerChannelMinMaxObserver,
+    QConfig,
+    QConfigMapping,
+)
+from torch.ao.quantization.fx.custom_config import PrepareCustomConfig
+from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
+from torch.nn import functional
+
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.fold.convolutions import (
+    calls_of,
+    fold,
+    free_name,
+    insert_module,
+    module_at,
+    replace_module,
+)
+
+WEIGHT_LIMIT = 64  # 7 bits: -64 ... 63
+DEPTHWISE_LIMIT = 128  # 8 bits: -128 ... 127
+_LEVELS: dict[str, Any] = {"dtype": torch.quint8, "quant_min": 0, "quant_max": 255}
+_RELU6_SCALE = 6 / 255
+_KEPT_IN_FP32: tuple[Any, ...] = (
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.Embedding,
+    nn.EmbeddingBag,
+    nn.LSTM,
+    nn.GRU,
+    nn.MultiheadAttention,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.GELU,
+    nn.SiLU,
+    nn.Softmax,
+    nn.Sigmoid,
+    nn.Tanh,
+    functional.conv1d,  # those that no folding made layers of: torch packs only calls with all arguments
+    functional.conv2d,
+    functional.conv3d,
+    functional.conv_transpose1d,
+    functional.conv_transpose2d,
+    functional.conv_transpose3d,
+    functional.layer_norm,
+    functional.group_norm,
+    functional.instance_norm,
+    functional.batch_norm,
+    functional.embedding,
+    functional.gelu,
+    functional.prelu,
+    functional.silu,
+    functional.softmax,
+    functional.scaled_dot_product_attention,
+    torch.softmax,
+    torch.sigmoid,
+    torch.tanh,
+    torch.matmul,
+    torch.bmm,
+    "softmax",
+    "sigmoid",
+    "tanh",
+    "matmul",
+)
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """A model that has seen the samples; `convert` makes an int8 model of it, as often as wanted."""
+
+    prepared: fx.GraphModule
+    layers: int  # with weights that will be int8
+    note: str
+
+    def convert(self) -> fx.GraphModule:
+        """The int8 model, its weights packed for the engine of `torch.backends.quantized`."""
+        return convert_fx(copy.deepcopy(self.prepared))
+
+
+def calibrate(
+    module: nn.Module, samples: Sequence[tuple[torch.Tensor, ...]], kept: Collection[str] = ()
+) -> Calibrated:
+    """Fold the model, and let every sample through it to see the range of each activation.
+
+    Args:
+        module: eager, in fp32; left as it is.
+        samples: arguments of the model; at least one, better a hundred that are like real requests.
+        kept: layers of the folded model that stay in fp32.
+
+    Raises:
+        NotTraceable: the model's forward is no graph.
+        ModelRefused: there is no sample, or no layer that can be int8.
+    """
+    if not samples:
+        raise ModelRefused(
+            "int8-static needs samples to see how large activations are, and there are none; give some that "
+            "are like real requests with --samples"
+        )
+    folded = fold(module, samples[0])
+    _call_prelu(folded.module)
+    clipped = clipped_by_format(folded.module, kept)
+    mapping = _configuration(folded.module, clipped)
+    for name in (*kept, *_clips_behind(folded.module, kept)):
+        mapping.set_module_name(name, None)
+    custom = PrepareCustomConfig()
+    if joined := joined_apart(folded.module):
+        mapping.set_module_name(joined, None)
+        custom.set_non_traceable_module_names([joined])
+    prepared = prepare_fx(folded.module, mapping, samples[0], prepare_custom_config=custom)
+    _observe_what_is_not_clipped(prepared, clipped)
+    _leave_whole_numbers(prepared, samples[0])
+    with torch.no_grad():
+        for sample in samples:
+            prepared(*sample)
+    layers = sum(
+        hasattr(layer, "weight") and getattr(layer, "qconfig", None) is not None
+        for layer in prepared.modules()
+    )
+    if not layers:
+        raise ModelRefused("no layer of the model can be int8; expected a convolution or a linear layer")
+    clips = f"{len(clipped) // 2} ReLU6 made the range of the format" if clipped else ""
+    return Calibrated(prepared, layers, "; ".join(part for part in (folded.note, clips) if part))
+
+
+def _call_prelu(graph: fx.GraphModule) -> None:
+    """Make functions of the layers that torch makes int8 ones of, whatever they are configured to be.
+
+    For that it looks for channels among their slopes, and fails where it finds one dimension.
+    """
+    for node in list(graph.graph.nodes):
+        if not isinstance(module_at(graph, node), nn.PReLU):
+            continue
+        with graph.graph.inserting_before(node):
+            slopes = graph.graph.get_attr(f"{node.target}.weight")
+            called = graph.graph.call_function(functional.prelu, (node.args[0], slopes))
+        node.replace_all_uses_with(called)
+        graph.graph.erase_node(node)
+    graph.recompile()
+
+
+def _observe_what_is_not_clipped(prepared: fx.GraphModule, clipped: Sequence[str]) -> None:
+    """Measure the range of whatever feeds a clipped layer without being one, as the model's input does.
+
+    FX takes the configuration of a value that has none of its own from the layer that reads it, which here
+    would squeeze it into 0 ... 6.
+    """
+    fixed = [
+        (node, observer)
+        for node in prepared.graph.nodes
+        if isinstance(observer := module_at(prepared, node), FixedQParamsFakeQuantize)
+    ]
+    # By identity: FX lets what only moves values about (a pooling, a reshape) share its input's observer.
+    right = {id(observer) for node, observer in fixed if str(node.args[0].target) in clipped}
+    for node, observer in fixed:
+        if id(observer) not in right:
+            replace_module(prepared, node, MinMaxObserver(**_LEVELS))
+
+
+class _WholeNumbers(fx.Interpreter):
+    """Runs a graph, and keeps the nodes whose tensors have no scale: masks, indices."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        super().__init__(graph)
+        self.found: list[fx.Node] = []
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if isinstance(result, torch.Tensor) and not result.is_floating_point():
+            self.found.append(n)
+        return result
+
+
+def _leave_whole_numbers(prepared: fx.GraphModule, sample: tuple[torch.Tensor, ...]) -> None:
+    """Take the observers of whole numbers out: FX puts one before whatever reshapes its input."""
+    run = _WholeNumbers(copy.deepcopy(prepared))  # a copy, for running it is calibrating it
+    with torch.no_grad():
+        run.run(*sample)
+    names = {node.name for node in run.found}
+    for node in list(prepared.graph.nodes):
+        if node.name in names and isinstance(module_at(prepared, node), (ObserverBase, FakeQuantizeBase)):
+            node.replace_all_uses_with(node.args[0])
+            prepared.graph.erase_node(node)
+    prepared.recompile()
+
+
+def _configuration(graph: fx.GraphModule, clipped: Sequence[str]) -> QConfigMapping:
+    # Fake-quantised, not only observed: what comes after must be calibrated on values that end at 6.
+    fixed = FixedQParamsFakeQuantize.with_args(  # type: ignore[no-untyped-call]
+        observer=FixedQParamsObserver.with_args(scale=_RELU6_SCALE, zero_point=0, **_LEVELS)
+    )
+    observed = MinMaxObserver.with_args(**_LEVELS)
+    mapping = QConfigMapping().set_global(_qconfig(observed, WEIGHT_LIMIT))
+    for kept in _KEPT_IN_FP32:
+        mapping.set_object_type(kept, None)
+    depthwise = {name for name, layer in graph.named_modules() if _is_depthwise(layer)}
+    for name in sorted({*clipped, *depthwise}):
+        limit = DEPTHWISE_LIMIT if name in depthwise else WEIGHT_LIMIT
+        mapping.set_module_name(name, _qconfig(fixed if name in clipped else observed, limit))
+    return mapping
+
+
+def _clips_behind(graph: fx.GraphModule, kept: Collection[str]) -> list[str]:
+    """Layers that limit what a kept one gives; in int8 they would spend their levels on what they cut off."""
+    nodes = [node for node in graph.graph.nodes if isinstance(module_at(graph, node), nn.Hardtanh)]
+    return [str(node.target) for node in nodes if str(getattr(node.args[0], "target", "")) in kept]
+
+
+def _is_depthwise(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Conv2d) and layer.groups == layer.in_channels > 1
+
+
+def _qconfig(activation: Any, weight_limit: int) -> Any:
+    weight = PerChannelMinMaxObserver.with_args(
+        dtype=torch.qint8,
+        qscheme=torch.per_channel_symmetric,
+        quant_min=-weight_limit,
+        quant_max=weight_limit - 1,
+    )
+    return QConfig(activation=activation, weight=weight)  # type: ignore[no-untyped-call]
+
+
+_LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
+_LIMITS = (0.0, 6.0)
+_ARGUMENTS = {  # names of the limits, in the order of the function's arguments
+    functional.hardtanh: ("min_val", "max_val"),
+    torch.clamp: ("min", "max"),
+}
+
+
+def clipped_by_format(graph: fx.GraphModule, kept: Collection[str] = ()) -> tuple[str, ...]:
+    """Put ReLU in the place of each ReLU6 that directly follows a layer with weights.
+
+    Behind a layer that is `kept` in fp32 it stays, as a module.
+
+    The graph then computes something else, unless the activations of the layers whose names are returned (the
+    layers with weights, and the ReLUs) are quantised over 0 ... 6.
+    """
+    names: list[str] = []
+    for node in list(graph.graph.nodes):
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node) or not _is_relu6(graph, node):
+            continue
+        alone = isinstance(module_at(graph, source), _LAYERS) and calls_of(graph, source) == 1
+        if alone and len(source.users) == 1:
+            if str(source.target) in kept:
+                insert_module(graph, node, nn.ReLU6(), source)
+                continue
+            relu = insert_module(graph, node, nn.ReLU(), source)
+            names += [str(source.target), str(relu.target)]
+    graph.recompile()
+    return tuple(names)
+
+
+def _is_relu6(graph: fx.GraphModule, node: fx.Node) -> bool:
+    layer = module_at(graph, node)
+    if isinstance(layer, nn.Hardtanh):  # nn.ReLU6 is one
+        return (layer.min_val, layer.max_val) == _LIMITS
+    if node.op == "call_function" and node.target is functional.relu6:
+        return True
+    if node.op == "call_function" and node.target in _ARGUMENTS:
+        return _limits(node, _ARGUMENTS[node.target]) == _LIMITS
+    return node.op == "call_method" and node.target == "clamp" and _limits(node, ("min", "max")) == _LIMITS
+
+
+def _limits(node: fx.Node, names: tuple[str, str]) -> tuple[Any, ...]:
+    given = {**dict(zip(names, node.args[1:], strict=False)), **node.kwargs}
+    return tuple(given.get(name) for name in names)
+
+
+_JOINS = (torch.cat, torch.concat, torch.concatenate, torch.stack)
+_WEIGHED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def joined_apart(graph: fx.GraphModule) -> str | None:
+    """Put the joining of outputs, and all behind it, into a module of its own; its name, None without any.
+
+    That is from each call of `torch.cat` or `torch.stack` on that no layer with weights reads any more. The
+    graph is changed, and computes the same.
+    """
+    behind = _behind_joins(graph)
+    if not behind:
+        return None
+    output = next(node for node in graph.graph.nodes if node.op == "output")
+    tail, given = _tail(graph, behind, output)
+    name = free_name(graph, "joined_outputs")
+    graph.add_module(name, tail)
+    with graph.graph.inserting_before(output):
+        output.args = (graph.graph.call_module(name, given),)
+    graph.graph.eliminate_dead_code()
+    graph.delete_all_unused_submodules()
+    graph.recompile()
+    return name
+
+
+def _behind_joins(graph: fx.GraphModule) -> list[fx.Node]:
+    """The joins of outputs and what takes their results, in order."""
+    read: set[fx.Node] = set()  # by a layer with weights, if only after other steps
+    for node in reversed(graph.graph.nodes):
+        if any(user in read or isinstance(module_at(graph, user), _WEIGHED) for user in node.users):
+            read.add(node)
+    behind: dict[fx.Node, None] = {}
+    for node in graph.graph.nodes:
+        joins = node.op == "call_function" and node.target in _JOINS and node not in read
+        if node.op != "output" and (joins or any(one in behind for one in node.all_input_nodes)):
+            behind[node] = None
+    return list(behind)
+
+
+def _tail(
+    graph: fx.GraphModule, behind: list[fx.Node], output: fx.Node
+) -> tuple[fx.GraphModule, tuple[fx.Node, ...]]:
+    """The module that gives what the graph gives, and the nodes it takes."""
+    inside = set(behind)
+    taken = [one for node in (*behind, output) for one in node.all_input_nodes if one not in inside]
+    given = tuple(dict.fromkeys(taken))
+    tail = fx.Graph()
+    copied = {node: tail.placeholder(f"given_{index}") for index, node in enumerate(given)}
+    for node in behind:
+        copied[node] = tail.node_copy(node, copied.__getitem__)
+    tail.output(fx.node.map_arg(output.args[0], copied.__getitem__))
+    return fx.GraphModule(graph, tail), given

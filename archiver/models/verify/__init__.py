@@ -1,0 +1,1 @@
+"""A packed model beside the original, and the report of it."""

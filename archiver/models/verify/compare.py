@@ -1,0 +1,178 @@
+"""The packed model against the original: same answers, how fast, how large. On by default when packing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.measure.cost import Samples, batches_of, medians_ms, one_thread
+from torchere.archiver.models.measure.difference import Outputs, answers, difference
+from torchere.archiver.models.verify.memory import resident_bytes
+from torchere.archiver.models.verify.report import Report, Side, this_machine
+from torchere.archiver.torchscript_options import TorchScriptOptions
+
+# Largest drift (verify_outputs.Difference) by what was done to the model; docs/quantization.md has the drifts
+# of real models. Compiling only changes the order of sums, bfloat16 keeps 8 bits of each number.
+MAX_DRIFT = {"none": 1e-3, "bf16": 0.05, "int8": 0.4}
+_BUDGET_S = 1.5  # of timing, for each batch size and both models
+
+
+class DriftRefused(ModelRefused):
+    """The packed model answers too differently from the original, or they can't be told apart."""
+
+
+def verify(
+    original: Callable[..., Any],
+    packed: Callable[..., Any],
+    samples: Samples,
+    *,
+    max_drift: float,
+    batched: bool = True,
+    names: tuple[str, str] = ("original", "packed"),
+    files: tuple[Path | None, Path | None] = (None, None),
+    loads: tuple[TorchScriptOptions, TorchScriptOptions] = (TorchScriptOptions(), TorchScriptOptions()),
+    notes: Sequence[str] = (),
+) -> Report:
+    """Run both models on the samples, and time them in turns.
+
+    Not thread-safe: sets torch's number of threads for a while. Never refuses; see `refuse_drift`.
+
+    Args:
+        original: takes the tensors of a sample as positional arguments.
+        packed: likewise, as the server will load it.
+        samples: at least one.
+        max_drift: goes into the report, which is accepted up to it. See `MAX_DRIFT`.
+        batched: whether the first dimension of every input is a batch of any size, so that batches of
+            `verify_timing.BATCH_SIZES` can be timed; else the first sample is, as it is.
+        names: of the two, for the table.
+        files: of the two models, for size and memory; TorchScript is loaded in a process of its own to see
+            how that grows.
+        loads: how the files of the two are loaded.
+        notes: how the packed model came about, for the JSON.
+
+    Raises:
+        ModelRefused: there are no samples, or the outputs differ in number or shape.
+    """
+    if not samples:
+        raise ModelRefused("there are no samples to verify the packed model on; give at least one")
+    watched = Original(original, samples)
+    with torch.inference_mode():
+        found = difference(watched.beside(packed))
+        doubts = watched.doubts()
+    latencies = _latencies(original, packed, samples, batched)
+    sides = [
+        Side(
+            names[index],
+            file.stat().st_size if file else None,
+            resident_bytes(file, loads[index], samples[0]) if file else None,
+            {size: times[index] for size, times in latencies.items()},
+        )
+        for index, file in enumerate(files)
+    ]
+    return Report(
+        original=sides[0],
+        packed=sides[1],
+        difference=found,
+        max_drift=max_drift,
+        samples=len(samples),
+        machine=this_machine(),
+        engine=loads[1].quantized_engine,
+        optimized=loads[1].optimize_for_inference,
+        notes=tuple(notes),
+        doubts=doubts,
+    )
+
+
+def refuse_drift(report: Report) -> None:
+    """Raise DriftRefused unless the report is accepted; the text says how far off the model is, and why."""
+    if not report.accepted:
+        raise DriftRefused(f"{_refusal(report)}; --accept-drift packs it all the same")
+
+
+def _refusal(report: Report) -> str:
+    found = report.difference
+    names = f"the {report.packed.name} model", f"the {report.original.name} one"
+    if found.undefined:
+        return (
+            f"the {report.original.name} model answers with nothing but not-a-number, so that nothing can be "
+            "compared with it; look for NaN in the weights and in the samples"
+        )
+    off = f"drift {found.drift:.3g}, expected at most {report.max_drift:.3g}"
+    if report.doubts:
+        return f"{names[0]} answers too differently from {names[1]}: {off}; {'; '.join(report.doubts)}"
+    if found.drift <= report.max_drift:
+        return (
+            f"{names[0]} has lost outputs of {names[1]}: {'; '.join(one.note for one in found.silenced)}; "
+            "give outputs of such different sizes apart instead of joined, or take another --quantize"
+        )
+    return (
+        f"{names[0]} answers too differently from {names[1]}: {off} (largest difference "
+        f"{found.largest_abs:.3g}); calibrate with more samples that are like real requests, take another "
+        "--quantize, or allow more by --max-drift"
+    )
+
+
+def _latencies(
+    original: Callable[..., Any], packed: Callable[..., Any], samples: Samples, batched: bool
+) -> dict[int, list[float]]:
+    with one_thread():
+        return {
+            size: medians_ms([original, packed], batch, _BUDGET_S)
+            for size, batch in batches_of(samples, batched).items()
+        }
+
+
+_UNSTEADY = 1e-4  # drift of a model from itself; threads may add up in another order
+
+
+class Original:
+    """A model and its samples. Runs as its caller says, in inference mode; for one thread."""
+
+    def __init__(self, run: Callable[..., Any], samples: Samples) -> None:
+        self._run, self._samples = run, samples
+        self._first: Outputs | None = None
+        self._constant = self._empty = True
+
+    def beside(self, packed: Callable[..., Any]) -> Iterator[tuple[Outputs, Outputs]]:
+        """The answers of both to each sample."""
+        for sample in self._samples:
+            wanted = answers(self._run, sample)
+            self._first = self._first or wanted
+            self._empty = self._empty and not any(one.numel() for one in wanted)
+            self._constant = self._constant and _alike(self._first, wanted)
+            yield wanted, answers(packed, sample)
+
+    def doubts(self) -> tuple[str, ...]:
+        """What makes a comparison say little, for people; after all of `beside` was taken."""
+        found = []
+        if self._first is not None and (off := self._from_itself(self._first)) > _UNSTEADY:
+            found.append(
+                f"the original itself drifts by {off:.3g} between two runs on one input: something in it is "
+                "random (F.dropout without training=self.training, noise), or it keeps state"
+            )
+        if self._empty:
+            found.append(
+                "the original gives nothing for these samples, so that nothing was compared: give --samples "
+                "in which it finds something"
+            )
+            return tuple(found)
+        differ = any(not _alike(self._samples[0], sample) for sample in self._samples)
+        if differ and self._constant:
+            found.append(
+                "the original gives the same answer to samples that differ, so that they show little: are "
+                "these its weights, and are the samples like real requests?"
+            )
+        return tuple(found)
+
+    def _from_itself(self, first: Outputs) -> float:
+        return difference([(first, answers(self._run, self._samples[0]))]).drift
+
+
+def _alike(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool:
+    return len(one) == len(other) and all(
+        a.shape == b.shape and torch.equal(a, b) for a, b in zip(one, other, strict=True)
+    )

@@ -1,0 +1,1 @@
+"""Files of models: what they are, and whether loading them runs code."""

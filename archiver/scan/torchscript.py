@@ -1,0 +1,95 @@
+"""Tells whether TorchScript would read or write files, from the source in it; nothing is loaded.
+
+TorchScript's interpreter knows no Python, but its operators can write tensors to any file and map any file,
+and `__setstate__` runs while a module is loaded. The source in the file names its operators:
+`torch.save(...)`, `ops.image.write_file(...)`. `torch` and `ops` can be given other names there
+(`t = torch`), or be asked by text (`getattr(torch, "sa" "ve")`), which torch never writes and is refused.
+"""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from torchere.archiver.container.zip import DAMAGED, check_zip
+from torchere.archiver.errors import ArchiveError
+
+FILE_OPERATORS = frozenset({"save", "load", "from_file", "read_file", "write_file"})
+_MAX_SOURCE_BYTES = 2**28  # of one file of it
+# Sources without any of these, which are nearly all, need no closer look.
+_SUSPECT = re.compile(
+    rb"\b(?:save|from_file|read_file|write_file|load)\b|\btorch\b(?!\.\w)|\bops\b(?!\.\w+\.\w)"
+)
+# torch writes texts in double quotes and on one line; other quotes are signs of their own here, and refused.
+_TOKEN = re.compile(r'#[^\n]*|\\\n|"""|"(?:\\.|[^"\\\n])*"|\w+|\n|[^\s\w]')
+_STRANGE_QUOTES = ('"""', '"', "'")
+
+
+class UnsafeScript(ValueError):
+    """The module would read or write files, or is damaged; one line says where and why."""
+
+
+def check_script(file: BinaryIO, size: int) -> None:
+    """Raise UnsafeScript when the code of a TorchScript file calls what reads or writes files.
+
+    Args:
+        file: the whole file, as torch.jit.save writes it: torch also reads a zip with other bytes in front,
+            and a flatbuffer, whose code is no text.
+        size: its bytes.
+    """
+    file.seek(0)
+    if file.read(4) != b"PK\3\4":
+        raise UnsafeScript("it is no zip as torch.jit.save writes it")
+    try:
+        check_zip(file, size)  # so that torch reads the same sources
+        with zipfile.ZipFile(file) as archive:
+            for info in archive.infolist():
+                if info.filename.lower().endswith(".py"):  # torch looks names up without regard to case
+                    _check_source(info.filename.partition("/")[2], _source(archive, info))
+    except ArchiveError as error:
+        raise UnsafeScript(f"the file is damaged: {error.reason}") from error
+    except (*DAMAGED, UnicodeDecodeError) as error:
+        raise UnsafeScript(f"the file is damaged: {error}") from error
+
+
+def _source(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
+    if info.file_size > _MAX_SOURCE_BYTES:
+        raise UnsafeScript(f"{info.filename} is larger than {_MAX_SOURCE_BYTES} bytes")
+    return archive.read(info)
+
+
+def _check_source(name: str, source: bytes) -> None:
+    if _SUSPECT.search(source) and (found := _file_operator(source.decode())):
+        raise UnsafeScript(f"{found} in {ascii(name)[1:-1][:80]}")
+
+
+def _file_operator(source: str) -> str | None:
+    """The first operator for files in the text, or the first way to hide one; None when there is none."""
+    tokens = ["\n", *_tokens(source), "\n", "\n", "\n", "\n"]
+    for at, token in enumerate(tokens):
+        if token in _STRANGE_QUOTES:
+            return "text in quotes that torch does not write"
+        if token not in ("torch", "ops") or tokens[at - 1] == ".":
+            continue
+        if tokens[at + 1] == ":" and tokens[at - 1] == "\n":  # the type of an attribute that has this name
+            continue
+        path = tokens[at : at + 4 : 2] if token == "torch" else tokens[at : at + 6 : 2]
+        dots = tokens[at + 1 : at + 2 * len(path) - 1 : 2]
+        if any(dot != "." for dot in dots):
+            return f"{token} itself as a value"
+        if path[-1] in FILE_OPERATORS:
+            return ".".join(path)
+    return None
+
+
+def _tokens(source: str) -> Iterator[str]:
+    """Names, signs, texts and ends of lines; ends of lines inside brackets part nothing, and are left out."""
+    depth = 0
+    for match in _TOKEN.finditer(source):
+        token = match[0]
+        depth += (token in "([{") - (token in ")]}")
+        if token[0] in "#\\" or (token == "\n" and depth > 0):
+            continue
+        yield token

@@ -1,0 +1,175 @@
+"""Tells what a weights file is, and whether reading it runs a pickle, from its bytes alone.
+
+Nothing is loaded or unpickled, and names of files do not count. TorchScript and `torch.save` files are zips
+and known by the names in them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from torchere.archiver.container.entries import open_regular
+from torchere.archiver.container.zip import Malformed, read_central, read_directory
+from torchere.archiver.scan.exported_program import UnsafeProgram, check_program
+from torchere.archiver.scan.pickles import MAX_PICKLE_BYTES, foreign_names_in, is_pickle
+from torchere.archiver.scan.torchscript import UnsafeScript, check_script
+
+HEAD_BYTES = 16  # the kinds that are no zip and no pickle are known by these
+SUFFIXES = frozenset(
+    {".pt", ".pth", ".pt2", ".bin", ".ckpt", ".jit", ".pkl", ".pickle", ".onnx", ".so", ".safetensors"}
+)
+TORCHSCRIPT, TORCH_SAVE, PICKLE = "TorchScript", "torch.save", "pickle"
+EXPORTED_PROGRAM, AOTINDUCTOR = "ExportedProgram", "AOTInductor"
+ONNX, SAFETENSORS = "ONNX", "safetensors"
+_COMPILED_FOLDER = "data/aotinductor/"  # of one model or several, each in a folder of its own
+_MAX_LISTED = 100_000
+_PICKLE_RISK = "its pickle can run any Python code unless read with weights_only"
+_MAX_HEADER_BYTES = 100_000_000  # of safetensors: its own limit
+# ModelProto begins with field 1, ir_version; what follows is one of its other fields (onnx.proto).
+_ONNX_SECOND_FIELDS = frozenset(b"\x12\x1a\x22\x28\x32\x3a\x42\x72\xa2\xca")
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What one weights file is; `pickled` when reading it involves Python's pickle format.
+
+    `foreign` names what its pickle or its program would run beyond rebuilding tensors; empty when nothing,
+    or when that was not looked for.
+    """
+
+    name: str
+    kind: str
+    pickled: bool
+    risk: str  # what reading it may execute, as a sentence's end
+    foreign: tuple[str, ...] = ()
+
+
+def classify(name: str, file: BinaryIO) -> Weights:
+    """Tell the kind from a file, of which there must be the first `bytes_to_see`."""
+    file.seek(0)
+    head = file.read(HEAD_BYTES)
+    known = _known_by_head(name, head)
+    if known is not None:
+        return known
+    if head.startswith(b"PK"):
+        return _classify_records(name, _sizes_in(file), file)
+    if _begins_as_pickle(head) or is_pickle(file):  # those of protocol 0 or 1 begin as they like
+        return _pickle(name, PICKLE, file)
+    return Weights(name, "unknown", False, "is not of a kind known here")
+
+
+def bytes_to_see(head: bytes) -> float:
+    """How much `classify` reads of a file whose first bytes, at most `HEAD_BYTES`, are these."""
+    if _known_by_head("", head) is not None:
+        return HEAD_BYTES
+    return math.inf if head.startswith(b"PK") else MAX_PICKLE_BYTES
+
+
+def _known_by_head(name: str, head: bytes) -> Weights | None:
+    if head.startswith(b"PK") or _begins_as_pickle(head):
+        return None
+    if head.startswith(b"\x7fELF"):
+        return Weights(name, "shared library", False, "runs as native code in the server")
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= _MAX_HEADER_BYTES:
+        return Weights(name, SAFETENSORS, False, "runs nothing")
+    if len(head) > 2 and head[0] == 0x08 and 0 < head[1] < 0x80 and head[2] in _ONNX_SECOND_FIELDS:
+        return Weights(name, ONNX, False, "runs nothing but the graph")
+    return None
+
+
+def _begins_as_pickle(head: bytes) -> bool:
+    # No opcode is less than "(": safetensors with a header of 128 bytes begin with 0x80, too.
+    return head.startswith(b"\x80") and head[1:2] <= b"\x05" and head[2:3] >= b"("
+
+
+def classify_file(path: Path) -> Weights:
+    """Tell the kind of a file on disk.
+
+    Raises:
+        ArchiveError: it is no regular file.
+        OSError: it can't be read.
+    """
+    with open_regular(path) as file:
+        return classify(path.name, file)
+
+
+def _classify_records(name: str, found: list[tuple[str, int]], file: BinaryIO) -> Weights:
+    """Tell the kind as torch does: by records, whose names have the file's own folder in front."""
+    records: dict[str, int] = {}
+    for inner, size in found:  # an empty one does not hide another of its name
+        record = inner.partition("/")[2]
+        records[record] = max(size, records.get(record, 0))
+    if records.keys() & {"archive_format", "serialized_exported_program.json"}:
+        return _package(name, records, file)
+    if "constants.pkl" in records:
+        return _torchscript(name, file)
+    if "data.pkl" in records or any(record.endswith((".pkl", ".pt")) for record in records):
+        return _pickle(name, TORCH_SAVE, file)
+    return Weights(name, "zip" if found else "damaged zip", False, "is not of a kind known here")
+
+
+def _torchscript(name: str, file: BinaryIO) -> Weights:
+    try:
+        check_script(file, _size(file))
+    except UnsafeScript as error:
+        risk = f"READS OR WRITES FILES: {error}"
+        return Weights(name, TORCHSCRIPT, True, risk, (str(error),))
+    risk = "runs in TorchScript's interpreter, touches no files, and its pickle can't call Python"
+    return Weights(name, TORCHSCRIPT, True, risk)
+
+
+def _package(name: str, records: dict[str, int], file: BinaryIO) -> Weights:
+    # Programs without example inputs have an empty record for them.
+    pickled = any(size and record.endswith((".pkl", ".pt")) for record, size in records.items())
+    suffix = f"; {_PICKLE_RISK}" if pickled else ""
+    if any(record.endswith(".so") or record.startswith(_COMPILED_FOLDER) for record in records):
+        foreign = foreign_names_in(file, _size(file))
+        return Weights(name, AOTINDUCTOR, pickled, f"{_native(records)}{suffix}", foreign)
+    try:
+        check_program(file, _size(file))
+    except UnsafeProgram as error:
+        return Weights(name, EXPORTED_PROGRAM, pickled, f"RUNS CODE OF ITS OWN: {error}", (str(error),))
+    return Weights(name, EXPORTED_PROGRAM, pickled, f"runs its graph{suffix}")
+
+
+def _native(records: Iterable[str]) -> str:
+    """How it runs: torch compiles the C++ of a package without a library, and loads what that gives."""
+    if any(record.endswith(".so") for record in records):
+        return "runs as native code in the server"
+    return "is compiled from C++ and runs as native code in the server"
+
+
+def _pickle(name: str, kind: str, file: BinaryIO) -> Weights:
+    foreign = foreign_names_in(file, _size(file))
+    if foreign:
+        return Weights(name, kind, True, f"{_PICKLE_RISK}; it imports {_listed(foreign)}", foreign)
+    return Weights(name, kind, True, _PICKLE_RISK)
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    shown = ", ".join(ascii(name)[1:-1][:80] for name in names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
+
+
+def _size(file: BinaryIO) -> int:
+    return file.seek(0, os.SEEK_END)
+
+
+def _sizes_in(file: BinaryIO) -> list[tuple[str, int]]:
+    try:
+        directory = read_directory(file, _size(file))
+        file.seek(directory.offset)
+        return list(_decoded(file, min(directory.entries, _MAX_LISTED)))
+    except Malformed:
+        return []
+
+
+def _decoded(file: BinaryIO, count: int) -> Iterable[tuple[str, int]]:
+    for _ in range(count):
+        entry = read_central(file)
+        yield entry.raw_name.decode("utf-8", "replace"), entry.size

@@ -1,0 +1,113 @@
+"""Plain directories as archives."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from torchere.archiver.container.entries import CHUNK_BYTES, ArchiveLimits
+from torchere.archiver.errors import ArchiveError
+from torchere.archiver.reader import open_archive
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "x.mar"  # named like a file: what it is decides, not its name
+    (made / "d").mkdir(parents=True)
+    (made / "service.py").write_text("x = 1\n")
+    (made / "d" / "a.txt").write_text("a")
+    return made
+
+
+def test_files_are_listed_in_order_and_caches_are_not(folder: Path) -> None:
+    (folder / "__pycache__").mkdir()
+    (folder / "__pycache__" / "service.pyc").write_text("")
+    assert [entry.name for entry in open_archive(folder).entries] == ["d/a.txt", "service.py"]
+
+
+def test_it_is_copied(folder: Path, tmp_path: Path) -> None:
+    target = open_archive(folder).extract(tmp_path / "t")
+    assert (target / "d" / "a.txt").read_text() == "a"
+
+
+def test_a_directory_that_only_holds_a_directory_is_descended(folder: Path, tmp_path: Path) -> None:
+    outer = tmp_path / "outer"
+    outer.mkdir()
+    folder.rename(outer / "model")
+    (outer / ".DS_Store").write_text("")
+    assert [entry.name for entry in open_archive(outer).entries] == ["d/a.txt", "service.py"]
+
+
+def test_a_directory_with_only_a_manifest_is_not_descended(tmp_path: Path) -> None:
+    (tmp_path / "m" / "MAR-INF").mkdir(parents=True)
+    (tmp_path / "m" / "MAR-INF" / "MANIFEST.json").write_text(
+        '{"runtime": "python", "model": {"modelName": "named"}}'
+    )
+    assert open_archive(tmp_path / "m").manifest.model_name == "named"
+
+
+@pytest.mark.parametrize("names", [["d/a.txt", "e/b.txt"], ["service.py"]])
+def test_a_directory_that_holds_anything_else_is_not_descended(tmp_path: Path, names: list[str]) -> None:
+    for name in names:
+        (tmp_path / "m" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "m" / name).write_text("")
+    assert [entry.name for entry in open_archive(tmp_path / "m").entries] == names
+
+
+@pytest.mark.parametrize("to", ["service.py", "/etc", "nowhere"])
+def test_links_in_it_are_refused(folder: Path, to: str) -> None:
+    (folder / "d" / "link").symlink_to(to)
+    with pytest.raises(ArchiveError, match="it is a link"):
+        open_archive(folder)
+
+
+def test_the_directory_itself_may_be_a_link(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(folder)
+    assert len(open_archive(tmp_path / "link").entries) == 2
+
+
+def test_pipes_are_refused_and_not_opened(folder: Path, tmp_path: Path) -> None:
+    os.mkfifo(folder / "pipe")
+    with pytest.raises(ArchiveError, match="FIFO"):
+        open_archive(folder)
+    with pytest.raises(ArchiveError, match="not a regular file"):
+        open_archive(folder / "pipe")
+
+
+def test_limits_hold(folder: Path) -> None:
+    with pytest.raises(ArchiveError, match="more than 2 entries"):
+        open_archive(folder, ArchiveLimits(max_entries=2))
+
+
+def test_a_name_that_is_not_utf8_is_refused(folder: Path) -> None:
+    os.close(os.open(os.fsencode(folder) + b"/\xff", os.O_CREAT | os.O_WRONLY))
+    with pytest.raises(ArchiveError, match="surrogate"):
+        open_archive(folder)
+
+
+def test_folders_deeper_than_a_name_may_be_are_refused(folder: Path) -> None:
+    deep = folder
+    for _ in range(600):
+        deep = deep / "d"
+        deep.mkdir(exist_ok=True)
+    with pytest.raises(ArchiveError, match="longer than"):
+        open_archive(folder)
+
+
+@pytest.mark.parametrize("text", ["", "longer than before"])
+def test_a_file_that_changed_since_is_refused(folder: Path, tmp_path: Path, text: str) -> None:
+    archive = open_archive(folder)
+    (folder / "d" / "a.txt").write_text(text)
+    with pytest.raises(ArchiveError, match="changed after"):
+        archive.extract(tmp_path / "t")
+    assert not (tmp_path / "t").exists()
+
+
+def test_no_more_is_read_of_a_file_that_grew_than_shows_it(folder: Path, tmp_path: Path) -> None:
+    (folder / "d" / "a.txt").write_bytes(bytes(CHUNK_BYTES))
+    archive = open_archive(folder)
+    os.truncate(folder / "d" / "a.txt", 2**40)  # takes no room on the disk
+    with pytest.raises(ArchiveError, match="changed after"):
+        archive.extract(tmp_path / "t")

@@ -1,0 +1,127 @@
+"""Matrices multiplied by the library or by templates: what is measured, and what decides."""
+
+from __future__ import annotations
+
+import math
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchere.archiver.models.convert import aotinductor as aoti_candidates
+from torchere.archiver.models.convert import aotinductor as to_aoti
+from torchere.archiver.models.convert.aotinductor import Timed, multiplies, samples, timed
+from torchere.archiver.models.convert.exported_program import to_program
+from torchere.archiver.models.inputs.sizes import FreeSize, batch_of
+
+WIN = Timed((2.0, 8.0), (1.0, 4.0))
+
+
+@pytest.fixture
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 3, bias=False)).eval()
+
+
+def free(bounds: tuple[int, int]) -> tuple[tuple[torch.Tensor], list[FreeSize]]:
+    rows = (torch.rand(2, 24),)
+    return rows, [batch_of(rows, bounds)]
+
+
+@pytest.mark.parametrize(
+    ("plain", "templates", "drift", "win"),
+    [
+        ((2.0, 8.0), (1.0, 4.0), 0.0, True),
+        ((2.0, 8.0), (2.04, 6.0), 1e-6, True),
+        ((2.0, 8.0), (2.2, 5.0), 0.0, False),
+        ((2.0, 8.0), (1.98, 7.95), 0.0, False),
+        ((2.0,), (1.5,), 0.0, True),
+        ((2.0,), (1.5,), 1e-2, False),
+        ((2.0,), (1.5,), math.nan, False),
+    ],
+    ids=[
+        "faster",
+        "faster and equal",
+        "slower for one row",
+        "equal",
+        "one size",
+        "other answers",
+        "no answers",
+    ],
+)
+def test_templates_are_taken_when_they_gain_and_lose_nowhere(
+    plain: tuple[float, ...], templates: tuple[float, ...], drift: float, win: bool
+) -> None:
+    found = Timed(plain, templates, drift)
+
+    assert found.templates_win is win
+    assert found.told().endswith("chosen: templates" if win else "chosen: library")
+
+
+def test_the_user_is_told_both_times() -> None:
+    assert WIN.told() == (
+        "matrix multiplications: library 2 / 8 ms, Inductor's templates 1 / 4 ms; chosen: templates"
+    )
+
+
+def test_only_linear_layers_in_fp32_are_worth_a_second_build(network: nn.Module) -> None:
+    rows, sizes = free((1, 64))
+
+    assert multiplies(to_program(network, rows, sizes))
+    assert not multiplies(to_program(network.double(), (rows[0].double(),), sizes))
+    assert not multiplies(to_program(nn.Sequential(nn.GELU()), rows, sizes))
+
+
+@pytest.mark.parametrize(
+    ("bounds", "measured"), [((1, 64), [1, 8]), ((1, 4), [1]), ((2, 64), [8]), ((2, 4), [])]
+)
+def test_it_is_measured_on_the_batches_that_the_program_takes(
+    network: nn.Module, bounds: tuple[int, int], measured: list[int]
+) -> None:
+    program = to_program(network, *free(bounds))
+
+    assert [len(one[0]) for one in samples(program)] == measured
+
+
+def test_a_program_of_one_size_is_measured_on_that(network: nn.Module) -> None:
+    rows, _ = free((1, 64))
+
+    (found,) = samples(to_program(network, rows, []))
+
+    assert torch.equal(found[0], rows[0])
+
+
+def test_a_program_with_keywords_is_not_measured(network: nn.Module) -> None:
+    program = torch.export.export(network, (), {"input": torch.rand(2, 24)})
+
+    assert samples(program) == []
+
+
+def test_both_are_timed_at_each_size_and_their_answers_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aoti_candidates, "_BUDGET_S", 0.0)
+    found = timed(lambda x: x, lambda x: x * 1.5, [(torch.ones(1, 2),), (torch.ones(8, 2),)])
+
+    assert len(found.plain_ms) == len(found.templates_ms) == 2
+    assert found.drift == pytest.approx(0.5)
+
+
+def test_what_templates_can_not_do_stays_with_the_library(
+    network: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compiler(_program: Any, path: Path, settings: dict[str, Any]) -> None:
+        if "max_autotune_gemm" in settings:
+            raise RuntimeError("no choices exist for backend")
+        with zipfile.ZipFile(path, "w") as package:
+            package.writestr("model/wrapper_metadata.json", '{"AOTI_CPU_ISA": "AVX2"}')
+
+    monkeypatch.setattr(to_aoti, "_compile", compiler)
+    path, said = tmp_path / "model.pt2", list[str]()
+
+    made = to_aoti.compile_aoti(to_program(network, *free((1, 64))), path, None, said.append)
+
+    assert made == to_aoti.Compiled("avx2", frozen=False)
+    assert said[-1] == "that can't be compiled (RuntimeError); the library's multiplication stays"
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,37 @@
+"""What Inductor caches while a model is compiled is gone afterwards."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from torch._inductor.runtime.runtime_utils import cache_dir
+
+from torchere.archiver.models.convert.aotinductor import private_cache
+
+
+@pytest.mark.parametrize("before", [None, "elsewhere"])
+def test_the_cache_lies_in_the_folder_and_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    if before:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", before)
+    used = []
+    for _ in range(2):
+        with private_cache(tmp_path):
+            used.append(Path(cache_dir()))
+            assert used[-1].parent == tmp_path
+            assert used[-1].stat().st_mode & 0o077 == 0
+            Path(cache_dir(), "weights.so").write_bytes(b"numbers")
+        assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == before
+        assert list(tmp_path.iterdir()) == []
+    assert used[0] != used[1]
+
+
+def test_the_cache_goes_when_compiling_fails(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="no compiler"), private_cache(tmp_path):
+        Path(cache_dir(), "weights.so").write_bytes(b"numbers")
+        raise RuntimeError("no compiler")
+    assert list(tmp_path.iterdir()) == []

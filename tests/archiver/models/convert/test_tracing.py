@@ -1,0 +1,193 @@
+"""What tracing does not keep is refused or told, and results of any form come through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from torchere.archiver import open_archive
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.convert.torchscript import to_torchscript
+from torchere.archiver.models.inputs.run import run_on
+from torchere.archiver.signature import parse
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+Forward = Callable[..., Any]
+
+
+class Net(nn.Module):
+    """Calls a function."""
+
+    def __init__(self, forward: Forward) -> None:
+        super().__init__()
+        self.function = forward
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self.function(*inputs)
+
+
+def positive(x: torch.Tensor) -> torch.Tensor:
+    return x if x.sum() > 0 else -10 * x
+
+
+def short(x: torch.Tensor) -> torch.Tensor:
+    return x[:, : int(x.sum(1).max())]
+
+
+def as_often(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+    for _ in range(int(n.max())):
+        x = torch.tanh(x)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("forward", "example"),
+    [
+        (positive, (torch.rand(2, 4),)),
+        (positive, (-torch.rand(2, 4),)),
+        (short, (torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]]),)),
+        (as_often, (torch.rand(2, 4), torch.tensor([2, 2]))),
+    ],
+    ids=["branch taken", "branch not taken", "crop", "loop"],
+)
+def test_branches_and_loops_that_depend_on_values_are_refused(
+    forward: Forward, example: tuple[torch.Tensor, ...]
+) -> None:
+    with pytest.raises(ModelRefused, match=r"tracing kept the branches .* --script keeps .* --format export"):
+        to_torchscript(Net(forward).eval(), example)
+
+
+def test_a_branch_that_changes_nothing_is_told_with_its_place() -> None:
+    said: list[str] = []
+
+    def careful(x: torch.Tensor) -> torch.Tensor:
+        if x.isnan().any():
+            raise ValueError("not a number")
+        return x * 2
+
+    to_torchscript(Net(careful).eval(), (torch.rand(2, 4),), say=said.append)
+    assert len(said) == 1 and "\n" not in said[0]
+    assert f"in one place (first: converting a tensor to a Python boolean, {__file__}:" in said[0]
+    assert "--script" in said[0]
+
+
+def test_nothing_is_told_of_what_torchs_own_layers_check() -> None:
+    said: list[str] = []
+    layer = nn.LSTM(4, 8, batch_first=True).eval()
+    to_torchscript(layer, (torch.rand(2, 3, 4),), say=said.append)
+    assert said == []
+
+
+def test_an_input_that_only_set_a_constant_is_refused() -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+            if hidden.numel() != 1 or float(hidden) != 3.0:
+                raise ValueError("the only value it takes")
+            return x * float(hidden)
+
+    with pytest.raises(ModelRefused, match="took the input 'hidden' for a constant"):
+        to_torchscript(Scaled().eval(), (torch.rand(2, 4), torch.tensor([3.0])))
+
+
+def test_an_input_that_the_model_ignores_is_told() -> None:
+    class Ignoring(nn.Module):
+        def forward(self, x: torch.Tensor, kind: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    said: list[str] = []
+    to_torchscript(Ignoring().eval(), (torch.rand(2, 4), torch.tensor([1, 2])), say=said.append)
+    assert said == ["the answer does not depend on the input 'kind', which clients must send all the same"]
+
+
+class Pair(NamedTuple):
+    """Two results."""
+
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda x: {"scores": x, "found": {"place": x.argmax(1), "is_sure": x > 0}},
+        lambda x: {"scores": x, "loss": None},
+        lambda x: (x, None),
+        lambda x: (x, {"place": x.argmax(1)}),
+        lambda x: {"scores": x, "states": (x + 1, x > 0)},
+        lambda x: {"second": x, "first": x > 0},
+        lambda x: (x, (x + 1, x > 0)),
+    ],
+    ids=["dict in dict", "none in dict", "none", "dict in tuple", "tuple in dict", "two types", "tuples"],
+)
+def test_results_of_any_form_keep_their_names_and_order(forward: Forward) -> None:
+    rows = (torch.randn(2, 4),)
+    frozen = to_torchscript(Net(forward).eval(), rows)
+    for (name, wanted), (other, found) in zip(run_on(forward, rows), run_on(frozen, rows), strict=True):
+        assert name == other
+        torch.testing.assert_close(found, wanted)
+
+
+def test_tuples_with_names_stay_tuples() -> None:
+    frozen = to_torchscript(Net(lambda x: Pair(x, x > 0)).eval(), (torch.randn(2, 4),))
+    first, second = frozen(torch.randn(1, 4))
+    assert (first.dtype, second.dtype) == (torch.float32, torch.bool)
+
+
+def test_a_random_model_is_no_branching_one() -> None:
+    to_torchscript(Net(lambda x: x + torch.rand_like(x)).eval(), (torch.rand(2, 4),))
+
+
+def test_a_model_that_changes_its_input_is_traced_on_a_copy() -> None:
+    rows = torch.rand(2, 4)
+    before = rows.clone()
+    to_torchscript(Net(lambda x: x.sub_(5)).eval(), (rows,))
+    assert torch.equal(rows, before)
+
+
+def test_packed_with_its_signature(pack: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "nested.py").write_text(
+        "import torch\n\n\nclass Nested(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return {'z': x * 2, 'a': {'c': x.argmax(1), 'b': x > 0}, 'n': None}\n"
+    )
+    torch.save(torch.rand(2, 4), tmp_path / "x.pt")
+    archive = pack(
+        model_file=tmp_path / "nested.py", model_format="torchscript", example=tmp_path / "x.pt", verify=True
+    )
+    outputs = parse(open_archive(archive).read_text("signature.json")).outputs
+    assert [(spec.name, spec.datatype) for spec in outputs] == [
+        ("z", "FP32"),
+        ("a.c", "INT64"),
+        ("a.b", "BOOL"),
+    ]
+
+
+class Sentences(nn.Module):
+    """An encoder of torch's, which leaves out padding at the end of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(8))
+
+    def forward(self, x: torch.Tensor, padded: torch.Tensor) -> torch.Tensor:
+        answer: torch.Tensor = self.encoder(x, src_key_padding_mask=padded)
+        return answer
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_traced_encoder_is_right_wherever_the_padding_is() -> None:
+    torch.manual_seed(0)
+    model = Sentences().eval().requires_grad_(False)
+    behind = torch.tensor([[False, False, False, False], [False, False, True, True]])
+    traced = to_torchscript(model, (torch.randn(2, 4, 8), behind))
+    assert type(model.encoder) is nn.TransformerEncoder
+    for padded in (behind, behind.flip(1), behind.roll(1, 1), torch.zeros_like(behind)):
+        x = torch.randn(2, 4, 8)
+        rows = [model(x[row : row + 1], padded[row : row + 1]) for row in range(2)]
+        torch.testing.assert_close(traced(x, padded), torch.cat(rows))

@@ -1,0 +1,286 @@
+"""Padding, batch normalisation and ReLU6 move into the layers beside them; the function stays the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx, nn
+from torch.nn import functional
+
+from torchere.archiver.models.fold import convolutions as folding
+from torchere.archiver.models.fold.convolutions import Axis, NotTraceable, fold, folded_axis, folded_paddings
+from torchere.archiver.models.quantize.static import clipped_by_format
+
+PICTURE = (torch.rand(1, 3, 9, 9),)
+ONE_CHANNEL = (torch.rand(1, 1, 4, 4),)
+
+
+class OwnConvolution(nn.Conv2d):
+    """Pads by itself and calls the function, as EfficientNet-Lite's layers do."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.static_padding = nn.ZeroPad2d((0, 1, 0, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.conv2d(
+            self.static_padding(x),
+            self.weight,
+            self.bias,
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.groups,
+        )
+
+
+class Padded(nn.Module):
+    """A normalised convolution behind a padding that is called as a function."""
+
+    def __init__(self, sides: tuple[int, int, int, int], stride: int = 1, dilation: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.convolution = nn.Conv2d(3, 4, 3, stride=stride, padding=1, dilation=dilation)
+        self.normalisation = nn.BatchNorm2d(4)
+        self.normalisation.running_mean = torch.randn(4)
+        self.normalisation.running_var = torch.rand(4) + 0.5
+        self.sides = sides
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normalised: torch.Tensor = self.normalisation(self.convolution(functional.pad(x, self.sides)))
+        return normalised
+
+
+def names_of(module: nn.Module) -> set[str]:
+    return {type(layer).__name__ for layer in module.modules()}
+
+
+@given(
+    sides=st.tuples(*[st.integers(0, 3)] * 4),
+    stride=st.integers(1, 3),
+    dilation=st.integers(1, 2),
+    size=st.integers(8, 12),
+)
+@settings(deadline=None, max_examples=60)
+def test_a_folded_padding_gives_the_same_result_whatever_its_sides(
+    sides: tuple[int, int, int, int], stride: int, dilation: int, size: int
+) -> None:
+    network = Padded(sides, stride, dilation).eval()
+    picture = torch.randn(2, 3, size, size + 1)
+
+    folded = fold(network, (picture,))
+
+    torch.testing.assert_close(folded.module(picture), network(picture), rtol=1e-4, atol=1e-4)
+
+
+def test_an_uneven_padding_and_the_normalisation_end_up_in_one_plain_convolution() -> None:
+    folded = fold(Padded((0, 1, 0, 1), stride=2), PICTURE)
+
+    assert folded.paddings == folded.normalisations == 1
+    assert names_of(folded.module) & {"BatchNorm2d", "ZeroPad2d"} == set()
+    (layer,) = [layer for layer in folded.module.modules() if isinstance(layer, nn.Conv2d)]
+    assert layer.kernel_size == (4, 4)
+    assert [node.op for node in folded.module.graph.nodes] == ["placeholder", "call_module", "output"]
+
+
+def test_a_layer_that_pads_by_itself_becomes_a_plain_convolution() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(OwnConvolution(3, 6, 3, stride=2, groups=3), nn.BatchNorm2d(6), nn.ReLU6()).eval()
+    picture = torch.randn(1, 3, 9, 9)
+
+    folded = fold(network, (picture,))
+
+    assert (folded.functional, folded.paddings, folded.normalisations) == (1, 1, 1)
+    assert folded.note == "1 functional convolutions, 1 paddings, 1 batch normalisations"
+    torch.testing.assert_close(folded.module(picture), network(picture), rtol=1e-4, atol=1e-5)
+
+
+def test_the_original_is_left_as_it_was() -> None:
+    network = Padded((1, 1, 1, 1)).eval()
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+
+    fold(network, PICTURE)
+
+    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+
+
+def test_a_convolution_that_two_callers_share_keeps_its_padding_outside() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution = nn.Conv2d(3, 3, 3, padding=1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            once: torch.Tensor = self.convolution(functional.pad(x, (1, 1, 1, 1)))
+            twice: torch.Tensor = self.convolution(once)
+            return twice
+
+    network, picture = Shared().eval(), torch.randn(1, 3, 6, 6)
+
+    folded = fold(network, (picture,))
+
+    assert folded.paddings == 0
+    torch.testing.assert_close(folded.module(picture), network(picture))
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate"])
+def test_a_padding_that_is_not_zero_stays(mode: str) -> None:
+    class Mirrored(Padded):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            convolved: torch.Tensor = self.convolution(functional.pad(x, self.sides, mode=mode))
+            return convolved
+
+    assert fold(Mirrored((1, 1, 1, 1)), PICTURE).paddings == 0
+
+
+def test_a_model_that_branches_on_values_is_refused_with_what_to_do() -> None:
+    class Branching(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x if x.sum() > 0 else -x
+
+    with pytest.raises(NotTraceable, match=r"Branching can't be traced.*use int8-dynamic"):
+        fold(Branching(), PICTURE)
+
+
+def test_torchscript_is_refused_with_what_to_do() -> None:
+    script = torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2))  # type: ignore[no-untyped-call]
+
+    with pytest.raises(NotTraceable, match="the model is TorchScript"):
+        fold(script, (torch.zeros(1, 2),))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "dilation", "axis"),
+    [
+        (1, 1, 1, Axis(1, 0, 0)),
+        (0, 1, 1, Axis(1, 1, 0)),
+        (2, 0, 1, Axis(2, 0, 2)),
+        (0, 2, 2, Axis(2, 1, 0)),
+        (0, 1, 2, None),
+        (-1, 0, 1, None),
+    ],
+)
+def test_uneven_padding_grows_the_kernel_on_the_side_that_has_less(
+    before: int, after: int, dilation: int, axis: Axis | None
+) -> None:
+    assert folded_axis(before, after, dilation) == axis
+
+
+@pytest.mark.parametrize(
+    "clip",
+    [nn.ReLU6(), nn.Hardtanh(0.0, 6.0), functional.relu6, lambda x: torch.clamp(x, 0.0, 6.0)],
+)
+def test_relu6_behind_a_convolution_becomes_relu_however_it_is_written(clip: Any) -> None:
+    class Clipped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution = nn.Conv2d(1, 1, 1)
+            self.clip = clip
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            clipped: torch.Tensor = self.clip(self.convolution(x))
+            return clipped
+
+    graph = fold(Clipped(), ONE_CHANNEL).module
+
+    names = clipped_by_format(graph)
+
+    assert names[0] == "convolution"
+    assert len(names) == 2
+    assert isinstance(graph.get_submodule(names[1]), nn.ReLU)
+
+
+def test_a_clip_at_another_limit_stays() -> None:
+    graph = fold(nn.Sequential(nn.Conv2d(1, 1, 1), nn.Hardtanh(-1.0, 1.0)), ONE_CHANNEL).module
+
+    assert clipped_by_format(graph) == ()
+
+
+class Masked(nn.Module):
+    """Branches on an optional argument, which tracing takes for given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.padded = Padded((1, 1, 1, 1))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        answer: torch.Tensor = self.padded(x)
+        return answer if mask is None else answer * mask
+
+
+def test_paddings_of_a_model_that_stays_in_fp32_are_folded() -> None:
+    module, example = Padded((0, 1, 0, 1), stride=2).eval(), (torch.rand(2, 3, 9, 9),)
+    folded = folded_paddings(module, example)
+    assert folded is not None
+    assert folded.paddings == 1
+    torch.testing.assert_close(folded.module(*example), module(*example))
+
+
+@pytest.mark.parametrize(
+    ("module", "example"),
+    [
+        (nn.Linear(3, 4), torch.rand(2, 3)),
+        (nn.Conv2d(3, 4, 3, padding=1), torch.rand(2, 3, 9, 9)),
+        (Masked(), torch.rand(2, 3, 9, 9)),
+    ],
+)
+def test_a_model_without_paddings_or_that_tracing_misunderstands_is_left_alone(
+    module: nn.Module, example: torch.Tensor
+) -> None:
+    assert folded_paddings(module.eval(), (example,)) is None
+
+
+class Normalised(nn.Module):
+    """A normalisation behind a linear layer, with statistics that do something."""
+
+    def __init__(self, wide: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.normalisation = nn.Linear(8, wide), nn.BatchNorm1d(wide)
+        self.normalisation.running_mean = torch.randn(wide)
+        self.normalisation.running_var = torch.rand(wide) * 4 + 0.1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normalised: torch.Tensor = self.normalisation(self.linear(x))
+        return normalised
+
+
+def test_a_normalisation_behind_a_linear_layer_of_rows_is_folded() -> None:
+    module, rows = Normalised(16).eval(), torch.randn(4, 8)
+
+    folded = fold(module, (rows,))
+
+    assert folded.normalisations == 1
+    torch.testing.assert_close(folded.module(rows), module(rows), rtol=1e-4, atol=1e-4)
+
+
+def test_a_normalisation_over_steps_is_not_folded_into_a_linear_layer_that_is_as_wide() -> None:
+    module, steps = Normalised(16).eval(), torch.randn(4, 16, 8)
+
+    folded = fold(module, (steps,))
+
+    assert folded.normalisations == 0
+    torch.testing.assert_close(folded.module(steps), module(steps))
+
+
+def test_where_the_folded_model_answers_otherwise_nothing_is_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(graph: fx.GraphModule, example: object) -> int:
+        graph.get_submodule("convolution").weight.data *= 2  # type: ignore[union-attr, operator]
+        return 1
+
+    monkeypatch.setattr(folding, "fold_normalisations", wrong)
+    module = Padded((0, 1, 0, 1), stride=2).eval()
+
+    folded = fold(module, PICTURE)
+
+    assert folded.note == ""
+    torch.testing.assert_close(folded.module(*PICTURE), module(*PICTURE))
+
+
+def test_a_model_that_tracing_misunderstands_is_refused_with_what_to_do() -> None:
+    with pytest.raises(NotTraceable, match=r"Masked answers the example otherwise.*use int8-dynamic"):
+        fold(Masked().eval(), PICTURE)

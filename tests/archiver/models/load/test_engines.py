@@ -1,0 +1,68 @@
+"""Which engine is chosen, as a table of measurements; and how weights are packed for one."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+
+from torchere.archiver.models.load.engines import Measured, NoUsableEngine, choose, rebuilt, supported, using
+
+
+def found(
+    engine: str, latency_ms: float, drift: float, method: str = "int8-static", failure: str = ""
+) -> Measured:
+    return Measured(method, engine, latency_ms, drift, failure)
+
+
+@pytest.mark.parametrize(
+    ("candidates", "engine"),
+    [
+        ([found("x86", 9.0, 0.1), found("onednn", 3.0, 0.1)], "onednn"),
+        # Fast, but its arithmetic overflows on this processor.
+        ([found("x86", 9.0, 0.05), found("onednn", 3.0, 0.2)], "x86"),
+        ([found("x86", 9.0, 0.1), found("onednn", 0.0, float("inf"), failure="can't run it")], "x86"),
+        # A faster method whose drift is allowed, and one whose drift is not.
+        ([found("x86", 9.0, 0.01, "int8-dynamic"), found("x86", 3.0, 0.2)], "x86"),
+        # None is within the limit: the fastest of the best comes back, for verification to refuse.
+        ([found("x86", 9.0, 0.5), found("onednn", 3.0, 0.51), found("qnnpack", 1.0, 1.9)], "onednn"),
+    ],
+)
+def test_the_fastest_engine_that_agrees_is_chosen(candidates: list[Measured], engine: str) -> None:
+    assert choose(candidates, max_drift=0.3).engine == engine
+
+
+def test_a_method_that_drifts_too_far_loses_to_a_slower_one_that_does_not() -> None:
+    candidates = [found("onednn", 1.0, 0.5, "int8-static"), found("onednn", 5.0, 0.02, "int8-dynamic")]
+
+    assert choose(candidates, max_drift=0.3).method == "int8-dynamic"
+    assert choose(candidates, max_drift=0.6).method == "int8-static"
+
+
+def test_that_no_engine_runs_is_said_with_the_reason_of_each() -> None:
+    broken = [found("x86", 0.0, float("inf"), failure="can't run it (no such operator)")]
+
+    with pytest.raises(NoUsableEngine, match=r"x86 can't run it \(no such operator\)"):
+        choose(broken, 0.3)
+    with pytest.raises(NoUsableEngine, match="has no engine for int8"):
+        choose([], 0.3)
+
+
+def test_the_process_keeps_its_engine_after_another_was_used() -> None:
+    before = torch.backends.quantized.engine
+    other = next(name for name in supported() if name != before)
+
+    with using(other):
+        assert torch.backends.quantized.engine == other
+
+    assert torch.backends.quantized.engine == before
+
+
+def test_a_file_that_is_no_torchscript_is_an_error_and_the_engine_is_put_back() -> None:
+    before = torch.backends.quantized.engine
+
+    with pytest.raises(RuntimeError):
+        rebuilt(io.BytesIO(b"not a model").getvalue(), supported()[0])
+
+    assert torch.backends.quantized.engine == before

@@ -1,0 +1,143 @@
+"""Dynamic int8: layers that do the ReLU behind them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.inputs.run import LoadedModel
+from torchere.archiver.models.load.engines import rebuilt, saved, supported, using
+from torchere.archiver.models.quantize import candidates as quantise_candidates
+from torchere.archiver.models.quantize import dynamic as quantise_dynamic
+from torchere.archiver.models.quantize.dynamic import dynamic, fuse_relu
+from torchere.archiver.models.quantize.methods import quantise
+from torchere.archiver.models.quantize.traced import quiet, traced
+from torchere.archiver.signature import Signature, TensorSpec
+
+FUSED = "quantized::linear_relu_dynamic("
+
+
+class Reused(nn.Module):
+    """What the linear layer gives is needed without the ReLU, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return y.relu() + y
+
+
+def int8(module: nn.Module, engine: str) -> torch.jit.ScriptModule:
+    torch.manual_seed(0)
+    with using(engine), quiet():
+        return traced(dynamic(module.eval())[0], (torch.randn(2, 16),))
+
+
+@pytest.mark.parametrize("engine", supported())
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_linear_layer_does_the_relu_behind_it_with_the_same_result(engine: str, in_place: bool) -> None:
+    layers = nn.Sequential(nn.Linear(16, 32), nn.ReLU(in_place), nn.Linear(32, 4))
+    script, x = int8(layers, engine), torch.randn(5, 16)
+    before = rebuilt(saved(script), engine)
+
+    fuse_relu(script)
+
+    after = rebuilt(saved(script), engine)
+    assert str(after.inlined_graph).count(FUSED) == 1
+    assert "aten::relu" not in str(after.inlined_graph)
+    torch.testing.assert_close(after(x), before(x), rtol=0, atol=0)
+
+
+@pytest.mark.skipif(not supported(), reason="this build of torch has no int8 engine")
+def test_a_relu_stays_where_its_input_is_needed_elsewhere() -> None:
+    engine = supported()[-1]
+    script, x = int8(Reused(), engine), torch.randn(5, 16)
+    before = script(x)
+
+    fuse_relu(script)
+
+    assert FUSED not in str(script.inlined_graph)
+    torch.testing.assert_close(script(x), before, rtol=0, atol=0)
+
+
+class Tied(nn.Module):
+    """Its head is the embedding's weights, read by the model's own code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(50, 8), nn.Linear(8, 8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return functional.linear(self.layer(self.embedding(ids)), self.embedding.weight)
+
+
+@pytest.mark.skipif(not supported(), reason="this build of torch has no int8 engine")
+def test_an_embedding_whose_weights_the_model_reads_itself_stays_in_fp32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(quantise_dynamic, "_LARGE", 100)
+    monkeypatch.setattr(quantise_candidates, "_BUDGET_S", 0.01)
+    torch.manual_seed(0)
+    module, ids = Tied().eval(), torch.randint(0, 50, (2, 5))
+    signature = Signature((TensorSpec("ids", "INT64", (-1, 5)),), ())
+
+    made = quantise(LoadedModel(module, (ids,), signature, "eager", Path("model.py")), "int8-dynamic", [])
+
+    torch.testing.assert_close(made.module(ids), module(ids), rtol=0.1, atol=0.1)
+    assert made.notes[0] == (
+        "int8-dynamic: 1 layers; embeddings in fp32, for the model reads their weights itself"
+    )
+
+
+BAGS = {
+    "a bag that sums": (nn.EmbeddingBag(50, 8, mode="sum"), True),
+    "a bag of means": (nn.EmbeddingBag(50, 8, mode="mean"), False),
+    "a bag that leaves padding out": (nn.EmbeddingBag(50, 8, mode="sum", padding_idx=0), False),
+    "a bag with max_norm": (nn.EmbeddingBag(50, 8, mode="sum", max_norm=0.1), False),
+    "an embedding": (nn.Embedding(50, 8), True),
+    "an embedding with max_norm": (nn.Embedding(50, 8, max_norm=0.1), False),
+}
+
+
+@pytest.mark.skipif(not supported(), reason="this build of torch has no int8 engine")
+@pytest.mark.parametrize("what", BAGS)
+def test_large_embeddings_have_8_bits_where_torch_then_answers_alike(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(quantise_dynamic, "_LARGE", 100)
+    torch.manual_seed(0)
+    embedding, is_quantised = BAGS[what]
+    model = nn.Sequential(embedding, nn.Linear(8, 4)).eval()
+    ids = torch.randint(0, 50, (3, 5))
+
+    made, layers = dynamic(model)
+
+    assert layers == 1 + is_quantised
+    with torch.inference_mode():
+        torch.testing.assert_close(made(ids), model(ids), rtol=0.05, atol=0.1)
+
+
+@pytest.mark.skipif(not supported(), reason="this build of torch has no int8 engine")
+def test_what_fails_without_embeddings_fails_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantise_candidates, "_BUDGET_S", 0.01)
+
+    class Reading(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return functional.linear(x, self.layer.weight)
+
+    x = torch.rand(2, 4)
+    signature = Signature((TensorSpec("x", "FP32", (-1, 4)),), ())
+    model = LoadedModel(Reading().eval(), (x,), signature, "eager", Path("model.py"))
+    with pytest.raises(ModelRefused, match=r"int8-dynamic failed: TypeError: .* not method"):
+        quantise(model, "int8-dynamic", [])

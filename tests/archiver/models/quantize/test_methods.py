@@ -1,0 +1,324 @@
+"""Quantising small models: by each method, on each engine, and loading the result as the server does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.ao.quantization import get_default_qat_qconfig_mapping
+from torch.ao.quantization.quantize_fx import convert_fx, prepare_qat_fx
+
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.inputs.run import LoadedModel
+from torchere.archiver.models.load.engines import supported, using
+from torchere.archiver.models.measure.difference import difference, flattened
+from torchere.archiver.models.quantize import candidates as module_under_test
+from torchere.archiver.models.quantize.dynamic import dynamic
+from torchere.archiver.models.quantize.methods import METHODS, Quantised, bf16, quantise
+from torchere.archiver.signature import Signature, TensorSpec
+from torchere.handlers.base import BaseHandler
+from torchere.handlers.context import Context
+
+Tensors = tuple[torch.Tensor, ...]
+needs_engine = pytest.mark.skipif(not supported(), reason="this build of torch has no int8 engine")
+
+
+class Convolutional(nn.Module):
+    """Depthwise and plain convolutions with ReLU6, a residual and a classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Conv2d(3, 16, 3, padding=1, bias=False)
+        self.normalisation = nn.BatchNorm2d(16)
+        self.depthwise = nn.Conv2d(16, 16, 3, padding=1, groups=16)
+        self.clip = nn.ReLU6()
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.clip(self.normalisation(self.stem(x)))
+        x = x + self.clip(self.depthwise(x))
+        scores: torch.Tensor = self.head(x.mean((2, 3)))
+        return scores
+
+
+class Recurrent(nn.Module):
+    """An LSTM with a classifier on its last state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lstm = nn.LSTM(16, 32, batch_first=True)
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.head(self.lstm(x)[0][:, -1])
+        return scores
+
+
+def perceptron() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).eval()
+
+
+def transformer() -> nn.Module:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+
+
+def loaded(module: nn.Module, *example: torch.Tensor, batched: bool = True) -> LoadedModel:
+    def spec(name: str, tensor: torch.Tensor) -> TensorSpec:
+        return TensorSpec(name, "FP32", (-1 if batched else tensor.shape[0], *tensor.shape[1:]))
+
+    with torch.no_grad():
+        outputs = flattened(module.eval()(*example))
+    signature = Signature(
+        tuple(spec(f"in{index}", tensor) for index, tensor in enumerate(example)),
+        tuple(spec(f"out{index}", tensor) for index, tensor in enumerate(outputs)),
+    )
+    return LoadedModel(module, example, signature, "eager", Path("model.py"))
+
+
+def drift(one: Callable[..., Any], other: Callable[..., Any], samples: list[Tensors]) -> float:
+    with torch.inference_mode():
+        return difference((flattened(one(*s)), flattened(other(*s))) for s in samples).drift
+
+
+def pictures(count: int = 8) -> list[Tensors]:
+    torch.manual_seed(1)
+    return [(torch.rand(2, 3, 12, 12),) for _ in range(count)]
+
+
+@pytest.fixture(autouse=True)
+def short_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which engine is fastest matters to no test here."""
+    monkeypatch.setattr(module_under_test, "_BUDGET_S", 0.01)
+
+
+@needs_engine
+def test_static_int8_agrees_with_fp32_and_names_its_engine_and_what_it_folded() -> None:
+    network = Convolutional().eval()
+
+    made = quantise(loaded(network, torch.rand(1, 3, 12, 12)), "int8-static", pictures())
+
+    assert (made.method, made.engine in supported()) == ("int8-static", True)
+    assert {one.engine for one in made.measured} == set(supported())
+    assert drift(network, made.module, pictures()) < 0.1
+    assert "3 layers, 8 samples" in made.notes[0]
+    assert "1 batch normalisations" in made.notes[0]
+    assert "2 ReLU6" in made.notes[0]
+    assert "fp32" in made.notes[1]
+
+
+@needs_engine
+def test_values_before_the_first_clipped_layer_keep_their_own_range() -> None:
+    network = Convolutional().eval()
+    large = [(-20 + 10 * picture,) for (picture,) in pictures()]  # none of it between 0 and 6
+
+    made = quantise(loaded(network, large[0][0]), "int8-static", large)
+
+    assert drift(network, made.module, large) < 0.1
+
+
+@needs_engine
+@pytest.mark.parametrize(
+    ("network", "sample"),
+    [
+        (perceptron(), torch.randn(4, 64)),
+        (Recurrent().eval(), torch.randn(4, 7, 16)),
+        (transformer(), torch.randn(4, 7, 32)),
+    ],
+    ids=["perceptron", "lstm", "transformer"],
+)
+def test_dynamic_int8_agrees_with_fp32_without_samples_and_takes_any_batch(
+    network: nn.Module, sample: torch.Tensor
+) -> None:
+    made = quantise(loaded(network, sample), "int8-dynamic", [])
+
+    assert made.engine in supported()
+    assert drift(network, made.module, [(sample,)]) < 0.1
+    assert flattened(made.module(sample[:1]))[0].shape[0] == 1
+
+
+@needs_engine
+@pytest.mark.parametrize("engine", sorted({"fbgemm", "x86", "onednn"} & set(supported())))
+def test_dynamic_int8_gives_activations_8_bits_and_no_sum_of_products_overflows(engine: str) -> None:
+    layer = nn.Linear(512, 1, bias=False).eval()
+    layer.weight.data.fill_(1.0)
+    # From 0 to 255 in steps of 1: 8 bits hold each value, 7 bits every other.
+    rows = torch.cat([torch.full((64, 256), 255.0), torch.arange(64.0)[:, None].expand(64, 256)], dim=1)
+
+    with using(engine):
+        module, _ = dynamic(layer)
+        found = module(rows)
+
+    torch.testing.assert_close(found, layer(rows).detach(), rtol=1e-4, atol=1.0)
+
+
+@needs_engine
+def test_int8_tries_both_methods_and_keeps_one_that_agrees() -> None:
+    network, samples = perceptron(), [(torch.randn(4, 64),) for _ in range(8)]
+
+    made = quantise(loaded(network, samples[0][0]), "int8", samples)
+
+    assert {one.method for one in made.measured} == {"int8-static", "int8-dynamic"}
+    assert made.method in {"int8-static", "int8-dynamic"}
+    assert drift(network, made.module, samples) < 0.1
+
+
+@needs_engine
+def test_int8_leaves_out_the_method_that_the_model_does_not_allow() -> None:
+    made = quantise(loaded(Recurrent(), torch.randn(4, 7, 16)), "int8", [])
+
+    assert {one.method for one in made.measured} == {"int8-dynamic"}
+
+
+@needs_engine
+@pytest.mark.parametrize("engine", supported())
+def test_the_handler_rebuilds_the_model_for_the_engine_that_the_archive_names(
+    engine: str, tmp_path: Path
+) -> None:
+    network = Convolutional().eval()
+    made = quantise(loaded(network, torch.rand(1, 3, 12, 12)), "int8-static", pictures())
+    if any(one.engine == engine and one.failure for one in made.measured):
+        pytest.skip(f"{engine} has no kernel for this model")
+    assert isinstance(made.module, torch.jit.ScriptModule)
+    made.module.save(str(tmp_path / "model.pt"))
+    before = torch.backends.quantized.engine
+
+    handler = served(tmp_path, engine)
+
+    assert drift(network, handler.model, pictures()) < 0.1
+    assert torch.backends.quantized.engine == before
+
+
+def served(folder: Path, engine: str) -> BaseHandler:
+    handler = BaseHandler()
+    handler.initialize(
+        Context(
+            model_name="net",
+            model_dir=str(folder),
+            manifest={"model": {"serializedFile": "model.pt"}},
+            gpu_id=None,
+            batch_size=1,
+            server_version="0",
+            model_yaml_config={"torchscript": {"quantized_engine": engine}},
+        )
+    )
+    return handler
+
+
+@needs_engine
+def test_the_original_and_the_process_are_as_before() -> None:
+    network = perceptron()
+    weights = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    process = torch.backends.quantized.engine, torch.get_num_threads()
+
+    quantise(loaded(network, torch.randn(2, 64)), "int8", [(torch.randn(2, 64),)])
+
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in network.state_dict().items())
+    assert (torch.backends.quantized.engine, torch.get_num_threads()) == process
+
+
+def prepared_for_training() -> nn.Module:
+    network = perceptron()
+    prepared = prepare_qat_fx(
+        network.train(), get_default_qat_qconfig_mapping("qnnpack"), (torch.randn(2, 64),)
+    )
+    for _ in range(4):
+        prepared(torch.randn(8, 64))
+    return prepared.eval()
+
+
+@needs_engine
+@pytest.mark.parametrize("converted", [False, True], ids=["with fake quantisation", "converted"])
+def test_a_model_that_was_trained_for_int8_is_taken_with_its_own_scales(converted: bool) -> None:
+    prepared: Any = prepared_for_training()
+    model = loaded(convert_fx(prepared) if converted else prepared, torch.randn(2, 64))
+
+    made = quantise(model, "int8-trained", [])
+
+    assert made.engine in supported()
+    assert drift(model.module, made.module, [(torch.randn(4, 64),)]) < 0.1
+
+
+@needs_engine
+def test_int8_torchscript_stays_as_it_is_and_gets_the_engine_that_measures_best() -> None:
+    first = quantise(loaded(perceptron(), torch.randn(2, 64)), "int8-dynamic", [])
+
+    again = quantise(loaded_script(first), "int8-trained", [])
+
+    assert again.engine in supported()
+    assert drift(first.module, again.module, [(torch.randn(4, 64),)]) < 0.1
+
+
+def loaded_script(made: Quantised) -> LoadedModel:
+    signature = Signature((TensorSpec("x", "FP32", (-1, 64)),), (TensorSpec("y", "FP32", (-1, 10)),))
+    return LoadedModel(made.module, (torch.randn(2, 64),), signature, "TorchScript", Path("model.pt"))
+
+
+def test_a_model_of_fp32_is_not_taken_for_one_that_was_trained_for_int8() -> None:
+    with pytest.raises(ModelRefused, match="neither int8 layers nor fake quantisation"):
+        quantise(loaded(perceptron(), torch.randn(2, 64)), "int8-trained", [])
+
+
+def test_static_int8_without_samples_is_refused() -> None:
+    with pytest.raises(ModelRefused, match=r"needs samples .* --samples"):
+        quantise(loaded(perceptron(), torch.randn(2, 64)), "int8-static", [])
+
+
+def test_dynamic_int8_of_convolutions_alone_is_refused_with_what_to_use() -> None:
+    network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Flatten())
+
+    with pytest.raises(ModelRefused, match="use int8-static with calibration samples"):
+        quantise(loaded(network, torch.randn(2, 3, 4, 4)), "int8-dynamic", [])
+
+
+@pytest.mark.parametrize("method", ["int8-static", "int8-dynamic", "bf16"])
+def test_torchscript_of_fp32_is_refused_with_what_to_give_instead(method: str) -> None:
+    script = torch.jit.trace(perceptron(), torch.randn(2, 64))  # type: ignore[no-untyped-call]
+
+    with pytest.raises(ModelRefused, match=r"the model is TorchScript.*--model-file"):
+        quantise(loaded(script, torch.randn(2, 64)), method, [(torch.randn(2, 64),)])
+
+
+def test_an_unknown_method_or_format_is_refused_with_the_known_ones() -> None:
+    model = loaded(perceptron(), torch.randn(2, 64))
+
+    with pytest.raises(ModelRefused, match=f"'int4'; expected one of {', '.join(METHODS)}"):
+        quantise(model, "int4", [])
+    with pytest.raises(ModelRefused, match="'onnx'; expected one of torchscript"):
+        quantise(model, "int8-dynamic", [], target="onnx")
+
+
+def test_bf16_takes_and_gives_float32_and_leaves_tokens_alone() -> None:
+    class Embedding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.embedding = nn.EmbeddingBag(1000, 16)
+            self.head = nn.Linear(16, 4)
+
+        def forward(self, tokens: torch.Tensor, bias: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"scores": self.head(self.embedding(tokens)) + bias}
+
+    network, arguments = Embedding().eval(), (torch.randint(0, 1000, (2, 5)), torch.randn(2, 4))
+
+    packed = bf16(network, has_bf16=True)
+
+    (scores,) = flattened(packed(*arguments))
+    assert scores.dtype is torch.float32
+    assert {parameter.dtype for parameter in packed.parameters()} == {torch.bfloat16}
+    assert drift(network, packed, [arguments]) < 0.02
+
+
+def test_bf16_is_refused_where_the_processor_has_none() -> None:
+    with pytest.raises(
+        ModelRefused, match=r"slower than fp32 here: .* expected AVX512-BF16, AMX or Arm BF16"
+    ):
+        bf16(perceptron(), has_bf16=False)

@@ -1,0 +1,107 @@
+"""int8 for exported programs, by torchao."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.inputs.run import LoadedModel
+from torchere.archiver.models.measure.difference import difference
+from torchere.archiver.models.quantize.methods import quantise
+from torchere.archiver.signature import Signature, TensorSpec
+
+needs_torchao = pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None, reason="torchao is not installed (extra quantize)"
+)
+
+
+@pytest.fixture
+def model() -> LoadedModel:
+    torch.manual_seed(0)
+    network = nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 4),
+    ).eval()
+    signature = Signature((TensorSpec("x", "FP32", (-1, 3, 8, 8)),), (TensorSpec("y", "FP32", (-1, 4)),))
+    return LoadedModel(network, (torch.rand(2, 3, 8, 8),), signature, "eager", Path("net.py"))
+
+
+@needs_torchao
+@pytest.mark.parametrize("method", ["int8-static", "int8-dynamic"])
+def test_the_quantised_program_agrees_and_can_be_exported_for_any_batch(
+    model: LoadedModel, method: str
+) -> None:
+    samples = [(torch.rand(2, 3, 8, 8),) for _ in range(4)]
+
+    made = quantise(model, method, samples, target="export")
+
+    assert made.engine is None
+    program = torch.export.export(made.module, samples[0], dynamic_shapes=({0: torch.export.Dim.AUTO},))
+    many = torch.rand(5, 3, 8, 8)
+    with torch.no_grad():
+        drift = difference([((model.module(many),), (program.module()(many),))]).drift
+    assert 0 < drift < 0.1
+
+
+@needs_torchao
+@pytest.mark.parametrize("method", ["int8-static", "int8-dynamic"])
+def test_of_an_encoder_the_program_holds_int8_weights_and_no_fp32_ones(method: str) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    network = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    spec = (TensorSpec("x", "FP32", (-1, 5, 16)),)
+    encoder = LoadedModel(network, (torch.randn(2, 5, 16),), Signature(spec, spec), "eager", Path("net.py"))
+
+    made = quantise(encoder, method, [encoder.example], target="export")
+
+    program = torch.export.export(made.module, encoder.example)
+    held = [*program.state_dict.values(), *program.constants.values()]
+    weights = [one for one in held if isinstance(one, torch.Tensor) and one.dim() > 1]
+    assert len(weights) == 2 * 4
+    assert {one.dtype for one in weights} == {torch.int8}
+    with torch.no_grad():
+        pair = ((network(*encoder.example),), (program.module()(*encoder.example),))
+    assert difference([pair]).drift < 0.1
+
+
+@needs_torchao
+def test_a_process_without_torchao_loads_the_exported_program(model: LoadedModel, tmp_path: Path) -> None:
+    made = quantise(model, "int8-static", [(torch.rand(2, 3, 8, 8),)], target="export")
+    program = torch.export.export(made.module, (torch.rand(2, 3, 8, 8),))
+    torch.export.save(program, tmp_path / "model.pt2")
+    script = (
+        "import sys, torch\n"
+        "from torchere.handlers.aot import load_package\n"
+        f"model = load_package({str(tmp_path / 'model.pt2')!r}, {str(tmp_path)!r}, 'cpu')\n"
+        "print(tuple(model(torch.rand(2, 3, 8, 8)).shape), 'torchao' in sys.modules)"
+    )
+
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+
+    assert done.stdout.strip() == "(2, 4) False", done.stderr[-2000:]
+
+
+def test_without_torchao_the_refusal_names_the_extra(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.quantization.pt2e.quantize_pt2e", None)
+
+    with pytest.raises(ModelRefused, match=r"torchere\[quantize\]"):
+        quantise(model, "int8-static", [(torch.rand(2, 3, 8, 8),)], target="aoti")
+
+
+def test_without_samples_static_int8_is_refused(model: LoadedModel) -> None:
+    with pytest.raises(ModelRefused, match=r"needs samples .* --samples"):
+        quantise(model, "int8-static", [], target="export")

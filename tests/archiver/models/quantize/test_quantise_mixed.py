@@ -1,0 +1,123 @@
+"""Which layers stay in fp32 when int8 drifts too far: the decision, the search, and models that need it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from torchere.archiver.models.inputs.run import LoadedModel
+from torchere.archiver.models.load.engines import supported
+from torchere.archiver.models.measure.difference import difference
+from torchere.archiver.models.quantize import candidates as quantise_candidates
+from torchere.archiver.models.quantize.candidates import Sensitive, search, sensitivities, to_give_back
+from torchere.archiver.models.quantize.methods import Quantised, quantise
+from torchere.archiver.signature import Signature, TensorSpec
+
+needs_engine = pytest.mark.skipif(not supported(), reason="this build of torch has no int8 engine")
+LAYERS = [Sensitive("worst", 0.4, 10), Sensitive("large", 0.3, 1000), Sensitive("mild", 0.1, 10)]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "most", "kept"),
+    [
+        (0.45, 2000, {"worst"}),
+        (0.2, 2000, {"worst", "large"}),
+        (0.01, 2000, {"worst", "large", "mild"}),
+        (0.01, 100, {"worst", "mild"}),  # the large one would cost too much of the size
+        (0.6, 2000, set()),
+    ],
+)
+def test_as_many_go_back_as_their_squares_foretell_and_the_size_allows(
+    wanted: float, most: float, kept: set[str]
+) -> None:
+    assert to_give_back(LAYERS, 0.51, wanted, most) == kept
+
+
+def test_the_search_ends_when_the_drift_is_reached() -> None:
+    tried: list[frozenset[str]] = []
+
+    def drift_with(kept: frozenset[str]) -> float:
+        tried.append(kept)
+        return 0.5 - 0.2 * len(kept)
+
+    kept = search(LAYERS, 2000, 0.51, 0.3, drift_with)
+
+    assert kept in ({"worst"}, {"worst", "large"})
+    assert kept == tried[-1]
+    assert len(tried) <= 3
+
+
+def test_the_search_keeps_what_drifts_least_when_the_drift_can_not_be_reached() -> None:
+    assert search(LAYERS, 2000, 0.51, 0.3, lambda _kept: 0.9) == frozenset()
+    assert search(LAYERS, 2000, 0.51, 0.3, lambda kept: 0.5 - 0.01 * len(kept)) != frozenset()
+
+
+def test_a_search_never_gives_back_all_there_is() -> None:
+    def drift_with(kept: frozenset[str]) -> float:
+        raise AssertionError(f"{kept} was converted")
+
+    assert search(LAYERS[:1], 2000, 0.51, 0.3, drift_with) == frozenset()
+    assert search([], 2000, 0.51, 0.3, drift_with) == frozenset()
+
+
+class Uneven(nn.Module):
+    """Its first layer gets one value a thousand times the others, which 8 bits then can't tell apart."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.clip, self.second = first, nn.ReLU6(), second
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.second(self.clip(self.first(x)))
+        return found.flatten(1)
+
+
+def uneven(convolutional: bool) -> tuple[LoadedModel, list[tuple[torch.Tensor, ...]]]:
+    torch.manual_seed(0)
+    if convolutional:
+        network = Uneven(nn.Conv2d(8, 16, 1), nn.Conv2d(16, 128, 1)).eval()
+        samples = [torch.randn(2, 8, 4, 4) for _ in range(4)]
+    else:
+        network = Uneven(nn.Linear(8, 16), nn.Linear(16, 128)).eval()
+        samples = [torch.randn(2, 8) for _ in range(4)]
+    with torch.no_grad():
+        network.first.weight[:, 0] = 0.0
+    for sample in samples:
+        sample[:, 0] = 1000.0
+    signature = Signature((TensorSpec("x", "FP32", (-1, *samples[0].shape[1:])),), ())
+    model = LoadedModel(network, (samples[0],), signature, "eager", Path("model.py"))
+    return model, [(sample,) for sample in samples]
+
+
+def test_the_layer_that_hurts_comes_first_and_the_model_is_left_as_it_was() -> None:
+    model, samples = uneven(convolutional=False)
+    before = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
+
+    found = sensitivities(model.module, samples, (nn.Linear,))
+
+    assert [one.name for one in found] == ["first", "second"]
+    assert found[0].drift > 10 * found[1].drift
+    assert found[0].weights == 128
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.module.state_dict().items())
+
+
+@needs_engine
+@pytest.mark.parametrize("method", ["int8-dynamic", "int8-static"])
+def test_a_layer_that_int8_ruins_goes_back_to_fp32_and_the_notes_say_so(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantise_candidates, "_BUDGET_S", 0.01)
+    model, samples = uneven(convolutional=method == "int8-static")
+
+    made = quantise(model, method, samples)
+
+    assert drift(model, made, samples) < 0.1
+    assert "in fp32, as they hurt most: first (drift" in made.notes[0]
+
+
+def drift(model: LoadedModel, made: Quantised, samples: list[tuple[torch.Tensor, ...]]) -> float:
+    with torch.inference_mode():
+        return difference(((model.module(*one),), (made.module(*one),)) for one in samples).drift

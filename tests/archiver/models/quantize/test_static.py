@@ -1,0 +1,156 @@
+"""Static int8 of models that are not numbers of fp32 throughout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.inputs.run import LoadedModel
+from torchere.archiver.models.load.engines import supported
+from torchere.archiver.models.measure.difference import difference
+from torchere.archiver.models.quantize import candidates as quantise_candidates
+from torchere.archiver.models.quantize import methods as module_under_test
+from torchere.archiver.models.quantize.methods import quantise, shared_scale
+from torchere.archiver.signature import Signature, TensorSpec
+
+needs_engine = pytest.mark.skipif(not supported(), reason="this build of torch has no int8 engine")
+
+
+class Masked(nn.Module):
+    """Tokens, and a mask of whole numbers that is brought into the shape of their embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(100, 16)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        kept = mask.unsqueeze(-1).to(torch.float32)
+        scores: torch.Tensor = self.head((self.embedding(tokens) * kept).sum(1))
+        return scores
+
+
+class Sloped(nn.Module):
+    """A slope between layers that become int8, as networks for faces have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wide = nn.Conv2d(3, 8, 3)
+        self.slopes = nn.PReLU(8)
+        self.head = nn.Conv2d(8, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.head(self.slopes(self.wide(x))).mean((2, 3))
+        return scores
+
+
+class Blurred(nn.Module):
+    """A filter that is no parameter, called as a function: a pooling that blurs."""
+
+    filter: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wide = nn.Conv2d(3, 8, 3)
+        self.register_buffer("filter", torch.full((8, 1, 2, 2), 0.25))
+        self.head = nn.Conv2d(8, 4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        blurred = nn.functional.conv2d(self.wide(x), self.filter, stride=2, groups=8)
+        scores: torch.Tensor = self.head(blurred).mean((2, 3))
+        return scores
+
+
+def model_of(module: nn.Module, *example: torch.Tensor) -> LoadedModel:
+    inputs = tuple(
+        TensorSpec(f"in{index}", "FP32", (-1, *one.shape[1:])) for index, one in enumerate(example)
+    )
+    signature = Signature(inputs, (TensorSpec("out", "FP32", (-1, 4)),))
+    return LoadedModel(module.eval(), example, signature, "eager", Path("model.py"))
+
+
+@pytest.fixture(autouse=True)
+def short_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which engine is fastest matters to no test here."""
+    monkeypatch.setattr(quantise_candidates, "_BUDGET_S", 0.01)
+
+
+@pytest.fixture
+def masked() -> LoadedModel:
+    return model_of(Masked(), torch.randint(1, 100, (3, 5)), torch.ones(3, 5, dtype=torch.int64))
+
+
+@needs_engine
+@pytest.mark.parametrize("type_of_mask", [torch.int64, torch.bool])
+def test_masks_of_whole_numbers_stay_what_they_are(masked: LoadedModel, type_of_mask: torch.dtype) -> None:
+    tokens, mask = masked.example
+    masked = model_of(masked.module, tokens, mask.to(type_of_mask))
+
+    made = quantise(masked, "int8-static", [masked.example])
+
+    assert made.method == "int8-static"
+    cut = torch.tensor([[1, 1, 0, 0, 0]] * 3).to(type_of_mask)
+    wanted, found = (one(tokens, cut) for one in (masked.module, made.module))
+    assert (found - wanted).norm() < 0.1 * wanted.norm()
+
+
+@needs_engine
+def test_int8_goes_on_with_the_other_method_when_one_fails_and_says_so(
+    masked: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_arguments: object) -> None:
+        raise RuntimeError("no such operator")
+
+    monkeypatch.setattr(quantise_candidates, "calibrate", fail)
+
+    made = quantise(masked, "int8", [masked.example])
+
+    assert made.method == "int8-dynamic"
+    assert made.notes[0] == "not taken: int8-static failed: RuntimeError: no such operator"
+
+
+@pytest.mark.parametrize("method", ["int8", "int8-static", "int8-dynamic", "bf16"])
+@pytest.mark.parametrize(("kind", "name"), [(torch.bfloat16, "BF16"), (torch.float64, "FP64")])
+def test_a_model_of_other_numbers_than_fp32_is_refused_with_what_to_do(
+    method: str, kind: torch.dtype, name: str
+) -> None:
+    model = model_of(nn.Linear(8, 4).to(kind), torch.rand(2, 8, dtype=kind))
+    with pytest.raises(ModelRefused, match=rf"{method} starts from weights of FP32, .* are {name}; .*float"):
+        quantise(model, method, [model.example])
+
+
+def test_a_model_that_casts_to_float32_itself_is_refused_in_bfloat16(
+    masked: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real: Callable[..., Any] = module_under_test.bf16
+    monkeypatch.setattr(module_under_test, "bf16", lambda module: real(module, has_bf16=True))
+    with pytest.raises(ModelRefused, match=r"in bfloat16 \(take casts to float32 out of its code\) failed"):
+        quantise(masked, "bf16", [])
+
+
+@needs_engine
+@pytest.mark.parametrize("layers", [Sloped, Blurred])
+def test_what_torch_has_no_int8_for_stays_in_fp32_between_layers_that_become_int8(
+    layers: type[nn.Module],
+) -> None:
+    torch.manual_seed(1)
+    samples = [(torch.randn(4, 3, 10, 10),) for _ in range(4)]
+    model = model_of(layers(), *samples[0])
+    made = quantise(model, "int8-static", samples)
+    with torch.inference_mode():
+        found = difference([((model.module(*one),), (made.module(*one),)) for one in samples])
+    assert 0 < found.drift < 0.1  # it is int8, and the same model
+
+
+def test_of_tokens_no_shared_scale_is_told(masked: LoadedModel) -> None:
+    assert not shared_scale(masked, "int8-dynamic")
+    assert shared_scale(model_of(nn.Linear(8, 4), torch.rand(2, 8)), "int8-dynamic")

@@ -1,0 +1,183 @@
+"""The packed model against the original: what is measured, what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.measure.cost import batch_of
+from torchere.archiver.models.measure.difference import Difference
+from torchere.archiver.models.quantize.traced import traced
+from torchere.archiver.models.verify.compare import DriftRefused, refuse_drift, verify
+from torchere.archiver.models.verify.report import Machine, Report, Side
+from torchere.serving.commands.compare_picture import picture
+
+Run = Callable[..., torch.Tensor]
+SAMPLES = [(torch.randn(2, 8),), (torch.randn(3, 8),)]
+
+
+@pytest.fixture
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+
+
+@pytest.fixture
+def report() -> Report:
+    """One that is accepted, with everything in it."""
+    return Report(
+        Side("fp32.mar", 4_000_000, 9_000_000, {1: 4.0, 8: 24.0}),
+        Side("int8.mar", 1_000_000, None, {1: 2.0, 8: 8.0}),
+        Difference(5, 0.5, 0.01, 0.05, 0.999, 0.8),
+        0.3,
+        2,
+        Machine("a processor", "AVX2", False, "2.13.0"),
+        engine="onednn",
+        notes=("engines: onednn 2 ms",),
+    )
+
+
+def test_a_model_that_answers_as_the_original_is_accepted(network: nn.Module) -> None:
+    report = verify(network, traced(network, SAMPLES[0]), SAMPLES, max_drift=1e-3)
+
+    assert report.accepted
+    assert report.difference.rows == 5
+    assert report.samples == 2
+    assert set(report.packed.latency_ms) == {1, 8}
+    assert all(latency > 0 for latency in report.original.latency_ms.values())
+    refuse_drift(report)
+
+
+def test_a_model_that_drifts_is_refused_in_one_line_that_says_by_how_much(network: nn.Module) -> None:
+    def wrong(x: torch.Tensor) -> torch.Tensor:
+        answer: torch.Tensor = network(x)
+        return answer * 1.5
+
+    report = verify(network, wrong, SAMPLES, max_drift=0.3)
+
+    assert not report.accepted
+    assert "REFUSED" in report.table()
+    with pytest.raises(
+        DriftRefused, match=r"drift 0\.5, expected at most 0\.3.*--max-drift.*--accept-drift"
+    ) as refusal:
+        refuse_drift(report)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_model_without_batches_is_timed_on_the_sample_as_it_is() -> None:
+    report = verify(torch.relu, torch.relu, [(torch.randn(3),)], max_drift=0.0, batched=False)
+
+    assert set(report.packed.latency_ms) == {1}
+
+
+def test_verifying_without_samples_is_refused() -> None:
+    with pytest.raises(ModelRefused, match="there are no samples"):
+        verify(torch.relu, torch.relu, [], max_drift=0.0)
+
+
+def test_a_model_that_changes_its_input_does_not_spoil_the_comparison() -> None:
+    samples = [(torch.tensor([[-1.0, 2.0]]),)]
+
+    report = verify(torch.relu_, torch.relu, samples, max_drift=0.0)
+
+    assert report.accepted
+    assert samples[0][0].tolist() == [[-1.0, 2.0]]
+
+
+def test_torch_uses_as_many_threads_afterwards_as_before(network: nn.Module) -> None:
+    before = torch.get_num_threads()
+
+    verify(network, network, SAMPLES, max_drift=0.0)
+
+    assert torch.get_num_threads() == before
+
+
+def test_size_and_memory_are_measured_on_the_files(network: nn.Module, tmp_path: Path) -> None:
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 1_000_000, bias=False)  # 32 MB
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows: torch.Tensor = self.layer(x)
+            return rows[:, :4]
+
+    files = (tmp_path / "small.pt", tmp_path / "large.pt")
+    models = (traced(network, SAMPLES[0]), traced(Large().eval(), SAMPLES[0]))
+    for model, file in zip(models, files, strict=True):
+        model.save(str(file))
+
+    report = verify(*models, SAMPLES, max_drift=1.0, files=files)
+
+    assert report.packed.size_bytes == files[1].stat().st_size
+    assert report.original.memory_bytes is not None
+    assert report.packed.memory_bytes is not None
+    assert report.packed.memory_bytes > report.original.memory_bytes + 25e6
+
+
+def test_a_file_that_does_not_load_has_no_memory_figure(network: nn.Module, tmp_path: Path) -> None:
+    file = tmp_path / "broken.pt"
+    file.write_bytes(b"no model")
+
+    report = verify(network, network, SAMPLES, max_drift=0.0, files=(None, file))
+
+    assert (report.packed.size_bytes, report.packed.memory_bytes) == (8, None)
+
+
+def test_the_json_says_all_and_holds_no_infinity(report: Report) -> None:
+    found = json.loads(report.to_json())
+
+    assert found["accepted"] is True
+    assert (found["engine"], found["notes"]) == ("onednn", ["engines: onednn 2 ms"])
+    assert found["packed"] == {
+        "name": "int8.mar",
+        "size_bytes": 1_000_000,
+        "memory_bytes": None,
+        "latency_ms": {"1": 2.0, "8": 8.0},
+    }
+    broken = Report(
+        report.original,
+        report.packed,
+        Difference(1, float("inf"), float("nan"), float("inf"), None, None),
+        0.3,
+        1,
+        report.machine,
+    )
+    assert json.loads(broken.to_json())["difference"]["drift"] is None
+    assert json.loads(broken.to_json())["accepted"] is False
+
+
+def test_the_table_shows_ratios_and_leaves_out_what_was_not_measured(report: Report) -> None:
+    lines = report.table().splitlines()
+
+    assert lines[1].split() == ["file", "4.00", "MB", "1.00", "MB", "4.00", "x", "smaller"]
+    assert lines[2].split() == ["memory", "9.00", "MB", "-"]
+    assert "4.00 x larger" in replace(report, original=report.packed, packed=report.original).table()
+    assert lines[4].split() == ["batch", "of", "8", "24", "ms", "8", "ms", "3.00", "x", "faster"]
+    assert lines[-1] == "drift 0.05, at most 0.3 wanted: accepted"
+
+
+def test_the_picture_has_a_bar_for_each_figure_of_both_and_escapes_names(report: Report) -> None:
+    text = picture(report)
+
+    assert text.count("<rect") == 1 + 2 + 2 * 3  # the ground, the legend; file and two batches
+    assert "fp32.mar" in text
+    assert "4.0 MB" in text
+    named = Report(Side("<a&b>", 1, 1, {}), report.packed, report.difference, 0.3, 1, report.machine)
+    assert "&lt;a&amp;b&gt;" in picture(named)
+
+
+@pytest.mark.parametrize(("size", "expected"), [(1, [0]), (3, [0, 1, 2]), (5, [0, 1, 2, 0, 1])])
+def test_a_batch_is_made_of_the_samples_rows_and_repeats_them(size: int, expected: list[int]) -> None:
+    samples = [(torch.tensor([[0], [1]]),), (torch.tensor([[2]]),), (torch.tensor([[9, 9]]),)]
+
+    (rows,) = batch_of(samples, size)
+
+    assert rows[:, 0].tolist() == expected
