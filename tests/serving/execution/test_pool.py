@@ -564,7 +564,7 @@ def test_a_batch_sent_to_a_worker_that_had_stopped_before_is_given_back(
     async def main() -> None:
         async with pool_of(make_spec(), heartbeat=HeartbeatSettings(0.1, 100.0, 0.5)) as pool:
             os.kill(pool.statuses()[0].pid, signal.SIGSTOP)
-            while not pool._workers[0]._heartbeat.owes_answer:
+            while pool._workers[0]._heartbeat._unanswered_ticks is None:
                 await asyncio.sleep(0)
             inside = make_sink()
             inside.submit(pool, [make_request("hi")])
