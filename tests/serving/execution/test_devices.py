@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pools import pool_in_service
 
 from torchere.serving.execution import devices
 from torchere.serving.execution.devices import available_cores, gpu_count, intra_op_threads, new_places
 from torchere.serving.execution.executor import ExecutorState, ExecutorStatus
-from torchere.serving.execution.launch import ForkLauncher, worker_environment
-from torchere.serving.execution.pool import WorkerPool
 
 
 @pytest.mark.parametrize(
@@ -84,22 +83,10 @@ def test_a_version_that_is_scaled_up_takes_the_gpu_that_it_does_not_use_yet(
 ) -> None:
     async def main() -> None:
         ids = itertools.count(9000, 2)  # with the executors of another version between
-        launcher = ForkLauncher(worker_environment())
-        pool = WorkerPool(
-            make_spec(gpu_ids=(0, 1), shares_weights=shares_weights),
-            response_timeout_s=30,
-            startup_timeout_s=30,
-            max_retry_timeout_s=30,
-            next_id=ids.__next__,
-            on_free=lambda: None,
-            on_loaded=lambda executor_id, load_s: None,
-            launcher=launcher,
-        )
-        for count in (1, 2):
-            await pool.resize(count)
+        spec = make_spec(gpu_ids=(0, 1), shares_weights=shares_weights)
+        async with pool_in_service(spec, next_id=ids.__next__) as pool:
+            await pool.resize(2)
             await pool.warm_up()
-        assert [status.gpu_id for status in pool.statuses()] == [0, 1]
-        await pool.close()
-        await launcher.close()
+            assert [status.gpu_id for status in pool.statuses()] == [0, 1]
 
     asyncio.run(main())
