@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from harness import catalogue, pairs, rounds
-from harness.arguments import Listed
+from harness.arguments import Listed, whole_seconds
 from harness.errors import Failed
 from harness.machine import Machine, facts
 from harness.models import Workshop
@@ -251,7 +251,9 @@ def _arguments() -> argparse.ArgumentParser:
         help='default: all; "" for none',
     )
     parser.add_argument("--pairs", type=int, default=9, help="default: %(default)s")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each load phase; default: %(default)s")
+    parser.add_argument(
+        "--seconds", type=whole_seconds, default=2.0, help="of each load phase; default: %(default)s"
+    )
     parser.add_argument(
         "--inline", action="store_true", help="judge by the goals without shared memory for large bodies"
     )

@@ -17,19 +17,19 @@ import json
 import pstats
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import uvloop
 
 from torchere.archiver.signature import Signature, TensorSpec
+from torchere.serving.batching.request import Request
 from torchere.serving.config.server_settings import ServerSettings
 from torchere.serving.frontend.model_facts import ModelFacts
 from torchere.serving.frontend.rest.app import listener_of
 from torchere.serving.frontend.rest.connection import Connection
 from torchere.serving.frontend.services import Services
 from torchere.serving.telemetry.metrics import Metrics
-from torchere.serving.telemetry.statistics import VersionStatistics
+from torchere.serving.telemetry.numbers import VersionNumbers
 from torchere.serving.types import InferResponse, ModelKey
 
 FLOATS = json.dumps([0.123456789] * 64).encode()
@@ -42,33 +42,17 @@ HEAD = (
 REQUESTS_A_ROUND = {"tensor of 600 KB": 100}
 
 
-class Admitted:
-    """An admitted prediction, which is answered when it is told to hurry."""
-
-    __slots__ = ("reply",)
-
-    def __init__(self, reply: Callable[[Any], None]) -> None:
-        self.reply = reply
-
-    def hurry(self) -> None:
-        """Answer."""
-        self.reply(ANSWER)
-
-    def withdraw(self) -> None:
-        """Nothing is left to withdraw."""
-
-
 class Plane:
-    """A data plane with one model."""
+    """A data plane with one model, whose numbers it leaves out."""
 
     signature = Signature((TensorSpec("x", "FP32", (-1,)),), (TensorSpec("y", "FP32", (-1,)),))
     known = ModelFacts(
-        ModelKey("echo", "1.0"), ("1.0",), "echo.py", {}, signature, 1, True, VersionStatistics()
+        ModelKey("echo", "1.0"), ("1.0",), "echo.py", {}, signature, 1, True, VersionNumbers("echo", "1.0")
     )
 
-    def admit(self, *args: Any, timeline: Any = None) -> Admitted:
-        """Take a prediction in; its reply is the fourth argument."""
-        return Admitted(args[3])
+    def admit(self, request: Request, model: str, version: str | None) -> None:
+        """Answer the request at once, so that no batcher is needed to withdraw it."""
+        request.finish(ANSWER)
 
     def facts(self, model: str, version: str | None) -> ModelFacts:
         """The one model."""

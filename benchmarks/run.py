@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from harness import catalogue, document, plots, results, rounds
-from harness.arguments import Listed
+from harness.arguments import Listed, whole_seconds
 from harness.errors import Unavailable
 from harness.machine import facts
 from harness.models import Workshop
@@ -82,7 +82,9 @@ def _arguments() -> argparse.ArgumentParser:
     peers = sorted(catalogue.PEERS)
     parser.add_argument("--peers", type=Listed(peers), metavar="PEER,...", help=f"of {', '.join(peers)}")
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each load phase; default: %(default)s")
+    parser.add_argument(
+        "--seconds", type=whole_seconds, default=5.0, help="of each load phase; default: %(default)s"
+    )
     parser.add_argument("--write-docs", action="store_true", help="write docs/benchmarks.md from this run")
     parser.add_argument("--plots", action="store_true", help="draw the plots into .bench (needs matplotlib)")
     parser.add_argument("--list", action="store_true", help="show the rows and leave")

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness import servers
+from harness.arguments import whole_seconds
 from harness.errors import Failed
 from harness.load import http_load
 from harness.machine import facts
@@ -212,7 +213,9 @@ because the weights push it out of the caches between two requests.
 
 def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Where the event loop's time goes.")
-    parser.add_argument("--seconds", type=float, default=6.0, help="of each load; default: %(default)g")
+    parser.add_argument(
+        "--seconds", type=whole_seconds, default=6.0, help="of each load; default: %(default)g"
+    )
     parser.add_argument("--write-docs", action="store_true", help="write docs/profile.md")
     return parser
 

@@ -19,3 +19,16 @@ class Listed:
             if name not in self._known:
                 raise argparse.ArgumentTypeError(f"found {name!r}, expected {', '.join(self._known)}")
         return names
+
+
+def whole_seconds(text: str) -> float:
+    """Argparse type: how long a load phase is; raises argparse's error for a fraction, which wrk refuses."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if seconds < 1 or not seconds.is_integer():
+        raise argparse.ArgumentTypeError(
+            f"found {text!r}, expected a whole number of seconds, 1 or more: wrk takes no fractions"
+        )
+    return seconds

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-from torchere.serving.batching.prediction import ServiceTime
 from torchere.serving.batching.quarantine import Quarantine, Verdict
 from torchere.serving.batching.request import Request, alone
+from torchere.serving.batching.service_time import ServiceTime
 from torchere.serving.batching.unread_parts import LEAST_LIMIT_BYTES, UnreadParts
 from torchere.serving.errors import (
     Cancelled,

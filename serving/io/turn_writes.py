@@ -18,7 +18,7 @@ class TurnWrites:
     """Holds frames until the end of the turn. Lives on the event loop.
 
     A batch answers many calls of one gRPC connection in one turn; a system call for each was a fifth of what
-    a call cost. A busy worker is sent several batches in a turn: two system calls for five.
+    a call cost.
     """
 
     __slots__ = ("_held", "_held_bytes", "_is_due", "_loop", "_transport")
@@ -37,13 +37,6 @@ class TurnWrites:
         """Send one or more whole frames."""
         self._held.append(data)
         self._count(len(data))
-
-    def write_promptly(self, data: Buffer) -> None:
-        """Send whole frames: the first of a turn now, as its reader may be idle, the others together."""
-        is_first = not self._is_due
-        self.write(data)
-        if is_first and self._held:
-            self._send()
 
     def write_all(self, buffers: Buffers) -> None:
         """Send what is whole frames together."""

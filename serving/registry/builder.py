@@ -240,7 +240,7 @@ def _switches_engine(archive: StoredArchive) -> bool:
 
 
 def _has_python(archive: StoredArchive) -> bool:
-    """Whether it brings Python, which nothing names, but a file may be called as a handler of ours."""
+    """Whether the archive contains Python files: one may have a built-in handler's name."""
     return next(archive.directory.rglob("*.py"), None) is not None
 
 

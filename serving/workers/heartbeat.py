@@ -81,11 +81,6 @@ class Heartbeat:
         self._timer: asyncio.TimerHandle | None = None
         self.suspect = False
 
-    @property
-    def owes_answer(self) -> bool:
-        """Whether it was asked and has not answered: what was sent since then was not begun."""
-        return self._unanswered_ticks is not None
-
     def start(self) -> None:
         """Begin with a new worker, which has just said that it is ready."""
         self.stop()

@@ -239,11 +239,7 @@ def run_with_raw(run: Run, raw: memoryview) -> Run:
 
 
 def done_with_raw(done: Done, raw: memoryview) -> Done:
-    """A report with the answers that followed its frame.
-
-    Raises:
-        ValueError: one of them belongs to no answer.
-    """
+    """A report with the answers that followed its frame; with no outcome where one belongs to no answer."""
     outcomes, start = list(done.outcomes), 0
     for index, size in done.large:
         outcome = outcomes[index] if index < len(outcomes) else None
@@ -253,7 +249,7 @@ def done_with_raw(done: Done, raw: memoryview) -> Done:
         elif isinstance(outcome, More):
             outcomes[index] = More(msgspec.structs.replace(outcome.part, body=body))
         else:
-            raise ValueError(f"large values belong to answers, and outcome {index} is none")
+            return msgspec.structs.replace(done, outcomes=())
         start += size
     return msgspec.structs.replace(done, outcomes=tuple(outcomes))
 

@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import msgspec
 
@@ -16,23 +15,16 @@ from torchere.serving.errors import DeadlineExceeded, LoadFailed, OutOfResources
 from torchere.serving.io.silence import was_late
 from torchere.serving.logs.levels import follow
 from torchere.serving.logs.worker_lines import new_token, relay_all
+from torchere.serving.workers import messages
 from torchere.serving.workers.executor import LoadSpec
 from torchere.serving.workers.frames import FrameSocket
 from torchere.serving.workers.lanes import LaneSocket, load_of_lane, requests_of
 from torchere.serving.workers.launch import Launched, Launcher, open_lanes
 from torchere.serving.workers.loss import Loss, LossKind
 from torchere.serving.workers.messages import (
-    AddLanes,
     ControlToWorker,
+    DataFromWorker,
     Done,
-    Load,
-    Loaded,
-    LoadError,
-    LogLevel,
-    Ping,
-    Pong,
-    Serving,
-    WarmUp,
     control_from_worker,
     data_from_worker,
     done_with_raw,
@@ -97,7 +89,7 @@ class WorkerProcess:
         self._loop = asyncio.get_running_loop()
         self._launched: Launched | None = None
         self._lanes: list[LaneSocket] = []  # those that serve come first
-        self._leaving_lanes: set[LaneSocket] = set()  # retired, or not loaded
+        self._leaving_lanes: set[LaneSocket] = set()  # retired
         self.serving = 0  # lanes that are loaded and warm
         self._control: FrameSocket | None = None
         self._step_reply: asyncio.Future[None] | None = None  # of the step (load, warm-up) under way
@@ -143,10 +135,12 @@ class WorkerProcess:
         self._control = FrameSocket(launched.control, self._on_control, self._on_end)
         # A child that it forked may keep its sockets open.
         launched.exit_code.add_done_callback(lambda _: self._on_end(""))
-        self._output = asyncio.ensure_future(self._log_output(launched.output))
+        spec = self._spec
+        origin = {"model": spec.model_name, "version": spec.model_version, "executor": self._executor_id}
+        self._output = asyncio.ensure_future(relay_all(launched.output, self._log_token, origin, logger))
 
     async def load(self, gpu_ids: Sequence[int | None], timeout_s: float) -> None:
-        """Load a lane for each of `gpu_ids` (None: on the CPU).
+        """messages.Load a lane for each of `gpu_ids` (None: on the CPU).
 
         Raises:
             LoadFailed: it would not load, in time or at all; the process is gone then.
@@ -155,16 +149,18 @@ class WorkerProcess:
         await self._load(load_of(self._spec, tuple(gpu_ids), self._log_token), timeout_s)
 
     async def add_lanes(self, gpu_ids: Sequence[int | None], timeout_s: float) -> None:
-        """Load further lanes.
+        """messages.Load further lanes.
 
         Raises:
             LoadFailed: they would not load; lanes that serve go on.
             TimeoutError: nor did they fail in time, and are still at it.
         """
-        await self._load(AddLanes(tuple(gpu_ids)), timeout_s, beside=True)
+        await self._load(messages.AddLanes(tuple(gpu_ids)), timeout_s, beside=True)
 
-    async def _load(self, message: Load | AddLanes, timeout_s: float, *, beside: bool = False) -> None:
-        """Load lanes, and give each a data socket."""
+    async def _load(
+        self, message: messages.Load | messages.AddLanes, timeout_s: float, *, beside: bool = False
+    ) -> None:
+        """messages.Load lanes, and give each a data socket."""
         lanes = self._open_lanes(len(message.gpu_ids))
         try:
             await self._step(message, timeout_s, beside=beside)
@@ -193,7 +189,7 @@ class WorkerProcess:
             LoadFailed: as `load`, or beside others as `add_lanes`.
             TimeoutError: as `add_lanes`.
         """
-        await self._step(WarmUp(), timeout_s, beside=beside)
+        await self._step(messages.WarmUp(), timeout_s, beside=beside)
 
     async def _step(self, message: ControlToWorker, timeout_s: float, *, beside: bool = False) -> None:
         if self.lost.done():  # since the step before, with no step waiting
@@ -221,11 +217,11 @@ class WorkerProcess:
 
     def ping(self) -> None:
         """Ask for a sign of life; a single lane gives it between two runs."""
-        self._order(Ping())
+        self._order(messages.Ping())
 
     def set_log_level(self, name: str, level: int) -> None:
         """Change the level of a logger in the process."""
-        self._order(LogLevel(name, level))
+        self._order(messages.LogLevel(name, level))
 
     def retire_lane(self) -> None:
         """End the last lane that serves, after the runs that were sent to it before."""
@@ -238,7 +234,6 @@ class WorkerProcess:
         """Forget a lane that was not loaded."""
         if lane in self._lanes:
             self._lanes.remove(lane)
-        self._leaving_lanes.discard(lane)
         lane.frames.close()
 
     @property
@@ -286,11 +281,17 @@ class WorkerProcess:
         try:
             message = data_from_worker.decode(payload)
             if isinstance(message, Done) and message.large:
-                lane.frames.take(raw_bytes(message), partial(self._on_large_done, lane, message))
+                done = message
+                lane.frames.take(
+                    raw_bytes(done), lambda raw: self._on_message(lane, done_with_raw(done, raw))
+                )
                 return
         except (msgspec.MsgspecError, RecursionError, ValueError) as err:
             lane.frames.fail(f"sent a frame that is not a message: {err}")
             return
+        self._on_message(lane, message)
+
+    def _on_message(self, lane: LaneSocket, message: DataFromWorker) -> None:
         run = self.inside.get(message.run_id)
         if run is None or run.lane is not lane:
             return
@@ -298,18 +299,6 @@ class WorkerProcess:
             self._on_done(message, run, lane)
         elif run.part(message.index, message.part) and run.page is not None:
             run.page.hold(run.place, held=True)
-
-    def _on_large_done(self, lane: LaneSocket, message: Done, raw: memoryview) -> None:
-        """The answers that followed a report are there."""
-        run = self.inside.get(message.run_id)
-        if run is None or run.lane is not lane:
-            return
-        try:
-            whole = done_with_raw(message, raw)
-        except ValueError as err:
-            lane.frames.fail(f"sent a frame that is not a message: {err}")
-            return
-        self._on_done(whole, run, lane)
 
     def _on_done(self, message: Done, run: Run, lane: LaneSocket) -> None:
         del self.inside[message.run_id]
@@ -329,17 +318,17 @@ class WorkerProcess:
             if self._control is not None:
                 self._control.fail(f"sent a frame that is not a message: {err}")
             return
-        if isinstance(message, Pong):
+        if isinstance(message, messages.Pong):
             self._events.pong()
-        elif isinstance(message, Serving):
+        elif isinstance(message, messages.Serving):
             if self.serving < len(self._lanes):
                 self.serving += 1
                 self._events.serving()
         elif self._step_reply is not None and not self._step_reply.done():
-            if isinstance(message, LoadError):
+            if isinstance(message, messages.LoadError):
                 self.needs_own_process = message.needs_own_process
                 self._step_reply.set_exception(self._load_failed(message.detail, message.out_of_memory))
-            elif isinstance(message, Loaded):
+            elif isinstance(message, messages.Loaded):
                 self._step_reply.set_result(None)
 
     def _look_in(self, left_s: float) -> None:
@@ -507,12 +496,3 @@ class WorkerProcess:
             for run in self.inside.values():
                 run.page = None
             self._launched.page.close()
-
-    async def _log_output(self, output: asyncio.StreamReader) -> None:
-        """Log each line that the handler prints or logs, with where it came from."""
-        origin = {
-            "model": self._spec.model_name,
-            "version": self._spec.model_version,
-            "executor": self._executor_id,
-        }
-        await relay_all(output, self._log_token, origin, logger)

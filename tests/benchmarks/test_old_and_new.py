@@ -95,3 +95,14 @@ def test_the_list_needs_no_trees(capsys):
 def test_an_unknown_row_is_refused():
     with pytest.raises(SystemExit):
         old_and_new.main(["--rows", "tiny"])
+
+
+@pytest.mark.parametrize("seconds", ["1.5", "0", "inf", "nan", "2s"])
+def test_phases_that_wrk_would_refuse_are_refused(seconds: str, capsys):
+    with pytest.raises(SystemExit):
+        old_and_new.main(["--seconds", seconds, "--list"])
+    assert f"found {seconds!r}, expected a whole number of seconds" in capsys.readouterr().err
+
+
+def test_phases_of_whole_seconds_are_taken():
+    assert old_and_new.main(["--seconds", "3", "--list", "--rows", "kill"]) == 0

@@ -85,7 +85,7 @@ class Call:
 
     @property
     def prediction(self) -> Request | None:
-        """The prediction that it is, or made; None: it is none, or there may be many."""
+        """The call's prediction; None before it is made, or if the call may make several."""
         return None
 
     @property

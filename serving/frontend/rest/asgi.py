@@ -203,7 +203,7 @@ class AppExchange(Exchange):
         return None if self._call is None else self._call.request
 
     def let_go(self) -> None:
-        """The answer is out: drop what comes of the body, and tell an app that still listens."""
+        """Drop the rest of the body after the answer, and wake an app that still receives."""
         self._body, self._call = bytearray(), None
         if not self._is_whole:
             self.connection.release()

@@ -67,7 +67,7 @@ class Connection(asyncio.BufferedProtocol):
         self._room: memoryview | None = None  # where the next bytes of the present body are to be
         self._ahead: bytearray | None = None  # bytes that wait for the present answer
         self._is_held = False  # nothing is read
-        self._drained: asyncio.Future[None] | None = None  # set when the client has taken what was written
+        self._drained: asyncio.Future[None] | None = None  # set when the write buffer has room again
         self._times_full = 0  # that the socket's buffer was
         self._timer: asyncio.TimerHandle | None = None  # for the end of a head, or of a body that was refused
         self._idle: Silence | None = None  # since the last answer
@@ -317,7 +317,7 @@ class Connection(asyncio.BufferedProtocol):
             self.transport.write(head + body)
 
     async def drain(self) -> None:
-        """Wait until the client has taken what was written, or is gone."""
+        """Wait until the write buffer has room, or the connection closes."""
         while self.write_paused and not self.transport.is_closing():
             if self._drained is None:
                 self._drained = self._loop.create_future()

@@ -62,7 +62,7 @@ class Exchange(ABC):
 
     @property
     def prediction(self) -> Request | None:
-        """The prediction that it is, or that the app made of it; None: it is none, or not yet."""
+        """The request's prediction, made here or by the app; None if there is none yet."""
         return None
 
     @property

@@ -114,29 +114,6 @@ def test_little_behind_much_waits_for_the_end_of_the_turn():
     assert after_a_turn(act) == ([(much,)], [(much,), b"ab"])
 
 
-def test_promptly_is_now_for_the_first_of_a_turn_and_together_for_the_others():
-    def act(writes):
-        for data in (b"a", b"b", b"c"):
-            writes.write_promptly(data)
-
-    assert after_a_turn(act) == ([b"a"], [b"a", b"bc"])
-
-
-def test_promptly_keeps_the_order_behind_what_is_held():
-    def act(writes):
-        writes.write(b"a")
-        writes.write_promptly(b"b")
-        writes.write_promptly(bytes(AT_ONCE_BYTES))
-
-    everything = (b"a", b"b", bytes(AT_ONCE_BYTES))
-    assert after_a_turn(act) == ([everything], [everything])
-
-
-def test_promptly_sends_much_once():
-    much = bytes(AT_ONCE_BYTES + 1)
-    assert after_a_turn(lambda writes: writes.write_promptly(much)) == ([(much,)], [(much,)])
-
-
 def test_a_close_sends_what_is_held_and_nothing_later():
     def act(writes):
         writes.write(b"a")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pools import pool_in_service
 
 from torchere.serving.types import InferRequest, InferResponse, Parameter
 from torchere.serving.workers.executor import BatchReport, LoadSpec
@@ -112,10 +113,10 @@ ONE_IS_WARM = """
 
 @pytest.fixture
 def check_first_warm(make_spec: Callable[..., LoadSpec], tmp_path: Path) -> Any:
-    """Sees to it that a pool of either kind tells of its first new executor before the others are warm."""
+    """Sees to it that a pool tells of its first new executor before the others are warm."""
 
-    async def check(pool_of: Any) -> None:
-        async with pool_of(make_spec(ONE_IS_WARM)) as pool:
+    async def check() -> None:
+        async with pool_in_service(make_spec(ONE_IS_WARM)) as pool:
             (tmp_path / "first").unlink()
             await pool.resize(3)
             pool.freed.clear()

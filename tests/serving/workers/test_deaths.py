@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from pools import new_pool, until
 
 from torchere.serving.errors import ExecutorDied
 from torchere.serving.types import InferRequest, InferResponse, Parameter
@@ -85,19 +86,7 @@ class Pools:
         self._numbers = itertools.count(1)
         self.launcher = ForkLauncher(worker_environment())
         spec = make_spec(QUICK, shares_weights=shares_weights, batch_size=2)
-        self.pools = [self._pool(spec) for _ in range(WORKERS)]
-
-    def _pool(self, spec: Any) -> WorkerPool:
-        return WorkerPool(
-            spec,
-            response_timeout_s=30.0,
-            startup_timeout_s=60.0,
-            max_retry_timeout_s=1e9,
-            next_id=itertools.count(9000).__next__,
-            on_free=lambda: None,
-            on_loaded=lambda executor_id, load_s: None,
-            launcher=self.launcher,
-        )
+        self.pools = [new_pool(spec, self.launcher, max_retry_timeout_s=1e9) for _ in range(WORKERS)]
 
     async def start(self) -> None:
         async def up(pool: WorkerPool) -> None:
@@ -114,12 +103,7 @@ class Pools:
 
     async def settle(self) -> None:
         """Wait until each run has ended and each worker serves."""
-
-        async def settled() -> None:
-            while self.ledger.open or not all(pool.in_service for pool in self.pools):
-                await asyncio.sleep(0.01)
-
-        await asyncio.wait_for(settled(), 30)
+        await until(lambda: not self.ledger.open and all(pool.in_service for pool in self.pools), 30)
 
     async def close(self) -> None:
         await asyncio.gather(*(pool.close() for pool in self.pools))

@@ -6,15 +6,15 @@ import asyncio
 import itertools
 import os
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 import pytest
+from pools import pool_in_service
 
 from torchere.serving.workers import devices
-from torchere.serving.workers.devices import gpu_count, intra_op_threads, new_places
+from torchere.serving.workers.devices import available_cores, gpu_count, intra_op_threads, new_places
 from torchere.serving.workers.executor import ExecutorState, ExecutorStatus
-from torchere.serving.workers.launch import ForkLauncher, worker_environment
-from torchere.serving.workers.pool import WorkerPool
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,19 @@ from torchere.serving.workers.pool import WorkerPool
 )
 def test_all_executors_together_fit_the_cores(cores: int, executors: int, expected: int) -> None:
     assert intra_op_threads(cores, executors) == expected
+
+
+def test_the_quota_of_the_cgroup_counts(tmp_path: Path) -> None:
+    cpu_max = tmp_path / "cpu.max"
+    cpu_max.write_text("50000 100000\n")
+    assert available_cores(cpu_max) == 1
+
+
+@pytest.mark.parametrize("text", ["max 100000\n", "nonsense", ""])
+def test_without_a_quota_the_affinity_counts(tmp_path: Path, text: str) -> None:
+    cpu_max = tmp_path / "cpu.max"
+    cpu_max.write_text(text)
+    assert available_cores(cpu_max) == available_cores(tmp_path / "absent")
 
 
 @pytest.mark.parametrize(("most", "expected"), [(None, 4), (2, 2), (9, 4), (0, 0)])
@@ -70,22 +83,10 @@ def test_a_version_that_is_scaled_up_takes_the_gpu_that_it_does_not_use_yet(
 ) -> None:
     async def main() -> None:
         ids = itertools.count(9000, 2)  # with the executors of another version between
-        launcher = ForkLauncher(worker_environment())
-        pool = WorkerPool(
-            make_spec(gpu_ids=(0, 1), shares_weights=shares_weights),
-            response_timeout_s=30,
-            startup_timeout_s=30,
-            max_retry_timeout_s=30,
-            next_id=ids.__next__,
-            on_free=lambda: None,
-            on_loaded=lambda executor_id, load_s: None,
-            launcher=launcher,
-        )
-        for count in (1, 2):
-            await pool.resize(count)
+        spec = make_spec(gpu_ids=(0, 1), shares_weights=shares_weights)
+        async with pool_in_service(spec, next_id=ids.__next__) as pool:
+            await pool.resize(2)
             await pool.warm_up()
-        assert [status.gpu_id for status in pool.statuses()] == [0, 1]
-        await pool.close()
-        await launcher.close()
+            assert [status.gpu_id for status in pool.statuses()] == [0, 1]
 
     asyncio.run(main())

@@ -1,15 +1,12 @@
 """Executors whose client has much to take: they wait with the next part, and their time does not run."""
 
 import asyncio
-import itertools
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from pools import pool_in_service
 
 from torchere.serving.errors import ExecutorDied
-from torchere.serving.workers.launch import ForkLauncher, worker_environment
-from torchere.serving.workers.pool import WorkerPool
 from torchere.serving.workers.run import Run
 
 PARTS = 8
@@ -58,28 +55,6 @@ class Held:
         self.sink.run_returned(run)
 
 
-@asynccontextmanager
-async def pool_of(spec):
-    launcher = ForkLauncher(worker_environment())
-    pool = WorkerPool(
-        spec,
-        response_timeout_s=RESPONSE_TIMEOUT_S,
-        startup_timeout_s=60.0,
-        max_retry_timeout_s=60.0,
-        next_id=itertools.count(9000).__next__,
-        on_free=lambda: None,
-        on_loaded=lambda executor_id, load_s: None,
-        launcher=launcher,
-    )
-    try:
-        await pool.resize(1)
-        await pool.warm_up()
-        yield pool
-    finally:
-        await pool.close()
-        await launcher.close()
-
-
 @pytest.fixture
 def held_run(make_spec, make_sink, make_request):
     """`held_run(kind, test)`: runs `test(pool, held, folder)` with a batch whose first part has come."""
@@ -87,7 +62,7 @@ def held_run(make_spec, make_sink, make_request):
     def runner(kind, test):
         async def main():
             spec = make_spec(STREAMING, shares_weights=kind == "thread")
-            async with pool_of(spec) as pool:
+            async with pool_in_service(spec, response_timeout_s=RESPONSE_TIMEOUT_S) as pool:
                 held = Held(make_sink())
                 pool.submit(Run([make_request("x")], held))
                 await asyncio.wait_for(held.first.wait(), 30)

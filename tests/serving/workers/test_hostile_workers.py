@@ -1,7 +1,6 @@
 """Handlers that attack their worker: each run ends once, the worker comes back, and the loop goes on."""
 
 import asyncio
-import itertools
 import logging
 import os
 import signal
@@ -13,13 +12,13 @@ from typing import Any
 
 import psutil
 import pytest
+from pools import pool_in_service, until
 
 from torchere.serving.errors import DeadlineExceeded, ExecutorDied, HandlerFailed, ServingError
 from torchere.serving.types import InferRequest, InferResponse, Parameter
 from torchere.serving.workers import loss as restart
 from torchere.serving.workers.executor import LoadSpec
 from torchere.serving.workers.heartbeat import HeartbeatSettings
-from torchere.serving.workers.launch import ForkLauncher, worker_environment
 from torchere.serving.workers.pool import WorkerPool
 from torchere.serving.workers.run import Run
 
@@ -148,7 +147,7 @@ class Rig:
     async def answers_again(self) -> None:
         """Wait until the worker is in service, and have it answer."""
         for _ in range(5):
-            await until(lambda: self.pool.free)
+            await until(lambda: self.pool.free, 40)
             outcome = await self.run("pass")
             if isinstance(outcome, InferResponse):
                 assert outcome.body == b"done"
@@ -156,36 +155,16 @@ class Rig:
         raise AssertionError(f"the worker does not come back: {outcome}")
 
 
-async def until(condition: Any, limit_s: float = 40) -> None:
-    async def wait() -> None:
-        while not condition():
-            await asyncio.sleep(0.005)
-
-    await asyncio.wait_for(wait(), limit_s)
-
-
 @asynccontextmanager
 async def rig_of(spec: LoadSpec, count: int = 1, **changes: Any) -> AsyncIterator[Rig]:
     """A pool in service; its end checks the ledger, the loop and the memory of this process."""
     settings: dict[str, Any] = {
         "response_timeout_s": 1.5,
-        "startup_timeout_s": 60.0,
         "max_retry_timeout_s": 1000.0,
         "heartbeat": HeartbeatSettings(1.0, 2.0, 4.0),
     }
-    launcher = ForkLauncher(worker_environment())
-    pool = WorkerPool(
-        spec,
-        **{**settings, **changes},
-        next_id=itertools.count(9000).__next__,
-        on_free=lambda: None,
-        on_loaded=lambda executor_id, load_s: None,
-        launcher=launcher,
-    )
-    rig = Rig(pool)
-    try:
-        await pool.resize(count)
-        await pool.warm_up()
+    async with pool_in_service(spec, count, **{**settings, **changes}) as pool:
+        rig = Rig(pool)
         before = psutil.Process().memory_info().rss
         ticking = asyncio.ensure_future(rig.tick())
         try:
@@ -194,11 +173,6 @@ async def rig_of(spec: LoadSpec, count: int = 1, **changes: Any) -> AsyncIterato
             ticking.cancel()
         assert psutil.Process().memory_info().rss - before < MOST_GROWTH_BYTES
         assert rig.longest_s < MOST_BLOCKED_S
-    finally:
-        await pool.close()
-        await launcher.close()
-    await asyncio.sleep(0)
-    assert [len(ends) for ends in rig.ledger.ended.values()] == [1] * len(rig.ledger.ended)
 
 
 @pytest.fixture(params=[True, False], ids=["lanes", "alone"])

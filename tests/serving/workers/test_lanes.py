@@ -1,22 +1,18 @@
 """Lanes: threads of one worker process over one copy of the weights, as real processes."""
 
 import asyncio
-import itertools
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pools import pool_in_service, until
 
 from torchere.serving.errors import Cancelled, DeadlineExceeded, ExecutorDied, LoadFailed
 from torchere.serving.workers import lanes
 from torchere.serving.workers.executor import ExecutorState, LoadSpec
-from torchere.serving.workers.launch import ForkLauncher, worker_environment
-from torchere.serving.workers.pool import WorkerPool
 
 HANDLER = """
     import os, signal, threading, time
@@ -45,44 +41,6 @@ HANDLER = """
 """
 
 
-@asynccontextmanager
-async def pool_of(spec: LoadSpec, count: int = 2, **changes: Any) -> AsyncIterator[Any]:
-    """A pool of lanes in service; `pool.freed` is set whenever a lane may have come free."""
-    freed = asyncio.Event()
-    settings: dict[str, Any] = {
-        "response_timeout_s": 30.0,
-        "startup_timeout_s": 60.0,
-        "max_retry_timeout_s": 60.0,
-    }
-    launcher = ForkLauncher(worker_environment())
-    pool: Any = WorkerPool(
-        spec,
-        **{**settings, **changes},
-        next_id=itertools.count(9000).__next__,
-        on_free=freed.set,
-        on_loaded=lambda executor_id, load_s: None,
-        launcher=launcher,
-    )
-    pool.freed = freed
-    try:
-        await pool.resize(count)
-        await pool.warm_up()
-        yield pool
-    finally:
-        await pool.close()
-        await launcher.close()
-
-
-async def until(condition: Any) -> None:
-    """Wait until a condition holds."""
-
-    async def wait() -> None:
-        while not condition():
-            await asyncio.sleep(0.005)
-
-    await asyncio.wait_for(wait(), 60)
-
-
 @pytest.fixture
 def lanes_spec(make_spec: Any) -> Any:
     def make(source: str = HANDLER, **changes: Any) -> LoadSpec:
@@ -94,7 +52,7 @@ def lanes_spec(make_spec: Any) -> Any:
 
 def test_lanes_answer_side_by_side_in_one_process(lanes_spec: Any, make_sink: Any, make_request: Any) -> None:
     async def main() -> None:
-        async with pool_of(lanes_spec()) as pool:
+        async with pool_in_service(lanes_spec(), 2) as pool:
             assert {status.pid for status in pool.statuses()} != {os.getpid()}
             assert len({status.pid for status in pool.statuses()}) == 1
             assert [status.executor_id for status in pool.statuses()] == [9000, 9001]
@@ -116,7 +74,7 @@ def test_a_crash_answers_the_runs_that_lanes_had_begun_and_gives_the_others_back
     lanes_spec: Any, make_sink: Any, make_request: Any
 ) -> None:
     async def main() -> None:
-        async with pool_of(lanes_spec(batch_size=2)) as pool:
+        async with pool_in_service(lanes_spec(batch_size=2), 2) as pool:
             folder = Path(pool._spec.archive_dir)
             first, second, behind = make_sink(), make_sink(), make_sink()
             first.submit(pool, [make_request("until a")] * 2)
@@ -140,7 +98,7 @@ def test_a_lane_that_hangs_is_answered_its_worker_replaced_and_its_neighbour_fin
     lanes_spec: Any, make_sink: Any, make_request: Any
 ) -> None:
     async def main() -> None:
-        async with pool_of(lanes_spec(), response_timeout_s=2.0) as pool:
+        async with pool_in_service(lanes_spec(), 2, response_timeout_s=2.0) as pool:
             folder = Path(pool._spec.archive_dir)
             before = pool.statuses()[0].pid
             hung, neighbour, after = make_sink(), make_sink(), make_sink()
@@ -167,7 +125,7 @@ def test_a_lane_that_hangs_is_found_beside_busy_neighbours(
     lanes_spec: Any, make_sink: Any, make_request: Any
 ) -> None:
     async def main() -> None:
-        async with pool_of(lanes_spec(), response_timeout_s=1.0) as pool:
+        async with pool_in_service(lanes_spec(), 2, response_timeout_s=1.0) as pool:
             hung = make_sink()
             hung.submit(pool, [make_request("hang")])
             began_s = time.monotonic()
@@ -189,7 +147,7 @@ def test_a_model_that_hangs_again_and_again_is_given_up(
 ) -> None:
     async def main() -> None:
         changes = {"response_timeout_s": 0.2, "max_retry_timeout_s": 0.1}
-        async with pool_of(lanes_spec(), **changes) as pool:
+        async with pool_in_service(lanes_spec(), 2, **changes) as pool:
             while pool.statuses()[0].state is not ExecutorState.FAILED:
                 await until(lambda: pool.free or pool.statuses()[0].state is ExecutorState.FAILED)
                 if pool.free:
@@ -205,7 +163,7 @@ def test_a_request_that_is_cancelled_before_its_lane_begins_is_not_run(
     lanes_spec: Any, make_sink: Any, make_request: Any
 ) -> None:
     async def main() -> None:
-        async with pool_of(lanes_spec(batch_size=2), 1) as pool:
+        async with pool_in_service(lanes_spec(batch_size=2)) as pool:
             folder = Path(pool._spec.archive_dir)
             first, behind = make_sink(), make_sink()
             first.submit(pool, [make_request("until gate")] * 2)
@@ -237,7 +195,7 @@ def test_a_run_whose_clients_have_all_left_is_given_up_at_its_next_part(
     make_spec: Any, make_sink: Any, make_request: Any, shares_weights: bool
 ) -> None:
     async def main() -> None:
-        async with pool_of(make_spec(STREAMS_FOR_EVER, shares_weights=shares_weights), 1) as pool:
+        async with pool_in_service(make_spec(STREAMS_FOR_EVER, shares_weights=shares_weights)) as pool:
             endless = make_sink()
             endless.submit(pool, [make_request("x")])
             await until(lambda: len(endless.parts) > 3)
@@ -252,7 +210,7 @@ def test_lanes_are_added_and_ended_while_others_serve(
     lanes_spec: Any, make_sink: Any, make_request: Any
 ) -> None:
     async def main() -> None:
-        async with pool_of(lanes_spec(), 1) as pool:
+        async with pool_in_service(lanes_spec()) as pool:
             folder = Path(pool._spec.archive_dir)
             pid = pool.statuses()[0].pid
             busy = make_sink()
@@ -280,7 +238,7 @@ def test_lanes_that_do_not_load_leave_those_that_serve(
     lanes_spec: Any, make_sink: Any, make_request: Any
 ) -> None:
     async def main() -> None:
-        async with pool_of(lanes_spec(), 1) as pool:
+        async with pool_in_service(lanes_spec()) as pool:
             folder = Path(pool._spec.archive_dir)
             (folder / "refuse").touch()
             with pytest.raises(LoadFailed) as failure:
@@ -302,7 +260,7 @@ def test_an_exclusive_run_has_its_process_for_itself(
     lanes_spec: Any, make_sink: Any, make_request: Any
 ) -> None:
     async def main() -> None:
-        async with pool_of(lanes_spec()) as pool:
+        async with pool_in_service(lanes_spec(), 2) as pool:
             folder = Path(pool._spec.archive_dir)
             busy, suspect, after = make_sink(), make_sink(), make_sink()
             busy.submit(pool, [make_request("until gate")])
@@ -342,7 +300,7 @@ def test_no_report_of_a_worker_that_dies_is_lost_and_no_run_is_answered_twice(
 ) -> None:
     async def main() -> None:
         answered = 0
-        async with pool_of(make_spec(SAYS_SOMETHING_AND_DIES, shares_weights=shares_weights), 1) as pool:
+        async with pool_in_service(make_spec(SAYS_SOMETHING_AND_DIES, shares_weights=shares_weights)) as pool:
             for _ in range(60):
                 await until(lambda: pool.free)
                 sink = make_sink()

@@ -83,10 +83,10 @@ def test_a_report_cannot_announce_impossible_answers(large: Any) -> None:
 
 
 @pytest.mark.parametrize("index", [1, 2])
-def test_large_answers_belong_to_answers(index: int) -> None:
+def test_a_large_answer_that_belongs_to_none_fails_its_batch(index: int) -> None:
     done = done_from_report(7, BatchReport([InferResponse(b""), HandlerFailed("no")]))
-    with pytest.raises(ValueError, match=f"outcome {index} is none"):
-        done_with_raw(msgspec.structs.replace(done, large=((index, 1),)), memoryview(b"x"))
+    forged = done_with_raw(msgspec.structs.replace(done, large=((index, 1),)), memoryview(b"x"))
+    assert [type(outcome) for outcome in report_from_done(forged, 2).outcomes] == [ExecutorDied] * 2
 
 
 def test_a_load_survives_the_way_to_a_worker() -> None:

@@ -6,8 +6,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from pools import pool_in_service, until
 
 from torchere.serving.errors import (
     DeadlineExceeded,
@@ -27,37 +27,7 @@ from torchere.serving.types import InferRequest, Parameter
 from torchere.serving.workers import executor, launch, worker, worker_process
 from torchere.serving.workers.executor import ExecutorState, LoadSpec
 from torchere.serving.workers.heartbeat import HeartbeatSettings
-from torchere.serving.workers.launch import ForkLauncher, worker_environment
 from torchere.serving.workers.oom import OomWatch
-from torchere.serving.workers.pool import WorkerPool
-
-
-@asynccontextmanager
-async def pool_of(spec: LoadSpec, count: int = 1, **changes: Any) -> AsyncIterator[WorkerPool]:
-    """A pool in service; `pool.freed` is set whenever an executor may have come free."""
-    freed = asyncio.Event()
-    settings: dict[str, Any] = {
-        "response_timeout_s": 30.0,
-        "startup_timeout_s": 60.0,
-        "max_retry_timeout_s": 60.0,
-        "on_loaded": lambda executor_id, load_s: None,
-    }
-    launcher = ForkLauncher(worker_environment())
-    pool = WorkerPool(
-        spec,
-        **{**settings, **changes},
-        next_id=itertools.count(9000).__next__,
-        on_free=freed.set,
-        launcher=launcher,
-    )
-    pool.freed = freed  # type: ignore[attr-defined]
-    try:
-        await pool.resize(count)
-        await pool.warm_up()
-        yield pool
-    finally:
-        await pool.close()
-        await launcher.close()
 
 
 async def until_free(pool: Any) -> None:
@@ -73,7 +43,7 @@ async def until_free(pool: Any) -> None:
 
 def test_a_worker_answers_and_keeps_its_process(make_spec: Any, make_sink: Any, make_request: Any) -> None:
     async def main() -> None:
-        async with pool_of(make_spec()) as pool:
+        async with pool_in_service(make_spec()) as pool:
             pids = set()
             for _ in range(2):
                 sink = make_sink()
@@ -90,7 +60,7 @@ def test_a_raising_handler_fails_its_request_and_lives_on(
     make_spec: Any, make_sink: Any, make_request: Any
 ) -> None:
     async def main() -> None:
-        async with pool_of(make_spec()) as pool:
+        async with pool_in_service(make_spec()) as pool:
             bad, good = make_sink(), make_sink()
             bad.submit(pool, [make_request("raise")])
             outcome = await bad.outcome()
@@ -109,7 +79,7 @@ def test_a_lost_worker_says_why_and_comes_back(
     make_spec: Any, make_sink: Any, make_request: Any, word: str, cause: str
 ) -> None:
     async def main() -> None:
-        async with pool_of(make_spec()) as pool:
+        async with pool_in_service(make_spec()) as pool:
             lost, after = make_sink(), make_sink()
             lost.submit(pool, [make_request(word)])
             outcome = await lost.outcome()
@@ -146,7 +116,7 @@ def test_how_long_a_worker_took_to_load_does_not_depend_on_the_wall_clock(
 
     async def main() -> None:
         began_s = time.monotonic()
-        async with pool_of(make_spec(), on_loaded=lambda _, load_s: took_s.append(load_s)) as pool:
+        async with pool_in_service(make_spec(), on_loaded=lambda _, load_s: took_s.append(load_s)) as pool:
             os.kill(pool.statuses()[0].pid, signal.SIGKILL)
             while len(took_s) < 2:
                 await asyncio.sleep(0.01)
@@ -160,7 +130,7 @@ def test_a_worker_is_lost_at_once_also_when_a_process_that_it_forked_lives_on(
     make_spec: Any, make_sink: Any, make_request: Any, tmp_path: Path
 ) -> None:
     async def main() -> None:
-        async with pool_of(make_spec(FORKING), response_timeout_s=10.0) as pool:
+        async with pool_in_service(make_spec(FORKING), response_timeout_s=10.0) as pool:
             sink = make_sink()
             sink.submit(pool, [make_request("a")])
             assert isinstance(await sink.outcome(), ExecutorDied)
@@ -175,7 +145,7 @@ def test_the_neighbour_of_a_lost_worker_does_not_notice(
     make_spec: Any, make_sink: Any, make_request: Any
 ) -> None:
     async def main() -> None:
-        async with pool_of(make_spec(), count=2) as pool:
+        async with pool_in_service(make_spec(), count=2) as pool:
             lost, neighbour = make_sink(), make_sink()
             lost.submit(pool, [make_request("exit")])
             neighbour.submit(pool, [make_request("hi")])
@@ -190,7 +160,7 @@ def test_a_hung_worker_is_replaced_after_its_response_timeout(
     make_spec: Any, make_sink: Any, make_request: Any
 ) -> None:
     async def main() -> None:
-        async with pool_of(make_spec(), response_timeout_s=0.3) as pool:
+        async with pool_in_service(make_spec(), response_timeout_s=0.3) as pool:
             hung, after = make_sink(), make_sink()
             pid = pool.statuses()[0].pid
             hung.submit(pool, [make_request("wait")])
@@ -208,12 +178,12 @@ def test_a_worker_that_gives_up_is_failed_and_says_so(
     make_spec: Any, make_sink: Any, make_request: Any
 ) -> None:
     async def main() -> None:
-        async with pool_of(make_spec(), max_retry_timeout_s=-1.0) as pool:
+        async with pool_in_service(make_spec(), max_retry_timeout_s=-1.0) as pool:
             lost = make_sink()
-            pool.freed.clear()  # type: ignore[attr-defined]
+            pool.freed.clear()
             lost.submit(pool, [make_request("exit")])
             assert isinstance(await lost.outcome(), ExecutorDied)
-            await asyncio.wait_for(pool.freed.wait(), 30)  # type: ignore[attr-defined]
+            await asyncio.wait_for(pool.freed.wait(), 30)
             assert pool.statuses()[0].state is ExecutorState.FAILED
             assert pool.free == 0
 
@@ -226,7 +196,7 @@ def test_a_worker_that_served_since_its_last_loss_begins_to_count_anew(
     now_s = [0.0]
 
     async def main() -> None:
-        async with pool_of(make_spec(), now=lambda: now_s[0]) as pool:
+        async with pool_in_service(make_spec(), now=lambda: now_s[0]) as pool:
             for _ in range(2):
                 lost, after = make_sink(), make_sink()
                 lost.submit(pool, [make_request("exit")])
@@ -243,7 +213,7 @@ def test_nothing_is_sent_ahead_where_all_that_waits_is_counted(
     make_spec: Any, make_sink: Any, make_request: Any
 ) -> None:
     async def main() -> None:
-        async with pool_of(make_spec(), sends_ahead=False) as pool:
+        async with pool_in_service(make_spec(), sends_ahead=False) as pool:
             for _ in range(50):
                 quick = make_sink()
                 quick.submit(pool, [make_request("hi")])
@@ -269,7 +239,7 @@ def test_the_one_lane_of_a_worker_is_its_main_and_only_thread_and_it_is_killed_b
     make_spec: Any, make_sink: Any, make_request: Any
 ) -> None:
     async def main() -> None:
-        async with pool_of(make_spec(COUNTS_ITS_THREADS)) as pool:
+        async with pool_in_service(make_spec(COUNTS_ITS_THREADS)) as pool:
             sink = make_sink()
             sink.submit(pool, [make_request("x")])
             threads, score = (await sink.outcome()).body.split()
@@ -283,7 +253,7 @@ def test_batches_sent_ahead_to_a_lost_worker_are_given_back(
     make_spec: Any, make_sink: Any, make_request: Any
 ) -> None:
     async def main() -> None:
-        async with pool_of(make_spec()) as pool:
+        async with pool_in_service(make_spec()) as pool:
             while pool.ahead < 2:  # a quick worker earns the right to have batches sent ahead
                 quick = make_sink()
                 quick.submit(pool, [make_request("hi")])
@@ -299,7 +269,7 @@ def test_batches_sent_ahead_to_a_lost_worker_are_given_back(
 
 
 def test_the_first_worker_that_is_warm_is_told_of(check_first_warm: Any) -> None:
-    asyncio.run(check_first_warm(pool_of))
+    asyncio.run(check_first_warm())
 
 
 LEAVES_A_CHILD = """
@@ -316,7 +286,7 @@ def test_a_dead_worker_is_out_of_service_before_it_is_known_how_it_ended(
     make_spec: Any, make_sink: Any, make_request: Any
 ) -> None:
     async def main() -> None:
-        async with pool_of(make_spec(LEAVES_A_CHILD)) as pool:
+        async with pool_in_service(make_spec(LEAVES_A_CHILD)) as pool:
             os.kill(pool.statuses()[0].pid, signal.SIGKILL)
             while pool.in_service:
                 await asyncio.sleep(0.01)
@@ -338,7 +308,7 @@ def test_a_batch_that_cannot_be_sent_is_refused_and_nothing_else_changes(
         raise error
 
     async def main() -> None:
-        async with pool_of(make_spec()) as pool:
+        async with pool_in_service(make_spec()) as pool:
             before = pool.free
             large, sink = make_sink(), make_sink()
             with monkeypatch.context() as patch:
@@ -363,7 +333,7 @@ def test_a_worker_that_cannot_be_talked_to_is_a_failed_load(
     async def main() -> None:
         monkeypatch.setattr(asyncio.get_running_loop(), "connect_read_pipe", refuse)
         with pytest.raises(LoadFailed) as failure:
-            async with pool_of(make_spec()):
+            async with pool_in_service(make_spec()):
                 pass
         assert "could not be started" in failure.value.detail
 
@@ -382,7 +352,7 @@ def test_a_worker_whose_start_is_given_up_holds_up_no_end(
                 await asyncio.Event().wait()
 
         monkeypatch.setattr(asyncio.get_running_loop(), "connect_read_pipe", hang)
-        async with pool_of(make_spec(), count=0) as pool:
+        async with pool_in_service(make_spec(), count=0) as pool:
             starting = asyncio.ensure_future(pool.resize(1))
             await connecting.wait()
             starting.cancel()
@@ -396,7 +366,7 @@ def test_a_request_that_expires_behind_another_is_never_run(
     make_spec: Any, make_sink: Any, make_request: Any
 ) -> None:
     async def main() -> None:
-        async with pool_of(make_spec()) as pool:
+        async with pool_in_service(make_spec()) as pool:
             late = make_sink()
             expired = InferRequest("late", make_request("exit").parameters, (), time.monotonic() - 1)
             late.submit(pool, [expired])
@@ -411,7 +381,7 @@ def test_scaling_down_lets_the_batch_inside_finish(
 ) -> None:
     async def main() -> None:
         spec = make_spec()
-        async with pool_of(spec) as pool:
+        async with pool_in_service(spec) as pool:
             waiting = make_sink()
             waiting.submit(pool, [make_request("wait")])
             shrinking = asyncio.ensure_future(pool.resize(0))
@@ -430,7 +400,7 @@ def test_what_a_handler_prints_is_logged_with_its_model(
     make_spec: Any, make_sink: Any, make_request: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
-        async with pool_of(make_spec()) as pool:
+        async with pool_in_service(make_spec()) as pool:
             sink = make_sink()
             sink.submit(pool, [make_request("print")])
             await sink.outcome()
@@ -467,7 +437,7 @@ def test_no_line_of_a_handler_ends_the_reading_of_its_output(
             return True
 
     async def main() -> None:
-        async with pool_of(make_spec(LOUD), response_timeout_s=20.0) as pool:
+        async with pool_in_service(make_spec(LOUD), response_timeout_s=20.0) as pool:
             for _ in range(2):
                 sink = make_sink()
                 sink.submit(pool, [InferRequest("r", (Parameter("body", fault),))])
@@ -499,7 +469,7 @@ def test_a_handler_that_does_not_load_is_refused_with_its_cause(
         with pytest.raises(
             LoadFailed, match=r"Failed to start workers for model demo version: 1\.0"
         ) as caught:
-            async with pool_of(make_spec(source), startup_timeout_s=8.0):
+            async with pool_in_service(make_spec(source), startup_timeout_s=8.0):
                 pass
         assert cause in caught.value.detail
 
@@ -520,7 +490,7 @@ def test_a_worker_that_is_stopped_while_idle_loses_no_request_and_is_replaced(
     make_spec: Any, make_sink: Any, make_request: Any
 ) -> None:
     async def main() -> None:
-        async with pool_of(make_spec(), heartbeat=HeartbeatSettings(0.1, 0.2, 0.5)) as pool:
+        async with pool_in_service(make_spec(), heartbeat=HeartbeatSettings(0.1, 0.2, 0.5)) as pool:
             pid = pool.statuses()[0].pid
             os.kill(pid, signal.SIGSTOP)
             while pool.statuses()[0].state is ExecutorState.READY:
@@ -543,15 +513,14 @@ def test_a_worker_that_cannot_be_killed_does_not_hold_up_the_stop(
     monkeypatch.setattr(worker_process, "KILLED_GRACE_S", 0.05)
 
     async def main() -> None:
-        async with pool_of(make_spec()) as pool:
+        async with pool_in_service(make_spec()) as pool:
             worker = pool._workers[0]._process
             os.kill(worker.pid, signal.SIGSTOP)
             with monkeypatch.context() as patch:
                 patch.setattr(launch.Launched, "kill", lambda *_: None)
                 await asyncio.wait_for(pool.close(), 30)
             os.kill(worker.pid, signal.SIGKILL)
-            while worker._reaper is None:
-                await asyncio.sleep(0.01)
+            await until(lambda: worker._reaper is not None)
             await asyncio.wait_for(worker._reaper, 30)  # or its pipe would be open when the loop is not
 
     asyncio.run(main())
@@ -562,10 +531,9 @@ def test_a_batch_sent_to_a_worker_that_had_stopped_before_is_given_back(
     make_spec: Any, make_sink: Any, make_request: Any
 ) -> None:
     async def main() -> None:
-        async with pool_of(make_spec(), heartbeat=HeartbeatSettings(0.1, 100.0, 0.5)) as pool:
+        async with pool_in_service(make_spec(), heartbeat=HeartbeatSettings(0.1, 100.0, 0.5)) as pool:
             os.kill(pool.statuses()[0].pid, signal.SIGSTOP)
-            while not pool._workers[0]._heartbeat.owes_answer:
-                await asyncio.sleep(0)
+            await until(lambda: pool._workers[0]._heartbeat._unanswered_ticks is not None)
             inside = make_sink()
             inside.submit(pool, [make_request("hi")])
             assert await asyncio.wait_for(inside.given_back, 30)
@@ -579,7 +547,7 @@ def test_a_kill_of_the_kernel_for_memory_is_told_from_others(
 ) -> None:
     async def main() -> None:
         kills = [0]
-        async with pool_of(make_spec(), oom=OomWatch(lambda: kills[0])) as pool:
+        async with pool_in_service(make_spec(), oom=OomWatch(lambda: kills[0])) as pool:
             lost = make_sink()
             kills[0] = 1
             lost.submit(pool, [make_request("kill")])
@@ -594,7 +562,7 @@ def test_a_kill_of_the_kernel_for_memory_is_told_from_others(
 
 def test_a_worker_that_dies_between_load_and_warm_up_fails_at_once_and_leaves_nothing(make_spec: Any) -> None:
     async def main() -> None:
-        async with pool_of(make_spec(), count=1) as pool:
+        async with pool_in_service(make_spec(), count=1) as pool:
             await pool.resize(2)
             pids = [status.pid for status in pool.statuses()]
             os.kill(pids[1], signal.SIGKILL)
@@ -611,11 +579,11 @@ def test_an_executor_that_gave_up_is_tried_again_when_somebody_scales(
     make_spec: Any, make_sink: Any, make_request: Any
 ) -> None:
     async def main() -> None:
-        async with pool_of(make_spec(), max_retry_timeout_s=-1.0) as pool:
+        async with pool_in_service(make_spec(), max_retry_timeout_s=-1.0) as pool:
             lost, after = make_sink(), make_sink()
-            pool.freed.clear()  # type: ignore[attr-defined]
+            pool.freed.clear()
             lost.submit(pool, [make_request("exit")])
-            await asyncio.wait_for(pool.freed.wait(), 30)  # type: ignore[attr-defined]
+            await asyncio.wait_for(pool.freed.wait(), 30)
             assert pool.statuses()[0].state is ExecutorState.FAILED
             await pool.resize(1)
             await pool.warm_up()
@@ -638,12 +606,11 @@ def test_scaling_down_keeps_the_worker_that_serves_rather_than_one_that_was_lost
     """
 
     async def main() -> None:
-        async with pool_of(make_spec(source), count=2) as pool:
+        async with pool_in_service(make_spec(source), count=2) as pool:
             (tmp_path / "cold").touch()
             lost, kept = (status.pid for status in pool.statuses())
             os.kill(lost, signal.SIGKILL)
-            while not pool.statuses()[0].losses:
-                await asyncio.sleep(0.01)
+            await until(lambda: pool.statuses()[0].losses)
             await pool.resize(1)
             sink = make_sink()
             assert pool.free
@@ -674,7 +641,7 @@ def test_batches_sent_ahead_to_a_worker_that_has_lost_its_gpu_are_all_given_back
     """
 
     async def main() -> None:
-        async with pool_of(make_spec(source)) as pool:
+        async with pool_in_service(make_spec(source)) as pool:
             while pool.ahead < 3:
                 quick = make_sink()
                 quick.submit(pool, [make_request("x")])
@@ -713,7 +680,7 @@ def test_a_forked_worker_computes_on_a_gpu_and_is_replaced_when_it_has_lost_it(
     make_spec: Any, make_sink: Any, make_request: Any
 ) -> None:
     async def main() -> None:
-        async with pool_of(make_spec(LOOKING_UP, gpu_ids=(0,))) as pool:
+        async with pool_in_service(make_spec(LOOKING_UP, gpu_ids=(0,))) as pool:
             first = pool.statuses()[0].pid
             answers = []
             for place in ("3", "9"):  # which is out of range

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from pools import new_pool, until
 
 from torchere.serving.errors import DeadlineExceeded, ExecutorDied, LoadFailed
 from torchere.serving.types import InferRequest, ModelKey, Parameter
@@ -80,16 +81,8 @@ class House:
         self, name: str, module: torch.nn.Module | None = None, count: int = 1, **changes: Any
     ) -> WorkerPool:
         spec = self.spec(name, module or Plain(2))
-        settings: dict[str, Any] = {
-            "response_timeout_s": 30.0,
-            "startup_timeout_s": 60.0,
-            "max_retry_timeout_s": 60.0,
-            "on_loaded": lambda executor_id, load_s: None,
-            "on_free": lambda: None,
-            "next_id": self._ids.__next__,
-            "launcher": self.launcher.of(ModelKey(name, "1.0")),
-        }
-        pool = WorkerPool(spec, **{**settings, **changes})
+        launcher = self.launcher.of(ModelKey(name, "1.0"))
+        pool = new_pool(spec, launcher, next_id=self._ids.__next__, **changes)
         self.pools[name] = pool
         await pool.resize(count)
         await pool.warm_up()
@@ -132,11 +125,6 @@ async def ask(pool: WorkerPool, make_sink: Any, *values: float) -> Any:
     sink.submit(pool, [numbers(*values)])
     outcome = await sink.outcome()
     return json.loads(outcome.body) if hasattr(outcome, "body") else outcome
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.01)
 
 
 def test_two_versions_answer_from_one_process(in_house: Any, make_sink: Any) -> None:
@@ -256,16 +244,7 @@ def test_a_version_that_does_not_load_costs_its_mates_nothing(in_house: Any, mak
         pid = pid_of(one)
         spec = house.spec("broken", Plain(1))
         Path(spec.archive_dir, "net.pt").write_bytes(b"no TorchScript")
-        broken = WorkerPool(
-            spec,
-            response_timeout_s=30.0,
-            startup_timeout_s=60.0,
-            max_retry_timeout_s=60.0,
-            on_loaded=lambda executor_id, load_s: None,
-            on_free=lambda: None,
-            next_id=lambda: 1,
-            launcher=house.launcher.of(ModelKey("broken", "1.0")),
-        )
+        broken = new_pool(spec, house.launcher.of(ModelKey("broken", "1.0")), next_id=lambda: 1)
         with pytest.raises(LoadFailed) as caught:
             await broken.resize(1)
         assert "TorchScript" in caught.value.detail

@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchere.serving.batching.prediction import ServiceTime
+from torchere.serving.batching.service_time import ServiceTime
 
 
 def after(*runs_s: float) -> ServiceTime:

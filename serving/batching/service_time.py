@@ -28,9 +28,4 @@ class ServiceTime:
 
     def answer_s(self, batches_before: int, executors: int) -> float:
         """How long until the answer of a request that `batches_before` full batches are in front of."""
-        return rounds_until(batches_before, executors) * self.mean_s * _MARGIN
-
-
-def rounds_until(batches_before: int, executors: int) -> int:
-    """How many batches an executor runs to be through with one that `batches_before` are in front of."""
-    return 1 + batches_before // max(1, executors)
+        return (1 + batches_before // max(1, executors)) * self.mean_s * _MARGIN
