@@ -15,8 +15,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-import numpy as np
-
 HEADER = struct.Struct(">I")
 MAX_FRAME_BYTES = 2**31  # a longer one is a protocol error
 _ROOM_BYTES = 65_536  # of a reader: all batches that are sent ahead, unless they are large
@@ -262,6 +260,8 @@ def room_for(length: int) -> memoryview:
     Raises:
         MemoryError: there is not so much.
     """
+    import numpy as np  # noqa: PLC0415 - 0.1 s, which the start of the fork server need not wait for
+
     return np.empty(length, dtype=np.uint8).data
 
 

@@ -140,7 +140,7 @@ class WorkerProcess:
         self._output = asyncio.ensure_future(relay_all(launched.output, self._log_token, origin, logger))
 
     async def load(self, gpu_ids: Sequence[int | None], timeout_s: float) -> None:
-        """messages.Load a lane for each of `gpu_ids` (None: on the CPU).
+        """Load a lane for each of `gpu_ids` (None: on the CPU).
 
         Raises:
             LoadFailed: it would not load, in time or at all; the process is gone then.
@@ -149,7 +149,7 @@ class WorkerProcess:
         await self._load(load_of(self._spec, tuple(gpu_ids), self._log_token), timeout_s)
 
     async def add_lanes(self, gpu_ids: Sequence[int | None], timeout_s: float) -> None:
-        """messages.Load further lanes.
+        """Load further lanes.
 
         Raises:
             LoadFailed: they would not load; lanes that serve go on.
@@ -160,7 +160,7 @@ class WorkerProcess:
     async def _load(
         self, message: messages.Load | messages.AddLanes, timeout_s: float, *, beside: bool = False
     ) -> None:
-        """messages.Load lanes, and give each a data socket."""
+        """Load lanes, and give each a data socket."""
         lanes = self._open_lanes(len(message.gpu_ids))
         try:
             await self._step(message, timeout_s, beside=beside)

@@ -6,14 +6,13 @@ import asyncio
 import itertools
 import os
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 import pytest
 from pools import pool_in_service
 
 from torchere.serving.workers import devices
-from torchere.serving.workers.devices import available_cores, gpu_count, intra_op_threads, new_places
+from torchere.serving.workers.devices import gpu_count, intra_op_threads, new_places
 from torchere.serving.workers.executor import ExecutorState, ExecutorStatus
 
 
@@ -22,19 +21,6 @@ from torchere.serving.workers.executor import ExecutorState, ExecutorStatus
 )
 def test_all_executors_together_fit_the_cores(cores: int, executors: int, expected: int) -> None:
     assert intra_op_threads(cores, executors) == expected
-
-
-def test_the_quota_of_the_cgroup_counts(tmp_path: Path) -> None:
-    cpu_max = tmp_path / "cpu.max"
-    cpu_max.write_text("50000 100000\n")
-    assert available_cores(cpu_max) == 1
-
-
-@pytest.mark.parametrize("text", ["max 100000\n", "nonsense", ""])
-def test_without_a_quota_the_affinity_counts(tmp_path: Path, text: str) -> None:
-    cpu_max = tmp_path / "cpu.max"
-    cpu_max.write_text(text)
-    assert available_cores(cpu_max) == available_cores(tmp_path / "absent")
 
 
 @pytest.mark.parametrize(("most", "expected"), [(None, 4), (2, 2), (9, 4), (0, 0)])
