@@ -50,6 +50,7 @@ check: install .tools/bin/helm  ## lint, types, import rules, file and function 
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tests/guards/lengths.py
+	$(BIN)/python tests/guards/dialect.py
 	$(BIN)/python k8s/policy.py
 
 format: install  ## rewrite the code in the house style

@@ -1,4 +1,4 @@
-"""Work goes into a hidden sibling of the target, and takes its place only when it is complete."""
+"""Atomic writes: output goes to a hidden sibling of the target, which is renamed when it is complete."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ _UNFINISHED = re.compile(r"\.torchere-[0-9a-f]{16}\.part")
 
 
 def is_unfinished(name: str) -> bool:
-    """Whether a file of this name is such a sibling: another run's, or one that was killed left it."""
+    """Return whether a file name is that of such a sibling, in use by another run or left by a killed one."""
     return _UNFINISHED.fullmatch(name) is not None
 
 
 @contextmanager
 def staged(target: Path, *, merge: bool = False) -> Iterator[Path]:
-    """Give a path beside `target` (same file system, not yet existing) to write a file or directory to.
+    """Yield a new path beside `target`, on the same file system, to write a file or directory to.
 
-    When the block ends well it is renamed to `target`, replacing a file that is there; when the block raises,
-    whatever was written is removed and `target` is as it was. With `merge` a directory that is there takes
-    the new one's files and keeps its others; file by file, so that a failure half-way leaves some of each.
+    When the block ends without an error, the path is renamed to `target` and replaces an existing file. When
+    the block raises, everything written is removed and `target` is unchanged. With `merge`, an existing
+    directory receives the new one's files and keeps its others. Files are moved one by one, so a failure
+    half-way leaves a mix of old and new files.
 
     Raises:
-        OSError: nothing was written, it can't be renamed, or (without `merge`) `target` is a directory that
-            holds something.
+        OSError: nothing was written, the path can't be renamed, or (without `merge`) `target` is a directory
+            that is not empty.
     """
-    work = target.with_name(f".torchere-{os.urandom(8).hex()}.part")  # as long for every target
+    work = target.with_name(f".torchere-{os.urandom(8).hex()}.part")  # of the same length for every target
     try:
         yield work
         if merge and target.is_dir():
@@ -41,7 +42,7 @@ def staged(target: Path, *, merge: bool = False) -> Iterator[Path]:
 
 
 def _merge(work: Path, target: Path) -> None:
-    """Put each file of a directory into another."""
+    """Move each file of a directory tree to the same relative path in another one."""
     for file in sorted(path for path in work.rglob("*") if path.is_file()):
         place = target / file.relative_to(work)
         place.parent.mkdir(parents=True, exist_ok=True)

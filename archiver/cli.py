@@ -1,7 +1,7 @@
 """The command lines: `torch-model-archiver`, and `torchere archive`, `convert` and `inspect`.
 
-`torchere archive` takes the flags of `torch-model-archiver`, and others that make something of the model
-first. Only these need PyTorch. This module alone reads the environment (SOURCE_DATE_EPOCH) and prints.
+`torchere archive` takes the flags of `torch-model-archiver`, and further ones that convert the model first.
+Only the latter need PyTorch. This module alone reads the environment (SOURCE_DATE_EPOCH) and prints.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ENDS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `torch-model-archiver`; exit codes as TorchServe's: 0, 1 for a failure, 2 for wrong arguments."""
+    """Run `torch-model-archiver`; return TorchServe's exit codes: 0, 1 on failure, 2 on wrong arguments."""
     parser = argparse.ArgumentParser(
         prog="torch-model-archiver", description="Pack a model and its handler into an archive for serving."
     )
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def add_archive_arguments(parser: argparse.ArgumentParser, *, models: bool = False) -> None:
-    """Add every flag of `torch-model-archiver`; with `models` those about the model, too."""
+    """Add every flag of `torch-model-archiver`; with `models`, also those about the model."""
     add = parser.add_argument
     add("--model-name", required=True, metavar="NAME", help="name of the model and of the archive's file")
     default = {"default": DEFAULT_VERSION} if models else {"required": True}
@@ -89,12 +89,12 @@ def add_archive_arguments(parser: argparse.ArgumentParser, *, models: bool = Fal
 
 
 def run_archive(namespace: argparse.Namespace) -> int:
-    """Run `torch-model-archiver`: write the archive; prints one error and returns 1 when that fails."""
+    """Run `torch-model-archiver`: write the archive; print one error and return 1 when that fails."""
     logging.basicConfig(format="%(levelname)s - %(message)s")
     try:
         write_archive(_request(namespace), Progress(sys.stderr))
     except (PackingError, OSError) as error:
-        # As TorchServe's archiver says it.
+        # The same text as TorchServe's archiver prints.
         kind = "FileNotFoundError: " if isinstance(error, FileNotFoundError) else ""
         print(f"torch-model-archiver: {kind}{error}", file=sys.stderr)
         return 1
@@ -102,9 +102,9 @@ def run_archive(namespace: argparse.Namespace) -> int:
 
 
 def run_model_archive(namespace: argparse.Namespace) -> int:
-    """Run `torchere archive`: write the archive, after making something of the model if a flag asks for it.
+    """Run `torchere archive`: convert the model if a flag asks for it, and write the archive.
 
-    Returns 0, 1, or 2 for a model, an example or an option that is refused.
+    Returns 0, 1 on failure, or 2 when a model, an example or an option is refused.
     """
     logging.basicConfig(format="%(levelname)s - %(message)s")
 
@@ -121,7 +121,7 @@ def run_model_archive(namespace: argparse.Namespace) -> int:
 
 
 def run_convert(namespace: argparse.Namespace) -> int:
-    """Run `torchere convert`; returns 0, 1, or 2 for an archive or a model that is refused."""
+    """Run `torchere convert`; return 0, 1 on failure, or 2 when an archive or a model is refused."""
     logging.basicConfig(format="%(levelname)s - %(message)s")
 
     def convert() -> object:
@@ -132,7 +132,7 @@ def run_convert(namespace: argparse.Namespace) -> int:
 
 
 def _status_of(command: str, action: Callable[[], object]) -> int:
-    """Run the action; print one line for what it raises."""
+    """Run the action and return the exit status; print one line for an error."""
     try:
         with _tidy_when_ended():
             action()
@@ -158,7 +158,7 @@ def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_inspect(namespace: argparse.Namespace) -> int:
-    """Verify the archive and print the report; prints one line and returns 1 when it can't be used."""
+    """Verify the archive and print the report; print one line and return 1 when it can't be used."""
     try:
         report = inspect_archive(namespace.archive)
     except ArchiveError as error:
@@ -188,7 +188,7 @@ def _request(namespace: argparse.Namespace) -> ArchiveRequest:
 
 
 def _epoch_s(text: str) -> int:
-    """Seconds from SOURCE_DATE_EPOCH (reproducible-builds.org), or the fixed date when it is not set."""
+    """Return the seconds of SOURCE_DATE_EPOCH (reproducible-builds.org), or the fixed date if it is empty."""
     if not text:
         return EPOCH_S
     if not (text.isascii() and text.isdigit()) or int(text[:20]) > _LATEST_EPOCH_S:
@@ -198,9 +198,9 @@ def _epoch_s(text: str) -> int:
 
 @contextmanager
 def _tidy_when_ended() -> Iterator[None]:
-    """Let a run that is told to end remove what it has written so far. For the main thread only.
+    """Exit by an exception on SIGTERM or SIGHUP, so that partial output is removed; main thread only.
 
-    It is also told so when its terminal goes away, unless that is ignored (nohup).
+    SIGHUP is sent when the terminal goes away. A signal that is ignored (nohup) stays ignored.
     """
     found = {number: signal.getsignal(number) for number in _ENDS}
     before = {number: handler for number, handler in found.items() if handler not in (signal.SIG_IGN, None)}

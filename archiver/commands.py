@@ -1,4 +1,4 @@
-"""Packs a model after making something of it. torch is imported here, when the first model is built."""
+"""Converts a model and packs it; torch is imported here only when the first model is built."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ Say = Callable[[str], None]
 
 
 def pack_model(request: ArchiveRequest, options: BuildOptions, progress: Progress, say: Say) -> Path:
-    """Build the model of `options` and pack it with the rest of `request`; returns the archive's path.
+    """Build the model of `options`, pack it with the rest of `request` and return the archive's path.
 
-    The request's serialized file, model file and configuration are those of the result, whatever it says.
+    The serialized file, model file and configuration of `request` are replaced by those of the built model.
 
     Raises:
         ModelRefused: the model, an example or an option can't be used, or PyTorch is not installed.
-        PackingError: see `write_archive`; what can be known before the model is built is found before.
+        PackingError: see `write_archive`; checks that do not need the model run before it is built.
         OSError: a file can't be read or written.
     """
     if importlib.util.find_spec("torch") is None:
@@ -66,7 +66,7 @@ def pack_model(request: ArchiveRequest, options: BuildOptions, progress: Progres
 
 
 def _refuse_unservable(built: Built) -> None:
-    """The default handler goes by the signature, and can't carry everything that one may name."""
+    """Raise ModelRefused when the signature has a datatype that the default handler can't carry."""
     file = built.beside / SIGNATURE_NAME
     signature = parse(file.read_text(encoding="utf-8")) if file.is_file() else Signature((), ())
     reasons = {"BYTES": f"texts, and the handler {DEFAULT_HANDLER!r} knows numbers only"}
@@ -109,12 +109,12 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def convert_archive(namespace: argparse.Namespace, say: Say) -> Path:
-    """Convert an archive as the arguments say; returns the path of the new one.
+    """Convert an archive as the arguments say; return the path of the new one.
 
     Raises:
         ArchiveError: the old archive can't be used.
-        ModelRefused: its model can't be.
-        PackingError, OSError: the new one can't be written.
+        ModelRefused: the old archive's model can't be used.
+        PackingError, OSError: the new archive can't be written.
     """
     old = open_archive(namespace.archive)
     manifest = old.manifest
@@ -125,7 +125,7 @@ def convert_archive(namespace: argparse.Namespace, say: Say) -> Path:
         )
     with tempfile.TemporaryDirectory(prefix="torchere-") as work:
         folder = old.extract(Path(work) / "old")
-        # Compiled code can't be compiled anew; its archive has the program that it was made of.
+        # Compiled code can't be compiled again; its archive also holds the program it was compiled from.
         weights = FALLBACK_NAME if (folder / FALLBACK_NAME).is_file() else manifest.serialized_file
         files = (weights, manifest.model_file, manifest.config_file)
         options = convert_options(namespace, *(_in(folder, name) for name in files))

@@ -1,4 +1,4 @@
-"""What can go wrong while packing or reading an archive: each error one readable text."""
+"""Errors of packing and reading archives; each has one readable text."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 class ArchiveError(Exception):
     """An archive can't be read: its bytes, its names or its manifest are wrong.
 
-    `str(error)` is one line that names the archive, the entry (when one is to blame), what is wrong and
-    what to do. `reason` alone is for callers that have a wording of their own around it.
+    `str(error)` is one line with the archive, the entry (if the error is about one), the reason and the
+    advice. Callers that have a message of their own use `reason` alone.
     """
 
     def __init__(self, archive: str | Path, reason: str, advice: str, entry: str | None = None) -> None:
@@ -30,10 +30,10 @@ class PackingError(Exception):
 
 
 class ModelRefused(PackingError):
-    """A model, example or option can't be used; `str(error)` is one line: what was found, what was expected.
+    """A model, example or option can't be used; `str(error)` is one line: the value found and expected.
 
-    Damaged files, files of another kind or machine than they seem, and files that would run code of their
-    own. Nothing in them was run.
+    Raised for damaged files, files of another kind or machine than they seem, and files that would run code
+    of their own. Nothing in them was run.
     """
 
     def __init__(self, text: str) -> None:
@@ -41,18 +41,18 @@ class ModelRefused(PackingError):
 
 
 def plainly(error: BaseException) -> str:
-    """What an error says; the system's own as "FILE: reason", without its number."""
+    """Return the text of an error; an OSError about a file gives "FILE: reason", without its number."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error)
 
 
 def _shown(entry: str) -> str:
-    """The name in quotes with everything unprintable escaped, cut where it stops being useful."""
+    """Return the name in quotes with unprintable characters escaped, cut to 120 characters."""
     quoted = ascii(entry)
     return quoted if len(quoted) <= 120 else f"{quoted[:117]}..."
 
 
 def one_line(text: str) -> str:
-    """The text with line breaks and what else a terminal would not show as it is escaped."""
+    """Return the text with line breaks and other unprintable characters escaped."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

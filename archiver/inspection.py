@@ -1,4 +1,4 @@
-"""What an archive is and what it may execute, told without running anything in it."""
+"""Reports the contents of an archive and the code that it may execute; runs nothing in it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchere.archiver.reader import Archive, open_archive
 from torchere.archiver.request import BUILT_IN_HANDLERS
 from torchere.archiver.scan.weights import HEAD_BYTES, SUFFIXES, Weights, bytes_to_see, classify
 
-_MAX_ALIGNMENT = 4096  # a memory page; more makes no difference to anyone
+_MAX_ALIGNMENT = 4096  # bytes: a memory page; a larger alignment makes no difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,10 @@ class Report:
     digests_verified: bool | None
     config_text: str | None
     weights: tuple[Weights, ...]
-    code: tuple[str, ...]  # sentences: what may run when it is served
+    code: tuple[str, ...]  # sentences about code that may run when the archive is served
 
     def as_json(self) -> str:
-        """The report for programs."""
+        """Return the report as JSON, for programs."""
         manifest = json.loads(self.archive.manifest.dump()) if self.archive.has_manifest else None
         report: dict[str, Any] = {
             "archive": str(self.archive.path),
@@ -52,7 +52,7 @@ class Report:
         return json.dumps(report, indent=2)
 
     def as_text(self) -> str:
-        """The report for people; nothing that the archive says can end a line of it or steer a terminal."""
+        """Return the report as text; strings from the archive can't end a line of it or steer a terminal."""
         manifest = self.archive.manifest.dump() if self.archive.has_manifest else "  none"
         verified = "not present" if self.digests_verified is None else "verified (sha256)"
         parts = [
@@ -73,10 +73,10 @@ class Report:
 
 
 def inspect_archive(path: str | Path, limits: ArchiveLimits | None = None) -> Report:
-    """Read the whole archive once, verify it and say what is in it.
+    """Read the whole archive once, verify it and return a report of its contents.
 
     Raises:
-        ArchiveError: It can't be used; the text says why.
+        ArchiveError: the archive can't be used; the text says why.
     """
     archive = open_archive(path, limits)
     weights = []
@@ -96,14 +96,14 @@ def inspect_archive(path: str | Path, limits: ArchiveLimits | None = None) -> Re
 
 
 def _look_at(archive: Archive, entry: Entry, chunks: Chunks) -> Weights | None:
-    """Use up the entry's chunks, which verifies them, and classify it when it is a weights file."""
+    """Read all chunks of the entry, which verifies them, and classify it if it is a weights file."""
     head = b""
     is_weights = (
         os.path.splitext(entry.name)[1].lower() in SUFFIXES or entry.name == archive.manifest.serialized_file
     )
     with tempfile.TemporaryFile() as copy:
         for chunk in chunks:
-            head += chunk[: HEAD_BYTES - len(head)]  # a chunk may be as short as the archive wants
+            head += chunk[: HEAD_BYTES - len(head)]  # the archive decides how short a chunk is
             if is_weights and copy.tell() < bytes_to_see(head):
                 copy.write(chunk)
         return classify(entry.name, copy) if is_weights else None
@@ -140,7 +140,7 @@ def _handler_sentence(handler: str | None, names: set[str]) -> str:
 
 
 def _handler_files(handler: str | None) -> tuple[str, ...]:
-    """The files a handler may mean: as written, and with `.py`."""
+    """Return the files that a handler may name: as written, and with `.py`."""
     path = (handler or "").partition(":")[0]
     return (path, f"{path}.py") if path else ()
 
@@ -150,7 +150,7 @@ def _file_sentence(role: str, name: str, names: set[str], what: str) -> str:
 
 
 def _alignment(entry: Entry) -> int | None:
-    """The largest power of two, up to a page, that divides the data's offset; None without an offset."""
+    """Return the largest power of two, at most a page, that divides the data's offset; None without one."""
     if entry.offset is None:
         return None
     return min(entry.offset & -entry.offset or _MAX_ALIGNMENT, _MAX_ALIGNMENT)

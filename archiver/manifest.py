@@ -1,7 +1,8 @@
-"""`MAR-INF/MANIFEST.json`: what an archive says about itself.
+"""`MAR-INF/MANIFEST.json`: the metadata of an archive.
 
-The layout is TorchServe 0.12.0's, so that its server loads what this package writes. One more member,
-`torchere`, holds the SHA-256 of every other file; TorchServe ignores members it does not know, and so do we.
+The layout is TorchServe 0.12.0's, so that its server loads the archives of this package. One more member,
+`torchere`, holds the SHA-256 of every other file; TorchServe ignores members it does not know, and so does
+this package.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from torchere.archiver.container.entries import MANIFEST_NAME, problem_with
 from torchere.archiver.errors import ArchiveError
 
-# The archiver whose format this is. Tools compare it, so it names the format and not this package.
+# Version of TorchServe's archiver that defines the format. Tools compare it, so it is not this package's.
 FORMAT_VERSION = "0.12.0"
 RUNTIMES = ("python", "python3", "LSP")
 DEFAULT_VERSION = "1.0"
@@ -37,11 +38,11 @@ _FILE_MEMBERS = {
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The manifest of one archive. Without arguments: what an archive that has none is taken to say.
+    """The manifest of one archive; the defaults stand for an archive without a manifest.
 
     File members are names inside the archive; `handler` is a built-in name or `file[.py][:function]`.
     `digests` maps every file but the manifest to `sha256:` and 64 hex digits; None when not recorded.
-    `unknown` and `unknown_in_model` keep members this package has no use for.
+    `unknown` and `unknown_in_model` keep members that this package does not use.
     """
 
     model_name: str | None = None
@@ -60,17 +61,17 @@ class Manifest:
 
     @classmethod
     def parse(cls, text: str, archive: str) -> Manifest:
-        """Read a manifest; `archive` only names the culprit in errors.
+        """Parse a manifest; `archive` is the name that errors give.
 
         Raises:
             ArchiveError: It is not JSON, its `model` is null or its `runtime` unknown, or a member has a
                 wrong type or points outside the archive. A missing `model` or `modelName` is allowed:
-                registration may give what they would say.
+                registration may supply their values.
         """
         return _Parser(text, archive).manifest()
 
     def dump(self) -> str:
-        """The JSON text, members in TorchServe's order, absent ones left out."""
+        """Return the JSON text with members in TorchServe's order, absent ones left out."""
         model: dict[str, Any] = {
             "modelName": self.model_name,
             "serializedFile": self.serialized_file,
@@ -93,12 +94,12 @@ class Manifest:
 
 
 def created_on(epoch_s: int) -> str:
-    """`createdOn` for seconds since 1970: `dd/mm/YYYY HH:MM:SS` in UTC, as local time differs by machine."""
+    """Format seconds since 1970 as `createdOn`: `dd/mm/YYYY HH:MM:SS`, in UTC as local time differs."""
     return time.strftime("%d/%m/%Y %H:%M:%S", time.gmtime(epoch_s))
 
 
 class _Parser:
-    """One manifest being read; every check ends in `_refuse`."""
+    """Parser of one manifest; `_refuse` makes the error of every check."""
 
     def __init__(self, text: str, archive: str) -> None:
         self._text = text
@@ -106,7 +107,7 @@ class _Parser:
 
     def manifest(self) -> Manifest:
         whole = self._object(self._json(), "the manifest")
-        entry = whole.get("model", {})  # TorchServe minds only a null
+        entry = whole.get("model", {})  # TorchServe rejects only a null
         if entry is None:
             raise self._refuse("Missing Model entry in manifest file.", "add a 'model' object")
         model = self._object(entry, "model")
@@ -156,7 +157,7 @@ class _Parser:
         return value
 
     def _remark(self, members: Mapping[str, Any], key: str) -> str | None:
-        """A text that nothing depends on: a number will do."""
+        """Return a member that nothing depends on, as text; a number is accepted, too."""
         value = members.get(key)
         return str(value) if isinstance(value, (int, float)) else self._optional_text(members, key)
 

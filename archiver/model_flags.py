@@ -1,4 +1,4 @@
-"""The flags of `torchere archive` and `torchere convert` that are about the model. Standard library only."""
+"""Model flags of `torchere archive` and `torchere convert`. Standard library only."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ examples:
 
 
 def add_source_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what tells where the model's class is."""
+    """Add the flag that names the model's class."""
     parser.add_argument(
         "--factory",
         metavar="MODULE:NAME",
@@ -44,7 +44,7 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_build_arguments(parser: argparse.ArgumentParser, format_flag: str) -> None:
-    """Add what is done with the model; `format_flag` is the name of the flag for its format."""
+    """Add the flags that convert the model; `format_flag` is the name of the flag for its format."""
     group = parser.add_argument_group("what the model becomes (needs PyTorch)")
     add = group.add_argument
     is_convert = format_flag == "--to"
@@ -123,12 +123,12 @@ def _quantize_help(format_flag: str) -> str:
 
 
 def wants_model(namespace: argparse.Namespace) -> bool:
-    """Whether a flag asks for what needs torch, or no handler is named, and so a signature is needed."""
+    """Return whether torch is needed: for a flag, or for the signature when no handler is named."""
     return namespace.handler is None or any(getattr(namespace, name, None) for name in _ASK_FOR_TORCH)
 
 
 def build_options(namespace: argparse.Namespace) -> BuildOptions:
-    """The options as given by the flags of `torchere archive`."""
+    """Return the options given by the flags of `torchere archive`."""
     return replace(
         _options(namespace),
         serialized_file=_path(namespace.serialized_file),
@@ -142,7 +142,7 @@ def build_options(namespace: argparse.Namespace) -> BuildOptions:
 def convert_options(
     namespace: argparse.Namespace, serialized: Path | None, model_file: Path | None, config: Path | None
 ) -> BuildOptions:
-    """The options as given by the flags of `torchere convert`, for the files of an unpacked archive."""
+    """Return the options given by the flags of `torchere convert`, for the files of an unpacked archive."""
     return replace(_options(namespace), serialized_file=serialized, model_file=model_file, config_file=config)
 
 

@@ -1,4 +1,4 @@
-"""Opens archives from outside: whatever the bytes, the answer is an Archive or an ArchiveError."""
+"""Opens untrusted archives: any input gives an Archive or an ArchiveError."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _REPACK = "pack the archive again"
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """An opened archive: names, limits and manifest are checked, contents are when they are read.
+    """An opened archive: names, limits and manifest are checked, contents only when they are read.
 
     Immutable, holds no file open, may be shared between threads. `entries` lists every file.
     """
@@ -49,14 +49,14 @@ class Archive:
         return self.container.entries
 
     def entry(self, name: str) -> Entry:
-        """The entry of that name; ArchiveError when there is none."""
+        """Return the entry of that name; raise ArchiveError when there is none."""
         for entry in self.entries:
             if entry.name == name:
                 return entry
         raise ArchiveError(self.path, "not in the archive", "see `torchere inspect` for what is", entry=name)
 
     def chunks(self) -> Iterator[tuple[Entry, Chunks]]:
-        """Stream every file, each verified by its digest when the last chunk was taken."""
+        """Stream every file; each is verified by its digest when its last chunk was taken."""
         with _one_error(self.path):
             for entry, chunks in self.container.walk(lambda _: True):
                 yield entry, self._verified(entry, chunks)
@@ -82,8 +82,8 @@ class Archive:
     def extract(self, target: str | Path) -> Path:
         """Unpack everything into `target`, a new directory, and return it.
 
-        The directory appears at once when all is unpacked and verified; on failure there is nothing. Files
-        are made with the umask's modes, never with the archive's.
+        The directory appears only when all files are unpacked and verified; after a failure it does not
+        exist. Files get their modes from the umask, never from the archive.
 
         Raises:
             ArchiveError: `target` exists, the archive is damaged or changed, or the disk is full.
@@ -98,7 +98,7 @@ class Archive:
         return folder
 
     def verify(self) -> None:
-        """Read everything once and check sizes, CRCs and digests; ArchiveError tells the first wrong one."""
+        """Read everything once and check sizes, CRCs and digests; raise ArchiveError at the first error."""
         for _, chunks in self.chunks():
             _use_up(chunks)
 
@@ -116,10 +116,11 @@ class Archive:
 
 
 def open_archive(path: str | Path, limits: ArchiveLimits | None = None) -> Archive:
-    """Open a `.mar`, a `.tar.gz` or a directory; what it is, is told by its first bytes, not by its name.
+    """Open a `.mar`, a `.tar.gz` or a directory; the first bytes decide the kind, not the name.
 
     Raises:
-        ArchiveError: There is nothing of that name, or it can't be used. See `ArchiveLimits` for the bounds.
+        ArchiveError: The path does not exist, or the archive can't be used. See `ArchiveLimits` for the
+            bounds.
     """
     place = Path(path)
     limits = limits or ArchiveLimits()
@@ -138,7 +139,7 @@ def open_archive(path: str | Path, limits: ArchiveLimits | None = None) -> Archi
 
 
 def _use_up(chunks: Chunks) -> None:
-    """Read them, which checks them."""
+    """Read all chunks, which verifies them."""
     for _ in chunks:
         pass
 
@@ -170,7 +171,7 @@ def _open_container(kind: Kind, path: Path, limits: ArchiveLimits) -> Container:
 
 
 def _check_digest_list(archive: Archive) -> None:
-    """When digests are recorded, they must be those of exactly the files that are there."""
+    """Raise ArchiveError unless the recorded digests, if any, are of exactly the files in the archive."""
     if archive.manifest.digests is None:
         return
     present = {entry.name for entry in archive.entries} - {MANIFEST_NAME}
@@ -184,7 +185,7 @@ def _check_digest_list(archive: Archive) -> None:
 
 @contextmanager
 def _one_error(path: Path) -> Iterator[None]:
-    """Turn what the operating system says into the one error of this module."""
+    """Turn an OSError into an ArchiveError."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What to pack, said once, and everything about it that can be decided without opening a file."""
+"""The request to pack an archive, and all decisions about it that need no open file."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ DEFAULT_HANDLER = "tensor"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildOptions:
-    """A model and what it should become; see `torchere archive --help` for each.
+    """A model and the conversion to apply to it; see `torchere archive --help` for each option.
 
-    `model_format` None means: as it is, or TorchScript when it is quantised.
+    `model_format` None keeps the format, or means TorchScript when the model is quantised.
     """
 
     serialized_file: Path | None = None
@@ -42,23 +42,23 @@ class BuildOptions:
     model_format: str | None = None
     script: bool = False  # compile the source for TorchScript instead of tracing a run
     example: Path | None = None
-    example_signature: Path | None = None  # a signature.json to make an example from, when there is none
+    example_signature: Path | None = None  # a signature.json to make an example from, if none is given
     dynamic_batch: str | None = None  # "1:64"
     dynamic_sizes: tuple[str, ...] = ()  # "ids,mask:1=2:512"
     isa: str | None = None  # None: that of this machine
     allow_pickle: bool = False
-    needs_signature: bool = True  # False: the handler does without
+    needs_signature: bool = True  # False: the handler does not need one
     quantize: str | None = None
     samples: Path | None = None
     verify: bool = True
-    max_drift: float | None = None  # None: what the kind of change allows
-    accept_drift: bool = False  # pack what the verification refuses, too
+    max_drift: float | None = None  # None: the limit for the kind of conversion
+    accept_drift: bool = False  # pack the model even if the verification refuses it
     config_file: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What to pack. All paths exist; those made here lie in the work folder of the call."""
+    """The files to pack. All paths exist; generated files lie in the work folder of the call."""
 
     serialized_file: Path | None
     model_file: Path | None
@@ -82,7 +82,7 @@ BUILT_IN_HANDLERS = (
 )
 """Handlers that need no file, because our server has them."""
 
-# TorchServe 0.12's server has these, so its archiver asks for no file. Ours packs them for it, as it does.
+# Built into TorchServe 0.12's server: its archiver accepts them without a file, and so does this one.
 _BUILT_IN_PYTHON = frozenset({*BUILT_IN_HANDLERS, "dali_image_classifier", "vllm_handler", "trt_llm_handler"})
 _BUILT_IN_CPP = frozenset({"BaseHandler", "TorchScriptHandler"})
 _SUFFIXES = {"default": ".mar", "zip-store": ".mar", "tgz": ".tar.gz", "no-archive": ""}
@@ -96,10 +96,10 @@ class ArchiveRequest:
     `handler` is a built-in name, or a Python file with or without `.py` and `:function`; "" leaves it to the
     server's `default_service_handler`. Each of `extra_files` is a file, a directory (its contents go to the
     archive's root) or a glob pattern.
-    `leave_out` has entry names that they must not bring. `made` is a folder of files that go in under their
-    relative names, each instead of an extra file of that name.
-    `epoch_s` (seconds since 1970, UTC) becomes `createdOn`; the same request with the same files always
-    gives the same bytes, on the same release of Python and zlib. `output`, a path in `export_path`, is for an
+    `leave_out` has entry names to skip among the extra files. `made` is a folder whose files are packed under
+    their relative names; each replaces an extra file of that name.
+    `epoch_s` (seconds since 1970, UTC) becomes `createdOn`; the same request with the same files always gives
+    the same bytes, on the same release of Python and zlib. `output`, a path in `export_path`, is for an
     archive that is not named after its model.
     """
 
@@ -122,7 +122,7 @@ class ArchiveRequest:
 
     @property
     def target(self) -> Path:
-        """Where the archive will be: `output`, or `<export_path>/<model_name>` with its format's suffix."""
+        """Path of the archive: `output`, or `<export_path>/<model_name>` with its format's suffix."""
         if self.output is not None:
             return Path(self.output)
         return Path(self.export_path) / f"{self.model_name}{_SUFFIXES[self.archive_format]}"
@@ -140,7 +140,7 @@ class ArchiveRequest:
             raise PackingError(f"runtime is {self.runtime!r}; use one of {', '.join(RUNTIMES)}")
 
     def handler_file(self) -> Path | None:
-        """The file that `handler` names, or None for a handler that the server brings or is to choose."""
+        """Return the file that `handler` names; None if it is built in or for the server to choose."""
         if self.handler in (_BUILT_IN_CPP if self.runtime == "LSP" else _BUILT_IN_PYTHON) or not self.handler:
             return None
         suffix = _cpp_suffix() if self.runtime == "LSP" else ".py"
@@ -149,9 +149,9 @@ class ArchiveRequest:
         return path.parent / (name if name.endswith(suffix) else f"{name}{suffix}")
 
     def manifest(self, digests: Mapping[str, str]) -> Manifest:
-        """The manifest of the archive whose files have these digests.
+        """Return the manifest of the archive whose files have these digests.
 
-        A folder records none: weights are moved into it, and its files edited, after it was made.
+        A folder records no digests: weights are moved into it, and its files edited, after it was made.
         """
         return Manifest(
             model_name=self.model_name,
@@ -177,10 +177,10 @@ def _cpp_suffix() -> str:
 
 
 def check_inputs(request: ArchiveRequest) -> None:
-    """Look for every file that `request` names, but what a glob pattern would match.
+    """Check that every file that `request` names exists; matches of a glob pattern are not checked.
 
     Raises:
-        PackingError: one does not exist; the text names its flag, what was expected, and what to do.
+        PackingError: a file does not exist; the text names its flag, the expected value and the remedy.
     """
     handler = request.handler_file()
     if handler is not None and _is_missing(handler):
@@ -198,7 +198,7 @@ def check_inputs(request: ArchiveRequest) -> None:
 
 
 def check_examples(options: BuildOptions) -> None:
-    """Look for the files that a model is run on.
+    """Check that the files of the example and the samples exist.
 
     Raises:
         PackingError: as `check_inputs`.
@@ -234,7 +234,7 @@ def _is_missing(path: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return True
     except OSError:
-        return False  # it may be there; reading it will tell
+        return False  # it may exist; reading it will raise the exact error
     return False
 
 

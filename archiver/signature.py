@@ -1,4 +1,4 @@
-"""`signature.json`: which tensors a model takes and gives, so that an archive needs no handler of its own.
+"""`signature.json`: a model's input and output tensors, so that an archive needs no handler code.
 
 The file stands at the archive's root beside the model:
 
@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 SIGNATURE_NAME = "signature.json"
 FORMAT = 1
-MAX_TEXT_BYTES = 2**20  # what a reader need accept; thousands of tensors
+MAX_TEXT_BYTES = 2**20  # the largest text that a reader must accept; thousands of tensors
 MAX_DIMENSIONS = 64  # torch's own limit
 ANY = -1  # a dimension that is free; the first one is then the batch
 
@@ -44,7 +44,7 @@ _LARGEST_DIMENSION = 2**63 - 1
 
 
 class SignatureError(ValueError):
-    """A signature is wrong; one line of text names the field, what was found and what was expected."""
+    """A signature is wrong; `str(error)` is one line: the field, the value found and the expected one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a model takes and gives, in order. Made by `parse`, or checked by `check`."""
+    """Inputs and outputs of a model, in order. Made by `parse`, or validated by `check`."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
@@ -81,7 +81,7 @@ class Signature:
         parse(self.to_json())
 
     def to_json(self) -> str:
-        """The text of `signature.json`; `parse` gives an equal signature back."""
+        """Return the text of `signature.json`; `parse` turns it back into an equal signature."""
         members = {
             "version": FORMAT,
             "inputs": [_members(spec) for spec in self.inputs],

@@ -1,4 +1,4 @@
-"""How a TorchScript file is to be loaded: the section `torchscript` of model-config.yaml."""
+"""Options for loading a TorchScript file: the section `torchscript` of model-config.yaml."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class TorchScriptOptions:
-    """What the packer found best for the model, and the server does while it loads it."""
+    """Options that the packer measured to be best, and that the server applies when it loads the model."""
 
-    quantized_engine: str | None = None  # that int8 weights are packed for; None: the process's own
+    quantized_engine: str | None = None  # engine that int8 weights are packed for; None: the process's own
     optimize_for_inference: bool = False  # on a CPU; see archiver/models/load/torchscript.py
 
     @staticmethod
     def read(config: Mapping[str, Any]) -> TorchScriptOptions:
-        """The options in a whole model-config.yaml; members of the section that are not known do nothing.
+        """Read the options from a whole model-config.yaml; unknown members of the section are ignored.
 
-        With `autocast` nothing is optimised: weights that are packed in float32 take no other type.
+        With `autocast`, `optimize_for_inference` is off: weights that are packed in float32 take no other
+        type.
 
         Raises:
             ValueError: `optimize_for_inference` is neither true nor false.
@@ -37,6 +38,6 @@ class TorchScriptOptions:
         )
 
     def lines(self) -> list[str]:
-        """The members of the section as YAML, a line each; none when there is nothing to say."""
+        """Return the members of the section as YAML, one line each; an empty list if all are defaults."""
         said = [f"quantized_engine: {self.quantized_engine}"] if self.quantized_engine else []
         return said + (["optimize_for_inference: true"] if self.optimize_for_inference else [])

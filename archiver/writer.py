@@ -30,7 +30,7 @@ _REDRAW_S = 0.1
 
 
 class Progress:
-    """Counts bytes of one file after the other; used by one thread.
+    """A progress bar over the bytes of one file after the other; used by one thread.
 
     Nothing is written unless `stream` is a terminal and the file is large.
     """
@@ -48,7 +48,7 @@ class Progress:
         self._name, self._total_bytes, self._done_bytes = name, total_bytes, 0
 
     def advance(self, count: int) -> None:
-        """Tell that `count` more bytes are done, and draw the bar when it is due."""
+        """Add `count` finished bytes, and draw the bar when it is due."""
         self._done_bytes += count
         now_s = self._clock()
         if self._stream and self._total_bytes >= LARGE_BYTES and now_s - self._drawn_s >= _REDRAW_S:
@@ -59,7 +59,7 @@ class Progress:
             self._stream.flush()
 
     def finish(self) -> None:
-        """End the file and take the bar away."""
+        """End the file and erase the bar."""
         if self._stream and self._total_bytes >= LARGE_BYTES:
             self._stream.write("\r\x1b[K")
             self._stream.flush()
@@ -81,11 +81,11 @@ def gather(request: ArchiveRequest) -> list[Input]:
 
     Files are flattened to the archive's root by base name; below a directory in `extra_files` the structure
     is kept, without hidden directories, `__pycache__` and `__MACOSX`. An existing output is never an input,
-    unless it is itself the directory that is given; what another run has begun to write is none either.
+    unless it is itself the directory that is given; nor is the unfinished output of another run.
 
     Raises:
-        FileNotFoundError: A file that was asked for does not exist.
-        PackingError: Two different files want one name, or a name or file type can't be packed.
+        FileNotFoundError: A named file does not exist.
+        PackingError: Two different files have one name, or a name or file type can't be packed.
     """
     chosen: dict[str, Input] = {}
     made = list(_below(Path(request.made), request.target)) if request.made else []
@@ -140,11 +140,11 @@ def _matching(pattern: str, output: Path) -> Iterator[Input]:
 
 
 def _below(path: Path, output: Path) -> Iterator[Input]:
-    """The file itself, or the files in the directory under their paths relative to it."""
+    """Yield the file itself, or the files in the directory under their paths relative to it."""
     if not path.is_dir():
         yield Input(path.name, path)
         return
-    # With each, the directories on disk that it lies in, so that a link back up ends the walk.
+    # Each folder with the identities of its parent folders, so that a link to one of them ends the walk.
     folders: list[tuple[Path, frozenset[tuple[int, int]]]] = [(path, frozenset())]
     while folders:
         folder, above = folders.pop()
@@ -188,7 +188,7 @@ def _check_agreement(first: Input, second: Input) -> None:
 
 _log = logging.getLogger("torchere.archiver")
 
-# Weights hardly compress, and stored they can be mapped into memory where they lie.
+# Weights hardly compress; stored, they can be mapped into memory from the archive.
 _WEIGHT_SUFFIXES = frozenset({".pt", ".pth", ".pt2", ".onnx", ".so", ".safetensors", ".bin"})
 _SAMPLED_FROM_BYTES = 2**18
 _SAMPLE_BYTES = 2**16
@@ -199,8 +199,8 @@ def write_archive(request: ArchiveRequest, progress: Progress | None = None) -> 
     """Write the archive that `request` describes and return its path.
 
     Files are read in chunks, never whole. The same files give the same bytes: entries are sorted, the
-    manifest comes last, times and modes are constants. A failed call leaves nothing behind; in a folder that
-    was there (`no-archive` with `force`) some files may be new by then.
+    manifest comes last, times and modes are constants. A failed call leaves nothing behind, except in a
+    folder that existed before (`no-archive` with `force`): some of its files may be new.
 
     Raises:
         PackingError: The request, a name or the output place is wrong; nothing was written.
@@ -218,13 +218,13 @@ def write_archive(request: ArchiveRequest, progress: Progress | None = None) -> 
             sink.add(
                 MANIFEST_NAME, len(manifest), io.BytesIO(manifest), request.archive_format == "zip-store"
             )
-        _refuse_existing(request)  # once more: another run may have been quicker
+        _refuse_existing(request)  # again: another run may have written it meanwhile
     return target
 
 
 @contextmanager
 def _saying_what_does_not_fit(target: Path) -> Iterator[None]:
-    """A write that fails names no file, and the disk of the archive is not the only one in use."""
+    """Add the archive's path to a disk-full error that names no file: other disks are in use, too."""
     try:
         yield
     except OSError as error:
@@ -234,12 +234,12 @@ def _saying_what_does_not_fit(target: Path) -> Iterator[None]:
 
 
 def check_target(request: ArchiveRequest) -> None:
-    """See whether the archive may be written where it belongs; changes nothing.
+    """Check that the archive may be written to its target; change nothing.
 
-    `write_archive` does this, too. For those who have long to do before they come to that.
+    `write_archive` does this, too. For callers that have long work to do before they write.
 
     Raises:
-        PackingError: something is there already, or the place is no directory.
+        PackingError: the target exists already, or its folder is not a directory.
     """
     folder = Path(request.export_path)
     if folder.exists() and not folder.is_dir():
@@ -282,7 +282,7 @@ def _add(sink: Sink, item: Input, request: ArchiveRequest, progress: Progress) -
 
 
 def _is_better_stored(name: str, file: IO[bytes], size: int) -> bool:
-    """Say whether compressing is wasted: weights by their suffix, large files by three samples."""
+    """Return whether compression is wasted: for weights by suffix, for large files by three samples."""
     if os.path.splitext(name)[1].lower() in _WEIGHT_SUFFIXES:
         return True
     if size < _SAMPLED_FROM_BYTES:
@@ -307,7 +307,7 @@ class _HashedSource:
         self._progress = progress
 
     def read(self, size: int = -1, /) -> bytes:
-        """Up to `size` bytes; b"" once all were given."""
+        """Return up to `size` bytes; b"" once all were read."""
         chunk = self._file.read(self._left_bytes if size < 0 else min(size, self._left_bytes))
         self._left_bytes -= len(chunk)
         self._hash.update(chunk)
@@ -315,7 +315,7 @@ class _HashedSource:
         return chunk
 
     def digest(self, path: Path) -> str:
-        """`sha256:` and the hex digits, once everything was read."""
+        """Return `sha256:` and the hex digits; raise PackingError unless exactly `size` bytes were read."""
         if self._left_bytes or self._file.read(1):
             raise PackingError(f"{path} changed while it was packed; try again when nobody writes to it")
         return f"sha256:{self._hash.hexdigest()}"

@@ -21,7 +21,7 @@ from torchere.client.wire import LIMITS, Settings
 
 
 class AsyncClient:
-    """The same as `Client`, to be awaited: see there for arguments, methods and errors.
+    """The asyncio counterpart of `Client`, with the same arguments, methods and errors.
 
     Use it on one event loop; any number of calls may run at once. Cancelling a call closes its connection,
     and the server drops the request.
@@ -63,7 +63,7 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close all connections; calls that run break off."""
+        """Close all connections; running calls fail."""
         await self._transport.close()
 
     async def predict(
@@ -77,16 +77,17 @@ class AsyncClient:
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> Prediction:
-        """Ask a model by `/predictions`.
+        """Send a request to `/predictions` and return the response.
 
         Args:
-            model: its name.
-            data: `bytes` as they are, `str` as text, a path as its file, else as JSON, arrays as lists.
-            version: None is the model's default one.
-            content_type: instead of the one that belongs to `data`.
-            files: a form of several parts, instead of `data`.
-            headers: for the handler, in this spelling.
-            timeout_s: for this call.
+            model: the name of the model.
+            data: `bytes` are sent unchanged, `str` as text, a path as the content of its file, any other
+                value as JSON with arrays as lists.
+            version: None is the default version of the model.
+            content_type: overrides the content type derived from `data`.
+            files: the parts of a multipart form, sent instead of `data`.
+            headers: for the handler; their spelling is kept.
+            timeout_s: the deadline of this call.
 
         Example:
             (await client.predict("net", {"x": [1, 2, 3]})).json()
@@ -106,10 +107,10 @@ class AsyncClient:
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[bytes, None]:
-        """Ask a model that answers in parts; yields them as they come. See `predict`.
+        """Send a request to `/predictions` and yield the parts of the streamed response. See `predict`.
 
-        The network may join parts that come close together. An answer that breaks off raises. Whoever stops
-        before the end closes it (`contextlib.aclosing`): that drops the request.
+        The network may merge parts that are sent close together. A response that breaks off raises an error.
+        To stop early, close the generator (`contextlib.aclosing`): this cancels the request.
 
         Example:
             async for part in client.predict_stream("llm", "Once upon a time"):
@@ -123,12 +124,12 @@ class AsyncClient:
     async def explain(
         self, model: str, data: object = None, *, version: str | None = None, timeout_s: float | None = None
     ) -> Prediction:
-        """Ask a model by `/explanations`. See `predict`."""
+        """Send a request to `/explanations` and return the response. See `predict`."""
         operation = predictions.predict(model, data, version=version, verb="explanations")
         return await self._transport.run(operation, timeout_s)
 
     async def ping(self, *, timeout_s: float | None = None) -> bool:
-        """TorchServe's `/ping`: whether every model has the executors it should have."""
+        """Return whether every model has the executors it should have (TorchServe's `/ping`)."""
         return await self._transport.run(management.healthy(), timeout_s)
 
     async def infer(
@@ -141,15 +142,16 @@ class AsyncClient:
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> InferResult:
-        """Ask a model by the Open Inference Protocol: arrays in, arrays out.
+        """Run a model by the Open Inference Protocol, with arrays as inputs and outputs.
 
         Args:
-            model: its name.
-            inputs: arrays by input name; `client.tensors.tensor` makes one of a datatype that NumPy lacks.
-            options: binary or JSON, wanted outputs, parameters, id, sequence.
-            version: None is the model's default one.
+            model: the name of the model.
+            inputs: arrays by input name; `client.tensors.tensor` makes a tensor of a datatype that NumPy
+                lacks.
+            options: binary or JSON encoding, requested outputs, parameters, id, sequence.
+            version: None is the default version of the model.
             headers: sent in addition.
-            timeout_s: for this call.
+            timeout_s: the deadline of this call.
 
         Example:
             (await client.infer("add", {"a": a, "b": b}))["sum"]
@@ -168,7 +170,9 @@ class AsyncClient:
         version: str | None = None,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[InferResult, None]:
-        """Ask a model that answers in parts by the Open Inference Protocol. See `infer`, `predict_stream`.
+        """Run a model by the Open Inference Protocol and yield streamed results.
+
+        See `infer` and `predict_stream`.
 
         Example:
             async for part in client.infer_stream("llm", {"prompt": ["Once upon a time"]}):
@@ -182,43 +186,43 @@ class AsyncClient:
         events.end()
 
     async def server_metadata(self, *, timeout_s: float | None = None) -> ServerMetadata:
-        """Which server answers, and what it can do."""
+        """Return the server's name, version and protocol extensions."""
         return await self._transport.run(repository.server_metadata(), timeout_s)
 
     async def model_metadata(
         self, model: str, version: str | None = None, *, timeout_s: float | None = None
     ) -> ModelMetadata:
-        """Which tensors a model takes and gives."""
+        """Return the names, datatypes and shapes of a model's inputs and outputs."""
         return await self._transport.run(repository.model_metadata(model, version), timeout_s)
 
     async def is_live(self, *, timeout_s: float | None = None) -> bool:
-        """Whether the server runs."""
+        """Return whether the server runs."""
         return await self._transport.run(repository.live(), timeout_s)
 
     async def is_ready(self, *, timeout_s: float | None = None) -> bool:
-        """Whether traffic may come."""
+        """Return whether the server is ready for requests."""
         return await self._transport.run(repository.ready(), timeout_s)
 
     async def is_model_ready(
         self, model: str, version: str | None = None, *, timeout_s: float | None = None
     ) -> bool:
-        """Whether a model can answer; `NotFound` is raised for one that nobody registered."""
+        """Return whether a model is ready; raise `NotFound` for a model that is not registered."""
         return await self._transport.run(repository.model_ready(model, version), timeout_s)
 
     async def statistics(
         self, model: str, version: str | None = None, *, timeout_s: float | None = None
     ) -> list[dict[str, Any]]:
-        """Counts and times of a model, one object a version, in Triton's form."""
+        """Return the request counts and durations of a model, one object per version, in Triton's format."""
         return await self._transport.run(repository.statistics(model, version), timeout_s)
 
     async def repository_index(
         self, *, ready_only: bool = False, timeout_s: float | None = None
     ) -> tuple[ModelState, ...]:
-        """What is in the model repository, and how it is."""
+        """Return the models of the model repository with their states."""
         return await self._transport.run(repository.index(ready_only), timeout_s)
 
     async def load(self, model: str, *, timeout_s: float | None = None) -> None:
-        """Load a model of the repository, and wait until it is ready."""
+        """Load a model of the repository and wait until it is ready."""
         await self._transport.run(repository.load(model), timeout_s)
 
     async def unload(self, model: str, *, timeout_s: float | None = None) -> None:
@@ -226,11 +230,11 @@ class AsyncClient:
         await self._transport.run(repository.unload(model), timeout_s)
 
     async def register(self, url: str, *, timeout_s: float | None = None, **options: object) -> str:
-        """Register an archive of the model store; returns the server's sentence.
+        """Register an archive of the model store and return the server's status message.
 
         Args:
-            url: the archive's file name.
-            timeout_s: for this call.
+            url: the file name of the archive.
+            timeout_s: the deadline of this call.
             options: parameters of the management API: `model_name`, `initial_workers`, `batch_size`,
                 `max_batch_delay`, `synchronous`, `response_timeout`, `startup_timeout`, `handler`, `runtime`.
 
@@ -242,7 +246,7 @@ class AsyncClient:
     async def unregister(
         self, model: str, version: str | None = None, *, timeout_s: float | None = None
     ) -> str:
-        """Remove a version (None: the default one) after its requests are answered."""
+        """Remove a version (None: the default version) after its requests are answered."""
         return await self._transport.run(management.unregister(model, version), timeout_s)
 
     async def scale(
@@ -255,16 +259,16 @@ class AsyncClient:
         synchronous: bool = True,
         timeout_s: float | None = None,
     ) -> str:
-        """Change how many executors a version has; waits for them unless `synchronous` is false."""
+        """Set the number of executors of a version, and wait for them unless `synchronous` is false."""
         operation = management.scale(model, min_workers, max_workers, version, synchronous)
         return await self._transport.run(operation, timeout_s)
 
     async def set_default(self, model: str, version: str, *, timeout_s: float | None = None) -> str:
-        """Make a version the one that requests without a version get."""
+        """Make a version the default for requests that name no version."""
         return await self._transport.run(management.set_default(model, version), timeout_s)
 
     async def list_models(self, *, timeout_s: float | None = None) -> list[ModelEntry]:
-        """All models by name; asks for as many pages as there are, each with the time-out of its own."""
+        """Return all models, sorted by name; request every page, each with its own time-out."""
         entries: list[ModelEntry] = []
         token: str | None = None
         while True:
@@ -277,5 +281,5 @@ class AsyncClient:
     async def describe(
         self, model: str, version: str | None = None, *, timeout_s: float | None = None
     ) -> list[dict[str, Any]]:
-        """Everything about a version (None: the default one; "all": each of them)."""
+        """Return the full description of a version (None: the default version; "all": every version)."""
         return await self._transport.run(management.describe(model, version), timeout_s)

@@ -1,4 +1,4 @@
-"""The asyncio transport: sends operations with httpx, tries again, keeps deadlines."""
+"""The asyncio transport: sends operations with httpx, retries them and enforces deadlines."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Awaiting:
         await self._http.aclose()
 
     async def run(self, operation: Operation[Result], timeout_s: float | None) -> Result:
-        """Send an operation until it has an answer, or may not be sent again, or its time is over.
+        """Send an operation, retry it as `Retries` allows within its deadline, and return its result.
 
         Raises:
-            ClientError: what the last attempt ended with.
+            ClientError: the error of the last attempt.
         """
         allowed_s = self._settings.seconds(timeout_s)
         deadline_s = time.monotonic() + allowed_s
@@ -44,7 +44,7 @@ class Awaiting:
     async def stream(
         self, operation: Operation[object], timeout_s: float | None
     ) -> AsyncGenerator[bytes, None]:
-        """The parts of an answer as they come; tries again until the first one is there."""
+        """Yield the parts of a response as they arrive; retry only before the first part."""
         allowed_s = self._settings.seconds(timeout_s)
         deadline_s = time.monotonic() + allowed_s
         attempt = 0
@@ -109,7 +109,8 @@ async def _whole(response: httpx.Response, deadline_s: float, allowed_s: float) 
 
 
 async def _within(response: httpx.Response, deadline_s: float, allowed_s: float) -> AsyncIterator[bytes]:
-    # httpx bounds each read, not all of them: a server that sends a byte a second would never be too late.
+    # The time-out of httpx applies to each read, not to their sum: a server that sends one byte a second
+    # would never exceed it.
     async for part in response.aiter_bytes():
         yield part
         if time.monotonic() > deadline_s:

@@ -1,4 +1,4 @@
-"""The synchronous transport: sends operations with httpx, tries again, keeps deadlines."""
+"""The synchronous transport: sends operations with httpx, retries them and enforces deadlines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PIECE_BYTES = 1 << 18
 
 
 class Blocking:
-    """Sends operations; thread-safe, because httpx's client is and nothing else here changes."""
+    """Sends operations; thread-safe, because httpx's client is and there is no other mutable state."""
 
     def __init__(self, settings: Settings, http: httpx.Client) -> None:
         self._settings = settings
@@ -27,10 +27,10 @@ class Blocking:
         self._http.close()
 
     def run(self, operation: Operation[Result], timeout_s: float | None) -> Result:
-        """Send an operation until it has an answer, or may not be sent again, or its time is over.
+        """Send an operation, retry it as `Retries` allows within its deadline, and return its result.
 
         Raises:
-            ClientError: what the last attempt ended with.
+            ClientError: the error of the last attempt.
         """
         allowed_s = self._settings.seconds(timeout_s)
         deadline_s = time.monotonic() + allowed_s
@@ -43,7 +43,7 @@ class Blocking:
                 self._pause_or_raise(error, attempt, deadline_s)
 
     def stream(self, operation: Operation[object], timeout_s: float | None) -> Generator[bytes, None, None]:
-        """The parts of an answer as they come; tries again until the first one is there."""
+        """Yield the parts of a response as they arrive; retry only before the first part."""
         allowed_s = self._settings.seconds(timeout_s)
         deadline_s = time.monotonic() + allowed_s
         attempt = 0
@@ -106,7 +106,8 @@ class Blocking:
 
 
 def _pieces(body: bytes, deadline_s: float, allowed_s: float) -> Iterator[bytes]:
-    # httpx bounds each send to the socket, not all of them: a slow line would never be too late.
+    # The time-out of httpx applies to each send to the socket, not to their sum: a slow connection would
+    # never exceed it.
     for start in range(0, len(body), _PIECE_BYTES):
         if time.monotonic() > deadline_s:
             raise too_late(allowed_s)
@@ -114,7 +115,8 @@ def _pieces(body: bytes, deadline_s: float, allowed_s: float) -> Iterator[bytes]
 
 
 def _within(response: httpx.Response, deadline_s: float, allowed_s: float) -> Iterator[bytes]:
-    # httpx bounds each read, not all of them: a server that sends a byte a second would never be too late.
+    # The time-out of httpx applies to each read, not to their sum: a server that sends one byte a second
+    # would never exceed it.
     for part in response.iter_bytes():
         yield part
         if time.monotonic() > deadline_s:

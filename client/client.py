@@ -27,21 +27,24 @@ class Client:
     """Calls a server's REST APIs: predictions, the Open Inference Protocol (v2), management.
 
     Thread-safe. Close it, or use it in a `with` statement, to close its connections. Every method raises a
-    `ClientError`: `AnswerError` with what the server said, `DeadlineExceeded`, `ConnectionFailed` or
-    `UnreadableAnswer`; and takes `timeout_s`, the seconds for the whole call with all its attempts, which
-    the server is told, so that it does not work on what nobody waits for. A server that falls silent within
-    an answer may be waited for as long again, since a time-out of httpx is that of one read; one that keeps
-    sending bits of a head is not given up while they come.
+    `ClientError`: `AnswerError` with the server's error message, `DeadlineExceeded`, `ConnectionFailed` or
+    `UnreadableAnswer`.
+
+    Every method takes `timeout_s`, the deadline of the whole call in seconds, all attempts included. The
+    client sends the remaining time to the inference API, so that the server can drop an expired request. A
+    call can last up to twice as long if the server stops sending in the middle of a response, because an
+    httpx time-out applies to a single read. A server that keeps sending pieces of a response head is not
+    timed out.
 
     Args:
-        address: of the inference API.
-        management_address: of the management API, the model repository's too.
+        address: the URL of the inference API.
+        management_address: the URL of the management API, which also serves the model repository.
         token: the inference key of a server with token authorisation.
-        management_token: its management key.
-        timeout_s: for calls that name none; None waits for ever.
-        retries: when a call is sent again.
-        headers: sent with every call; those of a call come before them.
-        transport: httpx's, for certificates, Unix sockets, proxies or tests; None is its usual one.
+        management_token: the management key of that server.
+        timeout_s: the default for calls without a `timeout_s`; None waits without limit.
+        retries: the retry policy.
+        headers: sent with every call; the headers of a single call take precedence.
+        transport: an httpx transport, for certificates, Unix sockets, proxies or tests; None is the default.
 
     Example:
         with Client(token=key) as client:
@@ -82,7 +85,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close all connections; calls that run break off."""
+        """Close all connections; running calls fail."""
         self._transport.close()
 
     def predict(
@@ -96,16 +99,17 @@ class Client:
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> Prediction:
-        """Ask a model by `/predictions`.
+        """Send a request to `/predictions` and return the response.
 
         Args:
-            model: its name.
-            data: `bytes` as they are, `str` as text, a path as its file, else as JSON, arrays as lists.
-            version: None is the model's default one.
-            content_type: instead of the one that belongs to `data`.
-            files: a form of several parts, instead of `data`.
-            headers: for the handler, in this spelling.
-            timeout_s: for this call.
+            model: the name of the model.
+            data: `bytes` are sent unchanged, `str` as text, a path as the content of its file, any other
+                value as JSON with arrays as lists.
+            version: None is the default version of the model.
+            content_type: overrides the content type derived from `data`.
+            files: the parts of a multipart form, sent instead of `data`.
+            headers: for the handler; their spelling is kept.
+            timeout_s: the deadline of this call.
 
         Example:
             client.predict("net", {"x": [1, 2, 3]}).json()
@@ -125,10 +129,10 @@ class Client:
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> Generator[bytes, None, None]:
-        """Ask a model that answers in parts; yields them as they come. See `predict`.
+        """Send a request to `/predictions` and yield the parts of the streamed response. See `predict`.
 
-        The network may join parts that come close together. An answer that breaks off raises. Whoever stops
-        before the end closes it (`contextlib.closing`): that drops the request.
+        The network may merge parts that are sent close together. A response that breaks off raises an error.
+        To stop early, close the generator (`contextlib.closing`): this cancels the request.
 
         Example:
             for part in client.predict_stream("llm", "Once upon a time"):
@@ -142,12 +146,12 @@ class Client:
     def explain(
         self, model: str, data: object = None, *, version: str | None = None, timeout_s: float | None = None
     ) -> Prediction:
-        """Ask a model by `/explanations`. See `predict`."""
+        """Send a request to `/explanations` and return the response. See `predict`."""
         operation = predictions.predict(model, data, version=version, verb="explanations")
         return self._transport.run(operation, timeout_s)
 
     def ping(self, *, timeout_s: float | None = None) -> bool:
-        """TorchServe's `/ping`: whether every model has the executors it should have."""
+        """Return whether every model has the executors it should have (TorchServe's `/ping`)."""
         return self._transport.run(management.healthy(), timeout_s)
 
     def infer(
@@ -160,15 +164,16 @@ class Client:
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> InferResult:
-        """Ask a model by the Open Inference Protocol: arrays in, arrays out.
+        """Run a model by the Open Inference Protocol, with arrays as inputs and outputs.
 
         Args:
-            model: its name.
-            inputs: arrays by input name; `client.tensors.tensor` makes one of a datatype that NumPy lacks.
-            options: binary or JSON, wanted outputs, parameters, id, sequence.
-            version: None is the model's default one.
+            model: the name of the model.
+            inputs: arrays by input name; `client.tensors.tensor` makes a tensor of a datatype that NumPy
+                lacks.
+            options: binary or JSON encoding, requested outputs, parameters, id, sequence.
+            version: None is the default version of the model.
             headers: sent in addition.
-            timeout_s: for this call.
+            timeout_s: the deadline of this call.
 
         Example:
             client.infer("add", {"a": a, "b": b}, InferOptions(outputs=["sum"]))["sum"]
@@ -187,7 +192,9 @@ class Client:
         version: str | None = None,
         timeout_s: float | None = None,
     ) -> Generator[InferResult, None, None]:
-        """Ask a model that answers in parts by the Open Inference Protocol. See `infer`, `predict_stream`.
+        """Run a model by the Open Inference Protocol and yield streamed results.
+
+        See `infer` and `predict_stream`.
 
         Example:
             for part in client.infer_stream("llm", {"prompt": ["Once upon a time"]}):
@@ -200,43 +207,43 @@ class Client:
         events.end()
 
     def server_metadata(self, *, timeout_s: float | None = None) -> ServerMetadata:
-        """Which server answers, and what it can do."""
+        """Return the server's name, version and protocol extensions."""
         return self._transport.run(repository.server_metadata(), timeout_s)
 
     def model_metadata(
         self, model: str, version: str | None = None, *, timeout_s: float | None = None
     ) -> ModelMetadata:
-        """Which tensors a model takes and gives."""
+        """Return the names, datatypes and shapes of a model's inputs and outputs."""
         return self._transport.run(repository.model_metadata(model, version), timeout_s)
 
     def is_live(self, *, timeout_s: float | None = None) -> bool:
-        """Whether the server runs."""
+        """Return whether the server runs."""
         return self._transport.run(repository.live(), timeout_s)
 
     def is_ready(self, *, timeout_s: float | None = None) -> bool:
-        """Whether traffic may come."""
+        """Return whether the server is ready for requests."""
         return self._transport.run(repository.ready(), timeout_s)
 
     def is_model_ready(
         self, model: str, version: str | None = None, *, timeout_s: float | None = None
     ) -> bool:
-        """Whether a model can answer; `NotFound` is raised for one that nobody registered."""
+        """Return whether a model is ready; raise `NotFound` for a model that is not registered."""
         return self._transport.run(repository.model_ready(model, version), timeout_s)
 
     def statistics(
         self, model: str, version: str | None = None, *, timeout_s: float | None = None
     ) -> list[dict[str, Any]]:
-        """Counts and times of a model, one object a version, in Triton's form."""
+        """Return the request counts and durations of a model, one object per version, in Triton's format."""
         return self._transport.run(repository.statistics(model, version), timeout_s)
 
     def repository_index(
         self, *, ready_only: bool = False, timeout_s: float | None = None
     ) -> tuple[ModelState, ...]:
-        """What is in the model repository, and how it is."""
+        """Return the models of the model repository with their states."""
         return self._transport.run(repository.index(ready_only), timeout_s)
 
     def load(self, model: str, *, timeout_s: float | None = None) -> None:
-        """Load a model of the repository, and wait until it is ready."""
+        """Load a model of the repository and wait until it is ready."""
         self._transport.run(repository.load(model), timeout_s)
 
     def unload(self, model: str, *, timeout_s: float | None = None) -> None:
@@ -244,11 +251,11 @@ class Client:
         self._transport.run(repository.unload(model), timeout_s)
 
     def register(self, url: str, *, timeout_s: float | None = None, **options: object) -> str:
-        """Register an archive of the model store; returns the server's sentence.
+        """Register an archive of the model store and return the server's status message.
 
         Args:
-            url: the archive's file name.
-            timeout_s: for this call.
+            url: the file name of the archive.
+            timeout_s: the deadline of this call.
             options: parameters of the management API: `model_name`, `initial_workers`, `batch_size`,
                 `max_batch_delay`, `synchronous`, `response_timeout`, `startup_timeout`, `handler`, `runtime`.
 
@@ -258,7 +265,7 @@ class Client:
         return self._transport.run(management.register(url, **options), timeout_s)
 
     def unregister(self, model: str, version: str | None = None, *, timeout_s: float | None = None) -> str:
-        """Remove a version (None: the default one) after its requests are answered."""
+        """Remove a version (None: the default version) after its requests are answered."""
         return self._transport.run(management.unregister(model, version), timeout_s)
 
     def scale(
@@ -271,16 +278,16 @@ class Client:
         synchronous: bool = True,
         timeout_s: float | None = None,
     ) -> str:
-        """Change how many executors a version has; waits for them unless `synchronous` is false."""
+        """Set the number of executors of a version, and wait for them unless `synchronous` is false."""
         operation = management.scale(model, min_workers, max_workers, version, synchronous)
         return self._transport.run(operation, timeout_s)
 
     def set_default(self, model: str, version: str, *, timeout_s: float | None = None) -> str:
-        """Make a version the one that requests without a version get."""
+        """Make a version the default for requests that name no version."""
         return self._transport.run(management.set_default(model, version), timeout_s)
 
     def list_models(self, *, timeout_s: float | None = None) -> list[ModelEntry]:
-        """All models by name; asks for as many pages as there are, each with the time-out of its own."""
+        """Return all models, sorted by name; request every page, each with its own time-out."""
         entries: list[ModelEntry] = []
         token: str | None = None
         while True:
@@ -293,5 +300,5 @@ class Client:
     def describe(
         self, model: str, version: str | None = None, *, timeout_s: float | None = None
     ) -> list[dict[str, Any]]:
-        """Everything about a version (None: the default one; "all": each of them)."""
+        """Return the full description of a version (None: the default version; "all": every version)."""
         return self._transport.run(management.describe(model, version), timeout_s)

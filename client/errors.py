@@ -1,14 +1,14 @@
-"""What can go wrong between a client and a server.
+"""The exceptions of the client.
 
-`ClientError` is the base of all. `AnswerError` and its kinds hold what the server answered; the others say
-that there was no answer that could be read.
+`ClientError` is the base class. `AnswerError` and its subclasses hold the server's error response; the other
+exceptions mean that there was no readable response.
 """
 
 from __future__ import annotations
 
 
 class ClientError(Exception):
-    """Base of everything this package raises for what happens on the way; `message` is for people."""
+    """Base class of the errors of a call; `message` is a human-readable description."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -16,9 +16,9 @@ class ClientError(Exception):
 
 
 class ConnectionFailed(ClientError):
-    """There is no whole answer: nobody listens, or the connection broke.
+    """The connection failed: it was not established, or it broke before the response was complete.
 
-    `refused` is true when no connection was made, so the request can't have reached anyone.
+    `refused` is true when no connection was established, so the request can't have reached a server.
     """
 
     def __init__(self, message: str, *, refused: bool = False) -> None:
@@ -27,11 +27,11 @@ class ConnectionFailed(ClientError):
 
 
 class UnreadableAnswer(ClientError):
-    """The answer is not what the protocol says; the address may be another server's."""
+    """The response violates the protocol; the address may belong to a different server."""
 
 
 class DeadlineExceeded(ClientError):
-    """The time of the call was over before there was an answer."""
+    """The deadline of the call passed before the response was complete."""
 
 
 class AnswerError(ClientError):
@@ -39,11 +39,11 @@ class AnswerError(ClientError):
 
     Attributes:
         status: the HTTP status.
-        kind: the server's name of the error (`ModelNotFoundException`), "" when it gave none.
-        message: the server's text.
+        kind: the server's name of the error, such as `ModelNotFoundException`; "" without one.
+        message: the error message of the server.
         detail: the cause, which the management API adds; "" elsewhere.
-        request_id: the server's id of the call, to be found in its logs; "" when it gave none.
-        retry_after_s: seconds after which to come back, from the header `Retry-After`; None without one.
+        request_id: the request id in the server's logs; "" without one.
+        retry_after_s: seconds to wait before a retry, from the header `Retry-After`; None without one.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class AnswerError(ClientError):
 
 
 class InvalidRequest(AnswerError):
-    """4xx: the request is wrong, and sending it again unchanged can't help."""
+    """4xx: the request is invalid; sending it again unchanged does not help."""
 
 
 class Unauthorized(InvalidRequest):
@@ -79,15 +79,15 @@ class Unauthorized(InvalidRequest):
 
 
 class NotFound(InvalidRequest):
-    """404: no such model, version, archive or path."""
+    """404: the model, version, archive or path does not exist."""
 
 
 class Conflict(InvalidRequest):
-    """409: that version of the model is registered already."""
+    """409: this version of the model is already registered."""
 
 
 class Unavailable(AnswerError):
-    """429 or 503 of the server itself: it can't take the request now; the same one may succeed later."""
+    """429 or 503 from the server itself: it can't accept the request now; a retry may succeed."""
 
 
 class ModelFailed(AnswerError):
@@ -95,4 +95,4 @@ class ModelFailed(AnswerError):
 
 
 class TooLate(AnswerError, DeadlineExceeded):
-    """504: the server gave the request up because its time was over."""
+    """504: the server dropped the request because its deadline had passed."""

@@ -1,4 +1,4 @@
-"""What goes over the wire and comes back, without a transport: records both clients share."""
+"""Requests, responses and operations: transport-independent records that both clients share."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Result_co = TypeVar("Result_co", covariant=True)
 
 JSON = "application/json"
 REQUEST_ID = "x-request-id"
-# What is raised where an answer of JSON is of another form than expected; of Infinity no int can be made.
+# The errors of reading JSON with an unexpected structure; OverflowError comes from int(Infinity).
 OTHER_FORM = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One HTTP request. `path` is quoted and starts with "/"; no two names of headers differ only in case."""
+    """One HTTP request. `path` is quoted and starts with "/"; header names are unique regardless of case."""
 
     method: str
     path: str
@@ -33,17 +33,17 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One whole HTTP answer; names of headers are in lower case."""
+    """One complete HTTP response; header names are in lower case."""
 
     status: int
     headers: Mapping[str, str]
     body: bytes
 
     def json(self) -> Any:
-        """The body as JSON.
+        """Parse the body as JSON.
 
         Raises:
-            UnreadableAnswer: it is none.
+            UnreadableAnswer: the body is not JSON.
         """
         try:
             return json.loads(self.body)
@@ -51,10 +51,10 @@ class Answer:
             raise UnreadableAnswer(f"expected JSON, found {self.body[:200]!r}: {err}") from err
 
     def json_object(self) -> dict[str, Any]:
-        """The body as a JSON object.
+        """Parse the body as a JSON object.
 
         Raises:
-            UnreadableAnswer: it is none.
+            UnreadableAnswer: the body is not a JSON object.
         """
         value = self.json()
         if not isinstance(value, dict):
@@ -64,9 +64,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Operation(Generic[Result_co]):
-    """A request, and how to read its answer.
+    """A request, and the function that reads its response.
 
-    `read` gets answers whose status is in `accepted` or a 2xx; every other one is raised as an error.
+    `read` gets responses with a 2xx status or a status in `accepted`; every other response is raised as an
+    error.
     """
 
     request: Request
@@ -74,12 +75,12 @@ class Operation(Generic[Result_co]):
     accepted: frozenset[int] = frozenset()
 
     def takes(self, status: int) -> bool:
-        """Whether an answer of this status is given to `read`."""
+        """Return whether `read` accepts responses of this status."""
         return 200 <= status < 300 or status in self.accepted
 
 
 def reading(read: Callable[[Any], Result]) -> Callable[[Answer], Result]:
-    """What reads an answer of JSON by `read`; an answer of another form raises UnreadableAnswer."""
+    """Wrap `read` to take a JSON response; a response of unexpected structure raises UnreadableAnswer."""
 
     def read_json(answer: Answer) -> Result:
         value = answer.json()
@@ -92,27 +93,27 @@ def reading(read: Callable[[Any], Result]) -> Callable[[Answer], Result]:
 
 
 def path(*segments: str) -> str:
-    """A path of quoted segments; empty ones are left out."""
+    """Join segments to a URL path; quote each segment and leave out empty ones."""
     return "/" + "/".join(quote(segment, safe="") for segment in segments if segment)
 
 
 def merged(*several: Mapping[str, str]) -> dict[str, str]:
-    """Headers as one mapping: of names that differ at most in case the last counts, in its spelling."""
+    """Merge headers into one dict, without regard to case; the last value and its spelling win."""
     found = {name.lower(): (name, value) for headers in several for name, value in headers.items()}
     return dict(found.values())
 
 
 def json_body(value: object) -> bytes:
-    """`value` as compact JSON in UTF-8; arrays and tensors become lists.
+    """Serialise `value` as compact JSON in UTF-8; arrays and tensors become lists.
 
     Raises:
-        TypeError, ValueError: it holds what JSON has no form for.
+        TypeError, ValueError: `value` is not serialisable as JSON.
     """
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False, default=_as_list).encode()
 
 
 def _as_list(value: object) -> object:
-    as_list = getattr(value, "tolist", None)  # of NumPy, torch and pandas, none of which is needed here
+    as_list = getattr(value, "tolist", None)  # NumPy, torch and pandas have it; this needs no import of them
     if as_list is None:
         raise TypeError(
             f"a {type(value).__name__} has no form in JSON; expected numbers, texts, lists, dicts"

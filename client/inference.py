@@ -1,4 +1,4 @@
-"""The Open Inference Protocol (v2) over REST: inference requests and their answers. Pure."""
+"""The Open Inference Protocol (v2) over REST: inference requests and responses, without I/O."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ JSON_LENGTH = "inference-header-content-length"  # bytes of JSON before the raw 
 
 @dataclass(frozen=True, slots=True)
 class InferResult:
-    """The answer of a model to an inference request.
+    """The response to an inference request.
 
     Attributes:
-        model_name: which model answered.
-        model_version: which version of it.
-        tensors: the outputs as they came; `result["name"]` and `outputs` give arrays.
-        id: the request's, as the client chose it; "" for none.
-        parameters: what the server added.
-        request_id: the server's id of the call, to be found in its logs.
+        model_name: the model that answered.
+        model_version: the version that answered.
+        tensors: the outputs as received; `result["name"]` and `outputs` give arrays.
+        id: the id of the request, as the client chose it; "" for none.
+        parameters: the response parameters.
+        request_id: the request id in the server's logs; "" without one.
     """
 
     model_name: str
@@ -51,7 +51,7 @@ class InferResult:
 
     @property
     def outputs(self) -> dict[str, Array]:
-        """The outputs as arrays by name, in the model's order; made anew at each access."""
+        """The outputs as arrays by name, in the model's order; created anew at each access."""
         return {one.name: one.numpy() for one in self.tensors}
 
     def __getitem__(self, name: str) -> Array:
@@ -63,19 +63,19 @@ class InferResult:
 
 @dataclass(frozen=True, slots=True)
 class InferOptions:
-    """What an inference request may say beside its tensors.
+    """The optional fields of an inference request.
 
     Args:
-        outputs: names of the outputs wanted; empty for all.
-        binary: send and ask for raw bytes; False uses JSON, which is several times slower.
+        outputs: names of the requested outputs; empty for all.
+        binary: send and request tensors as raw bytes; False uses JSON, which is several times slower.
         parameters: for the model, by name; values are text, numbers and booleans.
         id: echoed by the server.
         sequence_id: the sequence of a stateful model that this request belongs to.
-        sequence_start: it is its first request.
-        sequence_end: it is its last one.
+        sequence_start: whether this is the first request of the sequence.
+        sequence_end: whether this is the last request of the sequence.
 
     Raises:
-        TypeError: `outputs` is a text.
+        TypeError: `outputs` is a str.
     """
 
     outputs: Sequence[str] = ()
@@ -87,7 +87,7 @@ class InferOptions:
     sequence_end: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.outputs, str):  # a sequence, too, of names of one letter
+        if isinstance(self.outputs, str):  # a str is a sequence as well: of names of one letter
             raise TypeError(f"outputs: found {self.outputs!r}, expected a list of names: [{self.outputs!r}]")
 
 
@@ -102,12 +102,12 @@ def infer(
     version: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Operation[InferResult]:
-    """An inference request.
+    """Build an inference request.
 
     Args:
-        model: its name.
-        inputs: arrays by input name, or tensors that are made already.
-        options: all else.
+        model: the name of the model.
+        inputs: arrays by input name, or `Tensor` objects.
+        options: the optional fields of the request.
         version: None is the model's default version.
         headers: sent in addition.
 
@@ -130,23 +130,23 @@ def infer_stream(
     version: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Operation[object]:
-    """The same for a model that answers in parts: they come as server-sent events, in JSON."""
+    """Build an inference request for a streamed response: server-sent events, in JSON. See `infer`."""
     wanted = merged(headers or {}, {"accept": "text/event-stream"})
     return infer(model, inputs, options, version=version, headers=wanted)
 
 
 class Events:
-    """Cuts a stream of server-sent events into results. Feed it the parts as they come, then end it."""
+    """Parses a stream of server-sent events into results: call `feed` for each part, then `end`."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
         self._failure: ModelFailed | None = None
 
     def feed(self, part: bytes) -> Iterator[InferResult]:
-        """The results in the events that are whole now.
+        """Yield the results of the events that this part completes.
 
         Raises:
-            UnreadableAnswer: it is no event, or holds no inference response.
+            UnreadableAnswer: the part is not an event, or the event holds no inference response.
         """
         for event in self._cut(part):
             answer = Answer(200, {}, event)
@@ -157,14 +157,14 @@ class Events:
                 yield result(answer)
 
     def end(self) -> None:
-        """Say that the stream is over.
+        """End the stream, and raise the error event that it contained, if any.
 
-        A failure is told only here, because being too late is told as an event, too: that the transport finds
-        before the stream is over.
+        `feed` does not raise it: a passed deadline is an error event, too, and the transport raises
+        `DeadlineExceeded` for it before the stream ends.
 
         Raises:
-            ModelFailed: the model failed midway; its status is 200, because the answer had begun.
-            UnreadableAnswer: what came last is no event.
+            ModelFailed: the model failed during the stream; the status is 200, which was already sent.
+            UnreadableAnswer: the last bytes are not a complete event.
         """
         if self._rest.strip():
             raise _no_event(self._rest)
@@ -172,7 +172,7 @@ class Events:
             raise self._failure
 
     def _cut(self, part: bytes) -> Iterator[bytes]:
-        start = max(len(self._rest) - 1, 0)  # what is before was looked at; an event may have many parts
+        start = max(len(self._rest) - 1, 0)  # earlier bytes were searched; an event may span many parts
         self._rest += part
         while (end := self._rest.find(b"\n\n", start)) >= 0:
             event = bytes(self._rest[:end])
@@ -185,20 +185,20 @@ class Events:
 
 
 def _no_event(found: bytes | bytearray) -> UnreadableAnswer:
-    # So answers a handler that reads JSON itself, as TorchServe's do: it was not asked for events.
+    # A handler that parses JSON itself, as TorchServe's do, ignores the request for events.
     return UnreadableAnswer(f"expected server-sent events, found {bytes(found[:200])!r}")
 
 
 def model_path(model: str, version: str | None, verb: str = "") -> str:
-    """The path of a model in this protocol."""
+    """Return the path of a model in this protocol."""
     return path("v2", "models", model, "versions" if version else "", version or "", verb)
 
 
 def result(answer: Answer) -> InferResult:
-    """The result in an answer, in binary or JSON form.
+    """Parse an inference response in binary or JSON form.
 
     Raises:
-        UnreadableAnswer: it is none.
+        UnreadableAnswer: the response is not an inference response.
     """
     head, rest = _split(answer)
     try:

@@ -1,4 +1,4 @@
-"""The basics of the management API, and health. Pure."""
+"""The basic operations of the management API, and the health check, without I/O."""
 
 from __future__ import annotations
 
@@ -30,41 +30,41 @@ class ModelPage:
 def register(url: str, **options: object) -> Operation[str]:
     """Register an archive; options are the API's parameters (`model_name`, `initial_workers` ...).
 
-    None leaves an option out.
+    Options that are None are not sent.
     """
     return _changing("POST", "/models", {"url": url, **options})
 
 
 def unregister(model: str, version: str | None = None) -> Operation[str]:
-    """Remove a version, None: the default one."""
+    """Remove a version; None is the default version."""
     return _changing("DELETE", path("models", model, version or ""), {})
 
 
 def scale(
     model: str, min_workers: int, max_workers: int | None, version: str | None, synchronous: bool
 ) -> Operation[str]:
-    """Change how many executors a version has."""
+    """Set the number of executors of a version."""
     options = {"min_worker": min_workers, "max_worker": max_workers, "synchronous": synchronous}
     return _changing("PUT", path("models", model, version or ""), options)
 
 
 def set_default(model: str, version: str) -> Operation[str]:
-    """Make a version the one that requests without a version get."""
+    """Make a version the default for requests that name no version."""
     return _changing("PUT", path("models", model, version, "set-default"), {})
 
 
 def list_page(token: str | None = None) -> Operation[ModelPage]:
-    """One page of the models, by name."""
+    """Build the request for one page of the list of models."""
     return Operation(_request("GET", "/models", {"next_page_token": token}), reading(_page))
 
 
 def describe(model: str, version: str | None = None) -> Operation[list[dict[str, Any]]]:
-    """Everything about a version (None: the default one; "all": each)."""
+    """Build the request for the description of a version (None: the default; "all": every version)."""
     return Operation(_request("GET", path("models", model, version or ""), {}), _list)
 
 
 def healthy() -> Operation[bool]:
-    """TorchServe's `/ping`: 500 says unhealthy."""
+    """Build a request for TorchServe's `/ping`; status 500 means unhealthy."""
     return Operation(Request("GET", "/ping"), lambda answer: answer.status == 200, frozenset({500}))
 
 

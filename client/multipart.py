@@ -1,4 +1,4 @@
-"""Writing `multipart/form-data` (RFC 7578)."""
+"""An encoder for `multipart/form-data` (RFC 7578)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ OCTETS = "application/octet-stream"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of a form: with a `filename` a file, without one a plain field.
+    """One part of a form: a file if it has a `filename`, else a plain field.
 
-    `content_type` "" is guessed from the filename.
+    An empty `content_type` is guessed from the filename.
     """
 
     value: bytes
@@ -28,9 +28,9 @@ PartLike = Part | bytes | str | PathLike[str]
 
 
 def encode_form(parts: Mapping[str, PartLike]) -> tuple[str, bytes]:
-    """The content type and the body of a form.
+    """Encode a form and return its content type and its body.
 
-    A `str` is a plain field, `bytes` a file called as its field, a path the file it names.
+    A `str` becomes a plain field, `bytes` a file with the name of the field, a path the file at that path.
 
     Raises:
         OSError: a file can't be read.
@@ -45,7 +45,7 @@ def encode_form(parts: Mapping[str, PartLike]) -> tuple[str, bytes]:
 
 
 def guessed_type(filename: str) -> str:
-    """The content type that a file's name suggests."""
+    """Guess the content type of a file from its name."""
     return mimetypes.guess_type(filename)[0] or OCTETS
 
 
@@ -71,7 +71,7 @@ def _head(name: str, part: Part) -> bytes:
 
 
 def _quoted(text: str) -> str:
-    # As browsers do (WHATWG, multipart/form-data encoding): these three would end the value or the line.
+    # As in browsers (WHATWG, multipart/form-data encoding): these three would end the value or the line.
     return text.replace('"', "%22").replace("\r", "%0D").replace("\n", "%0A")
 
 

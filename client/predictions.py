@@ -1,4 +1,4 @@
-"""TorchServe's prediction API: what to send, and what came back. Pure."""
+"""TorchServe's prediction API: requests and responses, without I/O."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torchere.client.multipart import OCTETS, PartLike, encode_form, guessed_typ
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The answer of a model.
+    """The response to a prediction request.
 
     Attributes:
-        body: the bytes the handler answered.
-        headers: what it set and what the server added; names in lower case.
+        body: the bytes that the handler returned.
+        headers: those of the handler and of the server; names in lower case.
         status: the HTTP status, a 2xx.
     """
 
@@ -28,19 +28,19 @@ class Prediction:
 
     @property
     def request_id(self) -> str:
-        """The server's id of the call, to be found in its logs."""
+        """The request id in the server's logs; "" without one."""
         return self.headers.get(REQUEST_ID, "")
 
     @property
     def text(self) -> str:
-        """The body as text; what is not UTF-8 is replaced."""
+        """The body decoded as UTF-8, with invalid bytes replaced."""
         return self.body.decode("utf-8", "replace")
 
     def json(self) -> Any:
-        """The body as JSON, which most handlers answer, with a content type or without.
+        """Parse the body as JSON. Most handlers return JSON, with or without a content type.
 
         Raises:
-            UnreadableAnswer: it is none.
+            UnreadableAnswer: the body is not JSON.
         """
         return Answer(self.status, self.headers, self.body).json()
 
@@ -55,20 +55,21 @@ def predict(
     headers: Mapping[str, str] | None = None,
     verb: str = "predictions",
 ) -> Operation[Prediction]:
-    """A prediction, or with `verb="explanations"` an explanation.
+    """Build a prediction request, or an explanation request with `verb="explanations"`.
 
     Args:
-        model: its name.
-        data: `bytes` go as they are, `str` as text, a path as the file it names, everything else as JSON.
+        model: the name of the model.
+        data: `bytes` are sent unchanged, `str` as text, a path as the content of its file, any other value
+            as JSON.
         version: None is the model's default version.
-        content_type: instead of the one that belongs to `data`.
-        files: a form of several parts, instead of `data`.
-        headers: reach the handler in the spelling given here; a content type among them counts like
-            `content_type`.
+        content_type: overrides the content type derived from `data`.
+        files: the parts of a multipart form, sent instead of `data`.
+        headers: reach the handler in the spelling given here; a content type among them overrides the
+            derived one, as `content_type` does.
         verb: the first segment of the path.
 
     Raises:
-        TypeError: both `data` and `files` are given, or `data` has no form in JSON.
+        TypeError: both `data` and `files` are given, or `data` is not serialisable as JSON.
         OSError: a file can't be read.
     """
     if files is not None and data is not None:
@@ -81,7 +82,7 @@ def predict(
 
 
 def encode_data(data: object) -> tuple[str, bytes]:
-    """The content type and the bytes of what a caller wants to send."""
+    """Encode request data and return its content type and its bytes."""
     if data is None:
         return OCTETS, b""
     if isinstance(data, (bytes, bytearray, memoryview)):

@@ -1,4 +1,4 @@
-"""From an answer that is an error to the exception it becomes. Pure."""
+"""The conversion of error responses to exceptions, without I/O."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _BY_STATUS: dict[int, type[e.AnswerError]] = {
 
 
 def refusal(answer: Answer, path: str = "") -> e.AnswerError:
-    """The exception for an answer that is no success; `path` is the request's."""
+    """Return the exception for an error response; `path` is that of the request."""
     body = _object(answer.body)
     kind = str(body.get("type", ""))
-    # The server names its own refusals; a status without a name is one that the handler set.
+    # The server puts a name into its own errors; an error without a name was set by the handler.
     named = bool(kind) or ("error" in body and path.startswith("/v2/"))
     by_handler = not named and REQUEST_ID in answer.headers
     # TorchServe's API says "message", the Open Inference Protocol "error".
@@ -41,13 +41,14 @@ def refusal(answer: Answer, path: str = "") -> e.AnswerError:
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Seconds of `Retry-After`; None without one, or for a date, which needs a clock both sides agree on."""
+    """Return the seconds of `Retry-After`; None without one, or for a date: it needs synchronised clocks."""
     text = headers.get("retry-after", "").strip()
     return float(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
 
 def _class(status: int, kind: str, by_handler: bool) -> type[e.AnswerError]:
-    # TorchServe's names where the status alone does not say it: a bad token is 400, a failed handler 503.
+    # TorchServe's status is ambiguous for these two, its name is not: a bad token is 400, a failed handler
+    # 503.
     if kind == "InvalidKeyException":
         return e.Unauthorized
     ran = by_handler or (kind == "InternalServerException" and status == 503)

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol beside inference: metadata, readiness, repository, statistics. Pure."""
+"""The Open Inference Protocol without inference: metadata, readiness, repository, statistics; no I/O."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NOT_READY = frozenset({400, 503})  # Triton and KServe disagree about which one
 
 @dataclass(frozen=True, slots=True)
 class ServerMetadata:
-    """Which server answers, and what it can do."""
+    """The server's name, version and protocol extensions."""
 
     name: str
     version: str
@@ -22,7 +22,7 @@ class ServerMetadata:
 
 @dataclass(frozen=True, slots=True)
 class TensorMetadata:
-    """One input or output of a model; -1 in the shape is any size."""
+    """One input or output of a model; a dimension of -1 has any size."""
 
     name: str
     datatype: str
@@ -31,7 +31,7 @@ class TensorMetadata:
 
 @dataclass(frozen=True, slots=True)
 class ModelMetadata:
-    """What a model takes and gives."""
+    """The versions, platform, inputs and outputs of a model."""
 
     name: str
     versions: tuple[str, ...]
@@ -42,7 +42,7 @@ class ModelMetadata:
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """One line of the repository's index; `state` is READY or UNAVAILABLE, `reason` says why."""
+    """One entry of the repository index; `state` is READY or UNAVAILABLE, `reason` explains it."""
 
     name: str
     version: str
@@ -51,47 +51,47 @@ class ModelState:
 
 
 def server_metadata() -> Operation[ServerMetadata]:
-    """`GET /v2`."""
+    """Build `GET /v2`."""
     return Operation(Request("GET", "/v2"), reading(_server))
 
 
 def model_metadata(model: str, version: str | None = None) -> Operation[ModelMetadata]:
-    """`GET /v2/models/{model}`."""
+    """Build `GET /v2/models/{model}`."""
     return Operation(Request("GET", model_path(model, version)), reading(_model))
 
 
 def live() -> Operation[bool]:
-    """`GET /v2/health/live`."""
+    """Build `GET /v2/health/live`."""
     return Operation(Request("GET", "/v2/health/live"), _is_ok, _NOT_READY)
 
 
 def ready() -> Operation[bool]:
-    """`GET /v2/health/ready`."""
+    """Build `GET /v2/health/ready`."""
     return Operation(Request("GET", "/v2/health/ready"), _is_ok, _NOT_READY)
 
 
 def model_ready(model: str, version: str | None = None) -> Operation[bool]:
-    """`GET /v2/models/{model}/ready`; an unknown model is an error, not false."""
+    """Build `GET /v2/models/{model}/ready`; an unknown model raises an error instead of returning false."""
     return Operation(Request("GET", model_path(model, version, "ready")), _is_ok, _NOT_READY)
 
 
 def statistics(model: str, version: str | None = None) -> Operation[list[dict[str, Any]]]:
-    """`GET /v2/models/{model}/stats`: one object a version, in Triton's form."""
+    """Build `GET /v2/models/{model}/stats`: one object per version, in Triton's format."""
     return Operation(Request("GET", model_path(model, version, "stats")), reading(_statistics))
 
 
 def index(ready_only: bool = False) -> Operation[tuple[ModelState, ...]]:
-    """`POST /v2/repository/index`."""
+    """Build `POST /v2/repository/index`."""
     return Operation(_control("/v2/repository/index", {"ready": ready_only}), reading(_index))
 
 
 def load(model: str) -> Operation[None]:
-    """`POST /v2/repository/models/{model}/load`."""
+    """Build `POST /v2/repository/models/{model}/load`."""
     return Operation(_control(path("v2", "repository", "models", model, "load"), {}), _nothing)
 
 
 def unload(model: str) -> Operation[None]:
-    """`POST /v2/repository/models/{model}/unload`."""
+    """Build `POST /v2/repository/models/{model}/unload`."""
     return Operation(_control(path("v2", "repository", "models", model, "unload"), {}), _nothing)
 
 

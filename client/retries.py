@@ -1,4 +1,4 @@
-"""Whether to try again, and after how long. Pure: the clock and the dice are arguments."""
+"""The retry policy. Free of I/O: the remaining time and the random number are arguments."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torchere.client.errors import ClientError, ConnectionFailed, Unavailable
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """How often and how patiently a call is tried again.
+    """The number of retries of a call and the pauses between them.
 
-    Only what can't have run is sent again: a refused connection, or an answer 429 or 503 that does not come
-    from the model's handler. The pause before attempt n + 1 is what `Retry-After` says, or else doubles from
-    `first_pause_s`; it is at most `longest_pause_s`, and jittered. No pause ends after the call's deadline:
-    the last error is raised instead.
+    A request is sent again only if it can't have run: after a refused connection, or a 429 or 503 that does
+    not come from the model's handler. The pause before attempt n + 1 is the time in `Retry-After`, or else
+    doubles from `first_pause_s`; it is at most `longest_pause_s`, and jittered. If a pause would end after
+    the deadline of the call, the last error is raised instead.
 
     Args:
-        most: attempts after the first; 0 never tries again.
+        most: attempts after the first; 0 disables retries.
         first_pause_s: seconds before the second attempt.
-        longest_pause_s: bound on each pause. A server that asks for more time is not asked again.
+        longest_pause_s: the longest pause in seconds. A longer `Retry-After` ends the retries.
     """
 
     most: int = 3
@@ -31,19 +31,19 @@ class Retries:
             raise ValueError(f"found {self}; expected most >= 0 and 0 < first_pause_s <= longest_pause_s")
 
     def pause_s(self, error: ClientError, attempt: int, remaining_s: float, dice: float) -> float | None:
-        """Seconds to wait before the next attempt; None: give up.
+        """Return the seconds to wait before the next attempt; None if there must be none.
 
         Args:
-            error: what the attempt ended with.
-            attempt: how many attempts there were, from 1.
+            error: the error of the last attempt.
+            attempt: the number of attempts so far, from 1.
             remaining_s: seconds until the deadline.
-            dice: a random number from 0 up to 1.
+            dice: a random number from 0 to 1, for the jitter.
         """
         if attempt > self.most or not _may_be_sent_again(error):
             return None
         asked_s = error.retry_after_s if isinstance(error, Unavailable) else None
         if asked_s is not None:
-            # What the server asks for is the least; the jitter keeps its clients from coming all at once.
+            # Wait at least the time that the server asks for; the jitter spreads the retries of its clients.
             pause = asked_s * (1 + dice / 4)
             if asked_s > self.longest_pause_s:
                 return None

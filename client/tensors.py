@@ -1,4 +1,4 @@
-"""Tensors of the Open Inference Protocol and NumPy arrays. NumPy is imported when the first array is met."""
+"""Conversion between Open Inference Protocol tensors and NumPy arrays. NumPy is imported on first use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     Array = NDArray[Any]
 
-# The protocol's names to NumPy's, little-endian as on the wire. BF16 and BYTES have no such type.
+# NumPy type by the protocol's name, little-endian as on the wire. NumPy has no type for BF16 and BYTES.
 _NUMPY = {
     "BOOL": "?",
     "UINT8": "u1",
@@ -37,7 +37,7 @@ _LENGTH = struct.Struct("<I")  # before each element of BYTES
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A named tensor. `data` is its elements in row-major order as the binary extension writes them."""
+    """A named tensor. `data` holds its elements in row-major order, encoded as in the binary extension."""
 
     name: str
     datatype: str
@@ -45,12 +45,12 @@ class Tensor:
     data: bytes
 
     def numpy(self) -> Array:
-        """The tensor as an array: BF16 as float32, BYTES as objects of `bytes`.
+        """Return the tensor as an array: BF16 as float32, BYTES as objects of `bytes`.
 
         The array may be read-only, because it can share the memory of `data`.
 
         Raises:
-            UnreadableAnswer: datatype, shape and data do not fit each other.
+            UnreadableAnswer: datatype, shape and data do not match.
         """
         try:
             return _array(self).reshape(self.shape)
@@ -62,22 +62,22 @@ class Tensor:
 
 
 def tensor(name: str, value: object, datatype: str | None = None) -> Tensor:
-    """The tensor of an array, or of whatever `numpy.asarray` takes.
+    """Make a tensor of an array, or of any value that `numpy.asarray` accepts.
 
     Args:
-        name: of the input.
+        name: the name of the input.
         value: an array, a number, a nested list; a `Tensor` is only renamed.
-        datatype: the protocol's name; None takes the one of the array. Text and `bytes` are BYTES, an array
-            of `ml_dtypes.bfloat16` is BF16; "BF16" also takes floats, and rounds them to it. Floats that are
-            in no array are FP32, as torch has it: nearly all models take that.
+        datatype: the protocol's name; None derives it from the array. Text and `bytes` are BYTES, an array
+            of `ml_dtypes.bfloat16` is BF16; "BF16" also accepts floats, and rounds them. Floats outside an
+            array are FP32, the default of torch and the input type of nearly all models.
 
     Raises:
         TypeError: the array's type has no name in the protocol.
-        ValueError: `datatype` is unknown, or the values do not fit it.
+        ValueError: `datatype` is unknown, or it can't represent the values.
     """
     if isinstance(value, Tensor):
         return Tensor(name, value.datatype, value.shape, value.data)
-    import numpy as np  # noqa: PLC0415 - only who sends arrays needs it
+    import numpy as np  # noqa: PLC0415 - an optional dependency
 
     array = np.asarray(value)
     if datatype is None:
@@ -89,10 +89,10 @@ def tensor(name: str, value: object, datatype: str | None = None) -> Tensor:
 
 
 def datatype_of(array: Array) -> str:
-    """The protocol's name of an array's type.
+    """Return the protocol's name of an array's type.
 
     Raises:
-        TypeError: it has none.
+        TypeError: the type has no name in the protocol.
     """
     if array.dtype.kind in "OSU":
         return "BYTES"
@@ -105,10 +105,10 @@ def datatype_of(array: Array) -> str:
 
 
 def from_json(name: str, datatype: str, shape: Sequence[int], values: object) -> Tensor:
-    """The tensor of the JSON form; `values` may be flat or nested.
+    """Make a tensor from its JSON form; `values` may be flat or nested.
 
     Raises:
-        UnreadableAnswer: datatype, shape and values do not fit each other.
+        UnreadableAnswer: datatype, shape and values do not match.
     """
     flat = _flat(values)
     if len(flat) != math.prod(shape):
@@ -121,7 +121,7 @@ def from_json(name: str, datatype: str, shape: Sequence[int], values: object) ->
 
 
 def to_json(one: Tensor) -> list[Any]:
-    """The flat values of a tensor as JSON writes them; BYTES as text, which they must be."""
+    """Return the values of a tensor as a flat list for JSON; BYTES must be UTF-8 text."""
     if one.datatype == "BYTES":
         return [element.decode() for element in _elements(one.data)]
     values: list[Any] = one.numpy().reshape(-1).tolist()
@@ -155,7 +155,7 @@ def _data(array: Array, datatype: str) -> bytes:
 
     with np.errstate(over="ignore"):
         converted = array.astype(_NUMPY[datatype])
-    # Floats may be rounded, but not to infinity; a whole number that comes out as another one is a mistake.
+    # Rounding is allowed for floats, except to infinity; an integer must keep its exact value.
     if converted.dtype.kind == "f":
         fits = not np.isinf(converted).any() or np.array_equal(
             np.isinf(converted), np.isinf(array.astype(np.float64))
@@ -173,7 +173,7 @@ def _bfloat16(array: Array) -> bytes:
     if array.dtype.name == "bfloat16":
         return array.tobytes()
     bits = np.ascontiguousarray(array, dtype="<f4").view(np.uint32).astype(np.uint64)
-    # To nearest, ties to even; a NaN keeps being one, whatever its payload was.
+    # Round to nearest, ties to even; a NaN stays a NaN for every payload.
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
     return np.where(np.isnan(array), np.uint16(0x7FC0), rounded).astype("<u2").tobytes()
 

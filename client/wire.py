@@ -1,4 +1,4 @@
-"""What both transports share: addresses, headers, and httpx's errors in our words."""
+"""Code shared by both transports: addresses, headers, and the translation of httpx's errors."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from torchere.client.refusals import refusal
 from torchere.client.retries import Retries
 
 TIMEOUT_HEADER = "x-torchere-timeout-ms"
-LIMITS = httpx.Limits()  # as many connections as there are calls; httpx's own clients stop at 100
-_LONGEST_TIMEOUT_MS = 86_400_000  # the most the server takes: a day
-_LONGEST_WAIT_S = 1_000_000.0  # sockets take no more than 24 days; who says more means no bound
-_SHORTEST_WAIT_S = 0.001  # 0 would not wait at all
+LIMITS = httpx.Limits()  # one connection per running call; httpx's default limit is 100 connections
+_LONGEST_TIMEOUT_MS = 86_400_000  # the longest time-out that the server accepts: one day
+_LONGEST_WAIT_S = 1_000_000.0  # socket time-outs end at 24 days; a longer one means no time-out
+_SHORTEST_WAIT_S = 0.001  # 0 would make the socket non-blocking
 _AGENT = "torchere-client"
-_FRAMING = frozenset({"content-length", "transfer-encoding"})  # of the body, so the transport's to say
+_FRAMING = frozenset({"content-length", "transfer-encoding"})  # the transport sets them to match the body
 _MAX_PORT = 65_535
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a client is made with; see `Client`."""
+    """The constructor arguments of a client; see `Client`."""
 
     address: str
     management_address: str
@@ -49,12 +49,12 @@ class Settings:
         self.seconds(None)
 
     def url(self, request: Request) -> str:
-        """Where a request goes."""
+        """Return the URL of a request."""
         base = self.address if request.api == "inference" else self.management_address
         return base.rstrip("/") + request.path
 
     def sent_headers(self, request: Request, remaining_s: float) -> dict[str, str]:
-        """The headers of one attempt; the deadline travels as what is left of it."""
+        """Return the headers of one attempt; the inference API gets the remaining time in milliseconds."""
         token = self._token(request.api)
         authorization = {} if token is None else {"authorization": bearer(token)}
         headers = merged({"user-agent": _AGENT}, authorization, self.headers, request.headers)
@@ -65,7 +65,7 @@ class Settings:
         return headers
 
     def seconds(self, timeout_s: float | None) -> float:
-        """How long a call may take: its own time-out, or the client's; infinity for none."""
+        """Return the time-out of a call in seconds: its own or the client's; infinity if both are None."""
         wanted = self.timeout_s if timeout_s is None else timeout_s
         if wanted is None:
             return math.inf
@@ -78,9 +78,9 @@ class Settings:
 
 
 class TimeLeft(Mapping[str, float | None]):
-    """httpx's time-outs of one attempt: for each step what is left of the call when that step begins.
+    """The httpx time-outs of one attempt: the remaining time of the call at the start of each step.
 
-    A number in their place would count from the start for the connection, the request and the answer each.
+    A fixed number instead would grant the full time to the connection, the request and the response each.
     """
 
     def __init__(self, remaining_s: Callable[[], float]) -> None:
@@ -98,10 +98,11 @@ class TimeLeft(Mapping[str, float | None]):
 
 
 def bearer(token: str) -> str:
-    """The value of the header `authorization`.
+    """Return the value of the header `authorization`.
 
     Raises:
-        ValueError: no header can carry the token, mostly for a line break behind it; it is not in the text.
+        ValueError: the token is not valid in a header, often because of a trailing line break; the message
+            does not contain the token.
     """
     if not token or " " in token or not (token.isascii() and token.isprintable()):
         raise ValueError(
@@ -112,10 +113,10 @@ def bearer(token: str) -> str:
 
 
 def read(operation: Operation[Result], answer: Answer) -> Result:
-    """What an operation makes of an answer.
+    """Read a response by its operation and return the result.
 
     Raises:
-        AnswerError: the answer is an error.
+        AnswerError: the response is an error.
     """
     if not operation.takes(answer.status):
         raise refusal(answer, operation.request.path)
@@ -123,19 +124,19 @@ def read(operation: Operation[Result], answer: Answer) -> Result:
 
 
 def answer_of(response: httpx.Response, body: bytes) -> Answer:
-    """Our record of an answer whose body was read."""
+    """Convert an httpx response and its body to an `Answer`."""
     headers = {name.lower(): value for name, value in response.headers.items()}
     return Answer(response.status_code, headers, body)
 
 
 def too_late(timeout_s: float) -> DeadlineExceeded:
-    """The error of a call whose time is over."""
+    """Return the error of a call whose deadline has passed."""
     return DeadlineExceeded(f"no answer within {timeout_s:g} s")
 
 
 @contextmanager
 def translated(url: str, deadline_s: float, timeout_s: float) -> Iterator[None]:
-    """Turn what httpx raises into this package's errors; `deadline_s` is of the monotonic clock."""
+    """Translate httpx's exceptions into this package's; `deadline_s` is in `time.monotonic()` seconds."""
     try:
         yield
     except httpx.TimeoutException as err:
@@ -143,7 +144,7 @@ def translated(url: str, deadline_s: float, timeout_s: float) -> Iterator[None]:
     except httpx.ConnectError as err:
         raise ConnectionFailed(f"no connection to {url}: {err}", refused=True) from err
     except (httpx.HTTPError, httpx.StreamError) as err:
-        if time.monotonic() >= deadline_s:  # the server knows it too, and breaks off a stream then
+        if time.monotonic() >= deadline_s:  # the server enforces the deadline, too, and ends the stream
             raise too_late(timeout_s) from err
         raise ConnectionFailed(f"the connection to {url} broke: {str(err) or repr(err)}") from err
 
@@ -153,5 +154,5 @@ def _is_http(address: str) -> bool:
         url = httpx.URL(address)
     except httpx.InvalidURL:
         return False
-    # The system would take a larger port modulo 65536, which is another server's.
+    # The operating system would take a larger port modulo 65536 and reach a different server.
     return url.scheme in ("http", "https") and bool(url.host) and (url.port or 0) <= _MAX_PORT

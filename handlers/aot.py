@@ -1,10 +1,10 @@
-"""Models compiled ahead of time: which way each is loaded.
+"""Load models compiled ahead of time, and choose how each one runs.
 
-| what the archive holds | how it runs |
+| archive contents | execution |
 | --- | --- |
-| a package or bare library for the CPU | by the C ABI (`aot_abi.py`), without the GIL |
-| the same for a GPU, with weights beside the code, or with operators outside of torch | by torch's binding |
-| a package that does not fit this machine, with a fallback; an exported program | by torch's interpreter |
+| a package or bare library for the CPU | through the C ABI (`aot_abi.py`), without the GIL |
+| the same for a GPU, with weights in separate files, or with operators outside of torch | torch's binding |
+| a package that does not fit this machine, with a fallback; an exported program | torch's interpreter |
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from torchere.handlers.aot_package import Package, extracted_library, read_packa
 logger = logging.getLogger(__name__)
 
 CompiledModel = Callable[..., Any]
-_LIBRARY_FOLDER = ".aot"  # in the unpacked archive: goes when that goes
-# torch reads one exported program at a time: it keeps the one it is at in a global, and refuses a second.
+_LIBRARY_FOLDER = ".aot"  # in the unpacked archive, and deleted with it
+# torch keeps the exported program that it is reading in a global, and refuses to read a second one meanwhile.
 _READING_LOCK = threading.Lock()
 
 
 def load_shared_object(path: str, device: str | None) -> CompiledModel:
-    """A bare `.so`, as `torch._export.aot_compile` wrote it: machine code of the archive, run in here.
+    """Load a bare `.so` that `torch._export.aot_compile` wrote: machine code, run in this process.
 
     Raises:
-        RuntimeError: it can't be opened, or is no such library.
+        RuntimeError: the file can't be opened, or is not such a library.
     """
     on_cpu = (device or "cpu") == "cpu"
-    if on_cpu and not Path(path).with_suffix(".json").exists():  # which names operators outside of torch
+    if on_cpu and not Path(path).with_suffix(".json").exists():  # the JSON file names operators outside torch
         try:
             return AotModel(path, _runs_at_once())
         except aot_abi.AbiMismatch as err:
@@ -53,7 +53,7 @@ def load_shared_object(path: str, device: str | None) -> CompiledModel:
 
 
 def load_package(path: str, model_dir: str, device: str | None) -> CompiledModel:
-    """A `.pt2` file: what `torch._inductor.aoti_compile_and_package` or `torch.export.save` wrote.
+    """Load a `.pt2` file written by `torch._inductor.aoti_compile_and_package` or `torch.export.save`.
 
     Args:
         path: the file.
@@ -61,7 +61,8 @@ def load_package(path: str, model_dir: str, device: str | None) -> CompiledModel
         device: "cpu", "cuda:1", ...; None counts as "cpu".
 
     Raises:
-        RuntimeError: it is neither, is damaged, or does not fit this machine and has no fallback.
+        RuntimeError: the file is of neither kind, is damaged, or does not fit this machine and has no
+            fallback.
     """
     package = read_package(path)
     if package.is_program:
@@ -83,7 +84,7 @@ def load_package(path: str, model_dir: str, device: str | None) -> CompiledModel
 
 
 def is_for_cpu(path: str) -> bool:
-    """Whether a `.pt2` file holds code that says it was compiled for a CPU, and can run nowhere else.
+    """Return whether a `.pt2` file names the CPU as its target, so that its code can run nowhere else.
 
     Raises:
         RuntimeError: see `read_package`.
@@ -92,7 +93,10 @@ def is_for_cpu(path: str) -> bool:
 
 
 def _misplaced(package: Package, device: str | None) -> Misfit | None:
-    """Code for one kind of device takes the addresses of another for its own, or finds none at all."""
+    """Return a fatal misfit if the package was compiled for another kind of device than `device`.
+
+    Its code would use the addresses of that device as its own, or find no such device at all.
+    """
     kind = (device or "cpu").partition(":")[0]
     if package.device in (kind, "unknown"):
         return None
@@ -117,13 +121,19 @@ def _load_program(path: str, device: str | None) -> CompiledModel:
     importlib.import_module(INT8_OPERATORS)
     with _READING_LOCK:
         program = torch.export.load(path)
-    if device not in (None, "cpu"):  # with what its operators make: they name the device of the export
+    if device not in (None, "cpu"):  # operators that create tensors name the export's device
         program = importlib.import_module("torch.export.passes").move_to_device_pass(program, device)
     return by_position(program)
 
 
 def _refuse_code(path: str) -> None:
-    """What torch reads it evaluates and unpickles, so only what it writes itself is let in."""
+    """Refuse an exported program that could run code: torch evaluates and unpickles parts of the file.
+
+    Only content that torch itself writes is accepted.
+
+    Raises:
+        RuntimeError: the file holds anything else.
+    """
     try:
         with open(path, "rb") as file:
             check_program(file, os.path.getsize(path))
@@ -139,13 +149,16 @@ def _library_file(package: Package, model_dir: str) -> Path:
     try:
         return extracted_library(package, folder)
     except OSError as err:
-        # The folder is read-only, say. One of our own stays until the system clears its temporary files.
+        # For example, the folder is read-only. A temporary folder stays until the system clears it.
         logger.info("%s can't be written (%s): using a temporary folder", folder, err)
         return extracted_library(package, Path(tempfile.mkdtemp(prefix="torchere-aot-")))
 
 
 def _runs_at_once() -> int:
-    """As many as can make progress; further executors wait inside the library."""
+    """Return the number of concurrent runs: one per usable CPU core, at least 2.
+
+    Further executors wait inside the library.
+    """
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return max(2, len(cores))
 

@@ -1,7 +1,7 @@
-"""AOTInductor's C ABI by ctypes: the only module that knows its private symbols.
+"""AOTInductor's C ABI by ctypes: the only module that uses its private symbols.
 
-torch's own binding holds the GIL for as long as a model runs, so that nothing else in the process moves.
-ctypes lets go of it around each call. Sources: `torch/csrc/inductor/aoti_runtime/interface.h` for the
+torch's own binding holds the GIL while a model runs, so that no other Python thread of the process runs.
+ctypes releases it around each call. Sources: `torch/csrc/inductor/aoti_runtime/interface.h` for the
 functions of a compiled library, `torch/_C/_aoti.pyi` for tensors as handles.
 """
 
@@ -42,22 +42,22 @@ _new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
 
 class AbiMismatch(RuntimeError):
-    """The library or this torch lacks a function that is needed; the official binding may still work."""
+    """The library or this torch lacks a required function; torch's own binding may still work."""
 
 
 class CompiledLibrary:
     """A model compiled for the CPU, run through its C ABI. Thread-safe.
 
-    Up to `runs_at_once` threads run it side by side on one copy of its constants, without the GIL; more wait
-    for one of them, likewise without it. The library is let go of when the object is.
+    Up to `runs_at_once` threads run it concurrently on one copy of its constants, without the GIL; further
+    threads wait, also without the GIL. The library is closed when the object is garbage-collected.
 
     Args:
         path: the `.so`; the file may be deleted once this has returned.
         runs_at_once: how many instances of the model to keep.
 
     Raises:
-        AbiMismatch: see there.
-        RuntimeError: the library can't be opened, or would not construct its model.
+        AbiMismatch: the library or this torch lacks a required function.
+        RuntimeError: the library can't be opened, or could not construct its model.
     """
 
     def __init__(self, path: str, runs_at_once: int) -> None:
@@ -73,13 +73,13 @@ class CompiledLibrary:
                 _close(self._library)
                 raise RuntimeError(f"the compiled model could not be constructed: {text}")
         end = weakref.finalize(self, _delete, self._library, self._container)
-        end.atexit = False  # threads of the process may be inside to the very last
+        end.atexit = False  # threads may still run the library when the process exits
         self._run = self._library.AOTInductorModelContainerRun
         self.inputs = self._count("AOTInductorModelContainerGetNumInputs")
         self.outputs = self._count("AOTInductorModelContainerGetNumOutputs")
 
     def call_spec(self) -> tuple[str, str]:
-        """How arguments and results are built from tensors: two serialised pytree specs."""
+        """Return two serialised pytree specs: how arguments and results are built from tensors."""
         first, second = ctypes.c_char_p(), ctypes.c_char_p()
         get = self._library.AOTInductorModelContainerGetCallSpec
         self._check(get(self._container, ctypes.byref(first), ctypes.byref(second)))
@@ -97,14 +97,14 @@ class CompiledLibrary:
         capsules: list[Any] = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(list(tensors))
         given = (ctypes.c_void_p * self.inputs)(*(_capsule_pointer(capsule, None) for capsule in capsules))
         taken = (ctypes.c_void_p * self.outputs)()
-        # The library takes the input handles over, also when it fails; the output handles become ours.
+        # The library takes ownership of the input handles, also when it fails; we own the output handles.
         status = self._run(
             self._container,
             given,
             ctypes.c_size_t(self.inputs),
             taken,
             ctypes.c_size_t(self.outputs),
-            None,  # a stream, which a CPU has not
+            None,  # the stream; a CPU has none
             None,  # a proxy for operators outside torch; packages that need one are not run here
         )
         self._check(status)
@@ -121,7 +121,10 @@ class CompiledLibrary:
             raise RuntimeError(self._last_error())
 
     def _last_error(self) -> str:
-        """What the failed call of this thread said; libraries of torch before 2.12 only print it."""
+        """Return the error message of this thread's failed call.
+
+        Libraries of torch before 2.12 only print it; the returned text then refers to the log.
+        """
         get = getattr(self._library, "AOTInductorGetLastError", None)
         text = ctypes.c_char_p()
         if get is None or get(ctypes.byref(text)) or not text.value:
@@ -130,24 +133,25 @@ class CompiledLibrary:
 
 
 def available() -> bool:
-    """Whether this torch gives tensors out as handles, and takes them back."""
+    """Return whether this torch can turn tensors into handles and back."""
     return all(hasattr(torch._C._aoti, name) for name in HANDLE_FUNCTIONS)
 
 
 def official_runner(path: str) -> Any:
-    """Torch's own binding to the same kind of library: `run(list of tensors)`, which holds the GIL.
+    """Construct torch's own runner for such a library: `run(list of tensors)`, which holds the GIL.
 
-    Constructs one; call it inside `first_run`.
+    Call this inside `first_run`.
     """
     return torch._C._aoti.AOTIModelContainerRunnerCpu(path, 1)
 
 
 @contextlib.contextmanager
 def first_run(check_inputs: bool) -> Iterator[None]:
-    """Around the first run of a library, which decides whether it checks shapes and types from then on.
+    """Guard the first run of a library; `check_inputs` has it check shapes and types from then on.
 
-    Without the check a wrong shape reads memory it should not. Each library reads the variable once, when it
-    first runs; what the operator has set stays. One thread of the process at a time.
+    Without the check, an input of a wrong shape makes the library read memory out of bounds. Each library
+    reads the environment variable `_CHECK_VARIABLE` once, at its first run; a value that the operator has set
+    is kept. One thread of the process at a time.
     """
     with _CONSTRUCTION_LOCK:
         if not check_inputs or _CHECK_VARIABLE in os.environ:
@@ -178,5 +182,8 @@ def _delete(library: ctypes.CDLL, container: ctypes.c_void_p) -> None:
 
 
 def _close(library: ctypes.CDLL) -> None:
-    """Unmap it where its symbols allow that (GCC marks some as unique, which keeps a library to the end)."""
+    """Unload the library where its symbols allow it.
+
+    GCC marks some symbols as unique, which keeps a library loaded until the process ends.
+    """
     ctypes.CDLL(None).dlclose(ctypes.c_void_p(library._handle))

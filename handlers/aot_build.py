@@ -1,4 +1,4 @@
-"""Where and for what a compiled model was built, and whether that fits this machine: pure but for reading."""
+"""Build record of a compiled model, and whether the build fits this machine. Only reads files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchere.archiver.request import BUILD_NAME
 
 CPUINFO = Path("/proc/cpuinfo")
 
-# What a CPU needs for code that torch compiled for each instruction set (torch/_inductor/cpu_vec_isa.py).
+# CPU flags that code compiled for each instruction set requires (torch/_inductor/cpu_vec_isa.py).
 _X86_FLAGS = {
     "avx2": frozenset({"avx2", "fma", "f16c"}),
     "avx512": frozenset({"avx512f", "avx512dq", "avx512vl", "avx512bw", "fma"}),
@@ -23,25 +23,25 @@ _SAME_SET = {"avx512_amx": "amx", "amx_tile": "amx"}
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What the archive says of its compiled model; None: nothing."""
+    """Build record of an archive's compiled model; a field is None when it is unknown."""
 
     torch: str | None = None  # version of the torch that compiled it, without the part after `+`
     isa: str | None = None  # instruction set, lower case
-    machine: str | None = None  # as platform.machine() says it
+    machine: str | None = None  # as platform.machine() returns it
     fallback: str | None = None  # file of the same model as an exported program
 
     def with_metadata(self, metadata: dict[str, str]) -> Build:
-        """The same, filled up with what the package itself says."""
+        """Return this record, with its missing values filled from the metadata of the package."""
         isa = metadata.get("AOTI_CPU_ISA", "").lower() or None
         machine = metadata.get("AOTI_MACHINE") or None
         return Build(self.torch, self.isa or isa, self.machine or machine, self.fallback)
 
 
 def read_build(model_dir: str) -> Build:
-    """The build record of an archive; an empty one when it has none.
+    """Return the build record of an archive; an empty one when it has none.
 
     Raises:
-        RuntimeError: the record is there and is not what the archiver writes.
+        RuntimeError: the record exists and is not in the form that the archiver writes.
     """
     file = Path(model_dir, BUILD_NAME)
     try:
@@ -62,23 +62,23 @@ def read_build(model_dir: str) -> Build:
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """What speaks against running a build here, in words. `fatal`: trying could end the process."""
+    """Reason against running a build on this machine. `fatal`: an attempt could end the process."""
 
     reason: str
     fatal: bool
 
 
 def misfit(build: Build, torch_version: str, cpu_flags: frozenset[str] | None) -> Misfit | None:
-    """What speaks against running the build here; None when nothing does.
+    """Return the reason against running the build on this machine; None when there is none.
 
     Args:
-        build: see there.
-        torch_version: of the torch that is to run it.
-        cpu_flags: of this CPU, see `read_cpu_flags`; None when they can't be known.
+        build: the build record.
+        torch_version: version of the torch that is to run it.
+        cpu_flags: flags of this CPU, see `read_cpu_flags`; None when they are unknown.
     """
     if build.machine and build.machine != platform.machine():
         return Misfit(f"it was compiled for {build.machine}, and this is {platform.machine()}", fatal=True)
-    sets = (build.isa or "").split()  # torch names them one behind the other: "avx512 avx512_vnni"
+    sets = (build.isa or "").split()  # torch separates several by spaces: "avx512 avx512_vnni"
     needed = frozenset().union(*(_X86_FLAGS.get(_SAME_SET.get(one, one), frozenset()) for one in sets))
     lacking = needed - (cpu_flags or frozenset())
     if cpu_flags is not None and lacking:
@@ -90,7 +90,7 @@ def misfit(build: Build, torch_version: str, cpu_flags: frozenset[str] | None) -
 
 
 def read_cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str] | None:
-    """The instruction set extensions of an x86 CPU under Linux; None elsewhere."""
+    """Return the instruction set extensions of an x86 CPU under Linux; None elsewhere."""
     try:
         lines = cpuinfo.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Whether a model compiled ahead of time will hold the GIL: told from files, for processes without torch."""
+"""Predict whether a compiled model will hold the GIL, from its files and without importing torch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 from torchere.handlers.aot_build import misfit, read_build, read_cpu_flags
 from torchere.handlers.aot_package import Package, read_package
 
-# What `aot_abi.py` needs of torch, which lists the functions of its extension in this file.
+# Functions of torch's extension that `aot_abi.py` needs; torch lists them in the file `_LISTED_IN`.
 HANDLE_FUNCTIONS = ("unsafe_alloc_void_ptrs_from_tensors", "alloc_tensors_by_stealing_from_void_ptrs")
 _LISTED_IN = ("_C", "_aoti.pyi")
 
 
 def holds_gil(path: str, model_dir: str) -> bool:
-    """Whether a `.pt2` file on the CPU will keep the GIL while it runs, so that threads gain nothing.
+    """Return whether a `.pt2` file on the CPU holds the GIL while it runs, so that threads gain nothing.
 
-    A file that will not load at all does not.
+    False for a file that can't be loaded at all.
     """
     try:
         package = read_package(path)
@@ -30,12 +30,12 @@ def holds_gil(path: str, model_dir: str) -> bool:
 
 
 def fits_c_abi(package: Package) -> bool:
-    """Whether the C ABI can run the package, as far as the package is concerned."""
+    """Return whether the C ABI can run the package; torch's own part is not checked."""
     return package.device in ("cpu", "unknown") and package.library is not None
 
 
 def _torch_gives_handles() -> bool:
-    """Whether the torch that is installed has `HANDLE_FUNCTIONS`; importing it would take seconds."""
+    """Return whether the installed torch has `HANDLE_FUNCTIONS`; importing it would take seconds."""
     found = importlib.util.find_spec("torch")
     for folder in (found.submodule_search_locations or ()) if found else ():
         try:

@@ -1,4 +1,4 @@
-"""Exported programs with inputs by keyword, called with all of them in order, as `tensor` does."""
+"""Pass the keyword inputs of an exported program by position, as the `tensor` handler does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchere.archiver.models.load.exported_program import keyword_inputs
 
 
 def by_position(program: torch.export.ExportedProgram) -> torch.nn.Module:
-    """The module of a program; what it takes by keyword it takes by position, too, in the same order."""
+    """Return the module of a program; its keyword inputs can also be passed by position, in order."""
     module = program.module()
     positional, keywords = keyword_inputs(program)
     return _ByPosition(module, positional, keywords) if keywords else module
@@ -24,7 +24,7 @@ class _ByPosition(torch.nn.Module):
         self._keywords = keywords
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module as it was exported."""
+        """Call the module as it was exported, with the last positional arguments passed by keyword."""
         if not kwargs and len(args) == self._positional + len(self._keywords):
             kwargs = dict(zip(self._keywords, args[self._positional :], strict=True))
             args = args[: self._positional]

@@ -1,4 +1,4 @@
-"""A compiled library as the callable that the model was: arguments in, results out, self-tested once."""
+"""Call a compiled library like the original model. The first run tests it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ Run = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
 
 class AotModel:
-    """Call it as the module that was compiled. Thread-safe; runs go side by side, without the GIL.
+    """A compiled model, called like the module that was compiled.
 
-    The first run is repeated by torch's own binding and the results are compared, because the C ABI is
-    private: when they differ, the binding is used from then on, one run at a time, and the log says so.
+    Thread-safe: several runs proceed at the same time, without the GIL. The first run is repeated by torch's
+    own binding and the results are compared, because the C ABI is private: when they differ, the binding is
+    used from then on, one run at a time, and a warning is logged.
 
     Args:
-        path: the `.so`; it must stay until the first run is over.
+        path: the `.so`; it must exist until the first run is over.
         runs_at_once: see `CompiledLibrary`.
-        check_inputs: whether its code may be told to check shapes and types, see `Package.checkable`.
+        check_inputs: whether the code may be told to check shapes and types, see `Package.checkable`.
 
     Raises:
         AbiMismatch, RuntimeError: see `CompiledLibrary`.
@@ -49,7 +50,9 @@ class AotModel:
         self._tested: Run | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run on the arguments of the compiled module; what is no tensor in them was fixed then.
+        """Run the model on the arguments of the compiled module.
+
+        Arguments that are not tensors are ignored: their values were fixed at compilation.
 
         Raises:
             PredictionException: 400, a tensor has no elements.
@@ -90,7 +93,13 @@ class AotModel:
 
 
 def _refuse_empty(tensors: Sequence[torch.Tensor]) -> None:
-    """Compiled code takes a free size for 1 or more, and divides by it: that would end the process."""
+    """Refuse tensors without elements.
+
+    Compiled code assumes that a free dimension is 1 or more, and divides by it: a 0 would end the process.
+
+    Raises:
+        PredictionException: 400, a tensor has no elements.
+    """
     for index, tensor in enumerate(tensors):
         if not tensor.numel():
             raise PredictionException(
@@ -101,7 +110,7 @@ def _refuse_empty(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _same(results: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    """Whether the same code gave the same; threads may add up in another order."""
+    """Return whether two runs gave the same results, up to rounding: threads may sum in another order."""
     return len(results) == len(expected) and all(
         one.shape == other.shape
         and one.dtype == other.dtype
@@ -116,9 +125,9 @@ def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _keywords(spec: str) -> list[str]:
-    """The keywords in a serialised input spec, in the order of their tensors.
+    """Return the keywords of a serialised input spec, in the order of their tensors.
 
-    The spec is that of `(args, kwargs)`; read as JSON (torch/utils/_pytree.py, protocol 1), because the
+    The spec is that of `(args, kwargs)`. It is read as JSON (torch/utils/_pytree.py, protocol 1), because the
     accessors of the object differ between the versions of torch.
     """
     _, pair = json.loads(spec)

@@ -1,4 +1,4 @@
-"""What is in a `.pt2` package, read from its directory; and its compiled library as a file."""
+"""Read the directory of a `.pt2` package, and extract its compiled library to a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torchere.archiver.container.zip import DAMAGED
 
-# Layout: torch/export/pt2_archive/constants.py. Before every name stands the package's own folder.
+# Layout: torch/export/pt2_archive/constants.py. Every name is prefixed with the package's own folder.
 _COMPILED_FOLDER = "/data/aotinductor/model/"  # "model" is the name that aoti_compile_and_package gives
 _WEIGHTS_FOLDER = "/data/weights/"
 _PROGRAMS = ("/models/model.json", "serialized_exported_program.json")
@@ -26,10 +26,10 @@ _COPY_BYTES = 1 << 20
 class Package:
     """One `.pt2` file.
 
-    `library` is the entry with the machine code, when there is one and it needs nothing else of the package:
-    no weights beside it, no operators outside of torch. `checkable`: its code can check its inputs; as torch
-    compiles by default that would refuse a free dimension of 1, so it is then not asked to. `metadata` is
-    what the compiler noted (torch 2.7 on): AOTI_DEVICE_KEY, AOTI_CPU_ISA, AOTI_MACHINE, ...
+    `library` is the zip entry with the machine code, if there is one and it needs nothing else of the
+    package: no weights in separate files, no operators outside of torch. `checkable`: the code can check its
+    inputs without refusing a free dimension of 1, which the checks that torch generates by default refuse.
+    `metadata` holds the compiler's notes (torch 2.7 on): AOTI_DEVICE_KEY, AOTI_CPU_ISA, AOTI_MACHINE, ...
     """
 
     path: str
@@ -40,7 +40,7 @@ class Package:
 
     @property
     def device(self) -> str:
-        """The kind of device it was compiled for; old packages do not say, and may be for any."""
+        """The kind of device the code was compiled for; "unknown" in old packages, which may be for any."""
         return self.metadata.get("AOTI_DEVICE_KEY", "unknown")
 
 
@@ -48,7 +48,7 @@ def read_package(path: str) -> Package:
     """Read the directory of a package.
 
     Raises:
-        RuntimeError: it is no zip file, or a damaged one.
+        RuntimeError: it is not a zip file, or it is damaged.
     """
     try:
         with zipfile.ZipFile(path) as file:
@@ -78,16 +78,16 @@ def _metadata(file: zipfile.ZipFile, names: list[str]) -> dict[str, str]:
 
 
 def _takes_one(file: zipfile.ZipFile, names: list[str]) -> bool:
-    """Whether the source is there and refuses no dimension for being less than 2."""
+    """Return whether the package holds its source, and no check there requires a dimension of 2 or more."""
     sources = [name for name in names if name.endswith("wrapper.cpp")]
     return bool(sources) and not any(_LEAST_TWO.search(file.read(name)) for name in sources)
 
 
 def extracted_library(package: Package, folder: Path) -> Path:
-    """The library of a package as a file in `folder`; it is written only if it is not there yet.
+    """Return the library of a package as a file in `folder`; extract it only if it is missing.
 
-    Several processes may ask for the same one at the same time. Its name tells its content, so a second
-    executor maps the pages that the first has mapped.
+    Several processes may call this for the same library at the same time. The file is named by its content,
+    so a second executor maps the same pages as the first.
 
     Raises:
         OSError: the folder can't be written.
@@ -109,7 +109,7 @@ def extracted_library(package: Package, folder: Path) -> Path:
         except DAMAGED as err:
             Path(part).unlink()
             raise RuntimeError(f"{package.path} is damaged: {err}") from err
-        except BaseException:  # cancelled, too
+        except BaseException:  # also on cancellation
             Path(part).unlink(missing_ok=True)
             raise
     return target

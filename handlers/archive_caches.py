@@ -1,4 +1,4 @@
-"""What Python keeps of folders that it imported from, long after the folder of an archive is gone."""
+"""Python's caches of imported folders, which outlive the folder of an unloaded archive."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 
 def forget_folder(folder: str) -> None:
-    """Drop the listings of a folder and all below it, and the source that tracebacks have shown of it.
+    """Drop the cached listings of a folder and its subfolders, and their source lines for tracebacks.
 
-    From any thread. Not importlib.invalidate_caches(), which walks a dictionary that imports in other threads
-    change under it, and then raises.
+    May be called from any thread. importlib.invalidate_caches() is not used: it iterates over a dictionary
+    that imports in other threads change meanwhile, and then raises.
     """
     caches: tuple[MutableMapping[Any, Any], ...] = (sys.path_importer_cache, linecache.cache)
     for cache in caches:
         for place in tuple(cache):
-            # The prompt of Python 3.13.0 keeps what is typed in under its code object.
+            # The interactive prompt of Python 3.13.0 stores its input under a code object, not a path.
             if isinstance(place, str) and (place == folder or place.startswith(folder + os.sep)):
                 cache.pop(place, None)

@@ -1,13 +1,13 @@
-"""Imports the Python code of an archive under names of its own.
+"""Import the Python code of an archive under private names.
 
 Two archives in one process may both hold `model.py`, and an archive may hold a `json.py`. So nothing is put
 on `sys.path`: the module `net` of version 1.0 of model `m` becomes `_torchere_archive.m._1_0_<digest>.net`,
-and the imports inside it look into the archive first. That is done by giving its modules a `__builtins__`
-whose `__import__` knows the archive; CPython takes `__import__` from there for every `import` statement.
+and its own imports search the archive first. For this its modules get a `__builtins__` whose `__import__`
+searches the archive; CPython takes `__import__` from there for every `import` statement.
 
-`importlib.import_module` inside the archive does the same. What looks modules up by name elsewhere, such as
-`pickle`, does not see plain names of an archive. Where a process has just one, its modules have plain names
-as well, and call themselves by them: see `archive_plain_names.py`.
+`importlib.import_module` inside the archive does the same. Other code that looks modules up by name, such as
+`pickle`, does not find the plain names of an archive. In a process that hosts a single archive, its modules
+also have plain names, and use them as `__name__`: see `archive_plain_names.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROOT = "_torchere_archive"
 class ArchiveModules:
     """The modules of one unpacked archive.
 
-    Thread-safe as far as Python's import system is. Made by `open_archive`.
+    Thread-safe as far as Python's import system is. Constructed by `open_archive`.
     """
 
     def __init__(self, prefix: str, model_dir: str) -> None:
@@ -44,21 +44,21 @@ class ArchiveModules:
         self.is_alone = False  # `give_plain_names` sets it: the process hosts no other archive
         self._owned: set[str] = set()
         self._importlib = _ArchiveImportlib(self)
-        # One dict for all modules of the archive; they see the real builtins but for `__import__`.
+        # One dict for all modules of the archive: the real builtins, except for `__import__`.
         self.builtins: dict[str, Any] = {**vars(builtins), "__import__": self._import}
 
     def load(self, name: str) -> ModuleType:
-        """Import module `name` (dotted for one in a package) of the archive; the same object every time.
+        """Import module `name` of the archive (dotted inside a package); the same object every time.
 
         Raises:
             ModuleNotFoundError: the archive has no such file; `error.name` is then the private name.
-            Exception: whatever the module's own code raises.
+            Exception: raised by the module's own code.
         """
         return importlib.import_module(f"{self.prefix}.{name}")
 
     def owns(self, name: str) -> bool:
-        """Whether the archive itself holds the module or package of that top-level name."""
-        # Only what is there is kept: handlers unpack and write modules, too.
+        """Return whether the archive itself holds a module or package of that top-level name."""
+        # Only names that were found are cached: handlers unpack and write modules, too.
         if name in self._owned:
             return True
         if not self._look_up(name):
@@ -67,9 +67,9 @@ class ArchiveModules:
         return True
 
     def has_plain_name(self, name: str) -> bool:
-        """Whether a module of the archive, say `net` or `parts.blocks`, is called so in the whole process.
+        """Return whether a module of the archive, e.g. `net` or `parts.blocks`, has that name process-wide.
 
-        It is not where the process hosts other archives, or something else has the name.
+        False where the process hosts other archives, or where another module has the name.
         """
         return self.is_alone and not self._exists_elsewhere(name.partition(".")[0])
 
@@ -79,17 +79,17 @@ class ArchiveModules:
             return False
         if spec.loader is not None and spec.origin is not None:
             return True
-        # A bare directory, say `data/`, is a package only if nothing else has the name: the rule of sys.path.
+        # A bare directory, e.g. `data/`, is a package only if no other module has the name, as on sys.path.
         has_code = next(Path(self.model_dir, name).rglob("*.py"), None) is not None
         return has_code and not self._exists_elsewhere(name)
 
     def _exists_elsewhere(self, name: str) -> bool:
-        """Whether the process can import a top-level module of that name, and it is not the archive's."""
+        """Return whether the process can import a top-level module of that name from outside the archive."""
         if name in sys.modules:
             return sys.modules[name] is not sys.modules.get(f"{self.prefix}.{name}")
         for finder in tuple(sys.meta_path):
-            find_spec = getattr(finder, "find_spec", None)  # finders of Python 2's days have none
-            if find_spec is None or getattr(finder, "archive", None) is self:  # that one leads back to us
+            find_spec = getattr(finder, "find_spec", None)  # finders of the old API have none
+            if find_spec is None or getattr(finder, "archive", None) is self:  # searches this archive
                 continue
             spec = find_spec(name, None)
             if spec is not None:
@@ -97,7 +97,7 @@ class ArchiveModules:
         return False
 
     def _holds(self, spec: ModuleSpec) -> bool:
-        """Whether what a search found lies in the archive, whose folder handlers put on `sys.path`."""
+        """Return whether a found module lies in the archive, whose folder handlers put on `sys.path`."""
         places = [spec.origin] if spec.has_location else list(spec.submodule_search_locations or ())
         return bool(places) and all(
             Path(place or "").resolve().is_relative_to(self.model_dir) for place in places
@@ -111,20 +111,20 @@ class ArchiveModules:
         fromlist: Sequence[str] | None = (),
         level: int = 0,
     ) -> ModuleType:
-        """`__import__` for the code of this archive; the parameters are that function's."""
+        """Import like `__import__`, for the code of this archive; the parameters are that function's."""
         top = name.partition(".")[0]
         if level or not self.owns(top):
             module = builtins.__import__(name, globals, locals, fromlist or (), level)
             return self._importlib if module is importlib else module
         module = builtins.__import__(f"{self.prefix}.{name}", globals, locals, fromlist or (), 0)
         if self.is_alone and name not in sys.modules and self.has_plain_name(name):
-            sys.modules[name] = sys.modules[f"{self.prefix}.{name}"]  # pickle takes it from there
+            sys.modules[name] = sys.modules[f"{self.prefix}.{name}"]  # pickle looks it up there
         # `import a.b` binds `a`; with a prefix in front, `__import__` gave us the root package instead.
         return module if fromlist else sys.modules[f"{self.prefix}.{top}"]
 
 
 class _ArchiveImportlib(ModuleType):
-    """What `import importlib` gives the code of an archive: the real one, but for `import_module`."""
+    """The `importlib` that the code of an archive imports: the real one, except for `import_module`."""
 
     def __init__(self, archive: ArchiveModules) -> None:
         super().__init__("importlib", importlib.__doc__)
@@ -134,21 +134,24 @@ class _ArchiveImportlib(ModuleType):
         return getattr(importlib, name)
 
     def import_module(self, name: str, package: str | None = None) -> ModuleType:
-        """`importlib.import_module`, which looks into the archive first."""
+        """Import a module like `importlib.import_module`, but search the archive first."""
         if not name.startswith(".") and self._archive.owns(name.partition(".")[0]):
             return self._archive.load(name)
         return importlib.import_module(name, package)
 
 
 class _ArchiveLoader(SourceFileLoader):
-    """Runs a source file with the builtins of its archive, and leaves no `__pycache__` in the archive."""
+    """Loader that runs a source file with the builtins of its archive, and writes no `__pycache__`."""
 
     def __init__(self, fullname: str, path: str, archive: ArchiveModules) -> None:
         super().__init__(fullname, path)
         self._archive = archive
 
     def get_filename(self, name: str | None = None) -> str:
-        """The file, by which code and source are found, whichever of its names the module is asked for by."""
+        """Return the source file, whichever of its names the module is requested by.
+
+        The import system finds code and source by it.
+        """
         return super().get_filename(self.name)
 
     def exec_module(self, module: ModuleType) -> None:
@@ -157,7 +160,7 @@ class _ArchiveLoader(SourceFileLoader):
         if not self._archive.has_plain_name(plain):
             super().exec_module(module)
             return
-        # Before its code runs: what classes, pickles and loggers are named by, in child processes, too.
+        # Set before its code runs: classes, pickles and loggers are named by it, also in child processes.
         module.__name__ = plain
         is_reload = plain in sys.modules
         sys.modules[plain] = module
@@ -167,20 +170,20 @@ class _ArchiveLoader(SourceFileLoader):
             if not is_reload:
                 sys.modules.pop(plain, None)
             raise
-        # Code may put something else in its module's place, by the one name that it knows.
+        # Code may replace its own module in sys.modules, under the plain name, the only one it knows.
         sys.modules[self.name] = sys.modules.get(plain, module)
 
     def set_data(self, path: str, data: Any, *, _mode: int = 0o666) -> None:
-        """Write no bytecode: the directory of an archive may be read-only, and is compared by digest."""
+        """Write no bytecode: an archive's directory may be read-only, and is compared by digest."""
 
 
 class _ArchiveFinder:
-    """The meta-path finder for private names; every other name is none of its business."""
+    """Meta-path finder for private names; it ignores all other names."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """A spec whose loader sets the archive's builtins; the parameters are the import system's."""
+        """Return a spec whose loader sets the archive's builtins; the parameters are the import system's."""
         if not fullname.startswith(ROOT + "."):
             return None
         archive = _archive_of(fullname)
@@ -194,15 +197,15 @@ class _ArchiveFinder:
 
 _archives: dict[str, ArchiveModules] = {}  # by folder
 _by_prefix: dict[str, ArchiveModules] = {}
-_lock = threading.Lock()  # guards both maps and the finder's place; no archive code runs under it
+_lock = threading.Lock()  # guards both maps and the finder's registration; no archive code runs under it
 _finder = _ArchiveFinder()
 
 
 def open_archive(model: str, version: str, model_dir: str) -> ArchiveModules:
-    """The modules of that version; the same object for every executor of it in this process.
+    """Return the modules of a version; the same object for every executor of it in this process.
 
-    A version that comes back from another directory has modules of its own, also while the old one, which
-    still answers what it has, goes on with those from before.
+    A version that is loaded again from another directory gets modules of its own. The old one keeps its
+    modules while it still answers its remaining requests.
     """
     model_dir = str(Path(model_dir).resolve())
     with _lock:
@@ -216,14 +219,14 @@ def open_archive(model: str, version: str, model_dir: str) -> ArchiveModules:
 
 
 def archive_of(context: Context) -> ArchiveModules:
-    """The modules of the archive that the context belongs to."""
+    """Return the modules of the archive that the context belongs to."""
     model = (context.manifest or {}).get("model") or {}
     version = str(model.get("modelVersion", "1.0"))  # the manifest's default
     return open_archive(context.model_name, version, context.system_properties["model_dir"])
 
 
 def archive_at(model_dir: str) -> ArchiveModules:
-    """The modules of the archive that is unpacked there, for handlers that have no context at hand."""
+    """Return the modules of the archive unpacked in `model_dir`, for handlers without a context."""
     folder = Path(model_dir).resolve()
     with _lock:
         archive = _archives.get(str(folder))
@@ -231,9 +234,9 @@ def archive_at(model_dir: str) -> ArchiveModules:
 
 
 def forget_archive(model_dir: str) -> None:
-    """Drop the modules of an archive that was unloaded; without effect when it has none.
+    """Drop the modules of an archive that was unloaded; no effect when it has none.
 
-    Code that still runs keeps the objects it has; the next `open_archive` imports anew.
+    Running code keeps the objects it has; the next `open_archive` imports the modules again.
     """
     with _lock:
         archive = _archives.pop(str(Path(model_dir).resolve()), None)
@@ -242,7 +245,10 @@ def forget_archive(model_dir: str) -> None:
 
 
 def _drop_unpacked_no_more() -> None:
-    """Drop what a thread opened that was still loading when its version was forgotten; under `_lock`."""
+    """Drop the archives whose folder is gone. The caller holds `_lock`.
+
+    A thread that was still loading when its version was forgotten may have opened one.
+    """
     for model_dir in [one for one in _archives if not os.path.isdir(one)]:
         _drop(_archives.pop(model_dir))
 
@@ -256,14 +262,14 @@ def _free_prefix(model: str, version: str) -> str:
 
 
 def _install(archive: ArchiveModules) -> None:
-    """Put the packages above the archive's modules in place; called under `_lock`."""
+    """Register the finder and the parent packages of the archive's modules. The caller holds `_lock`."""
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
     root, model, version = archive.prefix.split(".")
     sys.modules.setdefault(root, _package(root, []))
     sys.modules.setdefault(f"{root}.{model}", _package(f"{root}.{model}", []))
     sys.modules[f"{root}.{model}.{version}"] = _package(archive.prefix, [archive.model_dir])
-    forget_folder(archive.model_dir)  # it may be younger than a listing of it
+    forget_folder(archive.model_dir)  # a cached listing may be older than the folder
 
 
 def _package(name: str, path: list[str]) -> ModuleType:
@@ -288,9 +294,9 @@ def _archive_of(fullname: str) -> ArchiveModules | None:
 
 
 def _safe(name: str) -> str:
-    """An identifier for a model or version name; distinct names stay distinct.
+    """Return an identifier for a model or version name; distinct names stay distinct.
 
-    Not only because modules have such names: TorchScript parses the qualified names of what it compiles.
+    Besides module names, TorchScript needs it: it parses the qualified names of the code it compiles.
     """
     if name.isascii() and name.isidentifier():
         return name

@@ -1,9 +1,9 @@
-"""Plain names for the modules of the one archive of a process.
+"""Plain names for the modules of the only archive in a process.
 
-Handlers written for one process each rely on names: a pickle in the archive refers to `model.Net`, a child
-process imports `model`. In a worker process that hosts a single archive those names can be given to it. They
-come last, after everything the process can import otherwise, and lead to the very modules that the archive's
-own imports use, so that each class exists once.
+Handlers that are written for a process of their own rely on names: a pickle in the archive refers to
+`model.Net`, a child process imports `model`. In a worker process that hosts a single archive, its modules can
+have those names. The names are tried last, after everything else that the process can import. They lead to
+the same modules that the archive's own imports use, so that each class exists once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torchere.handlers.archive_import import ArchiveModules
 
 
 class _PlainNameFinder:
-    """Stands first in the meta path, and answers for the names that nothing else has.
+    """First finder in the meta path; it resolves only names that nothing else in the process has.
 
     Otherwise the import system would find the modules a second time, in the folder of the archive, which is
     on `sys.path`, and in the `__path__` of its packages.
@@ -31,7 +31,7 @@ class _PlainNameFinder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """A spec that leads to the private module; the parameters are the import system's."""
+        """Return a spec that leads to the private module; the parameters are the import system's."""
         if not self.archive.owns(fullname.partition(".")[0]) or not self.archive.has_plain_name(fullname):
             return None
         private = f"{self.archive.prefix}.{fullname}"
@@ -41,7 +41,7 @@ class _PlainNameFinder:
 
 
 class _PlainNameLoader(Loader):
-    """Hands the archive's own module out under its plain name."""
+    """Loader that returns the archive's own module under its plain name."""
 
     def __init__(self, archive: ArchiveModules) -> None:
         self._archive = archive
@@ -49,22 +49,22 @@ class _PlainNameLoader(Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = self._archive.load(spec.name)
-        self._own_spec = getattr(module, "__spec__", None)  # code may have put anything in a module's place
+        self._own_spec = getattr(module, "__spec__", None)  # code may have replaced its module by any object
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # It ran when it was loaded. The import system has put the plain name's spec on it meanwhile.
+        # The module ran when it was loaded. Since then the import system has set the plain name's spec on it.
         if self._own_spec is not None:
             module.__spec__ = self._own_spec
 
 
 def give_plain_names(archive: ArchiveModules) -> None:
-    """Let the whole process, and those it starts, import the archive's modules by their plain names.
+    """Let this process and its child processes import the archive's modules by their plain names.
 
-    Only for a process that hosts this archive and no other, before anything of it is loaded; there is no way
-    back. Idempotent.
+    Only for a process that hosts this archive and no other, before any of its modules is loaded; it can't be
+    undone. Idempotent.
     """
     if not archive.is_alone:
         archive.is_alone = True
         sys.meta_path.insert(0, _PlainNameFinder(archive))
-        sys.path.append(archive.model_dir)  # multiprocessing hands it to the processes it spawns
+        sys.path.append(archive.model_dir)  # multiprocessing passes it on to spawned processes

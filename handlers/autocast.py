@@ -1,4 +1,4 @@
-"""A model whose matrix products and convolutions run in half precision: `autocast` in model-config.yaml."""
+"""Run matrix products and convolutions in half precision: `autocast` in model-config.yaml."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def autocasting(model: Any, config: Mapping[str, Any], device: torch.device) -> Any:
-    """The model as `autocast` of its config wants it called; the model itself where nothing is wanted.
+    """Return the model wrapped as `autocast` in its config says; the model itself where it is not set.
 
     Raises:
-        ValueError: `autocast` is none of the types, or the model is a session of onnxruntime.
+        ValueError: `autocast` is not one of the types, or the model is a session of onnxruntime.
     """
     wanted = config.get("autocast")
     if wanted is None:
@@ -31,14 +31,14 @@ def autocasting(model: Any, config: Mapping[str, Any], device: torch.device) -> 
 
 
 class Autocast:
-    """Calls `model` under torch.autocast, and gives its half-precision outputs back as float32.
+    """A model that runs under torch.autocast, with its half-precision outputs converted to float32.
 
-    Everything else is the model's own. As thread-safe as the model.
+    All other attributes are the model's own. As thread-safe as the model.
 
     Args:
-        model: to call.
-        device: whose kind of operations are cast.
-        dtype: what they compute in.
+        model: the model to call.
+        device: its type selects the operations that are cast.
+        dtype: the type that they compute in.
     """
 
     def __init__(self, model: Any, device: torch.device, dtype: torch.dtype) -> None:
@@ -47,8 +47,8 @@ class Autocast:
         self._dtype = dtype
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model answers, floats in float32."""
-        # torch's cache of cast weights is one for all threads and knows no streams, so another executor could
+        """Call the model and return its output, with half-precision tensors converted to float32."""
+        # torch's cache of cast weights is shared by all threads and ignores streams: another executor could
         # compute with a weight whose cast is not done yet, or freed already.
         with torch.autocast(self._device_type, self._dtype, cache_enabled=False):
             return pytree.tree_map_only(torch.Tensor, self._widened, self._model(*args, **kwargs))

@@ -1,4 +1,4 @@
-"""BaseHandler: what handlers derive from, and the handler of archives that need none."""
+"""BaseHandler: the base class of handlers, and the handler of archives that have none of their own."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class BaseHandler:
         ...         return [{"y": y} for y in output.tolist()]
     """
 
-    names_classes = True  # what it answers has names from index_to_name.json; without the file it warns
-    # For handlers whose `__init__` does not call this one, and which load from an `initialize` of their own.
+    names_classes = True  # answers use names from index_to_name.json; a missing file is logged
+    # For subclasses that neither call this `__init__` nor load with this `initialize`.
     context: Any = None
     model_yaml_config: Any = MappingProxyType({})
 
@@ -70,7 +70,7 @@ class BaseHandler:
         """Choose the device, load the model, compile it if the config says so, and read the class names.
 
         Raises:
-            RuntimeError: the archive holds no weights that can be loaded; the text says what to do.
+            RuntimeError: the archive holds no weights that can be loaded; the text names the remedy.
             ValueError: the config or the class names are wrong.
         """
         self.context = context
@@ -102,12 +102,12 @@ class BaseHandler:
         return self._load_torch_export_aot_compile(path)
 
     def _load_torchscript_model(self, model_pt_path: str) -> Any:
-        """Load TorchScript; one copy per process and device, or per executor where its code changes it.
+        """Load TorchScript; one copy per process and device, or per executor if the model modifies itself.
 
         Subclasses may override it.
         """
         options = TorchScriptOptions.read(self.model_yaml_config)
-        if options.quantized_engine:  # int8, whose operators know no GPU
+        if options.quantized_engine:  # int8: its operators run on the CPU only
             self.map_location, self.device = CPU
         device = self.device
         return self._shared(
@@ -125,11 +125,11 @@ class BaseHandler:
         )
 
     def _load_package(self, path: str, model_dir: str) -> Any:
-        # Its code would take the addresses of a GPU for some of its own.
+        # Code for the CPU would use GPU addresses as its own.
         if self.map_location != "cpu" and aot.is_for_cpu(path):
             self.map_location, self.device = CPU
         if self.map_location == "cuda":
-            torch.cuda.set_device(self.device)  # torch's binding loads to the one in use
+            torch.cuda.set_device(self.device)  # torch's binding loads to the current device
         where = self._where()
         return self._shared(
             ("aot_package", path, str(self.device)), lambda: aot.load_package(path, model_dir, where)
@@ -144,7 +144,7 @@ class BaseHandler:
         )
 
     def _use_torch_export_aot_compile(self) -> bool:
-        """Whether the config says that the weights are a compiled `.so`."""
+        """Return whether the config says that the weights are a compiled `.so`."""
         return wants_aot_compile(self.model_yaml_config)
 
     def _where(self) -> str | None:
@@ -167,18 +167,18 @@ class BaseHandler:
             return model
         try:
             compiled = torch.compile(model, **options)
-        except (RuntimeError, ValueError, TypeError, ImportError) as err:  # the model is fine without it
+        except (RuntimeError, ValueError, TypeError, ImportError) as err:  # the model works without it
             logger.warning(
                 "Compiling the model with %s failed, proceeding without compilation: %s", options, err
             )
             return model
         in_words = ", ".join(f"{name} {value}" for name, value in options.items())
-        logger.info("Compiled model with %s", in_words)  # TorchServe's line, which people look for in its log
+        logger.info("Compiled model with %s", in_words)  # TorchServe's line: users search the log for it
         return compiled
 
     @timed
     def preprocess(self, data: Any) -> Any:
-        """Turn the rows of a batch into what the model takes; here: rows that are numbers already.
+        """Convert the rows of a batch to the model's input; here the rows must be numbers already.
 
         Args:
             data: one row per request; with an envelope its payload, without one a dict.
@@ -190,19 +190,19 @@ class BaseHandler:
 
     @timed
     def inference(self, data: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the model on what `preprocess` returned, without recording gradients."""
+        """Run the model on the output of `preprocess`, without recording gradients."""
         with torch.inference_mode():
             return self.model(to_device(data, self.device), *args, **kwargs)
 
     @timed
     def postprocess(self, data: Any) -> Any:
-        """Turn the model's output into a list with one answer per request."""
+        """Convert the model's output to a list with one answer per request."""
         return data.tolist()
 
     def handle(self, data: Any, context: Any) -> Any:
         """Answer one batch.
 
-        The headers of the first request choose for all: `describe: True` answers with `describe_handle()`,
+        The headers of the first request apply to all: `describe: True` answers with `describe_handle()`,
         `explain: True` with `explain_handle()`.
 
         Returns:
@@ -217,7 +217,7 @@ class BaseHandler:
         else:
             output = self._run(data)
         if context.metrics is not None:
-            # To two digits; round() would print and parse the number, for 5 us.
+            # Two decimals. round() formats and parses the number, which takes 5 us.
             elapsed_ms = int((time.perf_counter() - started) * 100_000 + 0.5) / 100
             context.metrics.add_time("HandlerTime", elapsed_ms, None, "ms")
         return output
@@ -246,7 +246,7 @@ class BaseHandler:
             give_up()
 
     def _infer_with_profiler(self, data: Any) -> tuple[Any, Any]:
-        """Answer one batch under torch's profiler; returns the answers and the profiler."""
+        """Answer one batch under torch's profiler; return the answers and the profiler."""
 
         def stages() -> Any:
             with record_function("preprocess"):
@@ -259,7 +259,7 @@ class BaseHandler:
             with record_function("postprocess"):
                 return self.postprocess(output)
 
-        # TorchServe's folder has the name the archive was packed with, whatever it is registered as.
+        # As in TorchServe, the folder has the name the archive was packed with, not the registered name.
         packed_as = (self.context.manifest or {}).get("model", {}).get("modelName")
         return profiling.run_profiled(stages, packed_as or self.context.model_name, self.profiler_args)
 
@@ -295,13 +295,13 @@ class BaseHandler:
         return self._header_is_true("describe")
 
     def describe_handle(self) -> Any:
-        """What `describe` with `customized=true` shows for this model; nothing by default."""
+        """Return the data that `describe` with `customized=true` adds for this model; None by default."""
         return None
 
     def get_device(self) -> Any:
-        """The device the model is on."""
+        """Return the device the model is on."""
         return self.device
 
     def warmup_data(self) -> list[dict[str, object]] | None:
-        """Example rows for the first runs, as `data` of `handle` would hold them; None for none."""
+        """Return example rows for the first runs, in the form of `handle`'s `data`; None for no such runs."""
         return None

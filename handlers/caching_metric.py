@@ -1,4 +1,4 @@
-"""One declared metric of a handler: checks what is reported, and hands it to the collector."""
+"""One declared metric of a handler: checks reported values and passes them to the collector."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 class CachingMetric:
-    """A declared metric: a name and type with the names of its dimensions. Made by `MetricsCache` only."""
+    """A declared metric: a name and type with the names of its dimensions.
+
+    Constructed by `MetricsCache` only.
+    """
 
     def __init__(
         self,
@@ -25,7 +28,7 @@ class CachingMetric:
         dimension_names: Sequence[str],
         metric_type: MetricTypes,
     ) -> None:
-        self.metric_name = str(metric_name)  # handlers name metrics by all sorts of things
+        self.metric_name = str(metric_name)  # handlers also pass names that are not str
         self.unit = str(Units.units.get(unit, unit))
         self.dimension_names = tuple(map(str, dimension_names))
         self.metric_type = metric_type
@@ -56,8 +59,8 @@ class CachingMetric:
     def report(
         self, value: float, dimensions: tuple[tuple[str, str], ...], request_ids: tuple[str, ...]
     ) -> None:
-        """As `add_or_update`, for dimensions that are known to fit: names with their values."""
-        # Nearly always there is nothing to object to, and this runs with every request.
+        """Report a value like `add_or_update`, with dimensions that are known to fit: names with values."""
+        # Fast path: this runs with every request, and the value is nearly always valid.
         if type(value) is not float or not value >= 0:
             if problem := self._wrong_value(value):
                 self._drop(problem)
@@ -78,7 +81,7 @@ class CachingMetric:
         request_id: str | Sequence[str] = "",
         dimensions: Sequence[Dimension] | None = None,
     ) -> None:
-        """Report a value with `Dimension` objects: the older spelling of `add_or_update`."""
+        """Report a value with `Dimension` objects; the older form of `add_or_update`."""
         self.add_or_update(value, [item.value for item in dimensions or ()], request_id)
 
     def _wrong_value(self, value: object) -> str:

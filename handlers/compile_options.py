@@ -1,4 +1,4 @@
-"""Reading the `pt2` block of model-config.yaml: whether and how a model is compiled."""
+"""Read the `pt2` block of model-config.yaml: whether and how a model is compiled."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-# The names TorchServe accepts; whether this build of torch has one shows when it compiles.
+# The names that TorchServe accepts; this build of torch may lack some, which shows when it compiles.
 PT2_BACKENDS = frozenset(
     {
         "aot_cudagraphs",
@@ -29,7 +29,7 @@ PT2_BACKENDS = frozenset(
 
 
 def check_valid_pt2_backend(backend: str) -> bool:
-    """Whether it is a known backend of `torch.compile`; a warning says when it is not."""
+    """Return whether the backend is a known one of `torch.compile`; log a warning if it is not."""
     if backend in PT2_BACKENDS:
         return True
     logger.warning(
@@ -39,7 +39,7 @@ def check_valid_pt2_backend(backend: str) -> bool:
 
 
 def compile_options(config: dict[str, Any]) -> dict[str, Any] | None:
-    """Keyword arguments for `torch.compile`, or None when the model stays as it is.
+    """Return the keyword arguments for `torch.compile`, or None when the model stays as it is.
 
     Args:
         config: the whole model-config.yaml.
@@ -73,7 +73,7 @@ def _requested(pt2: object) -> dict[str, Any] | None:
 
 
 def wants_aot_compile(config: dict[str, Any]) -> bool:
-    """Whether `pt2.export.aot_compile` says that the weights are a compiled `.so`."""
+    """Return whether `pt2.export.aot_compile` says that the weights are a compiled `.so`."""
     pt2 = config.get("pt2")
     export = pt2.get("export") if isinstance(pt2, dict) else None
     return isinstance(export, dict) and export.get("aot_compile") is True

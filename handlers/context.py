@@ -1,4 +1,4 @@
-"""What a handler may know about its model, its requests and its answers."""
+"""The context of a handler: facts about its model, the requests of its batch, and their responses."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ StoppingCriterion = Callable[[Any], bool | None]
 
 
 class Unwanted(BaseException):
-    """All clients of the batch have left: raised between stages and parts. Not for handlers to catch."""
+    """Raised between stages and parts when all clients of the batch have left.
+
+    Handlers must not catch it.
+    """
 
 
 class RequestProcessor:
-    """One request of a batch as the handler sees it, and what the handler wants its response to be.
+    """One request of a batch as the handler sees it, with the status and headers of its response.
 
     Args:
         request_id: the id the client sees as `x-request-id`.
-        headers: the client's headers in the client's spelling; looked up with exact case. Under the name of
-            each value of the request stands `{"content-type": its type}`, as in TorchServe.
+        headers: the client's headers in the client's spelling; looked up with exact case. Each value of the
+            request has an entry here too, from its name to `{"content-type": its type}`, as in TorchServe.
     """
 
     __slots__ = ("_request_header", "reason_phrase", "request_id", "response_headers", "status_code")
@@ -38,18 +41,18 @@ class RequestProcessor:
         self.status_code = 200
         self.reason_phrase: str | None = None
         self.response_headers: dict[str, str] = {}
-        self._request_header = headers  # handlers reach for it by this name of TorchServe's
+        self._request_header = headers  # TorchServe's name, which handlers access directly
 
     def get_request_property(self, key: str) -> str | None:
-        """The request header of exactly that name, or None."""
+        """Return the request header of exactly that name, or None."""
         return self._request_header.get(key)
 
     def get_request_properties(self) -> dict[str, str]:
-        """All request headers; the caller may keep and change the dict."""
+        """Return all request headers; the caller may keep and change the dict."""
         return dict(self._request_header)
 
     def report_status(self, code: int, reason_phrase: str | None = None) -> None:
-        """Choose the HTTP status of the response."""
+        """Set the HTTP status of the response."""
         self.status_code = code
         self.reason_phrase = reason_phrase
 
@@ -66,24 +69,24 @@ class RequestProcessor:
         self.response_headers[key] = value
 
     def get_response_header(self, key: str) -> str | None:
-        """The response header set so far under that name, or None."""
+        """Return the response header set so far under that name, or None."""
         return self.response_headers.get(key)
 
     def get_response_headers(self) -> dict[str, str]:
-        """All response headers set so far."""
+        """Return all response headers set so far."""
         return self.response_headers
 
     def get_response_status_code(self) -> int:
-        """The status chosen so far; 200 unless the handler chose another."""
+        """Return the status set so far; 200 unless the handler set another."""
         return self.status_code
 
     def get_response_status_phrase(self) -> str | None:
-        """The reason phrase chosen so far, or None."""
+        """Return the reason phrase set so far, or None."""
         return self.reason_phrase
 
 
 class Context:
-    """One handler instance's window on the server: fixed facts about the model, and the current batch.
+    """One handler instance's interface to the server: facts about the model, and the current batch.
 
     An executor makes one context, gives it to `initialize`, and calls `begin_batch` before every call of the
     handler. Not thread-safe across batches: one batch at a time. Threads a handler starts itself may read it
@@ -120,10 +123,10 @@ class Context:
         self.request_ids: dict[int, str] | None = None
         self.request_processor: Sequence[RequestProcessor] | None = None
         self.stopping_criteria: Sequence[StoppingCriterion] | Mapping[int, StoppingCriterion] | None = None
-        # Seconds of preprocess, inference and postprocess, by handlers that tell; for the metrics.
+        # Seconds of preprocess, inference, postprocess, for the metrics; set by handlers that measure them.
         self.stages_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
         self.encoder: AnswerEncoder | None = None  # the executor's
-        self.cl_socket: None = None  # TorchServe's worker socket; ours is not for handlers
+        self.cl_socket: None = None  # TorchServe's worker socket, which handlers do not get here
         # The names of the variables are the ones TorchServe's Python worker reads.
         self.header_key_sequence_id = os.environ.get("TS_REQUEST_SEQUENCE_ID", "ts_request_sequence_id")
         self.header_key_sequence_start = os.environ.get(
@@ -143,7 +146,10 @@ class Context:
         return self.request_processor
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Context:
-        """One whose facts a handler may change, for a handler inside it; it reports where this one does."""
+        """Return a copy for a nested handler, which may change the model's facts in its copy.
+
+        Both share the current batch and the metrics.
+        """
         copied = copy.copy(self)
         copied.manifest = copy.deepcopy(self.manifest, memo)
         copied.system_properties = copy.deepcopy(self.system_properties, memo)
@@ -151,7 +157,7 @@ class Context:
         return copied
 
     def begin_batch(self, requests: Sequence[RequestProcessor], send_partial: SendPartial | None) -> None:
-        """Turn to the next batch. Called by the executor only.
+        """Switch to the next batch. Called by the executor only.
 
         Args:
             requests: one per request, in the order of the handler's `data`.
@@ -167,20 +173,23 @@ class Context:
             self.metrics.begin_batch(self.request_ids)
 
     def end_batch(self) -> None:
-        """Let go of whoever waits for the batch: it knows the executor, which knows this context."""
+        """Drop the callback for partial answers.
+
+        It refers to the executor, which refers to this context: a reference cycle.
+        """
         self._send_partial = None
 
     def give_up_if_unwanted(self) -> None:
-        """Give the batch up if all its clients have left; for long handlers, between two steps.
+        """Stop the batch if all its clients have left; for long handlers, between two steps.
 
         Raises:
-            Unwanted: they have.
+            Unwanted: all clients have left.
         """
         if self.is_unwanted is not None and self.is_unwanted():
             raise Unwanted
 
     def send_partial(self, index: int, chunk: bytes) -> None:
-        """Send one part of the answer to request `index` now; the returned answer comes after it.
+        """Send one part of the answer to request `index` now; the handler's returned answer follows it.
 
         Raises:
             RuntimeError: answers can't be sent in parts here.
@@ -194,7 +203,7 @@ class Context:
         self._send_partial(index, chunk)
 
     def encode_part(self, index: int, part: object) -> bytes:
-        """The bytes of one part of the answer to request `index`: in the form its final answer will have.
+        """Return the bytes of one part of the answer to request `index`, encoded like its final answer.
 
         Raises:
             UnsupportedOutput: it can't be encoded.
@@ -209,15 +218,15 @@ class Context:
         return self.request_processor[index]
 
     def get_request_id(self, idx: int = 0) -> str | None:
-        """The id of request `idx` of the batch, or None when there is none."""
+        """Return the id of request `idx` of the batch, or None when there is none."""
         return None if self.request_ids is None else self.request_ids.get(idx)
 
     def get_request_header(self, idx: int, key: str) -> str | None:
-        """The header of exactly that name (case matters) of request `idx`, or None."""
+        """Return the header of exactly that name (case matters) of request `idx`, or None."""
         return self._request(idx).get_request_property(key)
 
     def get_all_request_header(self, idx: int) -> dict[str, str]:
-        """All headers of request `idx`."""
+        """Return all headers of request `idx`."""
         return self._request(idx).get_request_properties()
 
     def set_response_content_type(self, idx: int, value: str) -> None:
@@ -225,7 +234,7 @@ class Context:
         self.set_response_header(idx, "content-type", value)
 
     def get_response_content_type(self, idx: int) -> str | None:
-        """The `content-type` set so far for response `idx`, or None."""
+        """Return the `content-type` set so far for response `idx`, or None."""
         return self._request(idx).get_response_header("content-type")
 
     def set_response_header(self, idx: int, key: str, value: str) -> None:
@@ -233,11 +242,11 @@ class Context:
         self._request(idx).add_response_property(key, value)
 
     def get_response_headers(self, idx: int) -> dict[str, str]:
-        """The headers set so far for response `idx`."""
+        """Return the headers set so far for response `idx`."""
         return self._request(idx).get_response_headers()
 
     def set_response_status(self, code: int = 200, phrase: str = "", idx: int = 0) -> None:
-        """Set status code and reason phrase of response `idx`; without effect outside a batch."""
+        """Set status code and reason phrase of response `idx`; no effect outside a batch."""
         if self.request_processor is not None:
             self.request_processor[idx].report_status(code, phrase)
 
@@ -247,10 +256,10 @@ class Context:
             request.report_status(code, phrase)
 
     def get_response_status(self, idx: int) -> tuple[int, str | None]:
-        """Status code and reason phrase of response `idx` so far."""
+        """Return status code and reason phrase of response `idx` so far."""
         request = self._request(idx)
         return request.status_code, request.reason_phrase
 
     def get_sequence_id(self, idx: int) -> str | None:
-        """The id of the sequence that request `idx` belongs to, or None."""
+        """Return the id of the sequence that request `idx` belongs to, or None."""
         return self.get_request_header(idx, self.header_key_sequence_id)

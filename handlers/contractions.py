@@ -1,4 +1,4 @@
-"""English contractions and what they stand for."""
+"""English contractions and their long forms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which device a handler instance computes on, and how tensors get there."""
+"""Choose the device of a handler instance, and move tensors to it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-# Up to here CUDA copies from any memory without waiting (API synchronization behavior).
+# Up to this size CUDA copies from pageable memory without waiting (API synchronization behavior).
 _PAGEABLE_BYTES = 65_536
 
 
 class DeviceChoice(NamedTuple):
-    """`map_location` is the kind ("cuda", "cpu", ...), None for XLA; `device` the very one."""
+    """A chosen device: `map_location` is its type ("cuda", "cpu", ...; None for XLA), `device` itself."""
 
     map_location: str | None
     device: torch.device
@@ -28,14 +28,14 @@ CPU = DeviceChoice("cpu", torch.device("cpu"))
 
 
 def choose_device(gpu_id: int | str | None) -> DeviceChoice:
-    """The best device there is: CUDA, Intel GPU, Apple GPU, XLA, CPU.
+    """Return the best available device: CUDA, Intel GPU, Apple GPU, XLA, CPU, in this order.
 
     Args:
-        gpu_id: the accelerator this instance was given (by `MockContext` as a text), and a warning says where
-            torch has none after all; None keeps it off CUDA, Intel and Apple GPUs.
+        gpu_id: the accelerator assigned to this instance (from `MockContext` a `str`); a warning is logged
+            when torch can use none. None excludes CUDA, Intel and Apple GPUs.
 
     Raises:
-        RuntimeError: torch has GPUs, but fewer.
+        RuntimeError: torch has GPUs, but not this one.
     """
     if gpu_id is not None:
         if torch.cuda.is_available():
@@ -59,7 +59,7 @@ def _use_tensor_cores(device: torch.device) -> None:
     # switches it on as well, so answers stay comparable.
     try:
         capability = torch.cuda.get_device_capability(device)
-    except AssertionError as err:  # the server has counted what the driver has, without asking CUDA
+    except AssertionError as err:  # the server counted the driver's GPUs, without asking CUDA
         raise RuntimeError(
             f"{device} is not there: CUDA shows {torch.cuda.device_count()} of them to a process (of several "
             "MIG instances the first); say so by number_of_gpu"
@@ -69,24 +69,24 @@ def _use_tensor_cores(device: torch.device) -> None:
 
 
 def own_stream(gpu_id: int) -> None:
-    """Have the calling thread compute on a stream of its own: executors share a GPU, and no queue."""
+    """Give the calling thread a CUDA stream of its own, so that executors share a GPU but no queue."""
     if torch.cuda.is_available():
         torch.cuda.set_device(gpu_id)
         torch.cuda.set_stream(torch.cuda.Stream(gpu_id))  # type: ignore[no-untyped-call]
 
 
 def whole_on_device(device: Any) -> None:
-    """Wait until what this thread has begun to copy to a GPU is there: others read it on other streams."""
+    """Wait until this thread's copies to a GPU are complete: other threads read them on other streams."""
     if getattr(device, "type", "") == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def to_device(value: Any, device: Any) -> Any:
-    """`value.to(device)`; a large tensor goes to a GPU from pinned memory, and nobody waits for it.
+    """Return `value.to(device)`; a large tensor is copied to a GPU from pinned memory, asynchronously.
 
-    Handlers may have other values and devices than torch's, whose `to` is asked then. torch keeps pinned
-    memory from being used again while a copy reads it, and what is computed from the copy comes after it on
-    the stream. Of memory that the caller has pinned it can't know when it is written to again.
+    Values and devices may be of other types than torch's; then the value's own `to` is called. torch does not
+    reuse pinned memory while a copy reads it, and later operations on the stream run after the copy. A tensor
+    that the caller has pinned is copied synchronously: torch can't know when its memory is written to again.
     """
     to_gpu = getattr(device, "type", "") == "cuda" and isinstance(value, torch.Tensor)
     if to_gpu and _can_be_pinned(value) and value.nbytes > _PAGEABLE_BYTES and not value.is_pinned():
@@ -101,16 +101,16 @@ def _can_be_pinned(value: torch.Tensor) -> bool:
 
 
 def gpu_is_usable(gpu_id: int | None, free_memory: bool) -> bool:
-    """After a handler has failed: whether its GPU still answers.
+    """Return whether the GPU can still be used after a handler has failed.
 
-    A kernel that was given something impossible (an index out of range) takes the whole access of its process
-    to the GPU with it; after a lack of memory all is well again. The text of an error does not tell: of the
-    same GPU cuDNN has other words than CUDA.
+    A kernel that was given an invalid argument (an index out of range) ends its process's access to the GPU;
+    after running out of memory the GPU stays usable. The text of an error does not tell the two apart: cuDNN
+    and CUDA word errors of the same GPU differently.
 
     Args:
-        gpu_id: of the executor; None: it has none of its own.
-        free_memory: give back what torch holds ready, for other processes have none. Nothing comes of it as
-            long as the exception lives, for its frames hold the tensors.
+        gpu_id: of the executor; None when it has none of its own.
+        free_memory: release the memory that torch caches, because other processes may lack it. This frees
+            nothing while the exception is alive, because its frames hold the tensors.
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return True
@@ -126,12 +126,15 @@ def gpu_is_usable(gpu_id: int | None, free_memory: bool) -> bool:
 
 
 def _gpus_in_use(gpu_id: int | None) -> list[int]:
-    """The executor's, and those on which its handler has put parts of a model besides."""
+    """Return the executor's GPU, and those on which its handler has put parts of a model."""
     gpus = range(torch.cuda.device_count())
     return [gpu for gpu in gpus if gpu == gpu_id or torch.cuda.memory_reserved(gpu)]
 
 
 def module_on(model: Any, device: torch.device) -> Any:
-    """The model, moved if part of it is elsewhere; not needlessly, for another thread may be using it."""
+    """Return the model, moved to the device only if part of it is on another one.
+
+    It is not moved needlessly, because another thread may be using it.
+    """
     tensors = itertools.chain(model.parameters(), model.buffers())
     return model if all(tensor.device == device for tensor in tensors) else model.to(device)

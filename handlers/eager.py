@@ -1,7 +1,7 @@
 """Eager models: a class from the archive's model file, and a state dict for it.
 
-The weights are mapped: the pages of the file are the weights, read when they are first used, and one copy of
-them serves every process. What goes to another device is copied from there.
+The weights are memory-mapped: the pages of the file are read on first use, and one copy of them serves all
+processes. Weights on another device are copied from these pages.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from typing import Any
 import torch
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.load.checkpoint import read_safetensors
+from torchere.archiver.models.load.safetensors import read_safetensors
 from torchere.handlers.archive_import import ArchiveModules
 from torchere.handlers.entry_point import list_classes_from_module
 from torchere.handlers.shared_weights import WORTH_MAPPING_BYTES, file_to_map
 
 
 def load_eager(archive: ArchiveModules, model_file: str, model_pt_path: str | None) -> torch.nn.Module:
-    """Construct the model's class, the one `torch.nn.Module` of the model file, and fill it with its weights.
+    """Construct the model's class, the one `torch.nn.Module` of the model file, and load its weights.
 
-    On the CPU, unless the class makes its tensors elsewhere.
+    The model is on the CPU, unless the class creates its tensors elsewhere.
 
     Args:
-        archive: whose file it is.
+        archive: the archive of the model file.
         model_file: its name, as in the manifest.
-        model_pt_path: the state dict, of torch.save or safetensors, which must not be cut short while the
-            model lives; None leaves the weights as the class makes them.
+        model_pt_path: the state dict, of torch.save or safetensors, which must not be truncated while the
+            model lives; None keeps the weights that the class creates.
 
     Raises:
-        RuntimeError: the model file is missing, or the weights are no plain state dict.
+        RuntimeError: the model file is missing, or the weights are not a plain state dict.
         ValueError: the file does not define exactly one such class.
     """
     file = Path(archive.model_dir, model_file)
@@ -50,8 +50,8 @@ def load_eager(archive: ArchiveModules, model_file: str, model_pt_path: str | No
 
 
 def _model_class(module: ModuleType, model_file: str) -> Any:
-    """The class; TorchServe wants it to be the only one, and has no more to tell it by."""
-    classes = list(dict.fromkeys(list_classes_from_module(module)))  # once, whatever other names it has
+    """Return the model's class. As in TorchServe it must be the only one: nothing else identifies it."""
+    classes = list(dict.fromkeys(list_classes_from_module(module)))  # each once, also with several names
     modules = [item for item in classes if issubclass(item, torch.nn.Module)]
     if len(modules or classes) != 1:
         raise ValueError(
@@ -62,7 +62,7 @@ def _model_class(module: ModuleType, model_file: str) -> Any:
 
 
 def _may_replace(model: torch.nn.Module, state: dict[str, Any]) -> bool:
-    """Whether the tensors of the file can take the place of the model's, where copying would convert them."""
+    """Return whether the file's tensors can replace the model's; otherwise they are copied and converted."""
     own = model.state_dict()
     return own.keys() == state.keys() and all(_is_alike(own[name], state[name]) for name in own)
 
@@ -78,7 +78,7 @@ def _is_alike(one: object, other: object) -> bool:
 def _load_state_dict(path: str) -> dict[str, Any]:
     if path.endswith(".safetensors"):
         return _read_safetensors(path)
-    # Files of torch before 1.6 are no zip and can't be mapped; small ones are copied as fast.
+    # Files of torch before 1.6 are not zip files and can't be mapped; copying a small file is as fast.
     mapped = os.path.getsize(path) >= WORTH_MAPPING_BYTES and zipfile.is_zipfile(path)
     try:
         file = file_to_map(path) if mapped else path
@@ -104,5 +104,8 @@ def _read_safetensors(path: str) -> dict[str, Any]:
 
 
 def in_eval_mode(model: Any) -> Any:
-    """The model, told to evaluate if it would train; not needlessly, for another thread may be using it."""
+    """Return the model, switched to evaluation mode only if it is in training mode.
+
+    It is not switched needlessly, because another thread may be using it.
+    """
     return model.eval() if getattr(model, "training", False) else model

@@ -1,4 +1,4 @@
-"""Bytes on the wire to what a handler reads, and what a handler answers back to bytes."""
+"""Decode the values of requests for a handler, and encode a handler's answers as bytes."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ Lent = Literal["own", "write", "read"]
 
 
 def decode_input(value: bytes, content_type: str, decode: bool = True, lent: Lent = "own") -> object:
-    """What a handler reads for one value of a request.
+    """Return one value of a request in the form that a handler reads.
 
     Args:
-        value: the bytes as they came.
-        content_type: without parameters; "" when the client named none; a frontend gives tensors theirs.
-        decode: False hands every value on as it came, save tensors.
-        lent: of tensors. One that lies askew is a copy in any case; one in `bytes` can never be changed
-            where it is.
+        value: the bytes as received.
+        content_type: without parameters; "" when the client named none; a frontend sets the type of tensors.
+        decode: False returns every value except tensors as received.
+        lent: for tensors, see `Lent`. A misaligned tensor is copied in any case; one in `bytes` is always
+            read-only unless it is copied.
 
     Returns:
         Parsed JSON for exactly `application/json`, a `str` for types that begin with `text`, an array for a
-        tensor of the Open Inference Protocol, a `bytearray` for everything else, and for what its content
-        type does not describe: the handler decides about it.
+        tensor of the Open Inference Protocol, and a `bytearray` for everything else. A value that can't be
+        decoded as its content type is a `bytearray` too: the handler decides about it.
 
     Raises:
-        TensorError: elements of a tensor are none, as a length of BYTES that goes beyond the end.
+        TensorError: the elements of a tensor are invalid, e.g. a length of BYTES goes beyond the end.
     """
     try:
         if decode and content_type == "application/json":
@@ -60,13 +60,13 @@ def decode_input(value: bytes, content_type: str, decode: bool = True, lent: Len
 
 
 def encode_answer(value: object) -> bytes:
-    """The body of one answer.
+    """Return the body of one answer.
 
-    `bytes` and `bytearray` go out as they are, `str` as UTF-8 without quotes, a tensor as `torch.save` writes
+    `bytes` and `bytearray` are sent unchanged, `str` as UTF-8 without quotes, a tensor as `torch.save` writes
     it, and everything else as `json.dumps(value, indent=2)` does (`json_text.py`).
 
     Raises:
-        UnsupportedOutput: the value is none of these, or it is nested too deeply or in itself.
+        UnsupportedOutput: the value is none of these, is nested too deeply, or contains itself.
     """
     if isinstance(value, (bytes, bytearray)):
         return bytes(value)
@@ -83,11 +83,11 @@ def encode_answer(value: object) -> bytes:
 
 
 def _saved_tensor(value: object) -> bytes | None:
-    torch = sys.modules.get("torch")  # where nobody imported torch, nothing is a tensor
+    torch = sys.modules.get("torch")  # while torch is not imported, no value is a tensor
     if torch is None or not isinstance(value, torch.Tensor):
         return None
     if value.layout == torch.strided and value.untyped_storage().nbytes() > value.nbytes:
-        value = value.clone()  # torch.save writes whole storages: a row would take its batch mates along
+        value = value.clone()  # torch.save writes whole storages: a row would include its whole batch
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()

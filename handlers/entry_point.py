@@ -1,4 +1,4 @@
-"""What is called with each batch: a function or an object of the handler's module, loaded and initialised."""
+"""The entry point that is called with each batch: a handler's function or object, initialised."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Call = Callable[[Any, Context], Any]
 
 
 class EntryPoint:
-    """A handler that is loaded and initialised. Used by one executor at a time.
+    """A loaded and initialised handler. Used by one executor at a time.
 
     Args:
         call: takes (data, context) and returns the answers, or a coroutine for them.
         instance: the handler object behind it, None for the function form.
-        enveloped: an envelope stands before the handler, so example rows of the handler do not fit.
+        enveloped: an envelope wraps the handler, so example rows of the handler do not fit.
     """
 
     def __init__(self, call: Call, instance: Any = None, enveloped: bool = False) -> None:
@@ -32,15 +32,15 @@ class EntryPoint:
         self.enveloped = enveloped
 
     def __call__(self, data: list[Any] | None, context: Context) -> object:
-        """Run one batch; raises what the handler raises."""
+        """Run one batch and return the answers; exceptions of the handler propagate."""
         answers = self._call(data, context)
         return self._wait_for(answers) if inspect.iscoroutine(answers) else answers
 
     def warmup_data(self) -> list[dict[str, object]] | None:
-        """Example rows for the first runs, as `data` would hold them; None when the handler has none.
+        """Return example rows for the first runs, in the form of `data`; None when the handler has none.
 
-        Those of a handler of ours are not for one that is derived from it, which may take something else (a
-        digit in grey, say). While runs are profiled there are none: each would leave a trace.
+        Those of a built-in handler are not used for a subclass of it, which may take other input (e.g. a grey
+        digit). There are none while runs are profiled: each would write a trace.
         """
         example = getattr(self.instance, "warmup_data", None)
         if example is None or self.enveloped or os.environ.get("ENABLE_TORCH_PROFILER"):
@@ -48,7 +48,7 @@ class EntryPoint:
         return None if _is_inherited_from_us(type(self.instance), "warmup_data") else example()
 
     def _wait_for(self, answers: Any) -> object:
-        # One loop for the life of the handler: asynchronous clients it keeps stay bound to their loop.
+        # One loop for the life of the handler: asynchronous clients that it keeps are bound to their loop.
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             weakref.finalize(self, self._loop.close)
@@ -61,11 +61,11 @@ def _is_inherited_from_us(handler_class: type, method: str) -> bool:
 
 
 def entry_of(module: ModuleType, function: str, context: Context) -> EntryPoint:
-    """The initialised handler of a module: its function of that name, else its only class.
+    """Return the initialised handler of a module: its function of that name, else its only class.
 
     Raises:
-        HandlerLoadError: it has neither, or one that is no handler.
-        Exception: what the handler's own initialisation raises.
+        HandlerLoadError: it has neither, or one that is not a handler.
+        Exception: raised by the handler's own initialisation.
     """
     entry = getattr(module, function, None)
     if entry is None:
@@ -106,11 +106,11 @@ def _only_class(module: ModuleType, function: str) -> type:
 
 
 def initialised(handler_class: type, module: ModuleType, context: Context) -> EntryPoint:
-    """An instance of a handler class, after its `initialize`; `module` is where it comes from.
+    """Construct a handler class, call its `initialize`, and return it; `module` is the class's module.
 
     Raises:
         HandlerLoadError: it can't be constructed without arguments.
-        Exception: what its `initialize` raises.
+        Exception: raised by its `initialize`.
     """
     try:
         instance: Any = handler_class()
@@ -129,7 +129,7 @@ def initialised(handler_class: type, module: ModuleType, context: Context) -> En
 
 
 def list_classes_from_module(module: ModuleType, parent_class: type | None = None) -> list[type]:
-    """The classes that the module itself defines, by name; only subclasses of `parent_class` if given."""
+    """Return the classes the module itself defines, by name; only subclasses of `parent_class` if given."""
     defined = [
         member
         for _, member in inspect.getmembers(module, inspect.isclass)

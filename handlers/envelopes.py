@@ -1,7 +1,8 @@
-"""Envelopes: what an orchestrator wraps around inputs and answers, taken off and put on around a handler.
+"""Envelopes: formats in which an orchestrator wraps inputs, and expects answers.
 
-Chosen for the whole server by `service_envelope`. One envelope object belongs to one handler instance and
-sees one batch at a time.
+An envelope unwraps the inputs before a handler runs, and wraps its answers. The setting `service_envelope`
+chooses one for the whole server. One envelope object belongs to one handler instance and processes one batch
+at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class BaseEnvelope(ABC):
         self._handle_fn = handle_fn
 
     def handle(self, data: Any, context: Any) -> Any:
-        """Answer one batch: unwrap, let the handler work, wrap; a `describe` has nothing to unwrap."""
+        """Answer one batch: unwrap, run the handler, wrap. A `describe` request bypasses the envelope."""
         self.context = context
         if data and context.get_request_header(0, "describe") == "True":
             return self._handle_fn(data, context)
@@ -37,22 +38,22 @@ class BaseEnvelope(ABC):
 
     @abstractmethod
     def parse_input(self, data: Any) -> Any:
-        """From the rows of the requests to the rows the handler takes."""
+        """Convert the rows of the requests to the rows that the handler takes."""
 
     @abstractmethod
     def format_output(self, data: Any) -> Any:
-        """From the handler's answers to one answer per request."""
+        """Convert the handler's answers to one answer per request."""
 
 
 class BodyEnvelope(BaseEnvelope):
-    """The handler gets the bodies themselves instead of dicts."""
+    """An envelope whose handler gets the bodies themselves instead of dicts."""
 
     def parse_input(self, data: Any) -> Any:
         """Take `data` or `body` out of each row."""
         return [row.get("data") or row.get("body") for row in data]
 
     def format_output(self, data: Any) -> Any:
-        """Nothing is put around answers."""
+        """Return the answers unchanged."""
         return data
 
 
@@ -64,20 +65,20 @@ class JSONEnvelope(BaseEnvelope):
         self._lengths: list[int] = []
 
     def parse_input(self, data: Any) -> Any:
-        """All instances of all requests in one list; remembers how many each request had.
+        """Return all instances of all requests in one list, and remember how many each request had.
 
         Raises:
-            PredictionException: 400, a request has no list of instances, or base64 that is none.
+            PredictionException: 400, a request has no list of instances, or invalid base64.
         """
         batches = [instances_of(row) for row in data]
         self._lengths = [len(batch) for batch in batches]
         return [_decoded(one) if isinstance(one, dict) else one for batch in batches for one in batch]
 
     def format_output(self, data: Any) -> Any:
-        """The answers of each request as one line of JSON.
+        """Return the answers of each request as one line of JSON.
 
         Raises:
-            ValueError: there are more or fewer answers than instances, and several requests to share them.
+            ValueError: the batch has several requests, and not one answer per instance.
         """
         if len(self._lengths) > 1 and len(data) != sum(self._lengths):
             raise ValueError(
@@ -96,7 +97,7 @@ class KServeEnvelope(BaseEnvelope):
     """KServe v1; only the first request of a batch is read, so the model needs batchSize 1."""
 
     def parse_input(self, data: Any) -> Any:
-        """The instances of the first request.
+        """Return the instances of the first request.
 
         Raises:
             PredictionException: 400, it has no list of instances.
@@ -104,13 +105,13 @@ class KServeEnvelope(BaseEnvelope):
         return instances_of(data[0])
 
     def format_output(self, data: Any) -> Any:
-        """`{"predictions": ...}`, or `{"explanations": ...}` for an explanation."""
+        """Wrap the answers as `{"predictions": ...}`, or as `{"explanations": ...}` for an explanation."""
         explained = self.context.get_request_header(0, "explain") == "True"
         return [{"explanations" if explained else "predictions": data}]
 
 
 def json_body(row: Any) -> Any:
-    """The JSON object of a request, parsed if it came as bytes.
+    """Return the JSON object of a request, parsed if it is bytes or text.
 
     Raises:
         PredictionException: 400, it is not a JSON object.
@@ -129,7 +130,7 @@ def json_body(row: Any) -> Any:
 
 
 def instances_of(row: Any) -> list[Any]:
-    """The list `instances` of a request.
+    """Return the list `instances` of a request.
 
     Raises:
         PredictionException: 400, there is none.

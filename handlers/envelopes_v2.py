@@ -12,7 +12,7 @@ from torchere.handlers.envelopes import BaseEnvelope, json_body
 from torchere.handlers.errors import PredictionException
 from torchere.handlers.tensors import Array, datatype_of_array, shown
 
-# What a shape may ask for in lists: models take fewer than ten dimensions, and a 0 asks for lists of nothing.
+# Limits on the nested lists of a shape: models take fewer than ten dimensions; a 0 yields empty lists.
 _LISTS_PER_ELEMENT = 10
 _LISTS_OF_NOTHING = 65_536
 
@@ -29,7 +29,7 @@ class KServev2Envelope(BaseEnvelope):
         self._names: list[str] = []
 
     def parse_input(self, data: Any) -> Any:
-        """The inputs of the first request; numbers in nested lists of their shape, `BYTES` as its first item.
+        """Return the inputs of the first request: numbers nested by their shape, `BYTES` as its first item.
 
         Raises:
             PredictionException: 400, it has no list of inputs, or data that does not fit its shape.
@@ -44,7 +44,7 @@ class KServev2Envelope(BaseEnvelope):
         return [{**item, "data": _shaped(item)} for item in inputs]
 
     def format_output(self, data: Any) -> Any:
-        """One answer with all outputs; output i has the name of input i."""
+        """Return one answer with all outputs; output i has the name of input i."""
         model = (self.context.manifest or {}).get("model") or {}
         return [
             {
@@ -77,7 +77,7 @@ def _shaped(tensor: dict[str, Any]) -> Any:
 
 
 def _elements(values: list[Any]) -> Array:
-    """The elements as they are: an array of texts would take as much for each as the longest needs."""
+    """Return the values as an array of objects: in an array of texts each takes as much as the longest."""
     array = np.array(values, dtype=object)
     if list in set(map(type, array.flat)):
         raise ValueError("its lists are not of one length, or not of one depth")

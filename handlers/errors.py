@@ -1,4 +1,4 @@
-"""What a handler may raise, and what loading or answering with one may raise."""
+"""Exceptions that handlers raise, and errors of loading a handler, of its answers and its metrics."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class PredictionException(Exception):
 
 
 class HandlerLoadError(Exception):
-    """The handler named by an archive can't be made ready.
+    """The handler that an archive names can't be loaded.
 
-    The text names the file, the cause and what to do; `__cause__` is what the archive's own code raised.
+    The text names the file, the cause and the remedy; `__cause__` is the exception of the archive's own code.
     """
 
 
 class UnsupportedOutput(TypeError):
-    """An element of the list a handler returned can't be turned into bytes."""
+    """An element of the list that a handler returned can't be encoded as bytes."""
 
 
 class MetricsCacheError(Exception):
-    """What is wrong with a metric, or with a file that declares metrics; raised as one of its subclasses."""
+    """A metric, or a file that declares metrics, is invalid; raised as one of its subclasses."""
 
     def __str__(self) -> str:
         return " ".join(map(str, self.args))  # the text itself, where KeyError would show its repr
@@ -49,7 +49,7 @@ class MetricsCacheKeyError(MetricsCacheError, KeyError):
 
 
 class MetricsCacheValueError(MetricsCacheError, ValueError):
-    """A metric's unit or value is outside what its type allows."""
+    """A metric's unit or value is outside the range of its type."""
 
 
 class MetricsCachePyYamlError(MetricsCacheError, ValueError):

@@ -1,7 +1,7 @@
-"""Pictures: from the bytes of a request to a PIL image.
+"""Decode images: from the bytes of a request to a PIL image.
 
-Decoding is bounded: the size that the header claims is checked before a pixel is read. What is not a picture
-is answered with 400 and a text that says what came, what was expected and how to send it.
+Decoding is bounded: the size that the header claims is checked before a pixel is read. Data that is not an
+image is answered with 400 and a text that names the data found, the data expected, and how to send it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from PIL import Image
 
 from torchere.handlers.errors import PredictionException
 
-# Where Pillow itself refuses a picture as a decompression bomb: twice its warning level of 2**30 / 4 / 3.
+# Pillow's own limit for decompression bombs: twice its warning level of 2**30 / 4 / 3.
 DEFAULT_MAX_PIXELS = 178_956_970
 DEFAULT_MAX_BYTES = 256 * 2**20
 
-# Pillow hands EPS to Ghostscript, which runs programs: not for what comes from a network.
+# Pillow passes EPS to Ghostscript, which runs programs: not for input from a network.
 _REFUSED_FORMATS = frozenset({"EPS"})
 
-# What Pillow's decoders raise on broken files, beside their own errors.
+# Exceptions that Pillow's decoders raise on broken files, beside their own errors.
 _BROKEN = (
     OSError,
     SyntaxError,
@@ -43,21 +43,21 @@ _BROKEN = (
 
 @dataclass(frozen=True, slots=True)
 class ImageLimits:
-    """Bounds on one picture; None means none."""
+    """Bounds on one image; None means no bound."""
 
     max_pixels: int | None = DEFAULT_MAX_PIXELS
     max_bytes: int | None = DEFAULT_MAX_BYTES
 
 
 def decode_image(data: bytes | bytearray | str, limits: ImageLimits | None = None) -> Image.Image:
-    """Decode a picture of any format Pillow reads, as it is stored: no rotation by EXIF, no change of mode.
+    """Decode an image of any format that Pillow reads, as stored: no rotation by EXIF, no mode change.
 
     Args:
-        data: the bytes of the file; a `str` is base64, with or without a `data:...;base64,` in front.
+        data: the bytes of the file; a `str` is base64, optionally prefixed with `data:...;base64,`.
         limits: bounds on its size.
 
     Raises:
-        PredictionException: 400, it is not a picture, or it is broken or too large.
+        PredictionException: 400, it is not an image, or it is broken or too large.
     """
     limits = limits or ImageLimits()
     raw = _from_base64(data) if isinstance(data, str) else bytes(data)
@@ -70,7 +70,7 @@ def decode_image(data: bytes | bytearray | str, limits: ImageLimits | None = Non
     image = _open(raw, limits)
     try:
         image.load()
-    except Image.DecompressionBombError as err:  # icons hold pictures with a size of their own
+    except Image.DecompressionBombError as err:  # icons hold images with a size of their own
         raise _too_large(str(err)) from err
     except _BROKEN as err:
         raise PredictionException(
@@ -93,10 +93,10 @@ def _open(raw: bytes, limits: ImageLimits) -> Image.Image:
 
 
 def check_pixels(width: int, height: int, limits: ImageLimits) -> None:
-    """Refuse a picture of too many pixels.
+    """Refuse an image of too many pixels.
 
     Raises:
-        PredictionException: 400, with both numbers.
+        PredictionException: 400, with the number of pixels and the limit.
     """
     pixels = width * height
     if limits.max_pixels is not None and pixels > limits.max_pixels:

@@ -1,4 +1,4 @@
-"""Pictures that come as tensors of the Open Inference Protocol."""
+"""Images sent as tensors of the Open Inference Protocol."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ _EXPECTED = (
 
 
 def picture_of_tensor(value: Any, limits: ImageLimits) -> Image.Image | torch.Tensor:
-    """The picture, or, of numbers with a fraction, the model's input for one request as float32.
+    """Return the image; for floating-point tensors, the model's input for one request as float32.
 
     Args:
-        value: a numpy array (BF16: a torch tensor). BYTES hold an image file, or the same in base64, which is
-            how JSON brings it.
-        limits: bounds on the picture.
+        value: a numpy array (BF16: a torch tensor). BYTES hold an image file, or its base64 text, as in
+            JSON.
+        limits: bounds on the image.
 
     Raises:
-        PredictionException: 400, it is none of the forms above, or several pictures.
+        PredictionException: 400, it has none of the forms above, or holds several images.
     """
     if isinstance(value, torch.Tensor):
         numbers: torch.Tensor = _without_batch(value).float()
         return numbers
     if value.dtype == object:
         element = sole_element(value, "the bytes of an image file")
-        # No image file that Pillow reads from a network is all ASCII, save for formats nobody sends.
+        # All-ASCII bytes are base64: the only image formats in pure ASCII are not sent in practice.
         return decode_image(element.decode() if element and element.isascii() else element, limits)
     if value.dtype == np.uint8:
         return _picture(_without_batch(value), limits)

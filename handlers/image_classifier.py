@@ -1,4 +1,4 @@
-"""Names what is in a picture."""
+"""Image classification handler."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class ImageClassifier(VisionHandler):
-    """Answers each picture with its most probable classes, `{name: probability}`, best first.
+    """Answers each image with its most probable classes, `{name: probability}`, best first.
 
     The model takes [batch, 3, 224, 224] and gives scores [batch, classes] before softmax; the sizes and the
     normalisation come from `handler.image` in model-config.yaml, as does `top_k`.
@@ -42,22 +42,22 @@ class ImageClassifier(VisionHandler):
         self.set_max_result_classes(top_k)
 
     def set_max_result_classes(self, topk: int) -> None:
-        """How many classes an answer has at most."""
+        """Set the largest number of classes in an answer."""
         self.topk = topk
 
     def get_max_result_classes(self) -> int:
-        """How many classes an answer has at most."""
+        """Return the largest number of classes in an answer."""
         return self.topk
 
     @timed
     def postprocess(self, data: Any) -> Any:
-        """Softmax, the best classes, and their names."""
+        """Return the most probable classes of each image by softmax, with their names."""
         probabilities = torch.softmax(data, dim=1)
         best, classes = torch.topk(probabilities, min(self.topk, probabilities.shape[1]), dim=1)
         return map_class_to_label(best.tolist(), self.mapping, classes.tolist())
 
     def warmup_data(self) -> list[dict[str, object]] | None:
-        """One small grey JPEG; None where the model refuses it: it may be meant for lists of numbers."""
+        """Return one small grey JPEG; None where the model refuses it, as one for lists of numbers may."""
         buffer = io.BytesIO()
         Image.new("RGB", (256, 256), (128, 128, 128)).save(buffer, "JPEG")
         rows: list[dict[str, object]] = [{"body": bytearray(buffer.getvalue())}]

@@ -1,4 +1,4 @@
-"""Gives each pixel of a picture its class."""
+"""Image segmentation handler."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchere.handlers.vision import VisionHandler
 
 
 class ImageSegmenter(VisionHandler):
-    """Answers each picture with nested lists [height][width][2]: class index (as a float) and probability.
+    """Answers each image with nested lists [height][width][2]: class index (as a float), probability.
 
     The model takes [batch, 3, 224, 224] and gives `{"out": scores}`, scores [batch, classes, height, width]
     before softmax.
@@ -19,7 +19,7 @@ class ImageSegmenter(VisionHandler):
 
     @timed
     def postprocess(self, data: Any) -> Any:
-        """Softmax over the classes; the best one and its probability for each pixel."""
+        """Return the most probable class of each pixel by softmax, and its probability."""
         best = torch.softmax(data["out"], dim=1).max(dim=1)
         return torch.stack([best.indices.to(best.values.dtype), best.values], dim=3).tolist()
 

@@ -1,4 +1,4 @@
-"""Pictures: from a PIL image to the tensor a vision model takes. Needs no torchvision."""
+"""Convert a PIL image to the input tensor of a vision model, without torchvision."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from PIL import Image
 
 
 def to_tensor(image: Image.Image) -> torch.Tensor:
-    """Float tensor [channels, height, width] of a picture; 8-bit values become 0.0 ... 1.0."""
+    """Return an image as a float tensor [channels, height, width]; 8-bit values become 0.0 ... 1.0."""
     array = np.array(image, copy=True)
     if array.ndim == 2:
         array = array[:, :, None]
@@ -21,14 +21,14 @@ def to_tensor(image: Image.Image) -> torch.Tensor:
 
 
 def resized_size(width: int, height: int, shorter: int) -> tuple[int, int]:
-    """(width, height) with the shorter side made `shorter`; the longer one is cut to a whole number."""
+    """Return (width, height) with the shorter side set to `shorter`; the longer is cut to an integer."""
     if width <= height:
         return shorter, int(shorter * height / width)
     return int(shorter * width / height), shorter
 
 
 def crop_box(width: int, height: int, size: int) -> tuple[int, int, int, int]:
-    """(left, top, right, bottom) of the middle square; it reaches outside where the picture is smaller.
+    """Return (left, top, right, bottom) of the centre square, which extends beyond a smaller image.
 
     The rounding is torchvision's CenterCrop: to the nearest, halves to even; when padding, the odd pixel goes
     to the right and to the bottom.
@@ -43,11 +43,11 @@ def _crop_start(length: int, size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ImageTransform:
-    """Resize, crop, scale and normalise: a PIL image to a float tensor [3, crop, crop].
+    """A transform from a PIL image to a normalised float tensor [3, crop, crop].
 
-    The steps are those of torchvision's `Resize(resize)`, `CenterCrop(crop)`, `ToTensor()`,
-    `Normalize(mean, std)` on PIL images, on three channels whatever the mode of the picture is. The default
-    numbers are ImageNet's.
+    The steps are those of torchvision's `Resize(resize)`, `CenterCrop(crop)`, `ToTensor()`, `Normalize(mean,
+    std)` on PIL images. Images of any mode are converted to three channels first. The default numbers are
+    ImageNet's.
     """
 
     resize: int | None = 256  # shorter side, in pixels
@@ -56,7 +56,7 @@ class ImageTransform:
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
-        """The tensor of a picture of any mode and size."""
+        """Return the tensor of an image of any mode and size."""
         image = image.convert("RGB") if image.mode != "RGB" else image
         if self.resize is not None:
             size = resized_size(image.width, image.height, self.resize)
@@ -68,7 +68,7 @@ class ImageTransform:
         return to_tensor(image).sub_(mean).div_(std)
 
     def replaced_by(self, overrides: Mapping[str, Any]) -> ImageTransform:
-        """The transform with what `handler.image` of model-config.yaml names.
+        """Return a copy with the values that `handler.image` of model-config.yaml sets.
 
         Raises:
             ValueError: a value has the wrong type or is out of range.

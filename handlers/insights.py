@@ -1,4 +1,4 @@
-"""Explaining one output of a model by its input: integrated gradients."""
+"""Explain one output of a model by its input: integrated gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 def integrated_gradients(
     model: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Tensor, target: Any = 0, n_steps: int = 15
 ) -> torch.Tensor:
-    """How much each input element adds to the score of `target`, against an all-zero input.
+    """Return how much each input element adds to the score of `target`, against an all-zero input.
 
     The integral along the straight line from zero is taken by Gauss-Legendre quadrature, as captum does by
     default. Parameters of the model get no gradients, so it may be shared between threads.

@@ -1,4 +1,4 @@
-"""Class indices to names: `index_to_name.json` and what answers make of it."""
+"""Class names: reads `index_to_name.json`, and replaces class indices in answers by names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 def load_label_mapping(mapping_file_path: str) -> dict[str, str] | None:
     """Read `{"class index": "name"}`; a list in place of a name stands for its last item.
 
-    The older form `{"object_type_names": ["a", "b"]}` is understood too.
+    The older form `{"object_type_names": ["a", "b"]}` is accepted too.
 
     Returns:
         Index (as a string) to name; None, with a warning in the log, when there is no such file.
@@ -54,7 +54,7 @@ def map_class_to_label(
     mapping: dict[str, str] | None = None,
     lbl_classes: Sequence[Sequence[int]] | None = None,
 ) -> list[dict[str, object]]:
-    """Put names to the numbers of each row; where classes share a name, the largest float stands for it.
+    """Name the numbers of each row by their classes; where classes share a name, keep the largest float.
 
     Args:
         probs: one row per request; usually probabilities.
@@ -79,7 +79,7 @@ def _named(
     named: dict[str, object] = {}
     for index, value in zip(classes, row, strict=False):
         name = _name(index, mapping)
-        earlier = named.get(name)  # ImageNet has two cranes
+        earlier = named.get(name)  # ImageNet has two classes named crane
         if isinstance(earlier, float) and isinstance(value, float) and not value > earlier:
             continue
         named[name] = value

@@ -1,4 +1,4 @@
-"""The words of metrics: types, labels, units, and the record of one reported value."""
+"""Metric types, labels and units, and the record of one reported value."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class MetricTypes(str, Enum):
-    """How the values of a metric are added up."""
+    """How the values of a metric are aggregated."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -26,7 +26,7 @@ class Dimension(NamedTuple):
 
 
 class Units:
-    """What each accepted spelling of a unit is written out as; other units stay as they are."""
+    """Full names of the accepted abbreviations of units; other units stay as they are."""
 
     units: Mapping[str, str] = {
         "ms": "Milliseconds",
@@ -51,7 +51,7 @@ class MetricDeclaration(NamedTuple):
 
 
 class MetricSample(NamedTuple):
-    """One reported value. A counter's value is what to add, a gauge's what to set."""
+    """One reported value: for a counter the increment, for a gauge the new value."""
 
     name: str
     value: float

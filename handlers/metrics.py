@@ -1,4 +1,4 @@
-"""Metrics a handler reports: collected per batch, drained by the executor after it.
+"""Metrics reported by a handler: collected per batch, drained by the executor after it.
 
 Names, units, defaults and automatic dimensions are those of TorchServe's `context.metrics`.
 """
@@ -22,12 +22,12 @@ _current: contextvars.ContextVar[MetricsCache | None] = contextvars.ContextVar("
 
 
 def current_metrics() -> MetricsCache | None:
-    """The collector of the batch that runs in this thread, for the old calls that are not given one."""
+    """Return the collector of the batch running in this thread, for old calls that are not given one."""
     return _current.get()
 
 
 class _Plain(NamedTuple):
-    """A metric that has no dimensions but the automatic ones, and these."""
+    """A metric with the automatic dimensions only, and their values."""
 
     metric: CachingMetric
     model_name: str
@@ -35,9 +35,10 @@ class _Plain(NamedTuple):
 
 
 class MetricsCache:
-    """What `context.metrics` is. One per handler instance; threads of a handler may report at the same time.
+    """The collector of a handler's metrics, `context.metrics`.
 
-    `declared` is what the server's metrics configuration declares for handlers.
+    One per handler instance; threads of a handler may report at the same time. `declared` holds the metrics
+    that the server's metrics configuration declares for handlers.
 
     Example:
         >>> metrics = MetricsCache("resnet")
@@ -50,7 +51,7 @@ class MetricsCache:
         self.model_name = model_name
         self.request_ids: Mapping[int, str] = {}
         self.cache: dict[tuple[str, MetricTypes], CachingMetric] = {}
-        # By the name of the metric, and whether it counts errors: what `_report` found before.
+        # Metrics that `_report` found before, by the metric's name and whether it counts errors.
         self._plain: dict[tuple[str, bool], _Plain] = {}
         self._samples: list[MetricSample] = []
         self._lock = threading.Lock()  # guards _samples
@@ -60,7 +61,7 @@ class MetricsCache:
             )
 
     def begin_batch(self, request_ids: Mapping[int, str]) -> None:
-        """Attach what is reported from now on to these requests."""
+        """Attach all values reported from now on to these requests."""
         self.request_ids = request_ids
         _current.set(self)
 
@@ -71,11 +72,11 @@ class MetricsCache:
 
     @property
     def store(self) -> list[MetricSample]:
-        """Always empty, as in TorchServe: its handlers print what is in here, and nothing needs to be."""
+        """An empty list, as in TorchServe: its handlers print this property, and need no content in it."""
         return []
 
     def drain(self) -> list[MetricSample]:
-        """All values reported since the last call, in order."""
+        """Return all values reported since the last call, in order."""
         with self._lock:
             samples, self._samples = self._samples, []
         return samples
@@ -109,7 +110,7 @@ class MetricsCache:
         return self.cache[key]
 
     def get_metric(self, metric_name: str, metric_type: MetricTypes = MetricTypes.COUNTER) -> CachingMetric:
-        """The metric declared under that name and type.
+        """Return the metric declared under that name and type.
 
         Raises:
             MetricsCacheKeyError: none was declared.
@@ -135,15 +136,15 @@ class MetricsCache:
         dimensions: Sequence[Dimension] | None = None,
         metric_type: MetricTypes = MetricTypes.COUNTER,
     ) -> None:
-        """Report a value of any kind.
+        """Report a value of any metric type.
 
         Args:
             name: metric name.
             value: see `CachingMetric.add_or_update`.
             unit: free text; the short spellings of `Units` are written out.
-            idx: index of the request in the batch; None, or none of the batch: all of its requests.
+            idx: index of the request in the batch; None, or an index outside the batch, means all requests.
             dimensions: labels beside `ModelName` and `Level`; those two are filled in if they are not here.
-            metric_type: how values add up.
+            metric_type: how values are aggregated.
         """
         one = None if idx is None else self.request_ids.get(idx)
         ids = tuple(self.request_ids.values()) if one is None else (one,)
@@ -205,7 +206,7 @@ class MetricsCache:
         self.add_metric(name, value, "percent", idx, dimensions, metric_type)
 
     def add_error(self, name: str, value: float, dimensions: Sequence[Dimension] | None = None) -> None:
-        """Count an error; it belongs to no request, and has no `ModelName` but one that is given."""
+        """Count an error; it belongs to no request, and has a `ModelName` only if one is given."""
         self._report(name, value, "", dimensions or (), None, MetricTypes.COUNTER)
 
     def _labels(self, dimensions: Sequence[Dimension], *, is_error: bool) -> tuple[Dimension, ...]:
@@ -221,7 +222,7 @@ class MetricsCache:
         value: float,
         unit: str,
         dimensions: Sequence[Dimension],
-        ids: tuple[str, ...] | None,  # None: an error
+        ids: tuple[str, ...] | None,  # None for an error
         metric_type: MetricTypes,
     ) -> None:
         plain = None if dimensions else self._plain.get((name, ids is None))

@@ -41,7 +41,7 @@ class Metric:
         self.value = self.value + float(value) if self.metric_method == "counter" else float(value)
 
     def sample(self) -> MetricSample:
-        """The record of the current value."""
+        """Return the record of the current value."""
         kind = MetricTypes.COUNTER if self.metric_method == "counter" else MetricTypes.GAUGE
         ids = (self.request_id,) if self.request_id else ()
         labels = tuple((item.name, str(item.value)) for item in self.dimensions)
@@ -49,21 +49,21 @@ class Metric:
 
 
 class MetricsStore(MetricsCache):
-    """The collector of the older API: `MetricsCache` with the constructor handlers called themselves."""
+    """The collector of the older API: `MetricsCache` with the constructor that handlers called."""
 
     def __init__(self, request_ids: Mapping[int, str] | object, model_name: str) -> None:
         super().__init__(model_name)
-        # Made by hand it gets anything here, mostly a uuid, which names no request.
+        # Handlers that construct it pass any object, mostly a uuid, which identifies no request.
         self.request_ids = request_ids if isinstance(request_ids, Mapping) else {}
 
     @property
     def store(self) -> list[MetricSample]:
-        """The values reported to this store since it was last read; reading takes them out."""
+        """The values reported to this store since it was last read; reading removes them."""
         return self.drain()
 
 
 def emit_metrics(metrics: Iterable[Metric | MetricSample]) -> None:
-    """Report the values with the batch that runs in this thread; outside a batch nobody collects them."""
+    """Report the values with the batch that runs in this thread; outside a batch they are dropped."""
     collector = current_metrics()
     if collector is None:
         return

@@ -1,4 +1,4 @@
-"""Pipelines one batch through a handler's stages, so that they overlap."""
+"""Pipeline one batch through a handler's stages, so that they overlap."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ STAGES = ("preprocess", "inference", "postprocess")
 class MicroBatching:
     """Splits a batch into parts and runs each stage of the handler in threads of its own.
 
-    Put it in place of the handler's `handle`: `self.handle = MicroBatching(self, micro_batch_size=4)`. It is
-    called with one batch at a time.
+    Assign it to the handler's `handle`: `self.handle = MicroBatching(self, micro_batch_size=4)`. It is called
+    with one batch at a time.
 
     Args:
         parent_handler: a `BaseHandler`; its three stages must be safe to run at the same time.
         micro_batch_size: requests per part.
-        parallelism: threads per stage, 1 for those not named.
+        parallelism: threads per stage, 1 for the stages not named.
     """
 
     def __init__(
@@ -59,17 +59,21 @@ class MicroBatching:
         }
 
     def shutdown(self) -> None:
-        """End the threads; running stages are finished first."""
+        """Stop the threads, after running stages have finished."""
         for pool in self._pools.values():
             pool.shutdown()
 
     def get_micro_batch_idx(self) -> int | None:
-        """Which part of the batch the calling stage works on; None where it is whole (explanations)."""
+        """Return the index of the part the calling stage works on; None in a whole batch (explanations)."""
         index: int | None = getattr(self._part, "index", None)
         return index
 
     def handle(self, data: list[Any]) -> list[Any]:
-        """Answer one batch; raises what the first failing part raised, after all parts are over."""
+        """Answer one batch.
+
+        Raises:
+            Exception: raised by the first failing part, after all parts are over.
+        """
         size = self.micro_batch_size
         parts = [data[start : start + size] for start in range(0, len(data), size)]
         runs = [_PipelineRun(self, index, part) for index, part in enumerate(parts)]
@@ -82,7 +86,7 @@ class MicroBatching:
         return [answer for result in results for answer in result]
 
     def __call__(self, data: list[Any], context: Any) -> Any:
-        """Answer one batch in place of the handler's own `handle`; describe and explain stay whole."""
+        """Answer one batch in place of the handler's own `handle`; describe and explain are not split."""
         started = time.perf_counter()
         handler = self.handler
         handler.context = context
@@ -112,7 +116,7 @@ class MicroBatching:
 
 
 class _PipelineRun:
-    """One part on its way through the stages; each stage hands on to the next from its own thread."""
+    """The run of one part through the stages; each stage starts the next one from its own thread."""
 
     def __init__(self, batching: MicroBatching, index: int, part: list[Any]) -> None:
         self._batching = batching
@@ -125,7 +129,7 @@ class _PipelineRun:
         self._advance(0, self._part)
 
     def wait(self) -> Any:
-        """The answers of the part, or the exception that ended it."""
+        """Wait for the part; return its answers, or the exception that ended it."""
         return self._over.exception() or self._over.result()
 
     def _advance(self, position: int, value: Any) -> None:
@@ -134,7 +138,7 @@ class _PipelineRun:
             return
         try:
             future = self._batching.submit(STAGES[position], self._index, value)
-        except RuntimeError as err:  # the threads were ended meanwhile
+        except RuntimeError as err:  # the threads were stopped meanwhile
             self._over.set_exception(err)
             return
         future.add_done_callback(lambda done: self._stage_done(position, done))

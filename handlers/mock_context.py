@@ -12,13 +12,13 @@ from torchere.handlers.metrics_legacy import MetricsStore
 
 
 class MockContext:
-    """What `initialize` and `handle` of most handlers need; handlers import it for tests of their own.
+    """A context with the attributes that most handlers use; handlers import it for their own tests.
 
     Args:
         model_pt_file: the manifest's `serializedFile`; "" or None for none.
         model_dir: where the model's files are.
         model_file: the manifest's `modelFile`; "" or None for none.
-        gpu_id: given to the handler where there is a GPU.
+        gpu_id: passed to the handler where CUDA is available.
         model_name: for the metrics.
         model_yaml_config_file: name of a YAML file in `model_dir` that becomes `model_yaml_config`.
     """
@@ -45,7 +45,7 @@ class MockContext:
             self.model_yaml_config = _read_yaml(Path(model_dir, model_yaml_config_file))
 
     def get_request_header(self, idx: int, exp: str) -> bool:
-        """Whether a test has set `explain`; never for request 0, as in TorchServe."""
+        """Return whether a test has set `explain`; always False for request 0, as in TorchServe."""
         return bool(idx and exp and self.explain)
 
 

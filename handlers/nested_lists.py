@@ -1,7 +1,7 @@
-"""Numbers in nested lists, as JSON has them, to a tensor: what `torch.as_tensor` gives, six times as fast.
+"""Convert nested lists of numbers to a tensor like `torch.as_tensor`, six times as fast.
 
-`torch.as_tensor` asks each number for its kind in turn; NumPy does it in one tight loop (32 rows of 64 floats
-took 460 us and 75).
+The lists are as JSON has them. `torch.as_tensor` checks the type of each number in turn; NumPy does it in one
+tight loop (for 32 rows of 64 floats, 460 us and 75 us).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 
 
 def tensor_of(data: Any, device: torch.device | str | None = None) -> torch.Tensor:
-    """The same as `torch.as_tensor(data, device=device)`, errors included, whatever `data` is.
+    """Return `torch.as_tensor(data, device=device)`, errors included, for any `data`.
 
-    Floats come in PyTorch's default type, whole numbers as int64.
+    Floats get PyTorch's default type, whole numbers int64.
     """
     numbers = _numbers(data) if type(data) is list else None
     if numbers is None:
@@ -27,15 +27,15 @@ def tensor_of(data: Any, device: torch.device | str | None = None) -> torch.Tens
 
 
 def _numbers(data: list[Any]) -> np.ndarray[Any, np.dtype[Any]] | None:
-    """The array NumPy makes of the lists, where PyTorch would find the same kind of number; else None."""
+    """Return the lists as a NumPy array; None where PyTorch might find another kind of number."""
     first: Any = data
     while type(first) is list and first:
         first = first[0]
     if type(first) not in (float, int):
-        return None  # flags, text, tensors, nothing at all
+        return None  # booleans, text, tensors, empty lists
     try:
         numbers = np.array(data)
-    except (ValueError, OverflowError):  # rows of different lengths: PyTorch says it in its own words
+    except (ValueError, OverflowError):  # rows of different lengths: PyTorch raises its own error
         return None
     # Whole numbers that are too large for int64 become floats in NumPy, and an error in PyTorch.
     wanted = np.float64 if type(first) is float else np.int64

@@ -12,7 +12,7 @@ import torch
 
 
 def load_onnx(path: str, device: torch.device) -> Any:
-    """An `onnxruntime.InferenceSession` for the file, on the GPU when `device` is one of CUDA.
+    """Return an `onnxruntime.InferenceSession` for the file, on the GPU if `device` is a CUDA device.
 
     Raises:
         RuntimeError: onnxruntime is not installed.
@@ -30,7 +30,7 @@ def load_onnx(path: str, device: torch.device) -> Any:
 
 
 def as_function(session: Any) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """The session as a function of tensors, one for each input in order; its results are on the CPU.
+    """Return the session as a function of tensors, one per input in order; its results are on the CPU.
 
     The session may be called from several threads at once, and so may the function.
     """

@@ -1,4 +1,4 @@
-"""Batches in which a request that is wrong is answered with 400 by itself, and its batch mates are served."""
+"""Answer an invalid request with 400 on its own, and serve the other requests of its batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TYPES = {400: "BadRequestException", 413: "RequestEntityTooLargeException"}
 
 
 def read_each(rows: Sequence[Any], read: Callable[[Any], T]) -> list[T | PredictionException]:
-    """What `read` makes of each row, or what it raised about it."""
+    """Return for each row the result of `read`, or the PredictionException that it raised."""
     results: list[T | PredictionException] = []
     for row in rows:
         try:
@@ -26,19 +26,19 @@ def read_each(rows: Sequence[Any], read: Callable[[Any], T]) -> list[T | Predict
 
 
 def refusal(context: Context, index: int, err: PredictionException) -> dict[str, object]:
-    """The answer to request `index`, whose status is set, in the form of the server's own errors."""
+    """Set the status of request `index`, and return its answer in the form of the server's own errors."""
     context.set_response_status(err.error_code, idx=index)
     kind = _TYPES.get(err.error_code, "PredictionException")
     return {"code": err.error_code, "type": kind, "message": err.message}
 
 
 def came_as_tensors(context: Context, index: int) -> bool:
-    """Whether the client speaks the Open Inference Protocol, and so wants arrays."""
+    """Return whether the client uses the Open Inference Protocol, and so expects arrays."""
     return context.get_request_header(index, OPEN_INFERENCE) is not None
 
 
 def settings_of(config: dict[str, Any], name: str, defaults: dict[str, Any]) -> dict[str, Any]:
-    """The block `handler.<name>` of model-config.yaml over its defaults.
+    """Return the block `handler.<name>` of model-config.yaml, merged over its defaults.
 
     Raises:
         ValueError: it has a key without a default, or a value of another kind than the default.

@@ -1,4 +1,4 @@
-"""The profiled way through a handler, taken when `ENABLE_TORCH_PROFILER` is set."""
+"""Run a handler under torch's profiler, if `ENABLE_TORCH_PROFILER` is set."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ from torch.profiler import ProfilerActivity, profile
 
 logger = logging.getLogger(__name__)
 
-# torch has one profiler for the whole process: a second one beside it breaks both, up to the process itself.
+# torch has one profiler per process: a second one at the same time breaks both, and may end the process.
 _ONE_AT_A_TIME = threading.Lock()
 
 
 def run_profiled(
     stages: Callable[[], Any], model_name: str, profiler_args: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """Run one batch under the profiler and write its trace. Thread-safe: one batch of the process at a time.
+    """Run one batch under the profiler and write its trace.
+
+    Thread-safe: the process profiles one batch at a time.
 
     Args:
         stages: runs the batch; names its parts with `torch.profiler.record_function`.
         model_name: names the folder of the traces, `<temporary folder>/pytorch_profiler/<model_name>`.
-        profiler_args: arguments for `torch.profiler.profile`; activities, shapes and the trace's place are
-            filled in where it names none.
+        profiler_args: arguments for `torch.profiler.profile`. If empty, activities and shapes get defaults;
+            without `on_trace_ready`, the traces go to that folder.
 
     Returns:
-        What `stages` returned, and the profiler.
+        The result of `stages`, and the profiler.
     """
     args = dict(profiler_args)
     if not args:

@@ -1,4 +1,4 @@
-"""What clients send to built-in handlers that take something else than the model's own tensors."""
+"""Request signatures of built-in handlers whose inputs differ from the model's own tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OF_HANDLERS = {
 
 
 def request_signature(handler: str, of_model: Signature | None) -> Signature | None:
-    """The tensors of the Open Inference Protocol for an archive; None when nothing is known of them.
+    """Return the tensors of the Open Inference Protocol for an archive; None when they are unknown.
 
     Args:
         handler: as in the manifest.

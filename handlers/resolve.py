@@ -1,6 +1,6 @@
-"""From the handler string of a manifest to the module that it names, and the entry point in it.
+"""Find the module that a manifest's handler string names, and the entry point in it.
 
-A handler is a file of the archive (`my_handler.py`, `my_handler:function`) or the name of one that we ship.
+A handler is a file of the archive (`my_handler.py`, `my_handler:function`) or the name of a built-in one.
 Nothing else is imported, so a manifest can't reach modules of the process (`os:system`) or of other folders.
 """
 
@@ -52,7 +52,7 @@ NOT_SHIPPED = {
 }
 """Names that TorchServe ships and we do not, and why."""
 
-_MODULE = re.compile(r"\w[\w-]*(\.\w[\w-]*)*")  # also what no statement can import: `llama-handler.py`
+_MODULE = re.compile(r"\w[\w-]*(\.\w[\w-]*)*")  # also names that no statement can import: `llama-handler.py`
 
 
 def load_entry_point(
@@ -61,17 +61,18 @@ def load_entry_point(
     """Import, construct and initialise the handler of an archive.
 
     Args:
-        handler: as the manifest has it: `file.py`, `file`, `file:function`, or a built-in name.
+        handler: as in the manifest: `file.py`, `file`, `file:function`, or a built-in name.
         context: its `model_dir` is where the archive is unpacked.
-        envelope: name of a request envelope (`ENVELOPES`), None for none. A handler whose class says
-            `reads_envelopes = True` knows their formats itself, and gets requests as they are.
+        envelope: name of a request envelope (`ENVELOPES`), None for none. A handler whose class sets
+            `reads_envelopes = True` reads these formats itself, and gets requests as they are.
         installed: the name comes from the operator, not from an archive, so it may also mean a module that is
             installed (`package.module:function`), or a file anywhere (`/folder/file.py:function`).
 
     Raises:
-        HandlerLoadError: no such handler, or its file can't be imported, or is not a handler. The text names
-            the file, the cause and what to do; `__cause__` is the archive's own exception, if there is one.
-        Exception: what the handler's own initialisation raises.
+        HandlerLoadError: there is no such handler, its file can't be imported, or it is not a handler. The
+            text names the file, the cause and the remedy; `__cause__` is the archive's own exception, if
+            there is one.
+        Exception: raised by the handler's own initialisation.
     """
     entry_point = _operators_own(handler, context) if installed else None
     entry_point = entry_point or _named(handler, context, installed)
@@ -83,7 +84,7 @@ def load_entry_point(
 def _named(handler: str, context: Context, installed: bool) -> EntryPoint:
     module_name, function = _parse(handler)
     archive = archive_of(context)
-    stem = module_name.rpartition(".")[2]  # TorchServe drops folders, and so do old manifests that have some
+    stem = module_name.rpartition(".")[2]  # TorchServe ignores folders; old manifests may name some
     held = next((name for name in (module_name, stem) if archive.owns(name.partition(".")[0])), None)
     if held is not None:
         ts_alias.install()
@@ -107,7 +108,7 @@ def _parse(handler: str) -> tuple[str, str]:
 
 
 def _split(handler: str) -> tuple[str, str]:
-    """The file, which the first colon ends, and the function in it."""
+    """Return the file, which ends at the first colon, and the function after it."""
     file, _, function = handler.strip().partition(":")
     return file, function or "handle"
 
@@ -141,7 +142,10 @@ def _import_failure(archive: ArchiveModules, module_name: str, err: ImportError)
 
 
 def _file_of(archive: ArchiveModules, module_name: str) -> str:
-    """The file in the archive where importing a module begins, or ends at what is no package."""
+    """Return the last file in the archive that the dotted name of a module leads to.
+
+    The search ends at a name that is missing, or is not a package.
+    """
     found, folders = f"{module_name.replace('.', '/')}.py", [archive.model_dir]
     for part in module_name.split("."):
         spec = PathFinder.find_spec(part, folders)
@@ -181,7 +185,7 @@ def _built_in(handler: str, module_name: str, model_dir: str, context: Context) 
 
 
 def _operators_own(handler: str, context: Context) -> EntryPoint | None:
-    """The handler in a file that the operator names by an absolute path; None for any other name."""
+    """Return the handler in a file that the operator names by an absolute path; None for other names."""
     file, function = _split(handler)
     if not (file.startswith("/") and file.endswith(".py")):
         return None
@@ -190,7 +194,7 @@ def _operators_own(handler: str, context: Context) -> EntryPoint | None:
 
 
 def _outside(file: Path) -> ModuleType:
-    """The module in a file that is in no archive; as in TorchServe it may import what lies beside it."""
+    """Import a module from a file outside any archive; as in TorchServe it may import the files beside it."""
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
     spec = importlib.util.spec_from_file_location(file.stem, file)
@@ -202,7 +206,7 @@ def _outside(file: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except BaseException as err:
         if is_first:
-            sys.modules.pop(file.stem, None)  # it is half a module
+            sys.modules.pop(file.stem, None)  # it is only partly initialised
         if not isinstance(err, (ImportError, OSError)):
             raise
         raise HandlerLoadError(

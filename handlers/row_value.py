@@ -1,4 +1,4 @@
-"""The value of a row that the handlers of pictures and of texts read, and its fields for error texts."""
+"""The value of a row for the handlers of images and texts, and the row's fields for error texts."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _JSON_AS_FORM = (
 
 
 def value_of(row: Any) -> Any:
-    """What a row holds under `data` or else `body`; or its tensor, when that is all there is, by any name.
+    """Return the value under `data`, else `body`; or the row's only value, if it is a tensor, by any name.
 
-    None when it holds none of these. A row that is no dict, as an envelope may make it, is the value itself.
+    None when the row has none of these. A row that is not a dict, as an envelope may make it, is itself the
+    value.
     """
     if not isinstance(row, dict):
         return row
@@ -35,9 +36,9 @@ def value_of(row: Any) -> Any:
 
 
 def fields_of(row: Mapping[str, Any]) -> str:
-    """The names of a row's fields for an error text, short however many and however long they are.
+    """Return the names of a row's fields for an error text, limited in number and length.
 
-    JSON that was sent as a form is a name up to the first `=`; then the text says what to send instead.
+    JSON that was sent as a form is parsed as a name up to the first `=`; then the text says how to send JSON.
     """
     names = list(row)[:_MAX_FIELDS_SHOWN]
     found = f"the fields {', '.join(map(shown, names)) or 'none'}"
@@ -45,10 +46,10 @@ def fields_of(row: Mapping[str, Any]) -> str:
 
 
 def sole_element(array: Any, what: str) -> bytes:
-    """The element of a tensor of BYTES.
+    """Return the only element of a tensor of BYTES.
 
     Raises:
-        PredictionException: 400, it has another number of them; `what` is what one stands for: "an image".
+        PredictionException: 400, the number of elements is not one; `what` names one in the text: "an image".
     """
     elements: Sequence[Any] = array.ravel().tolist()
     if len(elements) != 1:

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class _Slot:
-    """Holds one model; `lock` is held while it is loaded, so that loads of other models go on."""
+    """Holds one model; `lock` is held while it is loaded, so loading other models is not blocked."""
 
     __slots__ = ("loaded", "lock", "model")
 
@@ -21,28 +21,28 @@ class _Slot:
 
 
 class SharedModels:
-    """Loads each model once, however many threads ask for it at the same time.
+    """Loads each model once, however many threads request it at the same time.
 
-    Thread-safe. What it holds is used by several threads at once: give it only models whose forward pass
-    changes nothing (TorchScript, or an `nn.Module` in eval mode). It lives as long as its version.
+    Thread-safe. Several threads use a stored model at once, so its forward pass must change nothing
+    (TorchScript, or an `nn.Module` in eval mode). The object lives as long as its version.
     """
 
     def __init__(self) -> None:
         self._slots: dict[Hashable, _Slot] = {}
-        # False from the first model on that its caller has for itself: it may keep state, which one more
-        # instance would not have.
+        # False once a model was not shared: such a model may keep state, which one more instance would not
+        # have.
         self.shares_all = True
         self._lock = threading.Lock()  # guards _slots; never held while a model loads
 
     def get_or_load(
         self, key: Hashable, load: Callable[[], T], may_share: Callable[[T], bool] = lambda _: True
     ) -> T:
-        """The model under `key`; the first caller loads it, the others wait for that.
+        """Return the model under `key`; the first caller loads it, the others wait.
 
-        One that `may_share` says no to is its caller's alone, and the next one loads another.
+        A model that `may_share` refuses belongs to its caller alone; the next caller loads another one.
 
         Raises:
-            Exception: what `load` raised, to the caller that ran it; the next one tries again.
+            Exception: raised by `load`, to the caller that ran it; the next caller tries again.
         """
         with self._lock:
             slot = self._slots.setdefault(key, _Slot())

@@ -1,8 +1,8 @@
-"""Where weights lie that several versions share: a file beside the folder of the archive.
+"""Location of weights that several versions share: a file beside the folder of the archive.
 
-Pages of a mapped file are shared by those who map this file, not by those who map its equals. So the server
-gives versions with the same weights one file; where a handler could write to it, it is not in the folder that
-the handler knows, where it finds a file of its own as ever.
+Processes that map the same file share its pages; those that map equal copies do not. So the server gives
+versions with the same weights one file. If a handler could write to that file, it is not in the handler's
+folder, which then has a file of its own.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ WORTH_MAPPING_BYTES = 1 << 20  # a smaller file is copied in less than a millise
 
 
 def shared_file(path: str) -> str:
-    """Where the server puts the link to what the weights file `path` has in common with other versions."""
+    """Return the path of the server's link to the file that holds the weights `path` for several versions."""
     folder, name = os.path.split(os.path.abspath(path))
     return os.path.join(f"{folder}.shared", name)
 
 
 def file_to_map(path: str) -> str:
-    """The file whose pages may be the weights of `path`: the one that versions share, or `path` itself.
+    """Return the file to map for the weights `path`: the one that versions share, or `path` itself.
 
-    A handler may put other weights in the place of its own before it loads them. Their size or time of change
-    is another then, and they count. Thread-safe.
+    A handler may replace its own weights before it loads them. Then their size or modification time differs,
+    and `path` is used. Thread-safe.
     """
     shared = shared_file(path)
     try:

@@ -1,4 +1,4 @@
-"""Reading `signature.json` of an unpacked archive."""
+"""Read `signature.json` of an unpacked archive."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ logger = logging.getLogger(__name__)
 
 
 def read_signature(model_dir: str | Path) -> Signature | None:
-    """The signature of an archive; None when it has none.
+    """Return the signature of an archive; None when it has none.
 
     Raises:
-        SignatureError: the file is there and wrong.
+        SignatureError: the file exists and is invalid.
     """
     path = Path(model_dir, SIGNATURE_NAME)
     if not path.is_file():
@@ -30,7 +30,10 @@ def read_signature(model_dir: str | Path) -> Signature | None:
 
 
 def archive_signature(model_dir: str | Path) -> Signature | None:
-    """As `read_signature`, for archives that may have a file of that name for a purpose of their own."""
+    """Return the signature like `read_signature`, but None for an invalid file, with a warning.
+
+    An archive may use a file of that name for a purpose of its own.
+    """
     try:
         return read_signature(model_dir)
     except SignatureError as err:

@@ -1,7 +1,7 @@
-"""From how likely each moment is speech to where somebody speaks. Pure; no clock, no model.
+"""Find speech segments from the probability of speech over time. Pure; no clock, no model.
 
 A segment begins where the probability reaches `threshold`. It ends where the probability falls below
-`threshold` less `release`, if it is there again `min_silence_ms` later without having reached `threshold` in
+`threshold - release`, if it is below that again `min_silence_ms` later without having reached `threshold` in
 between; so neither a quiet syllable nor a breath ends it.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SegmentRules:
-    """What counts as a segment; the values are those that Silero's models were published with.
+    """The rules for a segment; the defaults are the values published with Silero's models.
 
     Raises:
         ValueError: a value is out of its range, or the padding could make two segments meet.
@@ -20,7 +20,7 @@ class SegmentRules:
 
     threshold: float = 0.5  # 0 to 1
     release: float = 0.15  # hysteresis
-    min_speech_ms: float = 250.0  # what is no longer is no segment
+    min_speech_ms: float = 250.0  # a segment is longer than this
     min_silence_ms: float = 100.0
     pad_ms: float = 30.0  # added on both sides; at most half of min_silence_ms
 
@@ -39,20 +39,20 @@ class SegmentRules:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Speech from sample `start` to before sample `end`."""
+    """Speech from sample `start` up to, but not including, sample `end`."""
 
     start: int
     end: int
 
 
 class Segmenter:
-    """Finds the segments of one sound while its probabilities come in. Not thread-safe.
+    """Finds the segments of one recording while its probabilities arrive. Not thread-safe.
 
     Args:
-        rules: what counts.
-        rate_hz: samples a second.
-        step: samples that one probability stands for.
-        total: samples of the whole sound; padding ends there.
+        rules: the rules for a segment.
+        rate_hz: samples per second.
+        step: samples per probability.
+        total: samples of the whole recording; padding ends there.
     """
 
     def __init__(self, rules: SegmentRules, rate_hz: int, step: int, total: int) -> None:
@@ -63,11 +63,11 @@ class Segmenter:
         self._min_silence = rules.min_silence_ms * rate_hz / 1000
         self._pad = int(rules.pad_ms * rate_hz / 1000)
         self._now = 0  # where the next probability begins
-        self._start: int | None = None  # of the segment we are in
-        self._quiet: int | None = None  # since when it may be over
+        self._start: int | None = None  # of the open segment
+        self._quiet: int | None = None  # start of the silence that may end it
 
     def feed(self, probability: float) -> Segment | None:
-        """Take the next probability; returns the segment that it shows to be over."""
+        """Take the next probability; return the segment that it ends, or None."""
         now, self._now = self._now, self._now + self._step
         if probability >= self._rules.threshold:
             self._quiet = None
@@ -79,7 +79,7 @@ class Segmenter:
         return self._close(self._quiet) if now - self._quiet >= self._min_silence else None
 
     def finish(self) -> Segment | None:
-        """The sound is over; returns the segment it ended in."""
+        """End the recording; return the segment that was open, or None."""
         return self._close(self._total)
 
     def _close(self, end: int) -> Segment | None:

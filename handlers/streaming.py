@@ -1,4 +1,4 @@
-"""Sending an answer in parts, while the handler still works on the rest."""
+"""Send an answer in parts, while the handler still works on the rest."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ def send_intermediate_predict_response(
     code: int,
     context: Context,
 ) -> None:
-    """Send the next part of answers of the batch; what the handler returns in the end is the last part.
+    """Send the next part of answers of the batch; the handler's return value is the last part.
 
     In a group of ranks only the one with `LOCAL_RANK` 0 sends; the others return at once.
 
     Args:
         ret: the parts by the indices of `req_id_map`, encoded like a final answer; others are left out.
-        req_id_map: which request each is for: usually `context.request_ids`, or some of these under indices
-            of their own, as for a part of a batch.
+        req_id_map: the request of each part: usually `context.request_ids`, or some of these under other
+            indices, as for a part of a batch.
         message: kept for TorchServe's signature; no client sees it.
         code: status of the answer; only that of the first part reaches the client.
         context: the context of the current batch.
 
     Raises:
-        ValueError: a part is missing, or a request is none of this batch; nothing is sent then.
+        ValueError: a part is missing, or a request is not in this batch; then nothing is sent.
         UnsupportedOutput: an element can't be encoded.
         RuntimeError: the client's API can't take an answer in parts.
     """

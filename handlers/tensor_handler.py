@@ -1,4 +1,4 @@
-"""`tensor`: the handler of archives that need none, because `signature.json` says what goes in and out."""
+"""The built-in handler `tensor`: runs a model whose inputs and outputs `signature.json` describes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class Batch(NamedTuple):
-    """A batch between two stages: `examples[i]` is request i, or what is wrong with it."""
+    """A batch between two stages: `examples[i]` is the example of request i, or its error."""
 
     examples: list[Example | TensorError]
     groups: list[Group]
@@ -38,16 +38,16 @@ class Batch(NamedTuple):
 
 
 class TensorHandler(BaseHandler):
-    """Runs the archive's model on the tensors of requests, as `signature.json` names them.
+    """Runs the archive's model on the request's tensors, named as in `signature.json`.
 
-    Takes what `tensors_rows` lists, and answers in kind: lists, or one list for each output in an object; a
-    `.npy` file to `Accept: application/x-npy`; tensors to the Open Inference Protocol. The requests of a
-    batch go through the model together where their shapes allow it. A request that is wrong is answered with
-    400 by itself, and its batch mates with what they asked for.
+    Accepts the input formats that `tensors_rows` lists, and answers in the matching format: a list, or an
+    object with one list for each output; a `.npy` file for `Accept: application/x-npy`; tensors for the Open
+    Inference Protocol. Requests of a batch run through the model together where their shapes allow it. An
+    invalid request gets its own 400; the other requests of the batch are answered normally.
     """
 
-    reads_envelopes = True  # KServe's formats among others, so none is taken off before
-    borrows_tensors = True  # copies what it may not change: its tensors may lie in the request's memory
+    reads_envelopes = True  # it parses KServe's formats itself, so no envelope is removed before it
+    borrows_tensors = True  # its tensors may be views of the request's memory; it copies read-only ones
     names_classes = False
 
     def __init__(self) -> None:
@@ -81,17 +81,17 @@ class TensorHandler(BaseHandler):
         super().initialize(context)
         if not callable(self.model):
             self.model = onnx.as_function(self.model)
-            self.device = CPU.device  # where it takes tensors from, whatever it computes on
+            self.device = CPU.device  # its inputs are CPU tensors on any execution provider
 
     def warmup_data(self) -> list[dict[str, object]] | None:
-        """One row of zeros, where the shapes are fixed, or of ones: lengths and masks may not be zero.
+        """Return one row of zeros, or of ones if the model rejects zeros (as for lengths and masks).
 
-        None where the model's liking is not known, and where trying could cost the process its GPU. Rows that
-        are made up prove nothing about a model that refuses them.
+        None if a shape is not fixed, if an integer input is on a GPU (an index out of range would cost the
+        process the GPU), or if the model rejects both rows: that does not show that the model is faulty.
         """
         shapes = [spec.shape[1:] if spec.batched else spec.shape for spec in self.signature.inputs]
         whole_numbers = any(spec.datatype.startswith(("INT", "UINT")) for spec in self.signature.inputs)
-        # On a GPU an index that is out of range does not come back as an exception alone: the GPU is lost.
+        # On a GPU an index out of range is more than an exception: the process can't use the GPU any more.
         if any(ANY in shape for shape in shapes) or (whole_numbers and self.map_location == "cuda"):
             return None
         for number in (0, 1):
@@ -107,7 +107,7 @@ class TensorHandler(BaseHandler):
             found = self._refusal(row)
             if found is None:
                 return [row]
-        last_line = "".join(str(found).strip().splitlines()[-1:])  # in which TorchScript says what it was
+        last_line = "".join(str(found).strip().splitlines()[-1:])  # TorchScript puts the cause there
         logger.warning("not warmed up, as the model takes neither zeros nor ones: %s", last_line)
         return None
 
@@ -121,12 +121,12 @@ class TensorHandler(BaseHandler):
         return refusal_of(run)
 
     def describe_handle(self) -> Any:
-        """The signature."""
+        """Return the signature as parsed JSON."""
         return json.loads(self.signature.to_json())
 
     @timed
     def preprocess(self, data: Any) -> Any:
-        """The rows of a batch as groups of tensors on the CPU."""
+        """Turn the rows of a batch into groups of tensors on the CPU."""
         examples: list[Example | TensorError] = []
         for index, row in enumerate(data):
             try:
@@ -137,7 +137,7 @@ class TensorHandler(BaseHandler):
         return Batch(examples, [group] if group else self._groups(examples))
 
     def _all_at_once(self, examples: Sequence[Example | TensorError]) -> Group | None:
-        """All rows as one array, where they are single lists of one shape; None where they are not."""
+        """Return all rows as one group if each is a single list and all have one shape, else None."""
         if not self.layout.batched or not all(isinstance(e, Example) and e.single for e in examples):
             return None
         columns = list(zip(*(example.values for example in examples), strict=True))  # type: ignore[union-attr]
@@ -146,7 +146,7 @@ class TensorHandler(BaseHandler):
         try:
             whole = Example(tuple(map(list, columns)), single=False)
             inputs = tensors_of(whole, self.layout)
-        except TensorError:  # `_groups` finds out whose it is
+        except TensorError:  # `_groups` finds the request with the error
             return None
         return whole_group(inputs)
 
@@ -169,14 +169,14 @@ class TensorHandler(BaseHandler):
             for group in data.groups:
                 result = flattened(self.model(*(to_device(tensor, self.device) for tensor in group.inputs)))
                 check_results(result, group, self.signature)
-                # A model may answer in a buffer of its own, into which it writes the next group's answer.
+                # A model may return its own buffer, which the run of the next group overwrites.
                 is_kept = group is not data.groups[-1]
                 results.append([tensor.to("cpu", copy=is_kept).resolve_neg() for tensor in result])
         return data._replace(results=tuple(results))
 
     @timed
     def postprocess(self, data: Any) -> Any:
-        """An answer for each request, in the form it asks for."""
+        """Return an answer for each request, in the format that the request asks for."""
         answers: list[Any] = [None] * len(data.examples)
         for group, results in zip(data.groups, data.results, strict=True):
             self._answer_group(answers, data.examples, group, results)
@@ -230,7 +230,7 @@ class TensorHandler(BaseHandler):
         return str(described.get("content-type", "")) if isinstance(described, dict) else ""
 
     def _form(self, index: int) -> str:
-        """How a request wants its answer: "tensors", "npy" or "lists"."""
+        """Return the answer format that a request asks for: "tensors", "npy" or "lists"."""
         headers = self.context.get_all_request_header(index)
         if OPEN_INFERENCE in headers:
             return "tensors"

@@ -1,7 +1,7 @@
-"""Tensors of the Open Inference Protocol: their datatypes, their shapes, and their label inside the server.
+"""Tensors of the Open Inference Protocol: datatypes, shapes and the server's internal content type.
 
-What comes from a client is checked here and in the siblings `tensors_bytes` and `tensors_json`. Every failure
-is a `TensorError` that names the field, in time and memory bounded by what was sent.
+This module and its siblings `tensors_bytes` and `tensors_json` validate tensors from clients. Every failure
+is a `TensorError` that names the field. Time and memory are bounded by the size of the request.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
-MAX_DIMENSIONS = 32  # numpy 1's own limit; what models take has fewer than ten
+MAX_DIMENSIONS = 32  # numpy 1's own limit; model inputs have fewer than ten
 LARGEST_SIZE = 2**63 - 1  # of one dimension: the protocol's shapes are int64
-MAX_ELEMENTS = 2**56  # beyond any machine, and numpy still counts the bytes without overflow
+MAX_ELEMENTS = 2**56  # more than any machine holds, and the size in bytes does not overflow in numpy
 TENSOR_TYPE = "application/vnd.torchere.tensor"
 """Content type of a value that is one tensor's raw bytes; datatype and shape follow as its parameters."""
 
 
 class TensorError(ValueError):
-    """A tensor of a request is wrong; the text names the field, what was found and what was expected."""
+    """A tensor of a request is invalid; the text names the field, the found and the expected value."""
 
     def __init__(self, field: str, found: str, expected: str) -> None:
         super().__init__(f"{field}: found {found}, expected {expected}")
@@ -35,9 +35,9 @@ class TensorError(ValueError):
 class Datatype:
     """One datatype of the protocol.
 
-    `numpy` is little-endian, the byte order of the protocol; None for BF16, which numpy lacks: handlers get
-    tensors of torch, and processes without torch hold such values as float32. `item_bytes` is 0 for BYTES,
-    whose elements have a length of their own.
+    `numpy` is the little-endian dtype, as the protocol's byte order is; None for BF16, which numpy lacks:
+    handlers get torch tensors, and processes without torch hold the values as float32. `item_bytes` is 0 for
+    BYTES, whose elements each have their own length.
     """
 
     name: str
@@ -73,10 +73,10 @@ _OF_TORCH = {datatype.torch_name: datatype for datatype in DATATYPES.values() if
 
 
 def datatype_named(name: object, field: str) -> Datatype:
-    """The datatype of that name; case matters.
+    """Return the datatype of that name; case matters.
 
     Raises:
-        TensorError: the protocol has none of that name.
+        TensorError: the protocol has no datatype of that name.
     """
     datatype = DATATYPES.get(name) if isinstance(name, str) else None
     if datatype is None:
@@ -85,22 +85,22 @@ def datatype_named(name: object, field: str) -> Datatype:
 
 
 def datatype_of_array(dtype: np.dtype[Any]) -> Datatype | None:
-    """The datatype of a numpy dtype in any byte order; texts are BYTES; None: the protocol has none."""
+    """Return the datatype of a numpy dtype in any byte order (strings: BYTES), or None if there is none."""
     if dtype.kind in "SU":
         return BYTES
     return _OF_NUMPY.get(dtype.newbyteorder("<"))
 
 
 def datatype_of_torch(dtype: object) -> Datatype | None:
-    """The datatype of a torch dtype; None: the protocol has none."""
+    """Return the datatype of a torch dtype, or None if the protocol has none."""
     return _OF_TORCH.get(str(dtype).removeprefix("torch."))
 
 
 def check_shape(shape: Sequence[object], field: str) -> tuple[int, ...]:
-    """The shape as a tuple, if a tensor can have it: at most `MAX_DIMENSIONS` sizes of 0 or more.
+    """Return a valid shape as a tuple: at most `MAX_DIMENSIONS` sizes from 0 to `LARGEST_SIZE`.
 
     Raises:
-        TensorError: it can't, or its number of elements is beyond `MAX_ELEMENTS`.
+        TensorError: the shape is invalid, or has more than `MAX_ELEMENTS` elements.
     """
     if len(shape) > MAX_DIMENSIONS:
         raise TensorError(field, f"{len(shape)} dimensions", f"at most {MAX_DIMENSIONS}")
@@ -109,23 +109,23 @@ def check_shape(shape: Sequence[object], field: str) -> tuple[int, ...]:
         if type(size) is not int or not 0 <= size <= LARGEST_SIZE:
             raise TensorError(f"{field}[{index}]", shown(size), f"a whole number from 0 to {LARGEST_SIZE}")
         sizes.append(size)
-    # A 0 anywhere makes the product 0, and would hide sizes that no array can be given.
+    # A single 0 would make the product 0 and hide other sizes that are too large for an array.
     if math.prod(size for size in sizes if size) > MAX_ELEMENTS:
         raise TensorError(field, shown(sizes), f"at most {MAX_ELEMENTS} elements")
     return tuple(sizes)
 
 
 def tensor_type(datatype: Datatype, shape: Sequence[int]) -> str:
-    """The content type that carries a tensor's datatype and shape to the handler."""
+    """Return the content type that carries a tensor's datatype and shape to the handler."""
     return f"{TENSOR_TYPE}; datatype={datatype.name}; shape={','.join(map(str, shape))}"
 
 
 @lru_cache(maxsize=1024)  # clients send the same few shapes again and again
 def parse_tensor_type(content_type: str) -> tuple[Datatype, tuple[int, ...]]:
-    """Datatype and shape of what `tensor_type` wrote.
+    """Return the datatype and shape in a content type that `tensor_type` made.
 
     Raises:
-        ValueError: nothing that it wrote.
+        ValueError: the content type has another form.
     """
     _, _, rest = content_type.partition("; datatype=")
     name, found, sizes = rest.partition("; shape=")
@@ -136,12 +136,12 @@ def parse_tensor_type(content_type: str) -> tuple[Datatype, tuple[int, ...]]:
 
 
 def torch_dtype(datatype: Datatype) -> Any:
-    """The torch dtype; imports torch.
+    """Return the torch dtype of a datatype; imports torch.
 
     Raises:
-        TensorError: BYTES, which torch has no tensors of.
+        TensorError: the datatype is BYTES, which torch has no tensors of.
     """
-    import torch  # noqa: PLC0415  # frontends and clients of this module do without
+    import torch  # noqa: PLC0415  # other users of this module, such as the frontend, run without torch
 
     if not datatype.torch_name:
         raise TensorError("datatype", datatype.name, "one that torch has tensors of")
@@ -149,7 +149,7 @@ def torch_dtype(datatype: Datatype) -> Any:
 
 
 def shown(value: object, levels: int = 4) -> str:
-    """A value for an error text: escaped, and short however large it is; no more than `levels` of lists."""
+    """Return a short, escaped form of a value for an error text, with at most `levels` nested lists."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
         return "a whole number of more than 128 bits"
     if isinstance(value, (list, tuple)):

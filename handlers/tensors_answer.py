@@ -1,7 +1,7 @@
-"""What a handler answers to the tensors of a request, as a body of the Open Inference Protocol.
+"""Response bodies of the Open Inference Protocol, encoded from a handler's answers.
 
-The body is JSON, JSON with binary tensors behind it, or, for callers without headers, the same framed by its
-own length. The executor writes it, so a frontend only passes it on.
+A body is JSON, or JSON followed by binary tensors. For callers without headers the length of the JSON comes
+first in the body. The executor encodes the body, so the frontend only forwards it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torchere.handlers.tensors_outputs import Output, outputs_of
 
 OPEN_INFERENCE = ":open-inference"
 """Header of a request that came as tensors: a `Wish` as JSON. No HTTP header can be called so."""
-HEADER_LENGTH = "inference-header-content-length"  # of an answer: how much of it is JSON
+HEADER_LENGTH = "inference-header-content-length"  # response header: bytes of JSON at the body's start
 SEQUENCE_END = "ts_request_sequence_end"
 FRAME = struct.Struct("<I")  # length of the JSON in a framed body
 _BAD_REQUEST = 400
@@ -35,22 +35,22 @@ class WantedOutput(msgspec.Struct, frozen=True, omit_defaults=True):
 
     name: str
     binary: bool = False
-    classes: int = 0  # more than 0: not the values, but so many best ones as `value:index[:label]`
+    classes: int = 0  # above 0: the top values only, this many, as `value:index[:label]`
 
 
 class Wish(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a request of the protocol says beside its inputs; handlers may read it, too."""
+    """The fields of a protocol request other than its inputs; handlers may read them, too."""
 
     id: str = ""
     parameters: dict[str, bool | int | float | str] = {}
-    outputs: tuple[WantedOutput, ...] = ()  # none: all there are
-    binary: bool = False  # of outputs that are not named
-    framed: bool = False  # all outputs binary, and the body tells the length of its JSON itself
-    ends_sequence: str = ""  # id of the sequence that is over with this request
+    outputs: tuple[WantedOutput, ...] = ()  # empty: all outputs
+    binary: bool = False  # when `outputs` is empty: whether all outputs are binary
+    framed: bool = False  # all outputs are binary, and the body begins with the length of its JSON
+    ends_sequence: str = ""  # id of the sequence that this request ends
 
 
 class Encoded(NamedTuple):
-    """A body, and how much of it is JSON; None: all."""
+    """A body, and the length of its JSON in bytes; None: all of the body is JSON, or it is framed."""
 
     body: bytes
     json_bytes: int | None
@@ -66,7 +66,8 @@ class AnswerEncoder:
     Args:
         model_name: as registered.
         model_version: likewise.
-        model_dir: the unpacked archive, whose signature names outputs; it is read when tensors first come.
+        model_dir: the unpacked archive; its signature, which names the outputs, is read at the first request
+            with tensors.
     """
 
     labels: Labels | None = None  # names of classes by index, as handlers keep them in `mapping`
@@ -77,18 +78,18 @@ class AnswerEncoder:
         self._specs: tuple[TensorSpec, ...] | None = None
 
     def encode(self, answer: object, processor: RequestProcessor) -> bytes:
-        """The body of one answer: as `encode_answer`, save where the request came as tensors.
+        """Encode one answer: as tensors if the request came as tensors, else by `encode_answer`.
 
         Raises:
-            UnsupportedOutput: there is no form for the answer.
+            UnsupportedOutput: the answer has a type that can't be encoded.
         """
         wish_text = processor.get_request_property(OPEN_INFERENCE)
         return encode_answer(answer) if wish_text is None else self._tensors(answer, wish_text, processor)
 
     def _tensors(self, answer: object, wish_text: str, processor: RequestProcessor) -> bytes:
-        """As above; sets headers, and status 400 when the wish can't be met.
+        """Encode an answer as tensors and set the headers; status 400 if the wish can't be met.
 
-        An answer whose status the handler set to 400 or more is an error text, and goes out as it is.
+        An answer whose status the handler set to 400 or more is an error text, and is not encoded as tensors.
         """
         wish = read_wish(wish_text)
         if wish.ends_sequence:
@@ -109,22 +110,22 @@ class AnswerEncoder:
 
 
 def read_wish(text: str) -> Wish:
-    """The wish that a frontend wrote into the header."""
+    """Parse the wish that the frontend put into the header."""
     return _wish_decoder.decode(text)
 
 
 def wish_header(wish: Wish) -> tuple[str, str]:
-    """The header that carries a wish to the executor."""
+    """Return the header that carries a wish to the executor."""
     return OPEN_INFERENCE, _encoder.encode(wish).decode()
 
 
 def encode_outputs(
     identity: Mapping[str, str], outputs: Sequence[tuple[Output, bool]], wish: Wish
 ) -> Encoded:
-    """The body for some outputs; each comes with whether it goes as binary data.
+    """Encode a body from (output, whether it is sent as binary data) pairs.
 
     Raises:
-        TensorError: BYTES that are no UTF-8 can't go as JSON.
+        TensorError: an output to be sent as JSON has BYTES that are not UTF-8.
     """
     blobs = []
     members = []
@@ -150,10 +151,10 @@ def encode_outputs(
 
 
 def wanted_outputs(outputs: list[Output], wish: Wish, labels: Labels | None) -> list[tuple[Output, bool]]:
-    """The outputs that a wish names, in its order, each with whether it goes as binary data.
+    """Return the outputs that a wish names, in its order, each with whether it is sent as binary data.
 
     Raises:
-        TensorError: it names one that there is none of, or wants classes of texts.
+        TensorError: the wish names an unknown output, or asks for the classes of a BYTES output.
     """
     if not wish.outputs:
         return [(output, wish.binary or wish.framed) for output in outputs]
@@ -172,7 +173,7 @@ def wanted_outputs(outputs: list[Output], wish: Wish, labels: Labels | None) -> 
 
 def _set_headers(headers: dict[str, str], encoded: Encoded) -> None:
     for name in [name for name in headers if name.lower() == "content-type"]:
-        del headers[name]  # the handler's type was that of another form of its answer
+        del headers[name]  # the handler's content type described the answer before it was encoded as tensors
     headers["content-type"] = "application/json" if encoded.json_bytes is None else "application/octet-stream"
     if encoded.json_bytes is not None:
         headers[HEADER_LENGTH] = str(encoded.json_bytes)

@@ -1,4 +1,4 @@
-"""Examples of several requests put together for the model, and its results taken apart again."""
+"""Joins the examples of several requests into model inputs, and checks the model's results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchere.archiver.signature import Signature
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """The part of one request in a group: `rows` rows from `start`."""
+    """The rows of one request in a group: `rows` rows from `start`."""
 
     place: int  # index of the request in the batch
     start: int
@@ -23,14 +23,14 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Requests that go through the model together: `inputs` are torch tensors on the CPU."""
+    """Requests that run through the model together; `inputs` are torch tensors on the CPU."""
 
     members: tuple[Member, ...]
     inputs: tuple[torch.Tensor, ...]
 
 
 def grouped(examples: Sequence[tuple[int, list[Any]]], batched: bool) -> list[Group]:
-    """Groups of examples whose inputs differ in nothing but the number of rows, in the order they came.
+    """Group the examples whose inputs differ only in the number of rows, in order of arrival.
 
     Args:
         examples: (index of the request, its tensors in the signature's order, batch dimension included).
@@ -44,18 +44,18 @@ def grouped(examples: Sequence[tuple[int, list[Any]]], batched: bool) -> list[Gr
 
 
 def whole_group(inputs: Sequence[Any]) -> Group:
-    """The group whose requests have one row each, all of which are in `inputs` already."""
+    """Return the group of requests with one row each, from `inputs` that hold all the rows."""
     members = tuple(Member(place, place, 1) for place in range(len(inputs[0])))
     return Group(members, tuple(_joined([tensor]) for tensor in inputs))
 
 
 def flattened(result: Any) -> list[torch.Tensor]:
-    """The tensors of what a model gave, in order: tuples, lists and the values of dicts taken apart.
+    """Return the tensors of a model's result in order; tuples, lists and dict values are flattened.
 
-    None in them is no tensor and no error: models give it for what they did not compute.
+    None is left out: models return it for values that they did not compute.
 
     Raises:
-        TypeError: something in it is no tensor, or one that has no plain numbers.
+        TypeError: an item is not a tensor, or is a sparse or quantised one.
     """
     if isinstance(result, torch.Tensor):
         if result.layout is not torch.strided or result.is_quantized:
@@ -74,10 +74,10 @@ def flattened(result: Any) -> list[torch.Tensor]:
 
 
 def check_results(results: Sequence[torch.Tensor], group: Group, signature: Signature) -> None:
-    """Refuse what does not match the signature; without it answers would go to the wrong clients.
+    """Check results against the signature; a mismatch would send answers to the wrong clients.
 
     Raises:
-        ValueError: another number of results, or of rows in one.
+        ValueError: the number of results, or the number of rows in a result, is wrong.
     """
     if len(results) != len(signature.outputs):
         raise ValueError(
@@ -110,7 +110,7 @@ def _joined(parts: Sequence[Any]) -> torch.Tensor:
         return parts[0] if len(parts) == 1 else torch.cat(list(parts))
     array = parts[0] if len(parts) == 1 else np.concatenate(parts)
     if not array.flags.writeable or not array.flags.c_contiguous:
-        # torch warns of arrays it might change, and refuses negative strides.
+        # torch warns about read-only arrays, and rejects negative strides.
         array = np.array(array, order="C")
-    # numpy gives dimensions of 0 or 1 any strides, which some operators and compiled code refuse.
+    # numpy sets arbitrary strides for dimensions of 0 or 1; some operators and compiled code reject them.
     return torch.from_numpy(array.reshape(-1)).view(array.shape)

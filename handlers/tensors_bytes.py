@@ -1,4 +1,4 @@
-"""Tensors to raw little-endian bytes and back, as the binary extension and gRPC carry them."""
+"""Converts tensors to and from raw little-endian bytes, the form of the binary extension and of gRPC."""
 
 from __future__ import annotations
 
@@ -22,19 +22,21 @@ def tensor_from_bytes(
     *,
     writable: bool = False,
 ) -> Any:
-    """A numpy array over raw bytes (BF16: a torch tensor; BYTES: an array of `bytes` objects), for handlers.
+    """Return raw bytes as a tensor for handlers.
 
-    Without `writable` the bytes are not copied unless they lie askew in memory. Zero elements are fine.
+    The result is a numpy array; a torch tensor for BF16, an array of `bytes` objects for BYTES. Without
+    `writable` a numpy array of numbers is a view of the bytes, which are copied only if they are not aligned.
+    There may be zero elements.
 
     Args:
         raw: all elements in row-major order.
-        datatype: what they are.
-        shape: checked here.
+        datatype: the type of the elements.
+        shape: the shape, which is checked here.
         field: name for errors: `inputs[0]`.
-        writable: the caller may change the result, and torch takes it without a warning.
+        writable: copy the bytes, so that the caller may change the result and torch does not warn about it.
 
     Raises:
-        TensorError: the shape, or the number of bytes, or an element of BOOL or BYTES is wrong.
+        TensorError: the shape, the number of bytes, or an element of BOOL or BYTES is invalid.
     """
     if datatype is BF16:
         sizes = check_shape(shape, f"{field}.shape")
@@ -51,7 +53,7 @@ def array_from_bytes(
     *,
     writable: bool = False,
 ) -> Array:
-    """`tensor_from_bytes` for processes without torch: BF16 as float32, which has all of its values."""
+    """Do as `tensor_from_bytes` without torch: BF16 becomes float32, which can hold all BF16 values."""
     sizes = check_shape(shape, f"{field}.shape")
     check_byte_count(len(raw), datatype, sizes, field)
     if datatype is BYTES:
@@ -62,15 +64,15 @@ def array_from_bytes(
     if datatype.name == "BOOL" and flat.view(np.uint8).max(initial=0) > 1:
         raise TensorError(field, f"the byte {flat.view(np.uint8).max()}", "0 or 1 for each BOOL")
     if writable or not flat.flags.aligned:
-        flat = flat.copy()  # numpy lets go of the GIL while it copies
+        flat = flat.copy()  # numpy releases the GIL while it copies
     return flat.reshape(sizes)
 
 
 def check_byte_count(found: int, datatype: Datatype, sizes: tuple[int, ...], field: str) -> None:
-    """Whether so many bytes can hold the shape; exactly, save for BYTES.
+    """Check the number of bytes against the shape: exact, but for BYTES a minimum.
 
     Raises:
-        TensorError: they can't.
+        TensorError: the number of bytes does not fit the shape.
     """
     count = math.prod(sizes)
     if datatype is BYTES:
@@ -84,10 +86,10 @@ def check_byte_count(found: int, datatype: Datatype, sizes: tuple[int, ...], fie
 
 
 def split_elements(raw: bytes | bytearray | memoryview, field: str) -> list[bytes]:
-    """The elements of BYTES, each behind its length of 4 bytes.
+    """Split raw BYTES data into its elements, each of which follows its 4-byte length.
 
     Raises:
-        TensorError: a length goes beyond the end, or there is a rest too short to be a length.
+        TensorError: an element goes beyond the end, or the data end within a length.
     """
     view = memoryview(raw)
     elements: list[bytes] = []
@@ -107,7 +109,7 @@ def split_elements(raw: bytes | bytearray | memoryview, field: str) -> list[byte
 
 
 def join_elements(elements: Sequence[bytes]) -> bytes:
-    """BYTES elements behind one another, each with its length before it."""
+    """Join BYTES elements, each after its 4-byte length."""
     joined = bytearray()  # a list of the parts would take many times the memory of millions of short elements
     for element in elements:
         joined += _LENGTH.pack(len(element))
@@ -116,10 +118,10 @@ def join_elements(elements: Sequence[bytes]) -> bytes:
 
 
 def bytes_from_tensor(tensor: Any, datatype: Datatype) -> bytes:
-    """Raw bytes of a numpy array, row by row, little-endian.
+    """Return the raw little-endian bytes of a numpy array in row-major order.
 
-    BF16: of a torch tensor on the CPU, or of an array of float32, which is rounded. Elements of BYTES are
-    `bytes`, or `str`, which goes as UTF-8.
+    For BF16 the tensor is a torch tensor on the CPU, or a float32 array, which is rounded. Elements of BYTES
+    are `bytes`, or `str`, which is encoded as UTF-8.
     """
     if datatype is BYTES:
         return join_elements([element_bytes(element) for element in tensor.ravel().tolist()])
@@ -127,7 +129,7 @@ def bytes_from_tensor(tensor: Any, datatype: Datatype) -> bytes:
 
 
 def view_of_tensor(tensor: Any, datatype: Datatype) -> memoryview:
-    """The same bytes, in the tensor's own memory where it is laid out so."""
+    """Return the same bytes as `bytes_from_tensor`, without a copy if the tensor's memory has that layout."""
     if datatype is BYTES:
         return memoryview(bytes_from_tensor(tensor, datatype))
     if datatype is BF16:
@@ -138,14 +140,14 @@ def view_of_tensor(tensor: Any, datatype: Datatype) -> memoryview:
 
 
 def element_bytes(element: object) -> bytes:
-    """One element of BYTES; what is neither bytes nor text goes as its text."""
+    """Return one element of BYTES; a value that is not bytes is converted by `str` to UTF-8."""
     if isinstance(element, (bytes, bytearray)):
         return bytes(element)
     return str(element).encode("utf-8", "surrogatepass")
 
 
 def objects_array(elements: Sequence[object], sizes: tuple[int, ...]) -> Array:
-    """An array of Python objects; numpy alone would cut texts and look into sequences."""
+    """Return an array of Python objects; `np.array` would make fixed-width strings and unpack sequences."""
     array = np.empty(len(elements), dtype=object)
     array[:] = elements
     return array.reshape(sizes)
@@ -162,18 +164,18 @@ def _objects(elements: list[bytes], sizes: tuple[int, ...], field: str) -> Array
 
 
 def rounded_to_bfloat16(array: Array) -> Array:
-    """The nearest values that BF16 has, as float32: ties go to even, and what is too large is infinite."""
+    """Round to BF16, as float32: ties to even; values too large for BF16 become infinite."""
     with np.errstate(over="ignore"):
         exact = array.astype("<f4")
     return (_bfloat16_bits(exact).astype("<u4") << 16).view("<f4")
 
 
 def _bfloat16_bits(array: Array) -> Array:
-    """The upper half of each float32, rounded to the nearest even, as torch rounds."""
+    """Return the upper 16 bits of each float32, rounded to nearest, ties to even, as torch rounds."""
     bits = np.ascontiguousarray(array, dtype="<f4").view("<u4")
     upper = bits >> 16
     rounded = (bits + (0x7FFF + (upper & 1))) >> 16
-    # Rounding would carry a NaN into its sign, and cutting it off alone could leave an infinity.
+    # Rounding a NaN can overflow into its sign bit, and truncating a NaN can give an infinity.
     of_nan = np.where(upper & 0x7F, upper, upper | 0x40)
     return np.where(np.isnan(array), of_nan, rounded).astype("<u2")
 

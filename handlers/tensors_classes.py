@@ -1,4 +1,4 @@
-"""The classification extension of the protocol: instead of all values, the best of them with their names."""
+"""The classification extension of the protocol: the largest values of an output, with class names."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Labels = Mapping[str, Any]
 
 
 def classified(output: Output, classes: int, labels: Labels | None, field: str) -> Output:
-    """The `classes` largest values of an output, largest first, as BYTES `value:index[:label]`.
+    """Return the `classes` largest values of an output, largest first, as BYTES `value:index[:label]`.
 
-    The first of several dimensions is the batch: each of its rows has its own best ones. Never more than
-    there are values, so the answer is no larger than in full.
+    With several dimensions, the first is the batch, and each row has its own largest values. `classes` is
+    limited to the number of values.
 
     Raises:
-        TensorError: the output has no numbers.
+        TensorError: the output is BYTES, not numbers.
     """
     if output.datatype is BYTES:
         raise TensorError(f"{field}.parameters.classification", "an output of BYTES", "one of numbers")

@@ -1,7 +1,7 @@
-"""Tensors to the JSON of the Open Inference Protocol and back: a list, flat or nested as the shape is.
+"""Converts tensors to and from Open Inference Protocol JSON: a list, flat or nested as the shape.
 
-NaN and infinities are no JSON, so a request can't bring them but in binary form. In answers they are written
-as Python's `json` and Triton write them: `NaN`, `Infinity`.
+JSON has no NaN and no infinity, so a request can carry them in binary form only. Answers have them as
+Python's `json` and Triton write them: `NaN`, `Infinity`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchere.handlers.tensors_bytes import objects_array, rounded_to_bfloat16
 
 _NUMBERS = frozenset({int, float})
 _LISTS = frozenset({list})
-# What the elements of a kind of datatype may be in JSON.
+# The JSON types that each kind of datatype accepts, and their name for errors.
 _ALLOWED: dict[str, tuple[frozenset[type], str]] = {
     "b": (frozenset({bool, int}), "true, false, 0 or 1"),
     "u": (frozenset({int}), "whole numbers"),
@@ -30,12 +30,12 @@ _ALLOWED: dict[str, tuple[frozenset[type], str]] = {
     "O": (frozenset({str}), "texts"),
 }
 _FLOAT64 = np.dtype("<f8")
-# What msgspec raises where there is no JSON; it finds out late that a text is no UTF-8.
+# The errors of msgspec for invalid JSON; bytes that are not UTF-8 can raise UnicodeDecodeError.
 NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def tensor_from_json(data: object, datatype: Datatype, shape: Sequence[object], field: str) -> Any:
-    """A numpy array of parsed JSON (BF16: a torch tensor; BYTES: an array of `bytes` objects), for handlers.
+    """Return parsed JSON as a numpy array for handlers; BF16 as a torch tensor, BYTES as `bytes` objects.
 
     Arguments and errors are those of `array_from_json`.
     """
@@ -48,16 +48,16 @@ def tensor_from_json(data: object, datatype: Datatype, shape: Sequence[object], 
 
 
 def array_from_json(data: object, datatype: Datatype, shape: Sequence[object], field: str) -> Array:
-    """A numpy array of parsed JSON (BF16: of float32, rounded; BYTES: of `bytes` objects, UTF-8).
+    """Return parsed JSON as a numpy array; BF16 as rounded float32, BYTES as UTF-8 `bytes` objects.
 
     Args:
-        data: a flat list in row-major order, or lists nested as `shape` says.
-        datatype: what the elements are to be; numbers are never rounded to whole ones, nor wrapped.
-        shape: checked here.
+        data: a flat list in row-major order, or lists nested as in `shape`.
+        datatype: the type of the elements; numbers are never rounded to integers and never wrap around.
+        shape: the shape, which is checked here.
         field: name for errors: `inputs[0]`.
 
     Raises:
-        TensorError: naming the field and, where one is to blame, the index of the element.
+        TensorError: the data or the shape is invalid; names the field, and the index of an invalid element.
     """
     sizes = check_shape(shape, f"{field}.shape")
     name = f"{field}.data"
@@ -78,17 +78,17 @@ def array_from_json(data: object, datatype: Datatype, shape: Sequence[object], f
 
 
 def json_from_tensor(tensor: Any, datatype: Datatype, field: str) -> msgspec.Raw:
-    """The flat JSON list of a tensor's elements in row-major order, as text.
+    """Encode a tensor's elements as a flat JSON list in row-major order.
 
     Raises:
-        TensorError: elements of BYTES that are no UTF-8, which JSON can't carry.
+        TensorError: an element of BYTES is not UTF-8, which JSON can't carry.
     """
     if datatype is BYTES:
         texts = [_text(element, field) for element in tensor.flatten().tolist()]
         return msgspec.Raw(msgspec.json.encode(texts))
     if datatype.numpy is None:
         tensor, dtype = tensor.double().numpy(), _FLOAT64
-    else:  # orjson writes a float of 32 bits in fewer digits, which are read as another double
+    else:  # orjson writes a float32 with fewer digits, which a client would parse as another double
         dtype = _FLOAT64 if datatype.numpy.kind == "f" else datatype.numpy
     flat = tensor.astype(dtype, order="C").ravel()  # a copy: orjson reads aligned memory without gaps
     if dtype is _FLOAT64 and not np.isfinite(flat).all():
@@ -124,7 +124,7 @@ def _unnested(data: list[Any], sizes: tuple[int, ...], name: str) -> list[Any]:
 
 
 def _index(place: int, sizes: tuple[int, ...]) -> str:
-    """`[1][3]`: where the item at a place of a flattened level stands in nested lists."""
+    """Return the index in nested lists, such as `[1][3]`, of an item of a flattened level."""
     steps = []
     for size in reversed(sizes):
         place, step = divmod(place, size)
@@ -143,7 +143,7 @@ def _check_types(flat: list[Any], kind: str, datatype: Datatype, name: str) -> N
 def _floats(flat: list[Any], datatype: Datatype, name: str, sizes: tuple[int, ...]) -> Array:
     try:
         exact: Array = np.array(flat, dtype=_FLOAT64)
-    except OverflowError as err:  # a whole number that no float is as large as
+    except OverflowError as err:  # an integer too large for a float
         place = next(i for i, item in enumerate(flat) if abs(item) >= 2**1024)
         raise TensorError(f"{name}[{place}]", shown(flat[place]), f"a number within {datatype.name}") from err
     if datatype is BF16:

@@ -1,4 +1,4 @@
-"""Numpy's `.npy` files: read without pickle, and without believing a header about sizes."""
+"""Reads and writes numpy's `.npy` files: without pickle; header sizes are checked against the data."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ MAX_HEADER_BYTES = 10_000  # numpy's own limit: the header is parsed as Python l
 
 
 def is_npy(value: bytes | bytearray) -> bool:
-    """Whether bytes begin as a `.npy` file does."""
+    """Whether the bytes begin with the magic number of a `.npy` file."""
     return value[: len(MAGIC)] == MAGIC
 
 
 def read_npy(value: bytes | bytearray, field: str) -> Array:
-    """The array of a `.npy` file, over the file's own bytes.
+    """Return the array of a `.npy` file, as a view of the file's bytes.
 
     Raises:
-        TensorError: it is none, or holds Python objects or records, or more or fewer bytes than it says.
+        TensorError: the file is broken, does not hold numbers or booleans, or has the wrong size.
     """
     file = io.BytesIO(value)
     try:
@@ -46,7 +46,7 @@ def read_npy(value: bytes | bytearray, field: str) -> Array:
 
 
 def write_npy(array: Array) -> bytes:
-    """An array as a `.npy` file."""
+    """Encode an array as a `.npy` file."""
     file = io.BytesIO()
     np.lib.format.write_array(file, array, allow_pickle=False)
     return file.getvalue()

@@ -1,9 +1,9 @@
-"""From whatever a handler answers to named outputs.
+"""Converts a handler's answer to named outputs of the Open Inference Protocol.
 
-A dict gives an output for each of its members, a tuple or a list of arrays one for each item, everything
-else a single one. Arrays and tensors keep their datatype; plain Python numbers take the one that the
-archive's signature names, where it can hold them, else FP64, INT64 or BOOL. What is no tensor goes as BYTES:
-texts as they are, the rest as JSON.
+A dict gives one output for each member, a tuple or a list of arrays one for each item, any other answer a
+single output. Arrays and tensors keep their datatype. Plain Python numbers take the datatype of the archive's
+signature if it can hold them, else FP64, INT64 or BOOL. Other values become BYTES: texts unchanged, the rest
+as JSON.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class Output:
 
 
 def outputs_of(answer: object, specs: Sequence[TensorSpec]) -> list[Output]:
-    """The outputs of one answer, in order; None has none.
+    """Return the outputs of one answer, in order; an answer of None has no outputs.
 
     Args:
-        answer: what the handler returned for one request. A dict that is an answer of the protocol already,
-            with a list of `outputs`, is taken by its word.
-        specs: the outputs of the archive's signature, which name those that have no name; may be empty.
+        answer: the handler's answer to one request. A dict in the protocol's response format, with a list of
+            `outputs`, keeps the names, datatypes and shapes in it.
+        specs: the outputs of the archive's signature, which name outputs without a name; may be empty.
 
     Raises:
-        UnsupportedOutput: a member is of a type the protocol has no form for.
+        UnsupportedOutput: a member has a type that the protocol can't carry, or an invalid protocol output.
     """
     if answer is None:
         return []
@@ -77,7 +77,7 @@ def _is_array(value: object) -> bool:
 
 
 def _is_torch(value: object) -> bool:
-    torch = sys.modules.get("torch")  # where nobody imported torch, nothing is a tensor
+    torch = sys.modules.get("torch")  # a process that has not imported torch has no tensors
     return torch is not None and isinstance(value, torch.Tensor)
 
 
@@ -99,7 +99,7 @@ def _of_torch(name: str, value: Any) -> Output:
     datatype = datatype_of_torch(value.dtype)
     if datatype is None:
         raise _unsupported(name, str(value.dtype))
-    tensor = value.detach().cpu().resolve_neg()  # numpy has no view that is negative
+    tensor = value.detach().cpu().resolve_neg()  # numpy can't read torch's lazy negation
     return Output(name, datatype, tuple(tensor.shape), tensor if datatype is BF16 else tensor.numpy())
 
 
@@ -118,7 +118,7 @@ def _of_objects(name: str, elements: Sequence[object], shape: tuple[int, ...]) -
 def _of_list(name: str, value: Sequence[Any], wanted: Datatype | None) -> Output:
     try:
         array = np.array(value)
-    except (ValueError, OverflowError):  # ragged, or of things that are no numbers
+    except (ValueError, OverflowError):  # ragged nesting, or an integer too large
         return _of_objects(name, [_json_text(value)], (1,))
     if array.dtype.kind in "biuf":
         return _of_array(name, _as_wanted(array, wanted))
@@ -129,7 +129,7 @@ def _of_list(name: str, value: Sequence[Any], wanted: Datatype | None) -> Output
 
 
 def _as_wanted(array: Array, wanted: Datatype | None) -> Array:
-    """The array in the wanted datatype; as it is, where that could not hold its values."""
+    """Cast an array to the wanted datatype, or return it unchanged if that can't hold its values."""
     dtype = wanted.numpy if wanted is not None else None
     if dtype is None or not np.can_cast(array.dtype, dtype, "same_kind"):
         return array
@@ -141,7 +141,7 @@ def _as_wanted(array: Array, wanted: Datatype | None) -> Array:
 
 
 def _texts(value: Sequence[Any], shape: tuple[int, ...]) -> list[Any] | None:
-    """The items of nested lists, if all are texts or bytes; None when they are not."""
+    """Return the items of nested lists if all are texts or bytes, else None."""
     flat = list(value)
     for _ in shape[1:]:
         if not all(isinstance(item, (list, tuple)) for item in flat):

@@ -1,10 +1,10 @@
-"""What clients of `/predictions` and of the Open Inference Protocol send, as the inputs of one example.
+"""Parses a row, from `/predictions` or the Open Inference Protocol, into the inputs of one example.
 
-A row holds one value for each input by its name (multipart fields, tensors), or everything in one body:
+A row holds one value for each input by its name (multipart fields, tensors), or all inputs in one body:
 
-* JSON: `{"input": [...]}`, a bare nested list where the model has one input, `{"inputs": [row, ...]}` (or
-  `instances`, as KServe v1 has it) where each row is a list, or an object with one list for each input;
-* a `.npy` file, or raw little-endian bytes of exactly the size of the shape, where the model has one input.
+* JSON: `{"input": [...]}`, a bare nested list if the model has one input, `{"inputs": [row, ...]}` (or
+  `instances`, as in KServe v1) where each row is a list, or an object with one list for each input;
+* a `.npy` file, or raw little-endian bytes of exactly the size of the shape, if the model has one input.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _MAX_DEPTH = 64  # of lists in lists: torch has no more dimensions
 
 
 class Example(NamedTuple):
-    """The inputs of one request, in the signature's order, not checked yet.
+    """The inputs of one request, in the signature's order, not validated yet.
 
-    A value is nested lists, a numpy array or a torch tensor. `single` says that the batch dimension is not
-    there, so the answer is to have none either. `instances` asks for an answer in KServe's v1 form.
+    A value is nested lists, a numpy array or a torch tensor. With `single` the values have no batch
+    dimension, and the answer has none either. `instances` asks for an answer in the KServe v1 format.
     """
 
     values: tuple[Any, ...]
@@ -52,17 +52,17 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What rows are held against: a signature, with what follows from it worked out once."""
+    """A signature with derived values that are computed once, for parsing rows."""
 
     specs: tuple[TensorSpec, ...]  # of the inputs
     batched: bool
     names: tuple[str, ...]
     ranks: tuple[int, ...]
-    single_ranks: tuple[int, ...] | None  # without the batch dimension; None: there is none to leave out
+    single_ranks: tuple[int, ...] | None  # without the batch dimension; None: the model has none
 
 
 def layout_of(signature: Signature) -> Layout:
-    """The layout of a signature's inputs."""
+    """Return the layout of a signature's inputs."""
     ranks = tuple(len(spec.shape) for spec in signature.inputs)
     single = tuple(rank - 1 for rank in ranks) if signature.batched else None
     names = tuple(spec.name for spec in signature.inputs)
@@ -70,15 +70,15 @@ def layout_of(signature: Signature) -> Layout:
 
 
 def example_of(row: Mapping[str, Any], layout: Layout, content_type: str) -> Example:
-    """The example of one row.
+    """Return the example in one row.
 
     Args:
-        row: as the executor decoded it.
-        layout: of the model.
-        content_type: of the row's `body`, when it has one.
+        row: the row as the executor decoded it.
+        layout: the layout of the model's inputs.
+        content_type: the content type of the row's `body`, if it has one.
 
     Raises:
-        TensorError: it holds no example for this model; the text names the field.
+        TensorError: the row holds no example for this model; the text names the field.
     """
     if layout.names[0] in row and all(name in row for name in layout.names):
         return _example([_value(row[spec.name], spec, "") for spec in layout.specs], layout)
@@ -91,10 +91,11 @@ def example_of(row: Mapping[str, Any], layout: Layout, content_type: str) -> Exa
 
 
 def tensors_of(example: Example, layout: Layout) -> list[Any]:
-    """The inputs as numpy arrays (BF16: torch tensors), checked, with the batch dimension.
+    """Return the validated inputs with the batch dimension, as numpy arrays (BF16: torch tensors).
 
     Raises:
-        TensorError: one has another datatype, shape or number of rows than the signature wants.
+        TensorError: the datatype or shape of an input does not match the signature, or the inputs have
+            different numbers of rows.
     """
     tensors = [
         _tensor(value, spec, example.single) for value, spec in zip(example.values, layout.specs, strict=True)
@@ -157,7 +158,7 @@ def _rank(value: Any) -> int:
 
 
 def _value(value: Any, spec: TensorSpec, content_type: str) -> Any:
-    """A value that came as bytes or text as an array or as parsed JSON; others as they are."""
+    """Parse bytes or text into an array or JSON; other values are returned unchanged."""
     if isinstance(value, str):
         return _parsed(value.encode(), spec.name)
     if not isinstance(value, (bytes, bytearray)):
@@ -171,7 +172,7 @@ def _value(value: Any, spec: TensorSpec, content_type: str) -> Any:
     try:
         return _parsed(bytes(value), spec.name)
     except TensorError:
-        with contextlib.suppress(TensorError):  # a first number may look like a bracket
+        with contextlib.suppress(TensorError):  # the first raw byte may equal a bracket
             return _of_raw(value, spec)
         raise
 
@@ -184,7 +185,7 @@ def _parsed(text: bytes, field: str) -> Any:
 
 
 def _of_raw(value: bytes | bytearray, spec: TensorSpec) -> Any:
-    """Raw bytes; the batch dimension, where there is one, is as long as they say."""
+    """Return raw bytes as a tensor; the batch size follows from the number of bytes."""
     datatype = DATATYPES[spec.datatype]
     inner = spec.shape[1:] if spec.batched else spec.shape
     if ANY in inner:
@@ -213,7 +214,7 @@ def _tensor(value: Any, spec: TensorSpec, single: bool) -> Any:
 
 
 def _cast(value: Any, datatype: Datatype, field: str) -> Any:
-    """An array or a torch tensor in the wanted datatype; floats may come in another precision."""
+    """Return an array or torch tensor in the wanted datatype; numpy floats are cast between precisions."""
     if isinstance(value, np.ndarray):
         found = datatype_of_array(value.dtype)
         if value.dtype.kind == "f" and datatype.numpy is not None and datatype.numpy.kind == "f":
@@ -233,7 +234,7 @@ def _wanted(spec: TensorSpec) -> str:
 
 
 def _shape_of(value: Any) -> list[int]:
-    """The sizes of lists in one another, going by the first items; at most `_MAX_DEPTH`."""
+    """Return the sizes of nested lists, from the first item of each; at most `_MAX_DEPTH`."""
     shape: list[int] = []
     while type(value) is list and len(shape) < _MAX_DEPTH:
         shape.append(len(value))

@@ -1,4 +1,4 @@
-"""What handlers of text share: the vocabulary, and cleaning text up the way it was trained with."""
+"""Shared parts of the text handlers: the vocabulary, tokenization and text clean-up as in training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DROP_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def basic_english_tokens(text: str) -> list[str]:
-    """The words of a text as torchtext's `basic_english` tokenizer splits them.
+    """Split a text into words as torchtext's `basic_english` tokenizer does.
 
     Lower case; `' . , ( ) ! ?` are words of their own, `"` is dropped, `; :` and `<br />` separate.
     """
@@ -32,7 +32,7 @@ def basic_english_tokens(text: str) -> list[str]:
 
 
 def ngrams(tokens: list[str], longest: int) -> Iterator[str]:
-    """The tokens, then all pairs of neighbours joined by a blank, and so on up to `longest` in a row."""
+    """Yield the tokens, then all n-grams of 2 to `longest` neighbours, joined by a blank."""
     yield from tokens
     for size in range(2, longest + 1):
         for start in range(len(tokens) - size + 1):
@@ -40,7 +40,7 @@ def ngrams(tokens: list[str], longest: int) -> Iterator[str]:
 
 
 class TextHandler(BaseHandler):
-    """Base of handlers of text; `source_vocab` maps a token to its index. Not usable alone."""
+    """Base class of the text handlers; `source_vocab` maps a token to its index. Not usable alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class TextHandler(BaseHandler):
         """Load the model and the vocabulary.
 
         Raises:
-            RuntimeError: the archive has no vocabulary, or it is no plain mapping.
+            RuntimeError: the archive has no vocabulary, or it is not a plain mapping.
         """
         super().initialize(context)
         self.initialized = False
@@ -61,10 +61,10 @@ class TextHandler(BaseHandler):
         self.initialized = True
 
     def get_source_vocab_path(self, ctx: Context) -> str:
-        """Where the vocabulary is: `source_vocab.pt`, or the manifest's `sourceVocab`.
+        """Return the path of the vocabulary: the manifest's `sourceVocab`, or `source_vocab.pt`.
 
         Raises:
-            RuntimeError: the archive holds neither.
+            RuntimeError: the archive does not hold that file.
         """
         named = ((ctx.manifest or {}).get("model") or {}).get("sourceVocab") or "source_vocab.pt"
         path = Path(ctx.system_properties["model_dir"], Path(named).name)
@@ -93,11 +93,11 @@ class TextHandler(BaseHandler):
         return self.tokenizer(text)
 
     def get_word_token(self, input_tokens: Iterable[str]) -> list[str]:
-        """The tokens without the mark that byte-pair tokenisers put for a blank."""
+        """Return the tokens without the mark by which byte-pair tokenizers encode a blank."""
         return [token.replace("\u0120", "") for token in input_tokens]
 
     def summarize_attributions(self, attributions: torch.Tensor) -> torch.Tensor:
-        """Attributions [tokens, size] as shares of each token, scaled by the norm of the tokens' sums."""
+        """Return the softmax of attributions [tokens, size], divided by the norm of its sums per token."""
         shares = torch.softmax(attributions, dim=0 if attributions.ndim in (0, 1, 3) else 1)
         summary: torch.Tensor = shares / torch.norm(shares.sum(dim=-1))
         return summary
@@ -119,7 +119,7 @@ def _load_vocabulary(path: Path) -> Mapping[str, int]:
 
 
 class _WithUnknown(dict[str, int]):
-    """A vocabulary whose words that it does not have stand where `<unk>` does."""
+    """A vocabulary that gives the index of `<unk>` for unknown words."""
 
     def __missing__(self, token: str) -> int:
         return self[UNKNOWN]

@@ -1,4 +1,4 @@
-"""Names what a text is about."""
+"""The built-in handler for text classification."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from torchere.handlers.timer import timed
 class TextClassifier(TextHandler):
     """Answers a text with the probability of every class, `{name: probability}`, in class order.
 
-    The model is called with (token indices [n], offsets [1]), as `torch.nn.EmbeddingBag` takes them, and
-    gives scores [1, classes] before softmax. Only the first request of a batch is read, so the model needs
-    batchSize 1.
+    The model takes (token indices [n], offsets [1]), like `torch.nn.EmbeddingBag`, and returns scores
+    [1, classes] before softmax. Only the first request of a batch is read, so the model needs batchSize 1.
     """
 
     ngrams = 2
@@ -33,7 +32,7 @@ class TextClassifier(TextHandler):
 
         Raises:
             PredictionException: 400, the request has no text, or it is not UTF-8.
-            KeyError: a word is not in a vocabulary that is a plain dict.
+            KeyError: a word is unknown, and the vocabulary has no `<unk>`.
         """
         text = _text_of(data[0])
         text = self._expand_contractions(self._remove_html_tags(text).lower())
@@ -51,7 +50,7 @@ class TextClassifier(TextHandler):
 
     @timed
     def postprocess(self, data: Any) -> Any:
-        """Softmax, and the names of the classes."""
+        """Apply softmax and map class indices to names."""
         return map_class_to_label(torch.softmax(data, dim=1).tolist(), self.mapping)
 
 

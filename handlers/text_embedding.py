@@ -1,4 +1,4 @@
-"""Turns texts into vectors that lie close together where the texts mean alike."""
+"""The built-in handler for text embeddings: vectors that are close if the texts have similar meanings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ POOLINGS = ("mean", "first")
 _DEFAULTS: dict[str, Any] = {
     "pooling": "mean",
     "normalize": True,
-    "max_tokens": 0,  # 0: what tokenizer.json says
+    "max_tokens": 0,  # 0: the limit of tokenizer.json
     "max_texts": 256,  # of one request
     "max_characters": 100_000,  # of one text
     "texts_per_run": 32,  # through the model together
@@ -42,26 +42,26 @@ _ROLES = {  # names of inputs, by convention
 
 
 class Texts(NamedTuple):
-    """The texts of one request; `single`: it was one and no list."""
+    """The tokenized texts of one request; `single`: the request has one text, not a list."""
 
     tokens: list[Tokens]
     single: bool
 
 
 class Batch(NamedTuple):
-    """A batch between two stages: `requests[i]` is request i, or what is wrong with it."""
+    """A batch between two stages: `requests[i]` has the texts of request i, or its error."""
 
     requests: list[Texts | PredictionException]
-    embeddings: torch.Tensor  # float32 [texts of all requests, size], on the CPU; in the first stage empty
+    embeddings: torch.Tensor  # float32 [texts of all requests, size], on the CPU; empty before inference
 
 
 class TextEmbedding(BaseHandler):
-    """Answers a text with its embedding, a list of numbers, and a list of texts with a list of those.
+    """Answers a text with its embedding, a list of numbers; a list of texts with a list of embeddings.
 
-    The model takes (ids, mask), int64 [texts, tokens], or the inputs that `signature.json` names, among
-    them `token_type_ids`. Its first result is [texts, tokens, size], of which the mean over the tokens of a
-    text is taken and brought to length one; or [texts, size], which is only brought to length one. The
-    archive has the tokenizer in `tokenizer.json`.
+    The model takes (ids, mask), int64 [texts, tokens], or the inputs that `signature.json` names, which may
+    include `token_type_ids`. Its first result is [texts, tokens, size], which is pooled over the tokens (by
+    default the mean) and normalized to length one, or [texts, size], which is only normalized. The archive
+    has the tokenizer in `tokenizer.json`.
 
     Requests: plain text as the body or as the field `text`, or JSON: `{"text": "..."}`, `{"text": [...]}`.
     The Open Inference Protocol: input `text` (BYTES [texts]), output `embedding` (FP32 [texts, size]).
@@ -83,7 +83,7 @@ class TextEmbedding(BaseHandler):
 
         Raises:
             RuntimeError: the package `tokenizers` or the tokenizer is missing, or the signature has inputs
-                that are none of a text encoder; or the weights can't be loaded.
+                that a text encoder does not have; or the weights can't be loaded.
             ValueError: a value under `handler.text_embedding` is wrong.
         """
         self.settings = _checked(settings_of(context.model_yaml_config, "text_embedding", _DEFAULTS))
@@ -96,17 +96,17 @@ class TextEmbedding(BaseHandler):
         self.tokens = self._shared(("tokens", str(path)), lambda: TextTokens(path, max_tokens))
 
     def warmup_data(self) -> list[dict[str, object]] | None:
-        """A word and a sentence."""
+        """Return two example rows: a word and a sentence."""
         return [{"body": "warm"}, {"body": "A few more words, so that there is something to pad."}]
 
     @timed
     def preprocess(self, data: Any) -> Any:
-        """The tokens of each request."""
+        """Tokenize the texts of each request."""
         return Batch(read_each(data, self._texts), torch.empty(0))
 
     def _texts(self, row: Any) -> Texts:
         value = _text_field(row)
-        if isinstance(value, np.ndarray):  # of the Open Inference Protocol
+        if isinstance(value, np.ndarray):  # an Open Inference Protocol tensor
             value = value.ravel().tolist()
         single = not isinstance(value, list)
         items = [value] if single else value
@@ -129,7 +129,7 @@ class TextEmbedding(BaseHandler):
 
     @timed
     def inference(self, data: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the texts of all requests through the model, those of like length together."""
+        """Run the texts of all requests through the model, texts of similar length together."""
         tokens = [one for texts in data.requests if isinstance(texts, Texts) for one in texts.tokens]
         if not tokens:
             return data
@@ -163,11 +163,11 @@ class TextEmbedding(BaseHandler):
         if self.settings["pooling"] == "first":
             return states[:, 0]
         kept = mask[:, :, None].float()
-        return (states * kept).sum(1) / kept.sum(1).clamp(min=1)  # a tokenizer may find no token at all
+        return (states * kept).sum(1) / kept.sum(1).clamp(min=1)  # a text may have no tokens
 
     @timed
     def postprocess(self, data: Any) -> Any:
-        """The embeddings of each request."""
+        """Return the embeddings of each request."""
         answers: list[Any] = []
         start = 0
         for place, texts in enumerate(data.requests):

@@ -1,7 +1,7 @@
-"""The text of a batch while a language model generates it, for `transformers`' `generate(streamer=...)`.
+"""Streams the texts of a batch during generation, for `generate(streamer=...)` of `transformers`.
 
-`generate` runs in a thread and puts tokens in; the handler takes texts out and sends them on. Nothing here
-needs `transformers`: a tokenizer is whatever has `decode(token_ids, **options)`.
+`generate` runs in a thread and puts tokens in; the handler takes texts out and sends them. This module does
+not need `transformers`: a tokenizer is any object with `decode(token_ids, **options)`.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ import queue
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
-_UNFINISHED = "�"  # what decoders write for a character whose last bytes are still to come
-# Written without blanks between words: Hiragana to Hangul, CJK ideographs, their compatibility forms.
+_UNFINISHED = "�"  # decoders give it for a character whose last bytes have not arrived
+# Scripts without blanks between words: Hiragana to Hangul, CJK ideographs, their compatibility forms.
 _WITHOUT_BLANKS = ((0x3040, 0x30FF), (0x3400, 0x9FFF), (0xAC00, 0xD7A3), (0xF900, 0xFAFF), (0x20000, 0x323AF))
 
 
 class Tokenizer(Protocol):
-    """What is needed of a tokenizer."""
+    """The interface of a tokenizer."""
 
     def decode(self, token_ids: Any, **options: Any) -> str:
-        """The text of these tokens."""
+        """Return the text of these tokens."""
 
 
 class TextIteratorStreamerBatch:
-    """Takes tokens from `generate`, and gives lists of new texts, `{"text": ...}` for each row of the batch.
+    """Takes tokens from `generate` and yields lists of new texts, `{"text": ...}` for each row.
 
-    A text ends at the end of a word, so that no character or word is cut; it may be "". One may serve one
-    batch after the other: `end` ends the loop over it, and the next `put` begins anew. One thread puts, one
-    thread iterates. When `generate` raises, nobody tells the reader: set `timeout`, or call `end` from the
-    thread's `finally`.
+    A text ends at the end of a word, so that no character or word is cut; it may be "". One streamer can
+    serve several batches in turn: `end` ends the iteration, and the next `put` begins a new one. One thread
+    puts, one thread iterates. If `generate` raises, the iterating thread is not notified: set `timeout`, or
+    call `end` in a `finally` of the generating thread.
 
     Example:
         streamer = TextIteratorStreamerBatch(self.tokenizer, batch_size=len(data), skip_special_tokens=True)
@@ -45,7 +45,7 @@ class TextIteratorStreamerBatch:
         batch_size: rows of every `put`.
         skip_prompt: leave out the first `put`, with which `generate` begins.
         timeout: seconds to wait for the next texts; None waits for ever.
-        decode_kwargs: go to `tokenizer.decode`.
+        decode_kwargs: passed to `tokenizer.decode`.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class TextIteratorStreamerBatch:
         """Take the next tokens: a tensor `[batch]`, or `[batch, tokens]` as for the prompt.
 
         Raises:
-            ValueError: it has another number of rows.
+            ValueError: the number of rows is not `batch_size`.
         """
         rows = value.tolist()
         if not isinstance(rows, list) or len(rows) != self.batch_size:
@@ -78,7 +78,7 @@ class TextIteratorStreamerBatch:
         self._texts.put([{"text": row.feed(new)} for row, new in zip(self._rows, tokens, strict=True)])
 
     def end(self) -> None:
-        """There are no more tokens of this batch; what was held back goes out."""
+        """End the batch: emit the text that was held back, and end the iteration."""
         self._skips_next = self._skip_prompt
         self._texts.put([{"text": row.rest()} for row in self._rows])
         self._texts.put(None)
@@ -87,10 +87,10 @@ class TextIteratorStreamerBatch:
         return self
 
     def __next__(self) -> list[dict[str, str]]:
-        """The next text of each row.
+        """Return the next text of each row.
 
         Raises:
-            queue.Empty: there was none for `timeout` seconds.
+            queue.Empty: no text arrived for `timeout` seconds.
         """
         texts = self._texts.get(timeout=self.timeout)
         if texts is None:
@@ -99,7 +99,7 @@ class TextIteratorStreamerBatch:
 
 
 class _Row:
-    """One row: the tokens of the present line, and how much of their text went out."""
+    """One row of the batch: the tokens of the current line, and the length of text already emitted."""
 
     def __init__(self, tokenizer: Tokenizer, options: dict[str, Any]) -> None:
         self._tokenizer = tokenizer
@@ -108,10 +108,10 @@ class _Row:
         self._sent = 0
 
     def feed(self, tokens: Iterable[int]) -> str:
-        """The text that these tokens complete."""
+        """Add tokens and return the text that they complete."""
         self._tokens += tokens
         text = self._tokenizer.decode(self._tokens, **self._options)
-        if text.endswith("\n"):  # a new line begins afresh, so that decoding stays cheap
+        if text.endswith("\n"):  # drop the tokens of a finished line: decoding only one line stays cheap
             return self._flush(text)
         end = _end_of_last_word(text)
         new = text[self._sent : end]
@@ -119,7 +119,7 @@ class _Row:
         return new
 
     def rest(self) -> str:
-        """The text that was held back."""
+        """Return the text that was held back."""
         return self._flush(self._tokenizer.decode(self._tokens, **self._options)) if self._tokens else ""
 
     def _flush(self, text: str) -> str:
@@ -129,7 +129,7 @@ class _Row:
 
 
 def _end_of_last_word(text: str) -> int:
-    """How much of the text can't change any more by further tokens."""
+    """Return the length of the text that further tokens can't change."""
     if text and any(low <= ord(text[-1]) <= high for low, high in _WITHOUT_BLANKS):
         return len(text)
     return text.rstrip(_UNFINISHED).rfind(" ") + 1

@@ -1,4 +1,4 @@
-"""Texts to the numbers of their tokens, by an archive's `tokenizer.json` and the package `tokenizers`."""
+"""Converts texts to token ids with an archive's `tokenizer.json` and the package `tokenizers`."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from typing import Any, NamedTuple
 import torch
 
 TOKENIZER_NAME = "tokenizer.json"
-_MAX_TOKENS = 512  # where neither the operator nor the tokenizer's file says how many; BERT's positions
+_MAX_TOKENS = 512  # default if neither the operator nor the tokenizer's file sets one: BERT's positions
 
 
 class Tokens(NamedTuple):
-    """One text: the numbers of its tokens, and which sentence each belongs to."""
+    """One text: the ids of its tokens, and their token type ids."""
 
     ids: list[int]
     types: list[int]
 
 
 class TextTokens:
-    """Splits texts into tokens, and puts several together. Thread-safe.
+    """Tokenizes texts and pads several to one length. Thread-safe.
 
     Args:
         path: the tokenizer's file.
-        max_tokens: longer texts are cut off; None is what the file says.
+        max_tokens: longer texts are truncated; None: the limit in the file.
 
     Raises:
-        RuntimeError: the package is not installed, or the file is missing or no tokenizer.
+        RuntimeError: the package is not installed, or the file is missing or not a tokenizer.
     """
 
     def __init__(self, path: Path, max_tokens: int | None) -> None:
@@ -37,18 +37,18 @@ class TextTokens:
         padding, truncation = self._tokenizer.padding or {}, self._tokenizer.truncation or {}
         self.max_tokens: int = max_tokens or truncation.get("max_length") or _MAX_TOKENS
         self._pad_id: int = padding.get("pad_id", 0)
-        # Padded here, to the longest text that goes through the model, and not to a length of the file's.
+        # `padded` pads to the longest text of a run instead of the length set in the file.
         self._tokenizer.no_padding()
         self._tokenizer.enable_truncation(self.max_tokens)
 
     def of(self, text: str) -> Tokens:
-        """The tokens of one text, with those that the model wants at its ends."""
-        # One by one: for several at once the package starts threads, as many as the machine has cores.
+        """Tokenize one text, with the special tokens that the model expects at its ends."""
+        # One text at a time: for a batch of texts the package starts a thread for each core.
         found = self._tokenizer.encode(text)
         return Tokens(found.ids, found.type_ids)
 
     def padded(self, texts: Sequence[Tokens]) -> dict[str, torch.Tensor]:
-        """`ids`, `mask` (1 where there is a token) and `types`, each int64 [texts, tokens of the longest]."""
+        """Return `ids`, `mask` (1 for a token) and `types`, each int64 [texts, length of the longest]."""
         shape = (len(texts), max(len(text.ids) for text in texts))
         ids, mask, types = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
         ids.fill_(self._pad_id)

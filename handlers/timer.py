@@ -1,4 +1,4 @@
-"""`timed`: report how long a stage of a handler takes."""
+"""The decorator `timed`, which reports the wall time of a handler stage."""
 
 from __future__ import annotations
 

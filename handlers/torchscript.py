@@ -1,4 +1,4 @@
-"""The one place that loads TorchScript; on a CPU its weights stay in the file (`torchscript_mapped.py`)."""
+"""Loads TorchScript for all handlers; on a CPU the weights are mapped (`torchscript_mapped.py`)."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from torchere.handlers.torchscript_mapped import load_mapped
 logger = logging.getLogger(__name__)
 
 # Guards `torch.backends.quantized.engine`, which is process-wide and decides how packed int8 weights are
-# rebuilt while a module loads. Every load takes it: one without a wish must not see another's.
+# rebuilt while a module loads. Every load takes the lock, so that none sees the engine of another load.
 _LOAD_LOCK = threading.Lock()
 _AS_IT_IS = TorchScriptOptions()
-# A worker process has these to itself, while the weights in the file are there once for all of them.
+# Each worker process has its own packed weights, but all share the mapped weights of the file.
 _MOST_PACKED_BYTES_OF_A_WORKER = 64 * 2**20
 _most_packed_bytes: int | None = None  # None: all; set once, before anything is loaded
 
 
 def spare_memory() -> None:
-    """Optimise no more than 64 MiB of linear layers from now on: this process is one of a model's workers."""
-    global _most_packed_bytes  # noqa: PLW0603  # what a process is for is the process's
+    """Limit optimised linear layers to 64 MiB in this process, one of several workers of a model."""
+    global _most_packed_bytes  # noqa: PLW0603  # the role of a process is process-wide
     _most_packed_bytes = _MOST_PACKED_BYTES_OF_A_WORKER
 
 
@@ -37,18 +37,17 @@ def load_torchscript(
 ) -> torch.jit.ScriptModule:
     """Load a module saved with `torch.jit.save`, in eval mode, its parameters without gradients.
 
-    Thread-safe; loads in one process run one after the other. The module may be called from several threads
-    at once.
+    Thread-safe; loads in one process run one after the other. Several threads may call the module at once.
 
     Args:
         path: the file.
-        device: where its parameters go.
-        options: what its archive says about it. It is optimised on a CPU only, and served as it is where that
-            fails.
+        device: the device of the parameters.
+        options: the archive's TorchScript options. The module is optimised on a CPU only, and is served
+            unoptimised if that fails.
 
     Raises:
-        ValueError: this build of torch has no engine of that name for int8.
-        RuntimeError: the file is not TorchScript, or does not load, or its code would read or write files.
+        ValueError: this build of torch has no int8 engine of the name in `options`.
+        RuntimeError: the file is not TorchScript, does not load, or its code could read or write files.
     """
     _refuse_file_access(path)
     with _LOAD_LOCK, _engine(options.quantized_engine):
@@ -58,12 +57,12 @@ def load_torchscript(
                 return optimized(module, _most_packed_bytes)
             except RuntimeError as err:
                 logger.warning("%s is served as it is, for it can't be optimised: %s", path, err)
-                module = _in_eval_mode(_load(path, device))  # again: what failed may have changed it
+                module = _in_eval_mode(_load(path, device))  # the failed attempt may have changed it
     return module
 
 
 def _refuse_file_access(path: str) -> None:
-    """Its code runs already while it is loaded, and TorchScript has operators for any file."""
+    """Reject code with file operators, since TorchScript runs some of its code while it is loaded."""
     try:
         with open(path, "rb") as file:
             check_script(file, os.path.getsize(path))
@@ -78,8 +77,8 @@ def _refuse_file_access(path: str) -> None:
 
 def _in_eval_mode(module: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
     for parameter in module.parameters():
-        # Else TorchScript plans for gradients when a handler calls it outside inference mode, and the next
-        # call inside fails: "Inference tensors cannot be saved for backward".
+        # Otherwise TorchScript plans for gradients when a handler calls it outside inference mode, and the
+        # next call in inference mode fails: "Inference tensors cannot be saved for backward".
         parameter.requires_grad_(False)
     if getattr(module, "training", False):  # frozen modules have no such attribute
         module.eval()

@@ -1,13 +1,13 @@
-"""TorchScript whose weights stay where they are: in the file, mapped into memory.
+"""Loads TorchScript with its weights memory-mapped from the file.
 
 `torch.jit.load` copies every weight to the heap with the GIL held: a third of a second for 400 MB, once for
-each process. Here the pages of the file are the weights. They are read when they are first used, every
-process that maps the file shares them, and writing to them copies the page written to.
+each process. Here the pages of the file are the weights. They are read at first use, all processes that map
+the file share them, and a write copies the page written to.
 
-torch has this for `torch.load(mmap=True)` only. What makes it work is the door by which `torch.package` loads
-TorchScript: it takes storages that are there already. It wants other names in the zip, so that what is no
-weight (code and two small pickles) is repacked under those names, in memory. The functions behind it are
-private: whatever is unusual about a file or a torch is left to `torch.jit.load`.
+torch itself can map weights with `torch.load(mmap=True)` only. This module uses the internal function by
+which `torch.package` loads TorchScript, because it accepts existing storages. It expects other names in the
+zip, so the rest of the file (code and two small pickles) is repacked in memory under those names. The
+functions used are private to torch: `torch.jit.load` handles any unusual file or torch version.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _ALIGNMENT = 64  # of tensors in memory, as torch allocates and writes them
 
 
 def load_mapped(path: str) -> torch.jit.ScriptModule | None:
-    """Load a TorchScript file onto the CPU, its weights mapped; None when it is to be loaded in another way.
+    """Load a TorchScript file onto the CPU with mapped weights; None if it can't be, or is too small.
 
-    The file must not be cut short while the module lives, as with everything that is mapped. Where versions
-    share their weights, theirs is the file that is mapped.
+    The file must not be truncated while the module lives. If versions share their weights, the shared file is
+    mapped.
     """
     path = file_to_map(path)
     if os.path.getsize(path) < WORTH_MAPPING_BYTES:
@@ -52,13 +52,13 @@ def load_mapped(path: str) -> torch.jit.ScriptModule | None:
                 return None
             small = _repacked(archive)
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)  # all of it
-    except (*DAMAGED, Malformed, AttributeError):  # no zip; or a system without fadvise
+    except (*DAMAGED, Malformed, AttributeError):  # not a zip, or a system without fadvise
         return None
     try:
-        # Private to us: written pages are copied.
+        # False: a private mapping, so that written pages are copied.
         whole: Any = torch.UntypedStorage.from_file(path, False, os.path.getsize(path))
         return _imported(small, whole, weights)
-    except (RuntimeError, TypeError, AttributeError) as err:  # torch.jit.load can do it, or says why not
+    except (RuntimeError, TypeError, AttributeError) as err:  # the caller's torch.jit.load loads it or raises
         logger.info("%s is not mapped: %s", path, err)
         return None
 
@@ -80,7 +80,7 @@ def _imported(small: io.BytesIO, file: Any, weights: dict[str, tuple[int, int]])
 
 
 def _is_ordinary(archive: zipfile.ZipFile) -> bool:
-    """Whether it is TorchScript as every torch since 1.6 writes it, for this machine's byte order."""
+    """Whether the file has the layout that torch writes since 1.6, and this machine's byte order."""
     records = {_record(name): name for name in archive.namelist()}
     order = archive.read(records["byteorder"]).decode() if "byteorder" in records else "little"
     return (
@@ -91,10 +91,10 @@ def _is_ordinary(archive: zipfile.ZipFile) -> bool:
 
 
 def _weights(archive: zipfile.ZipFile, file: BinaryIO) -> dict[str, tuple[int, int]] | None:
-    """Where each tensor's bytes are: key -> (offset, size); None when they can't be mapped.
+    """Return the (offset, size) in bytes of each tensor by its key, or None if they can't be mapped.
 
-    Keys count from 0 in each of the two folders, and the package's door knows one folder: a file with tensors
-    in both is left alone.
+    Keys count from 0 in each of the two folders, but the loader of `torch.package` has one folder, so a file
+    with tensors in both is not mapped.
     """
     found: dict[str, tuple[int, int]] = {}
     folders = set()
@@ -111,7 +111,7 @@ def _weights(archive: zipfile.ZipFile, file: BinaryIO) -> dict[str, tuple[int, i
 
 
 def _repacked(archive: zipfile.ZipFile) -> io.BytesIO:
-    """Everything but the weights, under the names that a package has."""
+    """Return a zip of everything but the weights, under the names of `torch.package`."""
     small = io.BytesIO()
     with zipfile.ZipFile(small, "w") as out:
         for entry in archive.infolist():
@@ -129,7 +129,7 @@ def _repacked(archive: zipfile.ZipFile) -> io.BytesIO:
 
 
 def _record(name: str) -> str:
-    """The name of an entry without the file's own folder."""
+    """Return the name of an entry without the top folder of the zip."""
     return name.partition("/")[2]
 
 

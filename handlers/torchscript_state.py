@@ -1,7 +1,7 @@
-"""Whether a TorchScript module changes itself while it answers: told from its code, before it runs.
+"""Detects TorchScript modules that change their own state in `forward`, by static analysis.
 
-Such a module (it counts, caches, or computes in a buffer of its own) answers wrongly when several threads run
-it at once. TorchServe gives each worker its own, so that it works there.
+Such a module (it counts, caches, or computes in its own buffer) gives wrong results if several threads run it
+at once. In TorchServe it works, because each worker has its own copy.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-# What is the module's own in the graph of `forward`, once the methods it calls are part of it.
+# The nodes for the module's own state in the graph of `forward`, with the methods it calls inlined.
 _ITS_OWN = ("prim::GetAttr", "prim::Constant")
-_CHANGES = ("prim::SetAttr", "prim::CallMethod")  # a method that can't be looked into may do anything
+_CHANGES = ("prim::SetAttr", "prim::CallMethod")  # a method that can't be inlined may do anything
 
 
 def changes_itself(module: torch.jit.ScriptModule) -> bool:
     """Whether `forward` of a module in eval mode may write to the module's tensors, lists or attributes.
 
-    torch's own analysis of aliases says it, which is careful: true may be wrong, false is not.
+    The answer is from torch's alias analysis, which is conservative: True may be wrong, False is not.
     """
     graph: Any = module.inlined_graph  # a copy
     _take_as_not_training(graph)
@@ -30,7 +30,7 @@ def changes_itself(module: torch.jit.ScriptModule) -> bool:
 
 
 def _take_as_not_training(graph: Any) -> None:
-    """Leave out what is for training only: batch normalisation would count its batches."""
+    """Remove the code for training only, such as the batch counter of batch normalisation."""
     passes: Any = torch._C
     graph.setInsertPoint(next(graph.nodes(), graph.return_node()))
     false = graph.insertConstant(False)
@@ -42,5 +42,5 @@ def _take_as_not_training(graph: Any) -> None:
 
 
 def _can_change(value: Any) -> bool:
-    """Modules and numbers are not asked for: an attribute of theirs is, itself."""
+    """Whether a value can be written to: not a module, whose attributes are checked, nor a scalar or text."""
     return not str(value.type()).startswith(("__torch__.", "int", "float", "bool", "str", "NoneType"))

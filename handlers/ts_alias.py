@@ -1,7 +1,7 @@
-"""`import ts...` without TorchServe: its module paths lead to our classes.
+"""Resolves `import ts...` to torchere's classes, without TorchServe.
 
-Handlers written for TorchServe import from `ts`. After `install()` those imports give what the table below
-says. Names that we do not ship raise an ImportError that says so, instead of "No module named".
+Handlers written for TorchServe import from `ts`. After `install()` those imports resolve as in the table
+`ALIASES`. Modules in `NOT_SHIPPED` raise an ImportError with the reason, instead of "No module named".
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from types import ModuleType
 
 _HANDLERS = "torchere.handlers."
 
-# Module path under `ts` -> where its names come from: "module" (all its public names), "module:Name", or
-# "module:Name=Alias". An empty tuple is a package that only holds others.
+# Module path under `ts` -> the source of its names: "module" (all its public names), "module:Name", or
+# "module:Name=Alias". An empty tuple is a package that only holds other modules.
 ALIASES: dict[str, tuple[str, ...]] = {
     "ts": ("version:__version__",),
     "ts.version": ("version:__version__",),
@@ -74,7 +74,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     ),
 }
 
-# Module path under `ts` -> why it is not here, and what to do instead.
+# Module path under `ts` -> why torchere does not have it, and the alternative.
 NOT_SHIPPED: dict[str, str] = {
     "ts.torch_handler.dali_handler": "it needs NVIDIA DALI; decode with torchere.handlers.image",
     "ts.torch_handler.dali_image_classifier": "it needs NVIDIA DALI; use image_classifier",
@@ -95,10 +95,10 @@ class _AliasFinder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """A spec for the names of the table; the parameters are the import system's.
+        """Return a spec for a module of the table; the parameters are the import system's.
 
         Raises:
-            ImportError: TorchServe has the module and we have not.
+            ImportError: the module is one of TorchServe's that torchere does not have.
         """
         if fullname in ALIASES:
             is_package = any(name.startswith(fullname + ".") for name in (*ALIASES, *NOT_SHIPPED))
@@ -109,7 +109,7 @@ class _AliasFinder:
 
 
 class _AliasLoader(Loader):
-    """Fills an alias module with the names of ours."""
+    """Fills an alias module with the names of torchere's modules."""
 
     def exec_module(self, module: ModuleType) -> None:
         # `import ts` is enough for `ts.context.Context`: TorchServe's worker has imported that already.
@@ -134,9 +134,9 @@ _finder = _AliasFinder()
 
 
 def install() -> None:
-    """Let `ts` mean our classes from now on, in this process. Idempotent; cheap, as nothing is imported yet.
+    """Make `import ts` resolve to torchere in this process. Idempotent and cheap: imports nothing yet.
 
-    It goes before an installed TorchServe. Modules of one that were imported earlier stay as they are.
+    It takes precedence over an installed TorchServe, but modules already imported stay unchanged.
     """
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)

@@ -1,4 +1,4 @@
-"""What all handlers of pictures share: reading them from requests, and explaining answers."""
+"""Base class of the image handlers: decodes images from requests and explains predictions."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from torchere.handlers.timer import timed
 
 
 class VisionHandler(BaseHandler):
-    """Base of the handlers that take pictures.
+    """Base class of the handlers that take images.
 
-    A subclass chooses `image_processing`, any callable from a PIL image to a float tensor; the images of a
-    batch must come out of it in one size. `handler.image` in model-config.yaml changes the default one
-    (`resize`, `crop`, `mean`, `std`) and the limits (`max_pixels`, `max_bytes`).
+    A subclass sets `image_processing`, any callable from a PIL image to a float tensor; the tensors of a
+    batch must have one size. `handler.image` in model-config.yaml changes the default transform (`resize`,
+    `crop`, `mean`, `std`) and the limits (`max_pixels`, `max_bytes`).
     """
 
     image_processing: Callable[[Image.Image], Any] = ImageTransform()
@@ -45,36 +45,36 @@ class VisionHandler(BaseHandler):
         config = self.image_config()
         limited = bool(context.system_properties.get("limit_max_image_pixels", True))
         if not limited:
-            Image.MAX_IMAGE_PIXELS = None  # Pillow's own guard, process-wide; ours stays for other models
+            Image.MAX_IMAGE_PIXELS = None  # process-wide; `image_limits` guards the other models
         most = {"max_pixels": DEFAULT_MAX_PIXELS if limited else None, "max_bytes": DEFAULT_MAX_BYTES}
         self.image_limits = ImageLimits(**{key: _limit(key, config.get(key, most[key])) for key in most})
         if isinstance(self.image_processing, ImageTransform):
             self.image_processing = self.image_processing.replaced_by(config)
 
     def image_config(self) -> dict[str, Any]:
-        """The block `handler.image` of model-config.yaml; empty when there is none."""
+        """Return the block `handler.image` of model-config.yaml, or an empty dict."""
         handler = self.model_yaml_config.get("handler")
         image = handler.get("image") if isinstance(handler, dict) else None
         return image if isinstance(image, dict) else {}
 
     @timed
     def preprocess(self, data: Any) -> Any:
-        """Stack the pictures of a batch.
+        """Stack the images of a batch.
 
         Each row has under `data` or `body` the bytes of an image file, the same in base64 (`str`), or nested
-        lists of numbers that are the model's input already. Tensors of the Open Inference Protocol may have
-        any name; `image_arrays` says what they may be.
+        lists of numbers in the form of the model's input. Tensors of the Open Inference Protocol may have
+        any name; `image_arrays` describes the accepted shapes and datatypes.
 
         Returns:
             A float tensor on the handler's device, first dimension the batch.
 
         Raises:
-            PredictionException: 400, a row is none of these, or the rows do not go together.
+            PredictionException: 400, a row has no valid image, or the images differ in shape.
         """
         return self.stack([self._tensor(row) for row in data])
 
     def stack(self, images: list[torch.Tensor]) -> Any:
-        """Put the tensors of a batch together."""
+        """Stack the tensors of a batch on the handler's device; raise a 400 error if their shapes differ."""
         shapes = {tuple(image.shape) for image in images}
         if len(shapes) > 1:
             raise PredictionException(
@@ -106,7 +106,7 @@ class VisionHandler(BaseHandler):
 
     @cached_property
     def ig(self) -> Any:
-        """The `IntegratedGradients` of captum, for subclasses that explain.
+        """Return captum's `IntegratedGradients` of the model, for subclasses that explain predictions.
 
         Raises:
             ImportError: captum is not installed.
@@ -114,12 +114,12 @@ class VisionHandler(BaseHandler):
         return importlib.import_module("captum.attr").IntegratedGradients(self.model)
 
     def get_insights(self, tensor_data: torch.Tensor, _: Any, target: Any = 0) -> Any:
-        """What each input element adds to the score of class `target`, as lists shaped like the input."""
+        """Return the attribution of each input element to the score of class `target`, as nested lists."""
         return integrated_gradients(self.model, tensor_data, target).tolist()
 
 
 def _limit(key: str, value: Any) -> Any:
-    # YAML reads 1e8, without a point, as a text.
+    # YAML parses 1e8, without a decimal point, as a string.
     if value is not None and (type(value) not in (int, float) or not value > 0):
         raise ValueError(
             f"handler.image.{key} in model-config.yaml is {value!r}; expected a number above 0, or null"
@@ -129,11 +129,11 @@ def _limit(key: str, value: Any) -> Any:
 
 def _numbers(value: object) -> torch.Tensor:
     try:
-        if isinstance(value, int):  # to torch a size: so many numbers of whatever lies in memory
+        if isinstance(value, int):  # torch takes it as a size, and returns uninitialised memory
             raise TypeError("a number alone is no input")
         return torch.FloatTensor(value)
     except (TypeError, ValueError, RuntimeError, OverflowError) as err:
-        why = f" ({err})" if isinstance(value, list) else ""  # of a list torch says which dimension is wrong
+        why = f" ({err})" if isinstance(value, list) else ""  # for a list, torch names the wrong dimension
         raise PredictionException(
             f"The request has a {type(value).__name__} that is not an image{why}; expected the bytes of "
             "an image file, base64 text, or nested lists of numbers in the shape of the model's input",

@@ -1,4 +1,4 @@
-"""Finds where somebody speaks in a sound."""
+"""The built-in handler for voice activity detection: finds the segments of a sound with speech."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchere.handlers.torchscript import load_torchscript
 from torchere.handlers.wav import RATES_HZ, Sound, decode_wav
 
 STREAM_TYPE = "application/x-ndjson"
-_STEP = {16000: 512, 8000: 256}  # samples that the model takes at once, by samples a second
+_STEP = {16000: 512, 8000: 256}  # samples that the model takes at once, by sample rate in Hz
 _DEFAULTS: dict[str, Any] = {
     "max_seconds": 600.0,  # of one sound
     **{name: getattr(SegmentRules(), name) for name in SegmentRules.__dataclass_fields__},
@@ -31,23 +31,23 @@ _DEFAULTS: dict[str, Any] = {
 
 
 class Heard(NamedTuple):
-    """A batch between two stages: `sounds[i]` is request i, or what is wrong with it."""
+    """A batch between two stages: `sounds[i]` is the sound of request i, or its error."""
 
     sounds: list[Sound | PredictionException]
-    segments: list[list[Segment]]  # of each, found so far
-    streamed: list[bool]  # whether each is sent them one by one
+    segments: list[list[Segment]]  # of each request, found so far
+    streamed: list[bool]  # whether each request gets its segments one by one
 
 
 class VoiceActivity(BaseHandler):
-    """Answers a WAV file with the segments in which somebody speaks.
+    """Answers a WAV file with the segments that contain speech.
 
-    The model is Silero VAD as TorchScript, or one that is called like it: `model(chunk, rate)` with float32
-    [batch, 512] at 16 kHz, [batch, 256] at 8 kHz gives [batch, 1] probabilities and keeps what it has heard
-    until `model.reset_states()`. So every executor has a copy of its own.
+    The model is Silero VAD as TorchScript, or one with its interface: `model(chunk, rate)` takes float32
+    [batch, 512] at 16 kHz or [batch, 256] at 8 kHz, returns probabilities [batch, 1], and keeps state until
+    `model.reset_states()`. So every executor has its own copy.
 
     Requests: the file as the body, or as the field `audio`, `data` or `body`. Answer: `{"segments":
     [{"start_s": 1.2, "end_s": 2.53}, ...], "duration_s": 6.0}`. A client that sends `Accept:
-    application/x-ndjson`, or the field `stream` with `true`, gets each segment when it is over, as a line of
+    application/x-ndjson`, or the field `stream` with `true`, gets each segment as it ends, as a line of
     JSON, and the duration as the last line. The Open Inference Protocol: input `audio` (BYTES [1]), outputs
     `start_s`, `end_s` (FP32 [segments]) and `duration_s`.
 
@@ -77,14 +77,14 @@ class VoiceActivity(BaseHandler):
         super().initialize(context)
 
     def _load_torchscript_model(self, model_pt_path: str) -> Any:
-        model = load_torchscript(model_pt_path, self.device)  # not shared: it changes while it runs
+        model = load_torchscript(model_pt_path, self.device)  # not shared: a call changes its state
         if not hasattr(model, "reset_states"):
             expected = "expected Silero VAD as TorchScript"
             raise RuntimeError(f"{model_pt_path} has no method reset_states; {expected}")
         return model
 
     def warmup_data(self) -> list[dict[str, object]] | None:
-        """A tenth of a second of silence at each rate."""
+        """Return a tenth of a second of silence at each sample rate."""
         return [{"body": bytearray(_silence(rate_hz))} for rate_hz in RATES_HZ]
 
     @timed
@@ -108,7 +108,7 @@ class VoiceActivity(BaseHandler):
 
     @timed
     def inference(self, data: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the model over the sounds, those of one rate together, and stream what is asked to be."""
+        """Run the model over the sounds of each rate together; stream segments if a request asks for it."""
         for rate_hz in RATES_HZ:
             group = [
                 (place, sound)
@@ -123,7 +123,7 @@ class VoiceActivity(BaseHandler):
         return data
 
     def _segments(self, sounds: list[Sound], rate_hz: int) -> Iterator[tuple[int, Segment]]:
-        """(which sound, segment), as soon as the model has heard enough of it."""
+        """Yield (index of the sound, segment) as soon as a segment is complete."""
         if not sounds:
             return
         step = _STEP[rate_hz]
@@ -142,7 +142,7 @@ class VoiceActivity(BaseHandler):
                     yield place, segment
 
     def _probabilities(self, sounds: list[Sound], start: int, step: int, rate_hz: int) -> list[float]:
-        chunk = torch.zeros(len(sounds), step)  # silence behind the end of a shorter sound
+        chunk = torch.zeros(len(sounds), step)  # a shorter sound is padded with silence
         for row, sound in zip(chunk, sounds, strict=True):
             part = sound.samples[start : start + step]
             row[: len(part)] = torch.from_numpy(part)
@@ -152,7 +152,7 @@ class VoiceActivity(BaseHandler):
 
     @timed
     def postprocess(self, data: Any) -> Any:
-        """The segments of each request, or for a stream what comes after them."""
+        """Return the segments of each request, or the last line of a stream."""
         return [
             refusal(self.context, place, sound)
             if isinstance(sound, PredictionException)

@@ -1,4 +1,4 @@
-"""Rows that a handler makes up for its first runs: whether the model takes them."""
+"""Checks whether a model accepts the rows that a handler generates for warm-up."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 
 
 def refusal_of(run: Callable[[], object]) -> Exception | None:
-    """What a run of a made-up row raises; None when it is taken.
+    """Return the exception that a run of a generated row raises, or None if it succeeds.
 
     Raises:
-        torch.OutOfMemoryError, MemoryError: lack of memory is not the row's fault.
+        torch.OutOfMemoryError, MemoryError: the run lacks memory, which is not the fault of the row.
     """
     try:
         run()
     except (torch.OutOfMemoryError, MemoryError):
         raise
-    except Exception as err:  # the model's own: it may raise anything
+    except Exception as err:  # the model's own code may raise anything
         return err
     return None

@@ -1,7 +1,7 @@
-"""Sound: from the bytes of a WAV file to samples. Nothing is resampled, and nothing but WAV is read.
+"""Decodes WAV files to samples, without resampling.
 
-The file is RIFF (Microsoft, "Multimedia Data Standards Update", 1994): chunks of a name, a length and so many
-bytes. Python's own `wave` reads no floats, and no files whose writer did not know the length.
+The file is RIFF (Microsoft, "Multimedia Data Standards Update", 1994): chunks of a name, a length and that
+many bytes. Python's own `wave` reads no float samples, and no files with an unknown length.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torchere.handlers.errors import PredictionException
 RATES_HZ = (8000, 16000)
 MAX_CHANNELS = 8
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
-_UNKNOWN_LENGTHS = (0, 0xFFFFFFFF)  # from writers to a pipe, which learn it too late
-_SAMPLES: dict[tuple[int, int], tuple[str, float]] = {  # (kind, bits): NumPy's name, the largest value
+_UNKNOWN_LENGTHS = (0, 0xFFFFFFFF)  # from writers to a pipe, which know the length only at the end
+_SAMPLES: dict[tuple[int, int], tuple[str, float]] = {  # (kind, bits): NumPy dtype, full-scale value
     (_PCM, 16): ("<i2", 32768.0),
     (_FLOAT, 32): ("<f4", 1.0),
 }
@@ -28,14 +28,14 @@ _SAMPLES: dict[tuple[int, int], tuple[str, float]] = {  # (kind, bits): NumPy's 
 
 @dataclass(frozen=True, slots=True)
 class Sound:
-    """`samples`: float32 [samples], one channel, -1 to 1."""
+    """A decoded sound; `samples` is float32 [samples], one channel, from -1 to 1."""
 
     samples: npt.NDArray[np.float32]
     rate_hz: int
 
     @property
     def duration_s(self) -> float:
-        """How long it is."""
+        """The duration in seconds."""
         return len(self.samples) / self.rate_hz
 
 
@@ -47,10 +47,10 @@ class _Format(NamedTuple):
 
 
 def decode_wav(data: bytes | bytearray, max_seconds: float) -> Sound:
-    """Read a WAV file of 16-bit integers or 32-bit floats, 8 or 16 kHz; several channels become their mean.
+    """Decode a WAV file of 16-bit integers or 32-bit floats, 8 or 16 kHz; channels are averaged.
 
     Raises:
-        PredictionException: 400, it is no such file, is broken, cut off, or longer than `max_seconds`.
+        PredictionException: 400, the file is unsupported, broken, truncated, or longer than `max_seconds`.
     """
     sound_format: _Format | None = None
     for name, start, length in _chunks(data):
@@ -64,7 +64,7 @@ def decode_wav(data: bytes | bytearray, max_seconds: float) -> Sound:
 
 
 def _chunks(data: bytes | bytearray) -> Iterator[tuple[bytes, int, int]]:
-    """(name, start of the content, length) of each chunk; the length may be more than there is."""
+    """Yield (name, start of the content, length) of each chunk; a length may exceed the data."""
     if len(data) < 12 or data[:4] != b"RIFF" or data[8:12] != b"WAVE":
         head = bytes(data[:12])
         _refuse(
@@ -75,7 +75,7 @@ def _chunks(data: bytes | bytearray) -> Iterator[tuple[bytes, int, int]]:
     while start + 8 <= len(data):
         length = int.from_bytes(data[start + 4 : start + 8], "little")
         yield bytes(data[start : start + 4]), start + 8, length
-        start += 8 + length + length % 2  # chunks begin at even places
+        start += 8 + length + length % 2  # chunks begin at even offsets
 
 
 def _format(chunk: bytes | bytearray) -> _Format:
@@ -83,7 +83,7 @@ def _format(chunk: bytes | bytearray) -> _Format:
         _refuse(f"the WAV file's 'fmt ' chunk has {len(chunk)} bytes", "at least 16")
     kind, channels, rate_hz, _, _, bits = struct.unpack("<HHIIHH", chunk[:16])
     if kind == _EXTENSIBLE and len(chunk) >= 26:
-        kind = int.from_bytes(chunk[24:26], "little")  # the first bytes of the GUID are the old number
+        kind = int.from_bytes(chunk[24:26], "little")  # a GUID, which begins with the format number
     if (kind, bits) not in _SAMPLES:
         _refuse(f"the WAV file has {bits} bits of kind {kind}", "16-bit PCM (kind 1) or 32-bit float (3)")
     if rate_hz not in RATES_HZ:

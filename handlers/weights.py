@@ -1,4 +1,4 @@
-"""Which kind of model an archive holds: decided from its manifest and its files, before loading."""
+"""Determines the kind of model in an archive from its manifest and files, before loading."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _BY_SUFFIX = {
 
 
 def weights_kind(model: dict[str, Any], model_dir: str, config: dict[str, Any]) -> WeightsKind:
-    """The kind of weights.
+    """Return the kind of weights in an archive.
 
     Args:
         model: the `model` object of the manifest.
         model_dir: the unpacked archive.
-        config: model-config.yaml.
+        config: the parsed model-config.yaml.
 
     Raises:
-        RuntimeError: there are none, or not of a kind that can be loaded; the text says what to do.
+        RuntimeError: the weights are missing, or of a kind that can't be loaded; the text suggests a fix.
     """
     serialized = model.get("serializedFile")
     if serialized and not Path(model_dir, serialized).is_file():

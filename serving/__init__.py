@@ -1,4 +1,4 @@
-"""The server: REST and gRPC in front, executors behind, one immutable map of versions between them."""
+"""The server: REST and gRPC frontends, executors, and an immutable map of model versions."""
 
 from importlib.metadata import version
 

@@ -1,9 +1,9 @@
-"""Everything that can go wrong, in one small tree that knows no protocol.
+"""Exception classes of the server, independent of any protocol.
 
 Each frontend owns one table from these classes to its own status codes (`frontend/rest/errors.py`,
-`frontend/grpc/errors.py`). `str(error)` is the text a client sees; where TorchServe's clients know a
-text by heart, the class spells it exactly so. `detail` is for the operator: the log, the management
-API and `describe` show it, an inference client never does.
+`frontend/grpc/errors.py`). `str(error)` is the message that a client sees; where TorchServe's clients compare
+the message, the class repeats it verbatim. `detail` is for the operator: the log, the management API and
+`describe` show it; an inference client never sees it.
 """
 
 from __future__ import annotations
@@ -21,53 +21,53 @@ class ServingError(Exception):
 
 
 class InvalidRequest(ServingError):
-    """The request itself is wrong; sending it again unchanged cannot help."""
+    """The request is malformed or invalid; a retry without changes fails again."""
 
     code = "invalid_request"
 
 
 class NotFound(ServingError):
-    """The path or thing asked for does not exist."""
+    """The requested path or resource does not exist."""
 
     code = "not_found"
 
 
 class ModelNotFound(NotFound):
-    """No model of that name is registered, or no archive is at that place."""
+    """No model of that name is registered, or no archive exists at that location."""
 
     code = "model_not_found"
 
     @classmethod
     def named(cls, model: str) -> ModelNotFound:
-        """The error for a model name that nobody registered."""
+        """Return the error for a model name that is not registered."""
         return cls(f"Model not found: {model}")
 
 
 class VersionNotFound(NotFound):
-    """The model exists, that version of it does not."""
+    """The model is registered, but the requested version is not."""
 
     code = "version_not_found"
 
     @classmethod
     def of(cls, model: str, version: str) -> VersionNotFound:
-        """The error for a registered model that lacks the version."""
+        """Return the error for a version that the registered model does not have."""
         return cls(f"Model version: {version} does not exist for model: {model}")
 
 
 class Conflict(ServingError):
-    """The same name and version is already registered, or was unregistered before it was there."""
+    """The same name and version is already registered, or was unregistered before it had loaded."""
 
     code = "conflict"
 
 
 class DefaultVersionInUse(ServingError):
-    """The default version cannot go while other versions of the model stay."""
+    """The default version cannot be unregistered while the model has other versions."""
 
     code = "default_version_in_use"
 
 
 class NotAllowed(ServingError):
-    """The method, or the whole model API, is switched off."""
+    """The method, or the whole model API, is disabled."""
 
     code = "not_allowed"
 
@@ -79,19 +79,19 @@ class Unauthorized(ServingError):
 
 
 class InvalidArchive(ServingError):
-    """The archive can't be used: its bytes, its manifest or its configuration are wrong."""
+    """The archive is unusable: its bytes, its manifest or its configuration is invalid."""
 
     code = "invalid_archive"
 
 
 class DependenciesFailed(InvalidArchive):
-    """What the archive requires could not be installed, or its virtual environment not be made."""
+    """Installing the archive's requirements or creating its virtual environment failed."""
 
     code = "dependencies_failed"
 
 
 class InvalidSnapshot(ServingError):
-    """A snapshot asks for what is not there; the server does not start with less than it served before."""
+    """A snapshot names archives that are missing; the server refuses to start without them."""
 
     code = "invalid_snapshot"
 
@@ -103,13 +103,13 @@ class DownloadFailed(ServingError):
 
 
 class Unavailable(ServingError):
-    """Nobody can take the request now: no executor, or no room in the queue."""
+    """The request cannot be admitted now: no executor is available, or the queue is full."""
 
     code = "unavailable"
 
 
 class QueueFull(Unavailable):
-    """The bounded queue of the version is full; `retry_after_s` says when to try again."""
+    """The bounded queue of the version is full; `retry_after_s` is the suggested delay before a retry."""
 
     code = "queue_full"
 
@@ -119,19 +119,19 @@ class QueueFull(Unavailable):
 
 
 class OverBudget(Unavailable):
-    """The server, or one connection, holds as many bytes of unfinished requests as it may."""
+    """The server or one connection has reached its limit on bytes of unfinished requests."""
 
     code = "over_budget"
 
 
 class DeadlineExceeded(ServingError):
-    """The answer came, or would have come, too late."""
+    """The deadline passed, or would have passed, before the response."""
 
     code = "deadline_exceeded"
 
 
 class Cancelled(ServingError):
-    """The client went away before there was an answer; nobody reads this one."""
+    """The client disconnected or cancelled before the response; this error is never delivered."""
 
     code = "cancelled"
 
@@ -140,7 +140,7 @@ class Cancelled(ServingError):
 
 
 class LeftUnread(ServingError):
-    """The client took a streamed answer much too slowly; see `batching/unread_parts.py`."""
+    """The client read a streamed response too slowly; see `batching/unread_parts.py`."""
 
     code = "left_unread"
 
@@ -152,10 +152,10 @@ class LeftUnread(ServingError):
 
 
 class HandlerFailed(ServingError):
-    """The handler raised, or answered something that can't be sent.
+    """The handler raised, or returned a value that can't be sent.
 
-    `status` is the HTTP-style number of the handler contract: 503 unless the handler chose another one by
-    raising `PredictionException(message, status)`.
+    `status` is the HTTP-style status code of the handler contract: 503 unless the handler chose another one
+    by raising `PredictionException(message, status)`.
     """
 
     code = "handler_failed"
@@ -166,16 +166,16 @@ class HandlerFailed(ServingError):
 
 
 class OutOfResources(ServingError):
-    """Memory of the host or of the device ran out while the handler ran."""
+    """Host or device memory ran out while the handler ran."""
 
     code = "out_of_resources"
 
 
 class ExecutorDied(ServingError):
-    """The executor was lost with the request in it; `detail` holds exit code or signal.
+    """The executor died while it held the request; `detail` holds the exit code or signal.
 
-    `crashed`: it went down while it ran the request, which may be to blame. `out_of_memory`: the kernel ended
-    it for its memory.
+    `crashed`: the executor died while it ran the request, which may be the cause. `out_of_memory`: the kernel
+    killed it for its memory use.
     """
 
     code = "executor_died"
@@ -187,7 +187,7 @@ class ExecutorDied(ServingError):
 
 
 class Quarantined(InvalidRequest):
-    """The request was running at two crashes of executors, and will not run again; `detail` says which."""
+    """The request was running in two executor crashes and will not run again; `detail` names them."""
 
     code = "quarantined"
 
@@ -210,11 +210,11 @@ class LoadFailed(ServingError):
 
     @classmethod
     def of(cls, model: str, version: str, detail: str, out_of_memory: bool = False) -> LoadFailed:
-        """With the contract's text for a version whose executors do not start."""
+        """Return the error with the contract's text for a version whose executors do not start."""
         return cls(f"Failed to start workers for model {model} version: {version}", detail, out_of_memory)
 
 
 class UnregisterTimeout(ServingError):
-    """Requests were still running when the time for unregistering was over."""
+    """Requests were still running when the unregister timeout expired."""
 
     code = "unregister_timeout"

@@ -1,4 +1,4 @@
-"""Hand the plain values of batches and versions to telemetry: the one place where the two rooms meet."""
+"""Report plain values of batches and versions to `telemetry`, the only link between the packages."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class VersionMetrics:
         self._metrics = metrics
 
     def batches_running(self, batches: int, now_s: float) -> None:
-        """Take the number of batches that executors have."""
+        """Record the number of batches that executors hold."""
         self.meter.batches_running(batches, now_s)
 
     def batch_finished(self, run: Run, report: BatchReport, executor_s: float) -> None:
-        """Count the batch and take over what its handler reported."""
+        """Count the batch and record the metrics that its handler reported."""
         succeeded = failed = 0
         succeeded_wait_s = failed_wait_s = 0.0
         for request, outcome in zip(run.requests, report.outcomes, strict=True):
-            if isinstance(outcome, Unfinished):  # it counts when it is over
+            if isinstance(outcome, Unfinished):  # counted when it finishes
                 continue
             wait_s = request.dequeued_s - request.enqueued_s
             if isinstance(outcome, ServingError):
@@ -62,7 +62,7 @@ class VersionMetrics:
             self._metrics.handler_metrics(report.metrics)
 
     def left_unread(self) -> None:
-        """Count a streamed answer that was given up because its client read too slowly."""
+        """Count a streamed response that was aborted because its client read too slowly."""
         self.meter.cancelled[UNREAD] += 1
 
     def executor_loaded(self, executor_id: int, load_s: float) -> None:
@@ -88,14 +88,14 @@ class RegistryMetrics:
         )
 
     def watch(self, key: ModelKey) -> VersionMetrics:
-        """The observer of a new version; its series are not shown before it is registered."""
+        """Return the observer of a new version; its series are not exposed before it is registered."""
         meter = self._metrics.meter(*key)
-        # From 0 on, so that the first loss is an increase.
+        # Counters start at 0, so that the first loss shows up as an increase.
         meter.restarts.update({kind.value: 0 for kind in LossKind if kind is not LossKind.STOPPED})
         return VersionMetrics(meter, self._metrics)
 
     def registered(self, version: Version, weight: Callable[[], float]) -> None:
-        """Show a version from now on, and its load at each exposition."""
+        """Expose the series of a version from now on, with its load at each scrape."""
         meter = version.observer.meter
         meter.load = lambda: load_sample_of(version)
         self._metrics.show(meter, lambda: load_of(version, weight()))
@@ -106,13 +106,13 @@ class RegistryMetrics:
 
 
 def load_sample_of(version: Version) -> LoadSample:
-    """What the saturation of a version follows from; cheap. Call it on the event loop."""
+    """Return the inputs of a version's saturation; cheap. Call it on the event loop."""
     batcher, pool = version.batcher, version.pool
     return LoadSample(batcher.queue_length, batcher.queue_capacity, pool.in_service, pool.size)
 
 
 def load_of(version: Version, weight: float) -> VersionLoad:
-    """How loaded a version is now; `weight` is its share of the requests that name no version.
+    """Return the current load of a version; `weight` is its share of the requests that name no version.
 
     Call it on the event loop.
     """
@@ -131,7 +131,10 @@ def load_of(version: Version, weight: float) -> VersionLoad:
 
 
 def _executor_loads(statuses: Sequence[ExecutorStatus]) -> Iterator[ExecutorLoad]:
-    """Name each process once: its lanes share its memory."""
+    """Yield the load of each executor, with the pid only on the first lane of a process.
+
+    Lanes of one process share its memory, which must be counted once.
+    """
     seen: set[int] = set()
     for status in statuses:
         yield ExecutorLoad(status.executor_id, status.state.value, 0 if status.pid in seen else status.pid)
@@ -139,7 +142,7 @@ def _executor_loads(statuses: Sequence[ExecutorStatus]) -> Iterator[ExecutorLoad
 
 
 def _weights_bytes(version: Version) -> int:
-    """Size of the model file in the unpacked archive; 0 when it has none."""
+    """Return the size in bytes of the model file in the unpacked archive; 0 when it has none."""
     serialized = (version.origin.archive.manifest.get("model") or {}).get("serializedFile")
     if not isinstance(serialized, str):
         return 0

@@ -1,7 +1,8 @@
-"""The composition root: builds the rooms in order, opens the ports, and takes it all down in order.
+"""The composition root: creates the components in order, opens the ports, and shuts down in order.
 
 Start: keys, registry (start-up models registered, loading in the background), ports, ready.
-Stop: unready, `drain_delay_s` of ordinary service, ports closed and what is in answered, versions unloaded.
+Stop: unready, normal service for `drain_delay_s`, ports closed and accepted requests answered, versions
+unloaded.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ from torchere.serving.workers.fork_client import Spawned
 
 logger = logging.getLogger(__name__)
 
-# CPython lets a thread keep the GIL for 5 ms by default, for which the event loop would wait: threads beside
-# it decode long bodies and unpack archives.
+# By default CPython lets a thread hold the GIL for 5 ms, which would block the event loop: other threads
+# decode long bodies and unpack archives.
 SWITCH_INTERVAL_S = 0.0005
 STARTED_LINE = "Model server started."  # launchers wait for this line on stdout
 
@@ -62,7 +63,7 @@ class Server:
 
     def __init__(self, settings: ServerSettings, fork_server: Spawned | None = None) -> None:
         self._settings = settings
-        self._fork_server = fork_server  # that was started already; the caller ends it
+        self._fork_server = fork_server  # already started; the caller stops it
         self._metrics = Metrics(
             mode=settings.metrics_mode,
             config=_metrics_config(settings),
@@ -72,10 +73,10 @@ class Server:
         self._ports = Ports(settings)
 
     async def start(self) -> Endpoints:
-        """Register the start-up models and open the ports. Cancelled, it takes down what there is.
+        """Register the start-up models and open the ports; on cancellation, shut down everything started.
 
         Raises:
-            ServingError: a port is taken, or keys or certificate can't be used; what was opened is closed.
+            ServingError: a port is in use, or keys or certificate are unusable; all opened ports are closed.
         """
         settings = self._settings
         await self._ports.refuse_if_taken()
@@ -111,7 +112,7 @@ class Server:
         return endpoints
 
     def _observe(self) -> None:
-        """Begin to measure what no event reports: readiness, the loop's lag, the system."""
+        """Start the periodic measurements: readiness, event loop lag and system metrics."""
         settings, dataplane = self._settings, self._dataplane
         self._metrics.watch_server(
             ready=lambda: dataplane.readiness().ready,
@@ -129,19 +130,19 @@ class Server:
             self._background.append(asyncio.create_task(sampling))
 
     def _follow(self, files: Sequence[Reloadable]) -> None:
-        """Begin to read files again that are replaced while the server runs."""
+        """Start to reload files that are replaced while the server runs."""
         if files:
             self._background.append(asyncio.create_task(watch(files)))
 
     async def stop(self) -> None:
-        """Take everything down; what was accepted is answered within `drain_timeout_s`."""
+        """Shut down the server; accepted requests are answered within `drain_timeout_s`."""
         self._dataplane.draining()
         self._ports.drain()
         await asyncio.sleep(self._settings.drain_delay_s)
         await self._end()
 
     async def _end(self) -> None:
-        """Close what is open, in order: metrics are served until the last version is unloaded."""
+        """Close ports and registry in order; metrics are served until the last version is unloaded."""
         self._registry.stopping()
         await self._ports.close()
         await self._registry.close()
@@ -151,14 +152,14 @@ class Server:
         await asyncio.to_thread(self._flush)
 
     def _flush(self) -> None:
-        """Write and send what waits in buffers. Blocks."""
+        """Flush and close the metric files, the access log and tracing. Blocks."""
         close_metric_files()
         access_log.close()
         if self._metrics.tracing is not None:
             self._metrics.tracing.close()
 
     def ledger(self) -> tuple[int, int]:
-        """How many predictions were accepted so far, and how many of them are answered."""
+        """Return the number of accepted predictions so far, and the number of answered ones."""
         return self._dataplane.accepted, self._dataplane.answered
 
 
@@ -181,8 +182,8 @@ async def run(settings: ServerSettings, fork_server: Spawned | None = None) -> i
         logger.info("stopped before the start was over")
         return 0
     _announce(endpoints, settings)
-    gc.freeze()  # torch's hundreds of thousands of objects live as long as we do: never walk them again
-    gc.enable()  # it may have been off until here: see `cli_serve.py`
+    gc.freeze()  # torch's hundreds of thousands of objects live until exit: exclude them from collection
+    gc.enable()  # may have been disabled until here: see `commands/serve.py`
     await stop.wait()
     await server.stop()
     logger.info("stopped: %d predictions accepted, %d answered", *server.ledger())
@@ -190,14 +191,14 @@ async def run(settings: ServerSettings, fork_server: Spawned | None = None) -> i
 
 
 async def _started(server: Server, stop: asyncio.Event) -> Endpoints | None:
-    """Start it; None: it was told to stop before it was up, and has been taken down again."""
+    """Start the server; return None when `stop` was set during the start and the server shut down again."""
     starting = asyncio.ensure_future(server.start())
     told = asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait({starting, told}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         told.cancel()
-        starting.cancel()  # if it is not done
+        starting.cancel()  # no effect when it is done
     try:
         return await starting
     except asyncio.CancelledError:
@@ -205,11 +206,11 @@ async def _started(server: Server, stop: asyncio.Event) -> Endpoints | None:
 
 
 def serve(settings: ServerSettings, fork_server: Spawned | None = None) -> int:
-    """Run a server in this thread until it is told to stop; returns the exit status."""
+    """Run a server in this thread until a stop signal; return the exit status."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     if sys.platform == "win32":
         return asyncio.run(run(settings, fork_server))
-    import uvloop  # noqa: PLC0415 - not to be had on Windows
+    import uvloop  # noqa: PLC0415 - not available on Windows
 
     _allow_many_files()
     _show_threads_on_sigquit()
@@ -217,19 +218,19 @@ def serve(settings: ServerSettings, fork_server: Spawned | None = None) -> int:
 
 
 def _allow_many_files() -> None:
-    """Take all the open files that the system grants, as Java does: most sessions begin with 1,024.
+    """Raise the soft limit of open files to the hard limit, as Java does; the usual default is 1,024.
 
-    Each connection is one, and one too many is closed without a word.
+    Each connection needs one file descriptor; a connection above the limit is closed without an error.
     """
-    import resource  # noqa: PLC0415 - not to be had on Windows
+    import resource  # noqa: PLC0415 - not available on Windows
 
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with suppress(OSError, ValueError):  # where "unlimited" is more than the system gives
+    with suppress(OSError, ValueError):  # where "unlimited" exceeds the system's maximum
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _show_threads_on_sigquit() -> None:
-    """As a Java server does; it goes on. To standard error, if there is one."""
+    """Dump all thread stacks to standard error on SIGQUIT, as a Java server does, and keep running."""
     with suppress(RuntimeError, AttributeError, ValueError):
         faulthandler.register(signal.SIGQUIT)
 
@@ -256,7 +257,7 @@ def _announce(endpoints: Endpoints, settings: ServerSettings) -> None:
 
 
 def _metrics_config(settings: ServerSettings) -> MetricsConfig:
-    """What `metrics_config` declares. A bad file costs its metrics, not the service (contract)."""
+    """Return the declared metrics of `metrics_config`; none if the file is invalid (contract)."""
     if settings.metrics_config is None:
         return built_in_config()
     try:
@@ -274,14 +275,14 @@ def _cors(settings: ServerSettings) -> CorsHeaders:
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Where a started server listens, by API ("inference", "management", "metrics")."""
+    """The addresses of a started server, by API ("inference", "management", "metrics")."""
 
     rest: dict[str, Address] = field(default_factory=dict)
     grpc: dict[str, Address] = field(default_factory=dict)
 
 
 class Ports:
-    """The ports that the settings ask for. Lives on the event loop; `open`, `drain`, `close`, each once."""
+    """The configured ports. Used on the event loop; call `open`, `drain` and `close` once each."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
@@ -291,10 +292,10 @@ class Ports:
         self._grpc: list[GrpcServer] = []
 
     async def refuse_if_taken(self) -> None:
-        """Look whether other servers have the addresses; nothing is opened.
+        """Check that no other server uses the addresses; opens nothing.
 
         Raises:
-            ServingError: one is taken.
+            ServingError: an address is in use.
         """
         settings = self._settings
         rest = [address for address, _ in listeners(settings)]
@@ -302,10 +303,10 @@ class Ports:
         await asyncio.to_thread(refuse_taken, [*rest, *grpc])
 
     async def open(self, dataplane: DataPlane, controlplane: ControlPlane, services: Services) -> Endpoints:
-        """Open all of them.
+        """Open all ports.
 
         Raises:
-            ServingError: one can't be listened on; those before it stay open until they are closed.
+            ServingError: a port can't be opened; the ports opened before it stay open until `close`.
         """
         endpoints = Endpoints()
         for address, surfaces in listeners(self._settings):
@@ -329,21 +330,21 @@ class Ports:
 
     @property
     def routes(self) -> Sequence[DeferredApp]:
-        """What is built of the REST ports once the server serves: see `rest/deferred.py`."""
+        """The REST applications that are built after the start: see `rest/deferred.py`."""
         return self._routes
 
     def drain(self) -> None:
-        """Serve on, and end each REST connection with its next answer; see `RestServer.drain`."""
+        """Keep serving, and close each REST connection after its next response; see `RestServer.drain`."""
         for rest in self._rest:
             rest.drain()
 
     async def close(self) -> None:
-        """Close all ports but those of metrics alone; what is in is answered within `drain_timeout_s`."""
+        """Close all but metrics-only ports; accepted requests are answered within `drain_timeout_s`."""
         await asyncio.gather(
             *(rest.stop() for rest in self._rest),
             *(grpc.stop(self._settings.drain_timeout_s) for grpc in self._grpc),
         )
 
     async def close_metrics(self) -> None:
-        """Close the ports of metrics alone, which stay open longer so that the drain can be watched."""
+        """Close the metrics-only ports, which stay open longer so that the drain can be monitored."""
         await asyncio.gather(*(rest.stop() for rest in self._metrics_only))

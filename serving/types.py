@@ -1,8 +1,8 @@
-"""What crosses a room, a thread or a process: frozen records and nothing else.
+"""Immutable records that are passed between packages, threads and processes.
 
-The records are `msgspec` structs, so that the process executor can put them on its socket as they are.
+The records are `msgspec` structs, so that the process executor can serialize them to its socket directly.
 All times are seconds on the monotonic clock of this machine (`time.monotonic()`), which every process on it
-shares; a duration becomes one absolute `deadline_s` at the door and is never restarted.
+shares; the frontend converts a timeout to one absolute `deadline_s`, which is never extended.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class ModelKey(NamedTuple):
 
 
 class Parameter(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One named value of a request, as it came: the host around the handler decides how to decode it."""
+    """One named value of a request, undecoded: the host around the handler decides how to decode it."""
 
     name: str
-    value: bytes  # a memoryview of what was received, where it is a tensor, or large and in a worker
+    value: bytes  # a memoryview of the receive buffer for a tensor, or for a large value in a worker
     content_type: str = ""  # without parameters, "" when the client named none
 
 
@@ -39,21 +39,21 @@ class InferRequest(msgspec.Struct, frozen=True, array_like=True):
     request_id: str  # uuid4 made by the frontend; the handler and the client see the same
     parameters: tuple[Parameter, ...]
     headers: tuple[tuple[str, str], ...] = ()  # in the client's spelling; the last duplicate wins
-    deadline_s: float = NO_DEADLINE  # monotonic seconds; an answer after it is worthless
-    priority: int = 0  # among those that wait for the same version; see `batching/priority.py`
+    deadline_s: float = NO_DEADLINE  # monotonic seconds; a response after it is useless
+    priority: int = 0  # among queued requests of the same version; see `batching/priority.py`
 
 
 class InferResponse(msgspec.Struct, frozen=True, array_like=True):
-    """One complete answer of a handler; `status` and `reason` are the handler contract's."""
+    """One complete response of a handler; `status` and `reason` are the handler contract's."""
 
-    body: bytes  # in the server a large one is a memoryview of what its worker sent
+    body: bytes  # in the server a large body is a memoryview of the bytes that its worker sent
     headers: tuple[tuple[str, str], ...] = ()
     status: int = 200
     reason: str = ""
 
 
 class StreamedResponse:
-    """An answer in parts. `head` has status and headers; iterate `chunks`, all of the body, once.
+    """A streamed response: `head` has status and headers; iterate `chunks`, the whole body, once.
 
     Iterating raises a `ServingError` when the executor fails midway.
     """

@@ -1,4 +1,4 @@
-"""Reads a plain directory as an archive: what the format `no-archive` writes, or files put there by hand."""
+"""Reads a plain directory as an archive: output of the format `no-archive`, or files placed by hand."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from torchere.archiver.errors import ArchiveError
 class FolderContainer:
     """One directory, listed and checked; see `entries.Container`.
 
-    `root` is where the files are: the directory itself, or the only directory in it. `__pycache__` is left
-    out, because it comes to be where code runs. Links are refused: they may lead anywhere.
+    `root` is the folder with the files: the directory itself, or the only directory in it. `__pycache__` is
+    skipped, because Python creates it where code runs. Links are refused: they may lead anywhere.
     """
 
     def __init__(self, path: Path, limits: ArchiveLimits) -> None:
@@ -41,7 +41,7 @@ class FolderContainer:
                 yield entry, self._chunks(entry)
 
     def _scan(self, folder: Path, intake: Intake) -> list[Path]:
-        """Take the files of one folder and return the folders in it."""
+        """Add the files of one folder to the intake and return its subfolders."""
         folders = []
         with os.scandir(folder) as found:
             for item in found:
@@ -70,7 +70,7 @@ class FolderContainer:
 
 
 def _only_folder_in(path: Path) -> Path | None:
-    """The one directory that `path` holds and nothing else (SageMaker's layout), hidden names not counted."""
+    """Return the only item of `path` if it is a directory (SageMaker's layout); hidden names don't count."""
     inside = [name for name in os.listdir(path) if not name.startswith(".")]
     if len(inside) != 1 or inside == ["MAR-INF"]:
         return None

@@ -1,4 +1,4 @@
-"""What every kind of archive is read into: a checked list of entries, and a way to stream their bytes."""
+"""The common form of all archive kinds: a checked list of entries, and a stream of their bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DRIVE = re.compile(r"^[A-Za-z]:")
 
 
 def problem_with(name: str) -> str | None:
-    """Say why `name` (of a directory: without its last slash) is refused, or None if it is fine."""
+    """Return why `name` (of a directory: without its last slash) is refused, or None if it is valid."""
     if not name:
         return "the name is empty"
     if "\\" in name:
@@ -47,7 +47,7 @@ def _problem_with_parts(name: str) -> str | None:
 
 
 def folded(name: str) -> str:
-    """The form in which two names are one file on some file system: without case, in one normal form."""
+    """Return `name` case-folded and in NFC: equal for names that some file systems take for one file."""
     return unicodedata.normalize("NFC", unicodedata.normalize("NFD", name).casefold())
 
 
@@ -72,7 +72,7 @@ Chunks = Iterator[bytes]
 
 @dataclass(frozen=True, slots=True)
 class ArchiveLimits:
-    """Bounds on an archive from outside. Sizes are bytes after unpacking."""
+    """Limits on an untrusted archive. Sizes are bytes after unpacking."""
 
     max_entries: int = 10_000  # files and directories together
     max_total_bytes: int = 64 * 2**30
@@ -84,24 +84,24 @@ class Entry:
     """One file in an archive; its name has been checked and is a relative POSIX path."""
 
     name: str
-    size: int  # bytes after unpacking, as declared; streaming fails when it is not the truth
+    size: int  # bytes after unpacking, as declared; streaming fails when the data differs
     stored_size: int  # bytes in the archive; for gzip, which packs the whole, the same as `size`
     method: Method
-    # Where the data begins in the archive's file; None if it has no place of its own.
+    # Where the data begins in the archive's file; None if it has no offset of its own.
     offset: int | None = None
     crc: int | None = None  # CRC-32 of the data, when the format has one per entry
 
 
 class Container(Protocol):
-    """One kind of archive. Immutable; the file is opened anew for each walk, so no handle is kept."""
+    """One kind of archive. Immutable; every walk opens the file again, so no handle is kept."""
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """All files, in the order in which a walk meets them."""
+        """All files, in the order of a walk."""
         ...
 
     def walk(self, wanted: Callable[[Entry], bool]) -> Iterator[tuple[Entry, Chunks]]:
-        """Stream the wanted entries; each entry's chunks must be used up before the next is asked for.
+        """Stream the wanted entries; use up the chunks of each entry before asking for the next.
 
         The chunks of an entry are together exactly `size` bytes, or an ArchiveError is raised.
         """
@@ -109,9 +109,9 @@ class Container(Protocol):
 
 
 class Intake:
-    """Takes entries one by one while an archive is indexed, and refuses what the limits and names forbid.
+    """Collects entries while an archive is indexed; refuses bad names and archives over the limits.
 
-    It is told before anything is kept, so memory stays bounded by `max_entries` whatever the file says.
+    Every entry is checked before it is kept, so memory stays bounded by `max_entries` for any file.
     """
 
     def __init__(self, archive: Path, limits: ArchiveLimits) -> None:
@@ -122,7 +122,7 @@ class Intake:
         self._total_bytes = 0
 
     def add(self, entry: Entry) -> None:
-        """Take one file."""
+        """Check and add one file."""
         self.add_directory(entry.name)
         if other := self._entries.get(folded(entry.name)):
             same = "is in the archive twice" if other.name == entry.name else f"is the same as {other.name!r}"
@@ -139,14 +139,14 @@ class Intake:
         self._entries[folded(entry.name)] = entry
 
     def add_directory(self, name: str) -> None:
-        """Count a directory and check its name; directories come to be with the files in them."""
+        """Count a directory and check its name; directories are created with the files in them."""
         self.check_count(self._count + 1)
         self._count += 1
         if problem := problem_with(name):
             raise self.refuse(name, problem, "pack the archive again with relative names")
 
     def check_count(self, count: int) -> None:
-        """Refuse an archive that says it has `count` entries when that is more than the limit."""
+        """Refuse an archive that declares `count` entries when that is more than the limit."""
         if count > self._limits.max_entries:
             raise ArchiveError(
                 self._archive,
@@ -155,20 +155,20 @@ class Intake:
             )
 
     def finish(self) -> tuple[Entry, ...]:
-        """The entries in the order they came, once all are there."""
+        """Return the entries in the order they were added; refuse a file that is also a folder."""
         names = [entry.name for entry in self._entries.values()]
         if clash := first_clash(names):
             raise self.refuse(clash[0], f"it is a file and the folder of {clash[1]!r}", "rename one of them")
         return tuple(self._entries.values())
 
     def refuse(self, entry: str, reason: str, advice: str) -> ArchiveError:
-        """The error that names this archive and `entry`."""
+        """Return the error that names this archive and `entry`."""
         return ArchiveError(self._archive, reason, advice, entry=entry)
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Which bytes a path stood for when it was indexed; a file replaced or rewritten since is refused."""
+    """Identity of an indexed file; a file that was replaced or rewritten since is refused."""
 
     device: int
     inode: int
@@ -177,7 +177,7 @@ class Identity:
 
     @classmethod
     def of(cls, file: BinaryIO) -> Identity:
-        """The identity of an open file."""
+        """Return the identity of an open file."""
         status = os.fstat(file.fileno())
         return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
@@ -195,5 +195,5 @@ def open_regular(path: Path, identity: Identity | None = None) -> BinaryIO:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    # Opening a FIFO that nobody writes to would wait for ever.
+    # Opening a FIFO without a writer would block for ever.
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))

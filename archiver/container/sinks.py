@@ -1,6 +1,7 @@
-"""The formats an archive can be written in. A sink takes files one by one, in the order they are given.
+"""Writers of the archive formats. A sink writes files one by one, in the order they are given.
 
-Nothing of the machine, the user or the hour gets in: times, modes and owners are constants.
+A zip or a tar depends on neither the machine nor the user nor the time: times, modes and owners are
+constants.
 """
 
 from __future__ import annotations
@@ -18,29 +19,29 @@ from typing import IO, Protocol
 
 from torchere.archiver.manifest import EPOCH_S
 
-ALIGNMENT = 64  # bytes: a cache line, and what torch.save uses inside a .pt
+ALIGNMENT = 64  # bytes: a cache line, and the alignment of torch.save inside a .pt
 PAGE_BYTES = 4096  # larger entries begin at a page: a server can map them where they are
 PAGED_FROM_BYTES = 2**20
 CHUNK_BYTES = 2**20
 FILE_MODE = 0o644
-# From this size the local header gets 64-bit sizes. Python's zipfile adds them above 2 GiB / 1.05; deciding
-# earlier keeps the decision, on which the padding depends, ours.
+# From this size the local header gets 64-bit sizes. Python's zipfile adds them by itself above 2 GiB / 1.05;
+# a lower limit leaves the decision to this module, whose padding depends on it.
 WIDE_FROM_BYTES = 1_900_000_000
 
 _ZIP_TIME = (1980, 1, 1, 0, 0, 0)
 _LOCAL_HEADER_BYTES = 30
 _WIDE_EXTRA_BYTES = 20
-# Extra field 0xD935, "alignment": two bytes with the alignment, then zeros. Every reader skips what it does
-# not know, and this one has been in .apk files for years.
+# Extra field 0xD935, "alignment": two bytes with the alignment, then zeros. Readers skip extra fields that
+# they do not know, and .apk files have had this one for years.
 _PADDING = struct.Struct("<HHH")
 _PADDING_ID = 0xD935
 
 
 class Source(Protocol):
-    """Where an entry's bytes come from."""
+    """The source of an entry's bytes."""
 
     def read(self, size: int = -1, /) -> bytes:
-        """Up to `size` bytes, b"" at the end."""
+        """Return up to `size` bytes, b"" at the end."""
         ...
 
 
@@ -53,14 +54,14 @@ class Sink(Protocol):
 
 
 class _Zip(zipfile.ZipFile):
-    """A zip that is complete when `close` is called, and only then.
+    """A zip file that only `close` completes, never the garbage collector.
 
-    One that is given up is to be removed: writing its end would be in vain, and fails where a signal came in
-    the middle of an entry, with an error that hides why it was given up.
+    An abandoned file is to be removed, so completing it is useless. That would also fail after a signal in
+    the middle of an entry, with an error that hides why the file was abandoned.
     """
 
     def __del__(self) -> None:
-        """Nothing, where ZipFile's own would call `close`."""
+        """Do nothing; ZipFile's own method would call `close`."""
 
 
 class ZipSink:
@@ -103,7 +104,7 @@ class TarSink:
 
 
 class DirectorySink:
-    """A plain directory; modes are what the umask makes of new files."""
+    """A plain directory; the umask decides the modes of the files."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -137,7 +138,7 @@ def open_sink(archive_format: str, work: Path, model_name: str) -> Iterator[Sink
 
 
 def _padding(header_offset: int, name: str, wide: bool, alignment: int) -> bytes:
-    """The extra field that moves the data of an entry to the next aligned offset."""
+    """Return the extra field that moves the data of an entry to the next aligned offset."""
     fixed = _LOCAL_HEADER_BYTES + len(name.encode()) + (_WIDE_EXTRA_BYTES if wide else 0)
     zeros = -(header_offset + fixed + _PADDING.size) % alignment
     return _PADDING.pack(_PADDING_ID, _PADDING.size - 4 + zeros, alignment) + bytes(zeros)

@@ -23,7 +23,7 @@ from torchere.archiver.errors import ArchiveError
 BLOCK_BYTES = 512
 MAX_EXTENDED_BYTES = 2**16  # a long name or a set of pax records
 MAX_EXTENDED_IN_A_ROW = 4
-MAX_PADDING_BYTES = 2**20  # zeros behind the end; GNU tar fills up to 10 KiB
+MAX_PADDING_BYTES = 2**20  # zeros behind the end; GNU tar pads to 10 KiB
 
 _PAX, _PAX_GLOBAL, _LONG_NAME = tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME
 _KINDS = {
@@ -38,7 +38,7 @@ _KINDS = {
 
 
 class Header(NamedTuple):
-    """One file or directory; `name` as it stands there, without a last slash."""
+    """One file or directory; `name` is as stored, without a trailing slash."""
 
     name: str
     size: int
@@ -46,9 +46,9 @@ class Header(NamedTuple):
 
 
 class TarStream:
-    """A gzip-packed tar being read once, from front to back. Not thread-safe.
+    """A gzip-packed tar that is read once, from front to back. Not thread-safe.
 
-    Raises ArchiveError from every method when the bytes are not what they should be.
+    Every method raises ArchiveError when the bytes are damaged or refused.
     """
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
@@ -58,7 +58,7 @@ class TarStream:
         self._padding_bytes = 0  # behind it, up to a full block
 
     def headers(self) -> Iterator[Header]:
-        """Give one header after the other; data that was not read is skipped."""
+        """Yield one header after the other; unread data is skipped."""
         while True:
             for _ in self.data():
                 pass
@@ -70,7 +70,7 @@ class TarStream:
             yield header
 
     def data(self) -> Iterator[bytes]:
-        """Give the current file's data in chunks."""
+        """Yield the current file's data in chunks."""
         while self._left_bytes:
             chunk = self._some(min(self._left_bytes, CHUNK_BYTES))
             self._left_bytes -= len(chunk)
@@ -79,7 +79,7 @@ class TarStream:
         self._padding_bytes = 0
 
     def _header(self) -> Header | None:
-        """The next file or directory with what extended headers say about it, None at the end."""
+        """Read the next file or directory, with its extended headers applied; None at the end."""
         extended: dict[str, str] = {}
         for _ in range(MAX_EXTENDED_IN_A_ROW + 1):
             block = self._exactly(BLOCK_BYTES)
@@ -121,7 +121,7 @@ class TarStream:
         return self._exactly(info.size + -info.size % BLOCK_BYTES)[: info.size]
 
     def _pax(self, info: tarfile.TarInfo) -> dict[str, str]:
-        """The records `<length> <key>=<value>` and a line feed, one behind the other."""
+        """Parse consecutive records `<length> <key>=<value>`, each with a line feed at its end."""
         data = self._extended(info)
         records = {}
         while data:
@@ -182,7 +182,7 @@ class TarStream:
 class TarContainer:
     """One gzip-packed tar, indexed and checked; see `entries.Container`.
 
-    Indexing unpacks the whole once without keeping it, and so does every walk.
+    Indexing unpacks the whole file once without keeping it, and so does every walk.
     """
 
     def __init__(self, path: Path, limits: ArchiveLimits) -> None:
@@ -217,7 +217,7 @@ class TarContainer:
         return ArchiveError(self._path, "the file changed after it was opened", "open it again")
 
     def _checked_headers(self, stream: TarStream, limits: ArchiveLimits) -> list[Header]:
-        """All headers but that of the root itself; the limits hold while they are read."""
+        """Return all headers but that of the root itself; the limits hold while they are read."""
         intake = Intake(self._path, limits)
         headers = []
         for found in stream.headers():
@@ -244,15 +244,15 @@ class TarContainer:
 
 
 def _without_dot(name: str) -> str:
-    """`tar -C folder .` writes every name with `./` in front."""
+    """Remove the leading `./` that `tar -C folder .` writes in every name."""
     return name.removeprefix("./")
 
 
 def _root_of(names: list[str]) -> str:
-    """The folder that everything lies in, with a slash, or "" when there is none.
+    """Return the one top folder that holds all names, with a slash, or "" if there is none.
 
-    The archiver puts everything below one folder named after the model. TorchServe drops the first component
-    whatever it is, and so spoils archives made of the files alone; those are read as they are here.
+    The archiver puts everything below one folder named after the model. TorchServe always drops the first
+    component, which breaks archives made of the files alone; here their names are kept as they are.
     """
     firsts = {name.partition("/")[0] for name in names}
     if len(firsts) != 1 or not any("/" in name for name in names) or firsts == {"MAR-INF"}:

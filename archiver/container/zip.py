@@ -1,8 +1,8 @@
-"""Reads `.mar` files: zip, with everything refused on which two readers could disagree.
+"""Reads `.mar` files (zip), and refuses every file that two zip readers could read differently.
 
 TorchServe's server reads a zip from front to back, most others by the central directory at its end. Here both
-must tell the same: entries stand one behind the other from the first byte of the file to the central
-directory, without gap or overlap, and each local header says what the directory says.
+must agree: entries follow one another from the first byte of the file to the central directory, without gap
+or overlap, and each local header matches the directory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ENCRYPTED_FLAGS = 0x0001 | 0x0040 | 0x2000  # encrypted, strongly encrypted, mas
 PATCHED_FLAG = 0x0020
 DESCRIPTOR_FLAG = 0x0008  # CRC and sizes follow the data
 STORED, DEFLATED = 0, 8
-MAX_RAW_NAME_BYTES = 4096  # keeps the index of a full archive small; names.py allows much less
+MAX_RAW_NAME_BYTES = 4096  # keeps the index of a full archive small; entries.py allows much less
 
 _END = struct.Struct("<4s4H2IH")
 _WIDE_END = struct.Struct("<4sQ2H2I4Q")
@@ -43,11 +43,11 @@ _FULL_16, _FULL_32 = 0xFFFF, 0xFFFFFFFF
 
 
 class Malformed(ValueError):
-    """The bytes are not a zip as this package accepts it; the text says what is wrong."""
+    """The bytes are not a zip that this package accepts; the text gives the reason."""
 
 
 class Directory(NamedTuple):
-    """Where the central directory is and how many entries it lists."""
+    """Position of the central directory, and the number of entries that it lists."""
 
     offset: int
     end: int
@@ -85,7 +85,7 @@ class Local(NamedTuple):
 
 
 def read_directory(file: BinaryIO, file_size: int) -> Directory:
-    """Find the central directory: it must end exactly where the end records begin, and these end the file."""
+    """Find the central directory: it must end where the end records begin, and these must end the file."""
     if file_size < _END.size:
         raise Malformed("the file is too short to be a zip")
     end_at = file_size - _END.size
@@ -105,7 +105,7 @@ def read_directory(file: BinaryIO, file_size: int) -> Directory:
 
 
 def _read_wide_end(file: BinaryIO, end_at: int) -> _WideEnd | None:
-    """Read the 64-bit end record that stands, with its locator, in front of the plain one; None without."""
+    """Read the 64-bit end record, which precedes the plain one with its locator; None if there is none."""
     locator_at = end_at - _WIDE_LOCATOR.size
     if locator_at < _WIDE_END.size:
         return None
@@ -121,7 +121,7 @@ def _read_wide_end(file: BinaryIO, end_at: int) -> _WideEnd | None:
 
 
 def _directory(values: tuple[int, ...], end: int) -> Directory:
-    """The directory that an end record at `end` describes."""
+    """Return the directory that an end record at `end` describes."""
     disk, first_disk, here, count, size, offset = values
     if disk or first_disk or here != count:
         raise Malformed("the zip is one part of several, or lists more entries than it has")
@@ -159,7 +159,7 @@ def read_local(file: BinaryIO, offset: int) -> Local:
 
 
 def is_descriptor(record: bytes, crc: int, stored_size: int, size: int) -> bool:
-    """Say if `record` is a data descriptor with these values: 32 or 64 bits, with or without signature."""
+    """Return whether `record` is a data descriptor of these values: 32 or 64 bits, signature optional."""
     body = record[4:] if len(record) in (16, 24) else record
     if body is not record and not record.startswith(b"PK\7\x08"):
         return False
@@ -168,7 +168,7 @@ def is_descriptor(record: bytes, crc: int, stored_size: int, size: int) -> bool:
 
 
 def _widened(extra: bytes, values: tuple[int, ...]) -> tuple[int, ...]:
-    """Replace every value that is full by the 64-bit one of the extra field, which has them in this order."""
+    """Replace every saturated value by its 64-bit one from the extra field, which has them in this order."""
     if _FULL_32 not in values:
         return values
     wide = _extra_field(extra, _WIDE_EXTRA)
@@ -207,13 +207,13 @@ def _exactly(file: BinaryIO, size: int) -> bytes:
     return found
 
 
-# What Python's zipfile raises where a file is damaged, or packed in a way that it does not know.
+# Errors of Python's zipfile for a file that is damaged, or packed by an unknown method.
 DAMAGED = (zipfile.BadZipFile, EOFError, NotImplementedError, zlib.error)
 _REPACK = "pack the archive again"
 _MAX_RECORDS = 100_000  # of one file of weights
 _EMPTY_DEFLATED_BYTES = 2  # some tools "compress" directories
-# Of data that is only copied. Each step asks for the GIL, which a server that starts is busy importing with:
-# with 1 MiB, unpacking 400 MB beside it took 0.1 s longer.
+# Chunk size of stored data. Each chunk takes the GIL, which a starting server holds while it imports modules:
+# with chunks of 1 MiB, unpacking 400 MB beside it took 0.1 s longer.
 _COPIED_BYTES = 2**23
 
 
@@ -234,7 +234,7 @@ class ZipContainer:
                     yield entry, self._checked(entry, _unpacked(file, entry))
 
     def reopened(self) -> BinaryIO:
-        """The file that was indexed; ArchiveError when it was replaced or changed since."""
+        """Open the indexed file again; raise ArchiveError when it was replaced or changed since."""
         return open_regular(self._path, self._identity)
 
     def _checked(self, entry: Entry, chunks: Chunks) -> Chunks:
@@ -259,11 +259,11 @@ class ZipContainer:
 
 
 def check_zip(file: BinaryIO, size: int) -> None:
-    """Raise ArchiveError, whose reason says why, when two readers could disagree about a zip file.
+    """Raise ArchiveError, with the cause in `reason`, when two readers could disagree about a zip file.
 
     Args:
         file: the whole file, which need not have a name.
-        size: its bytes.
+        size: its size in bytes.
     """
     path = Path("model")
     _Indexer(path, file, Intake(path, ArchiveLimits(max_entries=_MAX_RECORDS))).entries(size)
@@ -278,7 +278,7 @@ class _Indexer:
         self._intake = intake
 
     def entries(self, file_size: int) -> tuple[Entry, ...]:
-        """All files, in the order they stand in."""
+        """Return all files, in the order of their data."""
         try:
             directory = read_directory(self._file, file_size)
             self._intake.check_count(directory.entries)
@@ -316,7 +316,7 @@ class _Indexer:
             raise self._intake.refuse(shown, "the name is not UTF-8", _REPACK) from error
 
     def _take(self, name: str, central: Central, cursor: int, limit: int) -> int:
-        """Check one entry, which must begin at `cursor`, and return where it ends, at most at `limit`."""
+        """Check one entry, which must begin at `cursor`, and return its end, which is at most `limit`."""
         if central.header_offset != cursor:
             overlaps = central.header_offset < cursor
             raise Malformed("it overlaps another entry" if overlaps else "bytes before it belong to no entry")
@@ -361,7 +361,7 @@ def _check_kind(name: str, central: Central) -> None:
 
 
 def _check_agreement(local: Local, central: Central) -> None:
-    """The header in front of the data must not contradict the central directory."""
+    """Raise Malformed when the local header contradicts the central directory."""
     same = ("raw_name", "flags", "method")
     values = ("crc", "stored_size", "size")
     wrong = [field for field in same if getattr(local, field) != getattr(central, field)]
@@ -376,7 +376,7 @@ def _check_agreement(local: Local, central: Central) -> None:
 
 
 def _unpacked(file: BinaryIO, entry: Entry) -> Chunks:
-    """The entry's bytes in chunks; never much more than one chunk in memory, whatever the data says."""
+    """Yield the entry's bytes in chunks; memory stays near the size of one chunk for any data."""
     file.seek(entry.offset or 0)
     if entry.method == "stored":
         yield from _packed(file, entry.stored_size, _COPIED_BYTES)
@@ -388,8 +388,8 @@ def _unpacked(file: BinaryIO, entry: Entry) -> Chunks:
             if inflater.eof:
                 raise Malformed("there is something behind the compressed data")
             yield inflater.decompress(pending, CHUNK_BYTES)
-            pending = inflater.unconsumed_tail or inflater.unused_data  # noqa: PLW2901  # what is left of it
-    while not inflater.eof:  # input is over; output may still be held back by the bound above
+            pending = inflater.unconsumed_tail or inflater.unused_data  # noqa: PLW2901  # the rest of it
+    while not inflater.eof:  # input is used up; the limit above may have held output back
         rest = inflater.decompress(b"", CHUNK_BYTES)
         if not rest and not inflater.eof:
             raise Malformed("the compressed data is cut off")

@@ -1,5 +1,5 @@
-"""What a PyTorch user has becomes what a server loads: read, quantise, compile, verify.
+"""Turns a PyTorch user's model into files that a server loads: read, quantise, compile, verify.
 
-The only room of the archiver that needs torch. The rest of it imports this one when a flag asks for it, and
-not before; it knows neither handlers nor a server.
+The only part of the archiver that needs torch. The other parts import it only when a flag asks for it. It
+depends on neither handlers nor a server.
 """

@@ -1,6 +1,6 @@
-"""From what a user has to what a server loads: read, quantise, compile, sign, verify.
+"""Builds the files of an archive from a user's model: read, quantise, compile, sign, verify.
 
-Nothing is written outside of the work folder; packing it into an archive is the caller's.
+Nothing is written outside of the work folder; the caller packs the files into an archive.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def build(options: BuildOptions, work: Path, say: Say) -> Built:
     """Make the files of the archive in `work`, an empty folder.
 
     Args:
-        options: the model, and what it should become.
+        options: the model, and the conversion to apply.
         work: where files are made; the result points into it.
         say: takes lines about progress and about the result.
 
     Raises:
         ModelRefused: an input, an option or the result is refused; one line says why.
-        PackingError: an example is not there; likewise.
+        PackingError: an example does not exist; one line says so.
         OSError: a file can't be read or written.
     """
     options = _checked(options)
@@ -71,7 +71,7 @@ def build(options: BuildOptions, work: Path, say: Say) -> Built:
         )
     say(f"the model: {source.kind} ({source.path})")
     signed = inputs_of(options.example_signature) if options.example_signature else ()
-    if signed:  # clients know the inputs by these names, a program by its own
+    if signed:  # clients use these input names; a program has its own
         source = dataclasses.replace(source, names=tuple(spec.name for spec in signed))
     example = _example(source, options, signed)
     if options.model_format == KEEP:
@@ -83,7 +83,7 @@ def build(options: BuildOptions, work: Path, say: Say) -> Built:
 
 
 def _checked(options: BuildOptions) -> BuildOptions:
-    """The options with the format decided, once they are known to agree."""
+    """Check that the options agree, and return them with the format decided."""
     wanted = options.model_format or (TORCHSCRIPT if options.quantize else KEEP)
     if wanted not in MODEL_FORMATS:
         raise ModelRefused(f"--format is {wanted!r}; expected one of {', '.join(MODEL_FORMATS)}")
@@ -115,7 +115,7 @@ def _example(source: Source, options: BuildOptions, signed: Sequence[TensorSpec]
 
 @dataclass(frozen=True)
 class _Compilation:
-    """One model on its way to another format."""
+    """The conversion of one model to another format."""
 
     source: Source
     options: BuildOptions
@@ -123,7 +123,7 @@ class _Compilation:
     say: Say
 
     def built(self, example: Tensors | None) -> Built:
-        """Quantise, compile, sign, verify."""
+        """Quantise, compile, sign and verify the model."""
         module, example = self._startable(example)
         names = self.source.names_of_inputs(len(example))
         sizes = sizes_of(self.options, names, example)
@@ -131,8 +131,8 @@ class _Compilation:
         if program is not None and not sizes:
             sizes = free_sizes(program, example)
         else:
-            program = None  # to be exported anew
-        # A first look, so that what is refused anyway is not compiled before.
+            program = None  # to be exported again
+        # Check first, so that a model that is refused anyway is not compiled.
         with step(self.say, "running the model"):
             signature = signature_of(
                 module, example, names, sizes, probe_batch=True, variations=VARIATIONS[:1]
@@ -151,7 +151,7 @@ class _Compilation:
             say=self.say,
         )
         probe = self.options.model_format == TORCHSCRIPT
-        # Of the packed model, not of the source: compiling fixes what is not asked to vary.
+        # Run the packed model, not the source: compiling fixes every size that no option lets vary.
         with step(self.say, "trying sizes and batches"):
             final = signature_of(packed.run, example, names, sizes, probe_batch=probe, say=self.say)
         self._tell_batch(final)
@@ -183,7 +183,7 @@ class _Compilation:
         if method is None:
             return None
         script = self.options.script
-        told = functools.cache(self.say)  # many candidates are traced, which lose the same
+        told = functools.cache(self.say)  # each line once: all traced candidates give the same ones
         with step(self.say, f"quantising ({method})"):
             made = quantise(
                 model,
@@ -198,7 +198,11 @@ class _Compilation:
         return made
 
     def _folded(self, module: torch.nn.Module, example: Tensors) -> torch.nn.Module:
-        """The module, without paddings of their own before convolutions, where it is the model's own code."""
+        """Return the module with separate paddings folded into the convolutions that follow them.
+
+        A module is returned as it is when TorchScript is compiled from its source, or when it comes from an
+        exported program.
+        """
         if self.options.script or self.source.program is not None:
             return module
         folded = folded_paddings(module, example)
@@ -210,7 +214,10 @@ class _Compilation:
     def _load(
         self, packed: Packed, samples: Sequence[Tensors], signature: Signature, quantised: Quantised | None
     ) -> TorchScriptOptions:
-        """How the server is to load the file: as the user's configuration says, or as measures fastest."""
+        """Return how the server is to load the file: as the user's configuration says, or the fastest way.
+
+        The fastest way is measured.
+        """
         if self.options.model_format != TORCHSCRIPT:
             return TorchScriptOptions()
         said = members_of(self.options.config_file) or ()
@@ -237,7 +244,7 @@ class _Compilation:
         samples: Sequence[Tensors],
         quantised: Quantised | None,
     ) -> None:
-        """Compare the packed model with the original, and put the report beside it."""
+        """Compare the packed model with the original, and write the report beside the packed model."""
         if not self.options.verify:
             return
         kind = "none" if quantised is None else "bf16" if quantised.method == "bf16" else "int8"

@@ -1,4 +1,4 @@
-"""The long steps of making a model: each is announced, timed, and fails with one line."""
+"""Long steps of building a model: each is announced, timed, and fails with one line."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Say = Callable[[str], None]  # takes one line for the user
 
 
 def silent(_line: str) -> None:
-    """A `Say` for those who have nobody to tell."""
+    """Drop the line: a `Say` for callers without output."""
 
 
 @contextmanager
 def step(say: Say, name: str) -> Iterator[None]:
-    """Run the block as the step `name`; whatever it raises becomes one ModelRefused that says so.
+    """Run the block as the step `name`; turn an error into one ModelRefused that names the step.
 
-    Warnings of torch are kept back: they speak of its own insides (torch.jit is deprecated, ...). Those about
-    the model are told by who runs the tracer (`tracing.py`).
+    Warnings of torch are suppressed: they are about its internals (torch.jit is deprecated, ...). The code
+    that runs the tracer reports those about the model (`convert/torchscript.py`).
     """
     started_s = time.perf_counter()
     say(f"{name} ...")
@@ -33,17 +33,20 @@ def step(say: Say, name: str) -> Iterator[None]:
 
 @contextmanager
 def refusing(name: str) -> Iterator[None]:
-    """Turn whatever the block raises into one ModelRefused that names the step, but for a missing file."""
+    """Turn an error in the block, except a missing file, into one ModelRefused that names the step.
+
+    A PackingError is raised as it is.
+    """
     try:
         yield
     except (PackingError, FileNotFoundError):
         raise
-    # Broad, because models are other people's code, which may raise anything, and torch's tracers do, too.
+    # Broad, because models are third-party code and may raise anything, and so may torch's tracers.
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no text"]
-        # TorchScript's interpreter begins with where it was, and ends with what was wrong there.
+        # TorchScript's interpreter gives the location first and the cause last.
         cause = lines[-1] if "in the TorchScript interpreter" in lines[0] else lines[0]
-        if cause.startswith("Constraints violated"):  # torch.export says in the next line what is wrong
+        if cause.startswith("Constraints violated"):  # torch.export gives the cause in the next line
             cause = ": ".join([cause.partition("!")[0], *(line.lstrip("- ") for line in lines[1:2])])
-        kind = f"{type(error).__name__}: "  # which TorchScript's own text has already
+        kind = f"{type(error).__name__}: "  # TorchScript's own text has it already
         raise ModelRefused(f"{name} failed: {kind}{cause.removeprefix(kind)[:300]}") from error

@@ -1,1 +1,1 @@
-"""Files of models: what they are, and whether loading them runs code."""
+"""Detection of the kinds of model files, and of code that loading them would run."""

@@ -1,9 +1,9 @@
-"""Checks an exported program (`.pt2`) for anything that would run code while it is loaded; loads nothing.
+"""Checks that loading an exported program (`.pt2`) would run no code of its own; loads nothing.
 
-torch's loader trusts the file: it compiles and loads native code that lies beside the program, takes all that
-lies in one folder for programs, evaluates expressions of sizes, executes guards as Python, looks operators up
+torch's loader trusts the file: it compiles and loads native code that lies beside the program, reads every
+file of one folder as a program, evaluates expressions of sizes, executes guards as Python, looks operators up
 by any dotted path below `torch`, and unpickles examples. A file from `torch.export.save` uses a small part of
-that, and this module accepts that part and nothing else (torch/export/pt2_archive/_package.py,
+that, and this module accepts only that part (torch/export/pt2_archive/_package.py,
 torch/_export/serde/serialize.py).
 """
 
@@ -31,8 +31,8 @@ _OLD_PICKLES = re.compile(r"serialized_(state_dict|constants)\.(pt|json)|seriali
 _MAX_JSON_BYTES = 2**28
 _PROGRAM = "models/model.json"
 _PAYLOADS = re.compile(r"data/(weights|constants)/\w+_config\.json", re.ASCII)
-# Everything that torch.export.save writes, below the file's own folder. What lies in extra/ is text for who
-# asks for it; in data/weights and data/constants are numbers, and pickles that `foreign_names_in` looks at.
+# Every record that torch.export.save writes, below the file's own folder. Records in extra/ are text that
+# callers may ask for; data/weights and data/constants have numbers, and pickles: see `foreign_names_in`.
 _RECORD = re.compile(
     r"archive_format|archive_version|version|byteorder|\.data/(version|serialization_id)"
     rf"|{re.escape(_PROGRAM)}|data/sample_inputs/model\.pt|extra/.+"
@@ -42,19 +42,19 @@ _RECORD = re.compile(
 
 
 def check_program(file: BinaryIO, size: int, allow_pickle: bool = False) -> None:
-    """Raise when loading the `.pt2` in `file` with `torch.export.load` could run code of its own.
+    """Raise UnsafeProgram when loading `file`, a `.pt2`, with `torch.export.load` could run its own code.
 
     Args:
         file: the whole package.
-        size: its bytes.
-        allow_pickle: let pickles in it be.
+        size: its size in bytes.
+        allow_pickle: do not check the pickles in it.
 
     Raises:
-        UnsafeProgram: it could, or it is damaged or no exported program.
+        UnsafeProgram: it could, or the file is damaged or is no exported program.
     """
     file.seek(0)
     try:
-        check_zip(file, size)  # torch and Python have readers of their own: both must see the same
+        check_zip(file, size)  # torch and Python have different zip readers: both must see the same
         with zipfile.ZipFile(file) as archive:
             pickled = _check_records(archive)
     except ArchiveError as error:
@@ -66,9 +66,9 @@ def check_program(file: BinaryIO, size: int, allow_pickle: bool = False) -> None
 
 
 def _check_records(archive: zipfile.ZipFile) -> frozenset[str]:
-    """Check every record of the package; returns the base names of those that are unpickled."""
+    """Check every record of the package; return the base names of those that are unpickled."""
     names = [info.orig_filename for info in archive.infolist()]
-    if _OLD_PROGRAM in names:  # what torch before 2.7 wrote
+    if _OLD_PROGRAM in names:  # the format of torch before 2.7
         _refuse_others([name for name in names if name != _OLD_PROGRAM and not _is_old_record(name)])
         check_graph(_json(archive, _OLD_PROGRAM))
         return frozenset(name for name in names if _OLD_PICKLES.fullmatch(name))
@@ -99,7 +99,7 @@ def _json(archive: zipfile.ZipFile, name: str) -> Any:
 
 
 def _pickled_records(archive: zipfile.ZipFile) -> Iterator[str]:
-    """Files of weights and constants that are unpickled by Python."""
+    """Yield the base names of the files of weights and constants that Python unpickles."""
     for name in archive.namelist():
         found = _PAYLOADS.fullmatch(name.partition("/")[2])
         if found is not None:
@@ -124,7 +124,7 @@ _OPERATOR = re.compile(
 )
 _ARITHMETIC = re.compile(r"(_operator|math)\.[a-z][a-z0-9_]*|torch\.sym_[a-z_]+|torch\._sym_[a-z]+")
 _NOT_ARITHMETIC = re.compile(r"_operator\.(attrgetter|methodcaller|itemgetter|call)")
-# Objects whose keys are names of the program's own choice (dict fields of torch/_export/serde/schema.py).
+# Objects whose keys are names that the program chooses (dict fields of torch/_export/serde/schema.py).
 _MAPS = frozenset(
     {
         "tensor_values",
@@ -142,11 +142,11 @@ _MAPS = frozenset(
 
 
 class UnsafeProgram(ValueError):
-    """The program would run code, or is not of a form known here; one line says where and why."""
+    """The program would run code, or its form is unknown here; one line says where and why."""
 
 
 def check_graph(program: Any) -> None:
-    """Raise UnsafeProgram when something in the program, as JSON, is not what `torch.export.save` writes."""
+    """Raise UnsafeProgram when the program's JSON has a value that `torch.export.save` would not write."""
     for key, value in _members(program):
         if key in _CHECKS:
             for item in value if isinstance(value, list) else [value]:
@@ -154,7 +154,7 @@ def check_graph(program: Any) -> None:
 
 
 def _members(program: Any) -> Iterator[tuple[str, Any]]:
-    """Every key of the format and its value, at any depth; names in maps are no keys, whatever they are."""
+    """Yield every key of the format with its value, at any depth; names in maps do not count as keys."""
     pending = [(program, False)]
     while pending:
         item, is_map = pending.pop()
@@ -232,7 +232,7 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
 
 _MAX_LENGTH = 10_000
 _MAX_INTEGER = 2**63
-_MAX_EXPONENT = 64  # of powers of powers, too: their product
+_MAX_EXPONENT = 64  # of nested powers: the product of their exponents
 _MAX_PRECISION = 64  # decimals, or bits of a mantissa
 _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]*)?(e[+-]?[0-9]{1,3})?")  # of a Float
 _TEXT = re.compile(rf"[A-Za-z_][A-Za-z0-9_]*|{_NUMBER.pattern}")  # a name, or a Float
@@ -280,18 +280,18 @@ _NODES = (
 
 
 class NotArithmetic(ValueError):
-    """The text is no expression of sizes; the reason says why."""
+    """The text is not an expression of sizes; the message gives the reason."""
 
 
 def check_expression(text: object) -> None:
     """Raise NotArithmetic unless the text only computes and compares sizes, at little cost.
 
-    It may call what is listed here, and tensor.size() and such. Powers have small constant exponents:
-    `9**9**9**9` would keep a processor for ever.
+    It may call the functions listed here, and tensor methods such as size(). Powers have small constant
+    exponents: `9**9**9**9` would occupy a processor for ever.
     """
     if not isinstance(text, str) or not text.isascii() or len(text) > _MAX_LENGTH:
         raise NotArithmetic("expected an expression of sizes")
-    if "__" in text or "\n" in text or "\r" in text:  # sympy takes line ends out and joins what they part
+    if "__" in text or "\n" in text or "\r" in text:  # sympy drops line ends and joins the parts
         raise NotArithmetic("expected an expression of sizes")
     try:
         tree = ast.parse(text.strip(), mode="eval")
@@ -305,7 +305,10 @@ def check_expression(text: object) -> None:
 
 
 def _with_exponents(tree: ast.AST) -> Iterator[tuple[ast.AST, float]]:
-    """Every node with the product of the exponents of all powers around it; infinity for one not known."""
+    """Yield every node with the product of the exponents of all powers around it, or infinity.
+
+    It is infinite when one of the exponents is not a known constant.
+    """
     pending: list[tuple[ast.AST, float]] = [(tree, 1)]
     while pending:
         node, exponent = pending.pop()
@@ -322,7 +325,7 @@ def _is_power(node: ast.AST) -> bool:
 
 
 def _exponent(node: ast.AST) -> float:
-    """How large a power may make its base; at least 1."""
+    """Return the exponent of a power, at least 1; infinity if it is not a constant."""
     if isinstance(node, ast.BinOp):
         found = node.right
     elif isinstance(node, ast.Call) and len(node.args) == 2:
@@ -334,7 +337,7 @@ def _exponent(node: ast.AST) -> float:
 
 
 def _number(node: ast.expr) -> float | None:
-    """The constant that this is: 2, -1, Integer(2), Rational(1, 2), Float('0.5'); None when it is none."""
+    """Return the value of a constant: 2, -1, Integer(2), Rational(1, 2), Float('0.5'); else None."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         inner = _number(node.operand)
         return None if inner is None else -inner
@@ -367,7 +370,7 @@ def _is_plain(node: ast.AST) -> bool:
         return _is_plain_constant(node.value)
     if isinstance(node, ast.keyword):
         return _is_plain_keyword(node)
-    if isinstance(node, ast.BinOp):  # a text or a tuple times a number is as long as that says
+    if isinstance(node, ast.BinOp):  # a text or a tuple times a number can be of any length
         return not any(_is_text_or_tuple(side) for side in (node.left, node.right))
     return True
 
@@ -393,7 +396,7 @@ def _is_plain_constant(value: object) -> bool:
 
 
 def _is_plain_keyword(node: ast.keyword) -> bool:
-    """What symbols are (`integer=True`), and the precision of a Float."""
+    """Return whether a keyword states a symbol's property (`integer=True`) or a Float's precision."""
     value = node.value.value if isinstance(node.value, ast.Constant) else ...
     if node.arg == "precision":
         return isinstance(value, int) and value <= _MAX_PRECISION

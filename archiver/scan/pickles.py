@@ -1,9 +1,9 @@
-"""Says what a pickle would import, by reading its opcodes; nothing is unpickled.
+"""Lists the names that a pickle would import, by reading its opcodes; nothing is unpickled.
 
-A pickle can call whatever it imports. One that imports only what tensors are rebuilt from is a container of
-numbers; any other name in it is code that runs when the file is read.
+A pickle can call anything that it imports. One that imports only the names that tensors are rebuilt from is a
+container of numbers; any other name in it is code that runs when the file is read.
 
-This is for reports. What loads a pickle uses torch's weights-only unpickler, which allows the same names.
+This is for reports. The loaders use torch's weights-only unpickler, which allows the same names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchere.archiver.errors import ArchiveError
 MAX_PICKLE_BYTES = 64 * 2**20  # the numbers lie beside the pickle, so even large models stay far below
 UNKNOWN = "a name that can't be told"
 _PICKLES_IN_OLD_FORMAT = 5
-_DEPTH = 2  # a .pt2 holds .pt files, which hold a pickle; nobody nests deeper
+_DEPTH = 2  # a .pt2 holds .pt files, which hold a pickle; deeper nesting is not in use
 
 # torch/_weights_only_unpickler.py allows these. A dotted name below one of them is another name.
 _PLAIN_NAMES = frozenset(
@@ -56,12 +56,12 @@ _SILENT_OPCODES = frozenset({"MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "FRAME",
 
 
 def foreign_names_in(file: BinaryIO, size: int, also: frozenset[str] = frozenset()) -> tuple[str, ...]:
-    """What the pickles of a `.pt`, `.pt2` or bare pickle import beyond tensors, sorted.
+    """Return the sorted names that the pickles of a `.pt`, `.pt2` or bare pickle import beyond tensors.
 
     Args:
         file: the whole file, read from its start.
-        size: its bytes.
-        also: base names of entries that are pickles, whatever they look like.
+        size: its size in bytes.
+        also: base names of further entries that are pickles, with any suffix.
     """
     file.seek(0)
     if file.read(2) != b"PK":
@@ -76,7 +76,7 @@ def foreign_names_in(file: BinaryIO, size: int, also: frozenset[str] = frozenset
 
 
 def is_pickle(file: BinaryIO) -> bool:
-    """Whether a file begins with a whole pickle, of any protocol."""
+    """Return whether a file begins with a whole pickle, of any protocol."""
     file.seek(0)
     try:
         return sum(1 for _ in pickletools.genops(file.read(MAX_PICKLE_BYTES))) > 1  # STOP alone is none
@@ -85,7 +85,7 @@ def is_pickle(file: BinaryIO) -> bool:
 
 
 def imported_names(data: bytes) -> list[str]:
-    """Every `module.name` that unpickling imports, or `UNKNOWN` for what the opcodes do not tell.
+    """Return every `module.name` that unpickling imports; `UNKNOWN` for one that the opcodes do not show.
 
     torch's old format is five pickles, one after the other, and raw numbers behind them.
     """
@@ -103,7 +103,7 @@ def imported_names(data: bytes) -> list[str]:
 
 
 class _Walk:
-    """One pickle being read: what the last two texts on the stack are, and what the memo holds."""
+    """State of reading one pickle: the last texts on the stack, the memo, and the imported names."""
 
     def __init__(self) -> None:
         self._memo: dict[int, str | None] = {}
@@ -148,7 +148,7 @@ def _collect(file: BinaryIO, found: set[str], depth: int, also: frozenset[str]) 
         for info in archive.infolist():
             base = info.filename.lower().rpartition("/")[2]
             if depth < _DEPTH and base == "constants.pkl":
-                found.add("TorchScript")  # torch.load hands it on to torch.jit.load
+                found.add("TorchScript")  # torch.load passes it to torch.jit.load
             if not base.endswith((".pkl", ".pt")) and base not in also:
                 continue
             if info.file_size > MAX_PICKLE_BYTES:
@@ -158,7 +158,7 @@ def _collect(file: BinaryIO, found: set[str], depth: int, also: frozenset[str]) 
 
 
 def _inner(data: bytes, depth: int, also: frozenset[str]) -> set[str]:
-    """What a pickle, or a zip with pickles, imports; which of them it is, torch.load decides so, too."""
+    """Return the foreign names of a pickle, or of a zip with pickles; torch.load decides alike."""
     found: set[str] = set()
     if data.startswith(b"PK\3\4") and depth:
         check_zip(io.BytesIO(data), len(data))  # so that torch finds the same pickles in it
@@ -171,7 +171,7 @@ def _inner(data: bytes, depth: int, also: frozenset[str]) -> set[str]:
 
 
 def is_plain(name: str) -> bool:
-    """Whether `module.name` is one of those that tensors are rebuilt from."""
+    """Return whether `module.name` is one of the names that tensors are rebuilt from."""
     return name in _PLAIN_NAMES or _TENSOR_NAME.fullmatch(name) is not None
 
 

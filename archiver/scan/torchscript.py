@@ -1,9 +1,9 @@
-"""Tells whether TorchScript would read or write files, from the source in it; nothing is loaded.
+"""Detects TorchScript that would read or write files, from the source in it; nothing is loaded.
 
-TorchScript's interpreter knows no Python, but its operators can write tensors to any file and map any file,
+TorchScript's interpreter runs no Python, but its operators can write tensors to any file and map any file,
 and `__setstate__` runs while a module is loaded. The source in the file names its operators:
-`torch.save(...)`, `ops.image.write_file(...)`. `torch` and `ops` can be given other names there
-(`t = torch`), or be asked by text (`getattr(torch, "sa" "ve")`), which torch never writes and is refused.
+`torch.save(...)`, `ops.image.write_file(...)`. The source can also rename `torch` and `ops` (`t = torch`), or
+look operators up by text (`getattr(torch, "sa" "ve")`); torch never writes either, and both are refused.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torchere.archiver.container.zip import DAMAGED, check_zip
 from torchere.archiver.errors import ArchiveError
 
 FILE_OPERATORS = frozenset({"save", "load", "from_file", "read_file", "write_file"})
-_MAX_SOURCE_BYTES = 2**28  # of one file of it
-# Sources without any of these, which are nearly all, need no closer look.
+_MAX_SOURCE_BYTES = 2**28  # of one source file
+# Nearly all sources have none of these, and are not split into tokens.
 _SUSPECT = re.compile(
     rb"\b(?:save|from_file|read_file|write_file|load)\b|\btorch\b(?!\.\w)|\bops\b(?!\.\w+\.\w)"
 )
-# torch writes texts in double quotes and on one line; other quotes are signs of their own here, and refused.
+# torch writes strings in double quotes, on one line; any other quote becomes its own token, and is refused.
 _TOKEN = re.compile(r'#[^\n]*|\\\n|"""|"(?:\\.|[^"\\\n])*"|\w+|\n|[^\s\w]')
 _STRANGE_QUOTES = ('"""', '"', "'")
 
@@ -32,12 +32,12 @@ class UnsafeScript(ValueError):
 
 
 def check_script(file: BinaryIO, size: int) -> None:
-    """Raise UnsafeScript when the code of a TorchScript file calls what reads or writes files.
+    """Raise UnsafeScript when the code of a TorchScript file calls an operator that reads or writes files.
 
     Args:
         file: the whole file, as torch.jit.save writes it: torch also reads a zip with other bytes in front,
-            and a flatbuffer, whose code is no text.
-        size: its bytes.
+            and a flatbuffer, whose code is not text.
+        size: its size in bytes.
     """
     file.seek(0)
     if file.read(4) != b"PK\3\4":
@@ -66,7 +66,7 @@ def _check_source(name: str, source: bytes) -> None:
 
 
 def _file_operator(source: str) -> str | None:
-    """The first operator for files in the text, or the first way to hide one; None when there is none."""
+    """Return the first operator for files in the text, or the first way to hide one; None without any."""
     tokens = ["\n", *_tokens(source), "\n", "\n", "\n", "\n"]
     for at, token in enumerate(tokens):
         if token in _STRANGE_QUOTES:
@@ -85,7 +85,7 @@ def _file_operator(source: str) -> str | None:
 
 
 def _tokens(source: str) -> Iterator[str]:
-    """Names, signs, texts and ends of lines; ends of lines inside brackets part nothing, and are left out."""
+    """Yield names, signs, strings and line ends; comments, and line ends inside brackets, are left out."""
     depth = 0
     for match in _TOKEN.finditer(source):
         token = match[0]

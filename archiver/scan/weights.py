@@ -1,7 +1,7 @@
-"""Tells what a weights file is, and whether reading it runs a pickle, from its bytes alone.
+"""Detects the kind of a weights file, and whether reading it runs a pickle, from its bytes alone.
 
-Nothing is loaded or unpickled, and names of files do not count. TorchScript and `torch.save` files are zips
-and known by the names in them.
+Nothing is loaded or unpickled, and file names do not count. TorchScript and `torch.save` files are zips,
+recognised by the names of their records.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ _COMPILED_FOLDER = "data/aotinductor/"  # of one model or several, each in a fol
 _MAX_LISTED = 100_000
 _PICKLE_RISK = "its pickle can run any Python code unless read with weights_only"
 _MAX_HEADER_BYTES = 100_000_000  # of safetensors: its own limit
-# ModelProto begins with field 1, ir_version; what follows is one of its other fields (onnx.proto).
+# ModelProto begins with field 1, ir_version; the next field is one of its others (onnx.proto).
 _ONNX_SECOND_FIELDS = frozenset(b"\x12\x1a\x22\x28\x32\x3a\x42\x72\xa2\xca")
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What one weights file is; `pickled` when reading it involves Python's pickle format.
+    """The kind of one weights file; `pickled` when reading it involves Python's pickle format.
 
-    `foreign` names what its pickle or its program would run beyond rebuilding tensors; empty when nothing,
-    or when that was not looked for.
+    `foreign` names the code that its pickle or program would run beyond rebuilding tensors; empty if there is
+    none, or if it was not checked.
     """
 
     name: str
     kind: str
     pickled: bool
-    risk: str  # what reading it may execute, as a sentence's end
+    risk: str  # the code that reading it may execute, as a sentence's end
     foreign: tuple[str, ...] = ()
 
 
 def classify(name: str, file: BinaryIO) -> Weights:
-    """Tell the kind from a file, of which there must be the first `bytes_to_see`."""
+    """Classify a file, of which at least the first `bytes_to_see` bytes must be present."""
     file.seek(0)
     head = file.read(HEAD_BYTES)
     known = _known_by_head(name, head)
@@ -58,13 +58,13 @@ def classify(name: str, file: BinaryIO) -> Weights:
         return known
     if head.startswith(b"PK"):
         return _classify_records(name, _sizes_in(file), file)
-    if _begins_as_pickle(head) or is_pickle(file):  # those of protocol 0 or 1 begin as they like
+    if _begins_as_pickle(head) or is_pickle(file):  # protocols 0 and 1 have no fixed first bytes
         return _pickle(name, PICKLE, file)
     return Weights(name, "unknown", False, "is not of a kind known here")
 
 
 def bytes_to_see(head: bytes) -> float:
-    """How much `classify` reads of a file whose first bytes, at most `HEAD_BYTES`, are these."""
+    """Return how many bytes `classify` reads of a file with these first bytes (at most `HEAD_BYTES`)."""
     if _known_by_head("", head) is not None:
         return HEAD_BYTES
     return math.inf if head.startswith(b"PK") else MAX_PICKLE_BYTES
@@ -88,7 +88,7 @@ def _begins_as_pickle(head: bytes) -> bool:
 
 
 def classify_file(path: Path) -> Weights:
-    """Tell the kind of a file on disk.
+    """Classify a file on disk.
 
     Raises:
         ArchiveError: it is no regular file.
@@ -99,9 +99,9 @@ def classify_file(path: Path) -> Weights:
 
 
 def _classify_records(name: str, found: list[tuple[str, int]], file: BinaryIO) -> Weights:
-    """Tell the kind as torch does: by records, whose names have the file's own folder in front."""
+    """Classify a zip as torch does: by its records, whose names begin with the file's own folder."""
     records: dict[str, int] = {}
-    for inner, size in found:  # an empty one does not hide another of its name
+    for inner, size in found:  # an empty record does not hide another of its name
         record = inner.partition("/")[2]
         records[record] = max(size, records.get(record, 0))
     if records.keys() & {"archive_format", "serialized_exported_program.json"}:
@@ -138,7 +138,7 @@ def _package(name: str, records: dict[str, int], file: BinaryIO) -> Weights:
 
 
 def _native(records: Iterable[str]) -> str:
-    """How it runs: torch compiles the C++ of a package without a library, and loads what that gives."""
+    """Describe how compiled code runs: torch compiles and loads the C++ of a package without a library."""
     if any(record.endswith(".so") for record in records):
         return "runs as native code in the server"
     return "is compiled from C++ and runs as native code in the server"

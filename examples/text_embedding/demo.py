@@ -19,7 +19,7 @@ from examples.harness.packing import pack
 from examples.harness.run import main, served
 from examples.harness.server import Server
 from examples.text_embedding.minilm import MiniLM
-from torchere.archiver.models.load.checkpoint import read_safetensors
+from torchere.archiver.models.load.safetensors import read_safetensors
 
 MODEL = "minilm"
 SENTENCES = ("The weather is lovely today.", "It's so sunny outside!", "He drove to the stadium.")

@@ -1,1 +1,1 @@
-"""Keys and certificates: who may call, and over what."""
+"""Access control: API keys and TLS certificates."""

@@ -1,6 +1,6 @@
-"""Who may call what: three keys in a file, and the check of the `Authorization` header against them.
+"""Token authorization: three keys in a file, and the check of the `Authorization` header.
 
-Knows no protocol; a frontend passes the header (or the gRPC metadata value) and lets the error through.
+Independent of the protocol: a frontend passes the header (or the gRPC metadata value) and reports the error.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ _NOT_RENEWED = "Token Authentication failed. Token either incorrect, expired, or
 
 
 class KeyFileUnwritable(ServingError):
-    """The key file can't be written, so nobody could learn the keys."""
+    """The key file can't be written, so clients could not get the keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key, and how long it lets anybody pass."""
+    """One key and its expiry time."""
 
     secret: str = field(repr=False)
     expires_at_s: float | None  # seconds since the epoch; None: never
 
     def accepts(self, offered: bytes, now_s: float) -> bool:
-        """Whether `offered` is this key, and it has not expired; takes as long for any wrong key."""
+        """Return whether `offered` equals this key and the key has not expired; compares in constant time."""
         same = hmac.compare_digest(offered, self.secret.encode())
         return same and (self.expires_at_s is None or now_s < self.expires_at_s)
 
@@ -58,12 +58,13 @@ class Key:
 class KeyRing:
     """The keys of one server run.
 
-    Constructing makes new keys and writes them to `path`, readable by the owner alone; keys of an earlier run
-    are void. Thread-safe: a check reads an immutable map that renewing swaps whole; `_writing` keeps renewals
-    apart and is held while the file is written, so that file and memory never disagree for long.
+    The constructor generates new keys and writes them to `path`, readable by the owner alone; keys of an
+    earlier run are void. Thread-safe: a check reads an immutable map that a renewal replaces as a whole;
+    `_writing` serializes renewals and is held while the file is written, so that file and memory differ only
+    briefly.
 
     Args:
-        path: The key file; its directory must be there and writable.
+        path: The key file; its directory must exist and be writable.
         expiration_min: Minutes until an inference or management key expires; the API key never does.
         clock: Seconds since the epoch. Wall time, because the file states when a key expires.
 
@@ -85,24 +86,24 @@ class KeyRing:
         _write_private(path, _document(self._keys))
 
     def authorize(self, kind: TokenKind, authorization: str | None) -> None:
-        """Let a call pass that carries the key of this kind, as `Bearer <key>`.
+        """Check that `authorization` is `Bearer <key>` with the valid key of this kind.
 
         Raises:
-            Unauthorized: the value is missing or malformed, or the key is another one or has expired.
+            Unauthorized: the value is missing or malformed, or the key is wrong or expired.
         """
         if not self._accepts(kind, authorization):
             raise Unauthorized(REFUSED)
 
     def renew(self, wanted: str | None, authorization: str | None) -> None:
-        """Replace the management or inference key (the token API); the old one is void at once.
+        """Replace the management or inference key (the token API); the old key is void at once.
 
         Args:
             wanted: "management" or "inference", as the client spelt it.
-            authorization: Must carry the API key.
+            authorization: The `Authorization` header, which must contain the API key.
 
         Raises:
-            Unauthorized: it does not, or `wanted` is something else.
-            KeyFileUnwritable: the old key stays in force.
+            Unauthorized: the API key is missing or wrong, or `wanted` has another value.
+            KeyFileUnwritable: the file can't be written; the old key stays valid.
         """
         allowed = self._accepts("api", authorization)
         kind = next((kind for kind in _RENEWABLE if kind == wanted), None)
@@ -116,7 +117,7 @@ class KeyRing:
     def _new_key(self, kind: TokenKind) -> Key:
         expires_at_s = self._clock() + self._lifetime_s if kind in _RENEWABLE else None
         value = "-"
-        while value.startswith("-"):  # on a command line that would be an option
+        while value.startswith("-"):  # a command line would parse it as an option
             value = secrets.token_urlsafe(_KEY_BYTES)
         return Key(value, expires_at_s)
 
@@ -125,16 +126,16 @@ class KeyRing:
 
 
 def bearer_key(authorization: str | None) -> bytes:
-    """The key in an `Authorization` header; b"", which is never a key, when the header has another form.
+    """Return the key of a `Bearer` header; b"", which is never a key, for any other form.
 
-    Bytes, because `hmac.compare_digest` refuses text that is not ASCII.
+    The result is bytes because `hmac.compare_digest` refuses text that is not ASCII.
     """
     match = _BEARER.fullmatch(authorization or "")
     return match.group(1).encode("utf-8", "surrogatepass") if match else b""
 
 
 def _document(keys: Mapping[TokenKind, Key]) -> str:
-    """The key file's text: what TorchServe writes, in its order."""
+    """Return the text of the key file, in TorchServe's format and order."""
     entries: dict[str, dict[str, str]] = {}
     for kind, name in NAMES_IN_FILE.items():
         key = keys[kind]
@@ -146,8 +147,8 @@ def _document(keys: Mapping[TokenKind, Key]) -> str:
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Put the text at `path` in one step; at no time can anybody but the owner read it."""
-    # A random name that must be new: nobody can have put a link or an open file there.
+    """Write the text to `path` atomically; only the owner can read the file at any time."""
+    # A random name with O_EXCL: another user can't have prepared a link or an open file there.
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -168,7 +169,7 @@ def _write_private(path: Path, text: str) -> None:
 
 
 MAX_FILE_BYTES = 65_536
-_KEY = re.compile(r"[!-~]{8,}")  # what a header can carry; TorchServe's own keys have 8 characters
+_KEY = re.compile(r"[!-~]{8,}")  # characters valid in a header; TorchServe's own keys have 8
 _KINDS: dict[str, TokenKind] = {name: kind for kind, name in NAMES_IN_FILE.items()}
 _FORM = (
     'expected a JSON object like {"inference": "KEY", "management": "KEY"}; a list of keys, or '
@@ -177,24 +178,24 @@ _FORM = (
 
 
 class KeyFileUnusable(ServingError):
-    """The file of fixed keys can't be read, is open to others, or holds something other than keys."""
+    """The file of fixed keys is unreadable, accessible to other users, or malformed."""
 
 
 _Keys = Mapping[TokenKind, tuple[Key, ...]]
 
 
 class FixedKeys:
-    """The keys of a file that this server never writes.
+    """The keys of a file that the operator writes and this server only reads.
 
-    A kind of key that the file leaves out lets nobody pass. Thread-safe: a check reads an immutable map that
-    `refresh` swaps whole.
+    Calls of a kind without a key in the file are always rejected. Thread-safe: a check reads an immutable map
+    that `refresh` replaces as a whole.
 
     Args:
-        path: The file, readable by its owner and group alone; see `read_keys` for what may be in it.
-        clock: Seconds since the epoch; wall time, because the file may say when a key expires.
+        path: The file, readable by its owner and group alone; see `read_keys` for its format.
+        clock: Seconds since the epoch; wall time, because the file may state when a key expires.
 
     Raises:
-        KeyFileUnusable: it can't be used.
+        KeyFileUnusable: the file is unusable.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
@@ -202,10 +203,10 @@ class FixedKeys:
         self._file: Reloaded[_Keys] = Reloaded("The token keys", (path,), functools.partial(read_keys, path))
 
     def authorize(self, kind: TokenKind, authorization: str | None) -> None:
-        """Let a call pass that carries one of the keys of this kind, as `Bearer <key>`.
+        """Check that `authorization` is `Bearer <key>` with a valid key of this kind.
 
         Raises:
-            Unauthorized: the value is missing or malformed, or no key of this kind, or has expired.
+            Unauthorized: the value is missing or malformed, or the key is wrong or expired.
         """
         offered, now_s = bearer_key(authorization), self._clock()
         # A list, not a generator: how long the check takes must not tell which of the keys matched.
@@ -214,7 +215,7 @@ class FixedKeys:
             raise Unauthorized(REFUSED)
 
     def renew(self, wanted: str | None, authorization: str | None) -> None:
-        """Refuse: nobody renews these keys but whoever writes the file.
+        """Reject the renewal: the operator renews these keys by writing the file.
 
         Raises:
             NotAllowed: always.
@@ -222,15 +223,15 @@ class FixedKeys:
         raise NotAllowed("The keys of this server come from a file that it does not write; renew them there.")
 
     def refresh(self) -> None:
-        """Read the file again if it changed; blocks. One that can't be used leaves the keys as they are."""
+        """Reload the file if it changed; blocks. An unusable file leaves the keys unchanged."""
         self._file.refresh()
 
 
 def keys_of(settings: ServerSettings) -> KeyRing | FixedKeys | None:
-    """The keys that the settings ask for; None: everybody may pass.
+    """Return the configured keys; None when token authorization is disabled.
 
     Raises:
-        KeyFileUnusable, KeyFileUnwritable: see the two.
+        KeyFileUnusable, KeyFileUnwritable: see `FixedKeys` and `KeyRing`.
     """
     if not settings.token_auth_enabled:
         return None
@@ -240,19 +241,20 @@ def keys_of(settings: ServerSettings) -> KeyRing | FixedKeys | None:
 
 
 def read_keys(path: Path) -> _Keys:
-    """The keys of the file: a JSON object with `inference`, `management`, or both.
+    """Read the keys of a file: a JSON object with `inference`, `management`, or both.
 
-    Each is a key, TorchServe's object with `key` and perhaps `expiration time` (ISO 8601), or a list of such.
-    `API`, which TorchServe's file has too, is accepted and opens nothing. No message ever holds a key.
+    Each value is a key, TorchServe's object with `key` and optionally `expiration time` (ISO 8601), or a list
+    of these. `API`, which TorchServe's file has too, is accepted and grants nothing. No error message holds a
+    key.
 
     Raises:
-        KeyFileUnusable: the file is not there, may be read or written by others, or holds something else.
+        KeyFileUnusable: the file is missing, accessible to other users, or malformed.
     """
     try:
         document = json.loads(_read_private(path))
     except UnicodeDecodeError as err:
         raise _unusable(path, "no UTF-8") from err
-    except (ValueError, RecursionError) as err:  # their texts have a position and nothing of the document
+    except (ValueError, RecursionError) as err:  # their texts hold a position, but no part of the document
         raise _unusable(path, f"no JSON: {err}") from err
     if not isinstance(document, dict):
         raise _unusable(path, "no JSON object")
@@ -298,7 +300,7 @@ def _expiry(path: Path, name: str, text: object) -> float | None:
     if text is None:
         return None
     try:
-        # Python 3.10 reads no "Z", and three or six digits of a fraction only; TorchServe writes nine.
+        # Python 3.10 rejects "Z" and fractions other than 3 or 6 digits; TorchServe writes 9.
         exact = re.sub(r"\.(\d+)", lambda fraction: f".{fraction[1][:6]:0<6}", str(text))
         moment = datetime.fromisoformat(re.sub("Z$", "+00:00", exact))
     except ValueError as err:
@@ -314,18 +316,18 @@ KeyKind = Literal["inference", "management"]
 
 
 class Keys(Protocol):
-    """The keys of a server with token authorisation; `serving/access/keys.py` keeps them in a file."""
+    """The keys of a server with token authorization, as the frontends use them."""
 
     def authorize(self, kind: KeyKind, authorization: str | None) -> None:
-        """Return when the `Authorization` header brings the live key of that kind.
+        """Check that the `Authorization` header contains a valid key of that kind.
 
         Raises:
-            Unauthorized: it is missing, wrong or expired.
+            Unauthorized: the key is missing, wrong or expired.
         """
 
     def renew(self, wanted: str | None, authorization: str | None) -> None:
-        """Replace the key that is wanted, if the header brings the API key.
+        """Replace the key of kind `wanted`, if the header contains the API key.
 
         Raises:
-            Unauthorized: the API key is missing or wrong, or there is no such kind.
+            Unauthorized: the API key is missing or wrong, or the kind does not exist.
         """

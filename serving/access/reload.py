@@ -1,7 +1,7 @@
-"""What is made of files, and made anew when they change under a running server.
+"""Values that are read from files and reloaded when the files change while the server runs.
 
-A change that can't be used is logged once, and what was there before stays in force: a mistake in a Secret
-must not close a door that was open, nor open one that was closed.
+An unusable change is logged once, and the previous value stays in effect: a mistake in a Secret must neither
+reject calls that were allowed nor allow calls that were rejected.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from torchere.serving.errors import ServingError
 
 logger = logging.getLogger(__name__)
 
-INTERVAL_S = 2.0  # between two looks; a stat of each file costs microseconds
-_ATTEMPTS = 3  # to read files that change while they are read
+INTERVAL_S = 2.0  # between two checks; a stat of each file costs microseconds
+_ATTEMPTS = 3  # attempts to read files that change while they are read
 
 T = TypeVar("T")
 _Signature = tuple[tuple[int, int, int, int, int] | None, ...]
 
 
 class Reloadable(Protocol):
-    """What `watch` looks after."""
+    """An object that `watch` refreshes periodically."""
 
     def refresh(self) -> None:
-        """Read the files again if they changed; may block, never raises for what is in them."""
+        """Reload the files if they changed; may block, never raises for their contents."""
 
 
 class Reloaded(Generic[T]):
-    """The value that `read` makes of some files; `refresh` follows them.
+    """A value that `read` computes from files; `refresh` updates it when the files change.
 
-    Constructing reads once. A file counts as changed when another one is in its place (links are followed,
-    as Kubernetes swaps a link to replace a Secret) or its size, times or mode differ. Thread-safe for
-    readers: `value` is swapped whole. `refresh` belongs to one caller at a time.
+    The constructor reads once. A file counts as changed when another file is in its place (links are
+    followed, as Kubernetes replaces a link to update a Secret) or its size, times or mode differ. Thread-safe
+    for readers: `value` is replaced as a whole. `refresh` must be called by one caller at a time. The log
+    names the value `what`, such as "the token keys".
 
     Args:
-        what: What the log calls it, such as "the token keys".
-        paths: The files; all of them together are one value.
-        read: Makes the value; may block.
+        paths: The files, which together yield one value.
+        read: Computes the value; may block.
 
     Raises:
-        ServingError: from `read`.
+        ServingError: raised by `read`, or a path is not a regular file.
     """
 
     def __init__(self, what: str, paths: Sequence[Path], read: Callable[[], T]) -> None:
@@ -55,20 +55,23 @@ class Reloaded(Generic[T]):
         self._seen, self.value = self._attempt()
 
     def refresh(self) -> None:
-        """Read again if a file changed; blocks. What can't be used is logged and changes nothing."""
+        """Reload if a file changed; blocks. An unusable file is logged and leaves the value unchanged."""
         now = _signature(self._paths)
         if now == self._seen:
             return
         try:
             self._seen, self.value = self._attempt()
         except ServingError as err:
-            self._seen = now  # said once; the next change is another try
+            self._seen = now  # logged once; the next change is tried again
             logger.error("%s: %s %s Those from before stay in force.", self._what, err.message, err.detail)
             return
         logger.info("%s: read again from %s", self._what, ", ".join(map(str, self._paths)))
 
     def _attempt(self) -> tuple[_Signature, T]:
-        """The value, of files that did not change while they were read (a pair is written one by one)."""
+        """Read the value, retrying while files change (the files of a pair are written one by one).
+
+        The last attempt is used even if a file changed during it.
+        """
         for _ in range(_ATTEMPTS - 1):
             before = _signature(self._paths)
             try:
@@ -83,20 +86,20 @@ class Reloaded(Generic[T]):
 
     def _read_files(self) -> T:
         for path in self._paths:
-            with suppress(OSError):  # `read` says what is wrong with it
-                if not stat.S_ISREG(path.stat().st_mode):  # a pipe, for one, would let us wait for ever
+            with suppress(OSError):  # `read` reports the error
+                if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe, for example, could block forever
                     raise ServingError(f"{self._what} can't be read.", f"{path} is not a regular file.")
         return self._read()
 
 
 async def watch(files: Sequence[Reloadable], interval_s: float = INTERVAL_S) -> None:
-    """Refresh all of them again and again, in a thread, until cancelled."""
+    """Refresh all `files` every `interval_s` seconds, in a thread, until cancelled."""
     while True:
         await asyncio.sleep(interval_s)
         for each in files:
             try:
                 await asyncio.to_thread(each.refresh)
-            except Exception:  # no thread to be had, for one: the next look may go well
+            except Exception:  # for example, no thread is available: the next check may succeed
                 logger.exception("a look after replaced files failed")
 
 
@@ -108,5 +111,5 @@ def _stat(path: Path) -> tuple[int, int, int, int, int] | None:
     try:
         found = path.stat()
     except OSError:
-        return None  # `read` says what is wrong with it
+        return None  # `read` reports the error
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns

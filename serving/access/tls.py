@@ -1,7 +1,7 @@
-"""Where a listener's certificate comes from, and how a new one takes its place while the server runs.
+"""TLS certificates of the listeners, reloaded from their files while the server runs.
 
-The handshake of every new connection uses the pair that was read last; connections that are up keep theirs.
-Both frontends ask the same `Certificates`, so they never show different ones.
+The handshake of every new connection uses the key pair that was read last; open connections keep theirs.
+Both frontends use the same `Certificates`, so they always present the same certificate.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class CertificateUnusable(ServingError):
-    """The PEM files can't be read, or are no certificate chain and the key that belongs to it."""
+    """The PEM files are unreadable, or are not a certificate chain and its private key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +34,20 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """A certificate chain and its key, after OpenSSL has checked that they belong together."""
+    """A certificate chain and its private key, which OpenSSL has checked to match."""
 
     context: ssl.SSLContext
     http2_context: ssl.SSLContext  # offers HTTP/2 by ALPN, without which gRPC's clients do not connect
-    expires_at_s: float | None  # the first certificate of the chain, since the epoch; None: can't be told
+    expires_at_s: float | None  # of the first certificate, since the epoch; None: unknown
 
 
 class Certificates:
-    """The key pair of the TLS listeners; `refresh` follows its files.
+    """The key pair of the TLS listeners; `refresh` reloads its files.
 
     Thread-safe for readers.
 
     Raises:
-        CertificateUnusable: the files can't be used.
+        CertificateUnusable: the files are unusable.
     """
 
     def __init__(self, files: TlsFiles) -> None:
@@ -57,15 +57,15 @@ class Certificates:
 
     @property
     def pair(self) -> KeyPair:
-        """What the next handshake uses."""
+        """The key pair for new handshakes."""
         return self._pair.value
 
     def refresh(self) -> None:
-        """Read the files again if they changed; blocks. A pair that can't be used changes nothing."""
+        """Reload the files if they changed; blocks. An unusable pair leaves the current one in use."""
         self._pair.refresh()
 
     def server_context(self, *, http2: bool = False) -> ssl.SSLContext:
-        """A context for `loop.create_server`, whose every handshake uses the pair of that moment."""
+        """Return a context for `loop.create_server`; each handshake uses the pair current at that time."""
         context = _CurrentContext(ssl.PROTOCOL_TLS_SERVER)
         context.certificates = self
         context.http2 = http2
@@ -73,34 +73,34 @@ class Certificates:
 
 
 def certificates_of(settings: ServerSettings) -> Certificates | None:
-    """The key pair that the settings name, if they do; raises `CertificateUnusable`."""
+    """Return the configured key pair, None without one; raise `CertificateUnusable`."""
     if settings.certificate_file is None or settings.private_key_file is None:
         return None
     return Certificates(TlsFiles(settings.certificate_file, settings.private_key_file))
 
 
 class _CurrentContext(ssl.SSLContext):
-    """Stands for the context of the current pair, which each new connection asks for.
+    """A context that delegates each new connection to the context of the current key pair.
 
-    A new pair is not loaded into a context in use: if its second file failed to load, the context would be
-    left with a new certificate and an old key.
+    A new pair is not loaded into a context in use: if its second file failed to load, the context would hold
+    a new certificate and an old key.
     """
 
     certificates: Certificates
     http2: bool
 
     def wrap_bio(self, *arguments: Any, **options: Any) -> ssl.SSLObject:
-        """The beginning of one connection; asyncio and uvloop call nothing else."""
+        """Start TLS on one connection; the only method that asyncio and uvloop call."""
         pair = self.certificates.pair
         context = pair.http2_context if self.http2 else pair.context
         return context.wrap_bio(*arguments, **options)
 
 
 def read_pair(files: TlsFiles) -> KeyPair:
-    """Read both files and let OpenSSL check them.
+    """Read both files and have OpenSSL check that they match.
 
     Raises:
-        CertificateUnusable: the text names both files and never holds what is in them.
+        CertificateUnusable: the text names both files and never holds their contents.
     """
     try:
         pair = KeyPair(_context(files), _context(files), _expires_at_s(files))
@@ -117,13 +117,13 @@ def read_pair(files: TlsFiles) -> KeyPair:
 def _expires_at_s(files: TlsFiles) -> float | None:
     try:
         return expiry_s(files.certificate)
-    except UnreadableCertificate as err:  # OpenSSL takes more forms than we read
+    except UnreadableCertificate as err:  # OpenSSL accepts more formats than our parser
         logger.warning("the expiry of the certificate can't be told: %s", err)
         return None
 
 
 def _said(err: Exception) -> str:
-    """What the system or OpenSSL says, without its number or its line of C."""
+    """Return the error text of the system or OpenSSL, without errno and C source line."""
     said: str = getattr(err, "strerror", None) or str(err)
     return said.partition(" (_ssl.c")[0]
 
@@ -135,5 +135,5 @@ def _context(files: TlsFiles) -> ssl.SSLContext:
 
 
 def _no_pass_phrase() -> str:
-    # Without this OpenSSL would ask the terminal, and the server would wait there for ever.
+    # Without this callback OpenSSL would prompt on the terminal and block the server forever.
     raise ValueError("the key has a pass phrase")

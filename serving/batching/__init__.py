@@ -1,1 +1,1 @@
-"""Puts requests of one version together: a bounded queue, a pure policy, and the batcher that obeys both."""
+"""Batching of the requests of one version: a bounded queue, a pure policy, and the batchers."""

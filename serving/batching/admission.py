@@ -1,6 +1,6 @@
-"""What every batcher has in common: admission, deadlines, reports, and the drain.
+"""The base class of the batchers: admission, deadlines, batch reports, and the drain.
 
-Everything here runs on the event loop, so there is no lock; nothing blocks.
+All code here runs on the event loop, so it needs no lock, and does not block.
 """
 
 from __future__ import annotations
@@ -35,49 +35,49 @@ logger = logging.getLogger(__name__)
 
 
 class Pool(Protocol):
-    """The executors of one version, as the batcher sees them (`execution/pool.py`)."""
+    """The executors of one version, as the batcher sees them (`serving/workers/pool.py`)."""
 
     @property
     def free(self) -> int:
-        """How many runs may be submitted for idle executors."""
+        """The number of runs that may be submitted for idle executors."""
 
     @property
     def ahead(self) -> int:
-        """How many runs of full batches may be submitted in all."""
+        """The number of full batches that may be submitted, including those ahead of a free executor."""
 
     @property
     def empty(self) -> int:
-        """How many runs may be submitted that must be alone in their process."""
+        """The number of runs that may be submitted to run alone in their process."""
 
     @property
     def in_service(self) -> int:
-        """How many executors are ready, busy or not."""
+        """The number of executors that are ready, busy or not."""
 
     def idle_ids(self) -> tuple[int, ...]:
-        """The executors that are in service and have nothing to do."""
+        """Return the executors that are in service and idle."""
 
     def submit(self, run: Run) -> None:
-        """Run a batch; the caller has seen room for it."""
+        """Run a batch; the caller has checked that there is room for it."""
 
     def statuses(self) -> tuple[ExecutorStatus, ...]:
-        """A snapshot of every executor, oldest first."""
+        """Return a snapshot of every executor, oldest first."""
 
 
 class BatchObserver(Protocol):
-    """Learns of batches; called on the event loop."""
+    """Observes batches; called on the event loop."""
 
     def batches_running(self, batches: int, now_s: float) -> None:
-        """The number of batches that executors have, or were sent, has changed to `batches`."""
+        """Note that `batches` batches are now in executors or on their way to them."""
 
     def batch_finished(self, run: Run, report: BatchReport, executor_s: float) -> None:
-        """A run was answered; `executor_s` is from when a lane began with it to its report."""
+        """Note that a run was answered, `executor_s` seconds after a lane began with it."""
 
     def left_unread(self) -> None:
-        """A streamed answer was given up, because its client read it too slowly."""
+        """Note that a streamed answer was aborted, because its client read it too slowly."""
 
 
 class Deadlines:
-    """Answers requests at their deadlines, with one timer for all of them. Lives on the event loop."""
+    """Expires requests at their deadlines, with one timer for all of them. Lives on the event loop."""
 
     def __init__(self, expire: Callable[[Request], None], now: Callable[[], float]) -> None:
         self._expire = expire
@@ -94,7 +94,7 @@ class Deadlines:
             self._look_at(request.deadline_s)
 
     def discard(self, request: Request) -> None:
-        """Watch a request no longer; without effect when it is not watched."""
+        """Stop watching a request; without effect if it is not watched."""
         self._requests.discard(request)
 
     def _look_at(self, due_s: float) -> None:
@@ -115,13 +115,13 @@ class Deadlines:
 
 
 class Admission(ABC):
-    """Admits requests of one version, and knows when the last of them is answered.
+    """Admits requests of one version, and tracks them until the last one is answered.
 
-    A request that was admitted holds the version: `drain` returns when the last one is finished. `refusal`
-    is the error text for a request that can't be admitted (the contract words it with the model's name).
+    `drain` returns when the last admitted request is finished. `refusal` is the error text for a request that
+    can't be admitted (the contract puts the model's name into it).
     """
 
-    isolates_suspects = True  # whether a request may be made to run alone
+    isolates_suspects = True  # whether a suspect request runs alone in its process
     unread_limit_bytes = LEAST_LIMIT_BYTES  # of one streamed answer; see `unread_parts.py`
 
     def __init__(
@@ -138,51 +138,51 @@ class Admission(ABC):
         self._pumping_soon = False
         self._runs: dict[Run, None] = {}  # inside executors, in the order they were dispatched
         self._closed = self._closed_for_good = False
-        self._idle: asyncio.Event | None = None  # set when nothing is in
+        self._idle: asyncio.Event | None = None  # set when no request waits or runs
 
     @property
     @abstractmethod
     def queue_length(self) -> int:
-        """How many requests wait."""
+        """The number of waiting requests."""
 
     @property
     @abstractmethod
     def queue_capacity(self) -> int:
-        """How many more may wait."""
+        """The number of further requests that may wait."""
 
     @abstractmethod
     def pump(self) -> None:
-        """Dispatch all that can be dispatched now; call it whenever an executor came free."""
+        """Dispatch all batches that can run now; call it whenever an executor becomes free."""
 
     @abstractmethod
     def _enqueue(self, request: Request) -> None:
-        """Queue a request; raises `QueueFull` or `Unavailable` to refuse it after all."""
+        """Queue a request; raise `QueueFull` or `Unavailable` to refuse it."""
 
     @abstractmethod
     def _remove(self, request: Request) -> None:
-        """Take a waiting request out; without effect when it does not wait."""
+        """Remove a waiting request; without effect if it does not wait."""
 
     @abstractmethod
     def _waiting(self) -> list[Request]:
-        """All requests that wait."""
+        """Return all waiting requests."""
 
     @abstractmethod
     def _requeue(self, request: Request) -> None:
-        """Make a request that was dispatched, and was not begun, the first in line again."""
+        """Put a request that was dispatched but not begun back at the head of the queue."""
 
     @property
     def _takes_company(self) -> bool:
-        """Whether other requests of this turn of the loop may share the batch, which is worth the turn."""
+        """Whether to delay dispatch by one turn of the event loop, so that requests can share a batch."""
         return False
 
     def submit(self, request: Request) -> None:
-        """Admit a request; unless this raises, it gets its answer or an error in any case.
+        """Admit a request; unless this raises, the request always gets an answer or an error.
 
         Raises:
-            QueueFull: too many wait already.
+            QueueFull: too many requests wait already.
             Unavailable: the batcher is closed.
-            DeadlineExceeded: the request came too late to be worth an answer.
-            Quarantined: it crashed workers before.
+            DeadlineExceeded: the deadline of the request has passed.
+            Quarantined: the request crashed workers before.
         """
         now_s = self._now()
         if self._closed:
@@ -208,7 +208,7 @@ class Admission(ABC):
         self.pump()
 
     def withdraw(self, request: Request, reason: ServingError | None = None) -> None:
-        """Answer a request with `reason` (None: its client went away); one that has not begun never does."""
+        """Answer a request with `reason` (None: its client disconnected); if not begun, it does not run."""
         self._remove(request)
         request.cancel_run()
         self._finish(request, reason or Cancelled())
@@ -223,18 +223,18 @@ class Admission(ABC):
         request.finish(outcome)
 
     def unread_parts(self, request: Request) -> UnreadParts:
-        """Where the parts of a streamed answer wait for its client."""
+        """Return a new queue for the parts of a streamed answer."""
         return UnreadParts(self.unread_limit_bytes, partial(self._given_up, request))
 
     def _given_up(self, request: Request, reason: ServingError) -> None:
-        """The client does not take the rest of a streamed answer."""
+        """Withdraw a request whose client does not take the rest of its streamed answer."""
         if isinstance(reason, LeftUnread):
             self._observer.left_unread()
             logger.warning("request %s: %s %s", request.request_id, reason, reason.detail)
         self.withdraw(request, reason)
 
     def _screen(self, request: Request) -> None:
-        """Raise `Quarantined` for a request that is convicted; see that one that is suspect runs alone."""
+        """Raise `Quarantined` for a convicted request; mark a suspect request to run alone."""
         verdict = self.quarantine.verdict(request)
         if verdict is Verdict.CONVICTED:
             raise Quarantined
@@ -243,8 +243,8 @@ class Admission(ABC):
             request.suspect = True
 
     def _judged(self, run: Run, report: BatchReport, began_s: float) -> BatchReport:
-        """The report after the quarantine learnt from it; requests that wait are looked at again."""
-        # A stateful handler's worker has one lane, so that its batch is all there is in the process.
+        """Pass a report through the quarantine and screen the waiting requests again."""
+        # A stateful handler's worker has one lane, so its batch is always alone in the process.
         alone_there = (run.exclusive or not self.isolates_suspects) and not run.shares_process
         judged = self.quarantine.judge(run.requests, report, began_s, alone=alone_there)
         for request in self._waiting() if self.quarantine.active else ():
@@ -255,17 +255,17 @@ class Admission(ABC):
         return judged
 
     def _is_live(self, request: Request, now_s: float) -> bool:
-        """Whether a request is still worth running; the caller answers one that is late."""
-        # With no other request in, nothing is lost by trying, and the estimate learns from it.
+        """Whether a request can be answered in time; the caller answers a late one."""
+        # If no other request is in, running it delays no other, and updates the estimate.
         needed_s = 0.0 if self._is_idle else self._service_time.mean_s
         if request.deadline_s <= now_s + needed_s:
-            if request.deadline_s > now_s:  # it would expire in the executor
+            if request.deadline_s > now_s:  # dropped because of the estimate: it would expire in the executor
                 self._service_time.dropped()
             return False
         return True
 
     def _run_live(self, taken: Sequence[Request], executor_id: int | None = None) -> list[Request]:
-        """Run those of the requests taken that are live; answers the others, which it returns."""
+        """Run the live ones of the requests taken; answer the late ones and return them."""
         now_s = self._now()
         live: list[Request] = []
         late: list[Request] = []
@@ -282,7 +282,7 @@ class Admission(ABC):
             self._runs[run] = None
             self._observer.batches_running(len(self._runs), now_s)
             self._pool.submit(run)
-        for request in late:  # behind that: an answer may withdraw another request, which must find its run
+        for request in late:  # after submit: an answer may withdraw another request, which must find its run
             self._finish(request, DeadlineExceeded(LATE))
         self._settle()
         return late
@@ -307,7 +307,7 @@ class Admission(ABC):
 
     @abstractmethod
     def _answer(self, run: Run, report: BatchReport, began_s: float) -> bool:
-        """Give each request its outcome; False when they are to run once more instead."""
+        """Give each request its outcome; return False if the requests are to run again instead."""
 
     def run_returned(self, run: Run) -> None:
         """Take back a run that no lane has begun; see `RunOwner`."""
@@ -319,7 +319,7 @@ class Admission(ABC):
         self._observer.batches_running(len(self._runs), self._now())
 
     def _put_back(self, requests: Sequence[Request]) -> None:
-        """Have requests wait again; those with a part of an answer, and those that are over, do not."""
+        """Requeue open requests; fail those that have sent a part of their answer."""
         for request in reversed(requests):
             request.running = None
             if request.parts is not None:
@@ -346,24 +346,24 @@ class Admission(ABC):
             self._idle = None
 
     def oldest_age_s(self, now_s: float) -> float:
-        """How long the oldest waiting request has waited at `now_s`; 0 when none does."""
+        """Return how long the oldest waiting request has waited at `now_s`; 0 if none waits."""
         return max((now_s - request.enqueued_s for request in self._waiting()), default=0.0)
 
     @property
     def predicted_s(self) -> float:
-        """How long a batch is expected to be in an executor; 0 before the first."""
+        """The expected time of a batch in an executor, in seconds; 0 before the first batch."""
         return self._service_time.mean_s
 
     def close_admission(self, *, for_good: bool = False) -> None:
-        """Refuse requests from now on; those that are in go on."""
+        """Refuse requests from now on; admitted requests continue."""
         self._closed, self._closed_for_good = True, self._closed_for_good or for_good
 
     def open_admission(self) -> None:
-        """Admit again, unless it is closed for good."""
+        """Admit requests again, unless the admission is closed for good."""
         self._closed = self._closed_for_good
 
     async def drain(self, timeout_s: float) -> bool:
-        """Wait until everything that is in is answered; False when the time was not enough."""
+        """Wait until all admitted requests are answered; return False on a time-out."""
         if self._is_idle:
             return True
         self._idle = idle = self._idle or asyncio.Event()
@@ -374,11 +374,11 @@ class Admission(ABC):
         return True
 
     def _end_if_given_up(self) -> None:
-        """Answer all that wait once every executor has given up: none comes back by itself."""
+        """Fail the waiting requests if every executor has failed for good: none restarts by itself."""
         if {status.state for status in self._pool.statuses()} == {ExecutorState.FAILED}:
             self.fail_queued(Unavailable(self.refusal))
 
     def fail_queued(self, reason: ServingError) -> None:
-        """Answer all that wait with `reason`: no executor is left to run them."""
+        """Answer all waiting requests with `reason`: no executor is left to run them."""
         for request in self._waiting():
             self.withdraw(request, reason)

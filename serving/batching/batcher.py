@@ -1,4 +1,4 @@
-"""The ordinary batcher: one bounded queue for a version, and batches for whichever executor is free."""
+"""The default batcher: one bounded queue for a version, and batches for any free executor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchere.serving.types import NO_DEADLINE
 from torchere.serving.workers.executor import BatchReport, Unfinished
 from torchere.serving.workers.run import Run
 
-_NOT_RUN = (Cancelled, DeadlineExceeded)  # outcomes of requests that an executor left out
+_NOT_RUN = (Cancelled, DeadlineExceeded)  # outcomes of requests that an executor skipped
 
 
 class Batcher(Admission):
@@ -36,30 +36,30 @@ class Batcher(Admission):
         super().__init__(pool, observer=observer, now=now, refusal=refusal)
         self._settings = settings
         self._queue: deque[Request] = deque()
-        self._ranked = False  # some that wait have a priority: the order is that of `priority.py`
-        self._has_priorities = False  # some request had one: later ones may have to overtake
+        self._ranked = False  # a waiting request may have a priority: ordered by `priority.py`
+        self._has_priorities = False  # a request had a priority: later ones may have to overtake
         self._timer: asyncio.TimerHandle | None = None
-        self._company_since_s = 0.0  # when an executor came free for a batch that is not full; 0: none is
+        self._company_since_s = 0.0  # when an executor became free for a partial batch; 0: none is free
 
     @property
     def queue_length(self) -> int:
-        """How many requests wait, those in runs that were sent ahead included."""
+        """The number of waiting requests, including those in runs that were sent ahead."""
         waiting = len(self._queue)
         ahead = len(self._runs) - self._pool.in_service
-        if ahead > 0:  # executors take runs in the order they were sent
+        if ahead > 0:  # executors take runs in the order of dispatch
             waiting += sum(len(run.requests) for run in islice(reversed(self._runs), ahead))
         return waiting
 
     @property
     def queue_capacity(self) -> int:
-        """How many more may wait."""
+        """The number of further requests that may wait."""
         return max(0, self._settings.max_queue_size - self.queue_length)
 
     def _enqueue(self, request: Request) -> None:
         if self.queue_length >= self._settings.max_queue_size:
             raise QueueFull(self.refusal)
         if self._settings.use_tickets and len(self._queue) >= self._pool.free:
-            raise QueueFull(self.refusal)  # a ticket is an executor with nothing to do
+            raise QueueFull(self.refusal)  # a ticket is an idle executor
         if self._ranked or request.priority:
             self._ranked = bool(self._queue or request.priority)
             self._has_priorities = self._has_priorities or bool(request.priority)
@@ -73,7 +73,7 @@ class Batcher(Admission):
 
     def _refuse_if_hopeless(self, request: Request, before: int) -> None:
         if request.deadline_s == NO_DEADLINE or not (self._runs or self._queue):
-            return  # a free executor loses nothing by trying, and the estimate learns from it
+            return  # running it delays no other request, and updates the estimate
         in_front = len(self._runs) + before // self._settings.max_batch_size
         answer_s = self._service_time.answer_s(in_front, self._pool.in_service)
         if request.enqueued_s + answer_s > request.deadline_s:
@@ -92,7 +92,7 @@ class Batcher(Admission):
         return list(self._queue)
 
     def pump(self) -> None:
-        """Dispatch all that can be dispatched now."""
+        """Dispatch all batches that can run now."""
         wait_until_s = 0.0
         while self._queue:
             action = plan(self._view(), self._settings, self._now())
@@ -129,11 +129,11 @@ class Batcher(Admission):
         return QueueView(run, False, head.enqueued_s, free or self._ahead(run))
 
     def _ahead(self, run: int) -> int:
-        """How many runs may go though no executor is free: full ones that nothing has to overtake."""
+        """Return how many full runs may be sent ahead: none if a later request may have to overtake."""
         full = self._settings.max_batch_size
         if run < full or self._has_priorities or not self._pool.ahead:
             return 0
-        # A long batch that is sent ahead makes a request with a deadline later than it need be.
+        # A long batch that is sent ahead delays a request with a deadline unnecessarily.
         timed = full > 1 and any(one.deadline_s != NO_DEADLINE for one in islice(self._queue, run))
         return 0 if timed else self._pool.ahead
 
@@ -150,7 +150,7 @@ class Batcher(Admission):
         if len(run.requests) > 1 and _failed_as_one(report):
             self._run_alone(run.requests)
             return False
-        self.pump()  # first: the executor is idle, and answering takes a while
+        self.pump()  # dispatch first: the executor is idle, and answering takes time
         stages_s, answered_s = report.all_stages_s, time.monotonic()
         for request, outcome in zip(run.requests, report.outcomes, strict=True):
             request.running = None
@@ -171,7 +171,7 @@ class Batcher(Admission):
         return True
 
     def _run_alone(self, requests: Sequence[Request]) -> None:
-        """Give each request of a batch that the handler failed as a whole a run of its own."""
+        """Requeue each request of a batch that the handler failed as a whole, to run by itself."""
         for request in requests:
             request.group = alone(request.request_id)
         self._put_back(requests)
@@ -181,6 +181,6 @@ class Batcher(Admission):
 
 
 def _failed_as_one(report: BatchReport) -> bool:
-    """Whether the handler failed all that it ran of a batch, and that was more than one request."""
+    """Whether the handler ran more than one request of a batch, and failed all that it ran."""
     ran = [outcome for outcome in report.outcomes if not isinstance(outcome, _NOT_RUN)]
     return len(ran) > 1 and all(isinstance(outcome, HandlerFailed) for outcome in ran)

@@ -1,8 +1,8 @@
-"""When to dispatch, and how many: a pure function of what waits and what time it is.
+"""The dispatch policy: when to run a batch and how large, as a pure function of queue and time.
 
-Meaning of the settings: `serving/config/server_settings.py`. The delay counts from the oldest waiting
-request on a steady clock, so a request never waits longer than `max_queue_delay_ms` for company, however
-busy the executors were.
+The settings are described in `serving/config/server_settings.py`. The delay counts from the oldest waiting
+request on a monotonic clock, so a request never waits longer than `max_queue_delay_ms` for its batch to fill,
+however busy the executors were.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torchere.serving.config.server_settings import BatchSettings
 
 
 class QueueView(NamedTuple):
-    """What the policy may look at."""
+    """The input of the policy: a summary of the queue and the free executors."""
 
     head_run: int  # requests at the head of the queue that may share a batch (see `Request.group`)
-    head_closed: bool  # another group waits behind them: waiting longer can't make the batch larger
+    head_closed: bool  # another group waits behind them, so the batch can't grow
     oldest_enqueued_s: float
     free_executors: int
 
@@ -28,13 +28,13 @@ class Dispatch(NamedTuple):
 
 
 class WaitUntil(NamedTuple):
-    """Ask again at `at_s` (monotonic seconds), or when something changes."""
+    """Call `plan` again at `at_s` (monotonic seconds), or when the queue or the executors change."""
 
     at_s: float
 
 
 class Idle(NamedTuple):
-    """Nothing to do until something changes."""
+    """Do nothing until the queue or the executors change."""
 
 
 Action: TypeAlias = Dispatch | WaitUntil | Idle

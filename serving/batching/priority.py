@@ -1,8 +1,8 @@
-"""Who goes first among the requests that wait for one version.
+"""The order of the waiting requests of one version, by priority and arrival time.
 
-A request of priority p stands where it would stand had it come p times `HEAD_START_S` earlier. So a more
-urgent one overtakes, and no one waits for ever: a request is overtaken only by those that come within the
-head start they have over it. Deadlines are unaffected: what is late is dropped, whatever its priority.
+A request of priority p is ordered as if it had arrived p times `HEAD_START_S` earlier. So a more urgent
+request overtakes others, but none waits for ever: a request is overtaken only by those that arrive within
+their head start over it. Deadlines are unaffected: a late request is dropped at any priority.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from collections.abc import Sequence
 
 from torchere.serving.batching.request import Request
 
-LOWEST, HIGHEST = -9, 9  # 0 is what a request has that says nothing
+LOWEST, HIGHEST = -9, 9  # 0 is the default
 HEAD_START_S = 1.0
 
 
 def rank_s(enqueued_s: float, priority: int) -> float:
-    """Where a request stands: the smaller goes first. Monotonic seconds."""
+    """Return the rank of a request in monotonic seconds; the lowest rank goes first."""
     return enqueued_s - priority * HEAD_START_S
 
 
 def position(queue: Sequence[Request], request: Request) -> int:
-    """How many of a queue in this order go before a request: after its equals."""
+    """Return the index at which to insert a request into an ordered queue, after those of equal rank."""
     rank = _rank(request)
     at = len(queue)
     while at and _rank(queue[at - 1]) > rank:

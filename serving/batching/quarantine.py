@@ -1,9 +1,9 @@
-"""Requests that crash executors: found out by running them alone, and then never run again.
+"""The quarantine: finds requests that crash executors by running them alone, and then refuses them.
 
-A request that was running when an executor crashed is *suspect*, whoever sends it again: it is known by its
-content. A suspect runs alone. When its executor crashes once more it is *convicted*: it is answered with
-`Quarantined`, now and whenever it comes. When anything else comes of its run it is acquitted, so that
-requests which only shared a batch or a machine with the crash are not held to blame.
+A request that was running when an executor crashed is *suspect*. It is identified by its content, so it stays
+suspect if any client sends it again. A suspect request runs alone. If its executor crashes again, the request
+is *convicted*: it is answered with `Quarantined`, now and each time it is sent. On any other outcome it is
+acquitted, so that requests which only shared a batch or a machine with the crash are not blamed.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torchere.serving.batching.request import Request
 from torchere.serving.errors import DeadlineExceeded, ExecutorDied, Quarantined
 from torchere.serving.workers.executor import BatchReport, Outcome
 
-MAX_KNOWN = 1024  # suspects and convicts of a version; the ones not heard of for longest are forgotten
-SUSPECT_FOR_S = 600.0  # a suspect that nobody sends again is forgotten after this
+MAX_KNOWN = 1024  # suspects and convicts of a version; the least recently seen are forgotten first
+SUSPECT_FOR_S = 600.0  # a suspect is forgotten after this
 
 
 class Verdict(Enum):
-    """What is known of a request."""
+    """The quarantine's verdict on a request."""
 
     CLEAN = "clean"
     SUSPECT = "suspect"
@@ -43,7 +43,7 @@ class _Record:
 
 @dataclass(frozen=True, slots=True)
 class Conviction:
-    """A request that was convicted just now, and why each of the two executors was lost."""
+    """A newly convicted request, and the cause of each executor loss."""
 
     request: Request
     digest: str
@@ -51,12 +51,12 @@ class Conviction:
 
 
 class Quarantine:
-    """What is known of the requests of one version. Lives on the event loop.
+    """The suspect and convicted requests of one version. Lives on the event loop.
 
-    While nothing crashed, `active` is False and there is nothing else to ask.
+    `active` is False while there are none; then every request is clean.
 
     Args:
-        on_conviction: Told of each conviction, once; must not block.
+        on_conviction: Called once for each conviction; must not block.
         now: Monotonic seconds.
     """
 
@@ -67,17 +67,17 @@ class Quarantine:
     ) -> None:
         self._on_conviction = on_conviction
         self._now = now
-        self._records: OrderedDict[str, _Record] = OrderedDict()  # by digest, the latest heard of last
-        self._sizes: Counter[int] = Counter()  # of the records: no other request need be hashed
+        self._records: OrderedDict[str, _Record] = OrderedDict()  # by digest, the most recently seen last
+        self._sizes: Counter[int] = Counter()  # of the records; other sizes need no hashing
         self.active = False
 
     @property
     def convicted(self) -> int:
-        """How many requests are convicted."""
+        """The number of convicted requests."""
         return sum(record.convicted for record in self._records.values())
 
     def verdict(self, request: Request) -> Verdict:
-        """What is known of a request."""
+        """Return the verdict on a request."""
         size = _size(request)
         if size not in self._sizes:
             return Verdict.CLEAN
@@ -94,19 +94,19 @@ class Quarantine:
         return Verdict.SUSPECT
 
     def concerns(self, report: BatchReport) -> bool:
-        """Whether `judge` has anything to do with a report: cheap, and False as long as nothing crashes."""
+        """Whether `judge` must see a report: cheap, and False as long as no executor crashes."""
         return self.active or (bool(report.outcomes) and isinstance(report.outcomes[0], ExecutorDied))
 
     def judge(
         self, requests: Sequence[Request], report: BatchReport, began_s: float, *, alone: bool
     ) -> BatchReport:
-        """Learn from the report of a run.
+        """Update the records from the report of a run.
 
         Args:
-            requests: those of the run.
-            report: its report.
+            requests: the requests of the run.
+            report: the report of the run.
             began_s: monotonic seconds when the run began.
-            alone: nothing else was inside the process.
+            alone: no other run was inside the process.
 
         Returns:
             The report, with `Quarantined` for a request that was convicted.
@@ -121,14 +121,14 @@ class Quarantine:
     def _learn(self, request: Request, outcome: Outcome, began_s: float, alone: bool) -> Outcome:
         if isinstance(outcome, ExecutorDied) and outcome.crashed:
             return self._crashed(request, outcome, began_s, alone)
-        # A hung run acquits nobody; nor does an executor that was stopped.
+        # A hung run acquits no request; nor does an executor that was stopped.
         if not isinstance(outcome, (DeadlineExceeded, ExecutorDied)):
             self._acquit(request)
         return outcome
 
     def _crashed(self, request: Request, died: ExecutorDied, began_s: float, alone: bool) -> Outcome:
         size = _size(request)
-        if not size:  # nothing in it: it is the model that crashes
+        if not size:  # an empty request: the model itself crashes
             return died
         digest = digest_of(request)
         record = self._records.get(digest)
@@ -138,7 +138,7 @@ class Quarantine:
         self._records.move_to_end(digest)
         if record.convicted:
             return Quarantined(died.detail)
-        # A run that began before the first crash was no trial: whatever ended both may have been outside.
+        # A run that began before the first crash proves nothing: both crashes may have one outside cause.
         if not alone or began_s < record.since_s:
             return died
         record.convicted = True
@@ -171,13 +171,13 @@ class Quarantine:
 
 
 def digest_of(request: Request) -> str:
-    """The identity of what a request asks, the same each time a client sends it.
+    """Return a digest of the content of a request, the same each time a client sends it.
 
-    Parameters count, and the headers that say what they are; ids, times and who asks do not.
+    It covers the parameters and the headers content-type and content-encoding, but no ids, times or client.
     """
     digest = hashlib.blake2b(digest_size=16)
     for parameter in request.parameters:
-        content = bytes(parameter.value)  # some are views
+        content = bytes(parameter.value)  # some values are views
         digest.update(f"{parameter.name}\0{parameter.content_type}\0{len(content)}\0".encode())
         digest.update(content)
     for name, value in sorted((name.lower(), value) for name, value in request.headers):

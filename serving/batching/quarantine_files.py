@@ -1,7 +1,7 @@
-"""Saves convicted requests, so that somebody can replay them; bounded in number and size.
+"""Saves convicted requests to files for replay; bounded in number and total size.
 
-One JSON file for each, readable by its owner only, for it holds what a client sent. Headers that may hold a
-secret are left out. The oldest files go when there is no room.
+Each request is one JSON file that only its owner can read, because it holds a client's data. Headers that may
+hold a secret are left out. The oldest files are deleted when a bound is exceeded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class QuarantineFiles:
         self._writing: set[asyncio.Task[None]] = set()
 
     def __call__(self, conviction: Conviction) -> None:
-        """Log a conviction, and save the request when there is a place for it."""
+        """Log a conviction, and save the request if saving is configured."""
         logger.error(
             "request %s is quarantined: it was running at two crashes of %s, and will not run again: %s",
             conviction.request.request_id,
@@ -55,7 +55,7 @@ class QuarantineFiles:
 
 
 def save(key: ModelKey, conviction: Conviction, settings: QuarantineSettings) -> Path | None:
-    """Write one request, and delete the oldest beyond the bounds; None when it alone is over them.
+    """Write one request and delete the oldest files over the bounds; None if it alone is too large.
 
     Raises:
         OSError: the directory can't be made or written.
@@ -72,22 +72,22 @@ def save(key: ModelKey, conviction: Conviction, settings: QuarantineSettings) ->
         with os.fdopen(descriptor, "w") as file:
             file.write(text)
     except OSError:
-        path.unlink(missing_ok=True)  # half of it, on a full disk
+        path.unlink(missing_ok=True)  # a partial file, on a full disk
         raise
     _prune(settings, path)
     return path
 
 
 def _prune(settings: QuarantineSettings, newest: Path) -> None:
-    """Delete the oldest files until what is left is within the bounds."""
+    """Delete the oldest files until the rest are within the bounds."""
     files = settings.directory.glob(f"*{SUFFIX}")
-    # The names begin with the time; there may be some from before the clock was put right.
+    # The names begin with the time; the newest file comes first even if the clock was set back.
     latest_first = sorted(files, key=lambda file: (file == newest, file), reverse=True)
     room = settings.max_bytes
     for place, file in enumerate(latest_first):
         try:
             room -= file.stat().st_size
-        except FileNotFoundError:  # another server cleans up, too
+        except FileNotFoundError:  # another server has deleted it
             continue
         if place >= settings.max_files or room < 0:
             file.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""One prediction, from the door to the answer: what is asked, where it is, and when it passed which mark."""
+"""One prediction from its arrival to its answer: inputs, state, and the times of its stages."""
 
 from __future__ import annotations
 
@@ -21,48 +21,48 @@ UNTOLD = (0.0, 0.0, 0.0, 0.0)
 
 
 def alone(request_id: str) -> str:
-    """The group of a request that shares its batch with no other, and so waits for none."""
+    """Return the group of a request that runs in a batch by itself, and so waits for no other."""
     return f"alone {request_id}"
 
 
 class Ledger:
-    """Counts predictions that were admitted, and those of them that are over. Lives on the event loop."""
+    """Counts admitted predictions and finished ones. Lives on the event loop."""
 
     __slots__ = ("accepted", "answered")
 
     def __init__(self) -> None:
         self.accepted = 0
-        self.answered = 0  # with an answer, an error, or no client left that waits for one
+        self.answered = 0  # by an answer, an error, or the client's disconnect
 
 
 class Request:
-    """A prediction. Each door has a subclass that knows its client. Lives on the event loop.
+    """A prediction; each protocol has a subclass that replies to its client. Lives on the event loop.
 
-    It is answered exactly once, by whichever comes first: the report of its run, its deadline, or its client
-    going away; later outcomes are dropped. Times are monotonic seconds, 0.0 for a mark it did not pass.
+    It is answered exactly once, by the first of: the report of its run, its deadline, or its client's
+    disconnect. Later outcomes are dropped. Times are monotonic seconds, 0.0 for a stage not reached.
 
     Attributes:
         request_id: a UUID; the client and the handler see the same.
         parameters: the named values, encoded.
         headers: in the client's spelling; the last duplicate wins.
-        deadline_s: an answer after it is worthless.
-        priority: among the requests that wait for the same version; see `priority.py`.
+        deadline_s: when it expires.
+        priority: its priority among the waiting requests of its version; see `priority.py`.
         group: requests share a batch only with others of equal group.
-        meter: counts for the version that is asked; None: not found yet.
-        named: the client named a version.
-        trace: what the client said of its trace.
-        started_s: when its first byte came in.
-        read_s: when its body was whole; 0: with its head.
+        meter: the counters of its version; None: not found yet.
+        named: whether the client named a version.
+        trace: the trace context that the client sent.
+        started_s: when its first byte arrived.
+        read_s: when its body was complete; 0: together with its head.
         enqueued_s: when it was admitted.
         dequeued_s: when a lane began with it.
-        company_s: the part of the wait when a lane was free, and the batch was not full.
-        stages_s: preprocess, inference, postprocess, and untold handler time, of its last run.
-        answered_s: when its answer (or the first part) was there; 0: no handler answered it.
-        sending_s: when the answer began to go out.
-        counted: telemetry has counted its end.
-        suspect: it may have crashed a worker, and runs with nothing else in its process.
+        company_s: seconds that it waited for the batch to fill while a lane was free.
+        stages_s: preprocess, inference, postprocess, and other handler time, of its last run.
+        answered_s: when its answer (or the first part) was ready; 0: no handler answered it.
+        sending_s: when sending of the answer began.
+        counted: whether telemetry has counted its end.
+        suspect: it may have crashed a worker, and runs alone in its process.
         running: the run it is in.
-        parts: of a streamed answer, those that its client has not taken.
+        parts: the queue of unread parts while the answer is streamed, else None.
     """
 
     __slots__ = (
@@ -81,7 +81,7 @@ class Request:
         self.priority = 0
         self.group = ""
         self.meter: VersionNumbers | None = None
-        self.ledger: Ledger | None = None  # None: it is not admitted
+        self.ledger: Ledger | None = None  # None: not admitted
         self.named = False
         self.trace: TraceContext | None = None
         self.read_s = self.enqueued_s = self.dequeued_s = self.company_s = 0.0
@@ -94,13 +94,13 @@ class Request:
         self.running: Run | None = None
 
     def fill(self, asked: InferRequest) -> None:
-        """Take over what is asked."""
+        """Copy the fields of a parsed request."""
         self.request_id = asked.request_id
         self.parameters, self.headers = asked.parameters, asked.headers
         self.deadline_s, self.priority = asked.deadline_s, asked.priority
 
     def reply(self, outcome: Answer) -> None:
-        """Give the client its answer, or the head and the parts of one; called once, and must not raise."""
+        """Send the client its answer, whole or streamed; called once, and must not raise."""
         raise NotImplementedError
 
     @property
@@ -109,26 +109,26 @@ class Request:
         return self.parts is not None or not self.answered
 
     def add_part(self, part: InferResponse, place: Callable[[Request], UnreadParts]) -> UnreadParts | None:
-        """Hand on one part of a streamed answer; the first one answers the client's wait.
+        """Pass on one part of a streamed answer; the first part starts the reply to the client.
 
         Args:
-            part: what the handler sent.
-            place: makes where the parts wait for the client.
+            part: the part that the handler sent.
+            place: makes the queue in which the parts wait for the client.
 
         Returns:
-            That place, when the lane is to wait for the client before it sends more.
+            The queue, if the lane must wait for the client before it sends more, else None.
         """
         stream = self.parts
         if stream is None:
             if self.answered:
                 return None
             stream = self.parts = place(self)
-            self._answer(StreamedResponse(part, _Chunks(stream)))  # the client may give it up at once
+            self._answer(StreamedResponse(part, _Chunks(stream)))  # the client may abandon it at once
         stream.add(part.body)
         return stream if stream.held else None
 
     def finish(self, outcome: InferResponse | ServingError) -> None:
-        """Complete the answer; without effect when it is complete."""
+        """Complete the answer; without effect if it is complete."""
         if self.parts is not None:
             stream, self.parts = self.parts, None
             if isinstance(outcome, ServingError):
@@ -150,18 +150,18 @@ class Request:
                 meter.failed(outcome, self)
         if not (self.answered_s or isinstance(outcome, ServingError)):
             self.answered_s = time.monotonic()
-        if self.running is None:  # else the quarantine may have to know them
+        if self.running is None:  # a running request keeps them: the quarantine may need them
             self.parameters = ()
         self.reply(outcome)
 
     def cancel_run(self) -> None:
-        """Have its lane leave it out, or give the run up once all its requests are cancelled."""
+        """Cancel the request in its run: the lane skips it, or stops once all requests are cancelled."""
         if self.running is not None:
             self.running.cancel(next(at for at, one in enumerate(self.running.requests) if one is self))
 
 
 class _Chunks:
-    """The parts for their reader, which may be cancelled, or never begin: then they are dropped."""
+    """An async iterator over the parts; drops them if it is destroyed before the end."""
 
     __slots__ = ("_parts",)
 

@@ -2,8 +2,8 @@
 
 Contract: with `sequenceBatching`, requests of one sequence run in order on one executor; with
 `continuousBatching`, a request whose stopping criterion says "more" is in the next batch of the same executor
-again, with its id and without parameters, and newcomers join it there. With both, the next request of a
-sequence joins its own unfinished one, which it may be to stop; for that a batch may have twice its size.
+again, with its id and without parameters, and new requests join it there. With both, the next request of a
+sequence joins the sequence's unfinished request, for example to stop it; so a batch may have twice its size.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ SEQUENCE_END = "ts_request_sequence_end"
 
 
 class StatefulBatcher(Admission):
-    """Admission and dispatch of one version whose handler keeps state. One batch at a time for an executor.
+    """Admission and dispatch of a version with a stateful handler; one batch per executor at a time.
 
-    `sequences` None: no sequences, just continuous batching.
+    With `sequences` None it does continuous batching only.
     """
 
-    isolates_suspects = False  # what runs with whom is for its sequence to say
+    isolates_suspects = False  # the sequence determines which requests run together
 
     def __init__(
         self,
@@ -49,18 +49,18 @@ class StatefulBatcher(Admission):
         super().__init__(pool, observer=observer, now=now, refusal=refusal)
         self._settings = settings
         self._table = SequenceTable(sequences, refusal) if sequences else None
-        self._queue: deque[Request] = deque()  # what belongs to no sequence
+        self._queue: deque[Request] = deque()  # requests of no sequence
         self._going_on: dict[int, list[Request]] = {}  # unfinished requests, by the executor they live on
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def queue_length(self) -> int:
-        """How many requests wait, those that go on included."""
+        """The number of waiting requests, including unfinished ones."""
         return len(self._waiting())
 
     @property
     def queue_capacity(self) -> int:
-        """How many more may wait."""
+        """The number of further requests that may wait."""
         return max(0, self._settings.max_queue_size - self.queue_length)
 
     def _enqueue(self, request: Request) -> None:
@@ -89,7 +89,7 @@ class StatefulBatcher(Admission):
         return [*self._queue, *in_sequences, *(p for those in self._going_on.values() for p in those)]
 
     def pump(self) -> None:
-        """Give every idle executor its next batch, if there is one for it."""
+        """Send every idle executor its next batch, if it has one."""
         self._end_what_is_over()
         self._end_if_given_up()
         wake_s = self._table.next_expiry_s() if self._table is not None else math.inf
@@ -115,13 +115,13 @@ class StatefulBatcher(Admission):
         self._settle()
 
     def _pump_one(self, executor_id: int) -> float:
-        """Dispatch to one idle executor; returns when to try again, infinity for: when something changes."""
+        """Dispatch to one idle executor; return when to try again (infinity: not until something changes)."""
         while True:
             going_on = self._going_on.pop(executor_id, [])
             room = self._settings.max_batch_size - len(going_on)
             heads = self._heads(executor_id, going_on)
             newcomers = self._queue_run(room - len(heads), alone=bool(going_on or heads))
-            if not going_on:  # what goes on does not wait for company
+            if not going_on:  # unfinished requests do not wait for the batch to fill
                 view = self._view([sequence.waiting[0].enqueued_s for sequence in heads], newcomers)
                 action = plan(view, self._settings, self._now())
                 if not isinstance(action, Dispatch):
@@ -137,7 +137,7 @@ class StatefulBatcher(Admission):
                 return math.inf
 
     def _heads(self, executor_id: int, going_on: list[Request]) -> list[Sequence]:
-        """The sequences that come next; those after a describe call, which runs by itself, wait for it."""
+        """Return the sequences that run next; those behind a describe call wait, as it runs by itself."""
         if self._table is None:
             return []
         size = self._settings.max_batch_size
@@ -149,7 +149,7 @@ class StatefulBatcher(Admission):
         return heads
 
     def _queue_run(self, room: int, alone: bool) -> int:
-        """How many requests at the head of the queue may come along; describe calls only by themselves."""
+        """Return how many requests at the queue's head may join the batch; a describe call runs by itself."""
         run = 0
         for request in self._queue:
             if run >= room or (request.group and (alone or run)):
@@ -168,7 +168,7 @@ class StatefulBatcher(Admission):
         return QueueView(count, closed, oldest_s, free_executors=1)
 
     def _answer(self, run: Run, report: BatchReport, began_s: float) -> bool:
-        """Answer the requests of a run that are finished, and keep the others going."""
+        """Answer the finished requests of a run, and queue the others for the next batch."""
         stages_s = report.all_stages_s
         for request, outcome in zip(run.requests, report.outcomes, strict=True):
             request.running = None
@@ -215,14 +215,14 @@ class StatefulBatcher(Admission):
 
 
 def sequence_of(request: Request) -> str:
-    """The sequence a request belongs to; `begin_sequence` has seen to it that there is one."""
+    """Return the sequence id of a request; `begin_sequence` has set it."""
     return next((value for name, value in request.headers if name == SEQUENCE_ID), "")
 
 
 def begin_sequence(request: Request) -> None:
-    """Give a request a sequence: one that names none begins its own, and its handler sees that it does.
+    """Give a request a sequence id; one without an id begins a new sequence, with `SEQUENCE_START` set.
 
-    HTTP clients may spell the header as they like; the handler finds it under the name it knows.
+    HTTP header names are case-insensitive; the handler finds the id under the exact name `SEQUENCE_ID`.
     """
     if sequence_of(request):
         return

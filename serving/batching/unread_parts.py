@@ -1,12 +1,14 @@
-"""The parts of one streamed answer that its client has not taken yet, and how much of them may lie here.
+"""The buffer of unread parts of a streamed answer, with back-pressure on the executor.
 
-A handler makes parts as fast as it likes, and its client takes them as fast as it can. Up to a limit the
-difference lies here, and neither waits. Beyond it the executor waits: a handler makes 300 MB in 15 ms, and
-whoever reads as fast as a network lets him should not lose the answer for it. The wait is bounded, because
-others wait for the executor: who takes less than `STEP_BYTES` in `HELD_S` then (8 MiB a second) is given up.
+A handler makes parts as fast as it can, and its client reads them as fast as it can. Up to a limit the
+difference is buffered here, and neither waits. Above the limit the executor is paused: a handler makes 300 MB
+in 15 ms, and a client that reads at network speed should not lose its answer. The pause is bounded, because
+other requests wait for the executor: the stream is aborted if its client takes less than `STEP_BYTES` within
+`HELD_S` during a pause (8 MiB a second).
 
-A client may ask for any number of streams, so there is a limit to what lies here of all of them, too. Beyond
-it those are given up whose clients have taken nothing for `IDLE_S`, and each that gets more is held as above.
+A client may open any number of streams, so the buffered bytes of all streams have a limit, too. Above it,
+streams whose clients have taken nothing for `IDLE_S` are aborted, and any other stream that gets a part is
+paused as above.
 """
 
 from __future__ import annotations
@@ -19,19 +21,19 @@ from collections.abc import Callable
 from torchere.serving.errors import Cancelled, LeftUnread, ServingError
 
 LEAST_LIMIT_BYTES = 64 * 2**20  # seconds of speech or thousands of pages of text never come near
-STEP_BYTES = 16 * 2**20  # that the client has to take before a held executor goes on
-HELD_S = 2.0  # how long it may take for that
-# The time is counted in so many looks: one that comes late counts once, because a loop that stood still could
-# not have handed anything to the client either.
+STEP_BYTES = 16 * 2**20  # that the client has to take before a paused executor resumes
+HELD_S = 2.0  # the time limit for taking them
+# `HELD_S` is counted in this many timer ticks. A late tick counts once, because a blocked event loop could
+# not have sent the client anything either.
 LOOKS = 8
-# Of all streams of a process before it matters, or of so many whole ones where these may be longer.
+# The limit for all streams of a process: these bytes, or this many times the limit of one stream if larger.
 ALL_BYTES = 2**30
 ALL_ANSWERS = 4
 IDLE_S = 10.0
 
 
 def limit_bytes(max_response_bytes: int) -> int:
-    """How much of one streamed answer may lie unread: as much as of a whole one, and never very little.
+    """Return the limit of unread bytes of one stream: `max_response_bytes`, at least `LEAST_LIMIT_BYTES`.
 
     >>> limit_bytes(6_553_500) == LEAST_LIMIT_BYTES, limit_bytes(10**9)
     (True, 1000000000)
@@ -40,50 +42,50 @@ def limit_bytes(max_response_bytes: int) -> int:
 
 
 def must_wait(unread_bytes: int, limit: int) -> bool:
-    """Whether the executor is to wait for the client."""
+    """Whether the executor must be paused until the client reads more."""
     return unread_bytes > limit
 
 
 def may_go_on(unread_bytes: int, limit: int) -> bool:
-    """Whether an executor that waits may make more."""
+    """Whether a paused executor may resume."""
     return unread_bytes <= max(0, limit - STEP_BYTES)
 
 
 def is_hopeless(unread_bytes: int, limit: int) -> bool:
-    """Whether there is no room for another part: what makes the parts can't wait, or has not."""
+    """Whether the buffer has no room for another part, because its producer can't or did not pause."""
     return unread_bytes > 2 * limit
 
 
 class UnreadOfAll:
-    """What lies unread of all streams that share it. Lives on the event loop.
+    """Counts the unread bytes of all streams that share it. Lives on the event loop.
 
     Attributes:
-        unread_bytes: of all together.
+        unread_bytes: the total of all streams.
     """
 
     __slots__ = ("_moved_s", "unread_bytes")
 
     def __init__(self) -> None:
         self.unread_bytes = 0
-        self._moved_s: dict[UnreadParts, float] = {}  # since when each waits for its client, longest first
+        self._moved_s: dict[UnreadParts, float] = {}  # start of each wait for a client, longest first
 
     def added(self, stream: UnreadParts, size: int) -> None:
-        """A part of a stream lies here."""
+        """Count the bytes of a new part of a stream."""
         self.unread_bytes += size
         self._moved_s.setdefault(stream, time.monotonic())
 
     def gone(self, stream: UnreadParts, size: int) -> None:
-        """So much of it does not any more."""
+        """Subtract bytes of a stream that were taken or dropped."""
         self.unread_bytes -= size
         self._moved_s.pop(stream, None)
         if stream.unread_bytes:
             self._moved_s[stream] = time.monotonic()
 
     def is_full(self, limit: int) -> bool:
-        """Whether more lies here than may, even without the streams that nobody reads.
+        """Abort idle streams while the total is above its limit; return whether it stays above.
 
         Args:
-            limit: of one stream.
+            limit: the limit in bytes of one stream, from which the total limit follows.
         """
         most_bytes = max(ALL_BYTES, ALL_ANSWERS * limit)
         while self.unread_bytes > most_bytes:
@@ -101,9 +103,10 @@ class UnreadParts:
     """A queue of parts, taken by one coroutine. Lives on the event loop.
 
     Args:
-        limit: how many bytes may lie here before the executor is held; see `limit_bytes`.
-        give_up: called once, in a turn of its own, when nobody takes the parts, or nobody in time; gets why.
-        of_all: what is common to all streams of the process.
+        limit: the bytes that may be buffered before the executor is paused; see `limit_bytes`.
+        give_up: called once with the reason, in its own turn of the event loop, if the client abandons the
+            parts or takes them too slowly.
+        of_all: the shared count of all streams of the process.
     """
 
     __slots__ = (
@@ -115,30 +118,30 @@ class UnreadParts:
         self, limit: int, give_up: Callable[[ServingError], None], of_all: UnreadOfAll = _OF_PROCESS
     ) -> None:
         self._limit = limit
-        self._held_limit = limit  # a step below it a held executor goes on
+        self._held_limit = limit  # a paused executor resumes `STEP_BYTES` below it
         self._of_all = of_all
-        self._give_up: Callable[[ServingError], None] | None = give_up  # None: that was done
-        self._ended = False  # nothing more comes
+        self._give_up: Callable[[ServingError], None] | None = give_up  # None: already called
+        self._ended = False  # no more parts are accepted
         self._loop = asyncio.get_running_loop()
         self._parts: deque[bytes] = deque()
-        self._end: ServingError | None = None  # what is raised behind the last part
+        self._end: ServingError | None = None  # the error to raise after the last part
         self._released: list[Callable[[], None]] = []
         self._taker: asyncio.Future[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None  # while the executor is held
+        self._timer: asyncio.TimerHandle | None = None  # while the executor is paused
         self._looks_left = 0
         self.unread_bytes = 0
 
     @property
     def held(self) -> bool:
-        """Whether the executor is to make no more for now."""
+        """Whether the executor is paused."""
         return self._timer is not None
 
     def when_over(self, go_on: Callable[[], None]) -> None:
-        """Call `go_on` when the executor may make more; whoever asks has seen `held`."""
+        """Call `go_on` when the executor may resume; only for a caller that has seen `held`."""
         self._released.append(go_on)
 
     def add(self, part: bytes) -> None:
-        """One more part; dropped when nobody is to get it."""
+        """Append a part; it is dropped if the stream has ended."""
         if self._ended:
             return
         if is_hopeless(self.unread_bytes, self._limit):
@@ -148,7 +151,7 @@ class UnreadParts:
         self.unread_bytes += len(part)
         self._of_all.added(self, len(part))
         if self._timer is not None:
-            self._held_limit = min(self._limit, self._held_limit + len(part))  # it was on its way
+            self._held_limit = min(self._limit, self._held_limit + len(part))  # sent before the pause
         elif self._must_wait():
             self._held_limit = min(self._limit, self.unread_bytes)
             self._looks_left = LOOKS
@@ -156,7 +159,7 @@ class UnreadParts:
         self._wake()
 
     def end(self, error: ServingError | None = None) -> None:
-        """There are no more; `error`: it went wrong. Without effect on what has ended."""
+        """End the stream, with `error` if it failed. Without effect if it has ended."""
         if not self._ended:
             self._ended = True
             self._end = error
@@ -164,24 +167,24 @@ class UnreadParts:
             self._wake()
 
     def abandon(self) -> None:
-        """Nobody takes them any more: drop what lies here, and what still comes. Any thread may call it."""
+        """Drop all buffered and later parts, because the reader is gone. Any thread may call it."""
         if (not self._ended or self._parts) and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._drop, Cancelled())
 
     async def take(self) -> bytes | None:
-        """The next part; None: that was all.
+        """Wait for the next part and return it, or None at the end.
 
         Raises:
-            ServingError: it ended with one.
+            ServingError: the stream ended with this error.
         """
         while not self._parts:
             if self._ended:
-                error, self._end = self._end, None  # or it would hold this by its traceback, and this it
+                error, self._end = self._end, None  # no reference cycle by its traceback
                 try:
                     if error is not None:
                         raise error
                 finally:
-                    del error  # which holds this frame, and with it the request
+                    del error  # its traceback holds this frame, and so the request
                 return None
             self._taker = self._loop.create_future()
             await self._taker
@@ -193,13 +196,13 @@ class UnreadParts:
         return part
 
     def lose(self) -> None:
-        """Give it up: its client is too slow."""
+        """Abort the stream, because its client is too slow."""
         self._drop(LeftUnread(self.unread_bytes))
 
     def _must_wait(self) -> bool:
         if must_wait(self.unread_bytes, self._limit):
             return True
-        return self._of_all.is_full(self._limit) and not self._ended  # it may have lost this one
+        return self._of_all.is_full(self._limit) and not self._ended  # `is_full` may have aborted this stream
 
     def _look_later(self) -> None:
         self._timer = self._loop.call_later(HELD_S / LOOKS, self._look)
@@ -207,7 +210,7 @@ class UnreadParts:
     def _look(self) -> None:
         self._looks_left -= 1
         if self._held_limit < self._limit and not self._must_wait():
-            self._release()  # it was held for what lay here of others
+            self._release()  # it was paused because of other streams
         elif self._looks_left:
             self._look_later()
         else:
@@ -218,13 +221,13 @@ class UnreadParts:
         unread_bytes, self.unread_bytes = self.unread_bytes, 0
         self._of_all.gone(self, unread_bytes)
         self.end(reason)
-        self._end = reason  # its maker may have ended it before
+        self._end = reason  # its producer may have ended it before
         give_up, self._give_up = self._give_up, None
         if give_up is not None:
             self._loop.call_soon(give_up, reason)
 
     def _release(self) -> None:
-        """Let the executor go on."""
+        """Resume the executor."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

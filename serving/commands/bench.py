@@ -1,7 +1,7 @@
-"""`torchere bench`: puts load on a model of a running server, and says how it did.
+"""`torchere bench`: puts load on a model of a running server and reports throughput and latencies.
 
-A small closed-loop client in Python, for a first look at one's own deployment: it takes processor time of
-its own, so on the server's machine, or for the last figure, use wrk or k6.
+A small closed-loop client in Python for a first measurement of a deployment. It uses CPU time itself: on the
+server's machine, or for maximum throughput, use wrk or k6.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torchere.archiver.errors import plainly
 from torchere.serving.commands.load_client import Client, ConnectionLost, Target, request_bytes
 
 _REFRESH_S = 0.2
-_LAST_ANSWERS_S = 300.0  # for what was sent before the end; a model may take TorchServe's 120 s, twice
-_PAUSE_S = 0.05  # after a lost connection, so that a server that is down is not hammered
+_LAST_ANSWERS_S = 300.0  # to wait for pending responses; a model may take TorchServe's 120 s, twice
+_PAUSE_S = 0.05  # after a lost connection, to limit reconnects to a server that is down
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One measurement: `request` is sent over and over by each of `clients`."""
+    """One measurement: each of `clients` sends `request` repeatedly for `seconds`."""
 
     target: Target
     request: bytes
@@ -37,7 +37,7 @@ class Run:
 
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Add the arguments of `torchere bench` to `parser`."""
     parser.add_argument("model", metavar="MODEL", help="name of the model, or name/version")
     parser.add_argument(
         "--url", default="http://127.0.0.1:8080", help="inference address (default: %(default)s)"
@@ -57,9 +57,10 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_bench(options: argparse.Namespace) -> int:
-    """Measure and print; status 1 when a request was not answered with a 2xx, or nothing could be sent.
+    """Run the measurement and print the report; return the exit status.
 
-    Ctrl+C prints what was measured until then.
+    The status is 1 when a request did not get a 2xx response, or when no request could be sent. Ctrl+C prints
+    the results so far.
     """
     try:
         run = plan(options)
@@ -78,10 +79,10 @@ def run_bench(options: argparse.Namespace) -> int:
 
 
 def plan(options: argparse.Namespace) -> Run:
-    """What the arguments ask for.
+    """Build the measurement from the arguments.
 
     Raises:
-        ValueError: the address or a header is not one.
+        ValueError: the address or a header is malformed.
         OSError: the body can't be read.
     """
     target = Target.parse(f"{options.url.rstrip('/')}/predictions/{quote(options.model)}")
@@ -92,9 +93,9 @@ def plan(options: argparse.Namespace) -> Run:
 
 
 async def measure(run: Run, tally: Tally, *, show: bool) -> float:
-    """Run all clients; fills `tally` and returns the seconds it took, to the last answer.
+    """Run all clients and fill `tally`; return the seconds until the last response.
 
-    What has no answer five minutes after the end counts as lost.
+    Requests without a response five minutes after the end count as lost.
     """
     started_s = time.perf_counter()
     stop_s = started_s + run.seconds
@@ -112,7 +113,7 @@ async def measure(run: Run, tally: Tally, *, show: bool) -> float:
     finally:
         if ticker is not None:
             ticker.cancel()
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)  # the bar makes room for the report
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)  # clear the progress bar before the report
     return time.perf_counter() - started_s
 
 
@@ -162,27 +163,27 @@ def _duration(text: str) -> float:
 
 
 PERCENTS = (50.0, 90.0, 99.0)
-LOST = 0  # stands for the status of a request that got no whole answer
+LOST = 0  # status of a request without a complete response
 _BAR = 24  # characters
-_MOST_TEXTS = 3  # shown of each status
-_MOST_TEXTS_KEPT = 100  # of all; a text may name its request, and no two are alike
-_MOST_CHARACTERS = 300  # of a text
+_MOST_TEXTS = 3  # shown for each status
+_MOST_TEXTS_KEPT = 100  # in total; a text may name its request, so that each one differs
+_MOST_CHARACTERS = 300  # of one text
 _OTHERS = "other texts"
 
 
 @dataclass(slots=True)
 class Tally:
-    """What the clients of one run saw. Filled by one event loop.
+    """The results of one run. Filled by one event loop.
 
-    `latencies_s` are those of answers with a 2xx only: a quick refusal must not make a server look fast.
-    `errors` counts the others by status and text.
+    `latencies_s` holds latencies of 2xx responses only, in seconds: fast errors must not make a server look
+    fast. `errors` counts all other requests by status and text.
     """
 
     latencies_s: list[float] = field(default_factory=list)
     errors: Counter[tuple[int, str]] = field(default_factory=Counter)
 
     def add(self, status: int, latency_s: float, body: bytes = b"") -> None:
-        """Count one request; `LOST` when there was no answer, with the cause as its body."""
+        """Count one request; without a response the status is `LOST` and the body is the cause."""
         if 200 <= status < 300:
             self.latencies_s.append(latency_s)
             return
@@ -192,7 +193,7 @@ class Tally:
 
 
 def refusal_text(body: bytes) -> str:
-    """Why a request failed, in one line: what a JSON object says of it, or the body as it is."""
+    """Return the error text of a failed request in one line: from a JSON object, or the raw body."""
     text = body.decode("utf-8", "backslashreplace")
     try:
         parsed = json.loads(text)
@@ -206,7 +207,9 @@ def refusal_text(body: bytes) -> str:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The smallest of the ascending values that at least `percent` of them do not exceed (nearest rank).
+    """Return a percentile of ascending values by the nearest-rank method.
+
+    It is the smallest value that at least `percent` % of the values do not exceed.
 
     Raises:
         ValueError: there are no values, or `percent` is not above 0 and at most 100.
@@ -219,7 +222,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def report(tally: Tally, elapsed_s: float, clients: int) -> str:
-    """The lines for people."""
+    """Return the report as text."""
     answered = len(tally.latencies_s)
     lines = [
         f"{answered / elapsed_s:.1f} req/s   ({answered} answers in {elapsed_s:.1f} s, {clients} clients)"
@@ -235,7 +238,7 @@ def report(tally: Tally, elapsed_s: float, clients: int) -> str:
 
 
 def progress(elapsed_s: float, total_s: float, tally: Tally) -> str:
-    """One line that overwrites the last one: a bar, the rate so far, the errors so far."""
+    """Return a line that overwrites the previous one: progress bar, rate and errors so far."""
     done = min(1.0, elapsed_s / total_s)
     filled = round(done * _BAR)
     rate = len(tally.latencies_s) / elapsed_s if elapsed_s else 0.0
@@ -244,7 +247,7 @@ def progress(elapsed_s: float, total_s: float, tally: Tally) -> str:
 
 
 def _foremost(texts: Counter[str]) -> list[tuple[str, int]]:
-    """The most frequent texts, and the rest as one."""
+    """Return the most frequent texts with their counts, and the rest merged into one."""
     others = texts.pop(_OTHERS, 0)
     ordered = texts.most_common()
     others += sum(count for _, count in ordered[_MOST_TEXTS:])

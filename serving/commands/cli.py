@@ -1,8 +1,7 @@
-"""The commands `torchere` and `torchserve`. The only reader of the arguments and of the environment.
+"""Entry points of the commands `torchere` and `torchserve`; reads arguments and environment.
 
-A command imports what it needs only when it is the one that was given: the start of a server pays for every
-module, and whoever asks for help waits for them. What the commands take is in `cli_serve.py` and
-`cli_tools.py`.
+Each command imports its modules only when it is run, because every import slows down the start of a server
+and `--help`. The arguments of the commands are in `serve.py` and `tools.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from torchere.serving.commands.texts import described
 from torchere.serving.config.properties import ConfigurationError
 from torchere.serving.errors import ServingError
 
-# Name, what it is for in a line, and what gives its parser arguments, texts and the function that runs it.
+# Name, help line, and the function that adds arguments, texts and the `run` function to the command's parser.
 _COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None]], ...] = (
     ("serve", "serve models in the foreground", add_serve),
     ("archive", "pack a model into a .mar archive", cli_tools.add_archive),
@@ -42,9 +41,9 @@ _COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None]], ...
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `torchere`; the exit status is 0, 1 (refused or failed) or 2 (wrong usage, raised by argparse).
+    """Run `torchere`; return the exit status: 0, or 1 (refused or failed).
 
-    130 is Ctrl+C, as shells have it.
+    argparse exits with 2 for wrong usage; Ctrl+C returns 130, as in shells. Some commands return other codes.
     """
     arguments = sys.argv[1:] if argv is None else argv
 
@@ -69,13 +68,13 @@ def torchserve_main(argv: Sequence[str] | None = None) -> int:
 
 
 def _to_the_end(command: Callable[[], int]) -> int:
-    """The status of the command, also when somebody stops it, or reads no further (`| head`)."""
+    """Run a command and return its status: 130 on Ctrl+C, 1 when standard output is closed (`| head`)."""
     open_standard_streams()
     try:
         try:
             return command()
         finally:
-            sys.stdout.flush()  # while it can still be told; argparse ends by SystemExit
+            sys.stdout.flush()  # here, so that an error is handled; argparse ends by SystemExit
     except BrokenPipeError:
         drop_standard_output()
         return 1
@@ -84,7 +83,7 @@ def _to_the_end(command: Callable[[], int]) -> int:
 
 
 def _guarded(action: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    """The status of the action; its refusals as a line and status 1."""
+    """Run the action and return its status; print a known error as one line and return 1."""
     try:
         return action(options)
     except LaunchRefused as refusal:
@@ -102,8 +101,8 @@ def _start(options: argparse.Namespace) -> int:
     pid_file = launcher.pid_file(os.environ)
     if not launcher.may_start(pid_file):
         return 1
-    plan_from(options, os.environ)  # the server does it again; here a mistake still has its exit status
-    options.log_files = True  # what collects TorchServe's logs looks for its files
+    plan_from(options, os.environ)  # the server repeats it; here a mistake still sets the exit status
+    options.log_files = True  # log collectors for TorchServe read its log files
     command = launcher.server_command(serve_arguments(options))
     if options.foreground:
         launcher.become(command, pid_file)
@@ -120,7 +119,7 @@ def _stop(options: argparse.Namespace) -> int:
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser of `torchere`: of its commands only the one that the arguments begin with is made whole."""
+    """Return the parser of `torchere`, with full arguments only for the command in `arguments`."""
     parser = described(
         argparse.ArgumentParser(prog="torchere"),
         "Pack PyTorch models into archives and serve them over REST and gRPC.",
@@ -154,23 +153,23 @@ def _torchserve_parser() -> argparse.ArgumentParser:
 
 
 def open_standard_streams() -> None:
-    """Give the process the streams it was started without, and let every text be written.
+    """Open missing standard streams on the null device, and make standard output accept any text.
 
-    A closed descriptor would become the next file or socket that is opened, and be written to as if it were
-    standard output. Call it before anything is opened.
+    A closed descriptor would be reused by the next opened file or socket, which would then receive the
+    standard output. Call this before anything is opened.
     """
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
-            opened = os.open(os.devnull, os.O_RDWR)  # the lowest that is free, which is this one
+            opened = os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is this one
             os.set_inheritable(opened, True)
             setattr(sys, name, os.fdopen(opened, "w" if descriptor else "r", closefd=False))
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Half of a surrogate pair in JSON, or a name of a file that is no text, is no reason to break off.
+        # Half a surrogate pair in JSON, or an undecodable file name, must not abort the command.
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def drop_standard_output() -> None:
-    """Send what is still to be written nowhere: at its end the interpreter would try it once more."""
+    """Redirect standard output to the null device, so that the final flush at exit does not fail."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

@@ -1,4 +1,4 @@
-"""`torchere compare A.mar B.mar --data DIR`: two archives on the same inputs, as a table and a picture.
+"""`torchere compare A.mar B.mar --data DIR`: compares two archives on the same inputs.
 
 The models are loaded as the server loads them, without a server, and without the archives' own handlers.
 """
@@ -62,8 +62,8 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_compare(options: argparse.Namespace) -> int:
-    """Print the report; 0 when B's answers are near enough, 2 when not, or when they can't be compared."""
-    # What handlers say about class names and the like does not matter here.
+    """Print the report; return 0 when B's outputs are close enough to A's, 2 otherwise or on an error."""
+    # Hide the warnings of handlers, such as those about class names: they are irrelevant to a comparison.
     logging.getLogger("torchere.handlers").setLevel(logging.ERROR)
     try:
         report = _compared(options)
@@ -106,8 +106,8 @@ def contender(path: Path) -> Iterator[Contender]:
     """Unpack an archive to a temporary folder and load its model on the CPU.
 
     Raises:
-        ArchiveError: it can't be read.
-        ModelRefused: it holds no model that can be loaded, or its configuration is wrong.
+        ArchiveError: the archive can't be read.
+        ModelRefused: the archive has no loadable model, or its configuration is invalid.
     """
     archive = open_archive(path)
     with tempfile.TemporaryDirectory(prefix="torchere-compare-") as folder:
@@ -126,11 +126,11 @@ def contender(path: Path) -> Iterator[Contender]:
 
 
 def read_samples(folder: Path, contender: Contender) -> list[tuple[torch.Tensor, ...]]:
-    """Every file of the folder as arguments of the model, in the order of their names.
+    """Read every file of the folder as arguments of the model, in the order of the file names.
 
     Raises:
-        ModelRefused: there is none, or one can't be read.
-        OSError: likewise.
+        ModelRefused: the folder has no files, or a file can't be read.
+        OSError: a file can't be read.
     """
     from torchere.archiver.models.inputs.examples import read_example  # noqa: PLC0415 - imports torch
 

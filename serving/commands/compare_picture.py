@@ -1,4 +1,4 @@
-"""A report as a picture: bars of what each model takes, as SVG; needs no plot library."""
+"""Draws a comparison report as an SVG bar chart, without a plot library."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torchere.archiver.models.verify.report import Report
 
 _COLOURS = ("#1f77b4", "#ff7f0e")
 _WIDTH, _LEFT, _BAR, _GAP, _TOP = 640, 110, 16, 14, 64  # pixels
-_FULL = _WIDTH - _LEFT - 110  # of the longest bar of a pair
+_FULL = _WIDTH - _LEFT - 110  # width of the longer bar of a pair
 _SMALL = 'font-size="12"'
 
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """One thing that both models take some of; shorter is better."""
+    """One resource or latency of both models; shorter is better."""
 
     label: str
     values: tuple[float, float]
@@ -23,7 +23,7 @@ class _Pair:
 
 
 def picture(report: Report) -> str:
-    """The SVG text: bars in pairs for file, memory and latencies; below, how alike the answers are."""
+    """Return the SVG text: paired bars of file, memory and latencies, and the similarity of outputs."""
     pairs = _pairs(report)
     height = _TOP + len(pairs) * (2 * _BAR + _GAP) + 40
     parts = [

@@ -1,4 +1,4 @@
-"""One HTTP/1.1 connection of a load client: bytes out, status and body back, one request at a time."""
+"""HTTP/1.1 client of `torchere bench`: sends raw request bytes, returns status and body."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ import httptools
 
 
 class Reply(NamedTuple):
-    """What came back."""
+    """The status and body of a response."""
 
     status: int
     body: bytes
 
 
 class ConnectionLost(Exception):
-    """The connection could not be made, or ended before the whole answer was there."""
+    """The connection failed, or ended before the response was complete."""
 
 
 def _why(err: Exception) -> str:
-    """The system's words alone: asyncio's own have the address once more, as Python writes it."""
+    """Return the system's error text; asyncio's text repeats the address as a Python tuple."""
     refused = isinstance(err, (ConnectionError, TimeoutError)) and err.errno
     return os.strerror(refused) if refused else getattr(err, "strerror", None) or str(err)
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where requests go: the parts of an `http://` or `https://` URL."""
+    """The target of requests: the parts of an `http://` or `https://` URL."""
 
     host: str
     port: int
@@ -41,16 +41,16 @@ class Target:
 
     @staticmethod
     def parse(url: str) -> Target:
-        """The parts of a URL.
+        """Parse a URL.
 
         Raises:
-            ValueError: it is no HTTP URL; the text says what was found.
+            ValueError: `url` is not an HTTP URL; the text quotes it.
         """
         refusal = f"the address is {url!r}; expected http://host:port or https://host:port"
         try:
             parts = urllib.parse.urlsplit(url)
             port = parts.port
-        except ValueError as err:  # in words of its own, without the address
+        except ValueError as err:  # its text lacks the address
             raise ValueError(refusal) from err
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(refusal)
@@ -60,10 +60,10 @@ class Target:
 
 
 def request_bytes(target: Target, body: bytes, headers: Mapping[str, str]) -> bytes:
-    """A POST of `body`, complete, to be sent any number of times.
+    """Return the bytes of a complete POST request, which can be sent any number of times.
 
     Raises:
-        ValueError: a header holds a line break.
+        ValueError: a header contains a line break.
     """
     host = f"[{target.host}]" if ":" in target.host else target.host
     lines = [f"POST {target.path} HTTP/1.1", f"Host: {host}:{target.port}", f"Content-Length: {len(body)}"]
@@ -74,9 +74,9 @@ def request_bytes(target: Target, body: bytes, headers: Mapping[str, str]) -> by
 
 
 class Client:
-    """Keeps one connection to a server, and makes a new one when the server has closed it.
+    """A client with one persistent connection, which it reopens when the server has closed it.
 
-    Lives on one event loop; one request at a time.
+    Used on one event loop, with one request at a time.
     """
 
     def __init__(self, target: Target) -> None:
@@ -84,16 +84,16 @@ class Client:
         self._connection: _Connection | None = None
 
     async def send(self, request: bytes) -> Reply:
-        """Send one request and wait for its whole answer.
+        """Send one request and wait for the complete response.
 
         Raises:
-            ConnectionLost: there is no whole answer.
+            ConnectionLost: the connection failed or ended before the response was complete.
         """
         if self._connection is None or not self._connection.usable:
             self._connection = await self._connect()
         try:
             return await self._connection.exchange(request)
-        except BaseException:  # cancelled in the middle, too: what is still to come belongs to no request
+        except BaseException:  # also cancellation: the next request must not get the rest of this response
             self.close()
             raise
 
@@ -104,19 +104,19 @@ class Client:
             _, made = await loop.create_connection(
                 _Connection, self._target.host, self._target.port, ssl=context
             )
-        except (OSError, UnicodeError) as err:  # UnicodeError: the name of the host is none
+        except (OSError, UnicodeError) as err:  # UnicodeError: invalid host name
             raise ConnectionLost(_why(err)) from err
         return made
 
     def close(self) -> None:
-        """Give up the connection; the next `send` makes another."""
+        """Abort the connection; the next `send` opens a new one."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
 
 class _Connection(asyncio.Protocol):
-    """The protocol of one connection; the `on_...` methods are the parser's callbacks."""
+    """The asyncio protocol of one connection; the `on_...` methods are the parser's callbacks."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None

@@ -1,4 +1,4 @@
-"""What becomes of a TorchServe deployment: read its files, run nothing of it, and say it line by line."""
+"""Checks a TorchServe deployment for migration: reads its files, runs none of its code."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _VERDICTS: tuple[Verdict, ...] = ("same", "differs", "unsupported")
 
 @dataclass(frozen=True, slots=True)
 class MigrationReport:
-    """Every finding, file by file."""
+    """All findings, grouped by file."""
 
     findings: tuple[MigrationFinding, ...]
 
     def count(self, verdict: Verdict) -> int:
-        """How many findings come to this verdict."""
+        """Return the number of findings with this verdict."""
         return sum(finding.verdict == verdict for finding in self.findings)
 
     def as_text(self) -> str:
-        """The report for people."""
+        """Return the report as text."""
         lines: list[str] = []
         subject = ""
         for finding in self.findings:
@@ -42,7 +42,7 @@ class MigrationReport:
         return "\n".join([*lines, counts])
 
     def as_json(self) -> str:
-        """The report for programs."""
+        """Return the report as JSON."""
         found = [
             {"subject": one.subject, "item": one.item, "verdict": one.verdict, "text": one.text}
             for one in self.findings
@@ -54,16 +54,16 @@ class MigrationReport:
 def check_migration(
     config: Path | None, model_store: Path | None, snapshots: Path | None, environ: Mapping[str, str]
 ) -> MigrationReport:
-    """Read what is named, and the model store that the configuration names, and report on it.
+    """Read the given files and the configured model store, and return the findings.
 
     Args:
-        config: A `config.properties`; None for none.
-        model_store: A folder of archives; None for the configuration's.
-        snapshots: The folder snapshots are in; the newest is read, as a start would restore it.
-        environ: The environment that the server would be started with.
+        config: A `config.properties`; None for no file.
+        model_store: A folder of archives; None for the store of the configuration.
+        snapshots: The folder of snapshots; the newest one is read, as it is restored at a start.
+        environ: The environment in which the server would be started.
 
     Raises:
-        ConfigurationError: a file or folder that is named can't be read at all, or none is named.
+        ConfigurationError: a given file or folder can't be read, or all three arguments are None.
     """
     if config is None and model_store is None and snapshots is None:
         raise ConfigurationError("nothing to check: name --ts-config, --model-store or --snapshots")
@@ -99,7 +99,7 @@ def _store(store: Path, settings: ServerSettings) -> Iterator[MigrationFinding]:
             yield from archive_findings(path, settings)
 
 
-# Keys without effect whose absence clients or operators would notice; other keys without effect only tune.
+# Keys without effect that clients or operators would notice; other keys without effect are only for tuning.
 MISSED_KEYS = frozenset(
     {
         "keystore",
@@ -109,7 +109,7 @@ MISSED_KEYS = frozenset(
         "ts_header_key_sequence_end",
     }
 )
-# Keys that are not in the file, and whose default here is another than TorchServe's.
+# Keys whose default differs from TorchServe's; reported when the file does not set them.
 OTHER_DEFAULTS = {
     "allowed_urls": "TorchServe fetches archives from any URL unless told otherwise; here only from URLs "
     "that match allowed_urls, and from none without it",
@@ -124,10 +124,10 @@ OTHER_MEANING = {
 
 
 def config_findings(path: Path, environ: Mapping[str, str]) -> tuple[ServerSettings, list[MigrationFinding]]:
-    """The settings a file comes to, and what each of its lines does.
+    """Return the settings that a file yields, and a finding for each of its lines.
 
     Raises:
-        ConfigurationError: it can't be read, or is no properties file.
+        ConfigurationError: the file can't be read, or is not a properties file.
     """
     configuration = configure(read_properties(path), environ)
     found = [_line(str(path), finding) for finding in configuration.findings]
@@ -143,10 +143,10 @@ def config_findings(path: Path, environ: Mapping[str, str]) -> tuple[ServerSetti
 def snapshot_findings(
     path: Path, store: Path | None, environ: Mapping[str, str]
 ) -> Sequence[MigrationFinding]:
-    """What restoring this snapshot would do; `store` None takes the snapshot's own.
+    """Return the findings about restoring a snapshot; `store` None means the snapshot's own store.
 
     Raises:
-        ConfigurationError: it can't be read, or is no properties file.
+        ConfigurationError: the file can't be read, or is not a properties file.
     """
     configuration = configure(read_properties(path), environ)
     return [*_problems(path, configuration), *model_findings(path, configuration.settings, store)]
@@ -158,10 +158,10 @@ def _problems(path: Path, configuration: Configuration) -> Iterator[MigrationFin
 
 
 def model_findings(path: Path, settings: ServerSettings, store: Path | None) -> Iterator[MigrationFinding]:
-    """Whether the archives that a start would load are there; `store` None takes the settings' own."""
+    """Yield findings about the archives that a start would load; `store` None means the settings' own."""
     folder = store or settings.model_store
     never_served = tuple(model for model in settings.snapshot_models if not model.version)
-    origin = "missing" if never_served else "load_models"  # there is none beside a snapshot
+    origin = "missing" if never_served else "load_models"  # a snapshot replaces load_models
     for wanted in startup_models(replace(settings, snapshot_models=never_served), tuple):
         if folder is None or is_remote(wanted.url) or (folder / wanted.url.rstrip("/")).exists():
             continue
@@ -187,7 +187,7 @@ def _line(subject: str, finding: Finding) -> MigrationFinding:
 
 
 def _verdict(finding: Finding) -> Verdict:
-    if finding.level == "effect" or finding.key == "load_models":  # which a snapshot outdoes in both
+    if finding.level == "effect" or finding.key == "load_models":  # a snapshot overrides it in both servers
         return "same"
     missed = finding.key in MISSED_KEYS and finding.message.startswith("has no effect")
     return "unsupported" if finding.level == "error" or missed else "differs"

@@ -1,4 +1,4 @@
-"""What becomes of one archive: its container, manifest, configuration and handler, read and never run."""
+"""Checks one archive for migration: container, manifest, configuration and handler; runs no code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Verdict = Literal["same", "differs", "unsupported"]
 
 @dataclass(frozen=True, slots=True)
 class MigrationFinding:
-    """What becomes of one thing in one file."""
+    """The verdict on one item of one file."""
 
     subject: str  # the file
     item: str  # the key, or the part of the archive
@@ -41,7 +41,7 @@ _Found = tuple[str, Verdict, str]  # the fields of a `MigrationFinding` but its 
 
 
 def archive_findings(path: Path, settings: ServerSettings) -> Iterator[MigrationFinding]:
-    """What is to be said about the archive, or folder, at this path; every file of it is read once."""
+    """Yield the findings about the archive file or folder at `path`; reads every file of it once."""
     try:
         archive = open_archive(path)
         archive.verify()
@@ -160,13 +160,13 @@ MAX_SOURCE_BYTES = 4 * 2**20
 
 
 def missing_imports(source: str) -> list[str]:
-    """One sentence for each `ts` name that the source imports and that is not here.
+    """Return one sentence for each `ts` name that the source imports and torchere does not provide.
 
     >>> missing_imports("from ts.torch_handler.base_handler import BaseHandler")
     []
 
     Raises:
-        SyntaxError: it is no Python of this version.
+        SyntaxError: the source is not valid for this Python version.
     """
     found: list[str] = []
     for node in ast.walk(ast.parse(source)):
@@ -195,7 +195,7 @@ def _missing(wanted: tuple[str, str]) -> str:
 
 
 def _names(module: str) -> Iterator[str]:
-    """The names that an alias module has."""
+    """Yield the names that an alias module exports."""
     for source in ALIASES[module]:
         ours, _, names = source.partition(":")
         if names:

@@ -1,6 +1,6 @@
-"""`torchere predict`: sends one request to a running server and prints the answer for people.
+"""`torchere predict`: sends one request to a running server and prints the response as text.
 
-What goes over REST is the client's work (`torchere.client`), what goes over gRPC is in `predict_grpc`.
+REST requests use `torchere.client`, gRPC requests use `predict_grpc`.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ DESCRIPTION = (
 )
 REST_ADDRESS = "http://127.0.0.1:8080"
 GRPC_ADDRESS = "127.0.0.1:7070"
-_LONGEST_S = 86_400.0  # the most the server takes
+_LONGEST_S = 86_400.0  # maximum that the server accepts
 NPY_TYPE = "application/x-npy"
-_UNNAMED = "input"  # what the only input of a model is called that names none
+_UNNAMED = "input"  # name of the single input of a model whose metadata names none
 
 
 class UsageError(Exception):
-    """The arguments make no request; the text says why."""
+    """The arguments do not form a valid request; the text says why."""
 
 
 def add_predict_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Add the arguments of `torchere predict` to `parser`."""
     add = parser.add_argument
     add("model", metavar="MODEL", help="name of the model, or name/version")
     given = parser.add_mutually_exclusive_group(required=True)
@@ -57,7 +57,10 @@ def add_predict_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_predict(options: argparse.Namespace) -> int:
-    """Send and print; status 1 when there is no answer or an error for one, 2 when nothing could be sent."""
+    """Send the request and print the response; return the exit status.
+
+    The status is 1 for an error response or none, and 2 when no request could be sent.
+    """
     try:
         from torchere.client import ClientError  # noqa: PLC0415 - not needed for --help
     except ModuleNotFoundError as err:
@@ -135,7 +138,7 @@ def _body(options: argparse.Namespace) -> tuple[str, bytes]:
 
 
 def _arrays(options: argparse.Namespace) -> dict[str, Any]:
-    """What the arguments hold, by input name; "" for one without a name."""
+    """Return the input arrays of the arguments by input name; "" for an unnamed one."""
     if options.json is not None:
         value = _parsed(options.json)
         return value if isinstance(value, dict) else {"": value}
@@ -147,7 +150,7 @@ def _arrays(options: argparse.Namespace) -> dict[str, Any]:
     for text in options.npy:
         name, separator, file = text.rpartition("=")
         try:
-            with Path(file).open("rb") as opened:  # not by np.load, which reads .npz and pickles, too
+            with Path(file).open("rb") as opened:  # not np.load, which also reads .npz and pickles
                 array = np.lib.format.read_array(opened, allow_pickle=False)
         except (EOFError, ValueError) as err:
             found = f"no .npy file of numbers or texts ({err})"
@@ -179,11 +182,11 @@ def _parsed(text: str) -> Any:
         raise UsageError(f"--json is no JSON: {err}") from err
 
 
-_MOST_ROWS = 100  # of a table; more is printed as JSON
+_MOST_ROWS = 100  # of a table; longer results are printed as JSON
 
 
 def body_text(body: bytes, content_type: str) -> str:
-    """The answer of a handler: labels and scores as a table, JSON indented, text as it is."""
+    """Format the response of a handler: labels and scores as a table, JSON indented, text unchanged."""
     try:
         text = body.decode()
     except UnicodeDecodeError:
@@ -193,15 +196,15 @@ def body_text(body: bytes, content_type: str) -> str:
         if _is_scores(value):
             return _table([(name, f"{score:g}") for name, score in value.items()])
         return json.dumps(value, indent=2, ensure_ascii=False)
-    except (ValueError, OverflowError, RecursionError):  # no JSON, or more than can be laid out
+    except (ValueError, OverflowError, RecursionError):  # not JSON, or too large or too deep to format
         return text
 
 
 def tensors_text(tensors: Sequence[Tensor]) -> str:
-    """Each output: its name, datatype and shape in a line, and its values below."""
+    """Format each output: a line with its name, datatype and shape, then its values."""
     blocks = []
     for one in tensors:
-        values: Any = one.numpy()  # NumPy's own text leaves out the middle of what is long
+        values: Any = one.numpy()  # NumPy abbreviates long arrays
         if one.datatype == "BYTES":
             values = [element.decode("utf-8", "backslashreplace") for element in values.reshape(-1).tolist()]
         blocks.append(f"{one.name}  {one.datatype} {list(one.shape)}\n{values}")

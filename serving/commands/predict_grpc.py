@@ -1,4 +1,4 @@
-"""The calls of `torchere predict` over gRPC; errors become those of the REST client."""
+"""The gRPC calls of `torchere predict`; gRPC errors are converted to those of the REST client."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from torchere.serving.frontend.grpc.protos import inference_pb2, open_inference_
 
 _PREDICTIONS = "/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions"
 _OPEN_INFERENCE = "/inference.GRPCInferenceService"
-_UNBOUNDED = -1  # the server has its own limits
+_UNBOUNDED = -1  # no limit: the server enforces its own
 
 
 class Connection:
     """One channel to a server. Use it in a `with` statement; every call raises a `ClientError`.
 
     Args:
-        address: host:port; with https:// before it over TLS, where OpenSSL's certificates count, or those
-            of `SSL_CERT_FILE`, as over REST.
-        token: the inference key; None sends none.
-        timeout_s: of each call.
+        address: host:port; the prefix https:// selects TLS, which trusts OpenSSL's certificates or those of
+            `SSL_CERT_FILE`, as over REST.
+        token: The inference key; None sends none.
+        timeout_s: The timeout of each call, in seconds.
     """
 
     def __init__(self, address: str, token: str | None, timeout_s: float) -> None:
@@ -48,7 +48,7 @@ class Connection:
         self._channel.close()
 
     def predict(self, model: str, version: str | None, body: bytes) -> bytes:
-        """TorchServe's `Predictions`; the handler gets the body as `data`."""
+        """Call TorchServe's `Predictions`; the handler gets the body as `data`."""
         request = inference_pb2.PredictionsRequest(
             model_name=model, model_version=version or "", input={"data": body}
         )
@@ -57,14 +57,14 @@ class Connection:
         return prediction
 
     def inputs(self, model: str, version: str | None) -> tuple[TensorMetadata, ...]:
-        """What a model takes, as far as its archive says."""
+        """Return the metadata of a model's inputs, as far as its archive declares them."""
         request = open_inference_pb2.ModelMetadataRequest(name=model, version=version or "")
         read = open_inference_pb2.ModelMetadataResponse.FromString
         told = self._call(f"{_OPEN_INFERENCE}/ModelMetadata", request, read)
         return tuple(TensorMetadata(one.name, one.datatype, tuple(one.shape)) for one in told.inputs)
 
     def infer(self, model: str, version: str | None, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The Open Inference Protocol's `ModelInfer`, with raw tensors."""
+        """Call the Open Inference Protocol's `ModelInfer` with raw tensors."""
         request = open_inference_pb2.ModelInferRequest(model_name=model, model_version=version or "")
         for one in inputs:
             request.inputs.add(name=one.name, datatype=one.datatype, shape=one.shape)
@@ -107,6 +107,6 @@ def _channel(address: str) -> grpc.Channel:
         return grpc.insecure_channel(address, options)
     if scheme != "https":
         raise ValueError(f"the address is {address!r}; expected host:port, or https://host:port for TLS")
-    trusted = ssl.get_default_verify_paths().cafile  # None: those that come with gRPC
+    trusted = ssl.get_default_verify_paths().cafile  # None: the certificates bundled with gRPC
     roots = Path(trusted).read_bytes() if trusted else None
     return grpc.secure_channel(peer, grpc.ssl_channel_credentials(roots), options)

@@ -1,6 +1,6 @@
-"""`torchere serve`: what it takes, and the way from there to a running server.
+"""`torchere serve`: its arguments, and the steps to a running server.
 
-Nothing is imported before it is needed: what a start does first, and why, is in `preparation.py`.
+Modules are imported only when needed; `workers/preparation.py` explains the first steps of a start.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
-    """`torchere serve`."""
+    """Add the arguments of `torchere serve` to `parser`."""
     example = "torchere serve --model-store store --models all --ts-config config.properties"
     described(parser, "Serve models in the foreground, until SIGTERM or Ctrl+C.", example)
     add_serve_options(parser)
@@ -38,13 +38,13 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         help=f"default: {LOG_FORMAT_VARIABLE} of the environment, or auto: text on a terminal, JSON lines "
         "otherwise; torchserve: the lines of its console, metrics among them with metrics_mode=log",
     )
-    parser.add_argument("--process-name", help=argparse.SUPPRESS)  # only there to be found in the arguments
+    parser.add_argument("--process-name", help=argparse.SUPPRESS)  # only marks the command line
     parser.set_defaults(run=_serve)
 
 
 def _serve(options: argparse.Namespace) -> int:
-    # Importing makes hundreds of thousands of objects that stay: to walk over them again and again is a tenth
-    # of the work. The server freezes them, and lets the collector go on once it has started.
+    # Imports create hundreds of thousands of permanent objects; garbage collections over them take a tenth of
+    # the start. The server freezes them and enables the collector again once it has started.
     gc.disable()
     try:
         return _planned_and_served(options)
@@ -58,7 +58,7 @@ def _planned_and_served(options: argparse.Namespace) -> int:
     as_json = not sys.stdout.isatty() if wanted == "auto" else wanted == "json"
     from torchere.serving.process.allocator import keep_freed_memory  # noqa: PLC0415 - not needed for --help
 
-    keep_freed_memory(os.environ)  # before the first thread, which the log has
+    keep_freed_memory(os.environ)  # before the first thread, which logging starts
     _log_as_asked(plan, options, wanted == "torchserve", as_json)
     return _prepared_and_served(plan)
 
@@ -79,10 +79,10 @@ def _prepared_and_served(plan: Plan) -> int:
 
 
 def _log_as_asked(plan: Plan, options: argparse.Namespace, as_torchserve: bool, as_json: bool) -> None:
-    """Begin to log, with the account of where the settings come from."""
+    """Configure logging, and log the sources of the settings."""
     lines = None
     if as_torchserve or plan.settings.log_files:
-        from torchere.serving.logs import files as log_files  # noqa: PLC0415 - hardly ever needed
+        from torchere.serving.logs import files as log_files  # noqa: PLC0415 - rarely needed
 
         lines = log_files.Log4jFormatter() if as_torchserve else None
     configure_logging(options.log_level, as_json, sys.stdout, lines=lines)

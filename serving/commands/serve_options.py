@@ -1,7 +1,7 @@
-"""The options of `torchere serve` and `torchserve`, and how they become settings.
+"""The options of `torchere serve` and `torchserve`, and their conversion to settings.
 
 The flags, the order of the configuration files and the texts of `LaunchRefused` are TorchServe 0.12's.
-Saying how they are used takes none of the modules that make settings of them.
+The modules that build the settings are not imported for `--help`.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ _SNAPSHOT_NAME = re.compile(r"[0-9]{17}-(startup|snapshot|shutdown)\.cfg")
 
 
 class LaunchRefused(Exception):
-    """The server can't start like this; the text is the one TorchServe's launcher prints."""
+    """The server can't start with these options; the text is that of TorchServe's launcher."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to start: settings, and the account of where they come from."""
+    """The settings of a start, and the findings about their sources."""
 
     settings: ServerSettings
     configuration: Configuration
     config_file: Path | None
-    log_directory: Path  # of log files and snapshots; may not be there
+    log_directory: Path  # of log files and snapshots; may not exist yet
 
 
 def add_serve_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say what to serve and how; `serve_arguments` turns them back into flags."""
+    """Add the options of a server start to `parser`; `serve_arguments` turns them back into flags."""
     add = parser.add_argument
     add("--ts-config", metavar="FILE", help="properties file (TS_CONFIG_FILE in the environment wins)")
     add("--model-store", metavar="DIR", help="directory the archives are in; needed here or in the file")
     add("--workflow-store", metavar="DIR", help="accepted; workflows are not supported")
     add("--models", metavar="MODEL", nargs="+", help="models to load: [name=]archive ..., or all")
-    # --log: short for it in TorchServe, which has no other option that begins so
+    # --log: a valid abbreviation in TorchServe, which has no other option with this prefix
     add("--log-config", "--log", metavar="FILE", help="accepted; log4j2 files have no effect")
     add("--cpp-log-config", metavar="FILE", help="accepted; there is no C++ backend")
     add(
@@ -67,7 +67,7 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
 
 
 def serve_arguments(options: argparse.Namespace) -> list[str]:
-    """The flags that make `torchere serve` see these options again."""
+    """Return the flags that give `torchere serve` these options."""
     arguments: list[str] = []
     for name in (
         "ts_config",
@@ -78,7 +78,7 @@ def serve_arguments(options: argparse.Namespace) -> list[str]:
         "plugins_path",
     ):
         if value := getattr(options, name):
-            arguments.append(f"--{name.replace('_', '-')}={value}")  # one word: a value may begin with a dash
+            arguments.append(f"--{name.replace('_', '-')}={value}")  # one word: a value may begin with "-"
     for name in ("no_config_snapshots", "disable_token_auth", "enable_model_api", "log_files", "supervise"):
         if getattr(options, name):
             arguments.append(f"--{name.replace('_', '-')}")
@@ -86,14 +86,14 @@ def serve_arguments(options: argparse.Namespace) -> list[str]:
 
 
 def plan_from(options: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
-    """Weigh options, configuration file and environment.
+    """Merge options, configuration file and environment.
 
     Raises:
-        LaunchRefused: a file or directory that is named is not there, nor the current one, no model store
-            is named, or the snapshot is not whole.
-        ConfigurationError: the configuration file can't be read, or holds a value that can't be used.
+        LaunchRefused: a given file or directory, or the current directory, does not exist; no model store is
+            configured; or the snapshot is truncated.
+        ConfigurationError: the configuration file can't be read, or holds an invalid value.
     """
-    from torchere.serving.config.properties import read_properties  # noqa: PLC0415 - likewise
+    from torchere.serving.config.properties import read_properties  # noqa: PLC0415 - not needed for --help
     from torchere.serving.config.resolve import configure  # noqa: PLC0415 - not needed for --help
     from torchere.serving.config.server_settings import SnapshotSettings  # noqa: PLC0415 - likewise
 
@@ -123,10 +123,12 @@ def plan_from(options: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
 
 
 def config_file(options: argparse.Namespace, environ: Mapping[str, str]) -> Path | None:
-    """The file to configure from: environment, option, newest snapshot, `./config.properties`, or none.
+    """Return the file from environment, option, newest snapshot or `./config.properties`.
+
+    The first of these that applies wins; None without any.
 
     Raises:
-        LaunchRefused: the one named by the environment or the option is not there.
+        LaunchRefused: the file named by the environment or the option does not exist.
     """
     named = environ.get("TS_CONFIG_FILE") or options.ts_config
     if named:
@@ -141,7 +143,7 @@ def config_file(options: argparse.Namespace, environ: Mapping[str, str]) -> Path
 
 
 def log_directory(environ: Mapping[str, str]) -> Path:
-    """Where log files and snapshots go: `LOG_LOCATION`, or `logs` in the current directory.
+    """Return the log and snapshot folder: `LOG_LOCATION`, or `logs` in the current directory.
 
     Raises:
         LaunchRefused: the current directory was deleted.
@@ -153,10 +155,10 @@ def log_directory(environ: Mapping[str, str]) -> Path:
 
 
 def log_format(environ: Mapping[str, str]) -> str:
-    """The log format that the environment asks for; `torchserve` has no flag for it.
+    """Return the log format set in the environment; `torchserve` has no flag for it.
 
     Raises:
-        LaunchRefused: it says something else than one of `LOG_FORMATS`.
+        LaunchRefused: the value is not one of `LOG_FORMATS`.
     """
     wanted = environ.get(LOG_FORMAT_VARIABLE) or "auto"
     if wanted not in LOG_FORMATS:
@@ -165,7 +167,7 @@ def log_format(environ: Mapping[str, str]) -> str:
 
 
 def newest_snapshot(directory: Path) -> Path | None:
-    """The snapshot with the latest time in its name; times of files do not survive a copy."""
+    """Return the snapshot with the latest time in its name; file times do not survive a copy."""
     if not directory.is_dir():
         return None
     names = [path.name for path in directory.iterdir() if _SNAPSHOT_NAME.fullmatch(path.name)]
@@ -173,19 +175,19 @@ def newest_snapshot(directory: Path) -> Path | None:
 
 
 def _cut_off(path: Path, entries: Sequence[Entry]) -> str:
-    """What tells that a snapshot is only a part; "" when nothing does.
+    """Return the reason why a snapshot is truncated; "" when it is complete.
 
-    TorchServe writes them where they stand: a full disk leaves a part, or nothing.
+    TorchServe does not write snapshots atomically: a full disk leaves a truncated or empty file.
     """
     if all(one.key != "model_snapshot" for one in entries):
         return "it names no models"
-    # Half of an address is another address; half of the models is no JSON.
+    # A truncated value may still be valid (an address), except for the models, whose JSON would not parse.
     whole = entries[-1].key == "model_snapshot" or path.read_bytes().endswith((b"\n", b"\r"))
     return "" if whole else f"its last line, {entries[-1].key}, has no end"
 
 
 def _overrides(options: argparse.Namespace) -> dict[str, str]:
-    """The command line as keys of the configuration file."""
+    """Return the command line options as keys of the configuration file."""
     given = {
         "model_store": options.model_store,
         "workflow_store": options.workflow_store,

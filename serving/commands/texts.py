@@ -1,4 +1,4 @@
-"""How the help of every command is laid out."""
+"""Layout of the help texts of all commands."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import argparse
 
 
 def described(parser: argparse.ArgumentParser, description: str, example: str) -> argparse.ArgumentParser:
-    """The parser, with a text above its arguments and an example below them."""
+    """Set a description above the arguments and an example below them; return the parser."""
     return explained(parser, description, f"example: {example}")
 
 
 def explained(parser: argparse.ArgumentParser, description: str, examples: str) -> argparse.ArgumentParser:
-    """As `described`, with a text of its own below the arguments."""
+    """Set a description above the arguments and a custom text below them; return the parser."""
     parser.description, parser.epilog = description, examples
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter  # an example on one line can be copied
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter  # keeps examples on one line
     return parser

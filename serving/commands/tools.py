@@ -1,6 +1,6 @@
-"""The commands of `torchere` that are no server: what each of them takes, and what runs it.
+"""The `torchere` commands other than `serve`: their arguments and run functions.
 
-Each function imports what its command needs, and is called for the command that was given.
+Each `add_...` function imports the modules of its command, and is called only for the given command.
 """
 # ruff: noqa: PLC0415 - see above
 
@@ -17,11 +17,11 @@ from torchere.serving import __version__
 from torchere.serving.commands.serve_options import DEFAULT_FILE
 from torchere.serving.commands.texts import described, explained
 
-TORCHSERVE_VERSION = "0.12.0"  # the release whose behaviour is answered
+TORCHSERVE_VERSION = "0.12.0"  # the release whose behaviour is reproduced
 
 
 def add_archive(parser: argparse.ArgumentParser) -> None:
-    """`torchere archive`."""
+    """Add the arguments of `torchere archive` to `parser`."""
     from torchere.archiver.cli import add_archive_arguments, run_model_archive
     from torchere.archiver.model_flags import EXAMPLES
 
@@ -32,7 +32,7 @@ def add_archive(parser: argparse.ArgumentParser) -> None:
 
 
 def add_convert(parser: argparse.ArgumentParser) -> None:
-    """`torchere convert`."""
+    """Add the arguments of `torchere convert` to `parser`."""
     from torchere.archiver.cli import run_convert
     from torchere.archiver.commands import EXAMPLES, add_convert_arguments
 
@@ -43,7 +43,7 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
 
 
 def add_compare(parser: argparse.ArgumentParser) -> None:
-    """`torchere compare`."""
+    """Add the arguments of `torchere compare` to `parser`."""
     from torchere.serving.commands.compare import add_compare_arguments, run_compare
 
     text = "Run the models of two archives on the same inputs: answers, times, sizes, memory."
@@ -53,7 +53,7 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
 
 
 def _as_served(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """A command that times models: with the server's settings of the allocator, as they will run there."""
+    """Wrap a command that times models, to use the allocator settings of the server."""
 
     def settled(options: argparse.Namespace) -> int:
         from torchere.serving.process.allocator import keep_freed_memory
@@ -65,7 +65,7 @@ def _as_served(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.N
 
 
 def add_inspect(parser: argparse.ArgumentParser) -> None:
-    """`torchere inspect`."""
+    """Add the arguments of `torchere inspect` to `parser`."""
     from torchere.archiver.cli import add_inspect_arguments, run_inspect
 
     described(parser, "Show what is in an archive, without loading the model.", "torchere inspect net.mar")
@@ -74,7 +74,7 @@ def add_inspect(parser: argparse.ArgumentParser) -> None:
 
 
 def add_predict(parser: argparse.ArgumentParser) -> None:
-    """`torchere predict`."""
+    """Add the arguments of `torchere predict` to `parser`."""
     from torchere.serving.commands.predict import DESCRIPTION, add_predict_arguments, run_predict
 
     described(parser, DESCRIPTION, "torchere predict net --image cat.png")
@@ -83,7 +83,7 @@ def add_predict(parser: argparse.ArgumentParser) -> None:
 
 
 def add_bench(parser: argparse.ArgumentParser) -> None:
-    """`torchere bench`."""
+    """Add the arguments of `torchere bench` to `parser`."""
     from torchere.serving.commands.bench import add_bench_arguments, run_bench
 
     text = "Put load on a model of a running server, and print throughput, latencies and errors."
@@ -93,7 +93,7 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """`torchere config check`."""
+    """Add the arguments of `torchere config check` to `parser`."""
     described(parser, "Work with configuration files.", "torchere config check config.properties")
     check = parser.add_subparsers(metavar="COMMAND", required=True).add_parser(
         "check", help="say what each line of a properties file does"
@@ -106,7 +106,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def add_migrate(parser: argparse.ArgumentParser) -> None:
-    """`torchere migrate check`."""
+    """Add the arguments of `torchere migrate check` to `parser`."""
     described(parser, "Come from TorchServe.", "torchere migrate check --ts-config config.properties")
     check = parser.add_subparsers(metavar="COMMAND", required=True).add_parser(
         "check", help="say what stays the same, what differs and what is not supported"
@@ -126,7 +126,7 @@ def add_migrate(parser: argparse.ArgumentParser) -> None:
 
 
 def add_version(parser: argparse.ArgumentParser) -> None:
-    """`torchere version`."""
+    """Set up `torchere version`."""
     described(parser, "Print the versions of torchere, PyTorch and Python.", "torchere version")
     parser.set_defaults(run=_version)
 

@@ -1,7 +1,7 @@
-"""Starting and stopping the server from another process, by its pid file.
+"""Starts and stops the server from another process, through its pid file.
 
-The pid file counts only if that process is a server, which its command line tells: a pid is soon given to
-another process, and nobody's editor should get our SIGTERM.
+The pid file is valid only if the command line of that process is a server's: pids are reused, and an
+unrelated process must not get the SIGTERM.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import psutil
 
 from torchere.serving.config.properties import ConfigurationError
 
-# Tools that look for a running TorchServe search command lines for this. SageMaker's toolkit wants it as a
-# word of its own, in one process and no more.
+# Tools find a running TorchServe by this text in a command line. SageMaker's toolkit requires it as a
+# separate argument, in exactly one process.
 PROCESS_NAME = "org.pytorch.serve.ModelServer"
 STOP_WAIT_S = 60.0  # TorchServe's
-_LOOK_S = 0.05  # between two looks whether it has ended: it may be no child of ours, that tells
+_LOOK_S = 0.05  # poll interval for its exit: it may not be a child process, so wait() is not possible
 
 ALREADY_RUNNING = "TorchServe is already running, please use torchserve --stop to stop TorchServe."
 ORPHAN = "Removing orphan pid file."
@@ -34,23 +34,23 @@ TOO_LONG = "Stopping TorchServe took too long."
 
 
 def pid_file(environ: Mapping[str, str]) -> Path:
-    """Where the pid of this machine's server is kept: `$TMPDIR/.model_server.pid`."""
+    """Return the path of this machine's pid file: `$TMPDIR/.model_server.pid`."""
     return Path(environ.get("TMPDIR") or tempfile.gettempdir()) / ".model_server.pid"
 
 
 def server_command(arguments: Sequence[str]) -> list[str]:
-    """The command that runs `torchere serve` with these arguments, to be found by `PROCESS_NAME`."""
-    # -P keeps the current directory off the import path: a stray torch.py there must not be ours.
+    """Return the command line of `torchere serve` with these arguments, marked with `PROCESS_NAME`."""
+    # -P keeps the current directory off the import path: a stray torch.py there must not be imported.
     safe_path = ["-P"] if sys.version_info >= (3, 11) else []
     module = ["-m", "torchere.serving", "serve", "--process-name", PROCESS_NAME]
     return [sys.executable, *safe_path, *module, *arguments]
 
 
 def may_start(file: Path, say: Callable[[str], None] = print) -> bool:
-    """Whether no server runs; an orphan pid file is removed, with a word.
+    """Return whether no server is running; remove an orphan pid file and say so.
 
     Raises:
-        ConfigurationError: it can't be removed.
+        ConfigurationError: the orphan pid file can't be removed.
     """
     if not file.exists():
         return True
@@ -65,20 +65,20 @@ def _remove_orphan(file: Path, say: Callable[[str], None]) -> None:
     say(ORPHAN)
     try:
         file.unlink(missing_ok=True)
-    except OSError as err:  # a file of another user, in the directory that is everybody's
+    except OSError as err:  # a file of another user in the shared temporary directory
         raise _not_ours(file, err) from err
 
 
 def start_in_background(command: Sequence[str], file: Path) -> subprocess.Popen[bytes]:
-    """Spawn the server, in a session of its own and on our standard output, and note its pid."""
-    write_pid(file, 0)  # before there is a server that could not be found again
+    """Start the server in its own session, with this standard output, and write its pid file."""
+    write_pid(file, 0)  # fail before the start if the pid of the server could not be recorded
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     write_pid(file, process.pid)
     return process
 
 
 def become(command: Sequence[str], file: Path) -> None:
-    """Turn this process into the server: signals and the exit status need no go-between. Never returns."""
+    """Replace this process by the server, so that it gets signals and sets the status. Never returns."""
     write_pid(file, os.getpid())
     sys.stdout.flush()
     sys.stderr.flush()
@@ -86,12 +86,12 @@ def become(command: Sequence[str], file: Path) -> None:
 
 
 def stop(file: Path, wait_s: float = 0.0, say: Callable[[str], None] = print) -> int:
-    """Ask the server of the pid file to end (SIGTERM) and forget it, its keys of this directory too.
+    """Send SIGTERM to the server of the pid file; delete the pid file and `key_file.json` here.
 
     Args:
         file: The pid file.
-        wait_s: Seconds to wait for its end; 0 does not wait.
-        say: Gets the one line to print.
+        wait_s: Seconds to wait for its exit; 0 does not wait.
+        say: Prints a line.
 
     Returns:
         The exit status: 0, or 1 when the server belongs to another user.
@@ -130,7 +130,7 @@ def _terminate(pid: int, wait_s: float) -> str:
 
 
 def _has_ended(process: psutil.Process) -> bool:
-    """Whether it is gone, or waits for its parent to ask what became of it: its ports are free."""
+    """Return whether the process has exited or is a zombie: its ports are free in both cases."""
     try:
         return not process.is_running() or bool(process.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -138,31 +138,31 @@ def _has_ended(process: psutil.Process) -> bool:
 
 
 def running(pid: int | None) -> bool:
-    """Whether that process is there and is a server."""
+    """Return whether that process exists and is a server."""
     if pid is None:
         return False
     try:
         return any(PROCESS_NAME in word for word in psutil.Process(pid).cmdline())
     except psutil.AccessDenied:
-        return True  # there, and not ours to look into: rather no second server
+        return True  # exists but is not readable: assume a server, rather than start a second one
     except psutil.Error:
         return False
 
 
 def read_pid(file: Path) -> int | None:
-    """The pid in the file; None without a file, or with something else in it."""
+    """Return the pid in the file; None without a file or a valid pid."""
     try:
         pid = int(file.read_text(encoding="ascii").split("\n")[0])
     except (OSError, ValueError):
         return None
-    return pid if 0 < pid < 2**31 else None  # 0 and below address groups of processes
+    return pid if 0 < pid < 2**31 else None  # 0 and negative numbers address process groups
 
 
 def write_pid(file: Path, pid: int) -> None:
-    """Write the pid file in one step, so that nobody reads half of it.
+    """Write the pid file atomically, so that readers never see a partial file.
 
     Raises:
-        ConfigurationError: it can't be written, or is a link (the directory is everybody's).
+        ConfigurationError: the file can't be written, or is a link (the directory is shared by all users).
     """
     draft = file.with_name(f"{file.name}.{pid}")
     try:

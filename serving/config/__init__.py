@@ -1,1 +1,1 @@
-"""Settings: what may be set, where it is read from, and which source wins."""
+"""Settings: the configuration keys, their sources, and the precedence of the sources."""

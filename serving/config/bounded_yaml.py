@@ -1,4 +1,4 @@
-"""Reads YAML that others wrote: bounded, and never more than data."""
+"""Parser of untrusted YAML: limits size and depth, and creates plain data only."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import Any
 import yaml
 
 MAX_CHARACTERS = 1 << 20
-MAX_VALUES = 1 << 20  # with what aliases repeat: it may be sent on without aliases
+MAX_VALUES = 1 << 20  # aliases expanded, because the data may be serialized without aliases
 MAX_DEPTH = 50
-MAX_NUMBER_CHARACTERS = 400  # reading and printing a longer one takes Python long, or it will not
+MAX_NUMBER_CHARACTERS = 400  # Python converts longer ones slowly, or refuses to
 
 
 def read_yaml(text: str) -> Any:
-    """The document in `text`, as PyYAML's safe loader makes it; None for an empty one.
+    """Return the document in `text`, as PyYAML's safe loader parses it; None for an empty one.
 
     Raises:
-        ValueError: it is not YAML, or longer, larger, deeper or more self-referring than is sane; its text is
-            one line that says why.
+        ValueError: `text` is not YAML, exceeds a limit, or contains itself; the message is one line with the
+            reason.
     """
     try:
         _check_shape(text)
         return yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, RecursionError, ValueError) as err:  # Value: 30 February, too
+    except (yaml.YAMLError, RecursionError, ValueError) as err:  # ValueError: also for 30 February
         raise ValueError(_why(err)) from err
-    except (AttributeError, LookupError) as err:  # so PyYAML says that a text is not what its tag is for
+    except (AttributeError, LookupError) as err:  # raised by PyYAML for a value that does not fit its tag
         raise ValueError("a value is not what its tag says") from err
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's own, without the numbers that are a bomb (`1:1:1:...` is one, to the base of 60)."""
+    """PyYAML's safe loader with a limit on the length of numbers (such as base-60 `1:1:1:...`)."""
 
 
 def _bounded_number(kind: str) -> Callable[[Any, Any], Any]:
@@ -53,7 +53,7 @@ def _check_shape(text: str) -> None:
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"{len(text)} characters, at most {MAX_CHARACTERS} are read")
     values = 0
-    sizes: dict[str | None, int] = {}  # of what has an anchor
+    sizes: dict[str | None, int] = {}  # by anchor: the number of values in its node
     opened: list[tuple[str | None, int]] = []  # collections: the anchor, and the values before it
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
@@ -74,6 +74,6 @@ def _check_shape(text: str) -> None:
 
 def _why(err: Exception) -> str:
     problem, mark = getattr(err, "problem", None), getattr(err, "problem_mark", None)
-    if problem and mark:  # of a parser: the rest of its text is drawn over several lines
+    if problem and mark:  # a parser error, whose full text spans several lines
         return f"{problem} in line {mark.line + 1}, column {mark.column + 1}"
     return " ".join(str(err).split())

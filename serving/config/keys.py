@@ -1,7 +1,7 @@
-"""Every key a configuration file may hold: what it is, where it goes, or what to use in its place.
+"""Table of all configuration keys: the kind, the setting, or advice for a key without effect.
 
-The names, kinds and defaults are TorchServe 0.12's; the last group is ours. A key that TorchServe knows and
-that has no effect here stays in the table with one sentence of advice, because files in use are full of them.
+The names, kinds and defaults are TorchServe 0.12's; the last group is our own. A TorchServe key that has no
+effect here stays in the table with one sentence of advice, because existing files contain many of them.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ METRICS_API = "metrics_api_enabled"  # no field of the settings: false means `me
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key of the file.
+    """One key of the configuration file.
 
-    `setting` is the field of `ServerSettings` it sets, dotted for a field of a field; "" for a key without
-    effect, which then has an `advice`, or none if it is merely informational.
+    `setting` is the field of `ServerSettings` that it sets, dotted for a nested field; "" for a key without
+    effect, which has an `advice`, or none if it is only informational.
     """
 
     name: str
     kind: Kind = kinds.TEXT
     setting: str = ""
     advice: str = ""
-    no_advice_for: str = ""  # the value (lower case) that asks for nothing, hence needs no advice
-    variable: str = ""  # its environment variable; "": the file only
+    no_advice_for: str = ""  # the value (lower case) that requests nothing, so no advice is given
+    variable: str = ""  # its environment variable; "": only in the file
     gates: tuple[str, ...] = (ENV_GATE,)  # keys that must be true in the file for `variable` to count
     lenient: bool = False  # a bad value is a warning, and the default stays
     secret: bool = False  # never shown

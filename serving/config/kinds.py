@@ -1,4 +1,4 @@
-"""The kinds of values a property can have: how its text is read, and what to say when it can't be."""
+"""The types of property values: how each is parsed, and the expected form for error messages."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from pathlib import Path
 from torchere.serving.config.server_settings import ISOLATIONS, MAX_NUMBER, Address
 
 MAX_PORT = 65_535
-# Beyond a century a key may as well never expire; it also keeps the date of expiry printable.
+# 100 years is as good as never, and keeps the expiry date representable.
 MAX_EXPIRATION_MIN = 100 * 365 * 24 * 60
 
-WHOLE = re.compile(r"[+-]?[0-9]{1,18}")  # int() alone would take underscores and other scripts' digits
-_NUMBER = re.compile(r"[0-9a-z+.-]+", re.IGNORECASE)  # likewise of float()
+WHOLE = re.compile(r"[+-]?[0-9]{1,18}")  # int() alone accepts underscores and non-ASCII digits
+_NUMBER = re.compile(r"[0-9a-z+.-]+", re.IGNORECASE)  # likewise for float()
 _TCP = re.compile(r"(https?)://(\[[0-9a-f:.%]+\]|[^\s:/\[\]]+)(?::([0-9]{1,5}))?", re.IGNORECASE)
 _UNIX = re.compile(r"unix:(/.*)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of value.
+    """One type of value.
 
-    `read` turns text without outer blanks into the value, or raises ValueError; a text in the exception says
-    more than `expected` can. `remark` returns a warning about a value that reads, but maybe not as meant.
+    `read` parses text without surrounding blanks, or raises ValueError; a message in the exception replaces
+    the generic one. `remark` returns a warning about a valid value that may not be intended, or "".
     """
 
     expected: str
@@ -34,7 +34,7 @@ class Kind:
 
 
 def near(name: str, known: Collection[str]) -> str:
-    """The question whether a known name was meant; "" when none is like it."""
+    """Return a suggestion of the most similar known name; "" when none is similar."""
     found = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {found[0]}?" if found else ""
 
@@ -59,7 +59,7 @@ PROTOCOL_SWITCH = Kind(
 
 
 def whole(minimum: int, maximum: int | None = None) -> Kind:
-    """A whole number in these bounds, both included."""
+    """Return the kind of whole numbers between `minimum` and `maximum`, inclusive."""
     bounds = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
 
     def read(text: str) -> int:
@@ -74,7 +74,7 @@ def whole(minimum: int, maximum: int | None = None) -> Kind:
 
 
 def seconds(minimum: float) -> Kind:
-    """Seconds, fractions allowed, at least `minimum`."""
+    """Return the kind of durations in seconds, fractions allowed, from `minimum` to `MAX_NUMBER`."""
     expected = f"seconds, at least {minimum:g} and at most {MAX_NUMBER}"
     return Kind(expected, lambda text: _finite(text, minimum, MAX_NUMBER))
 
@@ -85,8 +85,8 @@ def _finite(text: str, minimum: float, maximum: float) -> float:
     try:
         number = float(text)
     except ValueError:
-        raise ValueError from None  # its own words say less than the kind's
-    if not minimum <= number <= maximum:  # neither is anything else than finite
+        raise ValueError from None  # the kind's message is more helpful
+    if not minimum <= number <= maximum:  # also false for NaN; infinity is out of range
         raise ValueError
     return number
 
@@ -105,7 +105,7 @@ PATH = Kind("a path", lambda text: Path(text) if text else None)
 
 
 def address(http_port: int, https_port: int) -> Kind:
-    """A REST address; the ports are those of an address that names none."""
+    """Return the kind of REST addresses; the arguments are the default ports of the two schemes."""
 
     def read(text: str) -> Address:
         if unix := _UNIX.fullmatch(text):
@@ -124,7 +124,7 @@ def address(http_port: int, https_port: int) -> Kind:
 
 
 def _read_host(text: str) -> str:
-    if not re.fullmatch(r"\[?[^\s/\[\]]+\]?", text) or text.count(":") == 1:  # no IPv6 address has just one
+    if not re.fullmatch(r"\[?[^\s/\[\]]+\]?", text) or text.count(":") == 1:  # never one in IPv6
         raise ValueError
     return text.strip("[]")
 
@@ -132,7 +132,7 @@ def _read_host(text: str) -> str:
 HOST = Kind("a host name or IP address, without scheme and port", _read_host)
 
 
-_NO_MODELS = ("standalone", "n/a")  # what TorchServe's documentation writes for none
+_NO_MODELS = ("standalone", "n/a")  # TorchServe's documentation uses these for no models
 
 
 def _read_models(text: str) -> tuple[str, ...]:
@@ -149,7 +149,7 @@ def _items(text: str) -> tuple[str, ...]:
 
 
 def _names_nothing(item: str) -> bool:
-    return item.endswith("=") and "/" not in item  # which may end the query of a URL
+    return item.endswith("=") and "/" not in item  # the query of a URL may end in "="
 
 
 def _remark_models(text: str) -> str:

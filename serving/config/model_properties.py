@@ -1,4 +1,4 @@
-"""The properties that are JSON with models in it: `models`, and what a snapshot restores."""
+"""Parsers of the JSON properties that describe models: `models` and `model_snapshot`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torchere.serving.config.kinds import WHOLE, Kind, near
 from torchere.serving.config.model_settings import UNSUPPORTED_KEYS, unsupported_keys
 from torchere.serving.config.server_settings import SnapshotModel, largest
 
-# Of a model's entry in the property `models`.
+# Members of a model's entry in the property `models`.
 _COUNTS = ("minWorkers", "maxWorkers", "batchSize", "maxBatchDelay", "responseTimeout", "startupTimeout")
 _SNAPSHOT_FIELDS = ("defaultVersion", "marName", "minWorkers", "maxWorkers", "batchSize", "maxBatchDelay")
-# The last two are ours, in snapshots.
+# The last two are our extensions in snapshots.
 _MEMBERS = frozenset((*_COUNTS, *_SNAPSHOT_FIELDS, *UNSUPPORTED_KEYS, "runtimeType", "handler", "path"))
 _MOST_NAMED = 5  # unknown members in a message
 
@@ -39,7 +39,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _without_twins(members: list[tuple[str, object]]) -> dict[str, object]:
-    found: dict[str, object] = {}  # of two with one name, one would be lost unseen
+    found: dict[str, object] = {}  # json.loads silently keeps the last of two equal names
     for name, value in members:
         if name in found:
             raise ValueError(f"{name[:80]!r} is there twice")
@@ -48,7 +48,7 @@ def _without_twins(members: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _versions(models: dict[str, Any]) -> _Models:
-    """By model and version the settings, each level checked to be an object."""
+    """Return the settings by model and version; check that each level is a JSON object."""
     return {
         name: {
             version: _object(settings, f"version {version} of model {name}")
@@ -59,7 +59,7 @@ def _versions(models: dict[str, Any]) -> _Models:
 
 
 def _each(models: _Models) -> Iterator[tuple[str, str, dict[str, object]]]:
-    """Model, version and settings, one after the other."""
+    """Yield (model, version, settings) for every entry."""
     for name, versions in models.items():
         for version, settings in versions.items():
             yield name, version, settings
@@ -76,8 +76,8 @@ def _read_defaults(text: str) -> _Models:
 
 def _count(value: object, key: str, model: str, signed: bool = False) -> int:
     if isinstance(value, str) and WHOLE.fullmatch(value):
-        value = int(value)  # TorchServe takes numbers in quotes, and scripts write them so
-    if isinstance(value, float) and value.is_integer():  # and so do languages without whole numbers: 4.0
+        value = int(value)  # TorchServe accepts quoted numbers, and scripts write them
+    if isinstance(value, float) and value.is_integer():  # languages without integers write 4.0
         value = int(value)
     if type(value) is not int or (value < 0 and not signed):
         least = "" if signed else " of 0 or more"
@@ -97,7 +97,7 @@ def _read_snapshot(text: str) -> tuple[SnapshotModel, ...]:
 
 
 def _never_served(entry: object) -> SnapshotModel:
-    """A member of the list `missing`, which is ours: TorchServe reads past it."""
+    """Parse a member of the list `missing`, our extension that TorchServe ignores."""
     settings = _object(entry, "a member of missing")
     archive, name = settings.get("marName"), settings.get("modelName", "")
     if not (isinstance(archive, str) and archive and isinstance(name, str)):
@@ -113,20 +113,20 @@ def _snapshot_model(name: str, version: str, settings: dict[str, object]) -> Sna
     archive, default = settings["marName"], settings["defaultVersion"]
     if not isinstance(archive, str) or not archive:
         raise ValueError(f"marName of {name} {version} is {_shown(archive)}, expected a file name")
-    if isinstance(default, str) and default.lower() in ("true", "false"):  # like numbers in quotes
+    if isinstance(default, str) and default.lower() in ("true", "false"):  # quoted, like numbers
         default = default.lower() == "true"
     if not isinstance(default, bool):
         raise ValueError(f"defaultVersion of {name} {version} is {_shown(default)}, expected true or false")
     rest = {key: value for key, value in settings.items() if key not in ("marName", "defaultVersion")}
-    # TorchServe's own hold numbers below 0: what a registration left out.
+    # TorchServe's snapshots hold negative numbers for values that a registration left out.
     rest |= {key: _count(rest[key], key, f"{name} {version}", signed=True) for key in _COUNTS if key in rest}
     return SnapshotModel(name, version, archive, default, rest)
 
 
 def _remark_versions(models: dict[str, Any]) -> str:
-    """A sentence for each key that asks for what the server can't do, and one for those that are unknown.
+    """Return one warning for each unsupported key that is set, and one for all unknown keys.
 
-    Each names the first model with the key.
+    Each key is reported with the first model that has it.
     """
     found: dict[str, str] = {}
     unknown: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Reads `model-config.yaml`: strictly typed, bounded, and never more than data."""
+"""Parser of `model-config.yaml`, strictly typed and bounded, and the settings of a version."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ UNSUPPORTED_KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The keys the server itself understands (contract: TorchServe's names); None: not given.
+    """The keys of a model config that the server uses (contract: TorchServe's names); None: not given.
 
-    `raw` is the whole file, which handlers see as `context.model_yaml_config`.
+    `raw` is the whole file, which handlers read as `context.model_yaml_config`.
     """
 
     present: bool = False
     raw: dict[str, Any] = field(default_factory=dict)
-    ignored: dict[str, str] = field(default_factory=dict)  # keys of a wrong type, and a sentence about each
+    ignored: dict[str, str] = field(default_factory=dict)  # keys of a wrong type, with a remark about each
     min_workers: int | None = None
     max_workers: int | None = None
     batch_size: int | None = None
@@ -68,10 +68,10 @@ class ModelConfig:
 
 
 def config_of(archive: Archive) -> ModelConfig:
-    """The model config of an archive, which need not be unpacked for that; an empty one when it has none.
+    """Return the model config of an archive, without unpacking it; an empty one when it has none.
 
     Raises:
-        ArchiveError: its file is missing, damaged, too long or no text.
+        ArchiveError: its file is missing, damaged, too long or not text.
         InvalidArchive: see `parse_model_config`.
     """
     name = archive.manifest.config_file
@@ -79,13 +79,13 @@ def config_of(archive: Archive) -> ModelConfig:
 
 
 def parse_model_config(text: str) -> ModelConfig:
-    """Read the text of a `model-config.yaml`.
+    """Parse the text of a `model-config.yaml`.
 
-    A key of a wrong type is ignored, as TorchServe does; `ignored` has it.
+    A key of a wrong type is ignored, as in TorchServe, and listed in `ignored`.
 
     Raises:
-        InvalidArchive: not YAML, not a mapping, or larger, deeper or more self-referring than is sane; or a
-            number that is beyond `largest`, or longer than any.
+        InvalidArchive: the text is not YAML, not a mapping, contains itself or exceeds a `read_yaml` limit;
+            or a number is greater than `largest` allows.
     """
     raw = _load_yaml(text)
     read = _Reader(raw)
@@ -117,8 +117,8 @@ def parse_model_config(text: str) -> ModelConfig:
 
 
 def unsupported_keys(raw: dict[str, Any]) -> list[str]:
-    """The keys that ask for something the server can't do."""
-    in_one = {"parallelLevel": 1}  # a model that is spread over nothing
+    """Return the keys that request a feature the server does not support."""
+    in_one = {"parallelLevel": 1}  # one process: no parallelism is requested
     return [key for key in raw if key in UNSUPPORTED_KEYS and raw[key] and raw[key] != in_one.get(key)]
 
 
@@ -137,7 +137,7 @@ def _load_yaml(text: str) -> dict[str, Any]:
 
 
 class _Reader:
-    """Takes what the server understands out of the mapping; what is of another type is noted in `ignored`."""
+    """Extracts typed values from the mapping; records a value of a wrong type in `ignored`."""
 
     def __init__(self, raw: dict[str, Any]) -> None:
         self._raw = raw
@@ -183,25 +183,25 @@ class _Reader:
         self.ignored[key] = f"is {self._raw[key]!r:.80}, expected {expected}; it is ignored"
 
 
-# TorchServe raises these to the least rather than ignoring them.
+# TorchServe raises these to the minimum instead of ignoring them.
 _CLAMPED = ("minWorkers", "batchSize", "maxRetryTimeoutInSec")
 
 
 logger = logging.getLogger(__name__)
 
-# An archive with a model config that names no time-out gets TorchServe's own default, not the server's: a
-# model that relies on it must not be cut short by a `default_response_timeout` it never obeyed.
+# An archive with a model config that sets no timeout gets TorchServe's own default, not the server's: in
+# TorchServe `default_response_timeout` does not apply to such a model, so it must not shorten it here.
 TIMEOUT_WITH_CONFIG_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the registration call itself said; None: nothing."""
+    """The settings of a registration call; None: not given."""
 
     batch_size: int | None = None
     max_batch_delay_ms: int | None = None
     executors: int = 0
-    executors_by_default: bool = False  # at the start: `models={...}` may say another number
+    executors_by_default: bool = False  # at startup: `models={...}` may override `executors`
     response_timeout_s: float | None = None
     startup_timeout_s: float | None = None
 
@@ -209,9 +209,9 @@ class Asked:
 def effective_settings(
     asked: Asked, config: ModelConfig, defaults: dict[str, object], server: ServerSettings, gpus: int = 0
 ) -> ModelSettings:
-    """The settings of one version.
+    """Return the effective settings of one version.
 
-    `defaults` is its entry of the `models={...}` property, {} without one; `gpus` is how many there are.
+    `defaults` is its entry of the `models={...}` property, {} without one; `gpus` is the number of GPUs.
     """
     batch = BatchSettings(
         max_batch_size=_first(asked.batch_size, config.batch_size, defaults.get("batchSize"), fallback=1),
@@ -222,7 +222,7 @@ def effective_settings(
         dispatch=config.dispatch,
         use_tickets=config.use_job_ticket,
     )
-    if asked.max_batch_delay_ms == 0:  # from a client it means "never wait"; in the other places "not said"
+    if asked.max_batch_delay_ms == 0:  # from a client 0 means "never wait"; elsewhere "not set"
         batch = replace(batch, max_queue_delay_ms=0)
     device_ids = _device_ids(config, gpus)
     min_executors, max_executors = _executors(asked, config, defaults)
@@ -250,7 +250,7 @@ def effective_settings(
 
 
 def _device_ids(config: ModelConfig, gpus: int) -> tuple[int, ...]:
-    """TorchServe's rule: one that is not there discards them all."""
+    """Return the device ids; as in TorchServe, one id without a GPU discards all of them."""
     if max(config.device_ids, default=-1) < gpus:
         return config.device_ids
     if gpus:
@@ -270,7 +270,7 @@ def _sequences(config: ModelConfig) -> SequenceSettings | None:
 
 
 def _first(*candidates: object, fallback: int) -> int:
-    """The first that is a whole number above 0; the others say nothing."""
+    """Return the first candidate that is an integer above 0, otherwise `fallback`."""
     return next((value for value in candidates if type(value) is int and value > 0), fallback)
 
 
@@ -282,7 +282,7 @@ def _executors(asked: Asked, config: ModelConfig, defaults: dict[str, object]) -
     low, high = (_first(defaults.get(key), fallback=0) for key in ("minWorkers", "maxWorkers"))
     if low > high > 0:
         return asked.executors, asked.executors
-    # Either may stand alone: the other is what it would be without it, as far as that goes.
+    # With only one of them set, the other is `asked.executors`, limited to keep low <= high.
     return low or min(asked.executors, high or asked.executors), high or max(asked.executors, low)
 
 

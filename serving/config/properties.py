@@ -1,7 +1,7 @@
-"""Java properties files: from bytes to entries that know their line. What the keys mean is not known here.
+"""Parser of Java properties files: bytes to entries with line numbers, without interpreting the keys.
 
-The grammar is that of `java.util.Properties`, except that the file is read as UTF-8 and that the mistakes
-Java lets pass (a line without a key, half a surrogate pair) are errors with a line number.
+The grammar is that of `java.util.Properties`, except that the file is read as UTF-8 and that mistakes which
+Java accepts (a line without a key, half a surrogate pair) are errors with a line number.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-MAX_FILE_BYTES = 2**20  # a configuration beyond 1 MiB is some other file given by mistake
+MAX_FILE_BYTES = 2**20  # a larger file is not a configuration but a mistake
 
-_LINE_END = re.compile(r"\r\n|\n|\r")  # not splitlines(): Java ends a line at these three only
+_LINE_END = re.compile(r"\r\n|\n|\r")  # not splitlines(): Java ends a line only at these three
 _BLANKS = " \t\f"
 _KEY = re.compile(r"(?:[^\\=: \t\f]|\\.)*", re.DOTALL)
 _SEPARATOR = re.compile(r"[ \t\f]*[=:]?[ \t\f]*")
 _ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|.)", re.DOTALL)
 _CONTROL = {"t": "\t", "n": "\n", "r": "\r", "f": "\f"}
-_PLACEHOLDER = re.compile(r"\$\$(\w|[^$]{2,})\$\$", re.ASCII)  # names of variables may hold anything
+_PLACEHOLDER = re.compile(r"\$\$(\w|[^$]{2,})\$\$", re.ASCII)  # a name may hold anything but $
 
 
 class ConfigurationError(Exception):
-    """The configuration can't be used; the text says where, what was found and what was expected."""
+    """The configuration is unusable; the text names the place, the found and the expected value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,10 @@ class Entry:
 
 
 def read_properties(path: Path) -> tuple[Entry, ...]:
-    """The entries of the file, in its order, duplicates included (the last one counts).
+    """Return the entries of the file, in order, duplicates included (the last one counts).
 
     Raises:
-        ConfigurationError: it can't be read, is over `MAX_FILE_BYTES`, is not UTF-8 or breaks the grammar.
+        ConfigurationError: the file is unreadable, over `MAX_FILE_BYTES`, not UTF-8 or malformed.
     """
     try:
         with path.open("rb") as file:
@@ -61,7 +61,7 @@ def read_properties(path: Path) -> tuple[Entry, ...]:
 
 
 def parse_properties(text: str) -> tuple[Entry, ...]:
-    r"""The entries of a properties text.
+    r"""Return the entries of a properties text.
 
     >>> parse_properties("a = 1, \\\n    2")
     (Entry(key='a', value='1, 2', line=1),)
@@ -73,10 +73,10 @@ def parse_properties(text: str) -> tuple[Entry, ...]:
 
 
 def substitute(entry: Entry, environ: Mapping[str, str]) -> Entry:
-    """The entry with each `$$NAME$$` in its value replaced by that environment variable.
+    """Return the entry with each `$$NAME$$` in its value replaced by that environment variable.
 
     Raises:
-        ConfigurationError: the variable is not set.
+        ConfigurationError: a variable is not set.
     """
 
     def value_of(match: re.Match[str]) -> str:
@@ -93,17 +93,20 @@ def substitute(entry: Entry, environ: Mapping[str, str]) -> Entry:
 
 
 def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
-    """(number of its first line, text) of each line, continuations joined, comments and blanks left out."""
+    """Yield (number of its first line, text) of each logical line; skip comments and blank lines.
+
+    Continuation lines are joined.
+    """
     parts: list[str] = []
     first = 0  # 0: no logical line is open
     for number, natural in enumerate(_LINE_END.split(text), start=1):
         line = natural.lstrip(_BLANKS)
-        if not any(parts):  # nor does a line that is nothing but a continuation begin anything
+        if not any(parts):  # also true after a line that holds only a continuation backslash
             if not line or line[0] in "#!":
                 continue
             first = number
         backslashes = len(line) - len(line.rstrip("\\"))
-        if backslashes % 2:  # an odd one escapes the line end
+        if backslashes % 2:  # an odd number escapes the line end
             parts.append(line[:-1])
             continue
         yield first, "".join([*parts, line])
@@ -136,7 +139,7 @@ def _unescape(line: int, text: str) -> str:
     if "\0" in plain:
         raise ConfigurationError(f"line {line}: found a NUL character; expected text")
     try:
-        # A character beyond the basic plane is written as two escapes, the halves of a surrogate pair.
+        # A character outside the BMP is written as two escapes, a surrogate pair.
         return plain.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
     except UnicodeDecodeError as err:
         raise ConfigurationError(f"line {line}: malformed escape: half of a surrogate pair") from err

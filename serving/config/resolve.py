@@ -1,7 +1,7 @@
-"""From properties, environment and command line to one `ServerSettings`, and an account of how.
+"""Merges properties, environment and command line into `ServerSettings`, with a finding per value.
 
-The first source that names a key wins: environment, command line, file, default. The environment counts
-only where the file lets it (`enable_envvars_config=true`). Everything here is a pure function.
+The first source that sets a key wins: environment, command line, file, default. The environment counts only
+where the file allows it (`enable_envvars_config=true`). All functions here are pure.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _SHOWN_CHARACTERS = 80  # of a value in a message; `models` may be long
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What became of one value, or what is wrong with it."""
+    """The effect of one configuration value, or the problem with it."""
 
     level: Level
     source: str  # "line 3", "environment variable TS_...", "command line"
     key: str
-    value: str  # as given, shortened; "***" for a secret, and for what an unknown key holds
+    value: str  # as given, shortened; "***" for a secret and for an unknown key
     message: str
     line: int = 0  # of the file; 0: not from the file
 
@@ -41,22 +41,22 @@ class Finding:
 class Configuration:
     """The settings, and every finding in the order of the file, then environment and command line.
 
-    With an error among the findings the settings hold the defaults in the places of the bad values.
+    If a finding is an error, the settings hold the default in place of the invalid value.
     """
 
     settings: ServerSettings
     findings: tuple[Finding, ...]
-    effective: tuple[tuple[str, str], ...] = ()  # key and text of what counts, as a snapshot repeats it
+    effective: tuple[tuple[str, str], ...] = ()  # key and text of each value in effect, for snapshots
 
     def of_level(self, level: Level) -> tuple[Finding, ...]:
-        """The findings of one level."""
+        """Return the findings of one level."""
         return tuple(finding for finding in self.findings if finding.level == level)
 
     def checked(self, origin: str = "configuration") -> ServerSettings:
-        """The settings, if there is no error.
+        """Return the settings if no finding is an error.
 
         Raises:
-            ConfigurationError: there is; the text names all of them, one a line.
+            ConfigurationError: there are errors; the text lists all of them, one per line.
         """
         if errors := self.of_level("error"):
             raise ConfigurationError("\n".join(f"{origin}: {error}" for error in errors))
@@ -65,7 +65,7 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """A value that some source gives to a known key."""
+    """A value that one source sets for a known key."""
 
     key: Key
     text: str
@@ -79,7 +79,7 @@ class _Given:
 
 @dataclass(slots=True)
 class _Outcome:
-    """What was gathered so far."""
+    """The values and findings collected so far."""
 
     values: dict[str, Any] = field(default_factory=dict)  # setting -> value
     findings: list[Finding] = field(default_factory=list)
@@ -90,9 +90,9 @@ def configure(
     environ: Mapping[str, str] | None = None,
     overrides: Mapping[str, str] | None = None,
 ) -> Configuration:
-    """Weigh the sources; `overrides` is the command line, as keys of the file.
+    """Merge the sources; `overrides` is the command line, as keys of the file.
 
-    Never raises for a bad value: that is a finding of level "error" (see `Configuration.checked`).
+    Never raises for an invalid value: that is a finding of level "error" (see `Configuration.checked`).
     """
     environ = environ or {}
     outcome = _Outcome()
@@ -102,13 +102,13 @@ def configure(
     sources = (
         _from_environment(environ, open_gates, outcome.findings),
         [_Given(KEYS[name], text, COMMAND_LINE) for name, text in (overrides or {}).items()],
-        from_file[::-1],  # likewise
+        from_file[::-1],  # the last duplicate first
     )
     winners: dict[str, _Given] = {}
     for given in (given for source in sources for given in source):
         winner = winners.setdefault(given.key.name, given)
         if winner is not given:
-            # Two lines of one file are a mistake; one source over another is what sources are for.
+            # Two lines of one file are a mistake; overriding one source by another is normal.
             level: Level = "warning" if given.line and winner.line else "effect"
             outcome.findings.append(given.finding(level, f"not used: {winner.source} counts"))
     for given in winners.values():
@@ -119,7 +119,7 @@ def configure(
     return Configuration(settings, tuple(findings), tuple(_effective(winners.values())))
 
 
-# What is said anew at each start. A snapshot must not keep doors open that one command line opened.
+# Keys given again at each start. A snapshot must not keep access open that one command line opened.
 _NOT_KEPT = ("load_models", "model_snapshot", "tsConfigFile")
 _NOT_KEPT_FROM_COMMAND_LINE = ("disable_token_authorization", "enable_model_api")
 
@@ -134,7 +134,7 @@ def _effective(winners: Iterable[_Given]) -> Iterator[tuple[str, str]]:
 
 
 def _known(entries: Iterable[Entry], environ: Mapping[str, str], findings: list[Finding]) -> Iterator[_Given]:
-    """The entries whose key is known, placeholders filled in; the others become findings."""
+    """Yield the entries with a known key, placeholders replaced; report the others as findings."""
     for entry in entries:
         source = f"line {entry.line}"
         key = KEYS.get(entry.key)
@@ -152,7 +152,7 @@ def _known(entries: Iterable[Entry], environ: Mapping[str, str], findings: list[
 
 
 def _stripped(given: _Given, findings: list[Finding]) -> _Given:
-    """It without outer blanks, which are never meant; a finding where TorchServe takes them for more."""
+    """Return the value without surrounding blanks; report a switch that TorchServe would read as false."""
     stripped = replace(given, text=given.text.strip())
     is_switch = given.key.kind in (BOOLEAN, INVERTED_BOOLEAN)
     if is_switch and stripped.text.lower() == "true" and stripped.text != given.text:
@@ -181,7 +181,7 @@ def _from_environment(
 
 
 def _take(given: _Given, outcome: _Outcome) -> None:
-    """Read the winning value of a key into the outcome."""
+    """Parse the winning value of a key into the outcome."""
     key = given.key
     try:
         value = key.kind.read(given.text)
@@ -201,7 +201,7 @@ def _take(given: _Given, outcome: _Outcome) -> None:
 
 def _unreadable(given: _Given, err: ValueError) -> Finding:
     message = str(err) or f"found {_shown(given.text)!r}"
-    if ", expected " not in message:  # of a member of the value, which says more than the kind can
+    if ", expected " not in message:  # otherwise the message is about a member of the value and more exact
         message = f"{message}, expected {given.key.kind.expected}"
     if given.key.lenient:
         return given.finding("warning", f"{message}; the default stays")
@@ -209,7 +209,7 @@ def _unreadable(given: _Given, err: ValueError) -> Finding:
 
 
 def _contradictions(values: Mapping[str, Any]) -> Iterator[Finding]:
-    """What no single key can tell: keys that need or exclude each other."""
+    """Yield findings about keys that require or exclude each other."""
     if "snapshot_models" in values and values.get("load_models"):
         message = "not used: model_snapshot is there, and says what to load"
         yield Finding("warning", "configuration", "load_models", _shown_value(values["load_models"]), message)
@@ -246,7 +246,7 @@ _REST_ADDRESSES = ("inference_address", "management_address", "metrics_address")
 
 
 def _build(values: Mapping[str, Any]) -> ServerSettings:
-    """The default settings with these values in place; a dotted name is a field of a field."""
+    """Return the default settings with these values replaced; a dotted name is a nested field."""
     settings = ServerSettings()
     fields = dict(values)
     if fields.pop(METRICS_API, True) is False:
@@ -261,12 +261,12 @@ def _build(values: Mapping[str, Any]) -> ServerSettings:
 
 
 def _shown(text: str) -> str:
-    """The text, cut to what a message can hold."""
+    """Return the text, escaped and cut to `_SHOWN_CHARACTERS`."""
     return _printable(text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}...")
 
 
 def _printable(text: str) -> str:
-    """The text with nothing in it that could forge a line of a log."""
+    """Return the text with unprintable characters escaped, so that it can't forge a log line."""
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
         for character in text
@@ -280,7 +280,7 @@ def _shown_value(value: object) -> str:
 
 
 def report(path: Path, configuration: Configuration) -> str:
-    """The findings as text, in the order of the file, and how many errors and warnings there are."""
+    """Return the findings as text, in the order of the file, with the counts of errors and warnings."""
     lines = [str(path)]
     lines += [_line(finding) for finding in configuration.findings]
     errors, warnings = (len(configuration.of_level(level)) for level in ("error", "warning"))

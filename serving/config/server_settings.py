@@ -1,7 +1,7 @@
-"""Every knob of the server, decided once at the start and then never changed.
+"""All settings of the server, fixed at the start.
 
 Units are in the names. The defaults are TorchServe 0.12's unless `docs/differences.md` says otherwise.
-Nothing here reads a file or the environment: `cli.py` and `properties.py` do, and build these records.
+Nothing here reads a file or the environment: `resolve.py` builds these records.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ ISOLATIONS: tuple[Isolation, ...] = get_args(Isolation)
 Dispatch = Literal["torchserve", "eager"]
 MetricsMode = Literal["log", "prometheus", "legacy"]
 
-MAX_EXECUTORS = 1024  # of one version; a typing error must not start a million processes
+MAX_EXECUTORS = 1024  # of one version; a typo must not start a million processes
 MAX_BATCH_SIZE = 65_536
-MAX_NUMBER = 2**31 - 1  # of all else, as TorchServe's numbers are Java's; in seconds that is 68 years
+MAX_NUMBER = 2**31 - 1  # of all other numbers, which are Java ints in TorchServe; 68 years in seconds
 _BOUNDS = {"minWorkers": MAX_EXECUTORS, "maxWorkers": MAX_EXECUTORS, "batchSize": MAX_BATCH_SIZE}
 
 
 def largest(key: str) -> int:
-    """The largest number that a setting of a model may have; `key` is TorchServe's name of it."""
+    """Return the largest allowed value of a model setting; `key` is TorchServe's name of it."""
     return _BOUNDS.get(key, MAX_NUMBER)
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a REST listener binds: a TCP host and port, or a Unix socket path."""
+    """The address of a REST listener: a TCP host and port, or a Unix socket path."""
 
     host: str = "127.0.0.1"
     port: int = 0  # 0: any free port, printed at the start
@@ -42,14 +42,14 @@ class Address:
 
     @property
     def authority(self) -> str:
-        """host:port as URLs and gRPC's targets have them, with brackets around an IPv6 address."""
+        """`host:port` as in URLs and gRPC targets, with brackets around an IPv6 address."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSettings:
-    """How requests of one version are put together.
+    """Batching of the requests of one version.
 
     `torchserve` dispatch waits up to `max_queue_delay_ms` for a batch to fill, counted from its oldest
     request; `eager` never waits while an executor is idle. `max_batch_size` 1 never waits either way.
@@ -57,59 +57,59 @@ class BatchSettings:
 
     max_batch_size: int = 1
     max_queue_delay_ms: int = 100
-    max_queue_size: int = 100  # waiting requests; one more is refused at once
+    max_queue_size: int = 100  # queued requests; one more is rejected at once
     dispatch: Dispatch = "torchserve"
-    use_tickets: bool = False  # admit a request only while an executor has nothing to do
+    use_tickets: bool = False  # admit a request only while an executor is idle
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceSettings:
-    """How many sequences there may be at a time, and when one ends by itself."""
+    """Limits of stateful sequences: their number, queue and lifetime."""
 
-    max_idle_s: float  # without a request for longer, it is over
-    timeout_s: float = 0.0  # its whole life; 0: no limit
+    max_idle_s: float  # a sequence ends after this time without a request
+    timeout_s: float = 0.0  # of its whole lifetime; 0: no limit
     max_sequences: int = 1
-    max_queue_size: int = 1  # waiting requests of one sequence
+    max_queue_size: int = 1  # queued requests of one sequence
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    """The effective settings of one version, after every source was weighed (`registry/effective.py`)."""
+    """The effective settings of one version, merged from all sources (`model_settings.py`)."""
 
     batch: BatchSettings = field(default_factory=BatchSettings)
     min_executors: int = 1
     max_executors: int = 1
-    response_timeout_s: float = 120.0  # one batch in an executor; longer is a hung executor
-    startup_timeout_s: float = 120.0  # one executor from start to loaded and warm
-    client_timeout_ms: int = 0  # 0: none; otherwise the deadline of a request that brings none
-    max_retry_timeout_s: float = 300.0  # an executor that keeps dying longer than this stays down
+    response_timeout_s: float = 120.0  # of one batch; an executor that takes longer is treated as hung
+    startup_timeout_s: float = 120.0  # of one executor, from its start until it is loaded and warm
+    client_timeout_ms: int = 0  # default deadline of a request; 0: none
+    max_retry_timeout_s: float = 300.0  # an executor that keeps dying for longer is not restarted
     isolation: Isolation = "auto"
-    sequences: SequenceSettings | None = None  # None: requests have nothing to do with each other
-    sequences_unbounded: bool = False  # asked for without an idle time: no request can be admitted (contract)
-    continuous: bool = False  # a request may ask to be in the next batch again
-    device_ids: tuple[int, ...] = ()  # GPUs that the model asks for, all of which are there
-    gpu_ids: tuple[int, ...] = ()  # those that executors take in turn; empty: CPU
+    sequences: SequenceSettings | None = None  # None: requests are independent
+    sequences_unbounded: bool = False  # no idle time is set: no request is admitted (contract)
+    continuous: bool = False  # continuous batching: a request may rejoin the next batch
+    device_ids: tuple[int, ...] = ()  # GPUs that the model requests, all of them available
+    gpu_ids: tuple[int, ...] = ()  # GPUs assigned to executors in turn; empty: CPU
 
     def scaled(self, min_executors: int, max_executors: int) -> ModelSettings:
-        """The same settings with other executor counts."""
+        """Return the settings with other executor counts."""
         return replace(self, min_executors=min_executors, max_executors=max_executors)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds on what comes from outside; beyond one there is an error and nothing else changes."""
+    """Size limits of external input; exceeding one is an error without other effects."""
 
     max_request_bytes: int = 6_553_500
     max_response_bytes: int = 6_553_500
     max_held_bytes: int = 0  # of unfinished requests; 0: a quarter of the container's memory
     max_archive_entries: int = 10_000
     max_archive_bytes: int = 64 * 2**30  # after unpacking
-    max_download_bytes: int = 16 * 2**30  # of an archive that is fetched from a URL
+    max_download_bytes: int = 16 * 2**30  # of an archive downloaded from a URL
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotModel:
-    """One version of a `model_snapshot`: to be loaded at the start, with these settings."""
+    """One version of a `model_snapshot`, to be loaded at startup with these settings."""
 
     name: str
     version: str
@@ -120,25 +120,25 @@ class SnapshotModel:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSettings:
-    """Where and with what snapshots are written."""
+    """Directory, properties and retention of the snapshots."""
 
     directory: Path
-    properties: tuple[tuple[str, str], ...] = ()  # the configuration they repeat, key and text
-    keep: int = 20  # older ones of our own are deleted
+    properties: tuple[tuple[str, str], ...] = ()  # the configuration to write, as key and text
+    keep: int = 20  # older snapshots of our own are deleted
 
 
 @dataclass(frozen=True, slots=True)
 class QuarantineSettings:
-    """Where requests that crash executors are saved, and how many."""
+    """Directory and limits of saved requests that crashed executors."""
 
     directory: Path
     max_files: int = 100
-    max_bytes: int = 64 * 2**20  # of all files together; 0: none is saved
+    max_bytes: int = 64 * 2**20  # of all files together; 0: nothing is saved
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """One server. Built by `cli.py`, read by `server.py`; tests build it directly."""
+    """The settings of one server. Built by `resolve.py`, read by `server.py`; tests build it directly."""
 
     model_store: Path | None = None
     load_models: tuple[str, ...] = ()  # items of `[name=]file`; ("all",) loads the whole store
@@ -148,14 +148,14 @@ class ServerSettings:
     metrics_address: Address | None = Address(port=8082)  # None: no metrics listener
     grpc_inference_address: Address | None = Address(port=7070)
     grpc_management_address: Address | None = Address(port=7071)
-    grpc_tls_enabled: bool = False  # both gRPC listeners, with the two files below
+    grpc_tls_enabled: bool = False  # for both gRPC listeners, with the two files below
     grpc_inference_max_connection_age_ms: int | None = None  # None: unlimited, in all four
     grpc_inference_max_connection_age_grace_ms: int | None = None
     grpc_management_max_connection_age_ms: int | None = None
     grpc_management_max_connection_age_grace_ms: int | None = None
     certificate_file: Path | None = None  # PEM, chain included; for every listener with TLS
-    private_key_file: Path | None = None  # PEM, without a pass phrase; both are read again when they change
-    cors_allowed_origin: str = ""  # each of the three goes verbatim into every REST response; "": no header
+    private_key_file: Path | None = None  # PEM, without a pass phrase; both are reloaded when they change
+    cors_allowed_origin: str = ""  # the three are sent verbatim in every REST response; "": no header
     cors_allowed_methods: str = ""
     cors_allowed_headers: str = ""
     open_inference_protocol: bool = True  # the /v2 routes and their gRPC service; TorchServe's default is off
@@ -164,42 +164,42 @@ class ServerSettings:
     metrics_config: Path | None = None  # a metrics.yaml; None: the built-in set
     metrics_directory: Path = Path("logs")  # of ts_metrics.log and model_metrics.log; unused in "prometheus"
     metrics_auto_detect: bool = False  # accept handler metrics that no metrics.yaml declares
-    tracing_enabled: bool = False  # make spans, and send them to where the OTEL_... variables say
+    tracing_enabled: bool = False  # export spans to the endpoint in the OTEL_... variables
     system_metrics_enabled: bool = True
     system_metrics_interval_s: float = 60.0
-    default_executors: int = 0  # at start 0 means one per GPU, or per CPU; for the register API 0 means 0
+    default_executors: int = 0  # 0: at startup one per GPU, or per CPU core; in the register API none
     default_response_timeout_s: float = 120.0
     default_startup_timeout_s: float = 120.0
     unregister_timeout_s: float = 120.0
-    max_gpus: int | None = None  # None: all that are there; never more than are there
-    hidden_env_vars: str | None = None  # regex; environment variables that match are kept from handlers
+    max_gpus: int | None = None  # upper limit; None: all available GPUs
+    hidden_env_vars: str | None = None  # regex; matching environment variables are hidden from handlers
     max_queue_size: int = 100
-    default_isolation: Isolation = "auto"  # of models whose config names none
+    default_isolation: Isolation = "auto"  # of models whose config sets none
     default_handler: str | None = None
     service_envelope: str | None = None
     decode_input: bool = True
     limit_max_image_pixels: bool = True
     allowed_urls: tuple[str, ...] = ()  # regexes; empty: the model store is the only source
     download_timeout_s: float = 600.0  # for one archive from a URL
-    install_dependencies: bool = False  # of archives that bring a requirements file
+    install_dependencies: bool = False  # of archives with a requirements file
     install_timeout_s: float = 600.0  # for one archive
     snapshots: SnapshotSettings | None = None  # None: none are written
-    log_files: bool = False  # TorchServe's three log files beside standard output
+    log_files: bool = False  # also write TorchServe's three log files
     model_api_enabled: bool = False  # register and unregister over the network
     token_auth_enabled: bool = True
     token_expiration_min: float = 60.0
     key_file: Path = Path("key_file.json")
-    token_keys_file: Path | None = None  # keys made elsewhere, the same for every replica; then no key_file
+    token_keys_file: Path | None = None  # keys set by the operator, for all replicas; key_file is unused
     model_defaults: dict[str, dict[str, dict[str, object]]] = field(default_factory=dict)  # `models={...}`
     limits: Limits = field(default_factory=Limits)
     temp_dir: Path | None = None  # None: the system's
-    drain_delay_s: float = 0.0  # after SIGTERM: keep serving, unready, for this long
-    drain_timeout_s: float = 30.0  # then finish what is in, at most this long
+    drain_delay_s: float = 0.0  # after SIGTERM: keep serving for this time, but not ready
+    drain_timeout_s: float = 30.0  # then finish accepted requests within this time
     install_signal_handlers: bool = True
     quarantine_directory: Path | None = None  # of requests that crash executors; None: they are not saved
     quarantine_max_files: int = 100
     quarantine_max_bytes: int = 64 * 2**20  # of all of them; 0: they are not saved
 
     def startup_executors(self, gpus: int, cores: int) -> int:
-        """How many executors a model gets that is loaded at the start and says nothing itself."""
+        """Return the executor count of a model that is loaded at startup and sets none itself."""
         return self.default_executors or gpus or cores

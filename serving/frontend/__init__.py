@@ -1,1 +1,1 @@
-"""The only room that knows a protocol: REST and gRPC in front of one data plane and one control plane."""
+"""The protocol frontends: REST and gRPC in front of one data plane and one control plane."""

@@ -1,4 +1,4 @@
-"""The access log: one line a request, for both protocols, in TorchServe's form."""
+"""The access log: one line per request, for both protocols, in TorchServe's format."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""Where the memory of a long request ends, so that the tensors in it need not be copied to be read."""
+"""Alignment of the buffers of long requests, so that their tensors can be read without a copy."""
 
 from __future__ import annotations
 
-# Bytes: tensors are what requests end with, an element has 8 at most, and memory that is allocated begins on
-# such an address, too.
+# In bytes. Requests end with tensors, whose elements have at most 8 bytes; allocators align memory so too.
 TENSOR_ALIGNMENT = 16
 
 
 def room_before(length: int) -> int:
-    """How many bytes to leave free before so many, for these to end on a multiple of `TENSOR_ALIGNMENT`."""
+    """Return the padding before `length` bytes that makes them end on a multiple of `TENSOR_ALIGNMENT`."""
     return -length % TENSOR_ALIGNMENT

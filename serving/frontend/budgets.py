@@ -1,8 +1,8 @@
-"""Budgets of the memory that clients can make the server hold: per connection, over all, and without a key.
+"""Memory budgets for buffered request bytes: per connection, in all, and for key-free requests.
 
-The doors ask before they keep bytes of a body or of an unfinished message, and before they start to inflate
-one. Bytes that need no key (the health service, paths without a key) have a small budget of their own, so
-that a client without a key can't take the room of those that have one.
+Frontends reserve bytes before they buffer a body or an unfinished message, and before they start to inflate
+one. Requests that need no key (the health service, paths without a key) have a small budget of their own, so
+that a client without a key can't exhaust the budget of authorised clients.
 
 Used on the event loop only.
 """
@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections import Counter
 
 DEFAULT_BYTES = 2**31  # of all connections; a server derives it from its memory
-CONNECTION_SHARE = 4  # a connection gets one part in so many of that
-KEY_FREE_SHARE = 64  # and all requests that need no key together
-# Every budget but that without a key has room for so many messages of the greatest size.
+CONNECTION_SHARE = 4  # one connection gets at most 1/CONNECTION_SHARE of the limit
+KEY_FREE_SHARE = 64  # all requests that need no key together get at most 1/KEY_FREE_SHARE of it
+# Every budget except the key-free one has room for at least this many messages of the greatest size.
 MIN_MESSAGES = 4
 MESSAGE_OVERHEAD_BYTES = 4096  # of gRPC: names and tags around a body of the greatest size
 KEY_FREE_MESSAGE_BYTES = 1024  # the name of a service; two-byte fields in it are too few to matter
@@ -58,7 +58,7 @@ class Budgets:
         self.refused: Counter[str] = Counter({ALL: 0, CONNECTION: 0, KEY_FREE: 0})
 
     def over(self, held_bytes: int, size: int, *, key_free: bool) -> BudgetExceeded:
-        """Count a refusal; returns the error that names the budget."""
+        """Count a refusal and return the error that names the exceeded budget."""
         if key_free and self.key_free_bytes + size > self.key_free_limit_bytes:
             budget, text = KEY_FREE, f"Requests without a key hold {self.key_free_limit_bytes} bytes"
         elif held_bytes + size > self.connection_limit_bytes:
@@ -72,7 +72,7 @@ class Budgets:
 
 
 class ConnectionBudget:
-    """The bytes that one connection holds. What is taken is given back once, with `give` or `give_all`."""
+    """Bytes that one connection holds. Return each byte taken exactly once, with `give` or `give_all`."""
 
     __slots__ = ("_budgets", "_leased_bytes", "held_bytes", "key_free_bytes")
 
@@ -109,7 +109,7 @@ class ConnectionBudget:
             self._budgets.key_free_bytes -= size
 
     def give_all(self) -> None:
-        """Give back what is held, but for leases."""
+        """Return all bytes that the connection holds, except leased ones."""
         size = self.held_bytes - self._leased_bytes
         if size:
             self._budgets.held_bytes -= size
@@ -117,7 +117,9 @@ class ConnectionBudget:
             self.held_bytes, self.key_free_bytes = self._leased_bytes, 0
 
     def lease_inflation(self, size: int, limit_bytes: int) -> Lease:
-        """Reserve room for what a compressed body of `size` bytes may inflate to.
+        """Lease room for the decompressed form of a compressed body of `size` bytes.
+
+        The lease covers `size` times `MAX_INFLATION` bytes, and at most `limit_bytes`.
 
         Raises:
             BudgetExceeded: there is no room.
@@ -134,7 +136,7 @@ class ConnectionBudget:
 
 
 class Lease:
-    """Bytes for work in a thread, held until it ends: losing the connection does not stop it."""
+    """Bytes reserved for work in a thread. They stay held until it ends, even if the connection is lost."""
 
     __slots__ = ("_budget", "held_bytes")
 

@@ -1,6 +1,6 @@
-"""What one call of a client tells telemetry about the predictions in it: start, trace, marks, and end.
+"""The scope of one client call: reports start, trace, timestamps and end of predictions to telemetry.
 
-The data plane finds it by a context variable, so that no room in between has to hand it on.
+The data plane finds the scope by a context variable, so that no layer in between has to pass it on.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from torchere.serving.errors import ServingError
 from torchere.serving.logs.trace_context import trace_of_headers
 from torchere.serving.telemetry.metrics import Metrics
 
-CLIENT_GONE = 499  # as an HTTP status: no standard, but known; nobody is told
+CLIENT_GONE = 499  # a non-standard but common HTTP status; only telemetry sees it, it is never sent
 CANCELLED: dict[Protocol, str | int] = {"rest": CLIENT_GONE, "grpc": "CANCELLED"}
 
 _current: ContextVar[CallScope | None] = ContextVar("call", default=None)
 
 
 class CallScope:
-    """One call, and the current one of the task that makes it. Lives on the event loop.
+    """One client call. Creating it makes it the current call of the running task. Event loop only.
 
     Args:
-        protocol: how it came.
-        started_s: monotonic seconds when it came in.
-        headers: its headers or metadata, asked for when a prediction begins.
-        code_of: what an error is answered with: HTTP status, or name of the gRPC code.
-        many: it is a stream that may bring many predictions; each is over when it is answered.
+        protocol: the protocol of the call.
+        started_s: arrival time, in monotonic seconds.
+        headers: returns the headers or metadata of the call; called when a prediction begins.
+        code_of: maps an error to the status of its response: HTTP status, or name of the gRPC code.
+        many: the call is a stream that may carry many predictions; each ends when it is answered.
     """
 
     __slots__ = ("_code_of", "_headers", "_many", "_metrics", "_started_s", "protocol", "read_s", "request")
@@ -47,13 +47,13 @@ class CallScope:
         self._headers = headers
         self._code_of = code_of
         self._many = many
-        self._metrics: Metrics | None = None  # once there was a prediction
-        self.read_s = 0.0  # when its body was there; 0: at once
-        self.request: Request | None = None  # its prediction, unless there may be many
+        self._metrics: Metrics | None = None  # set by the first prediction
+        self.read_s = 0.0  # monotonic seconds when the body was complete; 0: on arrival
+        self.request: Request | None = None  # the prediction, unless the call may carry many
         _current.set(self)
 
     def begin(self, metrics: Metrics, request: Request) -> None:
-        """Take a prediction of this call, which goes to the data plane now."""
+        """Record the start of a prediction, just before it is admitted by the data plane."""
         self._metrics = metrics
         request.started_s = time.monotonic() if self._many else self._started_s
         request.trace = trace_of_headers(self._headers())
@@ -63,25 +63,25 @@ class CallScope:
             self.request = request
 
     def answered(self, request: Request) -> None:
-        """The prediction has its answer, or the beginning of one."""
+        """Record that a prediction has its response, or the start of a streamed one."""
         if self._many:
             self._end(request, "OK" if self.protocol == "grpc" else 200)
 
     def failed(self, request: Request, error: ServingError) -> None:
-        """The prediction got an error for an answer."""
+        """Record that a prediction failed with `error`."""
         self._end(request, self._code_of(error))
 
     def cancelled(self, request: Request) -> None:
-        """The client left."""
+        """Record that the client cancelled a prediction or disconnected."""
         self._end(request, CANCELLED[self.protocol])
 
     def sending(self) -> None:
-        """The answer goes out from now on."""
+        """Record that sending the response begins."""
         if self.request is not None:
             self.request.sending_s = time.monotonic()
 
     def finish(self, code: str | int) -> None:
-        """The call is over; without effect for a prediction that is over already."""
+        """Record the end of the call with `code`. No effect on a prediction that has already ended."""
         if self.request is not None:
             self._end(self.request, code)
 
@@ -91,5 +91,5 @@ class CallScope:
 
 
 def current_call() -> CallScope | None:
-    """The call that the current task answers."""
+    """Return the call that the current task answers, or None."""
     return _current.get()

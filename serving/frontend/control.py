@@ -1,4 +1,4 @@
-"""What operators touch: protocol-free, shared by every frontend."""
+"""The control plane: operations of the management API, independent of the protocol."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Progress(Enum):
-    """How far a change was when the call came back."""
+    """How far a change had progressed when the call returned."""
 
     DONE = "done"
     STARTED = "started"  # the caller did not want to wait
@@ -45,9 +45,9 @@ class Progress(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A wish to register an archive; None means: not said, take the next source of the setting.
+    """A request to register an archive. None means unset: the next source of the setting applies.
 
-    No number is beyond `MAX_NUMBER`: the protocols see to that.
+    No number exceeds `MAX_NUMBER`: the frontends check that.
     """
 
     url: str
@@ -79,7 +79,7 @@ class VersionDescription:
     url: str  # exactly as given at registration
     runtime: str
     settings: ModelSettings
-    isolation: str  # "thread" | "process" | "shared": what `auto` or `shared` came to
+    isolation: str  # "thread" | "process" | "shared": how `auto` or `shared` was resolved
     state: VersionState
     failure: str  # cause of FAILED, or of the last lost executor; "" when all is well
     loaded_at_startup: bool
@@ -99,7 +99,10 @@ class ModelPage:
 
 
 class ControlPlane:
-    """Changes what is served, and the snapshot before it says so. On the loop, which it never blocks."""
+    """Registers, scales, describes and unregisters models. Used on the event loop, which it never blocks.
+
+    Changes are written to the snapshot before the call returns, except by calls that do not wait.
+    """
 
     def __init__(self, registry: Registry, dataplane: DataPlane, settings: ServerSettings) -> None:
         self._registry = registry
@@ -112,8 +115,8 @@ class ControlPlane:
         Raises:
             NotAllowed: the model API is off.
             InvalidRequest, ModelNotFound, InvalidArchive, DownloadFailed, Conflict: nothing was registered.
-            LoadFailed: it would not load; it is unregistered again (only when synchronous).
-            Conflict: likewise when somebody unregistered it before it was there.
+            LoadFailed: loading failed; the version is unregistered again (only when synchronous).
+            Conflict: another call unregistered the version while it was loading (only when synchronous).
         """
         self.check_model_api()
         version = await self._registry.register(_wanted(wish, self._settings.default_executors))
@@ -122,13 +125,13 @@ class ControlPlane:
             await begun()
             return Registered(version.key, executors, Progress.STARTED)
         await settled(version)
-        if (failure := version.failure) is not None:  # now: what fails while we write is another call's
+        if (failure := version.failure) is not None:  # read now: a later failure belongs to another call
             self._registry.discard(version)
             await version.settled.wait()
         progress = _progress(version, executors)
         await self._registry.written()
         if failure is not None:
-            raise failure.with_traceback(None)  # else it would keep the frames of each
+            raise failure.with_traceback(None)  # else each raise would add its frames and keep them alive
         return Registered(version.key, executors, progress)
 
     async def unregister(self, model: str, version: str | None) -> None:
@@ -146,9 +149,9 @@ class ControlPlane:
         await self._registry.written()
 
     def check_model_api(self) -> None:
-        """Raise `NotAllowed` when the model API is off; `register` and `unregister` do.
+        """Raise `NotAllowed` when the model API is off. `register` and `unregister` call it.
 
-        Frontends ask before they look at what they were sent: to put that right would be in vain.
+        Frontends call it before they validate the request: a corrected request would be refused too.
         """
         if not self._settings.model_api_enabled:
             raise NotAllowed(
@@ -185,7 +188,7 @@ class ControlPlane:
             await begun()
             return Progress.STARTED
         await settled(target)
-        failure = target.failure if target.target else None  # none are wanted: none have failed
+        failure = target.failure if target.target else None  # scaled to 0: an old failure does not matter
         progress = _progress(target, min_executors)
         await self._registry.written()
         if failure is not None:
@@ -193,7 +196,7 @@ class ControlPlane:
         return progress
 
     async def set_default(self, model: str, version: str) -> None:
-        """Make `version` the one that requests without a version get.
+        """Make `version` the default version, used by requests that name none.
 
         Raises:
             ModelNotFound, VersionNotFound.
@@ -215,7 +218,7 @@ class ControlPlane:
     async def describe_customized(
         self, model: str, version: str | None, request: InferRequest
     ) -> tuple[VersionDescription, InferResponse]:
-        """Describe one version and ask its handler's `describe_handle` too (`request` brings the headers).
+        """Describe one version and call its handler's `describe_handle` (`request` supplies the headers).
 
         Raises:
             ModelNotFound, VersionNotFound; Unavailable with the contract's describe text; HandlerFailed.
@@ -239,7 +242,7 @@ class ControlPlane:
         return _describe(target), answer
 
     def list_models(self, limit: int, page_token: int) -> ModelPage:
-        """One page of at most `limit` models, starting at `page_token` (both 0 or more)."""
+        """Return one page of at most `limit` models, starting at `page_token` (both 0 or more)."""
         served = self._registry.served()
         names = sorted(served)
         page = tuple(
@@ -247,7 +250,7 @@ class ControlPlane:
             for name in names[page_token : page_token + limit]
         )
         end = page_token + limit
-        # TorchServe gives a token also when the page ends exactly at the last model: clients know.
+        # As in TorchServe, there is a token even when the page ends exactly at the last model.
         return ModelPage(page, str(end) if end <= len(names) else None)
 
     def has_executors(self, model: str) -> bool:
@@ -276,7 +279,7 @@ def _wanted(wish: Registration, default_executors: int) -> Wanted:
 
 
 def _progress(version: Version, asked: int) -> Progress:
-    """How far a version is from the executors that one call asked for; another may have asked for others."""
+    """Compare the executors in service with the number one call asked for; another may ask for others."""
     return Progress.DONE if version.pool.in_service >= asked else Progress.PARTIAL
 
 
@@ -299,43 +302,47 @@ def _describe(version: Version) -> VersionDescription:
     )
 
 
-_TURNS_TO_BEGIN = 2  # of the loop: the reconciler's task begins, and then the pool's work does
+_TURNS_TO_BEGIN = 2  # loop iterations: in the first the reconciler's task starts, then the pool's work
 
 
 async def begun() -> None:
-    """Let the reconciler begin, if it can, for a client that does not wait until it is done.
+    """Yield to the event loop until an idle reconciler has started, for a call that is not synchronous.
 
-    From there on the executors that are to be count, as they do in TorchServe before it answers: requests
-    wait for them, and `describe` lists them. A client on the same machine asks again within a millisecond.
-    A reconciler that is at something else (a drain, say) begins later, and nobody waits for that.
+    Once it has started, the planned executors count, as they do in TorchServe before it answers: requests
+    wait for them, and `describe` lists them. A client on the same machine may ask within a millisecond.
+    A busy reconciler (draining, for example) starts later; this function does not wait for it.
     """
     for _ in range(_TURNS_TO_BEGIN):
         await asyncio.sleep(0)
 
 
 async def settled(version: Version) -> None:
-    """Wait until a version is what is wanted of it; raises Conflict when that is by now: to be gone."""
+    """Wait until a version has reached its desired state.
+
+    Raises:
+        Conflict: the version was unregistered meanwhile.
+    """
     await version.settled.wait()
     if not version.wanted:
         name, number = version.key
         raise Conflict(f"Model version {number} of model {name} was unregistered while it was loading")
 
 
-UNSET_BATCH_SIZE = -1  # TorchServe's own defaults; sending them says the same as sending nothing
+UNSET_BATCH_SIZE = -1  # TorchServe's own defaults; sending them means the same as leaving them out
 UNSET_BATCH_DELAY = -100
 
 
 def integer(values: Mapping[str, object], name: str) -> int | None:
-    """The whole number called `name`; None when it is absent or empty.
+    """Return the integer called `name`; None when it is absent or empty.
 
     Raises:
-        InvalidRequest: there is a value, and it is no whole number, or one beyond `MAX_NUMBER`. (TorchServe
-            took its default instead.)
+        InvalidRequest: the value is not an integer, or its magnitude exceeds `MAX_NUMBER`. (TorchServe took
+            its default instead.)
     """
     value = values.get(name)
     if value is None or value == "":
         return None
-    if isinstance(value, float) and value.is_integer():  # some write each number so: 1.0
+    if isinstance(value, float) and value.is_integer():  # some clients write every number as 1.0
         value = int(value)
     if isinstance(value, (int, str)) and not isinstance(value, bool):
         try:
@@ -350,10 +357,10 @@ def integer(values: Mapping[str, object], name: str) -> int | None:
 
 
 def text(values: Mapping[str, object], name: str) -> str | None:
-    """The text called `name`; None when it is absent or empty.
+    """Return the string called `name`; None when it is absent or empty.
 
     Raises:
-        InvalidRequest: there is a value, and it is no text.
+        InvalidRequest: the value is not a string.
     """
     value = values.get(name)
     if value is None or value == "":
@@ -364,10 +371,10 @@ def text(values: Mapping[str, object], name: str) -> str | None:
 
 
 def flag(values: Mapping[str, object], name: str, default: bool) -> bool:
-    """The truth value called `name`: every text but `true`, in any case, is false.
+    """Return the boolean called `name`. Every string except `true` (in any letter case) is false.
 
     Raises:
-        InvalidRequest: there is a value, and it is neither that nor a text.
+        InvalidRequest: the value is neither a boolean nor a string.
     """
     value = values.get(name)
     if value is None:
@@ -378,7 +385,7 @@ def flag(values: Mapping[str, object], name: str, default: bool) -> bool:
 
 
 def registration(values: Mapping[str, object]) -> Registration:
-    """Read a wish to register from query parameters or a JSON object.
+    """Read a `Registration` from query parameters or a JSON object.
 
     Raises:
         InvalidRequest: `url` is missing, or a value has the wrong type.

@@ -1,4 +1,4 @@
-"""What requests touch: protocol-free, shared by every frontend."""
+"""The data plane: predictions, model facts and readiness, independent of the protocol."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchere.serving.registry.version import Version, VersionState
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, ModelKey, StreamedResponse
 
-if TYPE_CHECKING:  # to run, this room needs no registry
+if TYPE_CHECKING:  # the registry is needed for annotations only
     from torchere.serving.registry.registry import Registry
 
 
@@ -26,7 +26,7 @@ STARTING = "The server is starting, and its models are not registered yet. Try a
 
 
 class _Awaited(Request):
-    """A request of a coroutine, which awaits the future."""
+    """A request whose answer resolves a future that a coroutine awaits."""
 
     __slots__ = ("_future", "protocol")
 
@@ -38,8 +38,8 @@ class _Awaited(Request):
         self._future: asyncio.Future[Response] | None = answer
 
     def reply(self, outcome: Answer) -> None:
-        """Let the coroutine go on."""
-        # Only the coroutine holds the answer: a stream that it drops is abandoned at once.
+        """Resolve the future with the outcome."""
+        # Drop our reference, so that only the coroutine holds it: a stream it drops is abandoned at once.
         answer, self._future = self._future, None
         if answer is None or answer.done():  # cancelled
             return
@@ -58,18 +58,18 @@ class DataPlane:
         self._ledger = Ledger()
         self._started = False
         self._draining = False
-        self._started_up = False  # `startup` said so once
-        # Called when readiness may have changed. Executors that are lost or come back do not call them.
+        self._started_up = False  # `startup` has been true once
+        # Called when readiness may have changed, but not when an executor is lost or comes back.
         self.readiness_listeners: set[Callable[[], None]] = set()
 
     @property
     def accepted(self) -> int:
-        """How many predictions were admitted."""
+        """Number of predictions admitted."""
         return self._ledger.accepted
 
     @property
     def answered(self) -> int:
-        """How many of them are over."""
+        """Number of admitted predictions that have ended."""
         return self._ledger.answered
 
     async def infer(
@@ -85,14 +85,14 @@ class DataPlane:
         request: it won't run if it has not started yet. Telemetry counts it in the current call's scope.
 
         Raises:
-            ModelNotFound, VersionNotFound: nothing of that name is registered.
-            Unavailable, QueueFull: no executor, or no room.
-            DeadlineExceeded, HandlerFailed, OutOfResources, ExecutorDied: what became of it.
+            ModelNotFound, VersionNotFound: the model or version is not registered.
+            Unavailable, QueueFull: it has no executor, or its queue is full.
+            DeadlineExceeded, HandlerFailed, OutOfResources, ExecutorDied: the prediction failed.
         """
         answer: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
         asked = _Awaited(request, group, answer)
         scope = current_call()
-        if scope is None:  # a call of the server's own
+        if scope is None:  # the server itself makes the call
             return await self._awaited(asked, answer, model, version)
         asked.protocol = scope.protocol
         scope.begin(self._metrics, asked)
@@ -118,10 +118,10 @@ class DataPlane:
             raise
 
     def admit(self, request: Request, model: str, version: str | None) -> Version:
-        """Admit a request to `version` of `model` (None: its default version); it is answered by `reply`.
+        """Admit a request to `version` of `model` (None: its default version); `reply` gets the outcome.
 
         Returns:
-            The version, whose batcher withdraws it when its client leaves.
+            The version. Call `withdraw` of its batcher when the client disconnects.
 
         Raises:
             ModelNotFound, VersionNotFound, Unavailable, QueueFull, DeadlineExceeded: it was not admitted.
@@ -143,7 +143,7 @@ class DataPlane:
         try:
             self._refuse_without_executors(target, version)
             request.ledger = ledger
-            ledger.accepted += 1  # before: it may be answered at once
+            ledger.accepted += 1  # before `submit`, which may answer it at once
             meter.in_flight += 1
             try:
                 target.batcher.submit(request)
@@ -175,31 +175,35 @@ class DataPlane:
         self._registry.find(model, version)
 
     def sole_startup_model(self) -> str | None:
-        """The model that was loaded at the start, when it was exactly one (`/invocations` uses it)."""
+        """Return the model loaded at startup if there was exactly one, else None (for `/invocations`)."""
         names = {
             version.key.name for version in self._registry.versions() if version.origin.loaded_at_startup
         }
         return names.pop() if len(names) == 1 else None
 
     def signature_text(self, model: str, version: str | None) -> str | None:
-        """`MAR-INF/signature.json` of the archive, for the model's OpenAPI document; None without one."""
+        """Return the archive's `MAR-INF/signature.json`, for the OpenAPI document; None without one."""
         return self._registry.find(model, version).origin.archive.signature
 
     def facts(self, model: str, version: str | None) -> ModelFacts:
-        """What clients may learn of a version; raises `ModelNotFound` or `VersionNotFound`."""
+        """Return the public facts of a version.
+
+        Raises:
+            ModelNotFound, VersionNotFound: it is not registered.
+        """
         found = self._registry.find(model, version)
         versions = tuple(self._registry.served()[model].versions)
         return facts_of(found, versions, found.observer.meter)
 
     def registered(self) -> list[ModelKey]:
-        """Every registered version."""
+        """Return the key of every registered version."""
         return [version.key for version in self._registry.versions()]
 
     def healthy(self) -> bool:
-        """The rule of `/ping`: every default version has as many living executors as it should.
+        """Apply the rule of `/ping`: every default version has at least `min_executors` living executors.
 
-        Executors that load or restart count as living, as in TorchServe; `readiness` asks for more. As
-        TorchServe opens its port when the models of its start are registered, the answer is no until then.
+        Executors that load or restart count as living, as in TorchServe; `readiness` is stricter. TorchServe
+        opens its port only once the startup models are registered, so the result is False until then.
         """
         return self._started and all(
             living(default) >= default.settings.min_executors
@@ -207,7 +211,10 @@ class DataPlane:
         )
 
     def readiness(self) -> Readiness:
-        """The rule of `/readyz`: started, not draining, and all that should be ready is there, and is."""
+        """Apply the rule of `/readyz`: started, not draining, no model missing, every version ready.
+
+        Versions scaled to 0 executors do not count.
+        """
         reasons = [
             f"model {name} could not be registered; the log says why" for name in self._registry.missing()
         ]
@@ -221,9 +228,9 @@ class DataPlane:
         return Readiness(not reasons, tuple(reasons))
 
     def model_readiness(self, model: str, version: str | None) -> Readiness:
-        """The rule of `/readyz/{model}`: as `readiness`, for one version alone.
+        """Apply the rule of `/readyz/{model}`: as `readiness`, for one version.
 
-        A version is ready while an executor that is loaded, warm and alive may take its requests.
+        A version is ready while a loaded, warm and living executor can take its requests.
 
         Raises:
             ModelNotFound, VersionNotFound: it is not registered.
@@ -235,10 +242,11 @@ class DataPlane:
         return Readiness(not reasons, reasons)
 
     def startup(self) -> Readiness:
-        """The rule of `/startupz`: the first load of every model of the start is over, well or not.
+        """Apply the rule of `/startupz`: the first load of every startup model has ended, failed or not.
 
-        It stays so: what is restarted or registered later is for `readiness` to tell. A model that will not
-        load does not count against it, or its healthy neighbours would be killed with it again and again.
+        Once true it stays true: later restarts and registrations only affect `readiness`. A model that fails
+        to load does not count against it, else the server would be restarted again and again, with all its
+        healthy models.
         """
         if not self._started_up:
             reasons = [] if self._started else ["the server is starting"]
@@ -251,23 +259,23 @@ class DataPlane:
         return Readiness(True)
 
     def opened(self) -> None:
-        """All listeners are up."""
+        """Record that all listeners are up."""
         self._started = True
         self.readiness_changed()
 
     def draining(self) -> None:
-        """The end has begun: unready from now on."""
+        """Record that shutdown has begun: the server is unready from now on."""
         self._draining = True
         self.readiness_changed()
 
     def readiness_changed(self) -> None:
-        """Have those that watch readiness look at it."""
+        """Call every readiness listener."""
         for listener in list(self.readiness_listeners):
             listener()
 
 
 def _worded(text: str, model: str, version: str | None) -> str:
-    """The contract's refusal; with a version in the URL it reads differently, unbalanced quote and all."""
+    """Word a refusal as TorchServe does: with a version in the URL it has an unbalanced quote."""
     if version is None:
         return text
     return text.replace(f'Model "{model}" ', f'Model "{model}" Version {version}" ', 1)

@@ -1,6 +1,6 @@
-"""How `describe` and `list` look as JSON; REST and gRPC send the same text.
+"""JSON of `describe` and `list`; REST and gRPC send the same text.
 
-How much memory a worker has is asked of the system here, as nobody else wants to know.
+The memory use of a worker is read from the system here, because only `describe` reports it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torchere.serving.workers.executor import ExecutorState, ExecutorStatus
 
 
 def pretty(value: object) -> str:
-    """JSON as TorchServe prints it: two spaces a level, characters as they are, no newline at the end."""
+    """Format JSON as TorchServe does: two spaces a level, non-ASCII unescaped, no newline at the end."""
     return indented_json(value, ascii_only=False).decode()
 
 
 def version_json(version: VersionDescription) -> dict[str, Any]:
-    """One version in the field order of the contract, and what only we know under `torchere`."""
+    """Return the JSON object of one version: TorchServe's fields in its order, ours under `torchere`."""
     return {
         "modelName": version.key.name,
         "modelVersion": version.key.version,
@@ -46,16 +46,16 @@ def version_json(version: VersionDescription) -> dict[str, Any]:
 
 
 def versions_text(versions: list[VersionDescription]) -> str:
-    """The array that `describe` answers."""
+    """Return the JSON array that `describe` responds with."""
     return pretty([version_json(version) for version in versions])
 
 
 def customized_text(version: VersionDescription, response: InferResponse) -> str:
-    """`describe` of one version with what its handler said of itself.
+    """Return `describe` of one version with the metadata from its handler as `customizedMetadata`.
 
-    What is no JSON object (`BaseHandler` says null) is shown as an empty one, and only an empty answer not at
-    all, as by TorchServe: clients that wait for the member (KServe's wrapper) take any answer for a handler
-    that is there.
+    As in TorchServe, a response that is not a JSON object (`BaseHandler` returns null) becomes `{}`, and only
+    an empty response leaves the member out: clients that poll for it (KServe's wrapper) take any value as a
+    sign that the handler is loaded.
     """
     described = version_json(version)
     try:
@@ -68,7 +68,7 @@ def customized_text(version: VersionDescription, response: InferResponse) -> str
 
 
 def page_text(page: ModelPage) -> str:
-    """One page of `list`."""
+    """Return one page of `list` as JSON."""
     token = {} if page.next_page_token is None else {"nextPageToken": page.next_page_token}
     models = [{"modelName": name, "modelUrl": url} for name, url in page.models]
     return pretty({**token, "models": models})
@@ -120,7 +120,7 @@ def _own_json(version: VersionDescription) -> dict[str, Any]:
 
 
 def _with_memory(statuses: Sequence[ExecutorStatus]) -> tuple[ExecutorStatus, ...]:
-    memory: dict[int, int] = {}  # by process: executors that share one are looked at together
+    memory: dict[int, int] = {}  # by process id: executors that share a process are measured once
     for pid in {status.pid for status in statuses}:
         with suppress(psutil.Error):  # it is gone, or not started yet
             memory[pid] = psutil.Process(pid).memory_info().rss
@@ -131,7 +131,7 @@ def _executor_json(executor: ExecutorStatus) -> dict[str, Any]:
     described: dict[str, Any] = {
         "id": str(executor.executor_id),
         "startTime": _moment(executor.started_at),
-        # Clients wait for READY and know no other word than this one for all the rest.
+        # Clients wait for READY; UNLOADING is the only other status they know.
         "status": "READY" if executor.state is ExecutorState.READY else "UNLOADING",
         "memoryUsage": executor.memory_bytes,
         "pid": executor.pid,

@@ -1,4 +1,4 @@
-"""What clients may learn of a version without asking its handler; a snapshot."""
+"""Public facts about a model version, available without calling its handler; a snapshot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TENSOR_HANDLER = "tensor"
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """One version of a model."""
+    """Facts about one version of a model."""
 
     key: ModelKey
     versions: tuple[str, ...]  # of the model, in the order of their registration
@@ -30,12 +30,12 @@ class ModelFacts:
 
     @property
     def reads_tensors(self) -> bool:
-        """Whether its handler reads requests of every protocol itself, so that no envelope is before it."""
+        """Whether the handler reads tensors from every protocol itself, so that no envelope precedes it."""
         return self.handler == TENSOR_HANDLER and self.signature is not None
 
     @property
     def platform(self) -> str:
-        """What runs it, in the protocol's way of naming: `<project>_<format>`."""
+        """Platform of the model, named as in the Open Inference Protocol: `<project>_<format>`."""
         if "modelFile" in self.manifest_model:
             return "pytorch_eager"
         suffix = str(self.manifest_model.get("serializedFile", "")).rpartition(".")[2]
@@ -43,7 +43,7 @@ class ModelFacts:
 
 
 def facts_of(version: Version, versions: tuple[str, ...], numbers: VersionNumbers) -> ModelFacts:
-    """What there is to know of a version now; `versions` are all of its model."""
+    """Return the current facts of a version; `versions` are all versions of its model."""
     return ModelFacts(
         key=version.key,
         versions=versions,

@@ -1,4 +1,4 @@
-"""The header by which a client says how much its request matters among those that wait for the same model."""
+"""The header with the priority of a request in the queue of its model."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _NUMBER = re.compile(r"[+-]?[0-9]{1,3}")
 
 
 def parse_priority(value: str | bytes) -> int:
-    """The value of the header.
+    """Parse the value of the header.
 
     Raises:
-        InvalidRequest: it is no whole number from `LOWEST` to `HIGHEST`.
+        InvalidRequest: the value is not an integer from `LOWEST` to `HIGHEST`.
     """
     text = value if isinstance(value, str) else value.decode("latin-1")
     found = _NUMBER.fullmatch(text.strip())
@@ -31,7 +31,7 @@ def parse_priority(value: str | bytes) -> int:
 def prioritised(
     request: InferRequest, pairs: Iterable[tuple[str, str | bytes]] | None = None
 ) -> InferRequest:
-    """The request with the priority that `pairs` name; without them its own headers count.
+    """Return the request with the priority from the headers in `pairs` (None: from its own headers).
 
     Raises:
         InvalidRequest: see `parse_priority`.

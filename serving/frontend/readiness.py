@@ -1,4 +1,4 @@
-"""What readiness is, and what it takes from one version; `DataPlane` has the rules."""
+"""Readiness results, and the state of one version that they depend on; `DataPlane` has the rules."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ ON_THEIR_WAY = (VersionState.NEW, VersionState.LOADING, VersionState.WARMING)
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """Whether traffic may come, and if not, why."""
+    """Whether the server or a version can take traffic, and if not, the reasons."""
 
     ready: bool
     reasons: tuple[str, ...] = ()
 
 
 def unready_because(version: Version) -> str:
-    """Why a version that should serve does not, in words."""
+    """Return the reason why a version is not ready, as text."""
     if version.state is not VersionState.READY:
         return f"{version.key} is {version.state.value}"
     states = sorted({status.state.value for status in version.pool.statuses()} - {ExecutorState.READY.value})
@@ -27,9 +27,9 @@ def unready_because(version: Version) -> str:
 
 
 def living(version: Version) -> int:
-    """How many of its executors count for `/ping`: those that load or restart do, as in TorchServe.
+    """Return how many executors count for `/ping`; loading and restarting ones do, as in TorchServe.
 
-    So do those that are wanted and that the reconciler makes next: what it is at may take a while.
+    Wanted executors that the reconciler has yet to create count too: its current work may take a while.
     """
     if version.state is VersionState.FAILED:
         return 0

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 
-# RFC 9562: the 17th digit begins with the bits 10. The digit that was drawn, and what stands in its place.
+# RFC 9562: the 17th digit begins with the bits 10. Maps a random digit to a valid one.
 _VARIANT = dict(zip("0123456789abcdef", "89ab" * 4, strict=True))
-_DIGITS = 32  # of an id, hexadecimal
-# Ids drawn at once: asking the system lets go of the GIL, and another thread may keep it for a while.
+_DIGITS = 32  # hexadecimal digits of an id
+# Ids drawn at once: `os.urandom` releases the GIL, and another thread may then keep it for a while.
 _DRAWN_AT_ONCE = 64
-_drawn: list[str] = []  # the digits of ids that nobody has yet
-os.register_at_fork(after_in_child=_drawn.clear)  # or both processes would give the same ids
+_drawn: list[str] = []  # digits of unused ids
+os.register_at_fork(after_in_child=_drawn.clear)  # else both processes would return the same ids
 
 
 def new_request_id() -> str:
-    """Return a fresh uuid4; a fifth of the price of `str(uuid.uuid4())`, and every request pays it."""
+    """Return a new UUID (version 4), at a fifth of the cost of `str(uuid.uuid4())`."""
     try:
         digits = _drawn.pop()
     except IndexError:

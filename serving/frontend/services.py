@@ -1,4 +1,4 @@
-"""What every listener shares beside the two planes."""
+"""Services shared by all listeners: settings, metrics, keys, CORS headers, budgets, certificates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchere.serving.frontend.budgets import MESSAGE_OVERHEAD_BYTES, Budgets
 from torchere.serving.process.cgroup import sample_cgroup
 from torchere.serving.telemetry.metrics import Metrics
 
-MEMORY_SHARE = 4  # unfinished requests may have one part in so many of the memory
+MEMORY_SHARE = 4  # unfinished requests may hold at most 1/MEMORY_SHARE of the memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Services:
 
 
 def budgets_of(limits: Limits) -> Budgets:
-    """The budgets that the settings ask for, or those that fit the container, or the machine."""
+    """Return the configured budgets, or ones derived from the memory of the container or the machine."""
     limit_bytes = limits.max_held_bytes
     if not limit_bytes:
         memory_bytes = int(psutil.virtual_memory().total)

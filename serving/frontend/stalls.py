@@ -1,4 +1,4 @@
-"""What stands still: found by looking now and then, without noting the time of each byte."""
+"""Stall detection by periodic comparison, without recording a timestamp for each byte."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ Progress = TypeVar("Progress")
 
 
 class Stalls(Generic[Key, Progress]):
-    """Gives up what a client lets wait, and would be held for ever. Used on the event loop only.
+    """Watchdog that ends transfers on which a client makes no progress. Used on the event loop only.
 
     Args:
-        every_s: between two looks. What began to wait has between one and two of them.
-        waiting: what waits for the client now, and for each what changes as soon as a byte of it moves.
-        give_up: ends what did not move from one look to the next.
+        every_s: seconds between two checks. A stalled transfer ends after one to two intervals.
+        waiting: returns the transfers that wait for the client now, each with its progress: a value that
+            changes as soon as one byte of it moves.
+        give_up: ends the transfers whose progress did not change between two checks.
     """
 
     __slots__ = ("_every_s", "_give_up", "_is_over", "_loop", "_timer", "_waiting")
@@ -35,12 +36,12 @@ class Stalls(Generic[Key, Progress]):
         self._is_over = False
 
     def watch(self) -> None:
-        """Something may wait from now on; said again, it means nothing more."""
+        """Start checking, because a transfer may wait from now on. Further calls have no effect."""
         if self._timer is None:
             self._look_later()
 
     def stop(self) -> None:
-        """The connection is gone."""
+        """Stop checking for good: the connection is lost."""
         self._is_over = True
         if self._timer is not None:
             self._timer.cancel()

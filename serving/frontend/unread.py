@@ -1,4 +1,4 @@
-"""How long a client may take nothing of what is there for it."""
+"""Timeout for clients that read none of their response."""
 
 from __future__ import annotations
 
@@ -12,38 +12,40 @@ from typing import TypeVar
 
 from torchere.serving.frontend.stalls import Stalls
 
-UNREAD_TIMEOUT_S = 150.0  # between two looks: what was not taken at all from one to the next is given up
+UNREAD_TIMEOUT_S = 150.0  # between two checks: a client that read nothing in between is disconnected
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 def untaken_bytes(transport: asyncio.WriteTransport) -> int | None:
-    """What was written and the client has not got, here and in the kernel, which may hold megabytes of it.
+    """Return the number of written bytes that the client has not received, in our and the kernel's buffer.
 
-    The kernel takes more only when a good part of that is gone, so what is here says little of a slow client.
+    The kernel may hold megabytes, and accepts more only when a good part of them is gone, so our buffer alone
+    says little about a slow client.
 
     Returns:
-        None where it can't be told: TLS keeps what it has encrypted to itself.
+        None where the number is unknown: asyncio's TLS transport does not expose its encrypted bytes.
     """
     connection = transport.get_extra_info("socket")
     if connection is None or transport.get_extra_info("sslcontext") is not None:
         return None
     try:
         (in_kernel,) = struct.unpack("i", fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4)))
-    except (OSError, ValueError):  # closed a moment ago
+    except (OSError, ValueError):  # the socket was closed just now
         return None
     return transport.get_write_buffer_size() + int(in_kernel)
 
 
 class Unread(Stalls[None, T]):
-    """Gives up what a client stopped reading, and would hold for ever. Used on the event loop only.
+    """Watchdog that ends a connection whose client stopped reading. Used on the event loop only.
 
-    A client has between one and two `UNREAD_TIMEOUT_S`.
+    It ends the connection after one to two `UNREAD_TIMEOUT_S` without progress.
 
     Args:
-        held_back: None when nothing waits for the client, else what changes as soon as it takes a byte.
-        give_up: ends the connection; gets what was held back.
+        held_back: returns None when nothing waits for the client, else a value that changes as soon as the
+            client reads a byte.
+        give_up: ends the connection; gets the last value of `held_back`.
     """
 
     __slots__ = ()

@@ -1,4 +1,4 @@
-"""The sentences of the management API as TorchServe's clients know them; REST and gRPC share them."""
+"""Response texts of the management API, as TorchServe words them; REST and gRPC share them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ NO_MODEL_NAMED = "Parameter model_name is required."
 
 
 def health(healthy: bool) -> str:
-    """The word of `/ping`."""
+    """Return the status text of `/ping`."""
     return "Healthy" if healthy else "Unhealthy"
 
 
 def registered(result: Registered) -> str:
-    """What registering came to."""
+    """Return the response text of a registration."""
     if result.progress is Progress.STARTED:
         return PROCESSING
     if result.progress is Progress.PARTIAL:
@@ -30,7 +30,7 @@ def registered(result: Registered) -> str:
 
 
 def scaled(progress: Progress, model: str, version: str | None, min_executors: int) -> str:
-    """What scaling came to."""
+    """Return the response text of a scaling call."""
     if progress is Progress.STARTED:
         return PROCESSING
     if progress is Progress.PARTIAL:
@@ -40,10 +40,10 @@ def scaled(progress: Progress, model: str, version: str | None, min_executors: i
 
 
 def unregistered(model: str) -> str:
-    """The answer after a version is gone."""
+    """Return the response text after a version was unregistered."""
     return f'Model "{model}" unregistered'
 
 
 def default_set(key: ModelKey) -> str:
-    """The answer after the default version changed."""
+    """Return the response text after the default version changed."""
     return f'Default version successfully updated for model "{key.name}" to "{key.version}"'

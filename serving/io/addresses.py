@@ -1,4 +1,4 @@
-"""Whether somebody else has an address, and what to say when it can't be listened on."""
+"""Check for addresses in use, and error messages for addresses that can't be listened on."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from collections.abc import Iterable, Iterator
 from torchere.serving.config.server_settings import Address
 from torchere.serving.errors import ServingError
 
-_CONNECT_TIMEOUT_S = 1.0  # of a socket file that somebody else may have
+_CONNECT_TIMEOUT_S = 1.0  # for probing a socket file that another server may listen on
 
 
 def refuse_taken(addresses: Iterable[Address]) -> None:
-    """Refuse addresses that others listen on; whatever else is wrong with one shows when it is bound. Blocks.
+    """Raise an error if another process listens on one of the addresses. Blocks.
 
-    Before a start changes what the server that is there uses: its key file, its socket file.
+    Call it before the start changes files that a running server uses: its key file and its socket file. Most
+    other faults of an address are reported when it is bound.
 
     Raises:
-        ServingError: one is taken.
+        ServingError: an address is in use.
     """
     for address in addresses:
         with said_plainly(address):
@@ -32,7 +33,7 @@ def refuse_taken(addresses: Iterable[Address]) -> None:
 
 @contextlib.contextmanager
 def said_plainly(address: Address) -> Iterator[None]:
-    """An operating system's refusal of an address, in words that say what to do."""
+    """Turn an OSError or a UnicodeError about an address into a ServingError with advice."""
     try:
         yield
     except UnicodeError as err:  # a label of the host's name is empty, or longer than 63 characters
@@ -43,7 +44,7 @@ def said_plainly(address: Address) -> Iterator[None]:
             advice = f"Is another server running there? {advice}"
         if err.errno in (errno.EMFILE, errno.ENFILE):
             advice = "Raise the limit of open files (ulimit -n)."
-        # asyncio's own text has the address once more; the numbers of a host that is not found are below 0.
+        # Not asyncio's own text, which repeats the address. The error numbers of getaddrinfo are below 0.
         said = os.strerror(err.errno) if err.errno and err.errno > 0 else err.strerror or err
         raise ServingError(f"Cannot listen on {address}: {said}.", advice) from err
 
@@ -51,7 +52,7 @@ def said_plainly(address: Address) -> Iterator[None]:
 def _probe_unix(path: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(_CONNECT_TIMEOUT_S)
-        if probe.connect_ex(path) == 0:  # a file that a killed server left refuses
+        if probe.connect_ex(path) == 0:  # the stale file of a killed server refuses connections
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 

@@ -1,4 +1,4 @@
-"""How long the other end of a connection may say nothing, without a timer for each thing it says."""
+"""Timeout for a silent peer, with one timer that is not restarted for each message."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import asyncio
 import time
 from collections.abc import Callable
 
-LATE_S = 1.0  # of a timer: its loop stood still (Ctrl+Z, a paused container, no core), and nobody listened
+LATE_S = 1.0  # a timer this late means that the loop stood still (Ctrl+Z, a paused container, no core)
 
 
 def was_late(due_s: float) -> bool:
-    """Whether a timer that has just fired did so when its loop had stood still: what came is not read yet.
+    """Return whether a timer that has just fired is late because its event loop stood still.
+
+    Data that arrived meanwhile is not read yet.
 
     Args:
-        due_s: when it was to fire, monotonic. A timer of uvloop's for less than half a millisecond can't
-            tell.
+        due_s: when the timer was due, in monotonic seconds. The result has no meaning for a uvloop timer of
+            less than half a millisecond.
     """
     return time.monotonic() - due_s > LATE_S
 
@@ -22,37 +24,37 @@ def was_late(due_s: float) -> bool:
 class Silence:
     """Watches a worker while it has a batch, a client while it sends a body, or a connection that is idle.
 
-    Lives on the event loop, which it must be made on.
+    Create and use it on the event loop.
 
-    Calls `on_timeout()` when nothing was heard for `timeout_s`; where the loop stood still at the end of it,
-    the time begins anew, once: a loop that is always late ends it, too. The one timer is not moved when
-    something is heard, which is often: when it fires, it looks how much of the time is left.
+    Calls `on_timeout()` after `timeout_s` without a message. If the loop stood still at the end of that time,
+    the time starts again, but only once, so that a loop that is always late reaches the timeout, too.
+    Messages are frequent, so they do not move the timer: when it fires, it checks how much time is left.
     """
 
     def __init__(self, timeout_s: float, on_timeout: Callable[[], None]) -> None:
         self._timeout_s = timeout_s
         self._on_timeout = on_timeout
         self._loop = asyncio.get_running_loop()
-        self._began_s: float | None = None  # None: nothing is expected
-        self._anew_s: float | None = None  # when it began anew, unheard
+        self._began_s: float | None = None  # None: no message is expected
+        self._anew_s: float | None = None  # when the time started again without a message
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self) -> None:
-        """From now on it is to say something."""
+        """Start to expect messages."""
         self._began_s = self._loop.time()
         if self._timer is None:
             self._look_in(self._timeout_s)
 
     def broken(self) -> None:
-        """It said something, and there is more to come."""
+        """Restart the time: a message came, and more are expected."""
         self._began_s = self._loop.time()
 
     def over(self) -> None:
-        """It is not to say anything any more."""
+        """Stop expecting messages."""
         self._began_s = None
 
     def stop(self) -> None:
-        """As `over`, and for good: let go of the timer, too."""
+        """Stop expecting messages, and cancel the timer."""
         self.over()
         if self._timer is not None:
             self._timer.cancel()

@@ -1,4 +1,4 @@
-"""Sends what a connection has to send in one turn of the event loop with one system call.
+"""Write coalescing: all frames of a connection in one event-loop turn go out with one system call.
 
 uvloop makes a system call for each write.
 """
@@ -11,14 +11,14 @@ from collections.abc import Sequence
 Buffer = bytes | bytearray | memoryview
 Buffers = Sequence[Buffer]
 
-AT_ONCE_BYTES = 65_536  # wait for the end of the turn at most; beyond it all goes out at once
+AT_ONCE_BYTES = 65_536  # held until the end of the turn; more than this is sent at once
 
 
 class TurnWrites:
-    """Holds frames until the end of the turn. Lives on the event loop.
+    """Holds frames until the end of the event-loop turn. Use it on the event loop only.
 
-    A batch answers many calls of one gRPC connection in one turn; a system call for each was a fifth of what
-    a call cost.
+    A batch answers many calls of one gRPC connection in one turn; a system call for each was a fifth of the
+    cost of a call.
     """
 
     __slots__ = ("_held", "_held_bytes", "_is_due", "_loop", "_transport")
@@ -26,10 +26,10 @@ class TurnWrites:
     def __init__(self) -> None:
         self._held: list[Buffer] = []
         self._held_bytes = 0
-        self._is_due = False  # a flush is to come
+        self._is_due = False  # a flush is scheduled
 
     def begin(self, transport: asyncio.Transport) -> None:
-        """The connection is there; nothing may be written before."""
+        """Set the transport of the connection. Call it before any write."""
         self._transport = transport
         self._loop = asyncio.get_running_loop()
 
@@ -39,22 +39,22 @@ class TurnWrites:
         self._count(len(data))
 
     def write_all(self, buffers: Buffers) -> None:
-        """Send what is whole frames together."""
+        """Send buffers that together hold whole frames."""
         self._held += buffers
         self._count(sum(map(len, buffers)))
 
     def expect_flush(self) -> None:
-        """The caller calls `flush` itself, before this turn is over."""
+        """Schedule no flush: the caller calls `flush` itself before this turn is over."""
         self._is_due = True
 
     def flush(self) -> None:
-        """Send what is held."""
+        """Send the held frames."""
         self._is_due = False
         if self._held:
             self._send()
 
     def close(self) -> None:
-        """Send what is held, and end the connection."""
+        """Send the held frames and close the connection."""
         self.flush()
         self._transport.close()
 
@@ -78,7 +78,7 @@ class TurnWrites:
 
 
 def write_together(transport: asyncio.WriteTransport, buffers: Buffers) -> None:
-    """Send buffers in one system call, uncopied; pauses the protocol when too much is left over.
+    """Send buffers in one system call, without a copy; pause the protocol if too much is unsent.
 
     `writelines` of asyncio's own loop does not pause it in Python 3.12 and 3.13.0; setting the limits does.
     """

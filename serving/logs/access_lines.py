@@ -1,10 +1,10 @@
-"""Lines of the access log, many in one write, away from the event loop.
+"""Access log: a thread writes many lines at once, away from the event loop.
 
-Through Python's logging a line costs a fifth of what answering a small request costs: a record, a walk
-through the handlers, a format, and a write each. So the loop makes the line's text itself, which takes it a
-few microseconds, and a thread hands what came in a tenth of a second to the output at once. The thread needs
-the GIL as little as can be: each time it asks for it the loop stands still. An output that stands still holds
-up that thread and nobody else: what does not fit is dropped, counted, and said when there is an output again.
+Through Python's logging a line costs a fifth of a small request: a record, a walk through the handlers, a
+format, and a write each. So the event loop only makes the line's text, which takes a few microseconds, and a
+thread writes the lines of a tenth of a second to the output at once. The thread takes the GIL as seldom as it
+can, because the loop is blocked each time. A blocked output holds up only that thread: lines beyond the
+limit are dropped, counted, and reported when the output takes lines again.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torchere.serving.logs.fields import LoggedPrediction, ModelVersion, log_fie
 if TYPE_CHECKING:
     from torchere.serving.logs.trace_context import TraceContext
 
-FLUSH_S = 0.1  # how long a line may wait, and what a crash may cost
+FLUSH_S = 0.1  # how long a line may wait; a crash may lose the lines of that time
 MAX_WAITING = 100_000  # lines; some 30 MB
 _CHUNK = 1000  # lines in one write
 
-Client = str | tuple[object, ...] | None  # what names the peer: text, host and port, nothing (a Unix socket)
+Client = str | tuple[object, ...] | None  # the peer: text, host and port, or None (a Unix socket)
 logger = logging.getLogger(__name__)
 
 
@@ -36,7 +36,7 @@ class AccessLine(NamedTuple):
 
     created_s: float  # seconds since the epoch
     client: Client
-    request_line: str | bytes  # what stands between the quotes
+    request_line: str | bytes  # the text between the quotes
     status: int  # the HTTP status, or the number of the gRPC code
     elapsed_ms: int
     request_id: str = ""
@@ -45,17 +45,17 @@ class AccessLine(NamedTuple):
 
     @property
     def ids(self) -> dict[str, str]:
-        """The fields that JSON lines have besides, as far as they are known."""
+        """The additional fields of JSON lines, as far as they are known."""
         return log_fields(self.request_id, self.trace, self.version)
 
     @property
     def asked(self) -> str:
-        """The part of the message that a connection's requests have in common: its peer, and the line."""
+        """The start of the message, which equal requests of a connection share: peer and request line."""
         return _asked(self.client, self.request_line)
 
     @property
     def message(self) -> str:
-        """TorchServe's form of it, as the client wrote it: not escaped."""
+        """The message in TorchServe's format; the client's text is not escaped."""
         return f"{self.asked} {self.status} {self.elapsed_ms}"
 
 
@@ -67,11 +67,11 @@ def _asked(client: Client, request_line: str | bytes) -> str:
 
 
 class LineFormatter(logging.Formatter, ABC):
-    """A form of log lines that has one for the access log's, too."""
+    """A formatter of log records that also formats lines of the access log."""
 
     @abstractmethod
     def format_access(self, line: AccessLine) -> str:
-        """The line, without its end; on one line, whatever the client wrote."""
+        """Return the line without its line end; line breaks in the client's text must be escaped."""
 
 
 @runtime_checkable
@@ -79,14 +79,17 @@ class TakesAccessLines(Protocol):
     """A logging handler that writes many lines at once."""
 
     def access_text(self, line: AccessLine) -> str:
-        """The text of a line with its end, "" when it does not go there; on the event loop."""
+        """Return the text of a line with its line end, "" if it is not for this handler.
+
+        Called on the event loop.
+        """
 
     def write_access(self, text: str, lines: int) -> None:
-        """Write the text of so many lines, in any thread."""
+        """Write the text of so many lines. Called in any thread."""
 
 
 class _Output:
-    """One handler, and the text that waits for it. The loop appends, the writer takes from the front."""
+    """One handler and its queue of text. The event loop appends, the writer takes from the front."""
 
     __slots__ = ("handler", "texts")
 
@@ -95,32 +98,32 @@ class _Output:
         self.texts: list[str] = []
 
     def write(self) -> None:
-        """Write what waits. Each step on the list is one under the GIL, so no lock keeps the loop waiting."""
+        """Write the queued text. List operations are atomic under the GIL, so the loop waits for no lock."""
         while texts := self.texts[:_CHUNK]:
             del self.texts[: len(texts)]
             self.handler.write_access("".join(texts), len(texts))
 
 
 class AccessLog:
-    """Writes the lines of one logger. `add` belongs to the event loop, the rest to any thread.
+    """Writes the lines of one logger. Call `add` on the event loop, the rest in any thread.
 
-    Lines go through logging as ever while one of the handlers that would get them can't take many at once.
+    While one of the logger's handlers can't take many lines at once, all lines go through Python's logging.
     """
 
     def __init__(self, logger: logging.Logger, flush_s: float = FLUSH_S, limit: int = MAX_WAITING) -> None:
         self.logger = logger
         self.dropped = 0
-        self._said = 0  # of them
+        self._said = 0  # the part of `dropped` that was reported
         self._flush_s = flush_s
         self._limit = limit
-        self._outputs: list[_Output] | None = []  # None: one of them takes single lines only
-        self._is_noted = False  # the thread knows that something waits
+        self._outputs: list[_Output] | None = []  # None: one of the handlers takes single lines only
+        self._is_noted = False  # the thread was woken for the queued lines
         self._lock = threading.Lock()  # held while lines are written, so that they stay in order
         self._writer: _Writer | None = None
 
     @property
     def enabled(self) -> bool:
-        """Whether lines are wanted at all; ask before `add`."""
+        """Whether lines are logged at all; check it before `add`."""
         return self.logger.isEnabledFor(logging.INFO)
 
     def add(
@@ -133,15 +136,15 @@ class AccessLog:
         prediction: LoggedPrediction | None = None,
         request_id: str = "",
     ) -> None:
-        """Note one answered request.
+        """Log one answered request.
 
         Args:
             client: its peer.
-            request_line: what stands between the quotes.
-            status: what the client was told: the HTTP status, or the number of the gRPC code.
-            started_s: when it came in, in monotonic seconds.
-            prediction: what it asked for, when it is one: its ids are in the JSON line.
-            request_id: the id that a request has without one.
+            request_line: the text between the quotes.
+            status: the HTTP status that the client got, or the number of the gRPC code.
+            started_s: when the request came in, in monotonic seconds.
+            prediction: the prediction, if the request is one; its ids are in the JSON line.
+            request_id: the id of a request that is no prediction.
         """
         elapsed_ms = round((time.monotonic() - started_s) * 1000)
         trace = version = None
@@ -168,10 +171,10 @@ class AccessLog:
                 output.texts.append(text)
 
     def flush(self) -> None:
-        """Write what waits, now and in this thread."""
+        """Write the queued lines now, in the calling thread."""
         with self._lock:
             outputs = self._outputs or ()
-            self._is_noted = False  # a line that comes from now on wakes the thread again
+            self._is_noted = False  # the next line wakes the thread again
             for output in outputs:
                 output.write()
         if self.dropped > self._said:
@@ -179,16 +182,16 @@ class AccessLog:
             logger.warning("%d lines of the access log are lost: nobody took them in time", lost)
 
     def close(self) -> None:
-        """Write what waits, and end the thread; a line that comes later begins a new one."""
+        """Write the queued lines and end the thread; a later line starts a new thread."""
         if self._writer is not None:
-            atexit.unregister(self.close)  # before a line that comes meanwhile begins the next thread
+            atexit.unregister(self.close)  # before a line added meanwhile starts the next thread
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
         self.flush()
 
     def _find_outputs(self) -> list[_Output] | None:
-        """The outputs as they are now; who is one still keeps what waits for it."""
+        """Return the current outputs; a handler that stays keeps its queued text."""
         known = {output.handler: output for output in self._outputs or ()}
         found = []
         for handler in _handlers(self.logger):
@@ -202,11 +205,11 @@ class AccessLog:
         if writer is None:
             self._writer = writer = _Writer(self.flush, self._flush_s)
             atexit.register(self.close)
-        writer.wake()  # one that is being closed leaves it to `close`
+        writer.wake()  # if it is closing, `close` writes the line
 
 
 class _Writer:
-    """The thread that flushes a while after it is woken, until it is closed. It begins at once."""
+    """A thread that flushes some time after it is woken, until it is closed. Starts at once."""
 
     def __init__(self, flush: Callable[[], None], wait_s: float) -> None:
         self._flush = flush
@@ -217,11 +220,11 @@ class _Writer:
         self._thread.start()
 
     def wake(self) -> None:
-        """Something waits to be written."""
+        """Tell the thread that lines are queued."""
         self._awake.set()
 
     def close(self) -> None:
-        """End the thread, which may leave something unwritten."""
+        """End the thread; queued lines may stay unwritten."""
         self._closing.set()
         self._awake.set()
         self._thread.join()
@@ -235,7 +238,7 @@ class _Writer:
 
 
 def _handlers(logger: logging.Logger) -> Iterator[logging.Handler]:
-    """All handlers that a line of a logger goes to."""
+    """Yield all handlers that a line of a logger goes to."""
     current: logging.Logger | None = logger
     while current is not None:
         yield from current.handlers

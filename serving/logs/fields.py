@@ -27,13 +27,13 @@ class LoggedPrediction(Protocol):
 
     @property
     def meter(self) -> ModelVersion | None:
-        """The version that is asked; None: no version was found."""
+        """The version that the request is for; None: no version was found."""
 
 
 def log_fields(
     request_id: str, trace: TraceContext | None = None, version: ModelVersion | None = None
 ) -> dict[str, str]:
-    """The fields that are known of a request; for `extra=`."""
+    """Return the known fields of a request, for `extra=`."""
     fields = {"request_id": request_id} if request_id else {}
     if trace is not None:
         fields["trace_id"] = trace.trace_id
@@ -43,7 +43,7 @@ def log_fields(
 
 
 def fields_of(request_id: str, prediction: LoggedPrediction | None) -> dict[str, str]:
-    """The same for a request that may be a prediction."""
+    """Return `log_fields` of a request that may be a prediction."""
     if prediction is None:
         return log_fields(request_id)
     return log_fields(request_id, prediction.trace, prediction.meter)

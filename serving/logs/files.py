@@ -1,7 +1,7 @@
-"""TorchServe's log files, for what collects and parses them: same names, same lines, same rotation by size.
+"""TorchServe's log files for log collectors: same names, same lines, same rotation by size.
 
-Standard output stays as it is. The files are `access_log.log` (one line a request), `model_log.log` (what
-handlers print) and `ts_log.log` (everything).
+Standard output stays as it is. The files are `access_log.log` (one line a request), `model_log.log`
+(output of handlers) and `ts_log.log` (everything).
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ KEPT_FILES = 5
 
 
 class RotatingFile(SaysWhatIsLost, logging.handlers.RotatingFileHandler):
-    """A file that is looked for before each write: one that logrotate has moved is not written to any more.
+    """A rotating log file that checks its path before each write and reopens it after logrotate moved it.
 
-    A write that fails costs its lines, and the next one tries again, from the folder on. A file that can't be
-    moved (it is mounted by itself, or its folder is not ours) grows by as much again before the next try.
+    A failed write loses its lines; the next write tries again, and creates a missing folder. A file that
+    can't be renamed (it is a mount point, or its folder is not writable) grows by `maxBytes` more before the
+    next try.
 
     Raises:
-        OSError: it can't be opened (from the constructor only).
+        OSError: the file can't be opened (from the constructor only).
     """
 
     def __init__(self, path: Path, lines: logging.Formatter) -> None:
@@ -39,7 +40,7 @@ class RotatingFile(SaysWhatIsLost, logging.handlers.RotatingFileHandler):
         self.setFormatter(lines)
         self.output = str(path)
         self._is_closed = False
-        self._full_bytes = self.maxBytes  # from which on it is moved
+        self._full_bytes = self.maxBytes  # the size from which on it is rotated
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record."""
@@ -51,7 +52,7 @@ class RotatingFile(SaysWhatIsLost, logging.handlers.RotatingFileHandler):
             self.write(f"{text}\n", 1)
 
     def write(self, text: str, lines: int) -> None:
-        """Write so many lines at once, in any thread; the file is rotated before them, if at all."""
+        """Write so many lines at once, in any thread; rotate the file before them if it is full."""
         with self.lock or contextlib.nullcontext():
             if self._is_closed:
                 return
@@ -66,7 +67,7 @@ class RotatingFile(SaysWhatIsLost, logging.handlers.RotatingFileHandler):
                 self.handleError(logging.makeLogRecord({"msg": f"{lines} lines of the log"}))
 
     def close(self) -> None:
-        """Take no more; on a full disk what waited in the buffer is lost."""
+        """Close the file and ignore later writes; a full disk loses the buffered text."""
         self._is_closed = True
         try:
             super().close()
@@ -74,7 +75,7 @@ class RotatingFile(SaysWhatIsLost, logging.handlers.RotatingFileHandler):
             self.handleError(logging.makeLogRecord({"msg": "the last lines of the log"}))
 
     def _begin_anew(self, size: int) -> TextIO:
-        """Move the file, of `size` bytes, and open a new one; the old one where it can't be moved."""
+        """Rotate the file of `size` bytes; return the new file, or the old one if it can't be renamed."""
         try:
             self.doRollover()
             self._full_bytes = self.maxBytes
@@ -84,13 +85,13 @@ class RotatingFile(SaysWhatIsLost, logging.handlers.RotatingFileHandler):
         return self._find()
 
     def _find(self) -> TextIO:
-        """What is open, or the file opened anew if that is not what the path leads to."""
+        """Return the open file, reopened if the path leads to another file or to none."""
         old = self.stream
         if old is not None:
             if not old.closed and _is_at(old.fileno(), self.baseFilename):
                 return old
             self.stream = None  # as RotatingFileHandler has it between two files
-            with contextlib.suppress(OSError):  # a full disk: what it did not take is lost
+            with contextlib.suppress(OSError):  # a full disk: the buffered text is lost
                 old.close()
         os.makedirs(os.path.dirname(self.baseFilename), exist_ok=True)
         self.stream = self._open()
@@ -100,18 +101,21 @@ class RotatingFile(SaysWhatIsLost, logging.handlers.RotatingFileHandler):
 def _is_at(descriptor: int, path: str) -> bool:
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except OSError:  # it was moved, or its file system is another one by now
+    except OSError:  # it was moved, or its file system was replaced
         return False
 
 
 logger = logging.getLogger(__name__)
 
 MODEL_LOGGER = "MODEL_LOG"
-_LEVELS = {"WARNING": "WARN", "CRITICAL": "FATAL"}  # where log4j's names are others
+_LEVELS = {"WARNING": "WARN", "CRITICAL": "FATAL"}  # log4j's names where they differ
 
 
 class _LogFile(RotatingFile):
-    """Ours, so that adding again replaces it. `form` is for lines of the access log; None: it takes none."""
+    """A log file of this module, which `add_log_files` replaces when it is called again.
+
+    `form` formats lines of the access log; None: the file takes none of them.
+    """
 
     def __init__(
         self,
@@ -125,7 +129,7 @@ class _LogFile(RotatingFile):
         self._form = form
 
     def access_text(self, line: AccessLine) -> str:
-        """The text of a line of the access log; "" in the file that has none."""
+        """Return the text of a line of the access log; "" if the file takes none."""
         return "" if self._form is None else f"{self._form(line)}\n"
 
     def write_access(self, text: str, lines: int) -> None:
@@ -137,11 +141,11 @@ class AccessFormatter(LineFormatter):
     """`time - message`."""
 
     def format_access(self, line: AccessLine) -> str:
-        """The same for a line of the access log, without a record."""
+        """Format a line of the access log in the same way, without a log record."""
         return f"{_time(line.created_s)} - {escape(line.message)}"
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, without its end."""
+        """Return the line without its line end."""
         return f"{_time(record.created)} - {escape(record.getMessage())}"
 
 
@@ -149,7 +153,7 @@ class Log4jFormatter(LineFormatter):
     """`time [LEVEL] thread logger - message`; a traceback follows on lines of its own."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, without its end."""
+        """Return the line without its line end."""
         level = _LEVELS.get(record.levelname, record.levelname)
         thread, name = _origin(record)
         line = f"{_time(record.created)} [{level:<5}] {escape(thread)} {name} - {escape(record.getMessage())}"
@@ -157,7 +161,7 @@ class Log4jFormatter(LineFormatter):
         return "\n".join([line, *(escape(part) for part in trace.split("\n") if part)])
 
     def format_access(self, line: AccessLine) -> str:
-        """The same for a line of the access log, without a record."""
+        """Format a line of the access log in the same way, without a log record."""
         return f"{_time(line.created_s)} [INFO ] MainThread {ACCESS_LOGGER} - {escape(line.message)}"
 
 
@@ -202,7 +206,7 @@ def _is_model(record: logging.LogRecord) -> bool:
 
 
 def _origin(record: logging.LogRecord) -> tuple[str, str]:
-    """Thread and logger, as TorchServe names them for what a handler prints."""
+    """Return the thread and the logger; for text that a handler prints, by TorchServe's names."""
     if not _is_model(record):
         return record.threadName or "main", record.name
     fields = vars(record)
@@ -210,11 +214,11 @@ def _origin(record: logging.LogRecord) -> tuple[str, str]:
 
 
 def _time(created_s: float) -> str:
-    """Local time, as log4j's ISO8601 has it: a comma before the milliseconds, and no zone."""
+    """Return local time in log4j's ISO8601 format: a comma before the milliseconds, and no zone."""
     second, microseconds = divmod(round(created_s * 1e6), 1_000_000)
     return f"{_second(second)},{microseconds // 1000:03d}"
 
 
-@lru_cache(maxsize=2)  # a line of the access log asks for each request
+@lru_cache(maxsize=2)  # called for each line of the access log
 def _second(epoch_s: int) -> str:
     return f"{datetime.fromtimestamp(epoch_s):%Y-%m-%dT%H:%M:%S}"

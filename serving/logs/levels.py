@@ -1,4 +1,4 @@
-"""Changing what is logged while the server runs."""
+"""Log levels that can be changed while the server runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Follower(Protocol):
     """A process with loggers of its own, whose levels follow those of the server."""
 
     def set_log_level(self, name: str, level: int) -> None:
-        """Set the level of a logger there; "" is the one above all others."""
+        """Set the level of a logger in that process; "" is the root logger."""
 
 
 _changed: dict[str, int] = {}  # by logger, as logging's own levels common to the whole process
@@ -29,19 +29,19 @@ class LogLevelError(ValueError):
 
 
 def follow(follower: Follower) -> None:
-    """Tell a new process of the levels that were changed, and of each further change."""
+    """Send a new process the changed levels, and every later change."""
     _followers.add(follower)
     for name, level in _changed.items():
         follower.set_log_level(name, level)
 
 
 def change_level(name: str, level: str) -> None:
-    """Set the level of a logger here and in all workers from now on; "" is the one above all others.
+    """Set the level of a logger here and in all workers from now on; "" is the root logger.
 
     Call it on the event loop.
 
     Raises:
-        LogLevelError: nothing logs under that name, or the level is none of `LEVELS` and `INHERIT`.
+        LogLevelError: there is no logger of that name, or the level is not in `LEVELS` or `INHERIT`.
     """
     wanted = level.upper()
     if wanted not in LEVELS and not (wanted == INHERIT and name):
@@ -57,7 +57,7 @@ def change_level(name: str, level: str) -> None:
 
 
 def levels() -> dict[str, str]:
-    """The levels that are set, by logger; that of "" holds for all others."""
+    """Return the levels that are set, by logger; "" is the root logger, whose level all others inherit."""
     found = {"": logging.getLevelName(logging.root.level)}
     for name, logger in sorted(logging.root.manager.loggerDict.items()):
         if isinstance(logger, logging.Logger) and logger.level:

@@ -1,7 +1,7 @@
-"""What log lines look like: JSON for machines, one readable line for people, forged by nobody.
+"""Format of log lines: JSON for machines, one readable line for people, safe from log injection.
 
-Clients choose model names, URLs and request ids that end up in messages; a newline or an escape sequence
-among them must not look like a line of ours, or move the terminal's cursor.
+Clients choose model names, URLs and request ids that end up in messages. A newline or an escape sequence in
+them must not forge a log line or move the terminal's cursor.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from functools import lru_cache
-from json.encoder import encode_basestring_ascii as _quoted  # text as json.dumps writes it, sooner
+from json.encoder import encode_basestring_ascii as _quoted  # text as json.dumps writes it, but faster
 from typing import TYPE_CHECKING, Any, TextIO
 
 from torchere.serving.logs.access_lines import AccessLine, LineFormatter
@@ -31,9 +31,9 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class _Handler(SaysWhatIsLost, _StreamHandler):
-    """Ours, so that configuring again replaces it and leaves the handlers of others alone.
+    """The handler that `configure` installs; a class of its own, so that only it is replaced.
 
-    Who logs does not wait for whoever reads the stream: see `outlet.py`.
+    A logging call does not wait for the reader of the stream: see `output.py`.
     """
 
     def __init__(self, stream: TextIO, lines: LineFormatter) -> None:
@@ -45,16 +45,16 @@ class _Handler(SaysWhatIsLost, _StreamHandler):
             encoding = stream.encoding or "utf-8"
             self._outlet = Outlet(descriptor, encoding, say_lost=self._lost_text, failed=self._failed)
             if isinstance(stream, io.TextIOWrapper):
-                # Records pass its buffer by, so that they do not flush what was printed.
+                # Records bypass its buffer, so they do not flush text that was printed.
                 stream.reconfigure(line_buffering=True)
 
     @property
     def dropped(self) -> int:
-        """How many lines were lost because nobody read the stream."""
+        """Lines that were dropped because the stream was blocked."""
         return 0 if self._outlet is None else self._outlet.dropped
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record, or have it written."""
+        """Write a record, or queue it for the writer thread."""
         if self._outlet is None:
             super().emit(record)
             return
@@ -64,14 +64,14 @@ class _Handler(SaysWhatIsLost, _StreamHandler):
             self.handleError(record)
 
     def flush(self) -> None:
-        """Wait until what was logged is written, but not for ever: a server has to end."""
+        """Wait until all records are written; at most `FLUSH_TIMEOUT_S` for a stream that may block."""
         if self._outlet is None:
             super().flush()
         else:
             self._outlet.flush(FLUSH_TIMEOUT_S)
 
     def close(self) -> None:
-        """Take no more."""
+        """Let the writer thread end when all is written, and close the handler."""
         if self._outlet is not None:
             self._outlet.close()
         super().close()
@@ -87,7 +87,7 @@ class _Handler(SaysWhatIsLost, _StreamHandler):
         self.handleError(logging.makeLogRecord({"msg": "lines of the log"}))
 
     def access_text(self, line: AccessLine) -> str:
-        """The text of a line of the access log."""
+        """Return the text of a line of the access log."""
         return self._lines.format_access(line) + "\n"
 
     def write_access(self, text: str, lines: int) -> None:
@@ -99,15 +99,15 @@ class _Handler(SaysWhatIsLost, _StreamHandler):
             try:
                 self.stream.write(text)
                 self.flush()
-            except (OSError, ValueError):  # nobody reads any more, or it is closed: as with any other line
+            except (OSError, ValueError):  # no reader any more, or a closed stream: handled as for a record
                 self.handleError(logging.makeLogRecord({"msg": f"{lines} lines of the access log"}))
 
 
 class JsonFormatter(LineFormatter):
-    """One JSON object a line: time, level, logger, message, then what `extra=` gave, then the traceback."""
+    """One JSON object a line: time, level, logger, message, the fields of `extra=`, then the traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, without its end. An extra that JSON has no form for is shown by its `str`."""
+        """Return the line without its line end. Extras that JSON can't represent are shown by `str`."""
         fields: dict[str, Any] = {
             "time": _utc(record.created, "microseconds"),
             "level": record.levelname,
@@ -118,12 +118,12 @@ class JsonFormatter(LineFormatter):
             fields.setdefault(name, _plain(value))
         if trace := trace_of(self, record):
             fields["exception"] = trace
-        # JSON may hold DEL as it is, a terminal should not; it can only stand inside of a string.
+        # JSON allows a raw DEL, but a terminal should not get one; it can only occur inside a string.
         return json.dumps(fields).replace("\x7f", "\\u007f")
 
     def format_access(self, line: AccessLine) -> str:
-        """The same for a line of the access log, without a record."""
-        # All but the two numbers is the same for a connection's requests, and numbers need no escapes.
+        """Format a line of the access log in the same way, without a log record."""
+        # Requests of a connection differ in two numbers only, so the rest is cached; numbers need no escapes.
         second, microseconds = _second_and_rest(line.created_s)
         ids = f', "request_id": {_quoted_json(line.request_id)}' if line.request_id else ""
         if line.trace is not None:
@@ -141,7 +141,7 @@ class TextFormatter(LineFormatter):
     """`time LEVEL logger: message name=value ...`; a traceback follows on lines that begin with a bar."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, without its end."""
+        """Return the line without its line end."""
         extras = "".join(f" {escape(name)}={escape(str(value))}" for name, value in extras_of(record).items())
         moment = _utc(record.created, "milliseconds")
         line = f"{moment} {record.levelname:<7} {escape(record.name)}: {escape(record.getMessage())}{extras}"
@@ -149,7 +149,7 @@ class TextFormatter(LineFormatter):
         return "\n".join([line, *(f"  | {escape(part)}" for part in trace.split("\n") if part)])
 
     def format_access(self, line: AccessLine) -> str:
-        """The same for a line of the access log, without a record."""
+        """Format a line of the access log in the same way, without a log record."""
         ids = "".join([f" {name}={escape(value)}" for name, value in line.ids.items()])
         second, microseconds = _second_and_rest(line.created_s)
         moment = f"{second}.{microseconds // 1000:03d}Z"
@@ -157,19 +157,19 @@ class TextFormatter(LineFormatter):
 
 
 def configure(level: str, json_lines: bool, stream: TextIO, *, lines: LineFormatter | None = None) -> None:
-    """Send every log record of this process of at least this level to the stream.
+    """Send every log record of at least this level in this process to the stream.
 
-    Call it before other threads log. Calling it again replaces what the last call did.
+    Call it before other threads log. Calling it again replaces the handler of the last call.
 
     Args:
         level: One of `LEVELS`, in any case.
         json_lines: One JSON object a line; otherwise text for people.
-        stream: Usually standard output; nothing stays in its buffer. What may stand still, as a pipe, is
-            written to by a thread, and what is printed to it goes out line by line, as its reader takes it.
-        lines: Another form of line than these two.
+        stream: Usually standard output; nothing stays in its buffer. A stream that may block, such as a pipe,
+            is written to by a thread, and printed text goes out line by line, as its reader takes it.
+        lines: A formatter to use instead of these two.
 
     Raises:
-        ValueError: the level is none of `LEVELS`.
+        ValueError: the level is not in `LEVELS`.
     """
     name = level.upper()
     if name not in LEVELS:
@@ -184,12 +184,12 @@ def configure(level: str, json_lines: bool, stream: TextIO, *, lines: LineFormat
         old.close()
     root.addHandler(handler)
     root.setLevel(name)
-    # What no line of ours shows need not be found out for every record (the logging HOWTO, "Optimization").
+    # No log line shows these fields, so records need not collect them (the logging HOWTO, "Optimization").
     logging.logProcesses = logging.logMultiprocessing = False
 
 
 def say(line: str) -> None:
-    """Write a line that is no record to where records go, in its turn; before `configure` print it."""
+    """Write a plain line to the stream of the log records, in order; before `configure`, print it."""
     ours = [handler for handler in logging.getLogger().handlers if isinstance(handler, _Handler)]
     for handler in ours:
         handler.write_access(f"{line}\n", 1)
@@ -198,12 +198,12 @@ def say(line: str) -> None:
 
 
 def lost_lines() -> int:
-    """How many lines of this process's log were lost because nobody read them."""
+    """Return how many log lines of this process were dropped because the stream was blocked."""
     return sum(handler.dropped for handler in logging.getLogger().handlers if isinstance(handler, _Handler))
 
 
 def escape(text: str) -> str:
-    r"""The text on one line: line ends, control and invisible characters as `\n`, `\x1b`, `\u202e` ..."""
+    r"""Return the text on one line, invisible and control characters as `\n`, `\x1b`, `\u202e` ..."""
     if text.isprintable():
         return text
     return "".join(
@@ -213,7 +213,7 @@ def escape(text: str) -> str:
 
 
 def _plain(value: object) -> object:
-    """The value if JSON has it, its `str` otherwise; NaN and infinity are not JSON."""
+    """Return the value if JSON can represent it, else its `str`; NaN and infinity are not JSON."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float) and math.isfinite(value):
@@ -224,24 +224,24 @@ def _plain(value: object) -> object:
 
 
 def _quoted_json(text: str) -> str:
-    """The text as a JSON string that a terminal can show."""
+    """Return the text as a JSON string that is safe to show in a terminal."""
     return _quoted(text).replace("\x7f", "\\u007f")
 
 
-@lru_cache(maxsize=512)  # the same few texts come again and again
+@lru_cache(maxsize=512)  # few different texts occur
 def _inside(text: str) -> str:
-    """What stands between the quotes of such a string."""
+    """Return `_quoted_json` of the text without the enclosing quotes."""
     return _quoted_json(text)[1:-1]
 
 
 @lru_cache(maxsize=512)
 def _version_json(model: str, version: str) -> str:
-    """The last of a line's ids, as they stand behind the others."""
+    """Return the JSON fields `model` and `version`, which follow the other ids of a line."""
     return f', "model": {_quoted_json(model)}, "version": {_quoted_json(version)}'
 
 
 def _second_and_rest(created_s: float) -> tuple[str, int]:
-    """The time to the second, whose text is found out once, and the microseconds after it."""
+    """Return the time to the second as text, which is cached, and the remaining microseconds."""
     second, microseconds = divmod(round(created_s * 1e6), 1_000_000)
     return _second(second), microseconds
 
@@ -263,7 +263,7 @@ _HIDDEN_PREFIX = "_"  # extras for other handlers
 
 
 def extras_of(record: logging.LogRecord) -> Mapping[str, Any]:
-    """What `extra=` gave, by name."""
+    """Return the fields of `extra=`, by name, except those that begin with `_HIDDEN_PREFIX`."""
     return {
         name: value
         for name, value in vars(record).items()
@@ -272,7 +272,7 @@ def extras_of(record: logging.LogRecord) -> Mapping[str, Any]:
 
 
 def trace_of(formatter: logging.Formatter, record: logging.LogRecord) -> str:
-    """The traceback and the stack of a record of this process or another; "" without."""
+    """Return the traceback and the stack of a record of this process or another; "" for none."""
     parts = []
     if record.exc_info:
         parts.append(formatter.formatException(record.exc_info))

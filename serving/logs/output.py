@@ -1,8 +1,8 @@
-"""The way to a stream whose reader may stand still: who logs never waits for him.
+"""Output to a stream whose reader may be slow or blocked; logging calls do not wait for it.
 
-A pipe that nobody empties takes 64 KiB, and then whoever writes to it stands. So what the reader has room for
-is written at once, which outlives whatever becomes of the process, and a thread of its own writes the rest.
-What does not fit into what may wait is dropped, counted, and said when the reader takes lines again.
+A pipe that is not read takes 64 KiB and then blocks its writer. So text that the pipe has room for is written
+at once, and survives a crash of the process; a separate thread writes the rest. Text beyond the limit is
+dropped, counted, and reported when the reader takes lines again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TextIO, TypeVar
 from weakref import WeakSet
 
 MAX_WAITING_BYTES = 32 << 20
-TERMINAL_WAIT_S = 0.05  # once until a terminal takes lines again
+TERMINAL_WAIT_S = 0.05  # one wait for a blocked terminal, repeated only after it took all lines
 LAST_WAIT_MS = 1000  # for a reader, at the end of the process
 _CHUNK = 1000  # texts in one write
 
@@ -30,17 +30,17 @@ _outlets: WeakSet[Outlet] = WeakSet()  # of this process
 
 
 class Outlet:
-    """Writes texts to a descriptor, in the order they came. Any thread may call it.
+    """Writes texts to a descriptor, in order. Any thread may call it.
 
-    In a process that was forked off, what waited is not written again, and each text is written before `put`
-    returns: such a process mostly ends without a word (`os._exit`), and nobody but itself waits.
+    A forked child does not write the queued texts of its parent again, and in the child `put` returns only
+    when its text is written: a child mostly ends without cleaning up (`os._exit`), and blocks only itself.
 
     Args:
-        descriptor: not closed here, and written to past all buffers: at the end of a process nobody may have
-            to wait for the lock of a buffer whose writer stands.
-        encoding: of the texts; what it lacks is written as escapes.
-        say_lost: the text that says that so many lines were dropped.
-        failed: called in the `except` of who writes when a write failed.
+        descriptor: not closed here, and written to without a buffer: a buffer has a lock, which a blocked
+            writer would hold at the end of the process.
+        encoding: of the texts; characters that it lacks are written as escapes.
+        say_lost: returns the text that reports so many dropped lines.
+        failed: called in the `except` block when a write failed.
         limit: how many bytes may wait.
     """
 
@@ -66,20 +66,21 @@ class Outlet:
 
     def _begin(self) -> None:
         self.dropped = 0  # lines
-        self._changed = threading.Condition()  # guards all below; nothing that may wait is written under it
+        # Held during a blocking write only in a forked child and at the end of the process.
+        self._changed = threading.Condition()  # guards all below
         self._texts: list[bytes] = []
-        self._held = 0  # bytes that wait or are being written
-        self._said = 0  # of the lines that were dropped
+        self._held = 0  # bytes that are queued or being written
+        self._said = 0  # dropped lines that were reported
         self._closing = False
         self._thread: threading.Thread | None = None
 
     def begin_in_child(self) -> None:
-        """This process was forked off: the lock and the thread are the parent's, and so is what waits."""
+        """Reset the state after a fork: the lock, the thread and the queued texts are the parent's."""
         self._is_forked = True
         self._begin()
 
     def put(self, text: str, lines: int = 1) -> None:
-        """Have a text of so many lines written; hardly waits, except in a process that was forked off."""
+        """Write or queue a text of so many lines. Hardly blocks, except in a forked child."""
         data = text.encode(self._encoding, "backslashreplace")
         with self._changed:
             if self._is_forked:
@@ -100,16 +101,16 @@ class Outlet:
                 self._write_last(lines)
                 return
             self._changed.notify_all()
-            if is_first and self._is_terminal:  # or what is printed next would stand before it
+            if is_first and self._is_terminal:  # or text printed next would come before it
                 self.flush(TERMINAL_WAIT_S)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all is written, no longer than that; False when it is not."""
+        """Wait at most `timeout_s` until all is written; return whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._held, timeout_s)
 
     def close(self) -> None:
-        """Let the thread end when all is written; a text that comes later begins a new one."""
+        """Let the thread end when all is written; a later text starts a new thread."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -118,13 +119,16 @@ class Outlet:
         thread = threading.Thread(target=self._run, name="log", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # from Python 3.12 on there are no new ones at the end of the process
+        except RuntimeError:  # from Python 3.12 on no thread can start at the end of the process
             return False
         self._thread = thread
         return True
 
     def _write_last(self, lines: int) -> None:
-        """Write what waits, so many lines, as nobody else will; a reader that stands is waited for once."""
+        """Write the queued texts in this thread, as no other can start any more.
+
+        After `LAST_WAIT_MS` without room, the rest counts as `lines` dropped lines, and the queue is closed.
+        """
         rest, self._texts, self._held = b"".join(self._texts), [], 0
         while rest and has_room(self._descriptor, LAST_WAIT_MS):
             rest = self._write_at_once(rest)
@@ -133,12 +137,12 @@ class Outlet:
             self._limit = 0
 
     def _write_at_once(self, data: bytes) -> bytes:
-        """Write what the reader has room for; returns the rest."""
+        """Write as much as the reader has room for; return the rest."""
         rest = data
         try:
             while rest and has_room(self._descriptor, timeout_ms=0):
                 rest = rest[os.write(self._descriptor, rest[: select.PIPE_BUF]) :]
-        except BlockingIOError:  # somebody else took the room
+        except BlockingIOError:  # another writer took the room
             return rest
         except Exception:
             with suppress(Exception):
@@ -156,7 +160,7 @@ class Outlet:
                 self._guarded(self._put_lost, lost)
 
     def _next(self) -> list[bytes]:
-        """What is to be written next; [] when there is nothing and there will be nothing."""
+        """Wait for the next texts to write; return [] when the outlet is closing and none are left."""
         with self._changed:
             self._changed.wait_for(lambda: self._texts or self._closing)
             texts = self._texts[:_CHUNK]
@@ -166,7 +170,7 @@ class Outlet:
             return texts
 
     def _written(self, texts: list[bytes]) -> int:
-        """These wait no more; returns how many lines were dropped that nobody was told of."""
+        """Take texts off the queued bytes; return how many dropped lines were not reported yet."""
         with self._changed:
             self._held -= sum(map(len, texts))
             lost, self._said = self.dropped - self._said, self.dropped
@@ -184,11 +188,11 @@ class Outlet:
         while rest:
             try:
                 rest = rest[os.write(self._descriptor, rest) :]
-            except BlockingIOError:  # somebody who has it, too, made it so
+            except BlockingIOError:  # another process that shares the descriptor made it non-blocking
                 has_room(self._descriptor, timeout_ms=None)
 
     def _guarded(self, step: Callable[[Given], None], given: Given) -> None:
-        """Whatever goes wrong, who writes goes on: mostly, nobody reads any more."""
+        """Run a step; call `failed` on an error, and go on: the reader has usually closed its end."""
         try:
             step(given)
         except Exception:
@@ -205,14 +209,14 @@ os.register_at_fork(after_in_child=_begin_in_child)
 
 
 def has_room(descriptor: int, timeout_ms: int | None) -> bool:
-    """Whether `PIPE_BUF` bytes may be written now without waiting; waits so long for that, None for ever."""
-    poll = select.poll()  # one for each use: two threads may not use one, and select knows small numbers only
+    """Wait up to `timeout_ms` (None: for ever) until `PIPE_BUF` bytes can be written; return whether."""
+    poll = select.poll()  # a new one: threads can't share one, and select takes small descriptors only
     poll.register(descriptor, select.POLLOUT)
     return bool(poll.poll(timeout_ms))
 
 
 def _tells_room(descriptor: int) -> bool:
-    """Whether `has_room` holds. A terminal that has room may have less."""
+    """Return whether `has_room` can be trusted. A terminal that reports room may have less."""
     try:
         mode = os.fstat(descriptor).st_mode
     except OSError:
@@ -221,7 +225,7 @@ def _tells_room(descriptor: int) -> bool:
 
 
 def may_stand_still(stream: TextIO) -> int | None:
-    """The descriptor of a stream that somebody has to read: a pipe, a terminal; None for files and memory."""
+    """Return the descriptor of a stream that may block (pipe, terminal); None for files and memory."""
     try:
         descriptor = stream.fileno()
         return None if stat.S_ISREG(os.fstat(descriptor).st_mode) else descriptor
@@ -233,15 +237,15 @@ SAID_EVERY_S = 60.0
 
 
 class SaysWhatIsLost(logging.Handler):
-    """A part of handlers: what becomes of a record that the operating system doesn't take."""
+    """Handler mixin that reports the loss of records that the operating system did not take."""
 
-    output = "standard output"  # what it is called
+    output = "standard output"  # its name in messages
     _say_after_s = 0.0  # monotonic
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Say why, as `say` does; what is no `OSError` as logging does.
+        """Report an `OSError` with `say`, and any other error as logging does.
 
-        Call it in the `except` of the one that writes.
+        Call it in the `except` block of the failed write.
         """
         err = sys.exc_info()[1]
         if isinstance(err, OSError):
@@ -250,7 +254,7 @@ class SaysWhatIsLost(logging.Handler):
             super().handleError(record)
 
     def say(self, text: str) -> None:
-        """Say it on standard error, at most once a minute; where nobody reads that it is left unsaid."""
+        """Write to standard error, at most once a minute; skip the text if standard error is blocked."""
         now_s = time.monotonic()
         if now_s >= self._say_after_s:
             self._say_after_s = now_s + SAID_EVERY_S

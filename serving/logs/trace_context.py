@@ -1,7 +1,7 @@
-"""W3C Trace Context: which trace a request belongs to, as its client says. Pure.
+"""W3C Trace Context: the trace that a request belongs to, from its client's headers. Pure.
 
 https://www.w3.org/TR/trace-context/: `version-traceid-parentid-flags`, all in lower-case hexadecimal digits.
-What is not well formed is ignored, as the standard asks; it never fails a request.
+Malformed headers are ignored, as the standard asks; they never fail a request.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class TraceContext(NamedTuple):
     trace_id: str  # 32 hexadecimal digits
     parent_id: str  # 16: the caller's span
     sampled: bool
-    state: str = ""  # `tracestate`, not looked into
+    state: str = ""  # `tracestate`, not parsed
 
 
 def parse_trace_context(traceparent: str, tracestate: str = "") -> TraceContext | None:
-    """Read the two headers; None unless the first is well formed."""
+    """Parse the two headers; return None unless the first is well formed."""
     if len(traceparent) > 256:
         return None
     found = _TRACEPARENT.fullmatch(traceparent.strip())
@@ -43,7 +43,10 @@ def parse_trace_context(traceparent: str, tracestate: str = "") -> TraceContext 
 
 
 def trace_of_headers(headers: Iterable[tuple[str | bytes, str | bytes]]) -> TraceContext | None:
-    """The trace context in header lines, whatever the spelling of their names; several states are joined."""
+    """Return the trace context in header lines with names in any case; `tracestate` lines are joined.
+
+    None unless there is exactly one `traceparent` line, and it is well formed.
+    """
     lines = trace_headers(headers)
     if not lines:
         return None
@@ -55,8 +58,8 @@ def trace_of_headers(headers: Iterable[tuple[str | bytes, str | bytes]]) -> Trac
 
 
 def trace_headers(headers: Iterable[tuple[str | bytes, str | bytes]]) -> list[tuple[str, str]]:
-    """The header lines of a trace context, with names in lower case, for whoever passes them on."""
-    # Lengths first: this is asked for every request, and hardly any other header is as long.
+    """Return the header lines of a trace context, with names in lower case, to pass them on."""
+    # Lengths first: this runs for every request, and hardly any other header has one of these lengths.
     return [
         (_text(name).lower(), _text(value))
         for name, value in headers

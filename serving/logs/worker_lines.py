@@ -1,9 +1,9 @@
-"""Log records of a worker process on their way to the server's log: whole, and with their level.
+"""Transfer of a worker process's log records to the server's log, whole and with their level.
 
-A worker has nothing but its output. What its handler prints is lines of text; what it logs goes there as one
-line of JSON behind a mark, so that a traceback stays in one piece and an error stays an error. The mark holds
-a token that only the server and the worker's formatter know: handlers print what clients send them, and a
-client that sends what looks like a record must not speak in the name of the server.
+A worker has only its output stream. Its handler prints lines of text; a log record goes there as one line of
+JSON behind a mark, so that a traceback stays in one piece and an error keeps its level. The mark holds a
+token that only the server and the worker's formatter know: handlers print text from clients, and a client
+must not be able to forge a log record.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from contextlib import suppress
 
 from torchere.serving.logs.lines import OWN_FIELDS, extras_of, trace_of
 
-SEPARATOR = "\x1e"  # ASCII's record separator: nobody prints it by accident
+SEPARATOR = "\x1e"  # ASCII's record separator: not printed by accident
 MAX_TEXT_CHARACTERS = 6000  # of a message, a traceback or an extra
 MAX_LINE_BYTES = 8192  # the server cuts a longer one into pieces of this size, and a piece is no record
 
 
 def new_token() -> str:
-    """What records of one worker are known by."""
+    """Return a new token that marks the records of one worker."""
     return secrets.token_hex(8)
 
 
 class WorkerFormatter(logging.Formatter):
-    """One marked line a record; the server takes it for one as soon as `token` is that of the worker.
+    """Formats a record as one marked line, which the server accepts once `token` is that of the worker.
 
     Args:
-        origin: what records of the calling thread say of where they came from, where threads differ in that.
+        origin: returns fields that name the origin of the calling thread's records, if threads differ in it.
     """
 
     token = ""
@@ -41,7 +41,7 @@ class WorkerFormatter(logging.Formatter):
         self._origin = origin
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, without its end, at most `MAX_LINE_BYTES` long; texts lose their middle for that."""
+        """Return the line without its line end, cutting texts in the middle to fit `MAX_LINE_BYTES`."""
         longest = MAX_TEXT_CHARACTERS
         while len(line := self._line(record, longest)) > MAX_LINE_BYTES and longest > 1:
             longest //= 2  # JSON takes 6 or 12 bytes for a character that is not ASCII
@@ -67,8 +67,8 @@ async def relay_all(
 ) -> None:
     """Log each line of a worker's output as `relay` does, until the output ends.
 
-    `origin` is a function for a process that several models share: it says what is known of any line, and
-    records say the rest themselves.
+    `origin` is a function for a process that several models share: it returns the fields known for every
+    line, and records hold the others themselves.
     """
     rest = b""
     while chunk := await output.read(65536):
@@ -91,7 +91,7 @@ def _relay_each(
     for line in lines:
         try:
             relay(line.decode(errors="replace"), token, known, plain, is_shared=is_shared)
-        except Exception:  # reading goes on whatever it is: a worker whose pipe is full hangs
+        except Exception:  # keep reading after any error: a worker whose pipe is full hangs
             with suppress(Exception):
                 plain.exception("a line of worker %s could not be logged", known.get("executor"))
 
@@ -99,14 +99,15 @@ def _relay_each(
 def relay(
     line: str, token: str, origin: Mapping[str, object], plain: logging.Logger, *, is_shared: bool = False
 ) -> None:
-    """Log one line of a worker's output here: a record in it as what it was, anything else as text at INFO.
+    """Log one line of a worker's output: a record with its logger and level, other text at INFO.
 
     Args:
         line: without its end.
         token: that of the worker's formatter.
-        origin: what every record says of where it came from; wins over what the worker says.
-        plain: the logger for what is no record.
-        is_shared: several models have the process, and it knows better which one it was: its word wins.
+        origin: fields that name the worker in every record; they override those that the worker sent.
+        plain: the logger for text that is no record.
+        is_shared: several models share the process. It knows the model of a record better, so its fields
+            override `origin`.
     """
     printed, mark, fields = line.partition(f"{SEPARATOR}{token}")  # progress bars end no line
     record = _record(fields, origin, is_shared) if mark else None
@@ -126,7 +127,7 @@ def _record(text: str, origin: Mapping[str, object], is_shared: bool) -> logging
         level, name = fields["level"], str(fields["logger"])
         message, exception = str(fields["message"]), str(fields["exception"])
         extra = {str(key): value for key, value in dict(fields["extra"]).items() if key not in OWN_FIELDS}
-    except (ValueError, KeyError, TypeError, RecursionError):  # cut, or not ours after all
+    except (ValueError, KeyError, TypeError, RecursionError):  # cut off, or not a record
         return None
     if type(level) is not int or not logging.NOTSET <= level <= logging.CRITICAL:
         return None
@@ -139,7 +140,10 @@ def _record(text: str, origin: Mapping[str, object], is_shared: bool) -> logging
 
 
 def _shortened(text: str, longest: int) -> str:
-    """The text, or its beginning and its longer end, where a traceback says what it is about."""
+    """Return at most about `longest` characters of the text, without its middle if it is longer.
+
+    Three quarters are from the end, where a traceback names its error.
+    """
     if len(text) <= longest:
         return text
     head = longest // 4

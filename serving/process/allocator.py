@@ -1,4 +1,4 @@
-"""The C library's allocator, told to keep the memory that a batch has freed for the next one.
+"""Settings of the C library's allocator that keep the freed memory of a batch for the next one.
 
 By default glibc gives every thread a heap of its own, and large blocks go back to the kernel when they are
 freed. A model allocates the same megabytes in every run, so in every run the kernel has to find and clear the
@@ -19,27 +19,27 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 _OWN_MAPPING_BYTES = 256 * 2**20
 _OLD_OWN_MAPPING_BYTES = 32 * 2**20  # the most that glibc before 2.35 takes
 _KEPT_BYTES = 512 * 2**20  # free memory that is kept at the end of the heap; the rest goes back
-# Every heap but the first consists of 64 MiB pieces, which go back when they are empty, whatever is set here.
+# Every heap but the first consists of 64 MiB pieces, which go back when they are empty, with any setting.
 # So one heap is best; but threads that allocate wait for its lock, so those of more cores do not share it.
 _CORES_PER_HEAP = 8
-# By these the operator has chosen already; GLIBC_TUNABLES may also set what is not the allocator's.
+# Set by an operator who tunes the allocator; GLIBC_TUNABLES may hold settings of other parts of glibc, too.
 _OPERATORS_VARIABLES = ("MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 _OPERATORS_TUNABLE = "glibc.malloc."
 
 
 def heaps(cores: int) -> int:
-    """How many heaps the threads of so many cores share."""
+    """Return how many heaps the threads of so many cores share."""
     return max(1, cores // _CORES_PER_HEAP)
 
 
 def keep_freed_memory(environment: Mapping[str, str]) -> bool:
-    """Make this process's allocator, and that of its forked children, keep what is freed.
+    """Make this process's allocator, and that of its forked children, keep freed memory.
 
     Call it before there are threads: a thread keeps the heap it has. Does nothing where the C library is not
     glibc, or where `environment` sets one of glibc's own variables for this.
 
     Returns:
-        Whether it did.
+        Whether the allocator took all the settings.
     """
     tunables = environment.get("GLIBC_TUNABLES", "")
     chosen = _OPERATORS_TUNABLE in tunables or any(name in environment for name in _OPERATORS_VARIABLES)

@@ -1,4 +1,4 @@
-"""What the container allows this process, as the kernel tells it: cgroup version 2, or version 1."""
+"""CPU and memory limits of the container, and their use, from cgroup version 2 or version 1."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NO_LIMIT_BYTES = 2**60  # version 1 has no word for "none", only a number no ma
 
 
 class CgroupSample(NamedTuple):
-    """One moment; None where there is no limit, or nobody tells."""
+    """One sample; None means no limit, or a value that the kernel does not report."""
 
     cpu_limit_cores: float | None = None
     throttled_s: float | None = None
@@ -21,7 +21,7 @@ class CgroupSample(NamedTuple):
 
 
 def sample_cgroup(root: Path = ROOT) -> CgroupSample:
-    """Read the files at `root`; what is not there, or not as expected, is None."""
+    """Read the cgroup files at `root`; a missing or malformed value becomes None."""
     if (root / "cgroup.controllers").exists():
         quota, _, period = _text(root / "cpu.max").partition(" ")
         throttled_s = _scaled(_field(_text(root / "cpu.stat"), "throttled_usec"), 1e-6)
@@ -41,7 +41,7 @@ def sample_cgroup(root: Path = ROOT) -> CgroupSample:
 
 
 def available_cores(root: Path = ROOT) -> int:
-    """Cores that this process may use: its affinity, cut by the quota of its cgroup; at least 1."""
+    """Return how many cores this process may use: its affinity, limited by its cgroup's quota; at least 1."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limit = sample_cgroup(root).cpu_limit_cores
     return affinity if limit is None else max(1, min(affinity, math.ceil(limit)))
@@ -50,7 +50,7 @@ def available_cores(root: Path = ROOT) -> int:
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="ascii", errors="replace").strip()
-    except OSError:  # no cgroups, or not our business
+    except OSError:  # no cgroups, or no permission to read them
         return ""
 
 

@@ -1,4 +1,4 @@
-"""Which signals end a server, and what becomes of those that come while its modules are imported."""
+"""Signals that end a server, and their handling while its modules are imported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:
-    """Those that end a server; without SIGHUP where nohup has had it ignored, as processes inherit that."""
+    """Return the signals that end a server; without SIGHUP if it is ignored (inherited from nohup)."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return tuple(number for number in ENDING_SIGNALS if not (ignored and number == signal.SIGHUP))
 
@@ -19,9 +19,9 @@ def ending_signals() -> tuple[signal.Signals, ...]:
 class SignalsKept:
     """Keeps the first signal that ends a server, until `let_go`; the second one ends the process at once.
 
-    Ctrl+C as an exception is lost wherever Python drops those (callbacks of the import system, for one), and
-    the first process of a container never gets a signal that it has no handler for. Enter it in the main
-    thread; in another one, which gets no signals, nothing is kept.
+    KeyboardInterrupt is lost wherever Python drops exceptions (in callbacks of the import system, for one),
+    and the first process of a container never gets a signal that it has no handler for. Enter this context in
+    the main thread; in other threads, which get no signals, it does nothing.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class SignalsKept:
         self.let_go()
 
     def let_go(self) -> int:
-        """Back to the handlers from before; the number of the signal that came, 0 for none."""
+        """Restore the previous handlers; return the number of the signal that came, 0 for none."""
         while self._before:
             signal.signal(*self._before.popitem())
         return self._first

@@ -1,1 +1,1 @@
-"""The control plane: which versions are wanted, which there are, and who brings the two together."""
+"""The control plane: desired versions, actual versions, and the reconciler between them."""

@@ -1,6 +1,6 @@
-"""From an unpacked archive to a version that can be loaded: settings, executors and batcher put together.
+"""Builds a loadable version from an unpacked archive: its settings, executor pool and batcher.
 
-Nothing is loaded here: the reconciler does that when executors are wanted.
+Nothing is loaded here: the reconciler loads a version when its target is above 0 executors.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FIRST_EXECUTOR_ID = 9000  # TorchServe numbers its workers by port, from 9000; t
 
 
 def no_worker_text(model: str) -> str:
-    """The contract's one text for every request that can't be admitted."""
+    """Return the contract's text for every request that can't be admitted."""
     return (
         f'Model "{model}" has no worker to serve inference request. Please use scale workers API to add '
         "workers. If this is a sequence inference, please check if it is closed, or expired; or exceeds "
@@ -54,7 +54,7 @@ def no_worker_text(model: str) -> str:
 
 
 class Loader:
-    """Builds versions for one server; lives on the event loop."""
+    """Builds versions for one server; used on the event loop."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Loader:
 
     @functools.cached_property
     def gpus(self) -> int:
-        """How many GPUs executors may take; blocks the first time, when the driver is asked."""
+        """The number of GPUs that executors may use; the first access queries the driver and blocks."""
         return gpu_count(self._server.max_gpus)
 
     def build(
@@ -84,10 +84,10 @@ class Loader:
         runtime: str | None,
         loaded_at_startup: bool,
     ) -> Version:
-        """A version in state NEW.
+        """Build a version in state NEW.
 
         Raises:
-            InvalidRequest: no handler is named anywhere, or the runtime is none.
+            InvalidRequest: no handler is named anywhere, or the runtime is unknown.
         """
         model = archive.manifest.get("model") or {}
         handler = handler or model.get("handler") or self._server.default_handler
@@ -131,7 +131,8 @@ class Loader:
         on_free: FreeCallback,
         observer: VersionObserver,
     ) -> WorkerPool:
-        # An operator who allows so few to wait, or none, means it; inside a worker they would not be counted.
+        # Requests sent ahead to a worker are not counted as queued, so a small queue limit forbids sending
+        # ahead.
         counts_all = settings.batch.use_tickets or settings.batch.max_queue_size < MOST_INSIDE
         return WorkerPool(
             spec,
@@ -158,7 +159,7 @@ class Loader:
         return ExecLauncher(variables, environment.python)
 
     async def close(self) -> None:
-        """End what workers are forked from; call it when no version is left."""
+        """Stop the fork server and the shared worker processes; call it when no version is left."""
         await self._rooms.close()
         await self._launcher.close()
 
@@ -180,7 +181,7 @@ class Loader:
             gpu_ids=settings.gpu_ids,
             max_response_bytes=self._server.limits.max_response_bytes,
             pinned=_is_stateful(settings),
-            # State lies in a handler, so its requests need the worker they are sent to.
+            # The state is in the handler, so a request must run in the worker it is sent to.
             shares_weights=origin.isolation != "process" and not _is_stateful(settings),
         )
 
@@ -208,7 +209,7 @@ def _isolation(
 def _isolation_of(
     archive: StoredArchive, settings: ModelSettings, handler: str
 ) -> Literal["thread", "process", "shared"]:
-    if archive.environment:  # packages of its own can't come into a process that has others
+    if archive.environment:  # its own packages can't be loaded into a process with other packages
         return "process"
     model = archive.manifest.get("model") or {}
     on_gpu = bool(settings.gpu_ids)
@@ -224,7 +225,7 @@ def _isolation_of(
 
 
 def _holds_gil(archive: StoredArchive) -> bool:
-    """Whether the model is a `.pt2` that keeps the GIL on a CPU."""
+    """Return whether the model is a `.pt2` that holds the GIL on a CPU."""
     serialized = str((archive.manifest.get("model") or {}).get("serializedFile") or "")
     if not serialized.endswith(".pt2"):
         return False
@@ -232,15 +233,15 @@ def _holds_gil(archive: StoredArchive) -> bool:
 
 
 def _switches_engine(archive: StoredArchive) -> bool:
-    """Whether its int8 weights ask for an engine, which a process has one of."""
+    """Return whether its int8 weights need a quantized engine, which is set once per process."""
     try:
         return TorchScriptOptions.read(archive.config.raw).quantized_engine is not None
-    except ValueError:  # its load will say so
+    except ValueError:  # the load reports it
         return False
 
 
 def _has_python(archive: StoredArchive) -> bool:
-    """Whether the archive contains Python files: one may have a built-in handler's name."""
+    """Return whether the archive contains Python files: one may shadow a built-in handler."""
     return next(archive.directory.rglob("*.py"), None) is not None
 
 
@@ -272,7 +273,7 @@ def _quarantine_settings(server: ServerSettings) -> QuarantineSettings | None:
 
 
 class _Pump:
-    """Wakes a batcher that is built after the pool it listens to."""
+    """Callback of a pool that wakes its batcher, which is created after the pool."""
 
     batcher: Admission | None = None
 

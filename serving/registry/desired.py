@@ -1,4 +1,4 @@
-"""What to load at the start: a pure reading of the settings."""
+"""Computes the models to load at startup from the settings, without side effects."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torchere.serving.process.cgroup import available_cores
 from torchere.serving.registry.names import default_model_name
 from torchere.serving.types import ModelKey
 
-_ONLY_IF_STORED = "onlyIfStored"  # a setting of what stands in a snapshot and never was served
+_ONLY_IF_STORED = "onlyIfStored"  # a setting of a snapshot entry that was never served
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One archive that somebody wants served."""
+    """A request to serve one archive: its location and its settings."""
 
     url: str
     asked: Asked
@@ -25,18 +25,18 @@ class Wanted:
     handler: str | None = None
     runtime: str | None = None
     at_startup: bool = False
-    executor_range: tuple[int, int] | None = None  # (min, max) that a snapshot holds; nothing comes before it
-    restores: SnapshotModel | None = None  # as snapshots hold it; None: an operator's, from a running server
+    executor_range: tuple[int, int] | None = None  # (min, max) of a snapshot; overrides all else
+    restores: SnapshotModel | None = None  # its snapshot entry; None: registered at run time
 
 
 def startup_models(
     server: ServerSettings, stored: Callable[[], Sequence[str]], gpus: int = 0
 ) -> list[Wanted]:
-    """Every model to register at the start, in order.
+    """Return every model to register at startup, in order.
 
-    Items of `load_models` are `[name=]file`; the single item `all` means everything in `stored`, the names in
-    the model store, which are asked for then only. Models of a snapshot come with the settings they had, or
-    like items when they never were there. `gpus` is how many there are.
+    Items of `load_models` are `[name=]file`; the single item `all` means every name in the model store, as
+    returned by `stored`. Models of a snapshot keep the settings they had; a model that was never served is
+    treated like an item. `gpus` is the number of GPUs.
     """
     items = list(server.load_models)
     of_all = [item.lower() for item in items] == ["all"]
@@ -49,17 +49,17 @@ def startup_models(
 
 
 def check_snapshot(models: Sequence[SnapshotModel], has: Callable[[str, bool], bool]) -> None:
-    """Refuse a snapshot that can't be restored whole, as TorchServe does.
+    """Reject a snapshot that can't be restored completely, as TorchServe does.
 
-    A server that comes up without a model it served before is worse than one that says why it does not.
+    Failing at startup with a reason is better than silently serving fewer models than before.
 
     Raises:
-        InvalidSnapshot: `has(archive, True)` is false for an archive of it; the text names them all.
+        InvalidSnapshot: `has(archive, True)` is false for an archive of it; the text names all of them.
     """
     missing = [
         f"{_location(model)} ({model.name} {model.version})"
         for model in models
-        if model.version and not has(_location(model), True)  # what was not served before can't be lacked
+        if model.version and not has(_location(model), True)  # never served: may be missing
     ]
     if missing:
         raise InvalidSnapshot(
@@ -69,7 +69,7 @@ def check_snapshot(models: Sequence[SnapshotModel], has: Callable[[str, bool], b
 
 
 def _still_meant(models: Sequence[SnapshotModel], stored: Callable[[], Sequence[str]]) -> list[SnapshotModel]:
-    """Without what `all` meant, never was there, and is not in the store any more."""
+    """Drop never-served models from `load_models=all` whose archives are no longer in the store."""
     of_all = [model for model in models if model.settings.get(_ONLY_IF_STORED)]
     names = stored() if of_all else ()
     return [model for model in models if model not in of_all or model.archive in names]
@@ -77,7 +77,7 @@ def _still_meant(models: Sequence[SnapshotModel], stored: Callable[[], Sequence[
 
 def _from_item(item: str, asked: Asked, of_all: bool) -> Wanted:
     name, separator, url = item.partition("=")
-    if not separator or "/" in name or of_all:  # the sign stands in the query of a URL
+    if not separator or "/" in name or of_all:  # the `=` is part of a URL's query
         name, url = "", item
     held = SnapshotModel(name, "", url, False, {_ONLY_IF_STORED: True} if of_all else {})
     return Wanted(url, asked, name=name or None, at_startup=True, restores=held)
@@ -119,47 +119,51 @@ def _served_before(model: SnapshotModel) -> Wanted:
 
 
 def _location(model: SnapshotModel) -> str:
-    path = model.settings.get("path")  # ours: a folder outside of the store
+    path = model.settings.get("path")  # our extension: a folder outside of the store
     return path if isinstance(path, str) and path else model.archive
 
 
 @dataclass(slots=True, eq=False)
 class _Absent:
-    """One that could not be registered."""
+    """A wanted model that could not be registered."""
 
     wanted: Wanted
     restores: SnapshotModel
-    instead: ModelKey | None = None  # what an operator registered, which may fail to load yet
+    instead: ModelKey | None = None  # the operator's replacement, which may still fail to load
 
     @property
     def name(self) -> str:
-        return self.wanted.name or default_model_name(self.wanted.url.partition("?")[0])  # or: a secret
+        return self.wanted.name or default_model_name(self.wanted.url.partition("?")[0])  # or: a secret query
 
 
 class Missing:
-    """What is wanted from the start and could not be registered, until an operator takes its name in hand.
+    """Startup models that could not be registered, until an operator registers or unregisters their name.
 
-    Lives on the event loop.
+    Used on the event loop.
     """
 
     def __init__(self) -> None:
         self._absent: list[_Absent] = []
 
     def add(self, wanted: Wanted) -> None:
-        """It could not be registered; it is one of `startup_models`."""
+        """Record that `wanted`, one of `startup_models`, could not be registered."""
         if wanted.restores is not None and all(one.wanted != wanted for one in self._absent):
             self._absent.append(_Absent(wanted, wanted.restores))
 
     def names(self) -> tuple[str, ...]:
-        """The models, as they are called, or would be by the names of their files."""
+        """Return the names of the missing models, derived from the file name where none is given."""
         return tuple([one.name for one in self._absent if one.instead is None])
 
     def to_restore(self) -> list[SnapshotModel]:
-        """What the next start is to try again; without a version is what never was served."""
+        """Return the models that the next start retries; one without a version was never served."""
         return [one.restores for one in self._absent if one.instead is None]
 
     def registered(self, wanted: Wanted, key: ModelKey) -> None:
-        """This is registered. What an operator registers that was not missing stands for all of its name."""
+        """Record that `wanted` is registered as `key`, and mark the missing models that it replaces.
+
+        A model registered by an operator replaces the missing model with its URL or version; without such a
+        match it replaces all missing models of its name.
+        """
 
         def has_name(one: _Absent) -> bool:
             return one.name == key.name or (not one.restores.version and one.wanted.url == wanted.url)
@@ -167,7 +171,7 @@ class Missing:
         def is_it(one: _Absent) -> bool:
             return one.wanted.url == wanted.url or one.restores.version == key.version
 
-        if wanted.at_startup:  # named twice, and the first attempt went wrong
+        if wanted.at_startup:  # named twice, and the first attempt failed
             self._forget([one for one in self._absent if one.wanted == wanted])
             return
         named = [one for one in self._absent if one.instead is None and has_name(one)]
@@ -175,13 +179,13 @@ class Missing:
             one.instead = key
 
     def taken_back(self, key: ModelKey) -> None:
-        """What an operator registered would not load: what it stood for is missing as before."""
+        """Record that the replacement `key` failed to load: the models it replaced are missing again."""
         for one in self._absent:
             if one.instead == key:
                 one.instead = None
 
     def unregistered(self, model: str, version: str | None) -> bool:
-        """Nobody wants this version, or any, of a model any more; whether it was missing."""
+        """Forget a missing version, or all of the model for None; return whether any was missing."""
 
         def is_meant(one: _Absent) -> bool:
             return one.name == model and version in (None, one.restores.version or None)
@@ -189,11 +193,11 @@ class Missing:
         return self._forget([one for one in self._absent if one.instead is None and is_meant(one)])
 
     def left(self, key: ModelKey) -> None:
-        """This is not wanted any more, nor is what it stood for."""
+        """Forget the models that `key` replaced: it was unregistered."""
         self._forget([one for one in self._absent if one.instead == key])
 
     def has_other_default(self, model: str) -> None:
-        """The default version of a model is none of the missing ones any more."""
+        """Record that the default version of a model is a registered one, not a missing one."""
         for one in self._absent:
             if one.restores.name == model:
                 one.restores = replace(one.restores, default_version=False)

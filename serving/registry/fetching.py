@@ -1,7 +1,7 @@
-"""Downloads beside everything else the server has threads for: few at once, and ended when nobody waits.
+"""Downloads in their own bounded thread pool; a download ends when its caller is cancelled.
 
-They may take minutes each. In the threads that all rooms share, a handful of slow ones would hold up metrics,
-registering from the store, and predictions whose bodies are unpacked there.
+A download may take minutes. In the default thread pool a few slow downloads would block metrics, registration
+from the store, and predictions whose bodies are decompressed there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_WAITING = 60
 
 
 class Fetching:
-    """Fetches archives into the store of one server. Lives on the event loop."""
+    """Fetches archives into the store of one server. Used on the event loop."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -32,17 +32,17 @@ class Fetching:
         self._closed = False
 
     async def fetch(self, url: str, reuse: bool) -> Download | None:
-        """The copy in the store of what is at a URL; None when it is no URL. See `Store.download`.
+        """Download a URL into the store; return None when `url` is not a URL. See `Store.download`.
 
-        Cancelled, it ends the download, and what may be there all the same is deleted.
+        Cancellation interrupts the download and deletes a copy that is completed anyway.
 
         Raises:
-            Unavailable: too many downloads wait already.
+            Unavailable: too many downloads are queued.
         """
         if not is_remote(url):
             return None
         interrupt = Interrupt()
-        # Its place is taken until the thread is through: one that asks for an address can't be interrupted.
+        # The slot stays taken until the thread returns: a DNS lookup can't be interrupted.
         job = asyncio.ensure_future(self._in_turn(url, reuse, interrupt))
         try:
             return await asyncio.shield(job)
@@ -69,7 +69,7 @@ class Fetching:
                 self._under_way.discard(interrupt)
 
     def close(self) -> None:
-        """End what is under way, and begin nothing more: whoever waits gets `Unavailable`."""
+        """Interrupt running downloads and start no more; waiting callers get `Unavailable`."""
         self._closed = True
         for interrupt in self._under_way:
             interrupt.stop()
@@ -77,15 +77,15 @@ class Fetching:
 
 
 def delete(downloaded: Download | None) -> None:
-    """Take the copy out of the store again, if it is ours."""
+    """Delete the downloaded copy from the store, if this download created it."""
     if downloaded and downloaded.is_new:
         downloaded.path.unlink(missing_ok=True)
 
 
 def hand_over(gone: Version, others: Iterable[Version]) -> bool:
-    """Leave the copy that was fetched for a version to one that was registered from it by its name.
+    """Transfer a downloaded copy to another version that was registered from the same file by its name.
 
-    False: there is none, and nobody needs the copy any more.
+    Return False when no other version uses the copy.
     """
     copy = gone.origin.archive.downloaded
     if copy is None:

@@ -1,4 +1,4 @@
-"""What models, versions and runtimes may be called, and what a model is called that nobody named."""
+"""Rules for the names of models, versions and runtimes, and the default name of a model."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ RUNTIMES = ("python", "python3", "LSP")
 
 
 def default_model_name(url: str) -> str:
-    """The name of a model that nobody named: from its file, as TorchServe derives it."""
+    """Return the name of a model that was given none, derived from its file name as in TorchServe."""
     name = url.rstrip("/").rpartition("/")[2]
     stem = name.rpartition(".")[0] if name.endswith((".mar", ".model")) else name
     return re.sub(r"\W", "_", stem)
 
 
 def check_model_name(name: str) -> str:
-    """The name, if it may be one.
+    """Return `name` if it is a valid model name.
 
     Raises:
-        InvalidRequest: it could not be told apart from a path, or would not fit a label or a log line.
+        InvalidRequest: it could be mistaken for a path, or does not fit a label or a log line.
     """
     if not NAME_PATTERN.fullmatch(name):
         raise InvalidRequest(
@@ -33,17 +33,17 @@ def check_model_name(name: str) -> str:
 
 
 def check_runtime(runtime: str) -> str:
-    """The runtime, if it is one of TorchServe's; raises `InvalidRequest`."""
+    """Return `runtime` if it is one of TorchServe's; raise `InvalidRequest` otherwise."""
     if runtime not in RUNTIMES:
         raise InvalidRequest(f"Invalid RuntimeType value: {runtime}")
     return runtime
 
 
 def check_version_name(archive: str, manifest: Manifest) -> str:
-    """The version of a manifest, if it may be one.
+    """Return the version of a manifest if it is valid.
 
     Raises:
-        InvalidArchive: as `check_model_name`.
+        InvalidArchive: it is not 1 to 255 printable characters without `/`.
     """
     version = manifest.model_version
     if not version.strip() or len(version) > 255 or "/" in version or not version.isprintable():

@@ -1,7 +1,7 @@
-"""The only one that changes what a version is: brings it, step by step, to what is wanted of it.
+"""Moves each version step by step to its desired state; the only writer of a version's actual state.
 
-One task per version carries out one step after the other, so the steps of a version never overlap, and a slow
-load of one does not hold up another. Which step comes next is `policy.py`'s to say.
+One task per version runs one step after the other, so the steps of a version never overlap, and a slow load
+of one version does not delay another. `next_step` in `version.py` chooses the next step.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ logger = logging.getLogger(__name__)
 
 
 class Reconciler:
-    """Wakes on a change of what is wanted. Lives on the event loop.
+    """Runs the steps of all versions when their desired state changes. Used on the event loop.
 
-    `on_gone` is called when a version is gone, to forget it and to free what the store holds for it.
+    `on_gone` is called when a version is gone, to forget it and to free its files in the store.
     """
 
     def __init__(self, drain_timeout_s: float, on_gone: Callable[[Version], Awaitable[None]]) -> None:
@@ -30,16 +30,16 @@ class Reconciler:
         self._drains: set[asyncio.Task[bool]] = set()
 
     def hurry(self) -> None:
-        """End what is in versions that leave, now and from now on: requests had their time at the ports."""
+        """Cancel running drains and skip later ones: the ports have already drained the requests."""
         self._drain_timeout_s = 0.0
         for drain in self._drains:
             drain.cancel()
 
     def wake(self, version: Version) -> None:
-        """Something that is wanted of the version changed."""
+        """Reconcile the version after a change of its desired state."""
         version.settled.clear()
         if version in self._loads and not (version.wanted and version.target):
-            self._loads.pop(version).cancel()  # what loads now is not wanted any more
+            self._loads.pop(version).cancel()  # the running load is no longer wanted
         if version not in self._tasks:
             self._tasks[version] = asyncio.ensure_future(self._run(version))
 
@@ -53,7 +53,7 @@ class Reconciler:
         try:
             while (step := next_step(_view(version))) is not None:
                 await steps[step](version)
-        except Exception:  # the top of a task: a bug here must be seen, and nobody may wait for ever
+        except Exception:  # top of a task: a bug must be logged, and `settled` must be set for its waiters
             logger.exception("the reconciler failed on %s in state %s", version.key, version.state.value)
         finally:
             del self._tasks[version]
@@ -67,7 +67,7 @@ class Reconciler:
             await self._fail(version, version.failure)
             return
         if given_up:
-            if not version.pool.in_service:  # nobody is there who could answer them
+            if not version.pool.in_service:  # no executor could answer the queued requests
                 version.batcher.fail_queued(Unavailable(version.batcher.refusal))
             await self._unload(version)
             return
@@ -76,13 +76,14 @@ class Reconciler:
         logger.info("%s is ready", version.key)
 
     async def _bring_up(self, version: Version) -> bool:
-        """Have as many executors as wanted, loaded and warm; `failure` says what is in the way.
+        """Load and warm up the target number of executors; an error is stored in `failure`.
 
-        False: it was given up, as none are wanted any more. What had begun to load is there still.
+        Return False when the load was cancelled because no executors are wanted any more; executors that had
+        started remain.
         """
         version.retry = False
         version.failure = None
-        # Executors that start may be given up; those that are taken away have requests to finish.
+        # Starting executors may be cancelled; when scaling down, executors have requests to finish.
         starts = version.target >= version.pool.size
         try:
             await self._until_unwanted(version, version.pool.resize(version.target), starts)
@@ -100,7 +101,7 @@ class Reconciler:
             key = version.key
             version.failure = LoadFailed.of(key.name, key.version, f"internal error: {err!r}")
         if version.failure is not None:
-            level = logging.ERROR if version.wanted else logging.INFO  # as far as nobody minds any more
+            level = logging.ERROR if version.wanted else logging.INFO  # INFO: the version is no longer wanted
             text = f"{version.failure.message.removesuffix('.')}: {version.failure.detail}"
             logger.log(level, "%s", text, extra={"model": version.key.name})
         return True
@@ -115,9 +116,9 @@ class Reconciler:
             self._loads.pop(version, None)
 
     async def _fail(self, version: Version, err: LoadFailed) -> None:
-        if version.pool.in_service:  # executors serve from the first one on that is warm
+        if version.pool.in_service:  # requests are served as soon as one executor is warm
             version.batcher.close_admission()
-            version.batcher.pump()  # nobody told who waits that there is one
+            version.batcher.pump()  # queued requests have not been told of the first executor
             await self._drained(version)
             version.batcher.open_admission()  # for the next attempt
         await version.pool.close()
@@ -130,7 +131,7 @@ class Reconciler:
             await self._unload(version)
             return
         if version.failure is not None and version.target == target:
-            version.target = version.pool.size  # or the next step would try the same again at once
+            version.target = version.pool.size  # otherwise the next step would retry the same at once
         version.batcher.pump()
 
     async def _unload(self, version: Version) -> None:
@@ -142,7 +143,7 @@ class Reconciler:
         version.retry = False
         await version.pool.close()
         if version.wanted:
-            if version.target == 0:  # nothing says that there will be executors again
+            if version.target == 0:  # no executors are expected again
                 version.batcher.fail_queued(Unavailable(version.batcher.refusal))
             version.enter(VersionState.NEW)
             version.batcher.open_admission()

@@ -1,6 +1,6 @@
-"""The desired state and the serving map: what operators change, and what requests read.
+"""The desired state, which operators change, and the serving map, which requests read.
 
-The map is immutable and swapped whole. Lives on the event loop; the request path only looks things up.
+The map is immutable and replaced as a whole. Used on the event loop; the request path only does look-ups.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Registry:
         self._observer = observer
         self._store = store_of(server)
         self._fetching = Fetching(self._store)
-        # Large archives keep them busy for long, while metrics and bodies of predictions need the others.
+        # A separate pool: large archives take long, and metrics and request bodies need the default threads.
         self._unpackers = ThreadPoolExecutor(thread_name_prefix="unpack")
         variables = worker_environment(server.hidden_env_vars)
         self._environments = EnvironmentBuilder(variables, server.install_timeout_s)
@@ -73,35 +73,35 @@ class Registry:
         self._sweeping: asyncio.Future[None] | None = None
 
     def find(self, model: str, version: str | None) -> Version:
-        """The version a request means; raises `ModelNotFound` or `VersionNotFound`."""
+        """Return the version for a request; raise `ModelNotFound` or `VersionNotFound`."""
         return routing.find(self._serving, model, version)
 
     def served(self) -> routing.ServingMap:
-        """The map as it is now; it will not change under the caller."""
+        """Return the current serving map, which is immutable."""
         return self._serving
 
     def versions(self) -> Iterator[Version]:
-        """Every version of every model."""
+        """Iterate over every version of every model."""
         return (version for served in self._serving.values() for version in served.versions.values())
 
     def missing(self) -> tuple[str, ...]:
-        """The models that the server was told to serve from its start and does not."""
+        """Return the names of startup models that are not registered."""
         return self._missing.names()
 
     async def register(self, wanted: Wanted) -> Version:
-        """Take an archive into the desired state; loading it has only begun when this returns.
+        """Register an archive; its load has started, not finished, when this returns.
 
         Raises:
-            ModelNotFound, DownloadFailed, InvalidArchive, InvalidRequest: the archive or the wish is no good.
-            Unavailable: too many downloads or installations wait already.
+            ModelNotFound, DownloadFailed, InvalidArchive, InvalidRequest: the archive or request is invalid.
+            Unavailable: too many downloads or installations are queued.
             Conflict: the same name and version is registered. Nothing has changed in all these cases.
         """
         if wanted.runtime:
-            check_runtime(wanted.runtime)  # before anything is fetched
+            check_runtime(wanted.runtime)  # before the download
         downloaded = await self._fetching.fetch(wanted.url, wanted.at_startup)
         try:
             key, archive = await self._opened(wanted, downloaded)
-            # Who has the same name waits to hear that it is taken, rather than unpack it all for that.
+            # A twin waits for the conflict here, instead of unpacking the whole archive first.
             async with self._registering.setdefault(key, asyncio.Lock()):
                 self._refuse_twin(key)
                 version = await self._built(key, wanted, archive, downloaded)
@@ -151,7 +151,7 @@ class Registry:
         unpacking = loop.run_in_executor(self._unpackers, self._unpack, wanted, archive)
         try:
             return await asyncio.shield(unpacking)
-        except asyncio.CancelledError:  # its thread can't be stopped, only be undone
+        except asyncio.CancelledError:  # the thread can't be stopped: wait, then delete its result
             await asyncio.wait({unpacking})
             if unpacking.exception() is None:
                 await asyncio.to_thread(self._store.remove, unpacking.result())
@@ -168,7 +168,7 @@ class Registry:
         return stored
 
     def _weight_of(self, version: Version) -> float:
-        """Share of the requests without a version that this one gets."""
+        """Return the share of the requests without a version that this version gets."""
         served = self._serving.get(version.key.name)
         return float(served is not None and served.default_version == version.key.version)
 
@@ -177,11 +177,11 @@ class Registry:
             raise Conflict(f"Model version {key.version} is already registered for model {key.name}")
 
     async def unregister(self, model: str, version: str | None) -> Version:
-        """Take a version out: no request finds it any more; its end has only begun when this returns.
+        """Unregister a version: no new request finds it; its unload has started, not finished, on return.
 
         Raises:
-            ModelNotFound, VersionNotFound: it is not there; if it is `missing`, it is so no more.
-            DefaultVersionInUse: it is the default and not the only one.
+            ModelNotFound, VersionNotFound: it is not registered; it is also removed from `missing`.
+            DefaultVersionInUse: it is the default version and the model has others.
         """
         try:
             found = self.find(model, version)
@@ -199,7 +199,7 @@ class Registry:
         return found
 
     def discard(self, version: Version) -> None:
-        """Take out this very version, which would not load: as if it never was. Twice is as good as once."""
+        """Remove exactly this version, which failed to load, without a trace; idempotent."""
         if version in self.versions():
             self._missing.taken_back(version.key)
         self._take_out(version)
@@ -210,7 +210,7 @@ class Registry:
         self._reconciler.wake(version)
 
     def scale(self, version: Version, min_executors: int, max_executors: int) -> None:
-        """Want another number of executors of a version; `version.settled` tells when it is so."""
+        """Change the executor range of a version; `version.settled` is set when the change is applied."""
         version.settings = version.settings.scaled(min_executors, max_executors)
         version.target = scaled_target(version.pool.size, min_executors, max_executors)
         gave_up = version.living_executors < version.pool.size
@@ -219,7 +219,7 @@ class Registry:
         self._snapshots.changed(version)
 
     def set_default(self, model: str, version: str) -> None:
-        """Make a version the default; raises `ModelNotFound` or `VersionNotFound`."""
+        """Make a version the default; raise `ModelNotFound` or `VersionNotFound`."""
         routing.find(self._serving, model, None)
         if version not in self._serving[model].versions:
             raise VersionNotFound(f"Model version {version} does not exist for model {model}")
@@ -228,51 +228,51 @@ class Registry:
         self._snapshots.changed()
 
     async def written(self) -> None:
-        """Wait until each change that has settled would be restored, whatever becomes of this server."""
+        """Wait until every settled change is in a snapshot on disk, so that it survives a crash."""
         await self._snapshots.written()
 
     async def wanted_at_startup(self) -> list[Wanted]:
-        """What the settings say is to be loaded at the start; nothing is opened yet.
+        """Return the models that the settings load at startup; opens no archive.
 
         Raises:
-            InvalidSnapshot: the settings restore a snapshot, and an archive of it is not in the store.
-            ServingError: all of the store is to be served, and it can't be read.
+            InvalidSnapshot: the settings restore a snapshot, and one of its archives is not in the store.
+            ServingError: the whole store is to be served, and it can't be read.
         """
         return await asyncio.to_thread(self._wanted_at_startup)
 
     async def load_at_startup(self, models: Sequence[Wanted]) -> None:
-        """Register them in turn; one that is no good is logged and skipped, as TorchServe does.
+        """Register `models` in turn; log and skip a model that fails, as TorchServe does.
 
-        It is `missing` from then on, until it is registered.
+        A skipped model is `missing` until it is registered.
         """
         self._sweeping = asyncio.ensure_future(asyncio.to_thread(self._store.sweep))
         for wanted in models:
             try:
                 await self.register(wanted)
             except ServingError as err:
-                if not isinstance(err, Conflict):  # else its model is registered already
+                if not isinstance(err, Conflict):  # on a conflict the model is registered already
                     self._missing.add(wanted)
                 logger.error("Failed to load model: %s: %s", wanted.url, err.detail or err.message)
         for model in self._server.snapshot_models:
             if model.default_version and model.name in self._serving:
-                with contextlib.suppress(VersionNotFound):  # it failed to register, and the log says so
+                with contextlib.suppress(VersionNotFound):  # it failed to register, which was logged
                     self.set_default(model.name, model.version)
 
     def _wanted_at_startup(self) -> list[Wanted]:
-        """Looks for each of them on the disk."""
+        """Check the snapshot's archives on disk and return the startup models. Blocks."""
         check_snapshot(self._server.snapshot_models, self._store.has)
         return startup_models(self._server, self._store.names, self._loader.gpus)
 
     async def opened(self) -> None:
-        """The server answers now: snapshots are written from here on."""
+        """Start writing snapshots: the server answers requests now."""
         await self._snapshots.started()
 
     def stopping(self) -> None:
-        """The server ends soon: nothing is fetched from URLs any more, and who waits for that is told."""
+        """Stop downloads because the server is about to stop; waiting callers get `Unavailable`."""
         self._fetching.close()
 
     async def close(self) -> None:
-        """Take every version out, with what still runs in it, and wait until all are gone."""
+        """Remove every version, including its running requests, and wait until all are gone."""
         await self._snapshots.stopping()
         self._closing = True
         self._reconciler.hurry()
@@ -290,6 +290,6 @@ class Registry:
     async def _gone(self, version: Version) -> None:
         self._observer.gone(version, was_last=version.key.name not in self._serving)
         forget_archive(str(version.origin.archive.directory))
-        # At the end of the server downloads stay: the next one restores them from the store.
+        # When the server stops, downloads stay in the store: the next start restores them from there.
         keep = self._closing or hand_over(version, self.versions())
         await asyncio.to_thread(self._store.remove, version.origin.archive, keep_download=keep)

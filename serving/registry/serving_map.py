@@ -1,4 +1,4 @@
-"""Which version a request means: pure look-ups in an immutable map."""
+"""Look-up of the version for a request: pure functions on an immutable map."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchere.serving.registry.version import Version
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The versions of one model and the one that requests without a version get."""
+    """The versions of one model, and its default version for requests that name none."""
 
     default_version: str
     versions: Mapping[str, Version]
@@ -23,7 +23,7 @@ EMPTY: ServingMap = MappingProxyType({})
 
 
 def find(serving: ServingMap, model: str, version: str | None) -> Version:
-    """The version meant by a name and, perhaps, a version string (compared exactly).
+    """Return the version for a model name and an optional version string (compared exactly).
 
     Raises:
         ModelNotFound, VersionNotFound.
@@ -38,7 +38,7 @@ def find(serving: ServingMap, model: str, version: str | None) -> Version:
 
 
 def with_version(serving: ServingMap, added: Version) -> ServingMap:
-    """The map with one version more; the first of a model is its default."""
+    """Return the map with one version added; the first version of a model is its default."""
     name, number = added.key
     served = serving.get(name) or ServedModel(number, MappingProxyType({}))
     versions = MappingProxyType({**served.versions, number: added})
@@ -46,9 +46,10 @@ def with_version(serving: ServingMap, added: Version) -> ServingMap:
 
 
 def without_version(serving: ServingMap, removed: Version) -> ServingMap:
-    """The map without this very version; a model that has none left goes with it.
+    """Return the map without exactly this version; a model without versions is removed.
 
-    Another one that has its name and number by now stays. If it was the default, the oldest is.
+    A newer version object with the same name and number stays. If the removed version was the default, the
+    oldest remaining one becomes the default.
     """
     name, number = removed.key
     served = serving.get(name)
@@ -63,5 +64,5 @@ def without_version(serving: ServingMap, removed: Version) -> ServingMap:
 
 
 def with_default(serving: ServingMap, model: str, version: str) -> ServingMap:
-    """The map with another default version of one model, which must have it."""
+    """Return the map with another default version of one model, which must have that version."""
     return MappingProxyType({**serving, model: ServedModel(version, serving[model].versions)})

@@ -1,7 +1,7 @@
-"""Snapshots: what a server serves, written down after each change, so that the next start serves the same.
+"""Snapshots: the served models, written to a file after each change and restored by the next start.
 
 The files are TorchServe's: `<log location>/config/<time>-{startup,snapshot,shutdown}.cfg`, Java properties
-with the models as JSON under `model_snapshot`. Either server restores what the other wrote.
+with the models as JSON under `model_snapshot`. Each server restores snapshots that the other wrote.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ SnapshotKind = Literal["startup", "snapshot", "shutdown"]
 
 FIRST_LINE = "#Snapshot of torchere"  # tells our files from TorchServe's, which are never deleted
 NAME = re.compile(r"([0-9]{17})-(startup|snapshot|shutdown)\.cfg")
-_LOOKED_AT = 1000  # of the newest: TorchServe deletes none of its own, and whose one is only its text tells
+_LOOKED_AT = 1000  # newest files checked by a prune: TorchServe's files, which it never deletes, may be many
 _DRAFT_PREFIX = ".snapshot-"
-_DRAFT_IDLE_S = 60.0  # nobody takes that long over one: a server was killed
+_DRAFT_IDLE_S = 60.0  # writing takes less; an older draft is from a killed server
 _PARTS = re.compile(r"(\d{4})(\d\d)(\d\d)(\d\d)(\d\d)(\d\d)(\d{3})", re.ASCII)
 _LAST_BUT_ONE = datetime.max - timedelta(milliseconds=1)
 _TO_ESCAPE = re.compile(r"[^ -~]|\\")
@@ -39,10 +39,11 @@ _ESCAPES = {"\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t", "\f": "\\f"}
 def model_table(
     serving: ServingMap, lacking: Iterable[SnapshotModel] = ()
 ) -> dict[str, dict[str, dict[str, Any]]]:
-    """By model and version what it takes to have it again; TorchServe's names, and ours where it has none.
+    """Return the settings that restore each version, by model and version.
 
-    Those that are `lacking` stand as in the snapshot that they come from, behind what is served. What never
-    was served is not among them: see `never_served`.
+    The keys are TorchServe's names, and our own where it has none. Models in `lacking` follow the served
+    ones, with the settings of the snapshot that they come from. Models that were never served are left out:
+    see `never_served`.
     """
     table = {
         name: {
@@ -58,14 +59,17 @@ def model_table(
         if model.version in versions:
             continue
         for entry in versions.values() if model.default_version else ():
-            entry["defaultVersion"] = False  # it is so for want of the other
+            entry["defaultVersion"] = False  # it was the default only because the other one is missing
         own = {"defaultVersion": model.default_version, "marName": model.archive}
         versions[model.version] = {**own, **model.settings}
     return table
 
 
 def never_served(lacking: Iterable[SnapshotModel]) -> list[dict[str, Any]]:
-    """What of it has no version, as nobody could read its archive; ours, TorchServe reads past it."""
+    """Return the entries of models without a known version, because their archives were never read.
+
+    This list is our extension of the format; TorchServe ignores it.
+    """
     return [
         {"marName": model.archive, **({"modelName": model.name} if model.name else {}), **model.settings}
         for model in lacking
@@ -87,9 +91,9 @@ def _version_entry(version: Version) -> dict[str, Any]:
         "runtimeType": origin.runtime,
     }
     if origin.handler != named:
-        entry["handler"] = origin.handler  # TorchServe forgets it
+        entry["handler"] = origin.handler  # our extension: TorchServe loses it
     if origin.archive.outside_store:
-        entry["path"] = origin.archive.url  # likewise
+        entry["path"] = origin.archive.url  # our extension, too
     return entry
 
 
@@ -99,7 +103,7 @@ def snapshot_text(
     properties: Iterable[tuple[str, str]],
     content: Mapping[str, Any],
 ) -> str:
-    """The text of the snapshot file `name`; `content` is what counts of its JSON."""
+    """Return the text of the snapshot file `name`; `content` holds the model entries of its JSON."""
     record = {
         "name": name,
         "modelCount": sum(len(versions) for versions in content["models"].values()),
@@ -112,7 +116,7 @@ def snapshot_text(
 
 
 def property_line(key: str, value: str) -> str:
-    """One line of a properties file that any Java reads back as this value."""
+    """Return a properties file line that every Java version parses to this value."""
     text = _TO_ESCAPE.sub(lambda found: _escaped(found[0]), value)
     guard = "\\" if text.startswith(" ") else ""  # blanks after the separator are not part of a value
     return f"{key}={guard}{text}"
@@ -121,13 +125,16 @@ def property_line(key: str, value: str) -> str:
 def _escaped(character: str) -> str:
     if character in _ESCAPES:
         return _ESCAPES[character]
-    units = character.encode("utf-16-be", "surrogatepass")  # beyond the basic plane: two halves, two escapes
+    units = character.encode("utf-16-be", "surrogatepass")  # outside the BMP: a surrogate pair, two escapes
     return "".join(f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2))
 
 
 def snapshot_name(kind: SnapshotKind, now: datetime, existing: Iterable[str]) -> str:
-    """A name later than all existing ones, even when the clock was put back: the latest name is restored."""
-    # Behind the very last moment, somebody's own name for a file to be restored always, there is no other.
+    """Return a file name later than all existing ones, even after the clock was set back.
+
+    The next start restores the file with the latest name.
+    """
+    # The latest possible time is ignored: no name sorts after it, and an operator may use it to pin a file.
     times = [moment for name in existing if (moment := _time_of(name)) and moment < _LAST_BUT_ONE]
     latest = max(times, default=datetime.min)
     moment = max(now.replace(tzinfo=None), latest + timedelta(milliseconds=1) if times else latest)
@@ -143,7 +150,7 @@ def _time_of(name: str) -> datetime | None:
     try:
         return datetime(*whole, milliseconds * 1000)  # type: ignore[arg-type, call-arg]  # six whole numbers
     except ValueError:
-        return None  # seventeen digits, and no time
+        return None  # seventeen digits that are not a valid time
 
 
 def write_snapshot(
@@ -153,12 +160,12 @@ def write_snapshot(
     content: Mapping[str, Any],
     keep: int,
 ) -> Path:
-    """Write one snapshot, whole or not at all, and delete the oldest of ours beyond `keep`.
+    """Write one snapshot atomically, and delete the oldest of our own beyond `keep`.
 
-    Readable by its owner only: values that came from the environment may be among the properties.
+    The file is readable by its owner only: its properties may hold values from the environment.
 
     Raises:
-        OSError: the directory can't be made or written.
+        OSError: the directory can't be created or written.
     """
     directory.mkdir(parents=True, exist_ok=True)
     now = datetime.now()  # local time without a zone, as in TorchServe's names
@@ -169,7 +176,7 @@ def write_snapshot(
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())  # or a machine that fails leaves the newest name, and nothing behind it
+            os.fsync(file.fileno())  # else a power failure could leave an empty newest file
         os.replace(temporary, directory / name)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
@@ -191,21 +198,19 @@ def _is_ours(file: Path) -> bool:
         with file.open("rb") as opened:
             return opened.read(len(FIRST_LINE)) == FIRST_LINE.encode("ascii")
     except OSError:
-        return False  # another server deleted it, or it is somebody else's
+        return False  # deleted by another server, or owned by another user
 
 
 logger = logging.getLogger(__name__)
 
 
 class SnapshotKeeper:
-    """Writes the snapshots of one registry, or none without settings.
+    """Writes the snapshots of one registry; without settings it writes none.
 
-    Lives on the event loop; files are written in a thread, one after the other, and changes that wait for
-    the same turn share the next one: each holds all models. A snapshot that can't be written is a warning,
-    never an error.
+    Used on the event loop; files are written in a thread, one after the other. Changes that wait while a file
+    is written share the next one, as each file holds all models. A failed write is a warning, never an error.
 
-    `lacking` are those that this server was to serve from its start and could not register: the next start
-    tries them again.
+    `lacking` returns the startup models that this server could not register: the next start retries them.
     """
 
     def __init__(
@@ -218,20 +223,20 @@ class SnapshotKeeper:
         self._served = served
         self._lacking = lacking
         self._started = False
-        self._turn = asyncio.Lock()  # files in the order of the changes
+        self._turn = asyncio.Lock()  # writes files in the order of the changes
         self._changes: set[asyncio.Task[None]] = set()
-        self._waiting: dict[asyncio.Task[None], Version] = {}  # those of them whose version has not settled
-        self._noted: ServingMap = EMPTY  # as it was when a table was made last
-        self._begun = 0  # snapshots, in their order
-        self._newest = 0  # the last of them that is in the directory
+        self._waiting: dict[asyncio.Task[None], Version] = {}  # the tasks whose version has not settled
+        self._noted: ServingMap = EMPTY  # the map in the snapshot begun last
+        self._begun = 0  # number of snapshots begun
+        self._newest = 0  # number of the last snapshot written to disk
 
     async def started(self) -> None:
-        """The server serves: write the first one, and one for each change from now on."""
+        """Write the startup snapshot, and one for each change from now on."""
         self._started = True
         await self._write("startup")
 
     def changed(self, version: Version | None = None) -> None:
-        """Something that is wanted changed: write a snapshot, once `version` settled."""
+        """Write a snapshot after a change of the desired state, once `version` has settled."""
         if self._started and self._settings is not None:
             task = asyncio.ensure_future(self._after(version))
             self._changes.add(task)
@@ -241,7 +246,7 @@ class SnapshotKeeper:
                 task.add_done_callback(self._left_waiting)
 
     async def written(self) -> None:
-        """Wait until each change that has settled is written down, so that it may be called done."""
+        """Wait until every settled change is written to disk, so that it may be reported as done."""
         settled = [
             task
             for task in self._changes
@@ -251,12 +256,12 @@ class SnapshotKeeper:
             await asyncio.wait(settled)
 
     async def stopping(self) -> None:
-        """The server is about to unload everything: write the last one."""
+        """Write the shutdown snapshot, before the server unloads all models."""
         if not self._started:
             return
         self._started = False
         for task in self._waiting:
-            task.cancel()  # the last snapshot holds the change, too; what is being written is left to end
+            task.cancel()  # the shutdown snapshot holds the change, too; a running write continues
         await asyncio.gather(*self._changes, return_exceptions=True)
         await self._write("shutdown")
 
@@ -265,7 +270,7 @@ class SnapshotKeeper:
             await version.settled.wait()
             self._left_waiting(asyncio.current_task())
             if not _holds(self._served(), version) and not _holds(self._noted, version):
-                return  # it would not load and was taken back: nothing changed
+                return  # it failed to load and was discarded: nothing changed
         await self._write("snapshot")
 
     def _left_waiting(self, task: asyncio.Task[None] | None) -> None:
@@ -284,7 +289,7 @@ class SnapshotKeeper:
         begun = self._begun
         async with self._turn:
             if kind == "snapshot" and self._newest > begun:
-                return  # one that was begun after this change holds it
+                return  # a snapshot begun after this change holds it
             self._begun = number = self._begun + 1
             content = self._content()
             settings = self._settings

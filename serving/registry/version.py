@@ -1,4 +1,4 @@
-"""The life of a version: its states, the legal steps between them, and what is known of one version."""
+"""Lifecycle of a model version: its states, the legal transitions, and the record of one version."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from torchere.serving.workers.run import Run
 
 
 class VersionState(Enum):
-    """States of one version, in the order of an ordinary life."""
+    """States of one version, in the order of a normal lifecycle."""
 
-    NEW = "new"  # registered; nothing is loaded, because nobody asked for an executor yet
+    NEW = "new"  # registered; nothing is loaded, because no executor was requested yet
     LOADING = "loading"
     WARMING = "warming"
     READY = "ready"
-    DRAINING = "draining"  # admits nothing, finishes what is in
+    DRAINING = "draining"  # admits no requests, finishes the accepted ones
     UNLOADING = "unloading"
     GONE = "gone"
     FAILED = "failed"  # could not be loaded; the cause is kept
@@ -46,14 +46,14 @@ TRANSITIONS: dict[VersionState, frozenset[VersionState]] = {
 
 
 class IllegalTransition(RuntimeError):
-    """A step that the life of a version does not have: a bug in the reconciler."""
+    """A transition that the lifecycle does not allow: a bug in the reconciler."""
 
 
 def check_transition(old: VersionState, new: VersionState) -> VersionState:
-    """Return `new` if a version may go there from `old`.
+    """Return `new` if the transition from `old` is legal.
 
     Raises:
-        IllegalTransition: when it may not.
+        IllegalTransition: it is not.
     """
     if new not in TRANSITIONS[old]:
         raise IllegalTransition(f"a version cannot go from {old.value} to {new.value}")
@@ -62,7 +62,7 @@ def check_transition(old: VersionState, new: VersionState) -> VersionState:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a version came from and what it runs; fixed at registration."""
+    """The archive, handler, runtime and isolation of a version; fixed at registration."""
 
     archive: StoredArchive
     handler: str
@@ -72,10 +72,11 @@ class Origin:
 
 
 class Version:
-    """One registered version: what is wanted of it, and what it is. Lives on the event loop.
+    """One registered version, with its desired and its actual state. Used on the event loop.
 
-    The registry changes what is wanted (`wanted`, `settings`, `target`, `retry`), the reconciler alone what
-    is (`state`, `failure`). A request holds the version by being in its batcher: draining waits for that.
+    The registry writes the desired state (`wanted`, `settings`, `target`, `retry`); only the reconciler
+    writes the actual state (`state`, `failure`). A request in the batcher keeps the version loaded: draining
+    waits for it.
     """
 
     def __init__(
@@ -96,61 +97,61 @@ class Version:
         self.observer = observer
         self.wanted = True
         self.target = settings.min_executors
-        self.retry = False  # somebody asked to try a FAILED version again
+        self.retry = False  # an operator requested another attempt at a FAILED version
         self.state = VersionState.NEW
-        self.failure: LoadFailed | None = None  # why the last load or resize went wrong
-        self.settled = asyncio.Event()  # what is equals what is wanted, as far as it can
+        self.failure: LoadFailed | None = None  # cause of the last failed load or resize
+        self.settled = asyncio.Event()  # set when no further step towards the desired state is possible
 
     def enter(self, state: VersionState) -> None:
-        """Step to the next state of the life."""
+        """Change to a state; raise `IllegalTransition` if the transition is not legal."""
         self.state = check_transition(self.state, state)
 
     @property
     def living_executors(self) -> int:
-        """Executors that have not given up: those still loading or restarting count."""
+        """The number of executors that have not given up, including those loading or restarting."""
         return sum(status.state is not ExecutorState.FAILED for status in self.pool.statuses())
 
     @property
     def has_living_executor(self) -> bool:
-        """Whether there are any of those; every request asks."""
-        if self.pool.in_service:  # the rule, and cheaper than a look at each
+        """Whether any executor has not given up; read on every request."""
+        if self.pool.in_service:  # the usual case, and cheaper than a check of each executor
             return True
         return any(status.state is not ExecutorState.FAILED for status in self.pool.statuses())
 
     @property
     def ready(self) -> bool:
-        """Whether a request would be run without waiting for a load."""
+        """Whether a request would run without waiting for a load."""
         return self.state is VersionState.READY and self.pool.in_service > 0
 
     @property
     def failure_text(self) -> str:
-        """Why it is not what it should be, in words; "" when all is well."""
+        """The message of the last failure of the version or of an executor; "" without one."""
         if self.failure is not None:
             return self.failure.detail
         return next((s.last_failure for s in self.pool.statuses() if s.last_failure), "")
 
 
 class Step(Enum):
-    """What the reconciler can do."""
+    """The steps of the reconciler."""
 
     LOAD = "load"
     RESIZE = "resize"
-    UNLOAD = "unload"  # drain, free everything; back to NEW, or on to GONE when it is not wanted
-    REMOVE = "remove"  # nothing is loaded: just forget it
+    UNLOAD = "unload"  # drain and free everything; then NEW, or GONE when the version is not wanted
+    REMOVE = "remove"  # nothing is loaded: only forget the version
 
 
 class VersionView(NamedTuple):
-    """What the policy may look at."""
+    """The input of `next_step`: the desired and the actual state of a version."""
 
     state: VersionState
     wanted: bool
     target: int  # executors wanted
-    size: int  # executors there are
-    retry: bool  # a FAILED version, or an executor that gave up, is to be tried again
+    size: int  # executors in the pool
+    retry: bool  # retry a FAILED version, or an executor that gave up
 
 
 def next_step(view: VersionView) -> Step | None:
-    """The single next step towards what is wanted; None: nothing can or need be done."""
+    """Return the next step towards the desired state; None when no step is possible or needed."""
     if not view.wanted:
         return _towards_gone(view.state)
     if view.state is VersionState.NEW and view.target > 0:
@@ -169,48 +170,49 @@ def _towards_gone(state: VersionState) -> Step | None:
 
 
 def scaled_target(size: int, min_executors: int, max_executors: int) -> int:
-    """How many executors a version gets: it is moved no further than into the range."""
+    """Return the new executor count: `size` clamped to the range."""
     return min(max(size, min_executors), max_executors)
 
 
 class VersionObserver(Protocol):
-    """Watches one version. Called on the event loop."""
+    """Observer of one version. Called on the event loop."""
 
     @property
     def meter(self) -> VersionNumbers:
-        """What counts its requests."""
+        """The request counters of the version."""
 
     def batches_running(self, batches: int, now_s: float) -> None:
-        """The number of batches that executors have, or were sent, has changed to `batches`."""
+        """Record that executors now hold, or were sent, `batches` batches."""
 
     def batch_finished(self, run: Run, report: BatchReport, executor_s: float) -> None:
-        """A run was answered, `executor_s` after a lane began with it."""
+        """Record a finished run; `executor_s` is the time in seconds since a lane began it."""
 
     def left_unread(self) -> None:
-        """A streamed answer was given up, because its client read it too slowly."""
+        """Record a streamed response that was aborted because its client read too slowly."""
 
     def executor_loaded(self, executor_id: int, load_s: float) -> None:
-        """An executor is ready, `load_s` after it was started."""
+        """Record that an executor is ready, `load_s` seconds after its start."""
 
     def executor_lost(self, reason: str) -> None:
-        """An executor was lost, and comes back if it can; `reason` is one of a fixed set of words."""
+        """Record a lost executor, which restarts if possible; `reason` is one of a fixed set of words."""
 
 
 class RegistryObserver(Protocol):
-    """Watches a registry. Called on the event loop."""
+    """Observer of a registry. Called on the event loop."""
 
     @property
     def declared_metrics(self) -> tuple[MetricDeclaration, ...]:
-        """The metrics that handlers find in `context.metrics`."""
+        """The metrics that handlers can use through `context.metrics`."""
 
     def watch(self, key: ModelKey) -> VersionObserver:
-        """A version is being built."""
+        """Return the observer of a version that is being built."""
 
     def registered(self, version: Version, weight: Callable[[], float]) -> None:
-        """It is in the serving map now.
+        """Record that a version is in the serving map.
 
-        It tells at any time how loaded it is, and `weight` its share of the requests that name no version.
+        The load of `version` may be read at any time; `weight` returns its share of the requests that name no
+        version.
         """
 
     def gone(self, version: Version, *, was_last: bool) -> None:
-        """A version is gone; `was_last` when the model has no other."""
+        """Record that a version is gone; `was_last` when the model has no other."""

@@ -1,1 +1,1 @@
-"""Archives on the disk: found, fetched, unpacked, removed."""
+"""Archives on disk: look-up, download, unpacking and removal."""

@@ -1,9 +1,9 @@
-"""A Python environment for one version: what `install_py_dep_per_model` and `useVenv` ask for.
+"""Python environment of one version, as requested by `install_py_dep_per_model` and `useVenv`.
 
 TorchServe installs an archive's requirements into the unpacked archive. Here they go into a folder beside it,
 or into a virtual environment of the version; the server's own environment is never changed. Either way the
-version runs in worker processes started afresh, which find its packages first and the server's after them.
-Both are deleted on unregister. Installing runs code of packages: it is off unless the operator asks for it.
+version runs in new worker processes, which import its packages first and the server's packages second. Both
+are deleted on unregister. Installing runs code of the packages, so it is disabled by default.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from torchere.serving.store.fetch import Turns
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE = 2  # each keeps a core busy
+AT_ONCE = 2  # concurrent installations; each uses one core
 MAX_WAITING = 60
-SHOWN_OUTPUT_CHARACTERS = 2000  # the end of pip's output says what went wrong
+SHOWN_OUTPUT_CHARACTERS = 2000  # the end of pip's output holds the error
 _PIP_INSTALL = ("-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--upgrade")
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What a version's workers run in, instead of the server's environment."""
+    """The Python environment of a version's workers, in place of the server's."""
 
     python: str | None = None  # interpreter of its virtual environment
     packages: str | None = None  # folder that comes first on the import path
@@ -42,7 +42,7 @@ class Environment:
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentPlan:
-    """What there is to do for one archive."""
+    """The environment to build for one archive; falsy when there is none."""
 
     venv: bool = False
     requirements: str | None = None  # file in the archive to install
@@ -54,7 +54,7 @@ class EnvironmentPlan:
 def plan_environment(
     install: bool, manifest: Mapping[str, Any], config: Mapping[str, Any]
 ) -> EnvironmentPlan:
-    """What an archive asks for and the server allows.
+    """Return the environment that an archive requests and the server allows.
 
     Args:
         install: `install_py_dep_per_model`.
@@ -69,11 +69,11 @@ def plan_environment(
 
 
 class EnvironmentBuilder:
-    """Builds environments for one server. Used on the event loop; cancelling a build ends its processes.
+    """Builds environments for one server. Used on the event loop; cancelling a build kills its processes.
 
     Args:
-        variables: The environment variables that pip and the packages' own scripts get.
-        timeout_s: For each of the two steps.
+        variables: The environment variables for pip and the packages' own scripts.
+        timeout_s: Limit of each of the two steps (creating the environment, installing), in seconds.
     """
 
     def __init__(self, variables: Mapping[str, str], timeout_s: float) -> None:
@@ -82,11 +82,11 @@ class EnvironmentBuilder:
         self._turns = Turns("installations of requirements", AT_ONCE, MAX_WAITING)
 
     async def build(self, model: str, directory: Path, plan: EnvironmentPlan) -> Environment | None:
-        """Make what the plan says, in the parent of `directory`, the unpacked archive; None without a plan.
+        """Build the planned environment beside `directory`, the unpacked archive; None for an empty plan.
 
         Raises:
-            DependenciesFailed: with TorchServe's texts; what was made is left for the caller to delete.
-            Unavailable: too many others wait already.
+            DependenciesFailed: with TorchServe's texts; the caller deletes a partly built environment.
+            Unavailable: too many installations are queued.
         """
         if not plan:
             return None
@@ -104,7 +104,7 @@ class EnvironmentBuilder:
         return environment
 
     async def _make_venv(self, model: str, place: Path) -> Environment:
-        # The server's own pip is seen from there, if it has one; making another takes seconds.
+        # The server's pip, if it has one, is visible in the environment; installing another takes seconds.
         options = ["--without-pip"] if any(importlib.metadata.distributions(name="pip")) else []
         failure = await self._run([sys.executable, "-m", "venv", *options, str(place)], place.parent)
         if failure:
@@ -116,14 +116,14 @@ class EnvironmentBuilder:
     async def _install(self, model: str, directory: Path, file: str, environment: Environment) -> None:
         target = ["--target", environment.packages] if environment.packages else []
         python = environment.python or sys.executable
-        # In the archive's folder, as requirements may name wheels that lie beside them.
+        # Run in the archive's folder: requirements may name wheels in it.
         failure = await self._run([python, *_PIP_INSTALL, *target, "-r", str(directory / file)], directory)
         if failure:
             raise DependenciesFailed(f"Custom pip package installation failed for model {model}", failure)
         logger.info("Installed custom pip packages for model %s", model)
 
     async def _run(self, command: Sequence[str], cwd: Path) -> str:
-        """Run a command to its end; "" when it succeeded, otherwise what went wrong."""
+        """Run a command to its end; return "" on success, otherwise the error text."""
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -132,7 +132,7 @@ class EnvironmentBuilder:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                start_new_session=True,  # to end what it started, too
+                start_new_session=True,  # so that killpg also kills its child processes
             )
         except OSError as err:
             return f"{command[0]}: {err.strerror}"
@@ -150,7 +150,10 @@ class EnvironmentBuilder:
 
 
 def _errors_in(text: str) -> str:
-    """Pip's output from its first error on, in one line; all where there is none, or a build drew its own."""
+    """Return pip's output from its first error on, in one line.
+
+    Return all of it without an error line, or when a package build printed its own error.
+    """
     lines = [line.strip() for line in text.splitlines()]
     first = next((index for index, line in enumerate(lines) if line.startswith("ERROR: ")), None)
     built = any(line.startswith("error: ") for line in lines)
@@ -158,10 +161,10 @@ def _errors_in(text: str) -> str:
 
 
 def _show_server_packages(venv: Path) -> None:
-    """Let a virtual environment see the server's packages after its own: torch, and the worker's code."""
-    scheme = "venv" if "venv" in sysconfig.get_scheme_names() else "posix_prefix"  # the former from 3.11 on
+    """Add the server's packages (torch, the worker's code) to a virtual environment, after its own."""
+    scheme = "venv" if "venv" in sysconfig.get_scheme_names() else "posix_prefix"  # "venv": from 3.11 on
     packages = Path(sysconfig.get_path("purelib", scheme, {"base": str(venv), "platbase": str(venv)}))
     folders = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-    # addsitedir also reads the folder's own .pth files, as editable installations need it.
+    # addsitedir also processes the folder's own .pth files, which editable installations need.
     lines = [f"import site; site.addsitedir({folder!r})\n" for folder in folders]
     (packages / "torchere_server.pth").write_text("".join(lines), encoding="utf-8")

@@ -1,6 +1,6 @@
-"""Fetches an archive from an allowed URL into the model store: bounded, to a checked address, all or nothing.
+"""Downloads an archive from an allowed URL into the model store, with limits, atomically.
 
-Proxies of the environment are not used: the address that was checked is the one that is connected to.
+Proxies of the environment are not used: the connection goes to exactly the address that was checked.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from torchere.serving.store.scratch import lock
 from torchere.serving.store.url_rules import Source, allow, is_public
 
 MAX_REDIRECTS = 5
-SILENCE_TIMEOUT_S = 30.0  # for one answer of the network; the whole download has a bound of its own
+SILENCE_TIMEOUT_S = 30.0  # for one network operation; the whole download has its own limit
 CHUNK_BYTES = 1 << 18
 GIVEN_UP = "it was given up before its end"
 TOOK_LONGER = "it took longer than download_timeout_s"
-PART_PREFIX = ".download-"  # hidden files of the store are not archives
+PART_PREFIX = ".download-"  # hidden files in the store are not treated as archives
 
 Resolve = Callable[[str, int], Sequence[str]]
 
@@ -39,40 +39,36 @@ class Download:
     """An archive in the model store that came from a URL."""
 
     path: Path
-    is_new: bool  # ours to delete; otherwise it was there
+    is_new: bool  # this download created it and may delete it; False: it existed before
 
 
 class Interrupt:
-    """Ends one download under way; any thread may ask for that."""
+    """Cancellation of one running download; `stop` may be called from any thread."""
 
     def __init__(self) -> None:
         self.asked = False
         self._connection: _PinnedConnection | None = None
 
     def stop(self) -> None:
-        """End it now; whoever waits for it gets `DownloadFailed`."""
+        """Abort the download now; its caller gets `DownloadFailed`."""
         self.asked = True
         if self._connection is not None:
             self._connection.cut()
 
     def check(self, source: Source) -> None:
-        """Go on with what comes from there, unless it was ended.
-
-        Raises:
-            DownloadFailed: it was.
-        """
+        """Raise `DownloadFailed` if `stop` was called; the message names the URL of `source`."""
         if self.asked:
             raise _failed(source, GIVEN_UP)
 
     def watch(self, connection: _PinnedConnection) -> None:
-        """This is the connection to cut."""
+        """Set the connection that `stop` cuts; cut it now if `stop` was called before."""
         self._connection = connection
         if self.asked:
             connection.cut()
 
 
 def resolve(host: str, port: int) -> list[str]:
-    """The IP addresses of a host, as the system knows them; OSError when it knows none."""
+    """Return the IP addresses of a host from the system's resolver; raise OSError when there are none."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return [str(address[0]) for *_, address in found]
 
@@ -82,9 +78,9 @@ class Downloader:
 
     Args:
         patterns: `allowed_urls`.
-        max_bytes: The largest archive that is fetched.
-        timeout_s: For one download, redirects included.
-        resolver: How names become addresses.
+        max_bytes: The largest archive that is downloaded.
+        timeout_s: Limit of one download in seconds, redirects included.
+        resolver: Resolves a host name to addresses.
     """
 
     def __init__(
@@ -98,19 +94,19 @@ class Downloader:
     def download(
         self, url: str, folder: Path, reuse: bool = False, interrupt: Interrupt | None = None
     ) -> Download:
-        """Copy what is at the URL into the folder, under its own name. Blocks.
+        """Download the file at a URL into the folder, under the file name of the URL. Blocks.
 
         Args:
-            url: Where it is.
+            url: The URL of the archive.
             folder: The model store.
-            reuse: Take a file of that name that is there already for the copy of an earlier start, unless
-                it is empty: that one a server left that was killed in `_give_name`.
-            interrupt: Ends it before its time.
+            reuse: Use an existing file of that name as the copy of an earlier start, unless it is empty: an
+                empty file is left by a server that was killed in `_give_name`.
+            interrupt: Aborts the download from another thread.
 
         Raises:
             ModelNotFound: the URL is not allowed.
-            DownloadFailed: it can't be fetched; `detail` says why.
-            ServingError: a file of that name is there already, or it can't be written.
+            DownloadFailed: the download failed; `detail` says why.
+            ServingError: a file of that name exists, or the file can't be written.
                 Nothing is left in the folder in all these cases.
         """
         source = allow(url, self._patterns)
@@ -130,15 +126,15 @@ class Downloader:
         try:
             chunks = self._chunks(source, interrupt)
             with os.fdopen(descriptor, "wb") as file, closing(chunks):
-                lock(file)  # whoever sweeps up after killed servers sees that this one lives
+                lock(file)  # marks the part as in use for `sweep_parts` of other servers
                 file.writelines(chunks)
                 file.flush()
-                os.fsync(file.fileno())  # or a machine that fails leaves the name of half a file
+                os.fsync(file.fileno())  # otherwise a power failure could leave a truncated file
             _give_name(part, target)
         except FileExistsError as err:
             if not reuse:
                 raise _exists(target) from err
-            return Download(target, is_new=False)  # another server, which starts as we do, was quicker
+            return Download(target, is_new=False)  # another server that starts at the same time was faster
         except OSError as err:
             raise ServingError(f"Failed to save model: {url}", f"{target}: {err.strerror}") from err
         finally:
@@ -146,13 +142,13 @@ class Downloader:
         return Download(target, is_new=True)
 
     def _chunks(self, source: Source, interrupt: Interrupt) -> Generator[bytes, None, None]:
-        """The bytes behind a URL; whatever goes wrong is a `DownloadFailed`."""
+        """Yield the bytes of a source; turn every I/O error into `DownloadFailed`."""
         received = 0
         if source.scheme == "s3":
             source = signed(source)
         fetched = _file_chunks(source) if source.scheme == "file" else self._http_chunks(source, interrupt)
         try:
-            with closing(fetched):  # at once, with its connection, whatever happens
+            with closing(fetched):  # close its connection at once, also on an error
                 for chunk in fetched:
                     if interrupt.asked:
                         break
@@ -160,10 +156,10 @@ class Downloader:
                     if received > self._max_bytes:
                         raise _failed(source, f"it is larger than max_download_bytes={self._max_bytes}")
                     yield chunk
-        except (OSError, UnicodeError, http.client.HTTPException) as err:  # Unicode: no name of a host
+        except (OSError, UnicodeError, http.client.HTTPException) as err:  # UnicodeError: invalid host name
             reason = GIVEN_UP if interrupt.asked else f"{type(err).__name__}: {err}"
             raise _failed(source, reason) from err
-        interrupt.check(source)  # a body without a length ends where its connection does
+        interrupt.check(source)  # a cut looks like the end of a body without a length
 
     def _http_chunks(self, source: Source, interrupt: Interrupt) -> Generator[bytes, None, None]:
         deadline_s = time.monotonic() + self._timeout_s
@@ -182,7 +178,7 @@ class Downloader:
     def _redirected(self, asked: Source, source: Source, location: str) -> Source:
         try:
             target = allow(urljoin(source.url, location), self._patterns)
-        except (ModelNotFound, ValueError) as err:  # Value: it is no URL at all
+        except (ModelNotFound, ValueError) as err:  # ValueError: not a URL
             shown = location.partition("?")[0][:200]  # without a signature
             raise _failed(asked, f"it redirects to {shown!r}, which allowed_urls does not match") from err
         if target.scheme in ("file", "s3") or (source.scheme, target.scheme) == ("https", "http"):
@@ -193,9 +189,10 @@ class Downloader:
     def _answer(
         self, source: Source, deadline_s: float, interrupt: Interrupt
     ) -> Iterator[http.client.HTTPResponse]:
-        interrupt.check(source)  # the system can't be interrupted while it looks for an address
+        interrupt.check(source)  # before the DNS lookup, which can't be interrupted
         connection = _PinnedConnection(source, self._address(source))
-        # A server that sends one byte now and then never lets a socket time out: cut the line instead.
+        # A server that sends a byte now and then never triggers the socket timeout: cut the connection
+        # instead.
         cutter = threading.Timer(max(0.0, deadline_s - time.monotonic()), connection.cut)
         cutter.daemon = True
         cutter.start()
@@ -204,7 +201,7 @@ class Downloader:
             connection.request("GET", source.target, headers={"User-Agent": "torchere", "Accept": "*/*"})
             with connection.getresponse() as response:
                 yield response
-        except (OSError, http.client.HTTPException):  # what the cut looks like from here differs
+        except (OSError, http.client.HTTPException):  # a cut connection can raise any of these
             if time.monotonic() >= deadline_s:
                 raise TimeoutError(TOOK_LONGER) from None
             raise
@@ -224,18 +221,18 @@ class Downloader:
 
 
 class _PinnedConnection(http.client.HTTPConnection):
-    """A connection to the address that was checked, whatever the name means by now."""
+    """A connection to the checked IP address; the host name is not resolved again."""
 
     def __init__(self, source: Source, address: str) -> None:
-        self.default_port = 443 if source.scheme == "https" else 80  # decides whether Host names the port
+        self.default_port = 443 if source.scheme == "https" else 80  # no port in Host for the default
         super().__init__(source.host, source.port, timeout=SILENCE_TIMEOUT_S)
         self._address = address
         self._tls = source.scheme == "https"
         self._is_cut = False
-        self._line: socket.socket | None = None  # stays when `sock` is left to a body that ends with it
+        self._line: socket.socket | None = None  # kept when http.client hands `sock` to the response
 
     def connect(self) -> None:
-        """Connect, and shake hands under the name of the host."""
+        """Connect to the checked address; the TLS handshake verifies the host name."""
         self._take(socket.create_connection((self._address, self.port), SILENCE_TIMEOUT_S))
         if self._tls:
             self._take(ssl.create_default_context().wrap_socket(self.sock, server_hostname=self.host))
@@ -246,16 +243,16 @@ class _PinnedConnection(http.client.HTTPConnection):
             raise TimeoutError(TOOK_LONGER)
 
     def cut(self) -> None:
-        """End the connection under whoever reads from it."""
+        """Shut down the connection, also while another thread reads from it."""
         self._is_cut = True
         if self._line is not None:
-            with suppress(OSError):  # it ended by itself
-                # Not SSLSocket's method: that one pulls the TLS object from under the reading thread.
+            with suppress(OSError):  # already closed
+                # Not SSLSocket.shutdown: it removes the TLS object while the other thread reads from it.
                 socket.socket.shutdown(self._line, socket.SHUT_RDWR)
 
 
 def _body(asked: Source, response: http.client.HTTPResponse, deadline_s: float) -> Iterator[bytes]:
-    expected = response.length  # None: chunked, or until the connection ends
+    expected = response.length  # None: chunked, or terminated by the end of the connection
     received = 0
     while chunk := response.read1(CHUNK_BYTES):
         received += len(chunk)
@@ -276,13 +273,13 @@ def _file_chunks(source: Source) -> Generator[bytes, None, None]:
 
 
 def _give_name(part: str, target: Path) -> None:
-    """Let a finished copy have its name, in one step; FileExistsError when something has it already."""
+    """Move a finished download to its name atomically; raise FileExistsError when the name is taken."""
     os.chmod(part, 0o644)
     try:
         os.link(part, target)
     except FileExistsError:
         raise
-    except OSError:  # a file system without hard links: the name first, empty, and then what it is for
+    except OSError:  # no hard links: reserve the name with an empty file, then replace it
         os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
         os.replace(part, target)
 
@@ -296,14 +293,14 @@ def _exists(target: Path) -> ServingError:
     return ServingError(f"Model file already exists {target.name}", text)
 
 
-SIGNATURE_LIFETIME_S = 900  # until the request must have begun
+SIGNATURE_LIFETIME_S = 900  # the request must begin within it
 
 
 def signed(source: Source) -> Source:
-    """What to ask for instead of an `s3` source. Blocks: finding credentials may ask the network.
+    """Return the presigned HTTP(S) source of an `s3` source. Blocks: credentials may need the network.
 
-    `url` stays the one that was asked for, so that no message or log holds a signature. The endpoint may be a
-    private host, because the operator set it and no client can.
+    `url` stays the requested one, so that no message or log holds a signature. The endpoint may be a private
+    host, because only the operator can set it.
 
     Raises:
         DownloadFailed: botocore is not installed, or finds no credentials or region.
@@ -332,26 +329,24 @@ def signed(source: Source) -> Source:
 
 
 class Turns:
-    """So many at once, so many more that wait, in the order they came. Lives on the event loop.
+    """A semaphore with a bounded FIFO queue of waiters. Used on the event loop.
 
-    Args:
-        what: what they do, in the plural, for the text of the refusal.
-        at_once: how many may be at it.
-        waiting: how many may wait besides; one more is refused at once.
+    `at_once` jobs may run at a time and `waiting` more may wait; one more is rejected at once. `what` is the
+    plural noun of the jobs in the error message.
     """
 
     def __init__(self, what: str, at_once: int, waiting: int) -> None:
         self._what = what
         self._limit = at_once + waiting
         self._places = asyncio.Semaphore(at_once)
-        self._inside = 0  # those that wait included
+        self._inside = 0  # running and waiting jobs
 
     @asynccontextmanager
     async def take(self) -> AsyncIterator[None]:
-        """Wait for a turn, and keep it while the block runs.
+        """Wait for a slot, and hold it while the block runs.
 
         Raises:
-            Unavailable: too many wait already.
+            Unavailable: the queue is full.
         """
         if self._inside >= self._limit:
             raise Unavailable(f"Too many {self._what} wait already: {self._limit}. Try again later.")

@@ -1,8 +1,8 @@
-"""Where archives come from: the model store, one folder. Turns a name in it into an unpacked archive.
+"""The model store, one folder of archives: finds, downloads and unpacks an archive by its name.
 
-What an allowed URL leads to is copied into the store first. What is unpacked lies in a temporary folder that
-belongs to this server, and is deleted when its version is unregistered, or at the end.
-Everything here blocks on the disk: call it in a thread.
+An archive from an allowed URL is first downloaded into the store. Archives are unpacked into a temporary
+folder of this server; an unpacked archive is deleted when its version is unregistered, or when the server
+stops. Everything here blocks on the disk: call it in a thread.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from torchere.serving.store.url_rules import is_remote
 
 logger = logging.getLogger(__name__)
 
-_OPENAPI_SIGNATURE_NAME = "MAR-INF/signature.json"  # TorchServe's; ours of tensors lies beside the weights
-_MAX_TEXT_BYTES = 16 << 20  # a manifest or signature larger than this is not one
+_OPENAPI_SIGNATURE_NAME = "MAR-INF/signature.json"  # TorchServe's; our tensor signature is beside the weights
+_MAX_TEXT_BYTES = 16 << 20  # limit of a manifest or signature
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,10 @@ class StoredArchive:
     config: ModelConfig = field(default_factory=ModelConfig)
     signature: str | None = None  # text of MAR-INF/signature.json
     file_name: str = ""  # in the model store
-    outside_store: bool = False  # a folder that was named by its path and is no direct entry of the store
-    downloaded: Path | None = None  # the copy in the model store of what came from a URL
+    outside_store: bool = False  # a folder that was named by its path and is not a direct entry of the store
+    downloaded: Path | None = None  # the copy in the model store that was downloaded from a URL
     environment: Environment | None = None  # None: the server's
-    tensors: Signature | None = None  # what the archive's own signature.json says the model takes and gives
+    tensors: Signature | None = None  # the model's inputs and outputs from the archive's signature.json
 
 
 class Store:
@@ -83,18 +83,18 @@ class Store:
         self._sharing = WeightSharing()
 
     def download(self, url: str, reuse: bool = False, interrupt: Interrupt | None = None) -> Download:
-        """Fetch an archive into the store; see `Downloader.download`.
+        """Download an archive into the store; see `Downloader.download`.
 
-        With `reuse` a file that is there already counts as fetched: a server that starts again must come up.
+        With `reuse` an existing file counts as downloaded, so that a restarted server can start.
 
         Raises:
-            ModelNotFound: the URL is not allowed, or there is no store.
-            DownloadFailed, ServingError: see there.
+            ModelNotFound: the URL is not allowed, or no store is configured.
+            DownloadFailed, ServingError: see `Downloader.download`.
         """
         return self._downloader.download(url, self._archives.configured(), reuse, interrupt)
 
     def has(self, name: str, trusted: bool = False) -> bool:
-        """Whether `open` would find something of that name."""
+        """Return whether `open` would find an archive of that name."""
         try:
             self._archives.find(name, trusted)
         except ServingError:
@@ -102,14 +102,14 @@ class Store:
         return True
 
     def open(self, url: str, trusted: bool = False) -> Archive:
-        """Find an archive and read what it says of itself; nothing is unpacked.
+        """Find an archive and read its manifest and entries; unpacks nothing.
 
         `url` and `trusted` as in `StoreFolder.find`.
 
         Raises:
-            ModelNotFound: nothing of that name is in the store.
-            DownloadFailed: it is a URL; `download` has to come first.
-            InvalidArchive: it is there and broken.
+            ModelNotFound: no archive of that name is in the store.
+            DownloadFailed: `url` is a URL; call `download` first.
+            InvalidArchive: the archive exists and is corrupt.
         """
         path = self._archives.find(url, trusted)
         try:
@@ -118,10 +118,10 @@ class Store:
             raise _invalid(err) from err
 
     def config_of(self, archive: Archive) -> ModelConfig:
-        """The model config of an archive, which need not be unpacked for that.
+        """Return the model config of an archive, without unpacking it.
 
         Raises:
-            InvalidArchive: it is missing, or wrong.
+            InvalidArchive: the config is missing or invalid.
         """
         try:
             return config_of(archive)
@@ -132,8 +132,8 @@ class Store:
         """Unpack an archive and read its model config.
 
         Raises:
-            InvalidArchive: an entry, a digest or the model config is wrong; nothing stays behind.
-            ServingError: the disk would not take it; likewise.
+            InvalidArchive: an entry, a digest or the model config is invalid; no files are left.
+            ServingError: writing to the disk failed; no files are left.
         """
         config = self.config_of(archive)
         name = archive.manifest.config_file
@@ -148,7 +148,7 @@ class Store:
             signature = _optional_text(archive, _OPENAPI_SIGNATURE_NAME)
             directory = self._extracted(archive)
         except ArchiveError as err:
-            if getattr(err.__cause__, "errno", None):  # the system said so, not the archive: a full disk
+            if getattr(err.__cause__, "errno", None):  # an OS error, such as a full disk
                 raise ServingError(f"Failed to save model: {url}", str(err)) from err
             raise _invalid(err) from err
         except OSError as err:
@@ -165,7 +165,7 @@ class Store:
         )
 
     def _extracted(self, archive: Archive) -> Path:
-        """A new folder with what is in the archive; no trace when that fails."""
+        """Extract the archive into a new folder and return it; leave no files on failure."""
         folder = Path(tempfile.mkdtemp(dir=self._unpacked.path))
         try:
             return archive.extract(folder / "model")
@@ -174,39 +174,39 @@ class Store:
             raise
 
     def share_weights(self, archive: Archive, stored: StoredArchive, handler: str | None) -> None:
-        """Let an unpacked archive share the memory of its weights with others; before it is loaded."""
+        """Share the memory of an archive's weights with equal ones; call it before the archive is loaded."""
         weights = weights_file(archive, stored.directory, handler)
         if weights is not None:
             self._sharing.join(weights)
 
     def remove(self, stored: StoredArchive, *, keep_download: bool = False) -> None:
-        """Delete what `unpack` made, and the copy of what was downloaded for it."""
+        """Delete the folder that `unpack` created, and the downloaded copy of the archive."""
         if stored.downloaded and not keep_download:
             stored.downloaded.unlink(missing_ok=True)
         self._sharing.leave(stored.directory)
         shutil.rmtree(stored.directory.parent, ignore_errors=True)
 
     def close(self) -> None:
-        """Delete everything this store unpacked."""
+        """Delete all unpacked archives of this store."""
         self._unpacked.release()
 
     def sweep(self) -> None:
-        """Delete what servers that were killed left in the temporary folder and in the store."""
+        """Delete files that killed servers left in the temporary folder and in the store."""
         swept = sweep_folders(self._temp_dir)
         if self._archives.path is not None:
-            # Nobody writes to a part for longer than a download may take.
+            # A part that is older than the download timeout is no longer being written.
             swept += sweep_parts(self._archives.path, PART_PREFIX, self._download_timeout_s)
         if swept:
             names = ", ".join(str(path) for path in swept)
             logger.warning("deleted what a server that was killed had left: %s", names)
 
     def names(self) -> list[str]:
-        """What `load_models=all` means; see `StoreFolder.names`."""
+        """Return the archive names that `load_models=all` loads; see `StoreFolder.names`."""
         return self._archives.names()
 
 
 def store_of(server: ServerSettings) -> Store:
-    """The store that the settings describe."""
+    """Create the store from the settings."""
     return Store(
         server.model_store,
         server.limits,
@@ -222,7 +222,10 @@ def _manifest_as_written(archive: Archive) -> dict[str, Any]:
 
 
 def _check_sendable(what: str, values: dict[str, Any]) -> None:
-    """Refuse now what no frame can hold, rather than when a worker is to have it: a number over 64 bits."""
+    """Reject values that can't be encoded for a worker, such as an integer over 64 bits.
+
+    Checked here so that the registration fails, rather than the load.
+    """
     try:
         msgspec.msgpack.encode(values)
     except (OverflowError, ValueError, TypeError, RecursionError) as err:
@@ -242,36 +245,36 @@ _ARCHIVE_SUFFIXES = (".mar", ".model", ".tar.gz", ".tgz")
 
 
 def is_archive(path: Path) -> bool:
-    """Whether `load_models=all` means this entry of the store: an archive, packed or unpacked.
+    """Return whether `load_models=all` loads this store entry: an archive, packed or unpacked.
 
-    A folder without a manifest is none: a volume's `lost+found`, for one.
+    A folder without a manifest is not an archive: for example, a volume's `lost+found`.
     """
     packed = path.name.endswith(_ARCHIVE_SUFFIXES)
     return not path.name.startswith(".") and (packed or os.path.isfile(path / MANIFEST_NAME))
 
 
 class StoreFolder:
-    """The model store on disk. Every call looks at the disk anew, and blocks on it. Thread-safe.
+    """The model store's folder. Every call reads the disk again, and blocks on it. Thread-safe.
 
     Args:
-        path: the folder; None: the server has no model store.
+        path: The folder; None if the server has no model store.
     """
 
     def __init__(self, path: Path | None) -> None:
         self.path = path.resolve() if path else None
 
     def configured(self) -> Path:
-        """The folder.
+        """Return the folder.
 
         Raises:
-            ModelNotFound: there is none.
+            ModelNotFound: no folder is configured.
         """
         if self.path is None:
             raise ModelNotFound("Model store has not been configured.")
         return self.path
 
     def names(self) -> list[str]:
-        """The name of every archive in it, sorted; see `is_archive`.
+        """Return the sorted names of all archives in the folder; see `is_archive`.
 
         Raises:
             ServingError: the folder can't be listed.
@@ -286,16 +289,16 @@ class StoreFolder:
         return sorted(path.name for path in paths if is_archive(path))
 
     def find(self, url: str, trusted: bool) -> Path:
-        """Where the archive is that `url` names.
+        """Return the path of the archive that `url` names.
 
         Args:
-            url: The full path of a folder below the store; of anything else only the last component counts,
-                as a name in the store.
-            trusted: The operator's own words, not a client's: the full path of a folder may lead anywhere.
+            url: The absolute path of a folder below the store; of any other text only the last component is
+                used, as a name in the store.
+            trusted: The operator gave `url`, not a client: the absolute path may be outside the store.
 
         Raises:
-            ModelNotFound: there is nothing of that name, with the contract's texts.
-            DownloadFailed: it is a URL; what is there has to be downloaded first.
+            ModelNotFound: no archive of that name exists; with the contract's texts.
+            DownloadFailed: `url` is a URL, which must be downloaded first.
         """
         if not url:
             raise ModelNotFound("empty url")
@@ -315,7 +318,7 @@ class StoreFolder:
         return path
 
     def _folder_at(self, url: str, trusted: bool) -> Path | None:
-        """The folder that a full path names, if whoever says so may name it."""
+        """Return the folder of an absolute path if it is below the store or `trusted`; None otherwise."""
         path = Path(url)
         if not (path.is_absolute() and _exists(path) and path.is_dir()):
             return None
@@ -325,7 +328,7 @@ class StoreFolder:
 
 
 def _exists(path: Path) -> bool:
-    """Whether there is something at the path; False too for what no path may be."""
+    """Return whether the path exists; False also for an invalid path."""
     try:
         return path.exists()
     except (ValueError, OSError):  # a NUL character; a name that is too long, a loop of links

@@ -1,7 +1,7 @@
-"""What a server that was killed leaves behind: folders of unpacked models, and parts of downloads.
+"""Temporary files that survive a killed server: folders of unpacked models, and partial downloads.
 
-Each is claimed by a lock on an open file, which the kernel drops with the process, however it ends. What
-nobody holds is swept by the next server that starts there. Everything here blocks on the disk.
+Each is locked through an open file; the kernel releases the lock when the process ends, for any reason. The
+next server that starts there deletes unlocked ones. Everything here blocks on the disk.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _CLAIM = ".claim"  # the locked file in a claimed folder
 
 
 class ClaimedFolder:
-    """A new temporary folder that is ours until `release`, or until this process ends. Thread-safe.
+    """A new temporary folder, locked until `release` or the end of this process. Thread-safe.
 
-    It is locked itself, too: that tells systemd-tmpfiles, which deletes what nobody has touched for days, to
-    leave it alone with all that is in it.
+    The folder itself is locked, too: systemd-tmpfiles, which deletes files unused for days, skips a locked
+    folder and its contents.
 
     Raises:
-        ServingError: there is no place for it.
+        ServingError: the folder can't be created.
     """
 
     def __init__(self, parent: Path | None) -> None:
@@ -45,17 +45,17 @@ class ClaimedFolder:
             try:
                 self._claim = draft.open("wb")
             except OSError:
-                self.path.rmdir()  # nobody sweeps what was never claimed
+                self.path.rmdir()  # `sweep_folders` skips a folder without a claim
                 raise
         except OSError as err:
             text = "set TEMP, or TMPDIR, to a folder that this user may write to."
             raise ServingError("Models can't be unpacked anywhere.", f"{err}; {text}") from err
         lock(self._claim)
-        draft.rename(self.path / _CLAIM)  # it is there with its lock, or not at all
+        draft.rename(self.path / _CLAIM)  # the claim appears only with its lock held
         self._itself = _locked_folder(self.path)
 
     def release(self) -> None:
-        """Delete the folder with all that is in it."""
+        """Delete the folder and its contents."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._claim.close()
         if self._itself is not None:
@@ -66,14 +66,14 @@ class ClaimedFolder:
 def _locked_folder(folder: Path) -> int | None:
     try:
         itself = os.open(folder, os.O_RDONLY)
-    except OSError:  # no more files may be open: it serves all the same
+    except OSError:  # the limit of open files is reached: go on without this lock
         return None
     lock(itself)
     return itself
 
 
 def lock(file: IO[bytes] | int) -> bool:
-    """Lock an open file until it is closed; False when somebody else has, or there are no locks here."""
+    """Lock an open file until it is closed; return False if it is locked or locks are not supported."""
     if sys.platform == "win32":
         return False
     try:
@@ -84,9 +84,10 @@ def lock(file: IO[bytes] | int) -> bool:
 
 
 def sweep_folders(parent: Path | None) -> list[Path]:
-    """Delete the folders of servers that are gone; returns them.
+    """Delete the folders of servers that no longer run; return their paths.
 
-    Only our own user's count, and only claimed ones: the parent is mostly the system's, which all can write.
+    Only claimed folders of this user are deleted: the parent is usually the system's temporary folder, which
+    every user can write to.
     """
     swept = []
     for folder in _ours(Path(parent or tempfile.gettempdir()), FOLDER_PREFIX):
@@ -98,10 +99,11 @@ def sweep_folders(parent: Path | None) -> list[Path]:
 
 
 def sweep_parts(store: Path, prefix: str, idle_s: float) -> list[Path]:
-    """Delete parts of downloads that nobody goes on with, and that were not touched for `idle_s`.
+    """Delete unlocked partial files that were not modified for `idle_s` seconds; return their paths.
 
-    The store may be on a network, where the locks of other machines are not always seen: hence the time. One
-    that is as far ahead counts as well: it was written before the clock was put right.
+    The time is checked because the store may be on a network file system, where locks of other machines are
+    not always visible. A modification time that is `idle_s` in the future counts, too: it was written before
+    the clock was corrected.
     """
     swept = []
     for part in _ours(store, prefix):

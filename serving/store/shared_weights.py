@@ -1,15 +1,15 @@
-"""Versions with the same weights map one file, so that these are in memory once.
+"""Maps one file for all versions with equal weights, so that the weights are in memory once.
 
-The names of that file are hard links, so the file system counts who still has it, and a version that goes has
-nothing to hand over. What must not be is that a handler writes to it and so into another version:
+Each version has a hard link to that file. The file system counts the links, so removing a version needs no
+hand-over. A handler must never write to the shared file, because that would change another version:
 
-* Under a built-in handler nobody writes into the archive's folder. The weights in it are the link itself.
-* A version with Python of its own has a file of its own in its folder, and the link beside the folder, where
-  the loaders look for it (`handlers/shared_weights.py`). The first such version has mapped its file already
-  when the second one comes: its file becomes the shared one, and a copy takes its place. That costs disk, and
-  is left out where the disk is memory.
+* A built-in handler does not write to the archive's folder, so the weights file in the folder is the link.
+* A version with its own Python code has its own file in its folder, and the link beside the folder, where the
+  loaders look for it (`handlers/shared_weights.py`). The first such version has already mapped its file when
+  the second one is registered: its file becomes the shared one, and a copy replaces it. The copy costs disk
+  space, and sharing is skipped where the file system is in memory.
 
-Only files that loaders map are looked at, and none is read unless another of the same size and CRC is there.
+Only files that loaders map are considered, and a file is read only if another one has the same size and CRC.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ class WeightsFile:
     path: Path  # in the folder of the archive
     size: int  # bytes
     crc: int | None  # CRC-32; None: the archive's format has none
-    own_code: bool  # Python of the archive's own runs, and may write to `path`
+    own_code: bool  # the archive's own Python code runs, and may write to `path`
 
     @property
     def shared(self) -> Path:
-        """Where the link is, if there is one and `own_code`."""
+        """The path of the link, which exists only with `own_code` and shared weights."""
         return Path(shared_file(str(self.path)))
 
     def may_equal(self, other: WeightsFile) -> bool:
-        """Whether it is worth reading both."""
+        """Return whether size and CRC allow equal contents, so that comparing the files is worth it."""
         crcs = {self.crc, other.crc} - {None}
         return self.size == other.size and len(crcs) <= 1
 
 
 def weights_file(archive: Archive, directory: Path, handler: str | None) -> WeightsFile | None:
-    """The weights that were unpacked into `directory`; None when there are none that a loader maps."""
+    """Return the weights unpacked into `directory`; None when no loader maps them."""
     name = archive.manifest.serialized_file or ""
     mapped = name.endswith(".pt") or (archive.manifest.model_file and not name.endswith(".safetensors"))
     entry = next((entry for entry in archive.entries if entry.name == name), None)
@@ -66,16 +66,16 @@ def weights_file(archive: Archive, directory: Path, handler: str | None) -> Weig
 class WeightSharing:
     """The weights of all unpacked archives of a store. Thread-safe; blocks on the disk.
 
-    A failure is no error: the version then maps its own file, as any version with weights of its own.
+    A failure is not an error: the version then maps its own file.
     """
 
     def __init__(self) -> None:
         self._known: dict[Path, WeightsFile] = {}
-        # Guards _known, and is held while files are compared: none may be deleted meanwhile.
+        # Guards _known, and is held while files are compared, so that none is deleted meanwhile.
         self._lock = threading.Lock()
 
     def join(self, weights: WeightsFile) -> None:
-        """Let a version that nothing has loaded yet share its weights with another, if they are the same."""
+        """Share the weights of a version that is not loaded yet with a version of equal weights."""
         with self._lock:
             for other in self._known.values():
                 if other.may_equal(weights) and _share(other, weights):
@@ -96,7 +96,7 @@ def _share(held: WeightsFile, new: WeightsFile) -> bool:
         if not _same_bytes(mapped, new.path):
             return False
         shielded = _shielded(held) if held.own_code else held.path
-        if shielded is None or shielded.stat().st_mtime_ns != changed_ns:  # written to, while we compared
+        if shielded is None or shielded.stat().st_mtime_ns != changed_ns:  # modified during the comparison
             return False
         _adopt(new, shielded, changed_ns)
     except OSError as err:  # the disk is full, or its file system has no hard links
@@ -114,9 +114,10 @@ def _same_bytes(one: Path, other: Path) -> bool:
 
 
 def _shielded(held: WeightsFile) -> Path | None:
-    """The file that `held` maps, out of its handler's reach; None when that would cost memory.
+    """Return the link to the file that `held` maps, outside its handler's folder, creating it if needed.
 
-    Executors that run keep their mapping, those to come find the link.
+    Return None when the copy for the handler would be kept in memory. Running executors keep their mapping;
+    new ones use the link.
     """
     link = held.shared
     if link.exists():
@@ -127,17 +128,17 @@ def _shielded(held: WeightsFile) -> Path | None:
     copy = link.with_name("copy")
     try:
         shutil.copyfile(held.path, copy)
-        shutil.copystat(held.path, copy)  # the same time of change tells that the handler left it alone
+        shutil.copystat(held.path, copy)  # an equal mtime shows that the handler has not changed it
         os.link(held.path, link)
         os.replace(copy, held.path)
     except OSError:
-        shutil.rmtree(link.parent, ignore_errors=True)  # not shielded: `held.path` may be the same file
+        shutil.rmtree(link.parent, ignore_errors=True)  # remove the link: `held.path` may be the same file
         raise
     return link
 
 
 def _adopt(new: WeightsFile, shielded: Path, changed_ns: int) -> None:
-    """Let what loads `new` map the file `shielded`."""
+    """Link the file `shielded` to the place where the loader of `new` maps its weights."""
     link = new.shared
     link.parent.mkdir()
     os.link(shielded, link)
@@ -149,7 +150,7 @@ def _adopt(new: WeightsFile, shielded: Path, changed_ns: int) -> None:
 
 
 def is_in_memory(path: Path) -> bool:
-    """Whether a copy of the file would be kept in memory; False where that is not known."""
+    """Return whether the file is on an in-memory file system; False where that is unknown."""
     device = path.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:

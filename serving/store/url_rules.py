@@ -1,7 +1,7 @@
-"""Which URLs an archive may come from: the operator's patterns, and the shape a URL must have.
+"""Rules for archive URLs: the operator's patterns (`allowed_urls`), and the accepted URL syntax.
 
-`allowed_urls` is empty by default, so that the model store is the only source. A pattern has to match the
-whole URL, in any case of letters, as in TorchServe. End the host in a pattern with a slash or a port:
+`allowed_urls` is empty by default, so that the model store is the only source. A pattern must match the whole
+URL, ignoring case, as in TorchServe. End the host in a pattern with a slash or a port:
 `https://models.example.com.*` also matches `https://models.example.com.evil.org/x.mar`.
 """
 
@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 
 MAX_URL_CHARACTERS = 2048
 MAX_PATTERN_CHARACTERS = 1024
-# A pattern can take for ever on a URL made for it, and nothing stops Python's `re`. So it runs in a process
-# of its own, which usually takes a twentieth of a second.
+# A crafted URL can make a pattern backtrack without end, and Python's `re` can't be interrupted. So matching
+# runs in its own process, which usually takes 50 ms.
 MATCH_TIMEOUT_S = 5.0
 
 _REMOTE = re.compile(r"(https?|file|s3)://", re.IGNORECASE)
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_\-.]{0,254}")
-# Older Pythons read "[::1].example.com" as the host ::1, which a pattern for *.example.com did not mean.
+# Older Pythons parse "[::1].example.com" as the host ::1, although a pattern for *.example.com matches it.
 _IPV6_HOST = re.compile(r"\[[0-9a-f.]*:[0-9a-f:.]*\](:[0-9]*)?", re.IGNORECASE)
 _DEFAULT_PORTS = {"http": 80, "https": 443, "file": 0, "s3": 0}
 _MATCHER = """\
@@ -60,16 +60,16 @@ class Source:
 
 
 def is_remote(url: str) -> bool:
-    """Whether it is a URL that would have to be fetched, rather than a name in the model store."""
+    """Return whether `url` must be downloaded, rather than being a name in the model store."""
     return _REMOTE.match(url) is not None
 
 
 def allow(url: str, patterns: Sequence[str]) -> Source:
-    """What to fetch for a URL. Blocks for as long as the patterns take, at most `MATCH_TIMEOUT_S`.
+    """Return the source of an allowed URL. Blocks on pattern matching, at most `MATCH_TIMEOUT_S`.
 
     Raises:
-        ModelNotFound: no pattern matches it, or its shape is one that could deceive a pattern; with
-            TorchServe's texts, and the reason in `detail`.
+        ModelNotFound: no pattern matches the URL, or its syntax could mislead a pattern; with TorchServe's
+            texts, and the reason in `detail`.
     """
     if any(".." in text for text in _decodings(url)):
         raise ModelNotFound(f"Relative path is not allowed in url: {url}")
@@ -86,13 +86,13 @@ def allow(url: str, patterns: Sequence[str]) -> Source:
     if not _FILE_NAME.fullmatch(source.file_name):
         raise _refused(url, f"its path ends in {source.file_name[:80]!r}, expected the name of an archive")
     if source.scheme == "s3" and not source.may_be_private:
-        # The server's own credentials open the bucket; a pattern like ".*" did not mean them.
+        # The server's own credentials open the bucket, so a broad pattern like ".*" is not enough.
         raise _refused(url, f"no pattern of allowed_urls spells out the bucket {source.host}")
     return source
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address belongs to a host on the Internet, rather than to this machine or its network."""
+    """Return whether an IP address is on the Internet, not on this machine or its network."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         if any(ip in network for network in (*_TUNNELS, _SITE_LOCAL)):
@@ -103,7 +103,7 @@ def is_public(address: str) -> bool:
 
 
 def names_host(pattern: str, host: str) -> bool:
-    r"""Whether a pattern spells out this host, where a URL has its host.
+    r"""Return whether a pattern spells out this host literally, in the host part of a URL.
 
     >>> names_host(r"https?://models\.internal(:8080)?/.*", "models.internal")
     True
@@ -119,7 +119,7 @@ def names_host(pattern: str, host: str) -> bool:
 
 
 def _deceptive(url: str) -> str:
-    """What about a URL is not as plain as a pattern takes it to be; "" when it is."""
+    """Return the reason why the syntax of a URL could mislead a pattern; "" when it could not."""
     if len(url) > MAX_URL_CHARACTERS:
         return f"it has {len(url)} characters, at most {MAX_URL_CHARACTERS} are read"
     if not url.isascii() or not url.isprintable() or set(url) & set(" \\#<>\"'`{}|^"):
@@ -145,7 +145,7 @@ def _deceptive_host(parts: SplitResult, port: int | None) -> str:
 
 
 def _decodings(url: str) -> list[str]:
-    """The URL, and what one and two servers in a row might decode it to."""
+    """Return the URL, and the URL percent-decoded once and twice, as chained servers might decode it."""
     once = unquote(url)
     return [url, once, unquote(once)]
 
@@ -155,7 +155,7 @@ def _matching(url: str, patterns: Sequence[str]) -> list[str]:
     if not usable:
         return []
     command = [sys.executable, "-I", "-S", "-c", _MATCHER]
-    told = json.dumps([url, *usable]).encode()  # arguments are for all to see, and a URL may be signed
+    told = json.dumps([url, *usable]).encode()  # not as arguments: all users see those; a URL may be signed
     try:
         found = subprocess.run(command, input=told, capture_output=True, timeout=MATCH_TIMEOUT_S, check=True)
     except (subprocess.SubprocessError, OSError) as err:

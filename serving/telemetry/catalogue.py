@@ -1,7 +1,7 @@
-"""Every metric family of ours in one table: name, type, and what it says. TorchServe's are in `metrics.yaml`.
+"""Table of the server's own metric families: name, type and help text.
 
-Base units only (seconds, bytes, ratios); counters end in `_total`; labels are bounded by what is registered
-and by the code, never by what clients send.
+TorchServe's are in `metrics.yaml`. Base units only (seconds, bytes, ratios); counters end in `_total`. Label
+values come from registered versions and from the code, never from client input, so their number is bounded.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ FAMILIES: dict[str, tuple[Kind, str]] = {
     BUDGET_REFUSED: ("counter", "Requests that were refused because too many bytes are held, by budget."),
     LOG_DROPPED: ("counter", "Lines of the log that were lost because its output did not keep up."),
 }
-# Of the library's families about the process; it leaves the suffix away from the names of counters.
+# prometheus_client's families about the process; it names the counters' families without the suffix.
 LIBRARY_COUNTERS = {"process_cpu_seconds": "process_cpu_seconds_total"}
 LIBRARY_GAUGES = (
     *("process_virtual_memory_bytes", "process_resident_memory_bytes"),
@@ -111,28 +111,28 @@ ALL_NAMES = (*FAMILIES, *LIBRARY_COUNTERS.values(), *LIBRARY_GAUGES)
 
 
 def family(name: str) -> Metric:
-    """A family of the table, without samples."""
+    """Return a family of the table, without samples."""
     kind, text = FAMILIES[name]
     return Metric(name, text, kind)
 
 
 def families(names: Iterable[str]) -> dict[str, Metric]:
-    """Several of them, by name."""
+    """Return several families of the table by name, without samples."""
     return {name: family(name) for name in names}
 
 
 Family = Counter | Gauge | Histogram
 
-# Names of the classic text format; the library lets any UTF-8 through, which scrapers do not read unasked.
+# Names of the classic text format; the library allows any UTF-8, which scrapers read only on request.
 _METRIC_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _LABEL_NAME = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 KINDS = ("counter", "gauge", "histogram")
-# The Java client's default buckets, in whatever unit the metric has (contract: metrics).
+# The Java client's default buckets, in the unit of the metric (contract: metrics).
 DEFAULT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 
 
 class Families:
-    """Makes families and remembers how counters were called; the library renames those.
+    """Makes families and remembers the declared names of counters, which the library renames.
 
     Thread-safe as far as the registry is; declare a name once.
     """
@@ -178,17 +178,17 @@ class Reserved(Collector):
         self._names = tuple(names)
 
     def describe(self) -> Iterable[Metric]:
-        """The families, of a type that reserves what all types do."""
+        """Yield each name as a histogram, a type that reserves the names with its suffixes, too."""
         for name in self._names:
             yield Metric(name, "", "histogram")
 
     def collect(self) -> Iterable[Metric]:
-        """Nothing."""
+        """Return no families."""
         return ()
 
 
 def check_names(kind: str, name: str, labels: Sequence[str]) -> None:
-    """Raise ValueError unless a metric may be called so in the text format, and has one of `KINDS`."""
+    """Raise ValueError unless the text format allows the names and `kind` is one of `KINDS`."""
     if kind not in KINDS:
         raise ValueError(f"its type is {kind!r}, expected one of {KINDS}")
     wrong = [label for label in labels if not _LABEL_NAME.fullmatch(label)]
@@ -199,7 +199,7 @@ def check_names(kind: str, name: str, labels: Sequence[str]) -> None:
 def updater(child: Family) -> Callable[[float], None]:
     """Return a labelled child's `inc`, `set` or `observe`.
 
-    That of a counter refuses (ValueError) what is negative or not finite; such a value would spoil it.
+    A counter's function raises ValueError for a negative or non-finite value, which would spoil the counter.
     """
     if isinstance(child, Counter):
         return functools.partial(_add, child)
@@ -213,5 +213,5 @@ def _add(counter: Counter, value: float) -> None:
 
 
 def help_text(kind: str, unit: str) -> str:
-    """The HELP line that TorchServe gives a metric."""
+    """Return the HELP text that TorchServe gives a metric."""
     return f"Torchserve prometheus {kind} metric with unit: {unit}"

@@ -1,4 +1,6 @@
-"""When a certificate expires. The standard library reads those of connections only, so this walks the DER.
+"""Expiry time of an X.509 certificate file, parsed from its DER.
+
+The standard library only reads the certificates of connections.
 
 X.509 (RFC 5280, 4.1): Certificate ::= SEQUENCE { tbsCertificate SEQUENCE { [0] version OPTIONAL,
 serialNumber, signature, issuer, validity SEQUENCE { notBefore, notAfter }, ... } ... }.
@@ -18,11 +20,11 @@ _SEQUENCE, _EXPLICIT_VERSION, _UTC_TIME, _GENERALIZED_TIME = 0x30, 0xA0, 0x17, 0
 
 
 class UnreadableCertificate(ValueError):
-    """The file holds no certificate that can be read."""
+    """The file holds no readable certificate."""
 
 
 class _Element(NamedTuple):
-    """One DER element: its tag, its content, and what follows it."""
+    """One DER element: its tag, its content, and the bytes after it."""
 
     tag: int
     content: bytes
@@ -30,7 +32,7 @@ class _Element(NamedTuple):
 
 
 def expiry_s(path: Path) -> float:
-    """When the first certificate of a PEM file expires, in seconds since the epoch.
+    """Return when the first certificate of a PEM file expires, in seconds since the epoch.
 
     Raises:
         UnreadableCertificate: no such file, no certificate in it, or one that is broken.
@@ -59,7 +61,7 @@ def _not_after(der: bytes) -> datetime:
 
 
 def _element(der: bytes, tag: int | None = None) -> _Element:
-    """The first element of some DER, which must have this tag (None: any)."""
+    """Return the first element of DER data; its tag must be `tag` (None: any), else raise ValueError."""
     if tag is not None and der[0] != tag:
         raise ValueError(f"found the tag 0x{der[0]:02x}, expected 0x{tag:02x}")
     length, start = der[1], 2

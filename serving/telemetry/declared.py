@@ -1,8 +1,8 @@
-"""Which metrics there are: reads `metrics.yaml`, TorchServe's format, strictly.
+"""Metric declarations: a strict reader of `metrics.yaml`, TorchServe's format.
 
-One section for what the server reports (`ts_metrics`) and one for what handlers report (`model_metrics`), in
-each up to three lists by type. The built-in file beside this module is the default, and the one place that
-says which labels the server supplies.
+One section declares the metrics of the server (`ts_metrics`) and one those of handlers (`model_metrics`),
+each with up to three lists by type. The built-in file beside this module is the default, and the only place
+that defines which labels the server supplies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchere.serving.telemetry.catalogue import KINDS, Families, Reserved
 
 BUILT_IN_FILE = Path(__file__).with_name("metrics.yaml")
 HOSTNAME = "Hostname"  # the label that every handler metric gets in addition
-OWN_PREFIX = "torchere_"  # of the metrics that are always there
+OWN_PREFIX = "torchere_"  # of the server's own metrics, which are always there
 _SECTIONS = ("ts_metrics", "model_metrics")
 _FIELDS = ("name", "unit", "dimensions")
 
@@ -42,7 +42,7 @@ class DeclaredMetric:
 
 @dataclass(frozen=True, slots=True)
 class MetricsConfig:
-    """What is recorded, by name. The default is nothing."""
+    """The metrics that are recorded, by name; none by default."""
 
     server: Mapping[str, DeclaredMetric] = field(default_factory=dict)
     model: Mapping[str, DeclaredMetric] = field(default_factory=dict)
@@ -50,16 +50,16 @@ class MetricsConfig:
 
 @functools.cache
 def built_in_config() -> MetricsConfig:
-    """The default set."""
+    """Return the default set."""
     return _parse(BUILT_IN_FILE.read_text(encoding="utf-8"))
 
 
 def read_metrics_config(path: Path) -> MetricsConfig:
-    """Read a file.
+    """Read a metrics file.
 
     Raises:
         MetricsCacheError: as one of MetricsCacheIOError, MetricsCachePyYamlError, MetricsCacheKeyError,
-            MetricsCacheTypeError and MetricsCacheValueError; the text says where, and what was expected.
+            MetricsCacheTypeError and MetricsCacheValueError; it gives the place and the expected value.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -70,7 +70,7 @@ def read_metrics_config(path: Path) -> MetricsConfig:
 
 
 def parse_metrics_config(text: str) -> MetricsConfig:
-    """Read the text of a file; raises as `read_metrics_config` does, but no MetricsCacheIOError."""
+    """Parse the text of a metrics file; raises as `read_metrics_config`, except MetricsCacheIOError."""
     config = _parse(text)
     built_in = built_in_config()
     _check_label_counts(config.server, built_in.server)
@@ -88,7 +88,7 @@ def _parse(text: str) -> MetricsConfig:
     unknown = [key for key in document if key not in (*_SECTIONS, "dimensions")]
     if unknown:
         raise MetricsCacheKeyError(f"sections: unknown {unknown}, expected {_SECTIONS}")
-    if "model_metrics" not in document:  # TorchServe can do without the other
+    if "model_metrics" not in document:  # the other section is optional in TorchServe
         raise MetricsCacheKeyError(f"sections: model_metrics is missing, expected {_SECTIONS}")
     server, model = ({m.name: m for m in _section(name, document.get(name))} for name in _SECTIONS)
     if not model:
@@ -134,12 +134,12 @@ def _metric(place: str, kind: str, entry: object) -> DeclaredMetric:
 
 
 def _is_text(value: object) -> bool:
-    """Half of a surrogate pair is none: no scrape could show it."""
+    """Return whether it is a str without lone surrogates, which no scrape could show."""
     return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _check_names(config: MetricsConfig) -> None:
-    """Declare all of it on a registry that is thrown away: the library knows which names clash."""
+    """Declare all metrics on a temporary registry, where the library finds names that clash."""
     families = Families()
     families.registry.register(Reserved(catalogue.ALL_NAMES))
     for metric in (*config.server.values(), *config.model.values()):

@@ -1,4 +1,4 @@
-"""Many histograms over the same buckets, fed a row at a time and counted many rows at a time.
+"""Histograms over the same buckets, fed one row at a time and counted many rows at a time.
 
 Finding the buckets of a row's values one by one would take five times as long as the rest of a request's
 book-keeping. So rows are kept as they come, and counted by numpy when there are enough of them.
@@ -22,10 +22,10 @@ SECONDS_BUCKETS = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0),
 )
-FOLD_ROWS = 128  # counting them takes a tenth of a millisecond, during which the loop stands still
+FOLD_ROWS = 128  # counting them takes a tenth of a millisecond, during which the event loop is blocked
 
 _BOUNDS = np.array(SECONDS_BUCKETS)
-_WIDTH = len(SECONDS_BUCKETS) + 1  # the last bucket is for what is larger than all bounds
+_WIDTH = len(SECONDS_BUCKETS) + 1  # the last bucket is for values above all bounds
 
 
 class Histogram(NamedTuple):
@@ -63,12 +63,12 @@ class Distributions:
         self._sums += values.sum(axis=0)
 
     def note(self, row: Sequence[float], labels: dict[str, str], now_s: float) -> None:
-        """Remember where the values of a row came from; `now_s` is seconds since the epoch."""
+        """Keep the values of a row as exemplars with these labels; `now_s` is seconds since the epoch."""
         for column, value in enumerate(row):
             self._exemplars[column, bisect_left(SECONDS_BUCKETS, value)] = Exemplar(labels, value, now_s)
 
     def histograms(self) -> list[Histogram]:
-        """The histogram of each column, as it is now."""
+        """Return the current histogram of each column."""
         self._fold()
         counts = self._counts.reshape(self._width, _WIDTH).tolist()
         return [

@@ -21,12 +21,12 @@ _PLAIN_TO = 1e7
 
 
 def render(families: Iterable[Metric], declared: Mapping[str, str], names: Collection[str] = ()) -> str:
-    """Write families as text.
+    """Render families as text.
 
     Args:
-        families: what the registry collected.
+        families: as the registry collects them.
         declared: for counters, the library's family name to the name it was declared with.
-        names: sample names to keep; none of them keeps everything, and a family with nothing kept vanishes.
+        names: sample names to keep; empty keeps all. A family without a kept sample is left out.
     """
     lines: list[str] = []
     for family in families:
@@ -42,7 +42,7 @@ def render(families: Iterable[Metric], declared: Mapping[str, str], names: Colle
 
 
 def java_double(value: float) -> str:
-    """A number as Java's `Double.toString` writes it, and as Prometheus wants what is not finite."""
+    """Return a number as Java's `Double.toString` writes it; NaN and infinity as Prometheus does."""
     if math.isnan(value):
         return "NaN"
     if math.isinf(value):
@@ -80,11 +80,11 @@ def _escaped_help(text: str) -> str:
 
 CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 _MEDIA_TYPE = "application/openmetrics-text"
-_VERSIONS = ("1.0.0", "0.0.1", "")  # that a client may ask for: what it gets suits all of them
+_VERSIONS = ("1.0.0", "0.0.1", "")  # that a client may ask for; the output is valid in all of them
 
 
 def wants_openmetrics(accept: str) -> bool:
-    """Whether an `Accept` header prefers OpenMetrics to the plain text format, which is the default."""
+    """Return whether an `Accept` header prefers OpenMetrics to plain text, which is the default."""
     openmetrics, plain = 0.0, 0.0
     for choice in accept.split(","):
         kind, *parameters = (part.strip() for part in choice.split(";"))
@@ -107,7 +107,7 @@ def _weight(text: str) -> float:
 def render_openmetrics(
     families: Iterable[Metric], declared: Mapping[str, str], names: Collection[str] = ()
 ) -> str:
-    """Write families as text; the arguments are those of `exposition.render`."""
+    """Render families as OpenMetrics text; the arguments are those of `render`."""
     wanted = [_renamed(family, declared.get(family.name, family.name)) for family in families]
     for family in wanted:
         family.samples = [sample for sample in family.samples if not names or sample.name in names]
@@ -118,7 +118,7 @@ def render_openmetrics(
 
 
 class _Families(Collector):
-    """What the library's exposition asks for its families."""
+    """Collector of given families, the input of the library's exposition."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = families
@@ -132,7 +132,7 @@ def _has_exemplar(family: Metric) -> bool:
 
 
 def _renamed(family: Metric, name: str) -> Metric:
-    """The family as this format wants it, from one whose counter is called `name`."""
+    """Return the family in OpenMetrics form; `name` is the declared name of a counter."""
     if family.type != "counter":
         renamed = Metric(family.name, family.documentation, family.type)
         renamed.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]

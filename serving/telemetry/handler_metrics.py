@@ -1,4 +1,4 @@
-"""What handlers report through `context.metrics`: what is declared, by its declared type, within bounds."""
+"""Metrics that handlers report through `context.metrics`, by their declared type, within bounds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class HandlerSample(Protocol):
 
     @property
     def value(self) -> float:
-        """What to add (counter), set (gauge) or observe (histogram)."""
+        """The value to add (counter), to set (gauge) or to observe (histogram)."""
 
     @property
     def unit(self) -> str:
@@ -39,7 +39,7 @@ class HandlerSample(Protocol):
 
     @property
     def metric_type(self) -> str:
-        """One of `counter`, `gauge`, `histogram`; counts only for a metric that is not declared."""
+        """One of `counter`, `gauge`, `histogram`; used only for a metric that is not declared."""
 
     @property
     def dimensions(self) -> Dimensions:
@@ -70,11 +70,11 @@ class _Child(NamedTuple):
     update: Callable[[HandlerSample], None]
     show: Callable[[float], None] | None  # None: it is logged
     values: tuple[str, ...]  # of all labels, in their order
-    model: str | None  # what the dimension `ModelName` says
+    model: str | None  # value of the dimension `ModelName`
 
 
 class _Known:
-    """A metric that is recorded, and what was seen of it; `family` None: it is logged."""
+    """A recorded metric and its known label values; `family` None: it is logged."""
 
     __slots__ = ("children", "declared", "family")
 
@@ -85,7 +85,7 @@ class _Known:
 
 
 class HandlerMetrics:
-    """Metrics of handlers: the declared ones, and with `auto_detect` whatever they report. Thread-safe."""
+    """Metrics of handlers: the declared ones, with `auto_detect` also all others. Thread-safe."""
 
     def __init__(
         self,
@@ -101,14 +101,14 @@ class HandlerMetrics:
         self._mode: MetricsMode = mode
         self._auto_detect = auto_detect
         self._log = MetricLog(MODEL_LOGGER, hostname)
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._refused: set[str] = set()
         self._known: dict[str, _Known] = {}
         for metric in declared.values():
             self._declare(metric)
 
     def record(self, samples: Iterable[HandlerSample]) -> None:
-        """Record what one batch reported. What can't be recorded is dropped, and logged once a name."""
+        """Record the samples of one batch; drop invalid ones, with one log line for each metric name."""
         with self._lock:
             for sample in samples:
                 try:
@@ -117,17 +117,17 @@ class HandlerMetrics:
                     self._refuse(sample.name, str(err))
 
     def needs_each(self, name: str) -> bool:
-        """Whether every value of a metric matters, not only the last before a scrape (logs, histograms)."""
+        """Return whether every value of a metric is needed (logs, histograms), not only the last one."""
         known = self._known.get(name)
         if known is None:
             return self._auto_detect and is_logged(name, self._mode)
         return known.family is None or known.declared.kind != "gauge"
 
     def bound(self, name: str, unit: str, dimensions: Dimensions) -> Report:
-        """Return what records gauges of one name and one combination of label values, for the server itself.
+        """Return a function that sets a gauge with given label values, for the server's own values.
 
-        It does nothing when the metric is not recorded. Do not use it after the model of `dimensions` was
-        forgotten.
+        The function does nothing if the metric is not recorded. Do not use it after the model of `dimensions`
+        was forgotten.
         """
         sample = _OwnSample(name, 0.0, unit, "gauge", dimensions, ())
         with self._lock:
@@ -210,7 +210,7 @@ def _label_names(dimensions: Dimensions) -> list[str]:
 
 
 def _label_values(labels: Sequence[str], dimensions: Dimensions) -> tuple[str, ...]:
-    """The values in the order of the labels: by name, or by place when the declaration renames them."""
+    """Return the values in label order: by name, or by position if the declaration renames them."""
     given = {name: str(value) for name, value in dimensions if name != HOSTNAME}
     if given.keys() == set(labels):
         return tuple(given[label] for label in labels)

@@ -1,4 +1,4 @@
-"""How loaded each version is, asked for at each exposition: what autoscalers and dashboards look at."""
+"""Load of each version, sampled at each exposition, for autoscalers and dashboards."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ class VersionLoad:
     oldest_age_s: float = 0.0  # how long the oldest of them has waited
     predicted_s: float = 0.0  # how long a batch is expected to take
     executors: tuple[ExecutorLoad, ...] = ()
-    state: str = ""  # of the version; "": not told
-    response_timeout_s: float = 0.0  # how long a batch may take; 0: not told
+    state: str = ""  # of the version; "": not known
+    response_timeout_s: float = 0.0  # how long a batch may take; 0: not known
     weights_bytes: int = 0  # 0: not known
     weight: float = 0.0  # share of the requests that name no version
     saturation: float = 0.0  # see `saturation.py`
 
 
 class LoadMetrics:
-    """Asks each version how loaded it is. Call it on the event loop only."""
+    """Samples the load of each version. Call it on the event loop only."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -55,14 +55,14 @@ class LoadMetrics:
         self._windows: dict[tuple[str, str], SaturationWindow] = {}
 
     def watch(self, version: VersionNumbers, load: Callable[[], VersionLoad]) -> None:
-        """Ask `load` at each exposition; for the saturation, `version.load` is asked at each tick, too."""
+        """Call `load` at each exposition, and `version.load` at each tick for the saturation."""
         key = version.model, version.version
         window = SaturationWindow(version.busy, version.load, version.requests)
         window.tick(self._now())
         self._loads[key], self._windows[key] = load, window
 
     def forget(self, model: str, version: str) -> None:
-        """Ask no longer; without an error for an unknown version."""
+        """Stop watching a version; an unknown version is no error."""
         self._loads.pop((model, version), None)
         self._windows.pop((model, version), None)
 
@@ -73,12 +73,12 @@ class LoadMetrics:
             window.tick(now_s)
 
     def executors_of(self, model: str, version: str) -> frozenset[int] | None:
-        """The executors that there are to be of a version, by id; None when it is not watched."""
+        """Return the ids of the executors that a version should have; None if it is not watched."""
         load = self._loads.get((model, version))
         return None if load is None else executors_of(load())
 
     def ask(self) -> dict[tuple[str, str], VersionLoad]:
-        """How loaded each model and version is now."""
+        """Return the current load by model and version."""
         now_s = self._now()
         return {
             key: replace(load(), saturation=self._windows[key].value(now_s))
@@ -87,7 +87,7 @@ class LoadMetrics:
 
 
 def executors_of(load: VersionLoad) -> frozenset[int]:
-    """The ids of the executors that there are to be."""
+    """Return the ids of the executors that the version should have."""
     return frozenset(executor.executor_id for executor in load.executors)
 
 
@@ -96,12 +96,12 @@ def load_families(
     executor_states: Iterable[str],
     version_states: Iterable[str],
 ) -> Iterable[Metric]:
-    """The families of `FAMILIES`. Asks the system for the memory of worker processes, nothing else.
+    """Return the families of `FAMILIES`. Queries the system only for the memory of worker processes.
 
     Args:
         loads: by model and version.
-        executor_states: all that an executor can be in.
-        version_states: all that a version can be in.
+        executor_states: all states that an executor can be in.
+        version_states: all states that a version can be in.
     """
     families = names.families(FAMILIES)
     for (model, version), load in loads.items():

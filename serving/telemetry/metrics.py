@@ -1,7 +1,7 @@
-"""Every metric of the server, by the events that change it.
+"""All metrics of the server, with a method for each event that changes them.
 
-TorchServe's families keep its names, units and labels, so that dashboards and alerts built for it go on
-working; what it could not say (distributions, load, readiness, causes) stands under `torchere_`, in
+TorchServe's families keep their names, units and labels, so that dashboards and alerts built for it go on
+working. Metrics that it lacks (distributions, load, readiness, causes) begin with `torchere_`; they are in
 `catalogue.py`.
 """
 
@@ -32,18 +32,18 @@ PREDICTION_TIME = "PredictionTime"
 
 
 class Metrics:
-    """All metrics of one server, on a registry of its own.
+    """All metrics of one server, on a separate registry.
 
-    Call it on the event loop, except for `exposition` of an `Exposure`, `handler_metrics` and `system`, which
-    may be used from any thread. A model and version become labels by `show`, so show what is registered only:
-    names that clients make up must never become labels. `forget` takes them away.
+    Call it on the event loop, except for `Exposure.text`, `handler_metrics` and `system`, which may be used
+    from any thread. `show` makes a model and version label values, so show registered versions only: names
+    that clients make up must never become labels. `forget` removes them.
 
     Args:
         hostname: label of most metrics; None: this machine's.
-        mode: what is shown and what is logged (see `server_metrics.is_logged`).
-        config: which of TorchServe's metrics there are; None: all.
+        mode: which metrics are shown and which are logged (see `torchserve.is_logged`).
+        config: the declared metrics of TorchServe and of handlers; None: those of the built-in file.
         auto_detect: whether metrics of handlers that `config` does not declare are recorded.
-        tracing: makes spans; None: there are none.
+        tracing: makes spans; None: no spans.
         now: monotonic seconds.
     """
 
@@ -59,7 +59,7 @@ class Metrics:
     ) -> None:
         self._host = hostname or socket.gethostname()
         config = built_in_config() if config is None else config
-        # What handlers find by `context.metrics.get_metric`; the host's label is not theirs to give.
+        # For `context.metrics.get_metric` of handlers, which do not set the label of the host.
         self.declared = tuple(
             MetricDeclaration(metric.name, metric.unit, metric.labels[:-1], metric.kind)
             for metric in config.model.values()
@@ -84,12 +84,12 @@ class Metrics:
         self._executors: dict[tuple[str, str], dict[int, str]] = {}  # by version: id -> label
 
     def prediction_begins(self, prediction: Predicted) -> None:
-        """Take a prediction whose head has arrived; its `trace` is its client's until now."""
+        """Start tracing a prediction whose head has arrived; until now its `trace` is the client's."""
         if self.tracing is not None:
             self.tracing.begin(prediction)
 
     def prediction_ends(self, prediction: Predicted, code: str | int) -> None:
-        """Count a prediction that is over, once: `code` is the HTTP status, or the name of the gRPC code."""
+        """Count a finished prediction once; `code` is the HTTP status, or the name of the gRPC code."""
         if prediction.counted:
             return
         prediction.counted = True
@@ -114,25 +114,25 @@ class Metrics:
         return listeners
 
     def show(self, meter: VersionNumbers, load: Callable[[], VersionLoad] | None = None) -> None:
-        """Show the numbers of a version from now on; `load` is asked at each exposition how loaded it is."""
+        """Show the numbers of a version from now on; `load` is called at each exposition."""
         self._numbers.show(meter)
         if load is not None:
             self._load.watch(meter, load)
 
     def sample_load(self) -> None:
-        """Sample how loaded every version is; call it every `TICK_S`."""
+        """Sample the load of every version; call it every `TICK_S`."""
         self._load.tick()
 
     async def watch_load(self) -> None:
-        """Sample how loaded every version is, until cancelled."""
+        """Sample the load of every version every `TICK_S`, until cancelled."""
         while True:
             self.sample_load()
             await asyncio.sleep(TICK_S)
 
     def request_finished(self, status: int, *, is_probe: bool = False) -> None:
-        """Count a REST answer, on any port; what is neither 2xx nor 4xx counts as 5xx (contract).
+        """Count a REST answer on any port; a status other than 2xx or 4xx counts as 5xx (contract).
 
-        A probe that says "not ready" is no error of the server, and is not counted.
+        A probe answered "not ready" is no error of the server, and is not counted.
         """
         if is_probe and status >= 400:
             return
@@ -167,12 +167,12 @@ class Metrics:
     def watch_server(
         self, ready: Callable[[], bool], inflight: Callable[[], int], dropped_lines: Callable[[], int]
     ) -> None:
-        """Ask for these values at each exposition.
+        """Read these values at each exposition.
 
         Args:
-            ready: whether the server is.
-            inflight: how many predictions are in it.
-            dropped_lines: how many lines the log lost.
+            ready: returns whether the server is ready.
+            inflight: returns how many admitted predictions have no answer yet.
+            dropped_lines: returns how many log lines were dropped.
         """
         self._server_values |= {
             catalogue.READY: ready,
@@ -181,16 +181,16 @@ class Metrics:
         }
 
     def watch_budgets(self, held_bytes: Callable[[], int], refused: Mapping[str, int]) -> None:
-        """Show how many bytes of unfinished requests are held, and how often each budget refused some."""
+        """Show how many bytes of unfinished requests are held, and the refusals of each budget."""
         self._server_values[catalogue.HELD] = held_bytes
         self._over_budget = refused
 
     def know_states(self, states: States) -> None:
-        """Take the states that executors and versions can be in."""
+        """Set the states that executors and versions can be in."""
         self._states = states
 
     def forget(self, meter: VersionNumbers, *, was_last: bool) -> None:
-        """Drop the series of a version that is gone, and with the last version those of the whole model.
+        """Drop the series of a removed version, and with the last version those of the whole model.
 
         Call it after the last answer of the version.
         """
@@ -206,13 +206,13 @@ class Metrics:
             self._of_handlers.forget(model)
 
     def _forget_stopped(self, version: tuple[str, str], running: Collection[int]) -> None:
-        """Drop the series of a version's executors but for those that are running."""
+        """Drop the series of a version's executors that are not running."""
         names = self._executors.get(version, {})
         for executor_id in [known for known in names if known not in running]:
             self._server.drop("WorkerLoadTime", names.pop(executor_id), "Host")
 
     def expose(self) -> Exposure:
-        """Copy all metrics as they are now; another thread may make text of the result."""
+        """Return a copy of all current metrics, which another thread may render as text."""
         numbers = self._numbers
         self._predictions.report_last(numbers)
         loads = self._load.ask()
@@ -232,14 +232,14 @@ class Metrics:
         )
 
     def exposition(self, names: Collection[str] = ()) -> str:
-        """Return all metrics as text; only the samples called `names` when there are any."""
+        """Return all metrics as text; only the samples in `names` unless it is empty."""
         return self.expose().text(names)
 
 
 class _PredictionTimes(Listener):
-    """TorchServe's `PredictionTime`: the time of each model's last batch in its handler, unless it failed.
+    """TorchServe's `PredictionTime`: the handler's time for each model's last batch that did not fail.
 
-    It listens where a configuration wants every value.
+    Used as a listener only if the configuration needs every value.
     """
 
     wants_ids = True
@@ -250,7 +250,7 @@ class _PredictionTimes(Listener):
         self.needs_each = handlers.needs_each(PREDICTION_TIME)
 
     def report_last(self, numbers: ServerNumbers) -> None:
-        """Report the last value of each model, where only that matters."""
+        """Report the last value of each model, unless every value is reported."""
         if self.needs_each:
             return
         for version in sorted(numbers.versions.values(), key=lambda version: version.last_batch_s):
@@ -270,7 +270,7 @@ class _PredictionTimes(Listener):
             self._report(version.model, handler_s, request_ids)
 
     def forget(self, model: str) -> None:
-        """Drop what is known of a model that is gone."""
+        """Drop the state of a removed model."""
         self._reports.pop(model, None)
 
     def _report(self, model: str, handler_s: float, request_ids: Sequence[str]) -> None:

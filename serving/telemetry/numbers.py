@@ -1,8 +1,9 @@
-"""Count what happens to requests: one record for each event, which every renderer of metrics reads.
+"""Numbers of requests and batches: each event is counted once, and all metrics renderers read them.
 
-Three events change the numbers of a version: a request was accepted, it is over, a batch is finished. Three
-renderers turn the same numbers into our families (`version_families.py`), TorchServe's (`torchserve.py`), and
-the statistics of the Open Inference Protocol (`frontend/open_inference/metadata.py`).
+Three events change the numbers of a version: a request is accepted, a request is over, a batch is finished.
+Three renderers turn the same numbers into the server's own families (`scrape.py`), TorchServe's
+(`torchserve.py`), and the statistics of the Open Inference Protocol
+(`frontend/open_inference/metadata.py`).
 
 Everything here runs on the event loop, so there is no lock.
 """
@@ -26,11 +27,11 @@ from torchere.serving.telemetry.saturation import BusyTime, LoadSample
 from torchere.serving.telemetry.stages import COLUMNS, MARKS, row_of, rows_of
 
 WAITING_STAGES = ("queue", "executor")  # where a prediction was when it ended without an answer
-UNREAD = "unread"  # it was a streamed answer, given up because its client read too slowly
+UNREAD = "unread"  # a streamed answer that was cancelled because its client read too slowly
 SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 QUEUE_FULL = "queue_full"  # the reason of refusals that more executors would have avoided
-# How many answered requests wait until their times are counted, all at once. With fewer each costs more; more
-# would take more than 26 KB for a version, and hold the loop up for longer.
+# Answered requests that are buffered until their times are counted together. With fewer, each costs more;
+# more would take more than 26 KB for a version, and block the loop for longer.
 FOLD_ROWS = 256
 # HTTP codes with a label of their own. A handler may choose any number; others are counted by their class.
 _OWN_LABEL = frozenset({200, 201, 202, 204, 206, 304, *range(400, 430), 431, 451, 499, *range(500, 512)})
@@ -60,20 +61,20 @@ class BatchSize:
     def __init__(self) -> None:
         self.runs = 0  # batches with so many requests
         self.batches = 0  # batches in which so many requests ended
-        self.handler_s = 0.0  # of those
-        self.around_s = 0.0  # likewise
+        self.handler_s = 0.0  # handler time of `batches`
+        self.around_s = 0.0  # executor time of `batches` outside the handler
 
 
 class Listener:
-    """Sees every event as it happens: for log lines, spans, and metrics declared with another type."""
+    """Receives every event as it happens: for log lines, spans, and metrics declared with another type."""
 
     wants_ids = False  # whether `batch_finished` needs the ids of the batch's requests
 
     def accepted(self, version: VersionNumbers, named: bool) -> None:
-        """A prediction came in; `named`: its client named the version."""
+        """Handle a prediction that came in; `named`: its client named the version."""
 
     def answered(self, version: VersionNumbers, named: bool, total_s: float, wait_s: float) -> None:
-        """A prediction with a handler's answer is over."""
+        """Handle the end of a prediction that got a handler's answer."""
 
     def batch_finished(
         self,
@@ -83,7 +84,7 @@ class Listener:
         request_ids: Sequence[str],
         succeeded: bool,
     ) -> None:
-        """A batch is finished; `succeeded`: at least one of its requests did not fail."""
+        """Handle a finished batch; `succeeded`: at least one of its requests did not fail."""
 
 
 class VersionSnapshot(NamedTuple):
@@ -111,7 +112,7 @@ class VersionNumbers:
         version: its version.
         unnamed: sums over the requests of the model that named no version, shared by its versions.
         server: the numbers of the server.
-        listeners: see each event.
+        listeners: receive each event.
         now: monotonic seconds.
     """
 
@@ -144,7 +145,7 @@ class VersionNumbers:
         # Of requests.
         self.offered = 0
         self.in_flight = 0
-        # From 0 on, so that the first one is an increase.
+        # Start at 0, so that a scraper sees the first event as an increase.
         self.rejected: Counter[str] = Counter(dict.fromkeys(USUAL, 0))
         self.cancelled: Counter[str] = Counter(dict.fromkeys((*WAITING_STAGES, UNREAD), 0))
         self.expired: Counter[str] = Counter(dict.fromkeys(WAITING_STAGES, 0))
@@ -170,7 +171,7 @@ class VersionNumbers:
         self.load: Callable[[], LoadSample] = LoadSample
 
     def accepted(self, named: bool) -> None:
-        """Count a prediction that came in; whether it is admitted is not known yet."""
+        """Count a prediction that came in, before it is known whether it is admitted."""
         self.offered += 1
         (self.named if named else self.unnamed).requests += 1
         for listener in self.listeners:
@@ -181,7 +182,7 @@ class VersionNumbers:
         self.rejected[refusal_reason(error)] += 1
 
     def failed(self, error: ServingError, request: Dequeued | None) -> None:
-        """Count an error for an admitted prediction; `request` None: before it could wait."""
+        """Count an error of an admitted prediction; `request` None: it was not queued yet."""
         stage = WAITING_STAGES[request is not None and bool(request.dequeued_s)]
         if isinstance(error, Cancelled):
             self.cancelled[stage] += 1
@@ -189,7 +190,7 @@ class VersionNumbers:
             self.expired[stage] += 1
 
     def finished(self, request: Marks, code: str | int, now_s: float) -> None:
-        """Count a prediction that is over; `code` is the HTTP status, or the name of the gRPC code."""
+        """Count a finished prediction; `code` is the HTTP status, or the name of the gRPC code."""
         codes = self._codes
         codes[code] = codes.get(code, 0) + 1
         if not request.answered_s:
@@ -221,7 +222,7 @@ class VersionNumbers:
             listener.answered(self, request.named, now_s - request.started_s, wait_s)
 
     def batches_running(self, batches: int, now_s: float) -> None:
-        """Take the number of dispatched batches that have no answer yet; call it whenever it changes."""
+        """Set the number of dispatched batches that have no answer yet; call it whenever it changes."""
         if not self.busy.executors:
             self.busy.scaled(self.load().executors, now_s)
         self.busy.changed(batches, now_s)
@@ -246,9 +247,9 @@ class VersionNumbers:
             failed: requests with an error.
             succeeded_wait_s: the waits of the former, added up, from admission until the batch began.
             failed_wait_s: likewise of the latter.
-            executor_s: from the begin to the end of its run.
-            handler_s: of that, in the handler.
-            request_ids: of its requests; needed while `wants_ids`.
+            executor_s: seconds from the start to the end of its run.
+            handler_s: the part of `executor_s` in the handler.
+            request_ids: ids of its requests; needed if `wants_ids`.
         """
         around_s = executor_s - handler_s
         if around_s < 0:
@@ -283,7 +284,7 @@ class VersionNumbers:
         return sum(of_size.runs for of_size in self.by_size.values())
 
     def requests(self) -> tuple[int, int]:
-        """Return how many predictions were refused for want of executors, and how many came in."""
+        """Return how many predictions were refused as `QUEUE_FULL`, and how many came in."""
         return self.rejected[QUEUE_FULL], self.offered
 
     def snapshot(self) -> VersionSnapshot:
@@ -305,7 +306,7 @@ class VersionNumbers:
         )
 
     def fold(self) -> None:
-        """Count the times of the answered requests that wait for it."""
+        """Add the buffered times of answered requests to the histograms and the tallies."""
         if not self._marks_end:
             return
         marks = np.frombuffer(self._marks, count=self._marks_end // 8).reshape(-1, len(MARKS))
@@ -319,7 +320,7 @@ class VersionNumbers:
         self._marks_end = 0
 
     def _room(self) -> int:
-        """Make room for the marks of one more request; returns where."""
+        """Make room for the marks of one more request; return their offset in bytes."""
         if self._marks:
             self.fold()
         else:
@@ -356,7 +357,7 @@ class ServerNumbers:
         self.versions[version.model, version.version] = version
 
     def shows(self, version: VersionNumbers) -> bool:
-        """Whether these numbers are shown: not before `show`, nor when another version took the name."""
+        """Return whether these numbers are shown: after `show`, until removed or replaced."""
         return self.versions.get((version.model, version.version)) is version
 
     def forget(self, version: VersionNumbers, *, was_last: bool) -> bool:
@@ -374,7 +375,7 @@ class ServerNumbers:
         return True
 
     def rest_answered(self, status: int) -> int:
-        """Count a REST answer; returns the digit it counts under. Neither 2xx nor 4xx is 5xx (contract)."""
+        """Count a REST answer; return its class 2 or 4, or 5 for every other status (contract)."""
         digit = status // 100
         if digit not in self.answers:
             digit = 5
@@ -390,7 +391,7 @@ def _in_buckets(by_size: Mapping[int, BatchSize]) -> list[int]:
 
 
 def _by_label(codes: Mapping[str | int, int]) -> dict[tuple[str, str], int]:
-    """Counts by protocol and label of the code; REST codes are numbers, gRPC's are names."""
+    """Return the counts by protocol and code label; REST codes are numbers, gRPC codes are names."""
     labelled: Counter[tuple[str, str]] = Counter()
     for protocol, kind in (("rest", int), ("grpc", str)):
         for code, count in codes.items():

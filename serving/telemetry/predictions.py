@@ -1,4 +1,4 @@
-"""What telemetry knows of a prediction: its marks, its trace, and its fields in log lines."""
+"""The parts of a prediction that telemetry reads: time marks, trace, and log fields."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Dequeued(Protocol):
-    """What tells whether a request was given to an executor."""
+    """A request with the time at which it was given to an executor."""
 
     dequeued_s: float  # 0: it never left the queue
 
@@ -49,18 +49,18 @@ class Tracing(Protocol):
     """Makes spans (`tracing.py`)."""
 
     def begin(self, prediction: Predicted) -> None:
-        """A prediction came in."""
+        """Start the span of a prediction that came in."""
 
     def end(self, prediction: Predicted, code: str | int, now_s: float) -> None:
-        """It is over."""
+        """End the span of a prediction."""
 
     def batch(
         self, model: str, version: str, request_ids: Sequence[str], queue_depth: int, executor_s: float
     ) -> None:
-        """A batch came back."""
+        """Make the span of a batch that came back."""
 
     def load(self, model: str, version: str, executor_id: int, load_s: float) -> None:
-        """An executor is up."""
+        """Make the span of an executor's load."""
 
     def close(self) -> None:
-        """Send what has not been sent. Blocks."""
+        """Send the remaining spans. Blocks."""

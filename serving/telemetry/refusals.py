@@ -1,4 +1,4 @@
-"""Why a prediction was turned away, as a label: a pure function of the error."""
+"""The reason of a refused prediction as a label value: a pure function of the error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchere.serving.errors import (
     Unavailable,
 )
 
-TOO_LARGE = "too_large"  # the body; no error of the tree stands for it
+TOO_LARGE = "too_large"  # the body; no `ServingError` class stands for it
 # The first class that fits counts, so subclasses come before their bases.
 _REASONS: tuple[tuple[type[ServingError], str], ...] = (
     (QueueFull, "queue_full"),
@@ -31,5 +31,5 @@ USUAL = ("queue_full", "not_ready", "deadline")
 
 
 def refusal_reason(error: ServingError) -> str:
-    """The value of the label `reason`; for errors that are no refusals it is their code."""
+    """Return the value of the label `reason`; for an error that is no refusal, its code."""
     return next((reason for kind, reason in _REASONS if isinstance(error, kind)), error.code)

@@ -1,4 +1,4 @@
-"""What the server process is and does: build, event loop, garbage collector, container, certificate."""
+"""Metrics of the process and its host: build, event loop, GC, container, certificate, CPU, GPUs."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from torchere.serving.telemetry.distributions import Distributions, add_histogra
 from torchere.serving.telemetry.torchserve import ServerMetrics
 
 _FIELDS = "index,utilization.gpu,memory.used,memory.total"
-_TIMEOUT_S = 10.0  # it answers in under a second; with a hung driver, never
+_TIMEOUT_S = 10.0  # nvidia-smi answers in under a second; with a hung driver, never
 
-_hung: list[subprocess.Popen[str]] = []  # was killed; with a hung driver that comes to nothing, either
-_asked: list[subprocess.Popen[str]] = []  # may answer yet
+_hung: list[subprocess.Popen[str]] = []  # killed after a timeout; with a hung driver, that has no effect
+_asked: list[subprocess.Popen[str]] = []  # still running
 
 
 class GpuSample(NamedTuple):
-    """One GPU at one moment; None where the device doesn't tell (utilisation under MIG, for one)."""
+    """One sample of a GPU; None if the device does not report the value (utilisation under MIG, say)."""
 
     device_id: int
     percent: float | None
@@ -50,7 +50,10 @@ class GpuSample(NamedTuple):
 
 
 def sample_gpus() -> tuple[GpuSample, ...]:
-    """All GPUs, by index; none where there is no driver, or it fails (which is logged). Blocks up to 10 s."""
+    """Return a sample of each GPU, by index. Blocks up to 10 s.
+
+    Empty if there is no driver, or if it fails, which is logged.
+    """
     program = shutil.which("nvidia-smi")
     if program is None:
         return ()
@@ -63,13 +66,16 @@ def sample_gpus() -> tuple[GpuSample, ...]:
 
 
 def give_up() -> None:
-    """End what is asked now: nobody waits for its answer any more. Any thread may call it."""
+    """Kill the running `nvidia-smi`, whose output is not needed any more. Any thread may call it."""
     while _asked:
         _asked.pop().kill()
 
 
 def _ask(command: list[str]) -> tuple[GpuSample, ...]:
-    """The samples it prints. Unlike `subprocess.run`, this waits for nothing that can't be killed."""
+    """Run `nvidia-smi` and return its samples.
+
+    Unlike `subprocess.run`, this does not wait for a process that can't be killed.
+    """
     if any(process.poll() is None for process in _hung):
         raise subprocess.SubprocessError("the last nvidia-smi hangs still, as it does where the driver hangs")
     _hung.clear()
@@ -90,14 +96,14 @@ def _ask(command: list[str]) -> tuple[GpuSample, ...]:
     if not is_wanted:
         return ()
     samples = tuple(parse_gpus(output))
-    # It fails for warnings, too (14: the infoROM of one GPU is corrupted), and has told all it was asked.
+    # Warnings set the exit status, too (14: the infoROM of one GPU is corrupted), with complete output.
     if process.returncode and not samples:
         raise subprocess.CalledProcessError(process.returncode, command)
     return samples
 
 
 def parse_gpus(text: str) -> Iterator[GpuSample]:
-    """The samples in the CSV that `nvidia-smi` prints; a line that is something else is passed over."""
+    """Yield the samples in the CSV that `nvidia-smi` prints; skip other lines."""
     for row in csv.reader(text.splitlines(), skipinitialspace=True):
         if len(row) == len(_FIELDS.split(",")) and row[0].isdigit():
             percent, used, total = map(_number, row[1:])
@@ -119,14 +125,14 @@ FAMILIES = (
 
 
 class GcPauses:
-    """Adds up how long the garbage collector held everything up, while it is among `gc.callbacks`."""
+    """Adds up the pauses of the garbage collector while it is in `gc.callbacks`."""
 
     def __init__(self) -> None:
         self.total_s = 0.0
         self._started_s = 0.0
 
     def __call__(self, phase: str, info: dict[str, int]) -> None:
-        """Called at the start and at the end of a collection, in whatever thread runs it."""
+        """Note the start or the end of a collection; called in the thread that runs it."""
         now_s = time.perf_counter()
         if phase == "start":
             self._started_s = now_s
@@ -135,7 +141,7 @@ class GcPauses:
 
 
 class ProcessMetrics:
-    """The families of `FAMILIES`, and the library's `process_` ones. Collecting is thread-safe.
+    """The families of `FAMILIES`, and the library's `process_` families. Collecting is thread-safe.
 
     `watch_loop` runs on the event loop it watches.
     """
@@ -148,7 +154,7 @@ class ProcessMetrics:
         self._library = ProcessCollector(registry=None)
 
     def watch_certificate(self, expires_at_s: Callable[[], float | None]) -> None:
-        """Show when the certificate in force expires (seconds since the epoch), whatever its file holds."""
+        """Show the expiry of the certificate in use, not of its file (seconds since the epoch)."""
         self._certificate_expiry_s = expires_at_s
 
     async def watch_loop(self) -> None:
@@ -164,7 +170,7 @@ class ProcessMetrics:
             gc.callbacks.remove(self._pauses)
 
     def collect(self) -> Iterable[Metric]:
-        """The families as they are now; reads /proc."""
+        """Return the current families; reads /proc."""
         families = names.families(FAMILIES)
         families[names.BUILD_INFO].add_sample(names.BUILD_INFO, build_labels(), 1)
         with self._lock:
@@ -187,7 +193,7 @@ class ProcessMetrics:
 
 
 def build_labels() -> dict[str, str]:
-    """What runs: versions of torchere, PyTorch and Python, and whether Python has its global lock."""
+    """Return the versions of torchere, PyTorch and Python, and whether the GIL is on, as labels."""
     has_gil = getattr(sys, "_is_gil_enabled", lambda: True)  # from Python 3.13 on
     return {
         "version": _version_of("torchere"),
@@ -226,20 +232,20 @@ class SystemMetrics:
     async def sample_every(self, period_s: float, max_gpus: int | None = None) -> None:
         """Sample at once and then every `period_s`, until cancelled.
 
-        With `max_gpus` 0 GPUs are left out. One sample runs in a thread at a time.
+        `max_gpus` 0 leaves the GPUs out. Each sample runs in a thread, one at a time.
         """
         try:
             while True:
                 try:
                     await _beside(partial(self.sample, max_gpus))
-                except (psutil.Error, OSError) as err:  # the next one may do better
+                except (psutil.Error, OSError) as err:  # the next sample may succeed
                     logger.warning("the host can't be sampled: %s", err)
                 await asyncio.sleep(period_s)
         finally:
             give_up()
 
     def sample(self, max_gpus: int | None = None) -> None:
-        """Take one sample. Blocks while the GPUs are asked."""
+        """Take one sample. Blocks while the GPUs are sampled."""
         memory = psutil.virtual_memory()
         disk = psutil.disk_usage("/")
         values = {
@@ -258,12 +264,15 @@ class SystemMetrics:
                 self._take_gpu(gpu)
 
     def _cpu_percent(self) -> float:
-        """How busy the cores were since the last sample; psutil's own compares within one thread only."""
+        """Return how busy the cores were since the last sample, in percent.
+
+        `psutil.cpu_percent` compares with the last call in the same thread only.
+        """
         before, self._cpu_times = self._cpu_times, psutil.cpu_times()
         spent_s = {
             name: max(0.0, getattr(self._cpu_times, name) - getattr(before, name)) for name in before._fields
         }
-        # Linux counts what guests take twice: as `user` and `nice`, too.
+        # Linux counts the time of guests twice: it is part of `user` and `nice`, too.
         whole_s = sum(spent_s.values()) - spent_s.get("guest", 0.0) - spent_s.get("guest_nice", 0.0)
         idle_s = spent_s["idle"] + spent_s.get("iowait", 0.0)
         return round(100 * (whole_s - idle_s) / whole_s, 1) if whole_s > 0 else 0.0
@@ -280,7 +289,7 @@ class SystemMetrics:
 
 
 async def _beside(work: Callable[[], None]) -> None:
-    """Do it in a thread that nobody waits for at the end: who asks a hung driver may not come back."""
+    """Run in a daemon thread: a call into a hung driver may never return."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
 
@@ -296,7 +305,7 @@ async def _beside(work: Callable[[], None]) -> None:
         failure: BaseException | None = None
         try:
             work()
-        except BaseException as err:  # the top of a thread: who waits is told
+        except BaseException as err:  # the top of a thread: passed on to the awaiting task
             failure = err
         with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(tell, failure)

@@ -1,4 +1,4 @@
-"""`torchere_saturation`: how much of a version's executors its requests need, over the last few seconds.
+"""`torchere_saturation`: the share of a version's executors that its recent requests need.
 
 One number for autoscalers, alerts and dashboards: 0 idle, about 1 when every executor is busy all the time,
 up to 2 when the queue is full or requests are refused. It is a mean over `WINDOW_S`, no point sample.
@@ -63,7 +63,7 @@ class BusyTime:
 
     @property
     def executors(self) -> int:
-        """The executors in service, as last told."""
+        """The number of executors in service, as last set."""
         return self._executors
 
     def changed(self, running: int, now_s: float) -> None:

@@ -1,4 +1,4 @@
-"""All metrics at one moment, and their text. Taken on the event loop, written wherever there is time."""
+"""Snapshot of all metrics and its text: taken on the event loop, rendered in any thread."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchere.serving.telemetry.stages import COLUMNS, STAGES
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """The states there are, for metrics that are 1 for one of them and 0 for the others."""
+    """All states, for metrics that are 1 for the current state and 0 for the others."""
 
     executor: tuple[str, ...] = ()
     version: tuple[str, ...] = ()
@@ -28,7 +28,7 @@ class States:
 
 @dataclass(frozen=True, slots=True)
 class Exposure:
-    """What only the event loop may look at, copied; `families` and `process` are for any thread."""
+    """A copy of numbers that only the event loop may read; `families` and `process` are thread-safe."""
 
     families: Families
     plain: Callable[[], Iterable[Metric]]  # TorchServe's metrics that are kept as plain numbers
@@ -41,7 +41,7 @@ class Exposure:
     process: ProcessMetrics
 
     def text(self, names: Collection[str] = (), *, openmetrics: bool = False) -> str:
-        """The text of a scrape; only the samples called `names` when there are any. Any thread may ask."""
+        """Return the text of a scrape; only the samples in `names` unless it is empty. Thread-safe."""
         form = render_openmetrics if openmetrics else render
         declared = self.families.declared | catalogue.LIBRARY_COUNTERS
         return form(self._collect(), declared, names)
@@ -67,14 +67,14 @@ FAMILIES = (
     *(names.REJECTED, names.CANCELLED, names.EXPIRED, names.BATCH_SIZE, names.BUSY_SECONDS),
     *(names.RESTARTS, names.LAST_PROGRESS, names.LOAD_DURATION),
 )
-# Two thirds of the samples of a scrape are of stages: they have every other bound of the whole durations.
+# Two thirds of a scrape's samples are of stages, so these have only every other bound of the durations.
 _STAGE_BOUNDS = 2
 
 
 def version_families(
     snapshots: Mapping[tuple[str, str], VersionSnapshot], refused: Mapping[str, int]
 ) -> Iterable[Metric]:
-    """The families of `FAMILIES`.
+    """Return the families of `FAMILIES`.
 
     Args:
         snapshots: by model and version.
@@ -98,7 +98,7 @@ def _add_durations(families: dict[str, Metric], labels: dict[str, str], snapshot
     add_histogram(families[names.REQUEST_DURATION], labels, histograms["total"])
     add_histogram(families[names.QUEUE_DURATION], labels, histograms["wait"])
     for stage in STAGES:
-        if histograms[stage].total:  # a handler tells its three stages apart, or it does not
+        if histograms[stage].total:  # a handler reports its three stages, or only its total
             values = histograms[stage]
             add_histogram(families[names.STAGE_DURATION], {**labels, "stage": stage}, values, _STAGE_BOUNDS)
 

@@ -15,8 +15,8 @@ STAGES = (
     *("receive", "decode", "queue", "batch_wait", "transfer"),
     *("preprocess", "inference", "postprocess", "handler", "encode", "send"),
 )
-# What is measured of a prediction, in seconds: the whole time, the wait for an executor, and the stages, of
-# which the whole time is the sum.
+# Times of a prediction in seconds: the whole time, the wait for an executor, and the stages, whose sum is the
+# whole time.
 COLUMNS = ("total", "wait", *STAGES)
 # The numbers of one row for `rows_of`, in this order; `named` is 1.0 when the client named a version.
 MARKS = (

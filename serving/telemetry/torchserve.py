@@ -1,7 +1,7 @@
-"""TorchServe's metrics of requests and batches: the numbers under its names, or each update by itself.
+"""TorchServe's metrics of requests and batches, rendered from the numbers or updated one by one.
 
-By default they are rendered from the numbers at a scrape (`families`). Where a configuration declares one
-with another type, or `metrics_mode` asks for a log line for each update, `Updates` hands them on one by one.
+By default they are rendered from the numbers at a scrape (`families`). If a configuration declares one with
+another type, or `metrics_mode` asks for a log line for each update, `Updates` passes on every update.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def families(declared: Iterable[DeclaredMetric], samples: Samples, hostname: str
 
 
 class Updates(Listener):
-    """Hands on each update of the metrics that `server` does not render from the numbers."""
+    """Passes on each update of the metrics that `server` does not render from the numbers."""
 
     def __init__(self, numbers: ServerNumbers, server: ServerMetrics) -> None:
         self._numbers = numbers
@@ -77,7 +77,7 @@ class Updates(Listener):
         self.names = frozenset(name for name in PLAIN if server.takes(name))
 
     def rest_answered(self, digit: int) -> None:
-        """A REST answer went out; it counts under this digit."""
+        """Count a REST answer whose status counts under this first digit."""
         if ANSWERS[digit] in self.names:
             self._server.bind(ANSWERS[digit], "Host")(1)
 
@@ -128,16 +128,16 @@ Update = Callable[[float], None]
 
 
 def is_logged(name: str, mode: MetricsMode) -> bool:
-    """Whether updates of a metric become log lines; otherwise it is shown at the metrics endpoint."""
+    """Return whether updates of a metric are logged; otherwise the metrics endpoint shows it."""
     return mode == "log" or (mode == "legacy" and name not in LEGACY_METRICS)
 
 
 class ServerMetrics:
-    """Makes updaters of one metric with given label values. Thread-safe.
+    """Makes functions that update one metric with given label values. Thread-safe.
 
     Args:
-        declared: by name; what is not there is not recorded.
-        families: where to declare what is shown.
+        declared: by name; other metrics are not recorded.
+        families: where the shown metrics are declared.
         hostname: the last label value of every metric.
         mode: which metrics are shown, and which logged.
         plain: metrics that are rendered from numbers, by name, if they are declared with this type.
@@ -167,7 +167,7 @@ class ServerMetrics:
                 )
 
     def takes(self, name: str) -> bool:
-        """Whether updates of this metric go through `bind`."""
+        """Return whether updates of this metric go through `bind`."""
         return name in self._declared and name not in self.plain
 
     def bind(self, name: str, *values: str) -> Update:
@@ -186,7 +186,7 @@ class ServerMetrics:
         return updater(family.labels(*values, self._hostname))
 
     def drop(self, name: str, *values: str) -> None:
-        """Show these label values of a metric no longer; without an error when they were not shown."""
+        """Stop showing these label values of a metric; it is no error if they were not shown."""
         family = self._families.get(name)
         if family is not None:
             family.remove(*values, self._hostname)
@@ -207,7 +207,7 @@ FILES = {SERVER_LOGGER: "ts_metrics.log", MODEL_LOGGER: "model_metrics.log"}
 
 
 class _MetricFile(RotatingFile):
-    """Ours, so that opening again replaces it."""
+    """A metric file, which `open_metric_files` replaces when it is called again."""
 
 
 class MetricLog:
@@ -257,7 +257,7 @@ def metric_line(
 
 
 def open_metric_files(directory: Path) -> bool:
-    """Let both loggers write to their files in `directory`, at any log level of the server.
+    """Open the files of both loggers in `directory`; they are written at any log level of the server.
 
     Returns:
         Whether the files could be opened; if not, there is a warning and the lines go to the console only.

@@ -1,4 +1,4 @@
-"""Switching tracing on: the one place that imports it, when it is asked for."""
+"""Set-up of tracing: the only module that imports it, and only when tracing is on."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ SERVICE = "torchere"  # the name of the service, unless OTEL_SERVICE_NAME says a
 
 
 def open_tracing(version: str) -> Tracing:
-    """Who makes spans and sends them to where OpenTelemetry's own variables say.
+    """Return a span maker that sends spans where OpenTelemetry's environment variables say.
 
     Raises:
-        ServingError: the packages for it are not installed.
+        ServingError: OpenTelemetry's packages are not installed.
     """
     try:
         from torchere.serving.telemetry.tracing import SpanMaker, exporting_provider  # noqa: PLC0415 - optional

@@ -1,8 +1,8 @@
 """Spans by OpenTelemetry: one for each request with its stages, one for each batch and each load.
 
-The extra `otel` brings what this module imports; nobody imports it while tracing is off, and each place that
-could make a span asks one `is None`. A request's stages are measured anyway: their spans are made when it is
-over, and cost nothing before.
+The extra `otel` installs the packages that this module imports. While tracing is off, the module is not
+imported, and each place that could make a span only checks for None. A request's stages are measured anyway:
+their spans are made when it is over, and cost nothing before.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torchere.serving.telemetry.stages import COLUMNS, STAGES, row_of
 
 _FIRST_STAGE = COLUMNS.index(STAGES[0])
 MAX_REMEMBERED = 10_000  # contexts of requests whose batch is not reported yet
-# For a collector that does not answer; the SDK tries each batch for as long, one after the other.
+# Limit if the collector does not answer: the SDK tries each batch for as long, one after the other.
 CLOSE_S = 10.0
 
 
@@ -45,7 +45,7 @@ class SpanMaker:
         self._ended: OrderedDict[str, SpanContext] = OrderedDict()  # likewise, for the links of batches
 
     def begin(self, prediction: Predicted) -> None:
-        """A prediction came in: its span begins, a child of the one that its client named."""
+        """Start the span of a prediction that came in, as a child of the span that its client named."""
         start_ns = time.time_ns() - _ns(time.monotonic() - prediction.started_s)
         span = self._tracer.start_span(
             "prediction",
@@ -61,9 +61,9 @@ class SpanMaker:
         )
 
     def end(self, prediction: Predicted, code: str | int, now_s: float) -> None:
-        """It is over: its span ends, and so do those of its stages, which stand one after the other.
+        """End the span of a prediction, and add the spans of its stages, one after the other.
 
-        All count from its start: the clock may have been put right meanwhile.
+        All times count from its start, because the clock may have been adjusted meanwhile.
         """
         opened = self._open.pop(prediction.request_id, None)
         if opened is None:
@@ -82,7 +82,7 @@ class SpanMaker:
     def batch(
         self, model: str, version: str, request_ids: Sequence[str], queue_depth: int, executor_s: float
     ) -> None:
-        """A batch has just come back, `executor_s` after it was handed over; `queue_depth` waits now."""
+        """Make the span of a batch that came back after `executor_s`; `queue_depth` requests wait now."""
         contexts = [self._ended.pop(request_id, None) for request_id in request_ids]
         links = [Link(context) for context in contexts if context is not None]
         if not links:
@@ -92,13 +92,13 @@ class SpanMaker:
         self._finished_span("batch", executor_s, labels, links)
 
     def load(self, model: str, version: str, executor_id: int, load_s: float) -> None:
-        """An executor is up, `load_s` after it was started."""
+        """Make the span of the load of an executor that was up `load_s` after its start."""
         labels: dict[str, str | int] = {"model.name": model, "model.version": version}
         labels["executor.id"] = executor_id
         self._finished_span("load", load_s, labels)
 
     def close(self) -> None:
-        """Send what has not been sent, for `CLOSE_S` at most. Blocks."""
+        """Send the remaining spans, for at most `CLOSE_S`. Blocks."""
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(CLOSE_S)
@@ -122,10 +122,10 @@ class SpanMaker:
 
 
 def exporting_provider(service: str, version: str) -> TracerProvider:
-    """A provider that sends spans by OTLP over HTTP, in batches, from a thread of its own.
+    """Return a provider that sends spans by OTLP over HTTP, in batches, from a separate thread.
 
-    Where to, what to sample and under which name is said by OpenTelemetry's own variables
-    (`OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_TRACES_SAMPLER`, `OTEL_SERVICE_NAME`, ...), which the SDK reads.
+    The SDK reads the endpoint, the sampling and the service name from OpenTelemetry's environment variables
+    (`OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_TRACES_SAMPLER`, `OTEL_SERVICE_NAME`, ...).
     """
     resource = Resource.create({SERVICE_VERSION: version})
     if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
@@ -147,7 +147,7 @@ def _describe(span: Span, prediction: Predicted, code: str | int) -> None:
 
 
 def _parent(trace: TraceContext | None) -> Context:
-    """What a span begins in: the caller's span, or nothing."""
+    """Return the context that a span starts in: the caller's span, or an empty context."""
     if trace is None:
         return Context()
     context = SpanContext(

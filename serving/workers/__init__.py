@@ -1,1 +1,1 @@
-"""Workers: the processes that run batches, and what the server knows of them."""
+"""Workers: the processes that run batches, and the server's side of them."""

@@ -1,4 +1,4 @@
-"""What this process may use, and how executors share it."""
+"""GPUs and CPU threads: their number, and their distribution over executors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def gpu_count(most: int | None) -> int:
-    """How many GPUs executors may use: those that CUDA shows, at most `most` (None: all). Blocks."""
+    """Return how many GPUs executors may use: those visible to CUDA, at most `most` (None: all). Blocks."""
     there = visible_gpus()
     if most is None or most <= there:
         return there if most is None else most
@@ -31,13 +31,15 @@ def gpu_count(most: int | None) -> int:
 def new_places(
     count: int, next_id: Callable[[], int], gpu_ids: tuple[int, ...], others: Iterable[ExecutorStatus]
 ) -> Iterator[tuple[int, int | None]]:
-    """The id and the GPU of each new executor of a version: the GPU with fewest of them, in turn if several.
+    """Yield the id and GPU of each new executor of a version: the GPU with the fewest of its executors.
+
+    Ties are resolved in turn, by the executor id.
 
     Args:
-        count: How many are new; none when it is below 1.
-        next_id: Gives ids.
-        gpu_ids: The GPUs the version may use; one that stands there twice gets twice as many. Empty: the CPU.
-        others: The executors that the version has already.
+        count: The number of new executors; none if it is below 1.
+        next_id: Returns the next executor id.
+        gpu_ids: The GPUs of the version; one listed twice gets twice as many executors. Empty: the CPU.
+        others: The existing executors of the version.
     """
     taken = Counter(status.gpu_id for status in others)
     for _ in range(count):
@@ -50,27 +52,27 @@ def new_places(
 
 
 def intra_op_threads(cores: int, executors: int) -> int:
-    """How many threads one executor may use for one operator, so that all of them together fit the cores."""
+    """Return the number of intra-op threads for each executor, so that all together fit the cores."""
     return max(1, cores // max(1, executors))
 
 
 NVML = "libnvidia-ml.so.1"
 ASK_TORCH = (sys.executable, "-c", "import torch; print(torch.cuda.device_count())")
 ASK_TIMEOUT_S = 120.0
-# Of the driver: discrete GPUs, Windows' subsystem for Linux, Jetson, ROCm.
+# Device files of the drivers: discrete GPUs, Windows' subsystem for Linux, Jetson, ROCm.
 _DEVICE_NODES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/nvmap", "/dev/kfd")
 _ORDINALS = re.compile(r"\s*[0-9]+\s*(,\s*[0-9]+\s*)*")
 
 
 def visible_gpus() -> int:
-    """The GPUs that CUDA or ROCm shows to this process. Blocks: call it in a thread.
+    """Return the number of GPUs visible to this process in CUDA or ROCm. Blocks: call it in a thread.
 
-    Makes no CUDA context, which costs hundreds of megabytes on each GPU and would not survive a fork.
+    Creates no CUDA context, which costs hundreds of megabytes on each GPU and does not survive a fork.
     """
     libraries = _torch_libraries()
     built_for_gpus = any("c10_cuda" in name or "c10_hip" in name for name in libraries)
     if any("c10" in name for name in libraries) and not built_for_gpus:
-        return 0  # torch for CPUs; where no library is found the layout is another one, and torch has to say
+        return 0  # a CPU build of torch; if no library is found, its layout is unknown, and torch decides
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
     if wanted == "":
         return 0
@@ -79,7 +81,7 @@ def visible_gpus() -> int:
         if there is not None:
             return there if wanted is None else _shown([int(one) for one in wanted.split(",")], there)
     if sys.platform == "linux" and not any(map(glob, _DEVICE_NODES)):
-        return 0  # a torch for GPUs in a container without any: the usual case of its default build
+        return 0  # a container without GPUs; common with torch's default build, which is for GPUs
     return _counted_by_torch()
 
 
@@ -90,14 +92,14 @@ def _torch_libraries() -> list[str]:
 
 
 def _shown(ordinals: list[int], there: int) -> int:
-    """How many of `there` GPUs CUDA shows: one named twice hides all, a missing one hides the rest."""
+    """Return how many of `there` GPUs CUDA shows: a duplicate hides all, a missing one hides the rest."""
     if len(set(ordinals)) < len(ordinals):
         return 0
     return next((index for index, ordinal in enumerate(ordinals) if ordinal >= there), len(ordinals))
 
 
 def _counted_by_driver() -> int | None:
-    """By NVML, as torch does; None where it is not there, or does not answer."""
+    """Return the GPU count of NVML, as torch does; None if NVML is missing or fails."""
     try:
         library = ctypes.CDLL(NVML)
         if library.nvmlInit_v2() != 0:

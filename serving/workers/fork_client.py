@@ -1,9 +1,9 @@
-"""The server's side of the fork server: asks for workers, learns their process ids and how they ended.
+"""The server's side of the fork server: requests workers, and receives their pids and exit codes.
 
 Protocol, over a Unix socket that keeps message boundaries: the server sends `F` with the descriptors of a
 worker (its lanes socket, its control socket, its page, the pipe for its output), or `R` with those of a
 process for several versions (its room socket, the pipe). The fork server answers each, in order, with
-`P <pid>`, or with `E <errno>` when the system would not have one more process. It sends `X <pid> <exit code>`
+`P <pid>`, or with `E <errno>` if the fork failed. It sends `X <pid> <exit code>`
 when a worker has ended.
 """
 
@@ -25,13 +25,13 @@ FORK_TIMEOUT_S = 120.0  # the first fork waits for the import of torch; one that
 
 @dataclass(frozen=True, slots=True)
 class Spawned:
-    """A process of the fork server, which may still be importing torch, and our end of its socket."""
+    """A fork server process, which may still be importing torch, and the server's end of its socket."""
 
     process: subprocess.Popen[bytes]
     control: socket.socket
 
     def end(self) -> None:
-        """End it and collect it; without effect when that is done. Blocks for a moment."""
+        """Terminate the process and reap it; idempotent. Blocks for a moment."""
         self.control.close()
         self.process.terminate()
         self.process.wait()
@@ -40,10 +40,10 @@ class Spawned:
 def spawn(environment: Mapping[str, str]) -> Spawned:
     """Start the process of a fork server; needs no event loop.
 
-    The kernel ends the process with the thread that calls this (`parent.py`), so it has to be one that stays.
+    The kernel kills the process when the calling thread ends (`parent.py`), so the thread must be long-lived.
 
     Raises:
-        OSError: the system would not start it.
+        OSError: the system can't start the process.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-m", "torchere.serving.workers.fork_server", str(theirs.fileno())]
@@ -53,7 +53,7 @@ def spawn(environment: Mapping[str, str]) -> Spawned:
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             env=environment,
-            start_new_session=True,  # Ctrl+C in the terminal is for the server, which drains first
+            start_new_session=True,  # Ctrl+C in the terminal must reach the server only, which drains first
         )
     return Spawned(process, ours)
 
@@ -73,15 +73,15 @@ class ForkServer:
         self._loop.add_reader(self._control, self._receive)
 
     async def fork(self, descriptors: Sequence[int], output: int) -> tuple[int, asyncio.Future[int]]:
-        """Fork a worker that inherits the descriptors; returns its pid and the future of its exit code.
+        """Fork a worker that inherits the descriptors; return its pid and the future of its exit code.
 
         Raises:
-            OSError: the fork server is lost, or hangs, or the system has no process left.
+            OSError: the fork server is lost or hangs, or the system can't create a process.
         """
         return await self._ask(b"F", [*descriptors, output])
 
     async def fork_room(self, descriptor: int, output: int) -> tuple[int, asyncio.Future[int]]:
-        """Fork a process for several versions, as `fork` does a worker; the descriptor is its room socket."""
+        """Fork a process for several versions, like `fork`; the descriptor is its room socket."""
         return await self._ask(b"R", [descriptor, output])
 
     async def _ask(self, kind: bytes, descriptors: Sequence[int]) -> tuple[int, asyncio.Future[int]]:
@@ -93,11 +93,11 @@ class ForkServer:
         try:
             return await asyncio.wait_for(forked, FORK_TIMEOUT_S)
         except asyncio.TimeoutError:
-            self._process.kill()  # its socket closes, which ends everything that waits for it
+            self._process.kill()  # its socket closes, which fails all pending forks
             raise OSError(f"the fork server did not answer within {FORK_TIMEOUT_S:g} s") from None
 
     async def close(self) -> None:
-        """End it; workers that are left end with it."""
+        """Terminate the fork server; its remaining workers end with it."""
         self._lose()
         await asyncio.to_thread(self._spawned.end)
 
@@ -131,7 +131,7 @@ class ForkServer:
             forked.set_exception(OSError(error_number, os.strerror(error_number)))
 
     def _lose(self) -> None:
-        """Nothing more will come from it; the kernel ends its workers with it, by signal 9."""
+        """Mark the fork server as lost and settle all futures; the kernel kills its workers by SIGKILL."""
         if self.lost:
             return
         self.lost = True

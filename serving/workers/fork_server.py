@@ -1,8 +1,8 @@
-"""A process that imports torch once and forks workers from there: each is up in a fifth of a second.
+"""A process that imports torch once and forks workers: each is up in a fifth of a second.
 
-Started by `fork_client.py`, whose docstring has the protocol. It never runs a model and never touches a GPU,
-so it has no thread but its main one and no CUDA context: neither would survive a fork. It ends with the
-server.
+Started by `fork_client.py`, whose docstring has the protocol. It never runs a model and never uses a GPU, so
+it has only its main thread and no CUDA context: neither other threads nor a context survive a fork. It ends
+with the server.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torchere.serving.workers.fork_client import DESCRIPTORS
 
 
 class ForkServer:
-    """Forks on request and reports what became of the workers. Single-threaded."""
+    """Forks workers on request and reports their exit codes. Single-threaded."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
@@ -47,7 +47,7 @@ class ForkServer:
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         self._selector.register(self._control, selectors.EVENT_READ)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
-        gc.freeze()  # collecting in a worker must not copy the pages it shares with us
+        gc.freeze()  # garbage collection in a worker must not copy the shared pages
         while True:
             self._selector.select()
             self._report_ended()
@@ -63,7 +63,7 @@ class ForkServer:
             return False
         if len(descriptors) == DESCRIPTORS[kind]:
             self._fork(process.run if kind == b"F" else room_process.run, *descriptors)
-        else:  # no descriptor left to take them with
+        else:  # no free descriptors to receive them
             self._send(b"E %d" % errno.EMFILE)
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -72,7 +72,7 @@ class ForkServer:
     def _fork(self, run: Callable[..., None], *descriptors: int) -> None:
         try:
             pid = os.fork()
-        except OSError as err:  # no process left: the workers that are there go on
+        except OSError as err:  # no more processes: the existing workers continue
             self._send(b"E %d" % (err.errno or errno.EAGAIN))
         else:
             if pid == 0:
@@ -82,7 +82,7 @@ class ForkServer:
             os.close(descriptor)
 
     def _send(self, message: bytes) -> None:
-        """Send, however long the server takes to read; when it is gone, `serve` finds out by itself."""
+        """Send a message, blocking while the buffer is full; `serve` detects a lost connection."""
         with suppress(ConnectionError):
             while True:
                 try:
@@ -105,8 +105,8 @@ class ForkServer:
             os.dup2(output, 1)
             os.dup2(output, 2)
             os.close(output)
-            torch.seed()  # or all workers would draw the same numbers
-            np.random.seed()  # the global state is what handlers use
+            torch.seed()  # otherwise all workers would draw the same random numbers
+            np.random.seed()  # handlers use the global state
             run(*its_own)
             code = 0
         except SystemExit as err:
@@ -130,14 +130,14 @@ class ForkServer:
 
 
 def main() -> None:
-    """Entry point; the only argument is the number of the inherited control socket."""
+    """Run the fork server; the only argument is the number of the inherited control socket."""
     die_with_parent()
     keep_freed_memory(os.environ)  # for the workers
-    os.environ.pop("PYTHONSAFEPATH", None)  # ours alone: what a handler starts must not inherit it
+    os.environ.pop("PYTHONSAFEPATH", None)  # a handler's processes must not inherit it
     ForkServer(socket.socket(fileno=int(sys.argv[1]))).serve()
 
 
 if __name__ == "__main__":
     main()
-elif __name__ == "__mp_main__":  # spawned by a handler, whose file it imports by its plain name
+elif __name__ == "__mp_main__":  # spawned by a handler: it imports the handler's file by its plain name
     ts_alias.install()

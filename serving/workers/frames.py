@@ -1,7 +1,7 @@
-"""A byte stream cut into frames: by `FrameSocket` in the server, by `FrameReader` in a worker.
+"""Framing of a byte stream: `FrameSocket` in the server, `FrameReader` in a worker.
 
-A frame is a 4-byte big-endian length and as many bytes. Nothing is unpickled. Raw bytes may follow a frame,
-whose message says how many: so a large value is sent from where it lies, and received to where it stays.
+A frame is a 4-byte big-endian length and as many bytes. Nothing is unpickled. Raw bytes may follow a frame;
+its message has their number. So a large value is sent and received without an intermediate copy.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import TypeAlias
 
 HEADER = struct.Struct(">I")
 MAX_FRAME_BYTES = 2**31  # a longer one is a protocol error
-_ROOM_BYTES = 65_536  # of a reader: all batches that are sent ahead, unless they are large
+_ROOM_BYTES = 65_536  # buffer of a reader: holds all batches that are sent ahead, unless they are large
 _RECEIVE_BYTES = 262_144
-_RECEIVES_A_TURN = 16  # of a worker that writes without an end, before other sockets have their turn
+_RECEIVES_A_TURN = 16  # limit for a worker that writes without pause, so that other sockets get a turn
 _SEND_PARTS = 64  # buffers that go out with one system call, far below IOV_MAX
 
-Parts: TypeAlias = Sequence[bytes | bytearray | memoryview]  # a frame, and the raw bytes that follow it
+Parts: TypeAlias = Sequence[bytes | bytearray | memoryview]  # a frame and the raw bytes that follow it
 
 
 class _OfThread(threading.local):
-    """What the sockets of a thread receive into: each cuts it into frames before another one receives."""
+    """The receive buffer that the sockets of a thread share: each empties it before another one receives."""
 
     def __init__(self) -> None:
         self.room = bytearray(_RECEIVE_BYTES)
@@ -38,14 +38,14 @@ _of_thread = _OfThread()
 class FrameSocket:
     """The server's end of a worker's stream. Lives on the event loop.
 
-    It uses the socket itself, not a transport: asyncio and uvloop drop what is still unread when a write
-    fails, and the last report of a worker that has just died must be read to its end.
+    It uses the socket itself, not a transport: asyncio and uvloop drop unread bytes when a write fails, and
+    the last report of a worker that has just died must be read to its end.
 
     Args:
         connection: a stream socket; closed with this.
         on_frame: gets each payload, which is valid until it returns.
-        on_end: called once, in a turn of its own, when all was read that will ever be, with a description of
-            the protocol error that ended it, or "".
+        on_end: called once, in its own turn of the event loop, after the last byte was read, with a
+            description of the protocol error that ended the stream, or "".
     """
 
     def __init__(
@@ -60,20 +60,20 @@ class FrameSocket:
         self._loop = asyncio.get_running_loop()
         self._room = _of_thread.room
         self._begun = bytearray()  # the beginning of a frame
-        self._large: memoryview | None = None  # a large frame, or raw bytes, while they are received
-        self._filled = 0  # bytes of it
+        self._large: memoryview | None = None  # the buffer of a large frame, or of raw bytes, being received
+        self._filled = 0  # bytes of `_large` received so far
         self._then: Callable[[memoryview], None] | None = None  # gets the raw bytes
         self._unsent: deque[memoryview] = deque()
         self._sent_this_turn = False
         self._writer_waits = False
-        self._finishing = False  # nothing more is sent behind what is unsent
+        self._finishing = False  # writing closes once all unsent bytes are sent
         self.open = True  # frames may be sent
         connection.setblocking(False)
         self._descriptor = connection.fileno()
         self._loop.add_reader(self._descriptor, self._readable)
 
     def send(self, parts: Parts) -> None:
-        """Send a frame with its raw bytes: the first of a turn at once, the others at its end."""
+        """Send a frame with its raw bytes: the first of a turn at once, later ones at the end of the turn."""
         if not self.open:
             return
         self._unsent.extend(map(memoryview, parts))
@@ -90,7 +90,7 @@ class FrameSocket:
             self._flush()
 
     def _flush(self) -> None:
-        """Send what the socket takes now, and the rest when it takes more."""
+        """Send as much as the socket accepts now, and the rest when it is writable."""
         unsent = self._unsent
         try:
             while unsent:
@@ -109,7 +109,7 @@ class FrameSocket:
                 self._writer_waits = True
                 self._loop.add_writer(self._descriptor, self._writable)
             return
-        except OSError:  # the worker is gone: what it said last is still to be read
+        except OSError:  # the worker is gone, but its last messages must still be read
             self._stop_writing()
             return
         if self._writer_waits:
@@ -136,7 +136,7 @@ class FrameSocket:
                 count = self._connection.recv_into(target)
             except (BlockingIOError, InterruptedError):
                 return
-            except OSError:  # reset: there is nothing behind it
+            except OSError:  # reset: no more bytes can arrive
                 count = 0
             if not count:
                 self._end("")
@@ -147,15 +147,15 @@ class FrameSocket:
                 return
 
     def take(self, count: int, then: Callable[[memoryview], None]) -> None:
-        """Have the next `count` bytes, which are raw, given to `then`, which may keep them.
+        """Pass the next `count` bytes, which are raw bytes, to `then`, which may keep them.
 
-        Call it while `on_frame` runs, with a count above 0.
+        Call it from `on_frame`, with a count above 0.
         """
         self._then = then
         self._begin_large(count)
 
     def _take(self, count: int) -> bool:
-        """Hand on the frames that are whole with the bytes received; False: the stream has ended."""
+        """Pass on the frames that are complete with `count` more bytes; False: the stream has ended."""
         if self._large is not None:
             self._filled += count
             if self._filled == len(self._large):
@@ -216,7 +216,7 @@ class FrameSocket:
         return self._descriptor >= 0
 
     def fail(self, fault: str) -> None:
-        """End the stream because of a frame that breaks the protocol; `on_end` gets the fault."""
+        """End the stream because of an invalid frame; `on_end` gets the fault."""
         if self._is_reading:
             self._end(fault)
 
@@ -233,32 +233,33 @@ class FrameSocket:
             self._large = self._then = None
 
     def close(self) -> None:
-        """Stop reading and writing, and close the socket; `on_end` is not called for it."""
+        """Stop reading and writing, and close the socket, without a call of `on_end`."""
         self._stop()
 
     def finish(self) -> None:
-        """As `close_writing`, once all that was sent has gone out."""
+        """Call `close_writing` once all unsent bytes are sent."""
         self._finishing = True
         if not self._unsent:
             self.close_writing()
 
     def close_writing(self) -> None:
-        """Tell the worker that no more comes, which ends it; what it still sends is read."""
+        """Shut down writing, which ends the worker; its last messages are still read."""
         if self.open:
             self._stop_writing()
             try:
                 self._connection.shutdown(socket.SHUT_WR)
-            except OSError:  # it is gone
+            except OSError:  # the worker is gone
                 return
 
 
 def room_for(length: int) -> memoryview:
-    """Memory for so many bytes, none of which is touched.
+    """Allocate a buffer of `length` bytes without touching its pages.
 
-    A `bytearray` is filled with zeros at once: the header of 2 GiB took the loop 2.7 s and as much memory.
+    A `bytearray` is filled with zeros at once: a frame header of 2 GiB blocked the loop for 2.7 s and took as
+    much memory.
 
     Raises:
-        MemoryError: there is not so much.
+        MemoryError: there is not enough memory.
     """
     import numpy as np  # noqa: PLC0415 - 0.1 s, which the start of the fork server need not wait for
 
@@ -266,7 +267,7 @@ def room_for(length: int) -> memoryview:
 
 
 def send_all(connection: socket.socket, parts: Parts) -> None:
-    """Send a frame with its raw bytes through a blocking socket; raises what `sendmsg` raises."""
+    """Send a frame with its raw bytes through a blocking socket; raise `OSError` if that fails."""
     if len(parts) == 1:
         connection.sendall(parts[0])
         return
@@ -280,22 +281,22 @@ def send_all(connection: socket.socket, parts: Parts) -> None:
 
 
 class FrameReader:
-    """Reads frames from a blocking socket, as many with one system call as have come. Not thread-safe."""
+    """Reads frames from a blocking socket, all available ones in one system call. Not thread-safe."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self._room = memoryview(mmap.mmap(-1, _ROOM_BYTES, flags))  # takes memory as far as it was ever full
-        self._start = 0  # of what was read and not handed out
+        self._room = memoryview(mmap.mmap(-1, _ROOM_BYTES, flags))  # only pages ever written take memory
+        self._start = 0  # of the bytes not handed out yet
         self._end = 0
 
     @property
     def has_more(self) -> bool:
-        """Whether bytes were read that belong to the next frame: polling the socket does not tell of them."""
+        """Whether bytes of the next frame are buffered: polling the socket does not show these."""
         return self._end > self._start
 
     def next(self) -> memoryview | None:
-        """The payload of the next frame, valid until the next call; None: the stream has ended."""
+        """Return the payload of the next frame, valid until the next call; None: the stream has ended."""
         while True:
             held = self._end - self._start
             if held >= HEADER.size:
@@ -310,8 +311,8 @@ class FrameReader:
                 return None
 
     def _read_more(self) -> bool:
-        """Add what has come to what is held; False: the stream has ended."""
-        if self._start:  # what is left of it is the beginning of a frame, if anything
+        """Receive more bytes into the buffer; return False at the end of the stream."""
+        if self._start:  # the rest, if any, is the beginning of a frame
             rest = bytes(self._room[self._start : self._end])
             self._start, self._end = 0, len(rest)
             self._room[: self._end] = rest
@@ -320,12 +321,12 @@ class FrameReader:
         return count > 0
 
     def _large(self, length: int) -> memoryview | None:
-        """A payload that is longer than the room."""
+        """Read a payload that is longer than the buffer."""
         self._start += HEADER.size
         return self.raw(length)
 
     def raw(self, count: int) -> memoryview | None:
-        """The next `count` bytes as they are, to keep; None: the stream has ended."""
+        """Return the next `count` bytes in a new buffer; None: the stream has ended."""
         raw = room_for(count)
         filled = min(count, self._end - self._start)
         raw[:filled] = self._room[self._start : self._start + filled]

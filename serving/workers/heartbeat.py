@@ -1,7 +1,7 @@
-"""Signs of life of a worker: an idle one is asked for one now and then, a busy one has its response time-out.
+"""Heartbeats of idle workers; a busy worker has the response time-out instead.
 
-Without this a worker that was stopped or hangs while it has nothing to do would count as ready until a client
-had waited for the whole response time-out.
+Without heartbeats, a worker that is stopped or hangs while idle would count as ready until a client had
+waited for the whole response time-out.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from enum import Enum
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatSettings:
-    """How often an idle worker is asked, and what follows from its silence. Seconds."""
+    """The interval of heartbeats to an idle worker, and the bounds on its silence. Seconds."""
 
     ask_every_s: float = 2.0
-    suspect_after_s: float = 3.0  # from the question: it gets no batch, and counts as not in service
-    dead_after_s: float = 10.0  # from the question: it is replaced
+    suspect_after_s: float = 3.0  # since the ping: it gets no batch, and counts as not in service
+    dead_after_s: float = 10.0  # since the ping: it is replaced
 
 
 class Step(Enum):
-    """What to do about a worker now."""
+    """The next action for a worker."""
 
     NOTHING = "nothing"
     ASK = "ask"
@@ -34,9 +34,9 @@ def next_step(idle: bool, quiet_s: float, unanswered_s: float | None, settings: 
     """Decide about one worker.
 
     Args:
-        idle: It has no batch.
-        quiet_s: Since it last said anything.
-        unanswered_s: Since it was asked; None: it owes no answer.
+        idle: Whether it has no batch.
+        quiet_s: Seconds since its last message.
+        unanswered_s: Seconds since the unanswered ping; None: no ping is unanswered.
         settings: The bounds.
     """
     if unanswered_s is None:
@@ -51,10 +51,10 @@ class Heartbeat:
 
     Args:
         settings: The bounds.
-        idle: Whether the worker has no batch.
-        ask: Sends the question.
-        on_change: The worker is suspect now, or is not any more.
-        on_dead: It has been silent for too long (the argument, in seconds) and must be replaced.
+        idle: Returns whether the worker has no batch.
+        ask: Sends a ping.
+        on_change: Called when `suspect` changes.
+        on_dead: Called when the worker must be replaced, with the seconds of its silence.
         now: Monotonic seconds.
     """
 
@@ -76,29 +76,29 @@ class Heartbeat:
         self._now = now
         self._tick_s = settings.ask_every_s / 2
         self._heard_s = 0.0
-        # Ticks, not time: while the loop stood still, nobody listened.
+        # In ticks, not seconds: a blocked event loop can't receive an answer.
         self._unanswered_ticks: int | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.suspect = False
 
     def start(self) -> None:
-        """Begin with a new worker, which has just said that it is ready."""
+        """Begin to watch a new worker, which has just reported that it is ready."""
         self.stop()
         self.answered()
         self._tick()
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def heard(self) -> None:
-        """It said something about a batch: it is alive, and an answer it owes is on its way."""
+        """Note a message about a batch: the worker is alive, and will answer an open ping."""
         self._heard_s = self._now()
 
     def answered(self) -> None:
-        """It gave the sign of life that it was asked for."""
+        """Note the answer to a ping."""
         self.heard()
         self._unanswered_ticks = None
         self._become(suspect=False)

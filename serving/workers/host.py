@@ -1,4 +1,4 @@
-"""One loaded handler, and what the contract demands around each call of it. Used by the lanes of a worker.
+"""Loads and calls one handler by TorchServe's contract. Used by the lanes of a worker.
 
 Contract: data is a list with one dict per request; the handler returns a list of equal length; the failures
 and their texts are TorchServe's, because clients compare them.
@@ -49,7 +49,7 @@ from torchere.serving.workers.plain import (
 
 logger = logging.getLogger(__name__)
 
-SERVER_VERSION = "0.12.0"  # what handlers read as `server_version`: the contract we keep
+SERVER_VERSION = "0.12.0"  # handlers read it as `server_version`: the TorchServe contract's version
 _WARM_UP_RUNS = 3  # TorchScript's profiling executor specialises on the second run, and settles by the third
 PartialSink = Callable[[int, InferResponse], object]
 
@@ -58,10 +58,10 @@ class HandlerHost:
     """A handler instance for one lane. Not thread-safe: one thread loads it and runs it.
 
     Args:
-        spec: what to load.
+        spec: the load parameters of the handler.
         gpu_id: the GPU to load it on; None: the CPU.
-        shared_models: common to all hosts of a version in this process: the weights are loaded once.
-        alone: the lane is the main thread, and no other lane is in this process.
+        shared_models: shared by all hosts of a version in this process, so that weights are loaded once.
+        alone: whether the lane is the main thread, with no other lane in this process.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class HandlerHost:
             shared_models=shared_models,
         )
         self._entry_point: EntryPoint | None = None
-        self._borrows = False  # the handler takes tensors where they lie in the request
+        self._borrows = False  # the handler takes tensors as views of the request's memory
         self._encoder = AnswerEncoder(spec.model_name, spec.model_version, spec.archive_dir)
         self._context.encoder = self._encoder
         self._gpu_id = gpu_id
@@ -90,16 +90,16 @@ class HandlerHost:
         self.has_lost_its_gpu = False
 
     def own_process(self) -> None:
-        """Prepare a process that hosts nothing else: modules get their plain names, too."""
+        """Prepare a process that hosts this version only: its modules also get their plain names."""
         if not self._spec.shares_weights:
             spare_memory()
         give_plain_names(archive_of(self._context))
 
     def load(self) -> None:
-        """Resolve and initialise the handler; sets the calling thread's intra-op thread count.
+        """Resolve and initialise the handler; set the calling thread's intra-op thread count.
 
         Raises:
-            LoadFailed: with the cause in `detail`, whatever the handler raised.
+            LoadFailed: the handler raised any exception; `detail` has the cause.
         """
         torch.set_num_threads(self._spec.intra_op_threads)
         spec = self._spec
@@ -112,14 +112,14 @@ class HandlerHost:
         except HandlerLoadError as err:
             logger.error("loading %s failed: %s", spec.model_name, err)
             raise self._load_failed(plain_text(err), err.__cause__ or err) from err
-        except BaseException as err:  # the handler's own code: anything may come out of it, SystemExit, too
+        except BaseException as err:  # the handler's own code may raise anything, even SystemExit
             logger.exception("loading %s failed in its handler %s", spec.model_name, spec.handler)
             raise self._load_failed(f"handler {spec.handler} raised {line_of(err)}", err) from err
         self._encoder.labels = getattr(self._entry_point.instance, "mapping", None)
         self._borrows = getattr(self._entry_point.instance, "borrows_tensors", False) is True
 
     def warm_up(self) -> None:
-        """Run the handler's own example rows, when it has some, until lazy work is done.
+        """Run the handler's own example rows, if it has any, until lazy initialisation is done.
 
         Raises:
             LoadFailed: the handler cannot answer its own example.
@@ -133,9 +133,9 @@ class HandlerHost:
         except BaseException as err:  # as in `load`
             logger.exception("the warm-up of %s failed", self._spec.model_name)
             raise self._load_failed(f"the warm-up request failed with {line_of(err)}", err) from err
-        self._metrics.drain()  # those of the warm-up belong to no request
+        self._metrics.drain()  # discard the samples of the warm-up: they belong to no request
         for sample in of_load:
-            self._metrics.record(sample)  # goes out with the first batch
+            self._metrics.record(sample)  # reported with the first batch
 
     def run(
         self,
@@ -146,9 +146,9 @@ class HandlerHost:
     ) -> BatchReport:
         """Run one batch; failures become outcomes, so this does not raise.
 
-        Requests whose deadline passed while they waited for this lane, and those in the places `gone`, are
-        answered without being run. The run is given up at the next stage or part once `is_unwanted` says that
-        all its clients have left.
+        Requests whose deadline passed while they waited for this lane, and those with an index in `gone`, are
+        answered without being run. The run is aborted at the next stage or part once `is_unwanted` returns
+        True: all its clients have disconnected.
         """
         now_s = time.monotonic()
         self._context.is_unwanted = is_unwanted
@@ -167,7 +167,7 @@ class HandlerHost:
         send_partial: PartialSink | None,
         now_s: float,
     ) -> BatchReport:
-        """Run those with None as one batch; the others get their refusal."""
+        """Run the requests whose refusal is None as one batch; answer the others with their refusal."""
         places = [place for place, refusal in enumerate(refusals) if refusal is None]
         live = [requests[place] for place in places]
 
@@ -183,7 +183,7 @@ class HandlerHost:
     def _run(
         self, requests: Sequence[InferRequest], send_partial: PartialSink | None, now_s: float
     ) -> BatchReport:
-        # The requests of a batch that fails as a whole are run again one by one, so they may not be changed.
+        # The requests of a batch that fails as a whole run again one by one, so they must stay unchanged.
         lent: Lent = "own" if not self._borrows else "write" if len(requests) == 1 else "read"
         rows = [row_of(request, self._spec.decode_input, lent) for request in requests]
         refusals = [row if isinstance(row, InvalidRequest) else None for row in rows]
@@ -200,7 +200,7 @@ class HandlerHost:
         except BaseException as err:  # also SystemExit: user code must not end the executor by mistake
             handler_s = time.perf_counter() - started
             failure = self._failure(err, requests)
-        if failure is not None:  # not above: the exception would hold on to all that is on the GPU
+        if failure is not None:  # not in the except block: the exception would keep GPU tensors alive
             outcomes = [failure] * len(requests)
             self.has_lost_its_gpu = not gpu_is_usable(self._gpu_id, isinstance(failure, OutOfResources))
         self._context.end_batch()
@@ -282,7 +282,7 @@ def _left_out(
 def _log_failure(message: str, err: BaseException, extra: dict[str, str]) -> None:
     if not logger.isEnabledFor(logging.ERROR):
         return
-    # Not `exc_info=err`: whoever keeps the record for a while would keep all that is on the GPU with it.
+    # Not `exc_info=err`: a log handler that keeps the record would keep the GPU tensors of its frames alive.
     record = logger.makeRecord(logger.name, logging.ERROR, __file__, 0, message, (), None, extra=extra)
     record.exc_text = trace_of(err)
     logger.handle(record)
@@ -291,7 +291,7 @@ def _log_failure(message: str, err: BaseException, extra: dict[str, str]) -> Non
 def _parts_of(
     processors: Sequence[RequestProcessor], send_partial: PartialSink | None
 ) -> Callable[[int, bytes], None] | None:
-    """What a context calls for each part of an answer: adds the status and headers the handler has set."""
+    """Return a callback for each part of an answer; it adds the status and headers set by the handler."""
     if send_partial is None:
         return None
 
@@ -302,13 +302,13 @@ def _parts_of(
 
 
 def _unless_over(outcome: Outcome, is_over: object) -> Outcome:
-    """The outcome; `Unfinished` when its stopping criterion said anything false but None: there is more."""
+    """Return the outcome, as `Unfinished` if its stopping criterion gave a false value other than None."""
     goes_on = is_over is not None and not is_over
     return Unfinished(outcome) if goes_on and isinstance(outcome, InferResponse) else outcome
 
 
 def row_of(request: InferRequest, decode: bool, lent: Lent) -> dict[str, Any] | InvalidRequest:
-    """The values of a request by name, as `decode_input` reads them; or what is wrong with a tensor of it."""
+    """Return the decoded values of a request by name, or an `InvalidRequest` if a tensor is invalid."""
     row: dict[str, Any] = {}
     for parameter in request.parameters:
         try:
@@ -319,9 +319,9 @@ def row_of(request: InferRequest, decode: bool, lent: Lent) -> dict[str, Any] | 
 
 
 def headers_of(request: InferRequest) -> dict[str, Any]:
-    """What a handler finds as headers: the type of each value under the value's name, then the real ones.
+    """Return the headers for the handler: each value's content type by its name, then the real headers.
 
-    A handler learns of the type of an uploaded file in no other way.
+    A handler has no other way to get the content type of an uploaded file.
     """
     headers: dict[str, Any] = {}
     for parameter in request.parameters:

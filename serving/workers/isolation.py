@@ -1,4 +1,4 @@
-"""Threads, processes or a shared process for a version: a pure choice from what its archive holds."""
+"""Chooses threads, processes or a shared process for a version, as a pure function of its archive."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torchere.handlers.resolve import BUILT_IN_HANDLERS
 from torchere.serving.config.server_settings import Isolation
 
-COMPILED_SUFFIXES = (".pt", ".pt2")  # models whose forward needs no Python of the archive's own
+COMPILED_SUFFIXES = (".pt", ".pt2")  # models whose forward runs no Python code of the archive
 
 
 def choose_isolation(
@@ -19,17 +19,18 @@ def choose_isolation(
     on_gpu: bool = False,
     needs_own_process: bool = False,
 ) -> Literal["thread", "process", "shared"]:
-    """What `wanted` comes to for an archive with this handler and manifest `model` section.
+    """Resolve the `wanted` isolation for an archive with this handler and manifest `model` section.
 
     `holds_gil`: the model is known to keep the GIL while it runs, so that threads would run it in turn.
 
-    `on_gpu`: an input that CUDA trips over (an index out of range) costs the process all it has on the GPU.
+    `on_gpu`: the version runs on a GPU, where an input that fails in CUDA (an index out of range) costs the
+    process all its GPU state.
 
-    `needs_own_process`: it keeps a state between requests, or switches what belongs to the whole process.
+    `needs_own_process`: the version keeps state between requests, or changes process-wide settings.
 
-    `shared` shares a process with other versions where `auto` takes threads, and is `auto` elsewhere.
+    `shared` shares a process with other versions where `auto` uses threads, and otherwise equals `auto`.
 
-    `auto` takes threads only where the archive brings no Python of its own: a handler file may rely on being
+    `auto` uses threads only if the archive has no Python code of its own: a handler file may rely on being
     alone in its process (module globals, `os.environ`, `chdir`), a model file on the GIL.
     """
     if wanted in ("thread", "process"):

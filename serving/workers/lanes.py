@@ -1,11 +1,10 @@
-"""What the server and a lane of a worker share: a data socket, and a page of memory.
+"""The channel between the server and the lanes of a worker: data sockets and a page of shared memory.
 
-The page has begin marks and cancelled requests.
-
-A message about a crash can be late or lost; a read of shared memory can not. Each lane (a thread of the
-worker that runs batches) has a cell, in which it writes the run it begins and when it last gave a sign of it.
-Each place (a run inside the worker, from its sending to its report) has a row of bytes that the server sets:
-one that holds the run's streamed answers back, and one for each request that is cancelled.
+The page holds the begin marks of lanes and the cancellation flags of requests. It is shared memory because a
+message can be late or lost when the worker crashes. Each lane (a worker thread that runs batches) has a cell,
+in which it writes the id of the run that it begins, and the time of its last progress. Each place (the slot
+of a run inside the worker, from its sending to its report) has a row of bytes that the server sets: one to
+hold back the run's streamed answers, and one for each request to cancel it.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from functools import partial
 from torchere.serving.workers.frames import FrameSocket
 
 MAX_LANES = 1024
-LANES_A_MESSAGE = 128  # sockets that go to a worker together; the system takes 253
+LANES_A_MESSAGE = 128  # sockets sent to a worker in one message; the kernel allows 253
 MAX_PLACES = 8192  # runs inside one worker
-_CELL = struct.Struct("<dQ")  # last sign (monotonic seconds), run id; 0: none was begun yet
+_CELL = struct.Struct("<dQ")  # last progress (monotonic seconds), run id; 0: no run was begun yet
 _CELLS_BYTES = MAX_LANES * _CELL.size
 _PAGE_BYTES = 4096
 
 
 def requests_of(batch_size: int) -> int:
-    """How many requests a run has at most: sequences and continuous batching may double the batch."""
+    """Return the most requests of a run: sequences and continuous batching may double the batch."""
     return 2 * batch_size
 
 
@@ -40,16 +39,16 @@ def _size(requests: int) -> int:
 
 
 def create(requests: int) -> int:
-    """A descriptor of zeroed shared memory for runs of at most `requests` requests.
+    """Create zeroed shared memory for runs of at most `requests` requests; return its descriptor.
 
-    The memory is sparse. Its size is sealed where the system can seal: a worker that truncated it would end
-    the server with SIGBUS.
+    The memory is sparse. Its size is sealed if the system supports it: a worker that truncated the memory
+    would crash the server with SIGBUS.
 
     Raises:
         OSError: the system has no descriptor or no memory left.
     """
     if hasattr(os, "memfd_create"):
-        import fcntl  # noqa: PLC0415 - not to be had on Windows
+        import fcntl  # noqa: PLC0415 - missing on Windows
 
         descriptor = os.memfd_create("torchere-lanes", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(descriptor, _size(requests))
@@ -67,8 +66,8 @@ class LanePage:
     """One mapping of the page. Any thread may use it: each cell and each row has one writer.
 
     Args:
-        descriptor: of `create`, with the same `requests`; it may be closed afterwards.
-        requests: how many a run has at most.
+        descriptor: from `create`, with the same `requests`; it may be closed afterwards.
+        requests: the maximum number of requests in a run.
     """
 
     def __init__(self, descriptor: int, requests: int) -> None:
@@ -76,41 +75,41 @@ class LanePage:
         self._memory = mmap.mmap(descriptor, _size(requests))
 
     def mark(self, lane: int, run_id: int, now_s: float) -> None:
-        """Say that a lane begins with a run, or is still at it (in the worker)."""
+        """Record that a lane begins a run, or is still working on it (in the worker)."""
         _CELL.pack_into(self._memory, lane * _CELL.size, now_s, run_id)
 
     def begun(self, lanes: int) -> dict[int, float]:
-        """The last run that each of so many lanes began, with its last sign (in the server)."""
+        """Map the last run of each of the first `lanes` lanes to its last progress (in the server)."""
         cells = (_CELL.unpack_from(self._memory, lane * _CELL.size) for lane in range(lanes))
         return {run_id: sign_s for sign_s, run_id in cells if run_id}
 
     def clear(self, place: int) -> None:
-        """Make a place ready for its next run (in the server)."""
+        """Clear the row of a place for its next run (in the server)."""
         start = _CELLS_BYTES + place * self._row_bytes
         self._memory[start : start + self._row_bytes] = bytes(self._row_bytes)
 
     def cancel(self, place: int, index: int) -> None:
-        """Say that request `index` of the run in a place is cancelled (in the server)."""
+        """Mark request `index` of the run in a place as cancelled (in the server)."""
         if index + 1 < self._row_bytes:
             self._memory[_CELLS_BYTES + place * self._row_bytes + 1 + index] = 1
 
     def cancelled(self, place: int, count: int) -> list[int]:
-        """Which of the `count` requests of the run in a place are cancelled (in the worker)."""
+        """Return the indices of the cancelled ones of `count` requests in a place (in the worker)."""
         start = _CELLS_BYTES + place * self._row_bytes + 1
         row = self._memory[start : start + min(count, self._row_bytes - 1)]
         return [index for index, byte in enumerate(row) if byte] if any(row) else []
 
     def all_cancelled(self, place: int, count: int) -> bool:
-        """Whether every one of the `count` requests of the run in a place is cancelled (in the worker)."""
+        """Whether all `count` requests of the run in a place are cancelled (in the worker)."""
         start = _CELLS_BYTES + place * self._row_bytes + 1
         return 0 not in self._memory[start : start + min(count, self._row_bytes - 1)]
 
     def hold(self, place: int, *, held: bool) -> None:
-        """Hold back further parts of the run in a place, or let them go on (in the server)."""
+        """Hold back further parts of the run in a place, or release them (in the server)."""
         self._memory[_CELLS_BYTES + place * self._row_bytes] = held
 
     def is_held(self, place: int) -> bool:
-        """Whether the run in a place is to send no further part for now (in the worker)."""
+        """Whether the run in a place must not send further parts for now (in the worker)."""
         return bool(self._memory[_CELLS_BYTES + place * self._row_bytes])
 
     def close(self) -> None:
@@ -119,7 +118,7 @@ class LanePage:
 
 
 class LaneSocket:
-    """The server's end of one lane: its data socket, and how many runs are inside.
+    """The server's end of one lane: its data socket, and its number of runs.
 
     Args:
         data: the socket; closed by `frames`.
@@ -136,7 +135,7 @@ class LaneSocket:
         on_end: Callable[[LaneSocket, str], None],
     ) -> None:
         self.inside = 0
-        self.since_s = 0.0  # monotonic, when it was sent a run while it had none
+        self.since_s = 0.0  # monotonic, when it last got a run while it had none
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def end(fault: str) -> None:
@@ -148,5 +147,5 @@ class LaneSocket:
 
 
 def load_of_lane(lane: LaneSocket) -> tuple[int, float]:
-    """How much a lane has to do; of equals, the one that is free first has less."""
+    """Return a sort key for the load of a lane: its runs, then since when it is busy."""
     return lane.inside, lane.since_s

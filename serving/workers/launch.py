@@ -1,4 +1,4 @@
-"""How a worker process comes to be: forked from a process that has torch already, or started afresh."""
+"""Starts worker processes: forked from a process that has imported torch, or as fresh interpreters."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from torchere.serving.workers.lanes import LanePage
 from torchere.serving.workers.loss import Loss, loss_of_exit
 from torchere.serving.workers.oom import OomWatch
 
-SENT_AT_ONCE_BYTES = 4 * 2**20  # that a data socket takes before its reader reads: a batch of pictures
-FORKS_AT_ONCE = 64  # each holds eight descriptors until it is there; a socket takes 278 requests at most
+SENT_AT_ONCE_BYTES = 4 * 2**20  # send buffer of a data socket: holds a batch of images
+FORKS_AT_ONCE = 64  # each holds eight descriptors until it is started; a socket queues at most 278 requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,24 +28,24 @@ class Launched:
     """A worker process that has just been started and waits for its first message."""
 
     pid: int
-    lanes: socket.socket  # the server's end of the socket that takes the data sockets of lanes there
+    lanes: socket.socket  # the server's end of the socket that passes the data sockets of lanes
     control: socket.socket  # the server's end of its control socket
-    page: LanePage  # shared with it
-    output: asyncio.StreamReader  # what it prints, standard error included
+    page: LanePage  # shared with the process
+    output: asyncio.StreamReader  # its standard output and standard error
     exit_code: asyncio.Future[int]  # negative: the number of the signal that ended it
-    close: Callable[[], None]  # let go of the output pipe, once the process is gone
+    close: Callable[[], None]  # closes the output pipe, after the process has ended
 
     @property
     def is_shared(self) -> bool:
-        """Whether other versions are in the same process."""
+        """Whether the process may host other versions."""
         return False
 
     def loss(self, code: int, oom: OomWatch) -> Loss:
-        """Why it ended with this exit code, if not by the server's will."""
+        """Return the cause of an exit with this code that the server did not ask for."""
         return loss_of_exit(code, code == -signal.SIGKILL and oom.claim())
 
     def kill(self, reason: Loss) -> None:
-        """End it at once, for the reason given; without effect when it has ended."""
+        """Kill the process, for the given reason; without effect if it has ended."""
         if not self.exit_code.done():
             with suppress(ProcessLookupError):  # gone, and its exit code is on the way
                 os.kill(self.pid, signal.SIGKILL)
@@ -65,21 +65,21 @@ class Launcher(Protocol):
     """Starts worker processes. Used on the event loop.
 
     Attributes:
-        has_own_process: the next one is for this version alone; set where that must be, and stays set.
+        has_own_process: whether the next process is for this version alone; once set, it stays set.
     """
 
     has_own_process: bool
 
     async def launch(self, requests: int) -> Launched:
-        """Start one whose runs have at most so many requests.
+        """Start a worker process whose runs have at most `requests` requests.
 
         Raises:
-            OSError: the system would not (no process, memory or descriptor left).
+            OSError: the system has no process, memory or descriptor left.
         """
 
 
 class ExecLauncher:
-    """Starts a fresh interpreter for each worker: slower, and the only way into another environment.
+    """Starts a fresh interpreter for each worker: slower, but the only way to another Python environment.
 
     Args:
         environment: see `worker_environment`.
@@ -93,7 +93,7 @@ class ExecLauncher:
         self._python = python or sys.executable
 
     async def launch(self, requests: int) -> Launched:
-        """Start an interpreter that imports everything itself."""
+        """Start a fresh interpreter, which imports everything itself."""
         return await _launched(self._start, requests)
 
     async def _start(self, descriptors: Sequence[int], output: int) -> tuple[int, asyncio.Future[int]]:
@@ -101,7 +101,7 @@ class ExecLauncher:
             *(self._python, "-m", "torchere.serving.workers.process", *map(str, descriptors)),
             pass_fds=descriptors,
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=output,  # asyncio's own pipe would stay open as long as what the worker has started lives
+            stdout=output,  # asyncio's own pipe would stay open as long as the worker's children live
             stderr=asyncio.subprocess.STDOUT,
             env=self._environment,
             start_new_session=True,  # Ctrl+C in the terminal is for the server, which drains first
@@ -110,13 +110,13 @@ class ExecLauncher:
 
 
 class ForkLauncher:
-    """Forks workers from one process that imported torch: a worker is there in a few milliseconds.
+    """Forks workers from one process that imported torch: a worker starts in a few milliseconds.
 
-    One for a server. The process is started by the first launch, and again when it was lost.
+    There is one for a server. The first launch starts the process, and a later one restarts a lost process.
 
     Args:
         environment: see `worker_environment`.
-        spawned: a process that was started already, with the same environment; the launcher's from now on.
+        spawned: an already started process with the same environment; the launcher takes ownership.
     """
 
     has_own_process = True
@@ -128,15 +128,15 @@ class ForkLauncher:
         self._turns = asyncio.Semaphore(FORKS_AT_ONCE)
 
     async def launch(self, requests: int) -> Launched:
-        """Have the fork server make one, when it is its turn."""
+        """Fork a worker; at most `FORKS_AT_ONCE` launches run at a time."""
         async with self._turns:
             return await self._launch(requests)
 
     async def launch_room(self, descriptor: int) -> LaunchedRoom:
-        """Have the fork server make a process for several versions, at the other end of a room socket.
+        """Fork a process for several versions, with `descriptor` as its room socket.
 
         Raises:
-            OSError: as `launch`.
+            OSError: as for `launch`.
         """
         async with self._turns, _output_pipe() as (write_end, output, close):
             pid, exit_code = await self._running().fork_room(descriptor, write_end)
@@ -152,7 +152,7 @@ class ForkLauncher:
         return self._fork_server
 
     async def close(self) -> None:
-        """End the fork server, and with it every worker that is left."""
+        """Terminate the fork server, and with it all remaining workers."""
         if self._fork_server is not None:
             await self._fork_server.close()
         if self._spawned is not None:
@@ -160,7 +160,7 @@ class ForkLauncher:
 
 
 def worker_environment(hidden: str | None = None) -> dict[str, str]:
-    """The environment of a worker: the server's, without what `hidden` (a regex) names as a whole."""
+    """Return the server's environment without the variables whose whole name matches the regex `hidden`."""
     kept = {name: value for name, value in os.environ.items() if not (hidden and re.fullmatch(hidden, name))}
     # The folder the server was started in must not shadow modules of torchere or torch (Python 3.11 on).
     return {**kept, "PYTHONSAFEPATH": "1"}
@@ -169,7 +169,7 @@ def worker_environment(hidden: str | None = None) -> dict[str, str]:
 async def _launched(
     start: Callable[[Sequence[int], int], Awaitable[tuple[int, asyncio.Future[int]]]], requests: int
 ) -> Launched:
-    """A worker that `start` starts with its ends of two sockets, its page, and the pipe for its output."""
+    """Start a worker by `start`, with its ends of two sockets, its page, and its output pipe."""
     with channels(requests) as (ours, theirs):
         async with _output_pipe() as (write_end, output, close):
             pid, exit_code = await start(theirs, write_end)
@@ -178,11 +178,11 @@ async def _launched(
 
 @contextmanager
 def channels(requests: int) -> Iterator[tuple[tuple[socket.socket, socket.socket, LanePage], list[int]]]:
-    """What a worker talks through: lanes socket, control socket and page, and the descriptors of its ends.
+    """Open a worker's lanes socket, control socket and page; yield them and the worker's descriptors.
 
-    The lanes socket takes the data sockets of its lanes to it, for their number changes.
+    The lanes socket passes the data sockets of lanes to the worker, because the number of lanes changes.
 
-    Its ends are closed at the end of the block, ours only when the block raises.
+    The worker's ends are closed at the end of the block, the server's ends only if the block raises.
 
     Raises:
         OSError: the system has no descriptor or no memory left.
@@ -204,9 +204,9 @@ def channels(requests: int) -> Iterator[tuple[tuple[socket.socket, socket.socket
 
 @asynccontextmanager
 async def _output_pipe() -> AsyncIterator[tuple[int, asyncio.StreamReader, Callable[[], None]]]:
-    """The write end of a pipe, closed at the end of the block; what reads it, and what closes that.
+    """Open a pipe; yield its write end, a reader of its read end, and a function to close the reader.
 
-    The read end is closed only when the block raises.
+    The write end is closed at the end of the block, the read end only if the block raises.
     """
     read_end, write_end = os.pipe()
     try:
@@ -221,10 +221,10 @@ async def _output_pipe() -> AsyncIterator[tuple[int, asyncio.StreamReader, Calla
 
 
 async def _read_from(read_end: int) -> tuple[asyncio.StreamReader, asyncio.ReadTransport]:
-    """Read a pipe as a stream; the transport owns the descriptor, and closes it if this raises."""
+    """Open a stream on a pipe; the transport owns the descriptor, and closes it if this raises."""
     loop = asyncio.get_running_loop()
-    # asyncio's transport closes the file object only. uvloop's closes the descriptor first: a file object
-    # that closed it again would close the file that another thread has opened under that number meanwhile.
+    # asyncio's transport closes the file object only. uvloop's closes the descriptor itself: a file object
+    # that closed it again could close a file that another thread has opened meanwhile under the same number.
     file = os.fdopen(read_end, "rb", 0, closefd=isinstance(loop, asyncio.BaseEventLoop))
     output = asyncio.StreamReader()
     transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(output), file)
@@ -232,7 +232,7 @@ async def _read_from(read_end: int) -> tuple[asyncio.StreamReader, asyncio.ReadT
 
 
 def open_lanes(launched: Launched, count: int) -> list[socket.socket]:
-    """Make the data sockets of so many lanes, and send the worker its ends; returns ours.
+    """Open the data sockets of `count` lanes and send the worker its ends; return the server's ends.
 
     Raises:
         OSError: the system has no descriptor left, or the worker is gone.
@@ -240,7 +240,7 @@ def open_lanes(launched: Launched, count: int) -> list[socket.socket]:
     with ExitStack() as theirs, ExitStack() as ours:
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(count)]
         for our_end, their_end in pairs:
-            for end in (our_end, their_end):  # as far as the system lets us
+            for end in (our_end, their_end):  # the system may set less
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SENT_AT_ONCE_BYTES)
             ours.callback(our_end.close)
             theirs.callback(their_end.close)

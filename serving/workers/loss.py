@@ -1,4 +1,4 @@
-"""Why an executor was lost: the kinds, and the words that describe and the log show."""
+"""Causes of a lost executor: their kinds, and their texts for the describe call and the log."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from enum import Enum
 
 
 class LossKind(Enum):
-    """What ended a worker; the values are labels of a metric and never change."""
+    """The kind of cause that ended a worker; the values are labels of a metric and never change."""
 
     EXIT = "exit"  # it ended by itself, with an exit code
-    SIGNAL = "signal"  # something sent it a signal: a crash in native code, or somebody's kill
+    SIGNAL = "signal"  # a signal ended it: a crash in native code, or a kill command
     OUT_OF_MEMORY = "out_of_memory"  # the kernel killed it
-    TIMEOUT = "timeout"  # it had a batch, and was silent for longer than the response time-out
-    HANG = "hang"  # it was idle, and gave no sign of life
-    PROTOCOL = "protocol"  # what it sent was no message
-    LOAD = "load"  # it came up, and its handler did not
+    TIMEOUT = "timeout"  # it had a batch, and sent nothing for longer than the response time-out
+    HANG = "hang"  # it was idle, and missed its heartbeats
+    PROTOCOL = "protocol"  # it sent an invalid message
+    LOAD = "load"  # it started, but its handler did not load
     STOPPED = "stopped"  # the server ended it in good order
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """One lost worker: `cause` in words."""
+    """The loss of one worker: its kind, and its cause as text."""
 
     kind: LossKind
     cause: str
 
     @property
     def crashed(self) -> bool:
-        """Whether it went down by itself: what it was running may be to blame."""
+        """Whether the worker ended by itself, so that a request it ran may be the cause."""
         return self.kind in _CRASHES
 
 
@@ -38,7 +38,7 @@ OOM_WORDS = "the kernel's out-of-memory killer ended it"
 
 
 def loss_of_exit(code: int, killed_for_memory: bool = False) -> Loss:
-    """The loss that an exit status tells of: 0 or more a code, negative the number of a signal.
+    """Return the loss for an exit status: an exit code from 0 up, or the negative number of a signal.
 
     >>> loss_of_exit(7).cause
     'exited with code 7'
@@ -52,7 +52,7 @@ def loss_of_exit(code: int, killed_for_memory: bool = False) -> Loss:
 
 
 def describe_exit(code: int) -> str:
-    """An exit status in words.
+    """Describe an exit status as text.
 
     >>> describe_exit(7)
     'exited with code 7'
@@ -73,10 +73,11 @@ BACKOFF_S = (0.0, 1.0, 1.0, 2.0, 3.0, 5.0, 8.0, 13.0, 21.0, 34.0, 55.0, 89.0, 14
 def restart_delay_s(
     losses: int, first_loss_s: float, now_s: float, max_retry_timeout_s: float
 ) -> float | None:
-    """How long to wait before executor number `losses` + 1 in a row is started; None: give up.
+    """Return the seconds to wait before a restart after `losses` losses in a row; None: give up.
 
-    `losses` counts from the last time an executor answered a batch. The first comes back at once, the others
-    after TorchServe's Fibonacci steps; past `max_retry_timeout_s` since the first loss it stays down.
+    `losses` counts from the last time an executor answered a batch. The first restart is immediate, the
+    others wait for TorchServe's Fibonacci steps. After `max_retry_timeout_s` since the first loss there is
+    none.
     """
     if now_s - first_loss_s > max_retry_timeout_s:
         return None

@@ -1,15 +1,15 @@
-"""The messages between the server and a worker process, and nothing else.
+"""The messages between the server and a worker process.
 
 A message is one frame (`frames.py`) of MessagePack: a tagged array of fixed layout, decoded by `msgspec`
-against the types below, so a worker that sends anything else is found out at once. Nothing is unpickled. Both
-ends are of the same release: the layout may change with it.
+against the types below, so any other message from a worker is detected at once. Nothing is unpickled. Both
+ends are of the same release, so the layout may change between releases.
 
 Values and answers of more than `LARGE_BYTES` follow their frame as raw bytes. As a part of the message each
 would be copied once more on either side.
 
-A control socket carries loading and signs of life, which no batch delays. Each lane has a data socket of its
-own, on which the server sends it batches. With one for all, each batch would wake two lanes: one to run it,
-and one to wait for the next.
+The control socket carries load steps and heartbeats, which no batch delays. Each lane has its own data
+socket, on which the server sends it batches. With one socket for all lanes, each batch would wake two lanes:
+one to run it, and one to wait for the next.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
     spec: LoadSpec
     gpu_ids: tuple[int | None, ...]  # one for each lane; None: on the CPU
-    log_token: str = ""  # marks the records of its log: `telemetry/worker_lines.py`
-    config_file: str = ""  # of the unpacked archive: the worker reads the model config itself, see `load_of`
+    log_token: str = ""  # marks the records of its log: `logs/worker_lines.py`
+    config_file: str = ""  # in the archive: the worker reads the model config from it, see `load_of`
 
 
 class AddLanes(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -74,15 +74,16 @@ class LogLevel(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class Run(msgspec.Struct, frozen=True, array_like=True, tag=6):  # also `_RUN_TAG`
-    """Data, to the worker: run a batch; answered by any number of `Partial` and one `Done` of that `run_id`.
+    """Data, to the worker: run a batch; answered by any number of `Partial` and one `Done`.
 
-    A lane runs batches in the order they were sent. `place` is the run's row in the page (`lanes.py`).
+    The answers have the same `run_id`. A lane runs batches in the order they were sent. `place` is the run's
+    row in the page (`lanes.py`).
     """
 
     run_id: int
     place: int
     requests: tuple[InferRequest, ...]
-    large: tuple[tuple[int, int, int], ...] = ()  # raw values behind the frame: request, parameter, bytes
+    large: tuple[tuple[int, int, int], ...] = ()  # raw values after the frame: request, parameter, bytes
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag=14):
@@ -90,19 +91,19 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag=14):
 
 
 class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=10):
-    """Control, to the server: the step asked for is done."""
+    """Control, to the server: the requested step is done."""
 
 
 class LoadError(msgspec.Struct, frozen=True, array_like=True, tag=11):
-    """Control, to the server: the step asked for failed; lanes that serve go on."""
+    """Control, to the server: the requested step failed; lanes in service continue."""
 
     detail: str
     out_of_memory: bool
-    needs_own_process: bool = False  # it would load in a process of its own
+    needs_own_process: bool = False  # the version must be loaded in its own process
 
 
 class Serving(msgspec.Struct, frozen=True, array_like=True, tag=15):
-    """Control, to the server: one more lane serves."""
+    """Control, to the server: one more lane is in service."""
 
 
 class Partial(msgspec.Struct, frozen=True, array_like=True, tag=12):
@@ -129,7 +130,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag=21):
 
 
 class More(msgspec.Struct, frozen=True, array_like=True, tag=22):
-    """The outcome of a request that goes on: see `Unfinished`."""
+    """The outcome of an unfinished request: see `Unfinished`."""
 
     part: InferResponse
 
@@ -139,12 +140,12 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=13):
 
     run_id: int
     outcomes: tuple[Answer | More | Failure, ...]
-    began_s: float  # monotonic, which all processes of a machine share
+    began_s: float  # monotonic; all processes of a machine share this clock
     handler_s: float
     metrics: tuple[MetricSample, ...]
     stages_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    is_last: bool = False  # the worker ends now, and begins none of the batches behind this one
-    large: tuple[tuple[int, int], ...] = ()  # raw answers behind the frame: outcome, bytes
+    is_last: bool = False  # the worker ends now, and begins no further batch
+    large: tuple[tuple[int, int], ...] = ()  # raw answers after the frame: outcome, bytes
 
 
 ControlToWorker: TypeAlias = Load | AddLanes | WarmUp | Ping | LogLevel
@@ -163,10 +164,10 @@ data_from_worker: msgspec.msgpack.Decoder[DataFromWorker] = msgspec.msgpack.Deco
 
 
 def encode_frame(message: Message | tuple[Any, ...]) -> bytearray:
-    """One message as one frame.
+    """Encode one message as one frame.
 
     Raises:
-        ValueError: it is longer than `MAX_FRAME_BYTES`.
+        ValueError: the message is longer than `MAX_FRAME_BYTES`.
     """
     frame = bytearray(HEADER.size)
     _encoder.encode_into(message, frame, HEADER.size)
@@ -178,10 +179,10 @@ def encode_frame(message: Message | tuple[Any, ...]) -> bytearray:
 
 
 def encode_run(run_id: int, place: int, requests: Sequence[Any]) -> Parts:
-    """A `Run` as a frame and raw bytes, of requests with the attributes of an `InferRequest`.
+    """Encode a `Run` of requests with the attributes of `InferRequest`, as a frame and raw bytes.
 
-    The arrays are what `Run` and `InferRequest` are encoded as; making those first would take three times as
-    long.
+    It encodes tuples with the array layout of `Run` and `InferRequest`; creating these objects first would
+    take three times as long.
 
     Raises:
         ValueError, MemoryError: the batch is too large to be sent.
@@ -205,10 +206,10 @@ def encode_run(run_id: int, place: int, requests: Sequence[Any]) -> Parts:
 
 
 def raw_bytes(message: Run | Done) -> int:
-    """How many raw bytes follow the frame of a message.
+    """Return the number of raw bytes that follow the frame of a message.
 
     Raises:
-        ValueError: what it says of them can't be.
+        ValueError: the message has invalid sizes for them.
     """
     return _check_sum(message.large)
 
@@ -227,7 +228,7 @@ def _check_sum(large: Sequence[tuple[int, ...]]) -> int:
 
 
 def run_with_raw(run: Run, raw: memoryview) -> Run:
-    """A run with the values that followed its frame."""
+    """Return a run with the raw values that followed its frame."""
     requests, start = list(run.requests), 0
     for index, at, size in run.large:
         parameters = list(requests[index].parameters)
@@ -239,7 +240,7 @@ def run_with_raw(run: Run, raw: memoryview) -> Run:
 
 
 def done_with_raw(done: Done, raw: memoryview) -> Done:
-    """A report with the answers that followed its frame; with no outcome where one belongs to no answer."""
+    """Return a report with the raw answers after its frame; without outcomes if one matches no answer."""
     outcomes, start = list(done.outcomes), 0
     for index, size in done.large:
         outcome = outcomes[index] if index < len(outcomes) else None
@@ -255,9 +256,9 @@ def done_with_raw(done: Done, raw: memoryview) -> Done:
 
 
 def load_of(spec: LoadSpec, gpu_ids: tuple[int | None, ...], log_token: str) -> Load:
-    """The message that loads this; a model config of which a frame would make another is left in its file.
+    """Return the `Load` message; a model config that MessagePack would change stays in its file.
 
-    Dates and sets of YAML, say, would come as texts and lists.
+    For example, dates and sets of YAML would arrive as texts and lists.
     """
     config_file = (spec.manifest.get("model") or {}).get("configFile")
     if not config_file or _survives(spec.model_config):
@@ -268,21 +269,21 @@ def load_of(spec: LoadSpec, gpu_ids: tuple[int | None, ...], log_token: str) -> 
 def _survives(values: dict[str, Any]) -> bool:
     try:
         received = msgspec.msgpack.decode(_encoder.encode(values), type=dict[str, Any])
-    except msgspec.ValidationError:  # a name that is no text
+    except msgspec.ValidationError:  # a key that is not a string
         return False
-    return repr(received) == repr(values)  # unlike ==, it tells a time from the same one in another zone
+    return repr(received) == repr(values)  # unlike ==, it distinguishes equal times in different time zones
 
 
 def done_from_report(run_id: int, report: BatchReport, is_last: bool = False) -> Done:
-    """A worker's report as a message."""
+    """Return a worker's report as a message."""
     outcomes = tuple(_encode_outcome(outcome) for outcome in report.outcomes)
     return Done(run_id, outcomes, report.began_s, report.handler_s, report.metrics, report.stages_s, is_last)
 
 
 def encode_report(run_id: int, report: BatchReport, is_last: bool = False) -> Parts:
-    """A worker's report as a frame and raw bytes, whatever is in it.
+    """Encode a worker's report as a frame and raw bytes, even if its content can't be encoded.
 
-    One that can't be sent goes without its metrics, or if that does not help, with errors for answers.
+    A report that can't be encoded is sent without its metrics, or if that fails too, with errors as outcomes.
     """
     for rest in (report, msgspec.structs.replace(report, metrics=())):
         try:
@@ -311,7 +312,7 @@ def _encode_done(done: Done) -> Parts:
 
 
 def report_from_done(done: Done, expected: int) -> BatchReport:
-    """A worker's message as a report of `expected` outcomes; a wrong number fails them all."""
+    """Return a worker's message as a report of `expected` outcomes; a wrong number fails them all."""
     outcomes = [_decode_outcome(outcome) for outcome in done.outcomes]
     if len(outcomes) != expected:
         cause = f"the worker sent {len(outcomes)} outcomes for a batch of {expected}"

@@ -1,8 +1,8 @@
-"""Whether the kernel's out-of-memory killer ended a process: told from the counter it keeps.
+"""Detects kills by the kernel's out-of-memory killer, from the kernel's counter.
 
-A process that was killed by signal 9 can't say who did it. The kernel counts its own kills in lines
-`oom_kill N`: for each control group in `memory.events` (cgroup 2) or `memory.oom_control` (cgroup 1), and for
-the whole machine in `/proc/vmstat`.
+The exit status of a process that was killed by signal 9 does not tell the sender. The kernel counts its own
+kills in lines `oom_kill N`: for each control group in `memory.events` (cgroup 2) or `memory.oom_control`
+(cgroup 1), and for the whole machine in `/proc/vmstat`.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-FRESH_S = 5.0  # a kill that nobody claimed for this long was of some other process
+FRESH_S = 5.0  # a kill not claimed for this long was of another process
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _MOUNT = Path("/sys/fs/cgroup")
 _MACHINE = Path("/proc/vmstat")
 
 
 class OomWatch:
-    """Tells which of the SIGKILLs that are seen came from the kernel. One for a server; not thread-safe.
+    """Attributes SIGKILLs of processes to the out-of-memory killer. One for a server; not thread-safe.
 
     Args:
-        read: How many processes the kernel killed for memory so far; None: nobody knows.
+        read: Returns how many processes the kernel has killed for memory so far; None if unknown.
         now: Monotonic seconds.
     """
 
@@ -35,7 +35,7 @@ class OomWatch:
         self._risen_s = 0.0
 
     def claim(self) -> bool:
-        """Whether a process that was just found killed was killed for memory; each kill counts once."""
+        """Whether the kernel killed a process, which has just ended, for memory; each kill counts once."""
         count = self._read()
         if count is None:
             return False
@@ -53,20 +53,20 @@ class OomWatch:
 
 
 class CounterFile:
-    """Reads the counter from the first of `files` that has one; none on systems that don't count."""
+    """Reads the counter from the first of `files` that has one; some systems have none."""
 
     def __init__(self, files: list[Path]) -> None:
         self._file = next((file for file in files if _count_in(file) is not None), None)
 
     def __call__(self) -> int | None:
-        """The counter now; None when there is none."""
+        """Return the current counter, or None if there is none."""
         return _count_in(self._file) if self._file is not None else None
 
 
 def counter_files(own_groups: Path = _OWN_GROUPS, mount: Path = _MOUNT) -> list[Path]:
-    """Where the counter of this process may be, the most telling place first.
+    """Return the files that may have the counter of this process, the most specific first.
 
-    Inside a container the path in /proc/self/cgroup may be the host's, and the own group be mounted as root.
+    Inside a container the path in /proc/self/cgroup may be the host's, with the own group mounted as root.
     """
     try:
         lines = own_groups.read_text().splitlines()

@@ -1,8 +1,8 @@
-"""What a handler set or raised, as plain texts and numbers.
+"""Converts the values that a handler sets or raises to plain texts and numbers.
 
-Anything may stand there: an exception where a reason belongs, NumPy's integer for a status, half of a
-surrogate pair from a client's JSON in a message. What can't be put into a frame would end the worker that
-has to send it, and its requests with it.
+A handler may set anything: an exception as the reason phrase, a NumPy integer as the status, a message with
+half of a surrogate pair from a client's JSON. A value that can't be encoded in a frame would crash the worker
+that has to send it, and fail its requests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchere.serving.types import InferResponse
 
 
 def plain_text(value: object) -> str:
-    """The text of anything, without what UTF-8 has no bytes for."""
+    """Return any value as text, with characters that UTF-8 can't encode replaced."""
     if type(value) is str and value.isascii():
         return value
     try:
@@ -30,10 +30,10 @@ def plain_text(value: object) -> str:
 
 
 def response_of(body: bytes, processor: RequestProcessor) -> InferResponse:
-    """An answer with what the handler has set for it.
+    """Return an answer with the status, reason and headers that the handler has set.
 
     Raises:
-        TypeError, ValueError: its status is no number of three digits, or a header is no text.
+        TypeError, ValueError: the status is not an integer from 0 to 999, or a header is not text.
     """
     status, reason, headers = processor.status_code, processor.reason_phrase, processor.response_headers
     pairs = []
@@ -47,7 +47,7 @@ def response_of(body: bytes, processor: RequestProcessor) -> InferResponse:
 
 
 def refusal_of(err: PredictionException) -> HandlerFailed:
-    """What a handler answers its batch with; the status is 500 where it is no number of three digits."""
+    """Return the error of a `PredictionException`; its status is 500 if not an integer from 0 to 999."""
     status: Any = err.error_code
     try:
         status = int(status)
@@ -57,12 +57,12 @@ def refusal_of(err: PredictionException) -> HandlerFailed:
 
 
 def line_of(err: BaseException) -> str:
-    """An exception in one line."""
+    """Return an exception in one line."""
     return f"{type(err).__name__}: {plain_text(err)}".splitlines()[0]
 
 
 def trace_of(err: BaseException) -> str:
-    """An exception with its traceback."""
+    """Return an exception with its traceback."""
     try:
         return plain_text("".join(traceback.format_exception(err)))
     except BaseException:  # as in `plain_text`
@@ -70,17 +70,17 @@ def trace_of(err: BaseException) -> str:
 
 
 _WORDS = (
-    "out of memory",  # "CUDA out of memory", "CUDA error: out of memory", and so of other makers
-    "_STATUS_ALLOC_FAILED",  # cuBLAS, cuDNN and their like, for the memory they work in
+    "out of memory",  # "CUDA out of memory", "CUDA error: out of memory", and of other vendors
+    "_STATUS_ALLOC_FAILED",  # cuBLAS, cuDNN and similar libraries, for their workspace
     "_ALLOCATION_FAILED",  # cuDNN from 9 on
-    "DefaultCPUAllocator: ",  # it has nothing else to say, in two spellings
-    "Failed to allocate memory for requested buffer",  # onnxruntime, on whatever device
-    " is smaller than requested bytes of ",  # onnxruntime, where it may take so much of a GPU only
+    "DefaultCPUAllocator: ",  # its only error, in two wordings
+    "Failed to allocate memory for requested buffer",  # onnxruntime, on any device
+    " is smaller than requested bytes of ",  # onnxruntime, with a limit on its GPU memory
 )
 
 
 def lacks_memory(err: BaseException) -> bool:
-    """Whether what was to be done may work where there is more memory, or less is asked for."""
+    """Whether an error is due to a lack of memory, so that more memory or less input may avoid it."""
     if isinstance(err, (MemoryError, torch.OutOfMemoryError)):
         return True
     text = plain_text(err)

@@ -1,7 +1,7 @@
-"""The executors of one version: N lanes of one worker process, or N worker processes with one lane each.
+"""The executors of one version: N lanes of one worker process, or N processes with one lane each.
 
-A worker that is lost answers the batches its lanes had begun with `ExecutorDied`, gives the others back,
-keeps its cause, and comes back by the rule of `restart.py`; the other workers do not notice.
+A lost worker answers the batches that its lanes had begun with `ExecutorDied`, returns the others, records
+the cause, and is restarted by the rule of `loss.restart_delay_s`; the other workers are not affected.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from torchere.serving.workers.worker import Worker, WorkerSettings
 
 
 class WorkerPool:
-    """All methods are called on the event loop; none blocks it.
+    """The workers of one version. All methods run on the event loop; none blocks it.
 
-    With `spec.shares_weights` the executors are lanes of one worker, otherwise each has a worker of its own.
+    With `spec.shares_weights` the executors are lanes of one worker, otherwise each has its own worker.
     """
 
     def __init__(
@@ -71,27 +71,25 @@ class WorkerPool:
 
     @property
     def has_own_process(self) -> bool:
-        """Whether its next process is for this version alone."""
+        """Whether the next process is for this version alone."""
         return self._settings.launcher.has_own_process
 
     @property
     def size(self) -> int:
-        """How many executors there are to be, in whatever state."""
+        """The number of executors in any state."""
         return sum(len(worker.executor_ids) for worker in self._workers)
 
     @property
     def in_service(self) -> int:
-        """How many executors are loaded, warm and alive, busy or not."""
+        """The number of executors that are loaded, warm and alive, busy or not."""
         count = 0
-        for (
-            worker
-        ) in self._workers:  # asked for with every request: a generator costs more than what it counts
+        for worker in self._workers:  # read for every request: a generator costs more than the loop
             count += worker.in_service
         return count
 
     @property
     def free(self) -> int:
-        """How many batches may be submitted for idle executors."""
+        """The number of batches that may be submitted for idle executors."""
         free = 0
         for worker in self._workers:  # as in `in_service`
             free += worker.free
@@ -99,7 +97,7 @@ class WorkerPool:
 
     @property
     def ahead(self) -> int:
-        """How many full batches may be submitted in all, for the executors that are free first."""
+        """The number of full batches that may be submitted, including those ahead of a free executor."""
         ahead = 0
         for worker in self._workers:
             ahead += worker.ahead
@@ -107,17 +105,17 @@ class WorkerPool:
 
     @property
     def empty(self) -> int:
-        """How many runs may be submitted that must be alone in their process."""
+        """The number of runs that may be submitted to run alone in their process."""
         return sum(1 for worker in self._workers if worker.free and not worker.load)
 
     def idle_ids(self) -> tuple[int, ...]:
-        """The executors that are in service and have nothing to do; lanes of one process are alike."""
+        """Return the executors in service that are idle; lanes of one process are interchangeable."""
         return tuple(
             executor_id for worker in self._workers for executor_id in worker.executor_ids[: worker.free]
         )
 
     def statuses(self) -> tuple[ExecutorStatus, ...]:
-        """A snapshot of every executor, oldest first."""
+        """Return a snapshot of every executor, oldest first."""
         return tuple(status for worker in self._workers for status in worker.statuses())
 
     async def resize(self, count: int) -> None:
@@ -126,7 +124,7 @@ class WorkerPool:
         A surplus executor finishes its batches first.
 
         Raises:
-            LoadFailed: when one could not be loaded; those that run already stay.
+            LoadFailed: an executor could not be loaded; running executors stay.
         """
         await self._drop([worker for worker in self._workers if worker.state is ExecutorState.FAILED])
         if self._spec.shares_weights and count and self._workers:
@@ -158,7 +156,7 @@ class WorkerPool:
         """Warm the new executors up and put them in service.
 
         Raises:
-            LoadFailed: when one fails at it.
+            LoadFailed: the warm-up of an executor fails.
         """
         fresh = [worker for worker in self._workers if worker.state is ExecutorState.STARTING]
         await self._bring_up(fresh, [worker.warm_up() for worker in fresh])
@@ -168,7 +166,7 @@ class WorkerPool:
         self._on_free()
 
     async def _bring_up(self, workers: Sequence[Worker], steps: Sequence[Awaitable[None]]) -> None:
-        """Take one step with each worker; those that fail at it are dropped, and the first error raised."""
+        """Run one step for each worker; drop the workers that fail, and raise the first error."""
         results = await asyncio.gather(*steps, return_exceptions=True)
         failed = [
             (worker, result)
@@ -186,10 +184,10 @@ class WorkerPool:
             await worker.close()
 
     def submit(self, run: Run) -> None:
-        """Send one run: to the executor it names, or to the worker with the least to do.
+        """Send a run to the executor it names, or to the least loaded worker.
 
         Raises:
-            RuntimeError: no worker has room; the caller looks at `free`, `ahead` or `empty` first.
+            RuntimeError: no worker has room; the caller must check `free`, `ahead` or `empty` first.
         """
         chosen: Worker | None = None
         for worker in self._workers:

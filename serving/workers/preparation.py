@@ -1,8 +1,8 @@
-"""What a start begins before it imports the server: the process that workers are forked from.
+"""Starts the fork server before the server itself is imported.
 
-It imports torch, which takes longer than all else of a start, so it goes first and beside everything. What
-predictions can do without (the framework behind the other REST calls) comes when the start is over:
-`frontend/rest/deferred.py`.
+The fork server imports torch, which is the slowest part of a start, so it starts first and runs in parallel
+with the rest. Modules that predictions do not need (the framework for the other REST calls) are imported
+after the start: `frontend/rest/deferred.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torchere.serving.workers.launch import worker_environment
 def fork_server_ahead(settings: ServerSettings) -> Iterator[Spawned | None]:
     """Start the fork server if the settings name models; it ends with the block.
 
-    None: they name none, or the system would not start it, which shows again when it is needed.
+    Yields None if they name no models, or if the process can't be started; a later launch then tries again.
     """
     spawned = None
     if settings.load_models or settings.snapshot_models:

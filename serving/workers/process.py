@@ -1,12 +1,12 @@
-"""A worker process: the lanes of one version, each with a handler, behind two sockets of the server.
+"""A worker process: the lanes of one version, each with its handler.
 
 Forked by `fork_server.py`, or started as `python -m torchere.serving.workers.process FD FD FD`; `launch.py`
 chooses. It ends when the server closes its control socket.
 
-With one lane, the main thread is the lane, and the process has no other Python thread: what TorchServe's
-handlers rely on (signal handlers, forks). Where executors share one copy of the weights, each lane is a
-thread and the main thread serves the control socket alone. Each lane waits for batches on a data socket of
-its own, so that no batch crosses threads.
+With one lane, the main thread is the lane, and the process has no other Python thread: TorchServe's handlers
+rely on that (signal handlers, forks). If executors share one copy of the weights, each lane is a thread, and
+the main thread serves the control socket only. Each lane waits for batches on its own data socket, so that no
+batch is passed between threads.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ from torchere.serving.workers.messages import (
     run_with_raw,
 )
 
-# Added to its score of the kernel's out-of-memory killer: a worker comes back, the server does not.
+# Added to the process's score for the out-of-memory killer: a worker is restarted, the server is not.
 OOM_SCORE_ADDED = 300
-HELD_LOOK_S = 0.005  # between looks of a lane whose parts the server holds back
-# CPython lets a thread keep the GIL for 5 ms by default, for which the other lanes would wait.
+HELD_LOOK_S = 0.005  # polling interval of a lane whose parts the server holds back
+# By default CPython lets a thread keep the GIL for 5 ms, while the other lanes wait.
 SWITCH_INTERVAL_S = 0.0005
 
 
@@ -75,10 +75,10 @@ class Lane:
     """Runs batches, one at a time, in the thread that calls `run`.
 
     Args:
-        number: of its cell in the page.
-        data: the socket of its batches; closed by `close`.
-        host: its handler.
-        process: which it belongs to.
+        number: the index of its cell in the page.
+        data: the socket for its batches; closed by `close`.
+        host: the host of its handler.
+        process: the process that it belongs to.
     """
 
     def __init__(self, number: int, data: socket.socket, host: HandlerHost, process: WorkerMain) -> None:
@@ -87,7 +87,7 @@ class Lane:
         self.batches = FrameReader(data)
         self.host = host
         self.serves = False
-        self._sending = threading.Lock()  # handlers send parts from threads of theirs
+        self._sending = threading.Lock()  # handlers may send parts from their own threads
         self._process = process
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._live, name=f"lane-{number}", daemon=True)
@@ -121,7 +121,7 @@ class Lane:
             send_all(self.data, parts)
 
     def next_batch(self) -> Run | None:
-        """Wait for its next batch; None: the server has ended the lane, or is gone."""
+        """Wait for the next batch and return it; None: the server has ended the lane, or is gone."""
         try:
             payload = self.batches.next()
             if payload is None:
@@ -135,13 +135,13 @@ class Lane:
         return None if raw is None else run_with_raw(run, raw)
 
     def close(self) -> None:
-        """Close its socket, so that a thread that waits for a batch finds its end."""
+        """Close the data socket, which ends the wait of a thread for a batch."""
         with contextlib.suppress(OSError):
             self.data.shutdown(socket.SHUT_RDWR)
         self.data.close()
 
     def start(self) -> None:
-        """Give it a thread of its own, which does what `call` gives it and then serves batches.
+        """Start the lane's thread, which runs the commands of `call`, and then serves batches.
 
         Raises:
             RuntimeError: the system has no thread left.
@@ -149,13 +149,13 @@ class Lane:
         self._thread.start()
 
     def call(self, command: Callable[[], None]) -> None:
-        """Run a command in its thread and wait for it; raises what the command raises."""
+        """Run a command in the lane's thread and wait for it; re-raise its exception."""
         done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
         def run() -> None:
             try:
                 command()
-            except BaseException as err:  # carried to the caller, whatever it is
+            except BaseException as err:  # any exception is passed to the caller
                 done.put(err)
             else:
                 done.put(None)
@@ -165,16 +165,16 @@ class Lane:
             raise err
 
     def serve(self) -> None:
-        """Have its thread serve batches from now on."""
+        """Let the lane's thread serve batches from now on."""
         self.serves = True
         self._commands.put(None)
 
     def end(self) -> None:
-        """End its thread, which does not serve yet."""
+        """End the lane's thread, which must not serve yet."""
         self._commands.put(None)
 
     def join(self) -> None:
-        """Wait for the end of its thread."""
+        """Wait for the end of the lane's thread."""
         self._thread.join()
 
     def _live(self) -> None:
@@ -185,19 +185,19 @@ class Lane:
         if self.serves:
             try:
                 self._process.serve_lane(self)
-            except BaseException:  # a lane that ended alone would be counted on for ever
+            except BaseException:  # if only the lane ended, the server would keep sending it batches
                 logging.getLogger(__name__).exception("a lane broke down, and its process ends")
                 os._exit(1)
 
 
 class WorkerMain:
-    """What one worker process holds, and the server's messages to it.
+    """The state of one worker process, and its handling of the server's messages.
 
     Args:
-        lanes: the socket that brings the data sockets of its lanes.
-        control: the socket of everything else.
+        lanes: the socket from which it receives the data sockets of its lanes.
+        control: the socket for all control messages.
         page: the descriptor of the shared page; closed here.
-        lines: gives its log records their form.
+        lines: the formatter of its log records.
     """
 
     def __init__(
@@ -211,14 +211,14 @@ class WorkerMain:
         self._spec: LoadSpec | None = None
         self._models = SharedModels()
         self._lanes: list[Lane] = []
-        self._bring_up: threading.Thread | None = None  # the last step that was taken beside lanes that serve
-        self.needs_own_process = False  # what it was to load may not share one with other versions
+        self._bring_up: threading.Thread | None = None  # the last step that ran beside lanes in service
+        self.needs_own_process = False  # the version must not share a process with others
         self.leaving = False  # no further batch is begun
         self.page: LanePage
 
     def serve(self) -> None:
         """Answer messages until the server closes a socket."""
-        while self._spec is None:  # levels of loggers come before Load
+        while self._spec is None:  # LogLevel messages may arrive before Load
             if not self._obey_next():
                 return
         if self._loaded_spec().shares_weights:
@@ -228,7 +228,7 @@ class WorkerMain:
             self._serve_alone()
 
     def _serve_alone(self) -> None:
-        """Be the only lane: obey orders, and run batches between them."""
+        """Serve as the only lane: handle control messages, and run batches between them."""
         poll = select.poll()
         lane = self._lanes[0]
         poll.register(lane.data, select.POLLIN)
@@ -248,15 +248,15 @@ class WorkerMain:
             if batch is None:
                 return
             lane.run(batch)
-            if lane.host.has_lost_its_gpu:  # another worker takes the place of this one
+            if lane.host.has_lost_its_gpu:  # the server starts another worker instead
                 return
 
     def enter_thread(self) -> None:
-        """Prepare the calling thread, which is a lane's from now on."""
+        """Prepare the calling thread to be a lane."""
 
     def serve_lane(self, lane: Lane) -> None:
-        """Run batches in the thread of one of several lanes, until it is retired or the server is gone."""
-        torch.get_num_threads()  # a thread's first use of torch takes the number that was set last anywhere
+        """Run batches in a lane's own thread, until the lane is retired or the server is gone."""
+        torch.get_num_threads()  # a thread's first use of torch takes the last number set in any thread
         torch.set_num_threads(self._loaded_spec().intra_op_threads)
         while not self.leaving:
             batch = lane.next_batch()
@@ -267,7 +267,7 @@ class WorkerMain:
                 lane.run(batch)
             except OSError:  # the server is gone
                 return
-            del batch  # or its tensors stay alive while the lane is idle
+            del batch  # otherwise its tensors stay alive while the lane is idle
             if lane.host.has_lost_its_gpu:
                 self.leaving = True
                 with contextlib.suppress(OSError):
@@ -279,7 +279,7 @@ class WorkerMain:
         self._lanes.remove(lane)
         lane.close()
         del lane.host
-        self._tidy(thaw=True)  # or the circles of its handler would stay
+        self._tidy(thaw=True)  # otherwise reference cycles of its handler would stay
 
     def _obey_next(self) -> bool:
         payload = self._orders.next()
@@ -303,7 +303,7 @@ class WorkerMain:
         return True
 
     def _step(self, step: Callable[[], None]) -> bool:
-        """Take a step of bringing lanes up; beside lanes that serve, without keeping orders waiting."""
+        """Run a load or warm-up step; beside lanes in service it runs in a thread, not to delay messages."""
         if not any(lane.serves for lane in self._lanes) or not self._loaded_spec().shares_weights:
             return self._take_step(step)
         self._bring_up = threading.Thread(target=self._take_step, args=(step,), name="bring-up", daemon=True)
@@ -324,18 +324,18 @@ class WorkerMain:
         return True
 
     def _take_process(self, spec: LoadSpec, log_token: str) -> None:
-        """Set what belongs to the whole process: it hosts this version and no other."""
+        """Apply the process-wide settings of this version, which the process hosts alone."""
         self._lines.token = log_token
         os.chdir(spec.archive_dir)  # handlers open files of their archive by bare name
-        # Processes that multiprocessing spawns begin where it was imported: with us, before that.
+        # multiprocessing starts its processes in the directory of its import, which was before the chdir.
         multiprocessing.process.ORIGINAL_DIR = spec.archive_dir  # type: ignore[attr-defined]
-        search_path = [os.environ.get("PYTHONPATH"), spec.archive_dir]  # for Python processes of the handler
+        search_path = [os.environ.get("PYTHONPATH"), spec.archive_dir]  # for the handler's Python processes
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, search_path))
         if spec.shares_weights:
             sys.setswitchinterval(SWITCH_INTERVAL_S)
 
     def _load(self, gpu_ids: Sequence[int | None]) -> None:
-        """Load a lane for each GPU. One after the other: the first loads the weights the others share."""
+        """Load a lane for each GPU in turn: the first one loads the weights that the others share."""
         spec = self._loaded_spec()
         sockets = self._receive_lanes(len(gpu_ids))
         for gpu_id in gpu_ids:
@@ -354,7 +354,7 @@ class WorkerMain:
             lane.call(host.load)
 
     def _receive_lanes(self, count: int) -> list[socket.socket]:
-        """Take the data sockets of as many lanes from the server."""
+        """Receive the data sockets of `count` lanes from the server."""
         descriptors: list[int] = []
         while len(descriptors) < count:
             message, more, _, _ = socket.recv_fds(self._lanes_socket, 1, LANES_A_MESSAGE)
@@ -366,7 +366,7 @@ class WorkerMain:
         return [socket.socket(fileno=descriptor) for descriptor in descriptors]
 
     def close_sockets(self) -> None:
-        """Close its sockets: the server must see its end although a child that a handler forked lives on."""
+        """Close all sockets in a forked child, so that the server sees the end of the worker itself."""
         for lane in list(self._lanes):
             lane.data.close()
         self._lanes_socket.close()
@@ -388,10 +388,10 @@ class WorkerMain:
         self._tidy()
 
     def _tidy(self, *, thaw: bool = False) -> None:
-        """Spare the collector what is loaded and stays: it need not walk it with every batch.
+        """Freeze the loaded objects, so that later garbage collections do not traverse them.
 
-        Garbage goes first, or it would stay, with all that handlers left in circles. What the fork server has
-        frozen stays frozen: a walk over it would copy 37 MiB of pages that the workers share.
+        A collection runs first, because freezing would keep garbage in reference cycles. Objects that the
+        fork server has frozen stay frozen: traversing them would copy 37 MiB of pages that the workers share.
         """
         if thaw:
             gc.unfreeze()
@@ -419,13 +419,13 @@ def _whole_spec(message: Load) -> LoadSpec:
 
 
 def begin(origin: Callable[[], Mapping[str, str]] = dict) -> WorkerFormatter:
-    """Do what every worker process does first; returns what gives its log records their form.
+    """Do the common set-up of a worker process; return the formatter of its log records.
 
     `origin`: see `WorkerFormatter`.
     """
     die_with_parent()
     _offer_to_oom_killer()
-    faulthandler.enable()  # a crash in native code leaves a trace in the log
+    faulthandler.enable()  # logs a traceback at a crash in native code
     to_server = logging.StreamHandler()
     lines = WorkerFormatter(origin)
     to_server.setFormatter(lines)
@@ -435,7 +435,7 @@ def begin(origin: Callable[[], Mapping[str, str]] = dict) -> WorkerFormatter:
 
 
 def run(lanes: int, control: int, page: int) -> None:
-    """Be the worker at the other end of inherited sockets, until one of them closes."""
+    """Run the worker on inherited sockets until one of them closes."""
     lines = begin()
     sockets = socket.socket(fileno=lanes), socket.socket(fileno=control)
     os.set_inheritable(page, False)
@@ -443,31 +443,31 @@ def run(lanes: int, control: int, page: int) -> None:
         each.set_inheritable(False)
     worker = WorkerMain(*sockets, page, lines)
     os.register_at_fork(after_in_child=worker.close_sockets)
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the server is gone; so are we
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the server is gone, so the worker ends
         worker.serve()
 
 
 def _offer_to_oom_killer() -> None:
-    """Have the kernel end this process rather than the server when memory runs out."""
+    """Make the kernel kill this process rather than the server when memory runs out."""
     score = Path("/proc/self/oom_score_adj")
-    with contextlib.suppress(OSError, ValueError):  # not on every system
+    with contextlib.suppress(OSError, ValueError):  # some systems lack it
         score.write_text(str(min(1000, int(score.read_text()) + OOM_SCORE_ADDED)))
 
 
 def main() -> None:
-    """Entry point of a fresh interpreter; the arguments are the numbers of the inherited descriptors."""
+    """Run a worker in a fresh interpreter; the arguments are the numbers of the inherited descriptors."""
     keep_freed_memory(os.environ)
     os.environ.pop(
         "PYTHONSAFEPATH", None
-    )  # ours alone: processes that the handler starts must not inherit it
+    )  # for this process only: processes that the handler starts must not inherit it
     run(*map(int, sys.argv[1:4]))
-    if threading.active_count() > 1:  # lanes may be inside native code, where an interpreter can't end them
+    if threading.active_count() > 1:  # the interpreter can't end lanes inside native code
         leave(0)
 
 
 def leave(code: int) -> NoReturn:
-    """End the process now, after the exit functions of the handler and with its output flushed."""
-    with contextlib.suppress(Exception):  # user code, too
+    """End the process now, after running exit functions and flushing its output."""
+    with contextlib.suppress(Exception):  # exit functions may be user code
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -476,5 +476,5 @@ def leave(code: int) -> NoReturn:
 
 if __name__ == "__main__":
     main()
-elif __name__ == "__mp_main__":  # spawned by a handler, whose file it imports by its plain name
+elif __name__ == "__mp_main__":  # spawned by a handler: it imports the handler's file by its plain name
     ts_alias.install()

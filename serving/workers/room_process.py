@@ -1,12 +1,12 @@
 """A room: a worker process that several versions share. Forked by `fork_server.py`.
 
-Each version is a tenant: a worker in all but the process, with sockets, a page and lanes of its own. What a
-worker does to its process (the working directory, the search path, plain names of modules) a tenant leaves
-out: only archives without Python of their own come here.
+Each version is a tenant: it works like a worker, with its own sockets, page and lanes, but not its own
+process. A tenant does not change process-wide state as a worker does (the working directory, the search path,
+plain names of modules), because only archives without Python code of their own share a room.
 
 The server sends each tenant over the room socket, as one message with its three descriptors: `<number>
-<token of the log>`. A tenant ends when the server closes its sockets; the room answers `<number> <exit code>`
-once its memory is free. The process ends when the server closes the room socket.
+<log token>`. A tenant ends when the server closes its sockets; the room answers `<number> <exit code>` once
+the tenant's memory is freed. The process ends when the server closes the room socket.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from torchere.serving.workers.process import SWITCH_INTERVAL_S, WorkerMain, begi
 
 logger = logging.getLogger(__name__)
 
-TENANT_DESCRIPTORS = 3  # data socket, control socket, page
+TENANT_DESCRIPTORS = 3  # lanes socket, control socket, page
 MAX_TENANT_BYTES = 64  # of the message
-_here = threading.local()  # `origin`: the version that the thread belongs to
+_here = threading.local()  # `origin`: the log fields of the thread's version
 
 
 def origin_of_thread() -> Mapping[str, str]:
-    """What log records of the calling thread say of where they came from; empty where that is not known."""
+    """Return the log fields for the version of the calling thread; empty if it is unknown."""
     return getattr(_here, "origin", {})
 
 
 class Tenant(WorkerMain):
-    """A worker of one version without the process."""
+    """A worker of one version inside a shared process."""
 
     def live(self) -> int:
-        """Serve until the server closes a socket, and free all that was loaded; returns an exit code."""
+        """Serve until the server closes a socket, and free the version; return an exit code."""
         code = 0
         try:
             self.serve()
         except OSError:  # the server has closed the other end
             pass
-        except Exception:  # a bug or a bad message: the mates go on
+        except Exception:  # a bug or a bad message: the other tenants continue
             logger.exception("a version in a shared process was lost")
             code = 1
         self._leave()
@@ -60,7 +60,7 @@ class Tenant(WorkerMain):
         self.leaving = True
         for lane in list(self._lanes):
             with suppress(OSError):
-                lane.data.shutdown(socket.SHUT_RD)  # one that waits for a batch finds the end of the stream
+                lane.data.shutdown(socket.SHUT_RD)  # ends the wait of an idle lane for a batch
         if self._bring_up is not None:
             self._bring_up.join()
         for lane in list(self._lanes):
@@ -76,7 +76,7 @@ class Tenant(WorkerMain):
             forget_archive(self._spec.archive_dir)
 
     def enter_thread(self) -> None:
-        """Let log records of the calling thread say which version they belong to."""
+        """Tag log records of the calling thread with this version."""
         spec = self._loaded_spec()
         _here.origin = {"model": spec.model_name, "version": spec.model_version}
 
@@ -86,7 +86,7 @@ class Tenant(WorkerMain):
         self.enter_thread()
 
     def _own_process(self, host: HandlerHost) -> None:
-        pass  # it does not
+        pass  # the process is shared
 
     def _take_step(self, step: Callable[[], None]) -> bool:
         self.enter_thread()
@@ -98,18 +98,18 @@ class Tenant(WorkerMain):
     def _load(self, gpu_ids: Sequence[int | None]) -> None:
         super()._load(gpu_ids)
         if not self._models.shares_all:
-            # It keeps a state between requests, which must not be lost because a mate crashes.
+            # The model keeps state between requests, which must not be lost when another tenant crashes.
             self.needs_own_process = True
             spec = self._loaded_spec()
             raise LoadFailed.of(spec.model_name, spec.model_version, "the model changes itself")
 
     def _tidy(self, *, thaw: bool = False) -> None:
-        # Not frozen: the fork server has frozen what is common, and what a tenant leaves must be found.
+        # No freeze: the fork server has frozen the common objects, and garbage of tenants must be collected.
         gc.collect()
 
 
 class RoomMain:
-    """What a room holds. The main thread takes tenants in; each has threads of its own."""
+    """The tenants of a room. The main thread accepts tenants; each has its own threads."""
 
     def __init__(self, server: socket.socket, lines: WorkerFormatter) -> None:
         self._server = server
@@ -118,7 +118,7 @@ class RoomMain:
         os.register_at_fork(after_in_child=self._close_all)
 
     def serve(self) -> None:
-        """Take tenants in until the server closes the socket."""
+        """Accept tenants until the server closes the socket."""
         while True:
             message, descriptors, _, _ = socket.recv_fds(self._server, MAX_TENANT_BYTES, TENANT_DESCRIPTORS)
             if not message:
@@ -147,7 +147,7 @@ class RoomMain:
             self._report(number, 1)
 
     def _host(self, number: int) -> None:
-        """Be the thread of one tenant's control socket."""
+        """Run one tenant in the calling thread, which serves its control socket, and report its end."""
         code = self._tenants[number].live()
         del self._tenants[number]
         gc.collect()
@@ -158,14 +158,14 @@ class RoomMain:
             self._server.send(b"%d %d" % (number, code))
 
     def _close_all(self) -> None:
-        """In a process that a handler forked: the server must see ends of tenants although it lives."""
+        """Close all sockets in a forked child, so that the server sees the ends of the tenants themselves."""
         self._server.close()
         for tenant in self._tenants.values():
             tenant.close_sockets()
 
 
 def run(server: int) -> None:
-    """Be the room at the other end of an inherited socket, until it closes."""
+    """Run the room on an inherited socket until it closes."""
     lines = begin(origin_of_thread)
     os.set_inheritable(server, False)
     sys.setswitchinterval(SWITCH_INTERVAL_S)

@@ -1,11 +1,11 @@
-"""Rooms, as the server sees them: worker processes that several versions share, for density.
+"""The server's side of rooms: worker processes that several versions share, for higher density.
 
-To its `Worker` a tenant of a room looks like any process: it has sockets and a page of its own. What differs
-is how it ends. A tenant that is stopped, or did not load, leaves, and its room stays. Anything else
-that ends it ends the room with all its tenants, and each comes back by its own restart rule, into a new room.
-A version that has lost two rooms gets a process of its own from then on.
+For its `Worker`, a tenant of a room is like any process: it has its own sockets and page. Only its end
+differs. A tenant that is stopped, or fails to load, leaves, and its room stays. Any other loss of a tenant
+ends the room with all its tenants; each is restarted by its own restart rule, in a new room. A version that
+has lost two rooms gets its own process from then on.
 
-`room_process.py` has the other end, and the messages between them.
+`room_process.py` has the process's side, and the messages between the two.
 """
 
 from __future__ import annotations
@@ -32,37 +32,37 @@ from torchere.serving.workers.loss import Loss, LossKind, loss_of_exit
 from torchere.serving.workers.oom import OomWatch
 
 logger = logging.getLogger(__name__)
-output_logger = logging.getLogger("torchere.worker")  # of what a worker prints, wherever it runs
+output_logger = logging.getLogger("torchere.worker")  # for the output of any worker
 
-MAX_TENANTS = 256  # of a room: each takes three descriptors of the 1,024 that a process has by default
-MAX_LOSSES = 2  # rooms that a version loses before it gets a process of its own
-ENDING_GRACE_S = 2.0  # to end by itself once its socket is closed
-LAST_WORDS_S = 0.5  # for the rest of its output, where a process that it started keeps the pipe open
-LEAVING_S = 60.0  # for a run that a tenant began before it was stopped; then its room is ended
-NAMED = 4  # models of a room that its log lines name
-_BUSY_S = 0.01  # until the room reads its socket again, which is full
+MAX_TENANTS = 256  # in a room: each takes three of the 1,024 descriptors that a process has by default
+MAX_LOSSES = 2  # rooms that a version loses before it gets its own process
+ENDING_GRACE_S = 2.0  # time to end by itself after its socket is closed
+LAST_WORDS_S = 0.5  # for the rest of its output, if a child keeps the pipe open
+LEAVING_S = 60.0  # time for a stopped tenant to finish its run; then its room is killed
+NAMED = 4  # at most this many models of a room are named in its log lines
+_BUSY_S = 0.01  # between attempts to send on the full socket of the room
 _MAX_MESSAGE_BYTES = 64
-_QUIET = frozenset({LossKind.STOPPED, LossKind.LOAD})  # ends of one tenant alone
+_QUIET = frozenset({LossKind.STOPPED, LossKind.LOAD})  # losses that end one tenant only
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedTenant(Launched):
-    """A version in a room, which waits for its first message."""
+    """A version in a room that waits for its first message."""
 
     room: Room
     number: int
 
     @property
     def is_shared(self) -> bool:
-        """See `Launched`. True also for a room's last tenant: its mates have ended with the room before."""
+        """See `Launched`; True even for the last tenant, because the others of a lost room end before it."""
         return True
 
     def loss(self, code: int, oom: OomWatch) -> Loss:
-        """Why it ended: for the same reason as its room, unless that goes on."""
+        """Return the cause of the loss: that of its room, or its exit code if the room is still running."""
         return self.room.loss(code, oom) if self.room.is_over else loss_of_exit(code)
 
     def kill(self, reason: Loss) -> None:
-        """End its room at once, with all mates; when the version is stopped or not loaded, only itself."""
+        """Kill the room with all tenants; if the version is stopped or not loaded, end this tenant only."""
         if self.exit_code.done():
             return
         if reason.kind not in _QUIET:
@@ -78,8 +78,8 @@ class Room:
     """One process and the versions in it. Lives on the event loop.
 
     Args:
-        process: the process.
-        server: our end of its room socket; closed by this.
+        process: the process of the room.
+        server: the server's end of its room socket; closed here.
     """
 
     def __init__(self, process: LaunchedRoom, server: socket.socket) -> None:
@@ -89,27 +89,27 @@ class Room:
         self._token = new_token()
         self._numbers = itertools.count(1)
         self._tenants: dict[int, tuple[RoomTenancy, asyncio.Future[int]]] = {}
-        self._leaving: dict[int, asyncio.TimerHandle] = {}  # tenants whose version is stopped, not gone yet
-        self._coming = 0  # tenants that are on their way
-        self._reason: Loss | None = None  # why it is over, or will be at once
-        self.is_closed = False  # takes no further tenant
-        self.is_over = False  # the process is gone
+        self._leaving: dict[int, asyncio.TimerHandle] = {}  # tenants that are stopped but have not ended yet
+        self._coming = 0  # tenants being added
+        self._reason: Loss | None = None  # why the process has ended, or is being killed
+        self.is_closed = False  # accepts no further tenants
+        self.is_over = False  # the process has ended
         server.setblocking(False)
         self._loop.add_reader(server, self._receive)
         self._output = asyncio.ensure_future(
             relay_all(process.output, self._token, self._origin, output_logger)
         )
-        self._reader: asyncio.Task[None] | None = None  # of the last lines, once the process is gone
+        self._reader: asyncio.Task[None] | None = None  # reads the last log lines after the process has ended
         process.exit_code.add_done_callback(self._ended)
 
     @property
     def takes_more(self) -> bool:
-        """Whether another version may come in."""
+        """Whether another tenant may be added."""
         count = len(self._tenants) + len(self._leaving) + self._coming
         return not self.is_closed and count < MAX_TENANTS
 
     def holds(self, tenancy: RoomTenancy) -> bool:
-        """Whether the version has a tenant here that is not about to leave."""
+        """Whether the version has a tenant here that is not leaving."""
         return any(each is tenancy for each, _ in self._tenants.values())
 
     def _origin(self) -> Mapping[str, object]:
@@ -132,7 +132,7 @@ class Room:
                 self._tenants[number] = (tenancy, exit_code)
         finally:
             self._coming -= 1
-        output = asyncio.StreamReader()  # the room's has no single origin, and is logged here
+        output = asyncio.StreamReader()  # empty: the room's output has no single origin, and is logged here
         output.feed_eof()
         return LaunchedTenant(
             self._process.pid, *ours, output, exit_code, close=_nothing, room=self, number=number
@@ -147,7 +147,7 @@ class Room:
         raise BrokenPipeError("the shared worker process has just ended")
 
     def _receive(self) -> None:
-        """Read which tenant has ended."""
+        """Read a message that a tenant has ended."""
         try:
             message = self._server.recv(_MAX_MESSAGE_BYTES)
         except BlockingIOError:
@@ -171,14 +171,14 @@ class Room:
                 exit_code.set_result(code)
 
     def let_go(self, number: int) -> None:
-        """Let one tenant leave; if it takes too long, because it hangs, the room is ended."""
+        """Let one tenant leave; if it does not end within `LEAVING_S`, kill the room."""
         tenancy = self._tenants[number][0]
         self._end_tenant(number, 0)
         reason = Loss(LossKind.HANG, f"{_name(tenancy)} was stopped {LEAVING_S:g} s ago and did not end")
         self._leaving[number] = self._loop.call_later(LEAVING_S, self._kill, reason)
 
     def kill(self, number: int, reason: Loss) -> None:
-        """End the process because of one of its tenants."""
+        """Kill the process because of one of its tenants."""
         words = f"{reason.cause} ({_name(self._tenants[number][0])}, with which it shares a process)"
         self._kill(Loss(reason.kind, words))
 
@@ -190,14 +190,14 @@ class Room:
                 os.kill(self._process.pid, signal.SIGKILL)
 
     def loss(self, code: int, oom: OomWatch) -> Loss:
-        """Why the process ended; the first tenant that asks finds it out for all."""
+        """Return why the process ended; determined by the first call and kept for the other tenants."""
         if self._reason is None:
             loss = loss_of_exit(code, code == -signal.SIGKILL and oom.claim())
             self._reason = Loss(loss.kind, f"{loss.cause} (its process is a shared one)")
         return self._reason
 
     def close_to_newcomers(self) -> None:
-        """Take no further tenant; those that are in stay."""
+        """Accept no further tenants; the present ones stay."""
         self.is_closed = True
         self._close_if_empty()
 
@@ -213,7 +213,7 @@ class Room:
             self._server.close()
 
     def _ended(self, exit_code: asyncio.Future[int]) -> None:
-        """The process is gone; so are all its tenants."""
+        """Handle the end of the process, and so of all its tenants."""
         self.is_over = True
         self._close()
         for timer in self._leaving.values():
@@ -225,26 +225,26 @@ class Room:
         self._reader = asyncio.ensure_future(self._read_out())
 
     async def _read_out(self) -> None:
-        """Log what it printed last; but a child it left behind may keep the pipe open."""
+        """Log the last output, for at most `LAST_WORDS_S`: a surviving child may keep the pipe open."""
         await asyncio.wait([self._output], timeout=LAST_WORDS_S)
         self._output.cancel()
         self._process.close()
 
     async def end(self) -> None:
-        """End the process, and wait until all that it printed is logged."""
+        """End the process, and wait until its output is logged."""
         self._close()
         try:
             await asyncio.wait_for(asyncio.shield(self._process.exit_code), ENDING_GRACE_S)
         except asyncio.TimeoutError:
             self._kill(Loss(LossKind.STOPPED, "stopped by the server"))
             await self._process.exit_code
-        await asyncio.sleep(0)  # `_ended` is called
+        await asyncio.sleep(0)  # lets `_ended` run
         if self._reader is not None:
             await self._reader
 
 
 class RoomLauncher:
-    """Finds a room for each version that may share one; one for a server. Lives on the event loop.
+    """Finds a room for each version that may share a process; one for a server. Lives on the event loop.
 
     Args:
         forks: makes the processes.
@@ -253,14 +253,14 @@ class RoomLauncher:
     def __init__(self, forks: ForkLauncher) -> None:
         self._forks = forks
         self._rooms: list[Room] = []
-        self._choosing = asyncio.Lock()  # or several versions that come at once would each make a room
+        self._choosing = asyncio.Lock()  # otherwise concurrent versions would each start a room
 
     def of(self, key: ModelKey) -> RoomTenancy:
-        """The launcher of one version."""
+        """Return the launcher of one version."""
         return RoomTenancy(key, self, self._forks)
 
     async def take_in(self, tenancy: RoomTenancy, requests: int) -> Launched:
-        """Find a room for a version, or make one.
+        """Add a version to a room with space, or to a new one.
 
         Raises:
             OSError: the system has no process, memory or descriptor left.
@@ -268,14 +268,14 @@ class RoomLauncher:
         room = await self._choose(tenancy)
         try:
             return await room.take_in(tenancy, requests)
-        except ConnectionError:  # it has just ended
+        except ConnectionError:  # the room has just ended
             room.close_to_newcomers()
             return await (await self._choose(tenancy)).take_in(tenancy, requests)
 
     async def _choose(self, tenancy: RoomTenancy) -> Room:
         async with self._choosing:
             for room in self._rooms:
-                if room.holds(tenancy):  # a lane there hangs: the room ends when the others are done
+                if room.holds(tenancy):  # a lane there hangs: the room ends after its other tenants
                     room.close_to_newcomers()
             self._rooms = [room for room in self._rooms if not room.is_over]
             for room in self._rooms:
@@ -284,7 +284,7 @@ class RoomLauncher:
             return await self._make()
 
     async def close(self) -> None:
-        """End the rooms that are left."""
+        """End all rooms."""
         rooms, self._rooms = self._rooms, []
         await asyncio.gather(*(room.end() for room in rooms if not room.is_over))
 
@@ -308,16 +308,16 @@ class RoomTenancy:
         self._rooms = rooms
         self._forks = forks
         self._losses = 0
-        self.has_own_process = False  # from the next launch on
+        self.has_own_process = False  # whether the next launch is outside a room
 
     async def launch(self, requests: int) -> Launched:
-        """Have the version taken into a room, or start a process of its own; see `Launcher`."""
+        """Add the version to a room, or start a process for it alone; see `Launcher`."""
         if self.has_own_process:
             return await self._forks.launch(requests)
         return await self._rooms.take_in(self, requests)
 
     def room_lost(self) -> None:
-        """Count a room that was lost with this version in it."""
+        """Count the loss of a room that held this version."""
         self._losses += 1
         if self._losses >= MAX_LOSSES and not self.has_own_process:
             self.has_own_process = True

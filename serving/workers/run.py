@@ -1,4 +1,4 @@
-"""One batch inside a worker: its requests, whom to tell, and how long its lane has been silent."""
+"""One batch inside a worker: its requests, its owner, and the silence of its lane."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchere.serving.workers.lanes import LanePage
 
 
 class Hold(Protocol):
-    """Keeps a lane from sending further parts while a client has many to take; never for long."""
+    """Pauses the parts of a lane for a bounded time, while a client has many unread parts."""
 
     def when_over(self, go_on: Callable[[], None]) -> None:
         """Call `go_on` when the lane may send more."""
@@ -26,15 +26,15 @@ class RunOwner(Protocol):
     def run_part(self, run: Run, index: int, part: InferResponse) -> Hold | None:
         """Take one more part of the streamed answer of request `index`.
 
-        Its body is the part; status and headers are those the handler has set so far, and count in the first
-        part only.
+        The body of `part` is the part; its status and headers are those that the handler has set so far, and
+        are used from the first part only.
 
         Returns:
-            A hold, when the lane is to wait before it sends more.
+            A hold, if the lane must wait before it sends more.
         """
 
     def run_done(self, run: Run, report: BatchReport) -> None:
-        """Take the report. Exactly one call of this or of `run_returned` ends a run, whatever happens."""
+        """Take the report. Every run ends with exactly one call of this or of `run_returned`."""
 
     def run_returned(self, run: Run) -> None:
         """Take back a run that no lane has begun: its requests may be submitted again."""
@@ -44,11 +44,11 @@ class Run:
     """A batch from its dispatch to its report. Lives on the event loop.
 
     Attributes:
-        requests: what is asked, in the order of the outcomes; `InferRequest` or what `wire` makes one of.
-        executor_id: the executor it is sent to; None: any.
+        requests: the requests, in the order of the outcomes; they have the attributes of `InferRequest`.
+        executor_id: the executor it must run on; None: any.
         exclusive: no other run may be inside the same process, because one of its requests may crash it.
         dispatched_s: monotonic seconds when the batcher submitted it.
-        shares_process: other versions have runs in the process that it was sent to.
+        shares_process: other versions may have runs in its process.
     """
 
     __slots__ = (
@@ -73,24 +73,24 @@ class Run:
         self.shares_process = False
         self.run_id = 0
         self.place = -1
-        self.lane: Any = None  # that it is inside of
-        self.page: LanePage | None = None  # of the worker that it is inside of
-        self.heard_s = -math.inf  # monotonic, when its silence was last interrupted on this side
+        self.lane: Any = None  # the lane that it was sent to
+        self.page: LanePage | None = None  # the page of its worker
+        self.heard_s = -math.inf  # monotonic, when the server last restarted the silence timer
         self._owner = owner
         self._holds: list[Hold] = []
 
     @property
     def held(self) -> bool:
-        """Whether its lane is kept from sending further parts."""
+        """Whether its lane is paused."""
         return bool(self._holds)
 
     def cancel(self, index: int) -> None:
-        """Have the worker leave request `index` out, or give the run up once no request of it is left."""
+        """Cancel request `index`: the worker skips it, or stops the run once all requests are cancelled."""
         if self.page is not None and not self.answered:
             self.page.cancel(self.place, index)
 
     def part(self, index: int, part: InferResponse) -> bool:
-        """Pass a part of a streamed answer on; late parts are dropped. Returns whether it holds the lane."""
+        """Pass on a part of a streamed answer, or drop a late one; return whether the lane must pause."""
         if self.answered or not 0 <= index < len(self.requests):
             return False
         hold = self._owner.run_part(self, index, part)
@@ -107,7 +107,7 @@ class Run:
             self.page.hold(self.place, held=False)
 
     def done(self, report: BatchReport) -> None:
-        """Complete the run; without effect when it is complete."""
+        """Complete the run; without effect if it is complete."""
         if not self.answered:
             self.answered = True
             self._owner.run_done(self, report)
@@ -117,7 +117,7 @@ class Run:
         self.done(BatchReport([error] * len(self.requests)))
 
     def give_back(self) -> None:
-        """Return the run, which no lane has begun, to its owner; without effect when it is complete."""
+        """Return the run, which no lane has begun, to its owner; without effect if it is complete."""
         if not self.answered:
             self.answered = True
             self._owner.run_returned(self)

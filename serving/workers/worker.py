@@ -1,4 +1,4 @@
-"""One worker as the server sees it: the process it has now, its executors, and its restarts."""
+"""The server's side of one worker: its current process, its executors, and its restarts."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from torchere.serving.workers.worker_process import ProcessEvents, WorkerProcess
 
 logger = logging.getLogger(__name__)
 
-_MEMORY = 0.8  # of the running mean of the handler's time, per batch
+_MEMORY = 0.8  # weight of the old value in the running mean of the handler's time, per batch
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """What the workers of one pool have in common: what to load, how long it may take, whom to tell."""
+    """The settings that the workers of one pool share: load parameters, time-outs and callbacks."""
 
     spec: LoadSpec
     response_timeout_s: float
@@ -50,14 +50,14 @@ class WorkerSettings:
     now: Callable[[], float]
     oom: OomWatch
     heartbeat: HeartbeatSettings
-    sends_ahead: bool  # False: all that waits is counted, so nothing waits inside a worker
+    sends_ahead: bool  # False: all waiting requests must be counted, so none waits inside a worker
 
 
 class Worker:
-    """Keeps its executor ids through the restarts of its process. Lives on the event loop.
+    """One worker, which keeps its executor ids across restarts of its process. Lives on the event loop.
 
     Args:
-        settings: those of its pool.
+        settings: the settings of its pool.
         executors: the id and the GPU (None: the CPU) of each of its lanes.
     """
 
@@ -67,12 +67,12 @@ class Worker:
         self._inside_a_lane = 1
         self._losses = 0
         self._first_loss_s = 0.0
-        self._ready_s = 0.0  # monotonic, when the process went into service
-        self._lanes = 0  # that serve
-        self._exclusive: Run | None = None  # inside, and nothing else may be
+        self._ready_s = 0.0  # monotonic, when the process entered service
+        self._lanes = 0  # lanes in service
+        self._exclusive: Run | None = None  # the exclusive run inside: no other may be sent
         self._supervisor: asyncio.Task[None] | None = None
         self._retiring = False  # the worker is to end
-        self._retired: WorkerProcess | None = None  # the process before, whose other lanes finish
+        self._retired: WorkerProcess | None = None  # the replaced process; its other lanes finish their runs
         self._ending: set[asyncio.Task[None]] = set()  # of processes that were replaced
         self._emptied = asyncio.Event()
         self._over: asyncio.Future[Loss]  # the process is lost, or was replaced because it hangs
@@ -125,11 +125,11 @@ class Worker:
 
     @property
     def state(self) -> ExecutorState:
-        """The state of its first executor; all have the same, but for those that are being added."""
+        """The state of its first executor; all have the same, except lanes being added."""
         return self._statuses[0].state
 
     def statuses(self) -> list[ExecutorStatus]:
-        """A snapshot of each executor, oldest first."""
+        """Return a snapshot of each executor, oldest first."""
         return list(self._statuses)
 
     def _change(self, **changes: Any) -> None:
@@ -138,25 +138,25 @@ class Worker:
         self._look_whether_in_service()
 
     def _look_whether_in_service(self) -> None:
-        # The state alone is late: it may be seconds from the end of the connection until a loss is known.
+        # The state alone is late: a loss may be known only seconds after the connection ends.
         in_service = self.state is ExecutorState.READY and self._process.reachable
         self.in_service = self._lanes if in_service else 0
 
     @property
     def load(self) -> int:
-        """How many runs are inside."""
+        """The number of runs inside."""
         return len(self._process.inside)
 
     @property
     def free(self) -> int:
-        """How many runs may be submitted for idle lanes."""
+        """The number of runs that may be submitted for idle lanes."""
         if self._retiring or self._exclusive is not None:
             return 0
         return self._process.idle_lanes if self.in_service else 0
 
     @property
     def ahead(self) -> int:
-        """How many runs of full batches may be submitted in all: lanes find them when they are free."""
+        """The number of runs of full batches that may be submitted, including those ahead of a free lane."""
         settings = self._settings
         if self._retiring or self._exclusive is not None or not settings.sends_ahead or settings.spec.pinned:
             return 0
@@ -168,7 +168,7 @@ class Worker:
         return ahead if ahead > 0 else 0
 
     async def start(self) -> None:
-        """Start the process and load its lanes; raises `LoadFailed`."""
+        """Start the process and load its lanes; raise `LoadFailed` if that fails."""
         try:
             await self._start()
         except LoadFailed:
@@ -191,14 +191,14 @@ class Worker:
         await self._process.load(gpu_ids, self._settings.startup_timeout_s)
 
     async def warm_up(self) -> None:
-        """Warm up and go into service, supervised from now on; raises `LoadFailed`."""
+        """Warm up and enter service, supervised from now on; raise `LoadFailed` if that fails."""
         try:
             await self._process.warm_up(self._settings.startup_timeout_s)
         except LoadFailed:
             lost = self._process.lost
             if not (self._lanes and lost.done() and lost.result().kind is not LossKind.LOAD):
                 raise
-            # A lane served already and ended the process: a loss like any other, for the supervisor.
+            # A lane was already in service and ended the process: an ordinary loss, for the supervisor.
         self._ready_s = self._settings.now()
         self._heartbeat.start()
         if self._supervisor is None:
@@ -207,7 +207,7 @@ class Worker:
     def _one_more_serves(self, process: WorkerProcess) -> None:
         if process is not self._process:
             return
-        if self._lanes >= len(self._statuses):  # it was scaled down meanwhile
+        if self._lanes >= len(self._statuses):  # scaled down meanwhile
             process.retire_lane()
             return
         status = replace(self._statuses[self._lanes], state=ExecutorState.READY)
@@ -215,13 +215,13 @@ class Worker:
         self._lanes += 1
         self._look_whether_in_service()
         self._settings.on_loaded(status.executor_id, age_s(status))
-        self._settings.on_free()  # others may take long still
+        self._settings.on_free()  # do not wait for the other lanes
 
     async def add(self, executors: Sequence[tuple[int, int | None]]) -> None:
-        """Load further lanes, which do not serve yet.
+        """Load further lanes, which do not enter service yet.
 
         Raises:
-            LoadFailed: they would not load; those that serve go on.
+            LoadFailed: the new lanes did not load; lanes in service continue.
         """
         process, serves = self._process, self.state is ExecutorState.READY
         state = ExecutorState.STARTING if serves else ExecutorState.RESTARTING
@@ -231,7 +231,7 @@ class Worker:
             for executor_id, gpu_id in executors
         ]
         if not serves:
-            return  # they come with its next process, or right behind it
+            return  # they are loaded with its next process, or right after it
         try:
             await process.add_lanes([gpu_id for _, gpu_id in executors], self._settings.startup_timeout_s)
         except BaseException as err:
@@ -239,7 +239,7 @@ class Worker:
             raise
 
     async def warm_up_added(self) -> None:
-        """Warm the added lanes up and put them in service; raises `LoadFailed`."""
+        """Warm up the added lanes and put them in service; raise `LoadFailed` if that fails."""
         fresh, process = self.executor_ids[self._lanes :], self._process
         try:
             await process.warm_up(self._settings.startup_timeout_s, beside=True)
@@ -249,7 +249,7 @@ class Worker:
             raise
 
     def _drop(self, executor_ids: Sequence[int], process: WorkerProcess, err: BaseException) -> None:
-        """Forget lanes that did not come up; those that are still at it end with their process."""
+        """Remove lanes that failed to load; replace the process if they are still loading."""
         self._statuses = [status for status in self._statuses if status.executor_id not in executor_ids]
         if isinstance(err, asyncio.TimeoutError | asyncio.CancelledError) and process is self._process:
             self._replace_process(Loss(LossKind.TIMEOUT, "a lane did not load in time"))
@@ -259,7 +259,7 @@ class Worker:
             raise LoadFailed.of(spec.model_name, spec.model_version, cause, False) from None
 
     def remove(self, count: int) -> None:
-        """End that many lanes, after the runs that were sent before: those that came last."""
+        """End the last `count` lanes, each after the runs that were sent to it before."""
         kept = len(self._statuses) - count
         for _ in range(self._lanes - min(self._lanes, kept)):
             self._process.retire_lane()
@@ -268,7 +268,7 @@ class Worker:
         self._look_whether_in_service()
 
     def submit(self, run: Run) -> None:
-        """Send one run to the process, which has room for it."""
+        """Send a run to the process, which must have room for it."""
         if run.exclusive:
             self._exclusive = run
         self._process.submit(run)
@@ -280,12 +280,12 @@ class Worker:
             return
         self._heartbeat.heard()
         settings = self._settings
-        # With several lanes, reports of the others must not hide that one hangs again and again.
+        # With several lanes, reports of the others must not hide that one lane hangs repeatedly.
         if self._losses and (
             len(self._statuses) == 1 or settings.now() - self._ready_s > settings.response_timeout_s
         ):
             self._losses = 0
-        if 0 <= message.handler_s < math.inf:  # the worker may say anything
+        if 0 <= message.handler_s < math.inf:  # the value from the worker is not trusted
             self._mean_run_s = _MEMORY * self._mean_run_s + (1 - _MEMORY) * message.handler_s
         self._inside_a_lane = inside_a_lane(self._mean_run_s, self._lanes)
         if not process.inside:
@@ -293,7 +293,7 @@ class Worker:
             self._emptied.set()
 
     def _suspicion_changed(self) -> None:
-        """The worker owes a sign of life, or has given it."""
+        """Change the state after a missed heartbeat, or after its late answer."""
         if self.state in (ExecutorState.READY, ExecutorState.SUSPECT):
             suspect = self._heartbeat.suspect
             self._change(state=ExecutorState.SUSPECT if suspect else ExecutorState.READY)
@@ -305,7 +305,7 @@ class Worker:
         self._process.kill(Loss(LossKind.HANG, f"hung: idle, and no sign of life for {silent_s:g} s"))
 
     def _hung(self, process: WorkerProcess) -> None:
-        """A lane has been silent for too long; its run is answered, and its process is replaced."""
+        """Replace the process of a lane that was silent for too long, and whose run is answered."""
         loss = Loss(
             LossKind.TIMEOUT, f"no answer within response_timeout={self._settings.response_timeout_s:g} s"
         )
@@ -317,10 +317,10 @@ class Worker:
             self._replace_process(loss)
 
     def _replace_process(self, loss: Loss) -> None:
-        """Start another process in the place of one whose other lanes may finish their runs."""
+        """Start a new process, and let the other lanes of the old one finish their runs."""
         process = self._process
         if self._settings.spec.gpu_ids or self._retired is not None or self._retiring:
-            process.kill(loss)  # two might not fit; nor do three
+            process.kill(loss)  # two processes may not fit in memory, and three must not run
             return
         self._retired = process
         task = asyncio.ensure_future(self._end_retired(process, loss))
@@ -340,16 +340,16 @@ class Worker:
             self._retired = None
 
     async def _supervise(self) -> None:
-        """Bring the process back whenever it is lost, until the worker is closed or the rule gives up."""
+        """Restart the process after each loss, until the worker is closed or the restart rule gives up."""
         while not self._retiring:
-            # Shielded: cancelling this task must not end the wait of others.
+            # Shielded: cancelling this task must not cancel the shared future.
             loss = await asyncio.shield(self._over)
             if self._retiring:
                 return
             self._note_loss(loss)
             if not await self._restart():
                 self._change(state=ExecutorState.FAILED)
-            self._settings.on_free()  # also after giving up: requests that wait must learn of it
+            self._settings.on_free()  # also after giving up, so that waiting requests are answered
             if self.state is ExecutorState.FAILED:
                 return
 
@@ -431,7 +431,7 @@ class Worker:
         await self.close()
 
     async def close(self) -> None:
-        """Stop the process now; runs inside are answered with `ExecutorDied`."""
+        """Stop the process now; answer the runs inside with `ExecutorDied`."""
         self._retiring = True
         self._heartbeat.stop()
         unloaded = ExecutorDied("the version was unloaded")
@@ -450,27 +450,27 @@ class Worker:
         self._change(state=ExecutorState.STOPPED)
 
 
-# A lane that answers within this long gets batches sent ahead, so that it need not wait for the server in
-# between; a slower one does not, because a batch sent ahead can't go to another process that is free earlier.
+# A lane with a shorter batch time gets batches sent ahead, so that it need not wait for the server in
+# between. A slower one does not, because a batch sent ahead can't move to a process that is free earlier.
 QUICK_S = 0.002
-# Lanes of one process take batches from one socket, so one sent ahead goes to whichever lane is free first:
-# with batches of 1 to 7 ms, two lanes did 5 to 8 % more of them. With longer ones the wait for the server in
-# between is little, and a request of higher priority should not find one before it.
+# With batches of 1 to 7 ms and one sent ahead for each, two lanes did 5 to 8 % more of them; that was measured
+# when lanes shared a socket. With longer batches the wait for the server in between is short, and a request of
+# higher priority should not find a batch before it.
 QUICK_IN_LANES_S = 0.01
-AHEAD_S = 0.008  # of work inside a quick lane, at most
+AHEAD_S = 0.008  # at most this much work inside a quick lane
 MOST_INSIDE = 8  # from 4 to 8 the quickest handlers took 4 % less processor time for a request
-# Full batches of several requests, however long they take. Between two batches a lane waits for the server,
-# which has just got the answers of a whole one: of MiniLM's 16 rows, 2 ms in 120. One is enough for all lanes
-# of a process, because the lane that takes it lets the next one in.
+# Full batches of several requests sent ahead, at any batch time. Between two batches a lane waits for the
+# server, which handles the answers of a whole batch first: 2 ms in 120 for 16 rows of MiniLM. One batch is
+# enough for all lanes of a process, because another can be sent as soon as a lane takes it.
 FULL_AHEAD = 1
 
 
 def inside_a_lane(mean_run_s: float, lanes: int) -> int:
-    """How many batches may be inside for each lane, the running one included.
+    """Return how many batches each lane may have inside, including the running one.
 
     Args:
-        mean_run_s: how long a lane takes for a batch.
-        lanes: of the process.
+        mean_run_s: mean seconds of a batch in a lane.
+        lanes: the number of lanes of the process.
 
     >>> inside_a_lane(0.0001, 1), inside_a_lane(0.004, 1), inside_a_lane(0.004, 2), inside_a_lane(0.02, 2)
     (8, 1, 2, 1)

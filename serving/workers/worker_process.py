@@ -1,4 +1,4 @@
-"""The server's side of one worker process: its sockets, the runs inside it, and why it ended."""
+"""The server's side of one worker process: its sockets, the runs inside it, and its loss."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ from torchere.serving.workers.run import Run
 
 logger = logging.getLogger("torchere.worker")
 
-ENDING_GRACE_S = 2.0  # to end by itself once its socket is closed
-LAST_WORDS_S = 0.5  # for the rest of its output, where a process that it started keeps the pipe open
+ENDING_GRACE_S = 2.0  # time to end by itself after its sockets are closed
+LAST_WORDS_S = 0.5  # for the rest of its output, if a child keeps the pipe open
 KILLED_GRACE_S = 10.0  # after SIGKILL: the kernel may take seconds to free much memory, on a GPU, too
-LOOK_AGAIN_S = 1.0  # after the loop stood still, before a lane counts as silent
+LOOK_AGAIN_S = 1.0  # grace after a blocked event loop, before a lane counts as silent
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessEvents:
-    """Whom a process tells. Called on the event loop.
+    """Callbacks for the events of a process. Called on the event loop.
 
     Attributes:
-        serving: one more lane serves.
-        pong: it gave the sign of life that it was asked for.
-        done: it sent a report.
+        serving: one more lane is in service.
+        pong: the process answered a ping.
+        done: the process sent a report.
         hung: a lane has been silent for the response time-out; its run is answered.
-        gone: nothing reaches it from now on.
+        gone: the process can't receive messages any more.
     """
 
     serving: Callable[[], None]
@@ -67,7 +67,7 @@ class ProcessEvents:
 class WorkerProcess:
     """One process and the runs inside it. Methods run on the event loop.
 
-    `lost` completes when the process has ended, and tells why, maybe seconds after `ProcessEvents.gone`.
+    `lost` completes with the cause when the process has ended, possibly seconds after `ProcessEvents.gone`.
     """
 
     def __init__(
@@ -82,31 +82,31 @@ class WorkerProcess:
     ) -> None:
         self._spec = spec
         self._launcher = launcher
-        self._executor_id = executor_id  # of its first lane: what its log lines say
+        self._executor_id = executor_id  # of its first lane, for its log lines
         self._response_timeout_s = response_timeout_s
         self._events = events
         self._oom = oom
         self._loop = asyncio.get_running_loop()
         self._launched: Launched | None = None
-        self._lanes: list[LaneSocket] = []  # those that serve come first
+        self._lanes: list[LaneSocket] = []  # lanes in service come first
         self._leaving_lanes: set[LaneSocket] = set()  # retired
         self.serving = 0  # lanes that are loaded and warm
         self._control: FrameSocket | None = None
         self._step_reply: asyncio.Future[None] | None = None  # of the step (load, warm-up) under way
-        self._killed: Loss | None = None  # by the server, and why
+        self._killed: Loss | None = None  # the reason, if the server killed it
         self._log_token = new_token()
         self._output: asyncio.Task[None] | None = None
         self._reaper: asyncio.Task[None] | None = None
-        self._places: list[int] = []  # that are free again
+        self._places: list[int] = []  # places free for reuse
         self._places_used = 0
-        self._last_signs: dict[int, float] | None = None  # once the page is closed
-        self._lanes_loaded = 0  # in all: no lane has a higher number
+        self._last_signs: dict[int, float] | None = None  # the page's last content, after it is closed
+        self._lanes_loaded = 0  # in total: no lane has a higher number
         self._last_run_id = 0
-        self._heard_s = 0.0  # its last report
+        self._heard_s = 0.0  # time of its last report
         self._watch: asyncio.TimerHandle | None = None
         self._looked_late = False
-        self._leaves = False  # it ends by itself, and has begun no run behind its last report
-        self.needs_own_process = False  # it was not loaded, because its process is shared
+        self._leaves = False  # it ends by itself, and has begun no run after its last report
+        self.needs_own_process = False  # the load failed because the process is shared
         self.inside: dict[int, Run] = {}  # by run id, in the order they were sent
         self.lost: asyncio.Future[Loss] = self._loop.create_future()
 
@@ -117,7 +117,7 @@ class WorkerProcess:
 
     @property
     def reachable(self) -> bool:
-        """Whether messages may arrive."""
+        """Whether messages can reach the process."""
         if self._control is None or self._reaper is not None:
             return False
         return self._control.open and all(lane.frames.open for lane in self._lanes[: self.serving])
@@ -126,14 +126,14 @@ class WorkerProcess:
         """Start the process and connect to it; the handler is not loaded yet.
 
         Raises:
-            LoadFailed: the system would not start one.
+            LoadFailed: the system can't start the process.
         """
         try:
             self._launched = launched = await self._launcher.launch(requests_of(self._spec.batch_size))
         except OSError as err:
             raise self._load_failed(f"the worker process could not be started: {err}") from err
         self._control = FrameSocket(launched.control, self._on_control, self._on_end)
-        # A child that it forked may keep its sockets open.
+        # The exit ends it too, because a forked child may keep the sockets open.
         launched.exit_code.add_done_callback(lambda _: self._on_end(""))
         spec = self._spec
         origin = {"model": spec.model_name, "version": spec.model_version, "executor": self._executor_id}
@@ -143,7 +143,7 @@ class WorkerProcess:
         """Load a lane for each of `gpu_ids` (None: on the CPU).
 
         Raises:
-            LoadFailed: it would not load, in time or at all; the process is gone then.
+            LoadFailed: a lane failed to load, or not in time; the process has ended then.
         """
         follow(self)
         await self._load(load_of(self._spec, tuple(gpu_ids), self._log_token), timeout_s)
@@ -152,8 +152,8 @@ class WorkerProcess:
         """Load further lanes.
 
         Raises:
-            LoadFailed: they would not load; lanes that serve go on.
-            TimeoutError: nor did they fail in time, and are still at it.
+            LoadFailed: the new lanes failed to load; lanes in service continue.
+            TimeoutError: the new lanes are still loading after `timeout_s`.
         """
         await self._load(messages.AddLanes(tuple(gpu_ids)), timeout_s, beside=True)
 
@@ -170,7 +170,7 @@ class WorkerProcess:
             raise
 
     def _open_lanes(self, count: int) -> list[LaneSocket]:
-        """Make the data sockets of as many lanes; raises `LoadFailed` where the system has none left."""
+        """Open the data sockets of `count` lanes; raise `LoadFailed` if that fails."""
         try:
             if self._launched is None:
                 raise BrokenPipeError("the process is not started")
@@ -183,16 +183,16 @@ class WorkerProcess:
         return lanes
 
     async def warm_up(self, timeout_s: float, *, beside: bool = False) -> None:
-        """Warm the loaded lanes up and let them serve; `beside`: others serve already.
+        """Warm up the loaded lanes and put them in service; `beside`: other lanes are already in service.
 
         Raises:
-            LoadFailed: as `load`, or beside others as `add_lanes`.
-            TimeoutError: as `add_lanes`.
+            LoadFailed: as for `load`, or with `beside` as for `add_lanes`.
+            TimeoutError: as for `add_lanes`.
         """
         await self._step(messages.WarmUp(), timeout_s, beside=beside)
 
     async def _step(self, message: ControlToWorker, timeout_s: float, *, beside: bool = False) -> None:
-        if self.lost.done():  # since the step before, with no step waiting
+        if self.lost.done():  # lost between two steps
             raise self._load_failed(self.lost.result().cause)
         self._step_reply = self._loop.create_future()
         self._order(message)
@@ -216,7 +216,7 @@ class WorkerProcess:
             self._control.send([encode_frame(message)])
 
     def ping(self) -> None:
-        """Ask for a sign of life; a single lane gives it between two runs."""
+        """Send a ping; a process with a single lane answers it between two runs."""
         self._order(messages.Ping())
 
     def set_log_level(self, name: str, level: int) -> None:
@@ -224,35 +224,35 @@ class WorkerProcess:
         self._order(messages.LogLevel(name, level))
 
     def retire_lane(self) -> None:
-        """End the last lane that serves, after the runs that were sent to it before."""
+        """End the last lane in service, after the runs that were sent to it before."""
         self.serving -= 1
         lane = self._lanes.pop(self.serving)
         self._leaving_lanes.add(lane)
         lane.frames.finish()
 
     def _drop(self, lane: LaneSocket) -> None:
-        """Forget a lane that was not loaded."""
+        """Remove a lane that was not loaded."""
         if lane in self._lanes:
             self._lanes.remove(lane)
         lane.frames.close()
 
     @property
     def idle_lanes(self) -> int:
-        """How many lanes serve and have nothing to do."""
+        """The number of lanes in service that are idle."""
         idle = 0
-        for at in range(self.serving):  # asked for with every request: no generator
+        for at in range(self.serving):  # read for every request: a generator is slower
             idle += not self._lanes[at].inside
         return idle
 
     def submit(self, run: Run) -> None:
-        """Send one run to the lane with the least to do; there is one."""
+        """Send a run to the least loaded lane; at least one must be in service."""
         self._last_run_id = run_id = self._last_run_id + 1
         place = self._places[-1] if self._places else self._places_used
         try:
             parts = encode_run(run_id, place, run.requests)
         except (ValueError, MemoryError) as err:
             failure = OutOfResources("Out of resources", f"the batch can't be sent to its worker: {err}")
-            self._loop.call_soon(run.fail, failure)  # the caller is not done with it
+            self._loop.call_soon(run.fail, failure)  # later: the caller still uses the run
             return
         if self._launched is None or not self.serving:
             raise RuntimeError("submit() without a lane that serves")
@@ -335,12 +335,12 @@ class WorkerProcess:
         self._watch = self._loop.call_later(left_s, self._look, time.monotonic() + left_s)
 
     def _look(self, due_s: float) -> None:
-        """Find a lane that has been silent for the response time-out."""
+        """Look for a lane that has been silent for the response time-out, and fail its run."""
         self._watch = None
         if not self.inside or self._launched is None or self.lost.done():
             return
-        if was_late(due_s) and not self._looked_late:  # the server stood still: reports may be unread
-            self._looked_late = True  # once: a loop that is always late finds a hang, too
+        if was_late(due_s) and not self._looked_late:  # the event loop was blocked: reports may be unread
+            self._looked_late = True  # only once, so that a loop that is always late still finds a hang
             self._look_in(min(LOOK_AGAIN_S, self._response_timeout_s))
             return
         self._looked_late = False
@@ -364,7 +364,7 @@ class WorkerProcess:
         self._events.hung()
 
     def _silences(self, now_s: float) -> Iterator[tuple[Run, float]]:
-        """Since when the lane of each run is silent; a run that waits behind others is not."""
+        """Yield each run and the start of its lane's silence: `now_s` for answered, held and waiting runs."""
         signs = self._begun()
         at_work = [run.lane for run_id, run in self.inside.items() if run_id in signs]
         for run_id, run in self.inside.items():
@@ -377,40 +377,40 @@ class WorkerProcess:
                 yield run, max(min(sign_s, now_s), run.heard_s)
 
     def _begun(self) -> dict[int, float]:
-        """The last sign of each run that a lane has begun."""
+        """Return the time of the last progress of each run that a lane has begun."""
         if self._last_signs is not None:
             return self._last_signs
         return self._launched.page.begun(self._lanes_loaded) if self._launched is not None else {}
 
     def hangs(self) -> bool:
-        """Whether no lane is at a run that is still to be answered."""
+        """Whether no lane works on a run that is still unanswered."""
         signs = self._begun()
         return not any(run_id in signs and not run.answered for run_id, run in self.inside.items())
 
     def take_apart(self, error: ServingError) -> None:
-        """Answer the runs that lanes had begun with `error`, and give the others back.
+        """Answer the runs that lanes had begun with `error`, and return the others to their owners.
 
-        Call it once all that the process sent has been read.
+        Call it after all messages of the process have been read.
         """
         signs = self._begun() if not self._leaves else {}
         runs, self.inside = list(self.inside.values()), {}
         for run in runs:
             run.page = None
-        for run in runs:  # first: the quarantine learns from them what may be run again
+        for run in runs:  # first: the quarantine records them before other requests run again
             if run.run_id in signs:
                 run.fail(error)
-        for run in reversed(runs):  # the last one first: each goes to the front of its queue
+        for run in reversed(runs):  # in reverse order: each goes to the front of its queue
             run.give_back()
 
     def fail_all(self, error: ServingError) -> None:
-        """Answer all runs inside."""
+        """Answer all runs inside with `error`."""
         runs, self.inside = list(self.inside.values()), {}
         for run in runs:
             run.page = None
             run.fail(error)
 
     def kill(self, loss: Loss) -> None:
-        """End the process at once; `lost` tells when it is gone."""
+        """Kill the process; `lost` completes when it has ended."""
         self._killed = self._killed or loss
         if self._launched is not None:
             self._launched.kill(loss)
@@ -419,13 +419,13 @@ class WorkerProcess:
         self.kill(loss)
         try:
             await asyncio.wait_for(asyncio.shield(self.lost), KILLED_GRACE_S)
-        except asyncio.TimeoutError:  # in a driver that hangs it takes no signal
+        except asyncio.TimeoutError:  # a process inside a hung driver does not react to signals
             logger.error("process %d of worker %d does not end by SIGKILL", self.pid, self._executor_id)
             if not self.lost.done():
                 self.lost.set_result(loss)
 
     async def stop(self) -> None:
-        """Close its sockets, which lets the process end by itself, and wait; kill it if it takes long."""
+        """Close the sockets so that the process ends by itself; kill it after `ENDING_GRACE_S`."""
         self._killed = self._killed or Loss(LossKind.STOPPED, "stopped by the server")
         for lane in self._lanes:
             lane.frames.close_writing()
@@ -442,7 +442,7 @@ class WorkerProcess:
             self._on_end(fault)
 
     def _on_end(self, fault: str) -> None:
-        """A socket has ended: the process has, or does not speak the protocol."""
+        """Handle the end of a socket: the process has ended, or has broken the protocol (`fault`)."""
         if fault:
             self.kill(Loss(LossKind.PROTOCOL, fault))
         if self._reaper is None:
@@ -450,7 +450,7 @@ class WorkerProcess:
             self._events.gone()
 
     async def _reap(self) -> None:
-        """Wait for the process to end (it may have closed its socket only) and tell why it did."""
+        """Wait for the end of the process, which may have closed its socket only, and determine the cause."""
         if self._launched is None:
             return
         try:
@@ -459,11 +459,11 @@ class WorkerProcess:
             self.kill(Loss(LossKind.PROTOCOL, "closed its socket without ending"))
             code = await self._launched.exit_code
         loss = self._killed or self._launched.loss(code, self._oom)
-        if self._leaves:  # its log says what the GPU said
+        if self._leaves:  # the GPU's error is in its log
             loss = Loss(LossKind.EXIT, "it lost its GPU, and ended")
         await self._read_out()
         if self._step_reply is not None and not self._step_reply.done():
-            # A worker that is killed while it loads has mostly asked for more memory than there is.
+            # A worker killed while it loads has usually asked for more memory than there is.
             out_of_memory = code == -signal.SIGKILL and self._killed is None
             self._step_reply.set_exception(
                 self._load_failed(f"{loss.cause} while it was loading", out_of_memory)
@@ -475,7 +475,7 @@ class WorkerProcess:
         return LoadFailed.of(self._spec.model_name, self._spec.model_version, detail, out_of_memory)
 
     async def _read_out(self) -> None:
-        """Read what it sent and printed last; but a child it left behind may keep both open."""
+        """Read the last messages and output, for at most `LAST_WORDS_S`: a child may keep them open."""
         lanes = [*self._lanes, *self._leaving_lanes]
         last_words: list[asyncio.Future[None]] = [lane.ended for lane in lanes]
         if self._output is not None:
@@ -487,7 +487,7 @@ class WorkerProcess:
         for each in [*(lane.frames for lane in lanes), self._control]:
             if each is not None:
                 each.close()
-        if self._watch is not None:  # it would hold on to the whole version for the response time-out
+        if self._watch is not None:  # the timer would keep the whole version alive for the response time-out
             self._watch.cancel()
         if self._launched is not None:
             self._launched.close()

@@ -2,9 +2,9 @@
 
     python tests/guards/dialect.py [--list]
 
-A docstring says what a thing does by a subject, a verb and the field's noun; these words stand where a noun is
-missing. In the product 2 % of all docstrings may have one. Prints the share of each room, and with `--list` the
-place and the first line of each; exit status 1 above the limit.
+A docstring says what a thing does by a subject, a verb and the field's noun; these words stand where a noun
+is missing. In the product 2 % of all docstrings may have one. Prints the share of each room, and with
+`--list` the place and the first line of each; exit status 1 above the limit.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The formats that archives hold."""
+"""Converters to the model formats of an archive."""

@@ -22,12 +22,12 @@ from torchere.archiver.models.measure.cost import Model, one_thread, quick_ms
 from torchere.archiver.models.measure.difference import difference, flattened
 from torchere.archiver.models.steps import Say
 
-# Parts that a multiplication by template is cut into, each done by one thread: at most so many threads work
-# at one. Inductor would take the cores of this machine, which need not be those of the server. One thread
-# alone is up to 5 % faster with a single part.
+# The number of parts of a template multiplication, and so the most threads that compute one: each part takes
+# one thread. Inductor's default is the core count of this machine, which can differ from the server's. On a
+# single thread, one part would be up to 5 % faster.
 _PARTS = 8
-# `TEMPLATES` has no second backend, for then Inductor measures each shape itself: by the clock, on all cores,
-# which takes a compiler run each and, on a busy machine, finds anything.
+# `TEMPLATES` names a single backend: with two, Inductor benchmarks each shape itself, on all cores. That
+# takes a compiler run per shape, and its result is arbitrary on a busy machine.
 TEMPLATES: dict[str, Any] = {
     "max_autotune_gemm": True,
     "max_autotune_gemm_backends": "CPP",
@@ -35,30 +35,30 @@ TEMPLATES: dict[str, Any] = {
 }
 _MULTIPLYING = ("aten::linear", "aten::addmm", "aten::mm")
 _BATCHES = (1, 8)
-_BUDGET_S = 4.0  # of timing, for each batch size and both
-_EQUAL = 0.95  # the ratio of two equal models may come out as low, on a machine that has other work
-_GAIN = 1.03  # on the geometric mean, what makes another build worth it
-_MOST_DRIFT = 1e-4  # both compute in fp32 and add up in another order
+_BUDGET_S = 4.0  # timing budget per batch size, for both builds together
+_EQUAL = 0.95  # on a busy machine, the measured ratio of two equal models can be this low
+_GAIN = 1.03  # the geometric mean of the speed-ups from which the templates are chosen
+_MOST_DRIFT = 1e-4  # both builds compute in fp32 and differ only in the order of sums
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Milliseconds for a run of both builds, on one thread, for each of `_BATCHES` that the program takes."""
+    """Milliseconds per run of both builds, on one thread, for each of `_BATCHES` that the program accepts."""
 
     plain_ms: tuple[float, ...]
     templates_ms: tuple[float, ...]
-    drift: float = 0.0  # of the answers of one from those of the other
+    drift: float = 0.0  # between the outputs of the two builds
 
     @property
     def templates_win(self) -> bool:
-        """Whether they are faster taken together, not slower at any size, and the answers are the same."""
+        """Whether the templates are faster on average, not slower at any size, and give the same outputs."""
         ratios = [plain / other for plain, other in zip(self.plain_ms, self.templates_ms, strict=True)]
-        if not ratios or not self.drift <= _MOST_DRIFT:  # NaN is no drift to accept
+        if not ratios or not self.drift <= _MOST_DRIFT:  # the negation also rejects NaN
             return False
         return min(ratios) >= _EQUAL and math.prod(ratios) ** (1 / len(ratios)) >= _GAIN
 
     def told(self) -> str:
-        """One line for the user."""
+        """Return one line for the user."""
         plain, other = (" / ".join(f"{ms:.3g}" for ms in one) for one in (self.plain_ms, self.templates_ms))
         chosen = "templates" if self.templates_win else "library"
         return (
@@ -67,7 +67,7 @@ class Timed:
 
 
 def multiplies(program: ExportedProgram) -> bool:
-    """Whether the program has linear layers in fp32."""
+    """Return whether the program has linear layers in fp32."""
     return any(
         isinstance(node.target, torch._ops.OpOverload)
         and node.target._schema.name in _MULTIPLYING
@@ -78,9 +78,10 @@ def multiplies(program: ExportedProgram) -> bool:
 
 
 def samples(program: ExportedProgram) -> list[Tensors]:
-    """What to measure a build on: the program's example in batches of `_BATCHES`, as far as it takes them.
+    """Return inputs to time a build on: the program's example in each size of `_BATCHES` that it accepts.
 
-    The example as it is when the batch is fixed; nothing when it is not just tensors by position.
+    Return the unchanged example if the batch size is fixed, and an empty list if the example is not made of
+    positional tensors only.
     """
     args, keywords = program.example_inputs or ((), {})
     if keywords or not args or not all(isinstance(one, torch.Tensor) for one in args):
@@ -92,12 +93,12 @@ def samples(program: ExportedProgram) -> list[Tensors]:
 
 
 def timed(plain: Model, templates: Model, given: Sequence[Tensors]) -> Timed:
-    """Measure both, in turns.
+    """Time both builds alternately, and compare their outputs.
 
     Args:
-        plain: the loaded build that calls the library.
-        templates: the other.
-        given: see `samples`; at least one.
+        plain: the loaded build that calls the library for matrix multiplications.
+        templates: the loaded build that uses Inductor's templates.
+        given: inputs from `samples`; at least one.
     """
     with one_thread(), torch.inference_mode():
         answers = [(flattened(plain(*one)), flattened(templates(*one))) for one in given]
@@ -105,19 +106,19 @@ def timed(plain: Model, templates: Model, given: Sequence[Tensors]) -> Timed:
     return Timed(tuple(one[0] for one in times), tuple(one[1] for one in times), difference(answers).drift)
 
 
-# The compiler may use what every CPU of the level has, and no more: "native" would tie the archive to this
-# very model of CPU. x86-64-v3 is AVX2 with FMA and F16C, x86-64-v4 AVX-512 F, BW, CD, DQ, VL (x86-64 psABI).
+# The compiler may use only the instructions that every CPU of the level has: "native" would tie the archive
+# to this CPU model. x86-64-v3 is AVX2 with FMA and F16C, x86-64-v4 AVX-512 F, BW, CD, DQ, VL (x86-64 psABI).
 _LEVELS = {"avx2": ("x86-64-v3", 256), "avx512": ("x86-64-v4", 512)}
-# What gains by packing weights while compiling: oneDNN's convolutions and LSTM. Linear layers lose by it, for
-# with a free batch they would leave MKL's multiplication for oneDNN's, which is slower for few rows.
+# The operators that gain from packed weights: oneDNN's convolutions and LSTM. Linear layers lose: with a
+# dynamic batch they would use oneDNN's multiplication instead of MKL's, which is faster for few rows.
 _PACKED = ("aten::conv", "aten::_conv", "aten::lstm")
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What became of a program. `timed` is None unless two builds of it were compared."""
+    """The result of a compilation. `timed` is None unless two builds were compared."""
 
-    isa: str  # the instruction set that it needs, lower case
+    isa: str  # the required instruction set, in lower case
     frozen: bool
     timed: Timed | None = None
 
@@ -127,20 +128,20 @@ def compile_aoti(
 ) -> Compiled:
     """Compile the program into the package `path`.
 
-    A program of linear layers that is not frozen is compiled twice, see `aoti_candidates`; the faster build
-    stays.
+    A program with linear layers that is not frozen is compiled twice, with the library's and with Inductor's
+    matrix multiplication, and the faster build is kept.
 
     Args:
         program: for the CPU, with its example inputs.
         path: must end in `.pt2`.
-        isa: "avx2" or "avx512"; None: the best that this machine has.
-        say: takes lines about progress.
-        freezing: fold and pack constants while compiling, which int8 needs to be fast; None: when the model
-            has layers that gain by it.
+        isa: "avx2" or "avx512"; None: the best of this machine.
+        say: receives progress lines.
+        freezing: fold and pack constants during compilation, which int8 needs to be fast; None: only if the
+            model has layers that gain from it.
 
     Raises:
-        ModelRefused: this machine lacks the instruction set, which the compiler tries out.
-        Exception: whatever the compilers have to say.
+        ModelRefused: this machine lacks the instruction set, and the compiler has to test it here.
+        Exception: any error of the compilers.
     """
     frozen = gains_by_freezing(program) if freezing is None else freezing
     settings = _settings(isa, frozen)
@@ -152,14 +153,14 @@ def compile_aoti(
 
 
 def gains_by_freezing(program: ExportedProgram) -> bool:
-    """Whether the program, in fp32, has convolutions or LSTMs."""
+    """Return whether the fp32 program has convolutions or LSTMs."""
     targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
     names = [one._schema.name for one in targets if isinstance(one, torch._ops.OpOverload)]
     return any(name.startswith(_PACKED) for name in names)
 
 
 def load_aoti(path: Path) -> Any:
-    """The package as a function of tensors; its machine code is loaded into this process."""
+    """Load the package as a function of tensors; this loads its machine code into this process."""
     return torch._inductor.aoti_load_package(str(path))
 
 
@@ -171,17 +172,17 @@ def _compile(program: ExportedProgram, path: Path, settings: dict[str, Any]) -> 
 def _with_templates(
     program: ExportedProgram, path: Path, settings: dict[str, Any], given: Sequence[Tensors], say: Say
 ) -> Timed | None:
-    """Compile once more, and put the result in the place of `path` if it is the faster.
+    """Compile again with templates, and replace `path` by the new build if it is faster.
 
-    None when this can't be compiled: Inductor refuses a program with one multiplication that templates can't
-    do, of doubles for example.
+    Return None if the compilation fails: Inductor rejects a program with any multiplication that the
+    templates do not support, such as one of doubles.
     """
     say("compiling again with Inductor's own matrix multiplication, to compare ...")
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         other = Path(folder) / path.name
         try:
             _compile(program, other, settings | TEMPLATES)
-        except RuntimeError as error:  # of which all of Inductor's are
+        except RuntimeError as error:  # the base class of all of Inductor's errors
             say(f"that can't be compiled ({type(error).__name__}); the library's multiplication stays")
             return None
         found = timed(load_aoti(path), load_aoti(other), given)
@@ -199,11 +200,11 @@ def _settings(isa: str | None, freezing: bool) -> dict[str, Any]:
     if isa is not None and isa not in found:
         raise ModelRefused(f"--isa is {isa}, and this machine has {', '.join(sorted(found)) or 'none'}")
     wanted = isa or str(pick_vec_isa()).partition(" ")[0]  # "avx512 avx512_vnni": the level comes first
-    # The kernels ask how many threads they may use, instead of taking the number of this machine. All of
-    # them are one file for the C++ compiler, so more processes than one would only start and wait.
+    # With dynamic_threads, the kernels read the thread count at run time; else that of this machine is fixed.
+    # One compile process is enough, because all kernels are in one C++ file.
     settings: dict[str, Any] = {"cpp.dynamic_threads": True, "freezing": freezing, "compile_threads": 1}
     if hasattr(torch._inductor.config.aot_inductor, "check_lowerbound"):
-        # Export can not see a size of 1 and notes 2 as the least; the code runs with 1, too.
+        # torch.export specialises a size of 1, so it records 2 as the lower bound; the code also runs with 1.
         settings["aot_inductor.check_lowerbound"] = False
     if wanted in _LEVELS:
         march, bits = _LEVELS[wanted]
@@ -218,17 +219,17 @@ _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # torch reads it each time, and sets it i
 
 @contextmanager
 def private_cache(folder: Path) -> Iterator[None]:
-    """Let Inductor cache below `folder` while the block runs, and remove all of it afterwards.
+    """Move Inductor's cache into `folder` for the duration of the block, and delete it afterwards.
 
-    Else a copy of the weights would stay in the system's temporary folder for each compilation, where others
-    may read it. The headers that Inductor compiles ahead hold nothing of a model and take seconds: they stay
-    where they are. One compilation in a process at a time.
+    Inductor's default cache would keep a copy of the weights of each compilation in the system's temporary
+    folder, where other users may read it. Precompiled headers stay in their usual place: they contain no
+    model data and take seconds to build. Not thread-safe: one compilation per process at a time.
     """
     from torch._inductor.utils import clear_inductor_caches  # noqa: PLC0415  # torch._inductor takes seconds
 
     before = os.environ.get(_VARIABLE)
     with tempfile.TemporaryDirectory(dir=folder, prefix="inductor-", ignore_cleanup_errors=True) as cache:
-        clear_inductor_caches()  # what is remembered of files elsewhere
+        clear_inductor_caches()  # drop in-memory references to files of other cache folders
         os.environ[_VARIABLE] = cache
         try:
             yield

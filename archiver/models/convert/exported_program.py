@@ -1,4 +1,4 @@
-"""`--format export`: an exported program, which names the sizes that may vary."""
+"""`--format export`: an exported program, which records its dynamic dimensions."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def to_program(module: torch.nn.Module, example: Tensors, sizes: Sequence[FreeSi
 
     Args:
         module: in eval mode; TorchScript is converted.
-        example: sizes other than those of `sizes` are what the program takes from then on.
-        sizes: which may vary, and how far.
+        example: example inputs; every dimension that is not in `sizes` is fixed to its size here.
+        sizes: the dynamic dimensions and their ranges.
 
     Raises:
-        Exception: whatever torch.export has to say.
+        Exception: any error of torch.export.
     """
     for free in sizes:
-        if free.size_in(example) == 1 and free.high > 1:  # export takes a size of 1 for a constant
+        if free.size_in(example) == 1 and free.high > 1:  # export treats a size of 1 as a constant
             example = resized(example, free, 2)
     if isinstance(module, torch.jit.ScriptModule):
         module = _from_torchscript(module, example)
@@ -43,7 +43,7 @@ def to_program(module: torch.nn.Module, example: Tensors, sizes: Sequence[FreeSi
 
 
 def free_sizes(program: ExportedProgram, example: Tensors) -> list[FreeSize]:
-    """What the program lets vary: the symbols in the shapes of its inputs, and their ranges."""
+    """Return the program's dynamic dimensions: the symbols in its input shapes, with their ranges."""
     places: dict[Any, list[tuple[int, int]]] = {}
     wanted = list(program.graph_signature.user_inputs)
     for node in program.graph.nodes:
@@ -62,10 +62,10 @@ def free_sizes(program: ExportedProgram, example: Tensors) -> list[FreeSize]:
 
 
 def save_program(program: ExportedProgram, path: Path) -> None:
-    """Write the program without its example, which would be a pickle.
+    """Save the program without its example inputs, which would be written as a pickle.
 
     Raises:
-        ModelRefused: no server would load what torch wrote.
+        ModelRefused: the saved file has content that servers do not load.
     """
     program.example_inputs = None
     _forget_origins(program)
@@ -81,16 +81,16 @@ def save_program(program: ExportedProgram, path: Path) -> None:
 
 
 def _forget_origins(program: ExportedProgram) -> None:
-    """Drop which graph each step was copied from: it is told by a place in memory, another in each run."""
+    """Delete the origin graph of each node: it holds a memory address, which differs between runs."""
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
             node.meta.pop("from_node", None)
 
 
 def _take_classes_out(program: ExportedProgram) -> None:
-    """Let it give plain tuples for those of a class (named ones, torch.max's), as TorchScript does.
+    """Replace tuple subclasses in the outputs (named tuples, torch.max's) by tuples, as TorchScript does.
 
-    No server has the classes of a model, and torch refuses to save them.
+    A server does not have the classes of a model, and torch refuses to save them.
     """
     signature: Any = program.module_call_graph[0].signature  # of the whole program
     leaves = list(range(signature.out_spec.num_leaves))
@@ -104,7 +104,7 @@ def _plain(result: Any) -> Any:
 
 
 def by_parameter(module: torch.nn.Module, shapes: Sequence[dict[int, Any]]) -> tuple[Any, ...]:
-    """What may vary of each input as torch.export wants it: all that `*inputs` takes is one tuple."""
+    """Return `dynamic_shapes` for torch.export, by parameter: the inputs of `*inputs` form one tuple."""
     return tuple(inspect.signature(module.forward).bind(*shapes).arguments.values())
 
 
@@ -120,7 +120,7 @@ def _shapes(example: Tensors, sizes: Sequence[FreeSize]) -> list[dict[int, Any]]
 
 
 def _from_torchscript(module: torch.jit.ScriptModule, example: Tensors) -> torch.nn.Module:
-    # torch's own way from one to the other, named in the error that torch.export gives for TorchScript.
+    # torch's own converter, which the error of torch.export for TorchScript recommends.
     from torch._export.converter import TS2EPConverter  # noqa: PLC0415  # seconds
 
     return TS2EPConverter(module, example).convert().module(check_guards=False)

@@ -1,4 +1,4 @@
-"""The last step: the model in its final form is written, with what the server must know about it."""
+"""The last build step: write the model file and the metadata that the server needs to load it."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _FILES = {TORCHSCRIPT: "model.pt", EXPORT: "model.pt2", AOTI: "model.pt2"}
 
 @dataclass(frozen=True)
 class Packed:
-    """The model as it goes into the archive."""
+    """The model file for the archive, the loaded model, and the folder of additional files."""
 
     file: Path
-    run: Run  # as it will run in a server
+    run: Run  # the model as a server will run it
     beside: Path
 
 
@@ -44,20 +44,21 @@ def write_model(
     work: Path,
     say: Say,
 ) -> Packed:
-    """Compile the module to the wanted format.
+    """Compile the module to `options.model_format` and write it.
 
     Args:
         module: in eval mode.
-        program: the exported program that it was made of, if nothing changed since and no size is to vary.
+        program: the exported program that the module comes from, if the module is unchanged and no other
+            dynamic dimensions are requested.
         example: see `to_program`.
-        sizes: what may vary.
-        options: `model_format` is one of the three that compile.
-        work: a folder; files are made in `work/model` and `work/beside`.
-        say: takes lines about progress.
+        sizes: the dynamic dimensions.
+        options: `model_format` is TORCHSCRIPT, EXPORT or AOTI.
+        work: a folder; files are written to `work/model` and `work/beside`.
+        say: receives progress lines.
 
     Raises:
-        ModelRefused: a compiler has something against the model, and the text has its first line; or the disk
-            has no room for it.
+        ModelRefused: a compiler rejects the model (the message has the first line of its error), or the disk
+            has too little space.
     """
     beside = work / "beside"
     target = work / "model" / _FILES[str(options.model_format)]
@@ -76,7 +77,7 @@ def write_model(
     if options.model_format == EXPORT:
         write_build(beside, {"format": EXPORT, "torch": version()})
         return Packed(target, exported.module(), beside)
-    if exported.example_inputs is None:  # a program of an archive of ours; the compiler wants them
+    if exported.example_inputs is None:  # saved by `save_program`; the compiler needs them
         exported.example_inputs = (tuple(example), {})
     with step(say, "compiling with AOTInductor"):
         freezing = True if options.quantize else None
@@ -88,7 +89,7 @@ def write_model(
 
 
 def refuse_full_disk(module: torch.nn.Module, work: Path, copies: int = 1) -> None:
-    """Raise ModelRefused where a model does not fit: torch's writer ends the process on a full disk."""
+    """Raise ModelRefused if the disk space is too small: torch's writer ends the process on a full disk."""
     weights = {id(one): one.nbytes for one in (*module.parameters(), *module.buffers())}
     needed, free = copies * sum(weights.values()), shutil.disk_usage(work).free
     if needed > free:
@@ -106,21 +107,21 @@ def write_build(beside: Path, record: dict[str, Any]) -> None:
 
 
 def version() -> str:
-    """The version of torch without the part that tells its build, which does not matter to a model."""
+    """Return the version of torch without its build suffix, which is irrelevant to a model."""
     return torch.__version__.partition("+")[0]
 
 
 _NAME = re.compile(r"""["']?torchscript["']?:""")
-_AUTOCAST = re.compile(r"""^["']?autocast["']?:""", re.MULTILINE)  # with which nothing is optimised
+_AUTOCAST = re.compile(r"""^["']?autocast["']?:""", re.MULTILINE)  # it disables the optimisation
 _COMMENT = re.compile(r"(^|\s)#.*")
 
 
 def config_with(config: Path | None, options: TorchScriptOptions, work: Path) -> Path | None:
-    """The configuration, saying how the file is to be loaded; `config` when there is nothing to add.
+    """Write a copy of the configuration with the load options added; return `config` if it needs none.
 
     Raises:
-        ModelRefused: it has a `torchscript` section of its own that lacks some of it, or is written in a way
-            that nothing can be added to.
+        ModelRefused: `config` has a `torchscript` section that lacks some of the options, or its YAML form
+            does not allow another section.
     """
     text, members = _text(config), members_of(config)
     missing = [line for line in options.lines() if line not in (members or ())]
@@ -139,7 +140,7 @@ def config_with(config: Path | None, options: TorchScriptOptions, work: Path) ->
 
 
 def members_of(config: Path | None) -> set[str] | None:
-    """The members of the section, each as `name: value`; None when there is no section."""
+    """Return the members of the `torchscript` section, each as `name: value`; None without a section."""
     found: set[str] | None = None
     inside = False
     for line in _text(config).splitlines():
@@ -153,13 +154,13 @@ def members_of(config: Path | None) -> set[str] | None:
 
 
 def may_say(config: Path | None) -> bool:
-    """Whether how the file is to be loaded is ours to say, and can be said."""
+    """Return whether `config` can get a `torchscript` section: it has none, and does not use autocast."""
     text = _text(config)
     return members_of(config) is None and _takes_sections(text) and not _AUTOCAST.search(text)
 
 
 def _takes_sections(text: str) -> bool:
-    """Whether a section may follow: not on a mapping in braces, a list, or more than one document."""
+    """Return whether a section can be appended: not after a flow mapping, a list or several documents."""
     starts = [line[:1] for line in text.splitlines() if line.strip()]
     return not {"{", "[", "-", "."} & set(starts)
 

@@ -1,4 +1,4 @@
-"""`--format keep`: the model goes into the archive in the form it came in."""
+"""`--format keep`: pack the model in its original format."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ from torchere.archiver.signature import Signature
 
 @dataclass(frozen=True)
 class Kept:
-    """What to pack, and the signature if it could be told."""
+    """The files to pack, and the signature if it is known."""
 
     built: Built
     signature: Signature | None
 
 
 def keep(source: Source, example: Tensors | None, options: BuildOptions, work: Path, say: Say) -> Kept:
-    """Pack the source as it is, with a signature.
+    """Prepare the source to be packed unchanged, and determine its signature.
 
     Args:
-        source: what was read.
-        example: to derive a signature from; needed unless ONNX says it itself.
-        options: `needs_signature` refuses what has none.
-        work: `work/beside` takes new files.
-        say: takes a line when the model takes no batches.
+        source: the loaded source model.
+        example: example inputs to derive a signature from; ONNX has a signature of its own.
+        options: `needs_signature` rejects a model without a signature.
+        work: new files are written to `work/beside`.
+        say: receives a line if the model does not accept batches.
 
     Raises:
-        ModelRefused: the server could not load it, or a signature is needed and there is no example.
+        ModelRefused: the server could not load the model, or it needs a signature and there is no example.
     """
     built = _built(source, options, work)
     if source.signature is not None:
@@ -85,7 +85,7 @@ def _built(source: Source, options: BuildOptions, work: Path) -> Built:
 
 
 def _with_suffix(source: Source, work: Path) -> Path:
-    """The file, under a name whose suffix says what it is: the server goes by that."""
+    """Return the file, or a link to it with the suffix of its format: the server selects the loader by it."""
     wanted = {TORCHSCRIPT: ".pt", ONNX: ".onnx"}.get(source.kind, ".pt2")
     if source.path.suffix == wanted:
         return source.path
@@ -95,7 +95,10 @@ def _with_suffix(source: Source, work: Path) -> Path:
 
 
 def _state_file(source: Source, options: BuildOptions, work: Path) -> Path | None:
-    """The weights as a plain state dict, which is what a server reads beside a model file."""
+    """Return a file with the weights as a plain state dict, or None if the source has no weights file.
+
+    A server loads a state dict if the archive has a model file.
+    """
     path = options.serialized_file
     module: Any = source.module
     if path is None:

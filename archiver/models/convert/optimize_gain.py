@@ -1,8 +1,9 @@
-"""Whether TorchScript is faster when it is made for the processor (`optimized.py`), and worth its memory.
+"""Measures whether `optimize_for_inference` speeds TorchScript up enough to justify its memory.
 
-The result can't be saved, so that it is made at each load; what it gains is measured when the archive is
-packed. Layers between convolutions may take fewer sizes then: `AdaptiveAvgPool2d` of oneDNN wants a multiple
-of its output. So models with convolutions are tried only where nothing but the batch varies.
+The optimised model can't be saved, so the server optimises it at each load; the gain is measured when the
+archive is packed. Layers between convolutions may accept fewer sizes afterwards: oneDNN's `AdaptiveAvgPool2d`
+needs a multiple of its output size. So models with convolutions are tried only if no dimension but the batch
+is dynamic.
 """
 
 from __future__ import annotations
@@ -20,28 +21,28 @@ from torchere.archiver.models.measure.difference import answers, difference
 from torchere.archiver.signature import ANY, Signature
 from torchere.archiver.torchscript_options import TorchScriptOptions
 
-MAX_DRIFT = 1e-3  # from the model as it is; only the order of sums is another
+MAX_DRIFT = 1e-3  # from the unoptimised model; only the order of sums differs
 LEAST_GAIN = 1.05  # at every batch size: less is noise, and the second copy of the weights costs memory
-_BUDGET_S = 1.5  # of timing, for each batch size and both ways
+_BUDGET_S = 1.5  # timing budget per batch size, for both models together
 
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """What optimising brought. Latencies in milliseconds, by batch size."""
+    """The measured effect of the optimisation. Latencies in milliseconds, by batch size."""
 
     plain_ms: Mapping[int, float]
     optimized_ms: Mapping[int, float]
-    drift: float  # of the optimised model's answers
+    drift: float  # of the optimised model's outputs
 
     @property
     def is_worthwhile(self) -> bool:
-        """Whether it is faster throughout, and answers the same."""
+        """Whether the optimised model is faster at every batch size and gives the same outputs."""
         factors = [self.plain_ms[size] / self.optimized_ms[size] for size in self.plain_ms]
         return self.drift <= MAX_DRIFT and min(factors) >= LEAST_GAIN
 
     @property
     def note(self) -> str:
-        """For people."""
+        """One line for the user."""
         times = ", ".join(
             f"{self.plain_ms[size]:.3g} -> {self.optimized_ms[size]:.3g} ms for a batch of {size}"
             for size in self.plain_ms
@@ -50,20 +51,22 @@ class Gain:
 
 
 def loaded(file: Path, options: TorchScriptOptions) -> torch.jit.ScriptModule:
-    """Load a file onto the CPU as a server does; RuntimeError when an engine or the optimiser can't."""
+    """Load a file onto the CPU as a server does; raise RuntimeError if the engine or the optimiser fails."""
     module = rebuilt_file(file, options.quantized_engine)
     return optimized(module.eval()) if options.optimize_for_inference else module
 
 
 def may_gain(module: torch.jit.ScriptModule, signature: Signature) -> bool:
-    """Whether there is anything to gain, and it takes all the sizes then that the signature promises."""
+    """Return whether the model can gain and would still accept all sizes of the signature."""
     if has_convolutions(module):
         return all(ANY not in spec.shape[1:] for spec in signature.inputs)
     return has_linear_layers(module)
 
 
 def measured_gain(file: Path, samples: Samples, *, batched: bool) -> Gain | None:
-    """Load the file both ways, compare and time them; None when it can't be optimised or does not run so.
+    """Load the file with and without optimisation, compare the outputs and time both models.
+
+    Return None if the optimisation fails or the optimised model does not run.
 
     Args:
         file: TorchScript.
@@ -80,7 +83,7 @@ def measured_gain(file: Path, samples: Samples, *, batched: bool) -> Gain | None
                 size: medians_ms([plain, other], batch, _BUDGET_S)
                 for size, batch in batches_of(samples, batched).items()
             }
-    except RuntimeError:  # of which all of TorchScript's are: the model is fine as it is
+    except RuntimeError:  # the base class of all TorchScript errors; the model is packed without optimisation
         return None
     plain_ms = {size: pair[0] for size, pair in times.items()}
     return Gain(plain_ms, {size: pair[1] for size, pair in times.items()}, found.drift)

@@ -1,4 +1,4 @@
-"""`--format torchscript`: traced or scripted, frozen, with what freezing fuses."""
+"""`--format torchscript`: trace or script the model, then freeze it, which fuses layers."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from torchere.archiver.models.steps import Say, silent
 def to_torchscript(
     module: torch.nn.Module, example: Tensors, *, script: bool = False, say: Say = silent
 ) -> torch.jit.ScriptModule:
-    """The module as frozen TorchScript; batch normalisation is folded into what is before it.
+    """Compile to frozen TorchScript; freezing folds batch normalisation into the preceding layer.
 
     Args:
         module: in eval mode; TorchScript is frozen, unless it is frozen already.
-        example: what it is traced on. Tracing keeps the branches that this example takes.
-        script: compile the source of the module, branches and loops with it, instead of tracing.
-        say: takes a line when tracing may have lost something.
+        example: the inputs of the trace. Tracing keeps only the branches that this example takes.
+        script: compile the source of the module, with its branches and loops, instead of tracing.
+        say: receives a line if tracing may have fixed a value.
 
     Raises:
-        ModelRefused: tracing has lost something: see `trace`.
-        Exception: whatever torch's compiler has to say.
+        ModelRefused: the trace differs from the module: see `trace`, `tell_unused`.
+        Exception: any error of torch's compiler.
     """
     if isinstance(module, torch.jit.ScriptModule):
         compiled: Any = module
@@ -53,11 +53,11 @@ def to_torchscript(
 
 
 def _make_traceable(graph: torch.fx.GraphModule) -> None:
-    """Change what tracing can't follow in a module made of an exported program; it computes the same.
+    """Rewrite the untraceable operations of an exported program's module; its results stay the same.
 
-    Checks of input shapes go; sizes are asked of tensors, and operators that take sizes are called by their
-    names in torch: operators called directly would take this example's sizes for constants. What is missed
-    here is found when the packed model is tried with other sizes.
+    The rewrite removes checks of input shapes, reads sizes from the tensors, and calls operators that take
+    sizes through their torch functions: in direct operator calls, tracing would fix the sizes of the example
+    as constants. Cases that are missed here are found when the packed model is tried with other sizes.
     """
     graph._forward_pre_hooks.clear()
     for node in list(graph.graph.nodes):
@@ -77,20 +77,20 @@ def _takes_sizes(node: torch.fx.Node) -> bool:
     return any(isinstance(item.meta.get("val"), torch.SymInt) for item in node.all_input_nodes)
 
 
-_BAKED = "We can't record the data flow of Python values"  # torch, of a number taken out of a tensor
-_TORCH = Path(torch.__file__).parent  # what torch's own layers do was meant for tracing; or it is found below
+_BAKED = "We can't record the data flow of Python values"  # torch's warning for a value read from a tensor
+_TORCH = Path(torch.__file__).parent  # its layers are made for tracing; `_refuse_other_answers` finds errors
 _WAYS_OUT = "--script keeps branches and loops, and --format export refuses those it can't keep"
 
 
 def trace(module: torch.nn.Module, example: Tensors, say: Say) -> torch.jit.ScriptModule:
-    """The module traced on the example. It gives what the module gives, also for other values.
+    """Trace the module on the example, and check that the trace gives the same results for other values.
 
-    Results that TorchScript has no type for (dicts within others, None) come as one flat dict, under the
-    names that a signature has for them.
+    Results without a TorchScript type (nested dicts, None) are returned as one flat dict, with the output
+    names of a signature as keys.
 
     Raises:
-        ModelRefused: for other values of the inputs the trace answers otherwise.
-        Exception: whatever torch's tracer has to say.
+        ModelRefused: the trace gives other results than the module for other values of the inputs.
+        Exception: any error of torch's tracer.
     """
     with torch.no_grad():
         is_plain = _is_plain(module(*_copies(example)))
@@ -109,10 +109,10 @@ def trace(module: torch.nn.Module, example: Tensors, say: Say) -> torch.jit.Scri
 
 
 def tell_unused(module: torch.nn.Module, frozen: torch.jit.ScriptModule, example: Tensors, say: Say) -> None:
-    """Say which inputs the graph does not use.
+    """Report the inputs that the graph does not use.
 
     Raises:
-        ModelRefused: the module does use one, for what the trace took for a constant.
+        ModelRefused: the module does use such an input, and the trace fixed its value as a constant.
     """
     graph: Any = frozen.graph
     values = list(graph.inputs())[1:]  # the first is the module itself
@@ -127,23 +127,23 @@ def tell_unused(module: torch.nn.Module, frozen: torch.jit.ScriptModule, example
 
 
 class _Flat(torch.nn.Module):
-    """A module with its results in one dict, by their names."""
+    """A wrapper that returns the results of a module as one dict by output name."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What `run_on` gives."""
+        """Run the module and return its results by output name (`named_results`)."""
         return dict(named_results(self.module(*inputs)))
 
 
 @contextmanager
 def _plain_encoders(module: torch.nn.Module) -> Iterator[None]:
-    """While entered, encoders in the module are such that a trace of them is right wherever padding lies.
+    """Replace the module's encoders in the block by ones whose trace is correct for padding anywhere.
 
-    Torch's leave padding out where it is at the end of all rows. A trace keeps this branch, which mixes up
-    the tokens of rows that have their padding elsewhere.
+    Torch's encoder skips padding if it is at the end of every row. A trace would keep this branch, and it
+    would mix up the tokens of rows with padding elsewhere.
     """
     changed = [
         (parent, name, layer)
@@ -165,7 +165,7 @@ def _leaves_out_padding(layer: Any) -> bool:
 
 
 def _is_plain(result: Any) -> bool:
-    """Whether TorchScript has a type for it."""
+    """Return whether TorchScript has a type for the result."""
     if isinstance(result, dict):
         return all(isinstance(item, torch.Tensor) for item in result.values())
     if isinstance(result, (tuple, list)):
@@ -175,7 +175,7 @@ def _is_plain(result: Any) -> bool:
 
 @contextmanager
 def _baked() -> Iterator[list[str]]:
-    """The list fills, when the block is left, with what was taken out of tensors within it, and where."""
+    """Yield a list that is filled at block exit with the values that the trace fixed and their locations."""
     places: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", torch.jit.TracerWarning)  # type: ignore[attr-defined]
@@ -191,9 +191,9 @@ def _refuse_other_answers(module: torch.nn.Module, made: torch.jit.ScriptModule,
         inputs = tuple(variation(tensor) for tensor in example)
         wanted = _answers(module, inputs)
         if wanted is None or not _differ(wanted, _answers(made, inputs)):
-            continue  # values that the model does not take, or the same answer
+            continue  # the model rejects these values, or the results are the same
         if _differ(wanted, _answers(module, inputs)):
-            return  # it keeps state; `signature_of` tells that
+            return  # the model keeps state; `signature_of` reports that
         raise ModelRefused(
             "tracing kept the branches and loops that the example takes, and for other values of the inputs "
             f"the model takes others; {_WAYS_OUT}"
@@ -210,7 +210,7 @@ def _matters(module: torch.nn.Module, example: Tensors, index: int) -> bool:
 
 
 def _answers(run: Run, inputs: Tensors) -> Named | None:
-    """None where it does not run."""
+    """Run the model with a fixed seed and return its results; None if it fails."""
     try:
         return seeded(run, inputs)
     except ModelRefused:
@@ -222,7 +222,7 @@ def _differ(wanted: Named, found: Named | None) -> bool:
 
 
 def _copies(example: Tensors) -> Tensors:
-    return tuple(tensor.clone() for tensor in example)  # the model may change what it is given
+    return tuple(tensor.clone() for tensor in example)  # the model may modify its inputs in place
 
 
 def _places(count: int) -> str:

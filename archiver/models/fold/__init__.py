@@ -1,1 +1,1 @@
-"""Rewrites of a graph that keep its function."""
+"""Graph rewrites that keep the computed function."""

@@ -1,6 +1,7 @@
-"""Torch's attention becomes plain layers before a model is quantised, so that its projections can be int8.
+"""Replacement of torch's attention by plain layers, so that its projections can be quantised to int8.
 
-Of a transformer's weights they are a third; left in fp32 they are most of what remains of its file.
+The projections are a third of a transformer's weights; left in fp32, they would be most of the size of the
+quantised file.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from torchere.archiver.models.fold.attention_layers import (
 )
 from torchere.archiver.models.measure.difference import difference, flattened
 
-_MAX_DRIFT = 1e-3  # of what only sums up in another order
-# What a model's own code does when it looks into an attention layer and finds no weights there.
+_MAX_DRIFT = 1e-3  # only the order of sums differs
+# The errors of a model whose own code reads the weights of an attention layer, which are no longer there.
 _LOOKED_INTO = (
     AssertionError,
     AttributeError,
@@ -38,23 +39,24 @@ _LOOKED_INTO = (
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A model, and how many of its attention layers are plain layers now."""
+    """A model, and the number of its attention layers that were replaced by plain layers."""
 
-    module: nn.Module  # the very model when there is none; else a copy in eval mode
+    module: nn.Module  # the model itself if `attentions` is 0; else a copy in eval mode
     attentions: int
 
 
 def open_attention(module: nn.Module, example: tuple[torch.Tensor, ...]) -> Opened:
-    """A copy of the model with `nn.MultiheadAttention` as linear layers and what is between them.
+    """Copy the model and replace `nn.MultiheadAttention` by linear layers and plain operations.
 
-    `nn.TransformerEncoderLayer` and `nn.TransformerEncoder` change with it, for they read its weights. Left
-    as they are: subclasses, layers with hooks, attention with `add_bias_kv` or `add_zero_attn`; and the whole
-    model, if its answer to the example is another one then, or none because its own code reads these weights.
+    `nn.TransformerEncoderLayer` and `nn.TransformerEncoder` are replaced, too, because they read its weights.
+    Subclasses, layers with hooks, and attention with `add_bias_kv` or `add_zero_attn` stay unchanged. The
+    whole model stays unchanged if the copy gives another output for the example, or fails because its own
+    code reads the replaced weights.
 
     Args:
-        module: eager; left as it is.
-        example: arguments of the model. Those attention layers that see different tensors as query, key and
-            value get three projections instead of one.
+        module: eager; it is not modified.
+        example: arguments of the model. Attention layers that get different tensors as query, key and value
+            get three projections instead of one.
     """
     if isinstance(module, torch.jit.ScriptModule) or not any(map(_opens, module.modules())):
         return Opened(module, 0)
@@ -91,7 +93,7 @@ def _has_hooks(layer: nn.Module) -> bool:
 def _changed(
     layer: nn.Module, change: Callable[[nn.Module], nn.Module], seen: dict[nn.Module, nn.Module]
 ) -> nn.Module:
-    """The layer after all inside of it were changed, the innermost first; one in two places stays one."""
+    """Apply `change` to the layer and all layers in it, innermost first; a shared layer stays shared."""
     if layer not in seen:
         for name, inner in layer._modules.items():
             if inner is not None:
@@ -101,13 +103,13 @@ def _changed(
 
 
 class _Opening:
-    """What torch's layers become, and of which each attention layer was made."""
+    """Replaces torch's layers by plain ones; `made` maps each new attention layer to its original."""
 
     def __init__(self) -> None:
         self.made: dict[nn.Module, nn.MultiheadAttention] = {}
 
     def plain(self, layer: nn.Module) -> nn.Module:
-        """The layer, or what takes its place."""
+        """Return the replacement of the layer, or the layer itself."""
         if isinstance(layer, nn.MultiheadAttention) and _opens(layer):
             kind = CrossAttention if layer.in_proj_weight is None else SelfAttention
             made = kind(layer)
@@ -126,7 +128,7 @@ class _Opening:
 
 
 class _Watch:
-    """While entered, sees which attention layers get different tensors as query, key and value."""
+    """A context manager that records the attention layers whose query, key and value differ (`apart`)."""
 
     def __init__(self, layers: dict[nn.Module, nn.MultiheadAttention]) -> None:
         self.apart: set[nn.Module] = set()

@@ -1,8 +1,8 @@
-"""Attention as plain layers: what torch's own compute, their projections linear layers like any other.
+"""Equivalents of torch's attention layers, with their projections as ordinary linear layers.
 
-`nn.MultiheadAttention` keeps the weights of its projections as parameters of its own, which quantisers of
-layers don't see, and torch's encoder layers hand them to one fused operator. These here are for inference
-only: they have no dropout. All are thread-safe, and TorchScript, FX and torch.export take them.
+`nn.MultiheadAttention` keeps the weights of its projections as its own parameters, which layer quantisers
+don't find, and torch's encoder layers pass them to one fused operator. The layers here are for inference
+only: they have no dropout. All are thread-safe, and TorchScript, FX and torch.export accept them.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ def attend(
     is_causal: bool,
     need_weights: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scaled dot-product attention of projected tensors.
+    """Compute the scaled dot-product attention of projected tensors.
 
     Args:
         query: [batch, length, width] if `batch_first`, else [length, batch, width]; or [length, width].
-        key: likewise, of its own length.
-        value: as long as `key`.
-        heads: divides all widths.
+        key: likewise, with its own length.
+        value: likewise, with the length of `key`.
+        heads: the number of heads; divides all widths.
         batch_first: see `query`.
-        mask: added to the scores of a query and a key; it broadcasts to [batch, heads, length, keys].
-        is_causal: no query looks at later keys; there must be no other mask then.
-        need_weights: give the weights, too, for which scores have to be written down.
+        mask: added to the scores of each query and key; it broadcasts to [batch, heads, length, keys].
+        is_causal: no query attends to later keys; `mask` must be None then.
+        need_weights: return the weights, too; this stores the full score matrix.
 
     Returns:
-        What `query` is like, and the weights, [batch, heads, length, keys]; no batch if `query` has none.
-        Without `need_weights` the second is of no use.
+        The result in the shape of `query`, and the weights, [batch, heads, length, keys], without the batch
+        dimension if `query` has none. Without `need_weights`, the second tensor is meaningless.
     """
-    length = -3 if batch_first or query.dim() == 2 else 0  # where it is once heads have a dimension
+    length = -3 if batch_first or query.dim() == 2 else 0  # the length dimension after heads are split off
     q = torch.unflatten(query, -1, (heads, -1)).movedim(length, -2)
     k = torch.unflatten(key, -1, (heads, -1)).movedim(length, -2)
     v = torch.unflatten(value, -1, (heads, -1)).movedim(length, -2)
@@ -58,13 +58,13 @@ def attend(
 def merged_masks(
     attention: torch.Tensor | None, padding: torch.Tensor | None, like: torch.Tensor, heads: int
 ) -> torch.Tensor | None:
-    """Both masks of `nn.MultiheadAttention` as the one of `attend`.
+    """Merge both masks of `nn.MultiheadAttention` into the single mask of `attend`.
 
     Args:
         attention: [length, keys] or [batch * heads, length, keys]; see `added_mask`.
-        padding: [batch, keys] or [keys]; likewise.
+        padding: [batch, keys] or [keys]; see `added_mask`.
         like: the query.
-        heads: of the attention.
+        heads: the number of heads.
     """
     merged = added_mask(attention, like)
     if merged is not None and merged.dim() == 3 and like.dim() == 3:
@@ -77,7 +77,7 @@ def merged_masks(
 
 
 def added_mask(mask: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
-    """A mask as numbers that are added: minus infinity where it is true, or its own if it has numbers."""
+    """Convert a boolean mask to an additive one, minus infinity where it is true; return others as is."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, -math.inf)
@@ -86,11 +86,14 @@ def added_mask(mask: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | 
 def without_padding(
     states: torch.Tensor, padding: torch.Tensor | None, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """Zeros at the padding, [batch, length], of rows that have it at their end; unless there is a mask, too.
+    """Set the states at the padding, [batch, length], to 0 in rows with padding only at their end.
 
-    That is what `nn.TransformerEncoder` gives for a row alone, when it leaves padding out by a nested tensor.
-    Of a batch it asks this for all rows together, so that a row's answer would depend on the others'. Padding
-    is what is true, or not 0; that of states without a batch is not left out.
+    Return the states unchanged if there is a mask, or if they have no batch dimension. A padding position is
+    true or not 0.
+
+    `nn.TransformerEncoder` gives the same result for a single row, because it skips padding by a nested
+    tensor. For a batch, it does so only if all rows have their padding at the end, so a row's result would
+    depend on the other rows.
     """
     if padding is None or padding.dim() != 2 or mask is not None:
         return states
@@ -99,14 +102,14 @@ def without_padding(
     return states.masked_fill((padded & at_end).unsqueeze(-1), 0.0)
 
 
-# One step each in graphs of FX: they branch on dimensions and on masks that may be missing, and have no layer
-# that a quantiser wants to see.
+# FX records each of these as one node: they branch on dimensions and on optional masks, which tracing can't
+# follow, and contain no layer to quantise.
 for _step in (added_mask, attend, merged_masks, without_padding):
     fx.wrap(_step.__name__)
 
 
 class Attention(nn.Module):
-    """What `nn.MultiheadAttention` computes. Subclasses project."""
+    """An equivalent of `nn.MultiheadAttention`. Subclasses implement the projections."""
 
     def __init__(self, made_of: nn.MultiheadAttention) -> None:
         """Take the weights of torch's layer, which must have neither `add_bias_kv` nor `add_zero_attn`."""
@@ -117,7 +120,7 @@ class Attention(nn.Module):
             made_of.head_dim,
         )
         self.batch_first = made_of.batch_first
-        # Without these no layer of torch takes its fused operator.
+        # These values keep torch's layers from using their fused operator.
         self.in_proj_weight, self.in_proj_bias, self._qkv_same_embed_dim = None, None, False
         self.out_proj = _linear(made_of.out_proj.weight, made_of.out_proj.bias)
 
@@ -132,10 +135,10 @@ class Attention(nn.Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As that of `nn.MultiheadAttention`, whose documentation has the shapes.
+        """Compute the same as `nn.MultiheadAttention`; its documentation has the shapes.
 
         Raises:
-            RuntimeError: `is_causal` without `attn_mask`, which torch's refuses, too.
+            RuntimeError: `is_causal` without `attn_mask`, as in torch.
         """
         if is_causal and attn_mask is None:
             raise RuntimeError("is_causal tells what attn_mask is like; expected attn_mask with it")
@@ -159,22 +162,22 @@ class Attention(nn.Module):
     def projected(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Query, key and value as they are compared and mixed."""
+        """Return the projections of query, key and value."""
         raise NotImplementedError
 
 
 class SelfAttention(Attention):
-    """Query, key and value are mostly the same tensor: one projection for all, in int8 the faster way."""
+    """Attention of mostly one tensor as query, key and value: one projection, which is faster in int8."""
 
     def __init__(self, made_of: nn.MultiheadAttention) -> None:
-        """See `Attention`; torch's layer must have one weight for all three, too."""
+        """Take the weights of torch's layer; see `Attention`. Its three projections must share one weight."""
         super().__init__(made_of)
         self.in_proj = _linear(made_of.in_proj_weight, made_of.in_proj_bias)
 
     def projected(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `Attention`; three times the work where they are not the same."""
+        """See `Attention`; takes three times the work if query, key and value differ."""
         q, k, v = self.in_proj(query).chunk(3, -1)
         if query is not key or key is not value:
             k, v = self.in_proj(key).chunk(3, -1)[1], self.in_proj(value).chunk(3, -1)[2]
@@ -182,7 +185,7 @@ class SelfAttention(Attention):
 
 
 class CrossAttention(Attention):
-    """Query, key and value are different tensors, perhaps of different widths."""
+    """Attention of different tensors as query, key and value, possibly of different widths."""
 
     def __init__(self, made_of: nn.MultiheadAttention) -> None:
         """See `Attention`."""
@@ -203,7 +206,7 @@ class CrossAttention(Attention):
 
 
 class EncoderLayer(nn.Module):
-    """What `nn.TransformerEncoderLayer` computes, step by step."""
+    """An equivalent of `nn.TransformerEncoderLayer` made of separate operations."""
 
     def __init__(self, made_of: nn.TransformerEncoderLayer) -> None:
         """Take the layers of torch's."""
@@ -221,7 +224,7 @@ class EncoderLayer(nn.Module):
         src_key_padding_mask: torch.Tensor | None = None,
         is_causal: bool = False,
     ) -> torch.Tensor:
-        """As that of `nn.TransformerEncoderLayer`."""
+        """Compute the same as `nn.TransformerEncoderLayer`."""
         x: torch.Tensor = self.norm1(src) if self.norm_first else src
         attended: torch.Tensor = self.self_attn(
             x,
@@ -240,13 +243,13 @@ class EncoderLayer(nn.Module):
         return x
 
     def fed_forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Both linear layers and what is between them, for each token."""
+        """Apply the feed-forward block to each token: linear layer, activation, linear layer."""
         found: torch.Tensor = self.linear2(self.activation(self.linear1(x)))
         return found
 
 
 class Encoder(nn.Module):
-    """What `nn.TransformerEncoder` computes, without nested tensors."""
+    """An equivalent of `nn.TransformerEncoder` without nested tensors."""
 
     def __init__(self, made_of: nn.TransformerEncoder) -> None:
         """Take the layers of torch's."""
@@ -261,9 +264,9 @@ class Encoder(nn.Module):
         src_key_padding_mask: torch.Tensor | None = None,
         is_causal: bool | None = None,
     ) -> torch.Tensor:
-        """As that of `nn.TransformerEncoder`; whether a mask is causal must be said to be made use of."""
+        """Compute the same as `nn.TransformerEncoder`, but do not detect a causal mask: set `is_causal`."""
         x = src
-        # Once for all layers.
+        # Convert the masks once for all layers.
         looks, padding = added_mask(mask, src), added_mask(src_key_padding_mask, src)
         causal = False if is_causal is None else is_causal
         for layer in self.layers:
@@ -274,7 +277,7 @@ class Encoder(nn.Module):
 
 
 def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
-    """A linear layer of these; parameters stay shared with whatever shares them."""
+    """Make a linear layer of the weight and bias; parameters are shared, other tensors are copied."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight = _parameter(weight)
     if bias is not None:

@@ -1,8 +1,8 @@
-"""Padding and batch normalisation move into the convolutions before a model is quantised or compiled.
+"""Folding of padding and batch normalisation into convolutions, before quantisation or compilation.
 
-A padding of its own before a convolution makes the int8 convolution many times slower, a batch normalisation
-behind it costs a pass over memory, and both hide the convolution from the quantiser. The folded model
-computes the same function, up to the rounding of float32.
+A separate padding before a convolution makes the int8 convolution many times slower, a batch normalisation
+after it costs a pass over memory, and both hide the convolution from the quantiser. The folded model computes
+the same function, up to the rounding of float32.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.measure.difference import answers, difference
 
-_SAME = 1e-4  # drift of a folded model: only the order of sums is another
+_SAME = 1e-4  # the largest drift of a folded model: only the order of sums differs
 
 
 class NotTraceable(ModelRefused):
-    """The model's forward can't be written down as one graph of operations."""
+    """The model's forward can't be traced as one graph of operations."""
 
 
 @dataclass(frozen=True)
 class Folded:
-    """A model as a graph of plain layers, and how much was folded into them."""
+    """A model as a graph of plain layers, and the numbers of folded operations."""
 
-    module: fx.GraphModule  # eval mode; shares no tensor with the model it was made of
+    module: fx.GraphModule  # eval mode; shares no tensor with the original model
     functional: int  # convolutions that were called as functions
     paddings: int
     normalisations: int
 
     @property
     def note(self) -> str:
-        """What was done, in one line; empty when nothing was."""
+        """The numbers of folded operations in one line; empty if there are none."""
         counts = (
             (self.functional, "functional convolutions"),
             (self.paddings, "paddings"),
@@ -48,20 +48,19 @@ class Folded:
 
 
 def fold(module: nn.Module, example: tuple[torch.Tensor, ...]) -> Folded:
-    """A copy of the model with paddings and batch normalisations folded into its convolutions.
+    """Copy the model and fold paddings and batch normalisations into its convolutions.
 
-    Modules of `torch.nn` stay as they are; a layer of the model's own that calls `F.conv2d` with parameters
-    becomes a plain `nn.Conv2d`. The copy is run on the example; where it answers otherwise than the model,
-    nothing is folded.
+    Modules of `torch.nn` stay modules; a custom layer that calls `F.conv2d` with parameters becomes a plain
+    `nn.Conv2d`. The copy is run on the example; if its output differs from the model's, nothing is folded.
 
     Args:
-        module: eager; left as it is.
+        module: eager; it is not modified.
         example: arguments of the model.
 
     Raises:
-        NotTraceable: its forward branches on values, or calls what can't be traced, or was misunderstood:
-            tracing can take another branch than the model would, such as that for an optional argument.
-            `int8-dynamic` can do with such a model.
+        NotTraceable: the forward branches on values, calls untraceable code, or was traced incorrectly:
+            tracing can take another branch than the model, such as that of an optional argument.
+            `int8-dynamic` supports such a model.
     """
     model = copy.deepcopy(module).eval()
     folded = _folded(_traced(copy.deepcopy(model)), example)
@@ -77,12 +76,12 @@ def fold(module: nn.Module, example: tuple[torch.Tensor, ...]) -> Folded:
 
 
 def folded_paddings(module: nn.Module, example: tuple[torch.Tensor, ...]) -> Folded | None:
-    """`fold` for a model that stays in fp32; None where nothing is padded, or where it doesn't work."""
+    """Call `fold` for a model that stays in fp32; return None if no padding is folded or folding fails."""
     if not any(isinstance(layer, _ConvNd) for layer in module.modules()):
-        return None  # before a copy is made of it
+        return None  # saves the copy that `fold` makes
     try:
         folded = fold(module, example)
-    # Broad, because it runs a model's own code in a way that its author did not mean; it is fine unfolded.
+    # Broad: tracing runs the model's own code in a way that its author did not intend. Folding is optional.
     except Exception:
         return None
     return folded if folded.paddings else None
@@ -103,7 +102,7 @@ def _answers_alike(model: nn.Module, graph: fx.GraphModule, example: tuple[torch
         wanted = answers(model, example)
         try:
             return difference([(wanted, answers(graph, example))]).drift <= _SAME
-        # Broad: a graph that was traced wrongly may raise anything.
+        # Broad: an incorrectly traced graph may raise any error.
         except Exception:
             return False
 
@@ -116,7 +115,7 @@ def _traced(module: nn.Module) -> fx.GraphModule:
         )
     try:
         return fx.symbolic_trace(module)
-    # Tracing runs the model's own code on stand-ins for tensors, so any error may come out of it.
+    # Broad: tracing runs the model's own code on proxies of tensors, which may raise any error.
     except Exception as error:
         found = (str(error).splitlines() or [""])[0]
         raise NotTraceable(
@@ -126,30 +125,30 @@ def _traced(module: nn.Module) -> fx.GraphModule:
 
 
 def module_at(graph: fx.GraphModule, node: Any) -> nn.Module | None:
-    """The layer that the node calls; None when it is something else."""
+    """Return the layer that the node calls; None if the node does not call a layer."""
     if not isinstance(node, fx.Node) or node.op != "call_module":
         return None
     return graph.get_submodule(str(node.target))
 
 
 def only_user_of(node: fx.Node) -> fx.Node | None:
-    """The one node that uses this one's result; None when there are more, or none."""
+    """Return the only user of the node's result; None if there is not exactly one."""
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 def calls_of(graph: fx.GraphModule, node: fx.Node) -> int:
-    """How often the layer of this node is called: one that is shared must not be changed for one caller."""
+    """Count the calls of the node's layer: a shared layer must not be changed for one caller."""
     return sum(other.op == "call_module" and other.target == node.target for other in graph.graph.nodes)
 
 
 def replace_module(graph: fx.GraphModule, node: fx.Node, layer: nn.Module) -> None:
-    """Let the node call another layer, under the same name."""
+    """Replace the layer that the node calls; its name stays the same."""
     parent, _, name = str(node.target).rpartition(".")
     setattr(graph.get_submodule(parent), name, layer)
 
 
 def insert_module(graph: fx.GraphModule, node: fx.Node, layer: nn.Module, source: fx.Node) -> fx.Node:
-    """Put a call of a new layer on `source` in the place of the node; returns the new node."""
+    """Replace the node by a call of a new layer on `source`; return the new node."""
     name = free_name(graph, f"{node.name}_layer")
     graph.add_module(name, layer)
     with graph.graph.inserting_before(node):
@@ -160,7 +159,7 @@ def insert_module(graph: fx.GraphModule, node: fx.Node, layer: nn.Module, source
 
 
 def parameter_at(graph: fx.GraphModule, node: Any) -> Any:
-    """The tensor that a `get_attr` node reads; None for any other node."""
+    """Return the tensor that a `get_attr` node reads; None for any other node."""
     if not isinstance(node, fx.Node) or node.op != "get_attr":
         return None
     value: Any = graph
@@ -170,7 +169,7 @@ def parameter_at(graph: fx.GraphModule, node: Any) -> Any:
 
 
 def free_name(graph: fx.GraphModule, wish: str) -> str:
-    """The name that is wished for, or one like it that nothing in the graph has."""
+    """Return `wish`, with a number appended if the graph already has an attribute of this name."""
     name, number = wish, 1
     while hasattr(graph, name):
         name, number = f"{wish}_{number}", number + 1
@@ -188,7 +187,7 @@ _ORDER = ("input", "weight", *_DEFAULTS)
 
 
 def lift_functional_convolutions(graph: fx.GraphModule) -> int:
-    """Change each such call with parameters as weights and constants as settings; returns how many."""
+    """Replace `F.conv2d` calls with parameter weights and constant settings by layers; return the count."""
     lifted = 0
     for node in list(graph.graph.nodes):
         if node.op != "call_function" or node.target not in (functional.conv2d, torch.conv2d):
@@ -239,17 +238,17 @@ def _pair(value: Any) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """How one axis of a convolution takes up its padding."""
+    """The padding and the additional kernel taps of one axis of a convolution with folded padding."""
 
-    padding: int  # on both ends
+    padding: int  # at both ends
     front: int  # rows of zero taps before the kernel
-    behind: int  # rows of zero taps after it
+    behind: int  # rows of zero taps after the kernel
 
 
 def folded_axis(before: int, after: int, dilation: int) -> Axis | None:
-    """How a padding of `before` and `after` pixels goes into a convolution; None when it can't.
+    """Fold a padding of `before` and `after` pixels into an axis of a convolution; None if impossible.
 
-    It can't when pixels are cut off, or when the difference is no whole number of dilated taps.
+    It is impossible if a padding is negative, or if the difference is not a multiple of the dilation.
     """
     if before < 0 or after < 0 or (after - before) % dilation:
         return None
@@ -258,7 +257,7 @@ def folded_axis(before: int, after: int, dilation: int) -> Axis | None:
 
 
 def fold_paddings(graph: fx.GraphModule) -> int:
-    """Fold every padding whose only readers are convolutions; returns how many."""
+    """Fold every padding whose result only convolutions read; return the count."""
     return sum(_fold(graph, node) for node in list(graph.graph.nodes))
 
 
@@ -279,7 +278,7 @@ def _fold(graph: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _padding_of(graph: fx.GraphModule, node: fx.Node) -> tuple[fx.Node | None, tuple[int, ...] | None]:
-    """What is padded, and by how much: left, right, top, bottom."""
+    """Return the input of a zero-padding node and its left, right, top and bottom pixels; else None twice."""
     layer = module_at(graph, node)
     if isinstance(layer, nn.ZeroPad2d) or (isinstance(layer, nn.ConstantPad2d) and layer.value == 0):
         return _node(node.args[0]), tuple(layer.padding)
@@ -298,7 +297,7 @@ def _node(value: Any) -> fx.Node | None:
 
 
 def _grown(layer: nn.Module | None, sides: tuple[int, ...]) -> nn.Conv2d | None:
-    """The convolution with that padding inside; None when it has to stay outside."""
+    """Return the convolution with the padding folded in; None if it can't be folded."""
     if type(layer) is not nn.Conv2d or layer.padding_mode != "zeros" or isinstance(layer.padding, str):
         return None
     left, right, top, bottom = sides
@@ -326,7 +325,7 @@ def _grown(layer: nn.Module | None, sides: tuple[int, ...]) -> nn.Conv2d | None:
     return grown.eval()
 
 
-_ROWS = 2  # dimensions of what a linear layer gives for rows
+_ROWS = 2  # dimensions of the output of a linear layer for rows: [rows, features]
 _NORMALISATIONS: dict[type[nn.Module], type[nn.Module]] = {
     nn.Conv1d: nn.BatchNorm1d,
     nn.Conv2d: nn.BatchNorm2d,
@@ -336,10 +335,10 @@ _NORMALISATIONS: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def fold_normalisations(graph: fx.GraphModule, example: tuple[torch.Tensor, ...]) -> int:
-    """Fold every batch normalisation that alone reads a convolution, or a linear layer of rows; how many.
+    """Fold each batch normalisation that alone reads a convolution or linear layer; return the count.
 
-    A linear layer computes the last dimension, and a normalisation scales dimension 1: of what has three
-    dimensions these are two. The graph is run on the example to see how many there are.
+    A linear layer is folded only if its output has two dimensions: the layer computes the last dimension, and
+    the normalisation scales dimension 1. The graph is run on the example to get the number of dimensions.
     """
     nodes = [node for node in graph.graph.nodes if _is_followed(graph, node)]
     linear = [node for node in nodes if isinstance(module_at(graph, node), nn.Linear)]
@@ -351,7 +350,7 @@ def fold_normalisations(graph: fx.GraphModule, example: tuple[torch.Tensor, ...]
 
 
 def _is_followed(graph: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether the node is a layer that nothing but its normalisation reads."""
+    """Return whether the node is a layer whose only reader is a batch normalisation that fits it."""
     following, layer = only_user_of(node), module_at(graph, node)
     if following is None or layer is None or calls_of(graph, node) > 1:
         return False
@@ -369,7 +368,7 @@ def _fold_norm(graph: fx.GraphModule, node: fx.Node) -> None:
 
 
 class _Ranks(fx.Interpreter):
-    """Runs a graph, and keeps how many dimensions each result has."""
+    """Runs a graph and records the number of dimensions of each result."""
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__(graph)
@@ -384,12 +383,12 @@ class _Ranks(fx.Interpreter):
 
 
 def _ranks(graph: fx.GraphModule, example: tuple[torch.Tensor, ...]) -> dict[fx.Node, int]:
-    """The dimensions of each result; those before the failure where the graph does not run."""
+    """Return the number of dimensions of each result; if the graph fails, of those before the failure."""
     run = _Ranks(graph)
     try:
         with torch.no_grad():
             run.run(*copy.deepcopy(example))
-    # Broad: a graph that was traced wrongly may raise anything; it is compared with the model later.
+    # Broad: an incorrectly traced graph may raise any error; it is compared with the model later.
     except Exception:
         return run.found
     return run.found

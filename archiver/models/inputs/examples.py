@@ -1,4 +1,4 @@
-"""Reads example inputs: JSON, torch.save files, numpy arrays and pictures. What a file is, its bytes tell."""
+"""Reads example inputs: JSON, torch.save files, NumPy arrays and pictures, recognised by their bytes."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ TORCH_TYPES = {name: dtype for dtype, name in DATATYPES.items()}
 
 @dataclass(frozen=True)
 class Example:
-    """Tensors for the inputs of a model; `names` when the file says which is which.
+    """Tensors for the inputs of a model; `names` has the input of each, if the file gives it.
 
-    `typed`: the datatypes were chosen, and are not what JSON or numpy made of numbers.
+    `typed`: the file chose the datatypes; they are not the defaults of JSON or NumPy.
     """
 
     tensors: Tensors
@@ -38,10 +38,10 @@ class Example:
     typed: bool = False
 
     def ordered(self, wanted: Sequence[str]) -> Tensors:
-        """The tensors in the order of the model's inputs.
+        """Return the tensors in the order of the model's inputs.
 
         Raises:
-            ModelRefused: the names are other than the model's.
+            ModelRefused: a name is not the model's, or an input before a given one is missing.
         """
         if self.names is None:
             return self.tensors
@@ -60,20 +60,20 @@ class Example:
 
 
 def read_example(path: Path, *, doubles: bool = False) -> Example:
-    """Read one file.
+    """Read an example from one file.
 
     - JSON: a request of the Open Inference Protocol, an object of names and nested lists, or one nested list
       (numbers with a point become FP32, others INT64).
     - `.pt`: a tensor, a tuple or list of them, or a dict; weights only.
-    - `.npy`, `.npz`; FP64, which numpy makes unasked, becomes FP32.
+    - `.npy`, `.npz`; FP64, which is NumPy's default, becomes FP32.
     - A picture: FP32 of the shape [1, 3, height, width] with values from 0 to 1.
 
     Args:
         path: the file.
-        doubles: the model computes in FP64: arrays of it stay as they are, and JSON becomes such.
+        doubles: the model computes in FP64: FP64 arrays stay as they are, and JSON becomes FP64, too.
 
     Raises:
-        ModelRefused: it is none of these, or damaged, or holds no numbers.
+        ModelRefused: the file is none of these, or damaged, or holds no numbers.
         OSError: it can't be read.
     """
     try:
@@ -85,7 +85,7 @@ def read_example(path: Path, *, doubles: bool = False) -> Example:
         raise ModelRefused(f"{path}: more than {MAX_EXAMPLE_BYTES} bytes; one example is enough")
     try:
         example = _read(data)
-    # Broad, because the readers of five formats raise what they like when a file is damaged.
+    # Broad, because the readers of five formats raise different errors for a damaged file.
     except Exception as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelRefused(f"{path}: no example that can be read: {first[:200]}") from error
@@ -107,7 +107,7 @@ def _read(data: bytes) -> Example:
 
 
 def _zipped(data: bytes) -> Example:
-    """A `.npz` or what torch.save wrote."""
+    """Read a `.npz` file, or a file of torch.save."""
     with zipfile.ZipFile(io.BytesIO(data)) as package:
         if sum(info.file_size for info in package.infolist()) > MAX_EXAMPLE_BYTES:
             raise ValueError(f"it unpacks to more than {MAX_EXAMPLE_BYTES} bytes")
@@ -155,7 +155,7 @@ def _nested(value: Any) -> torch.Tensor:
 
 def _from_numpy(array: Any) -> torch.Tensor:
     check_numbers(array.dtype)
-    # Arrays of the other byte order, too, which torch has not.
+    # Also converts arrays of the other byte order, which torch lacks.
     return torch.from_numpy(np.require(array, array.dtype.newbyteorder("="), "C"))
 
 
@@ -166,7 +166,7 @@ def _as_floats(tensors: Tensors) -> Tensors:
 def _tensor(value: Any) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"a {type(value).__name__} where a tensor was expected")
-    if value.numel() * value.element_size() > MAX_EXAMPLE_BYTES:  # one number can stand for any size
+    if value.numel() * value.element_size() > MAX_EXAMPLE_BYTES:  # one stored number can fill any shape
         raise ValueError(f"a tensor of {tuple(value.shape)}; expected at most {MAX_EXAMPLE_BYTES} bytes")
     return value.detach()
 
@@ -175,15 +175,15 @@ _FREE = 2  # not 1, which export takes for a constant
 
 
 def read_samples(path: Path, names: Sequence[str], like: Tensors) -> list[Tensors]:
-    """The examples of one file, or of every file of a folder in the order of their names.
+    """Read the examples of one file, or of every file of a folder in the order of their names.
 
     Args:
-        path: see `read_example` for what a file may be.
-        names: of the model's inputs.
-        like: an example; samples must have its number of inputs, its datatypes and its dimensions.
+        path: see `read_example` for the formats of a file.
+        names: names of the model's inputs.
+        like: an example; samples must have its number of inputs, its datatypes and its numbers of dimensions.
 
     Raises:
-        ModelRefused: there is none, or one is not like the example.
+        ModelRefused: there is no sample, or one differs from the example.
         OSError: a file can't be read.
     """
     files = sorted(item for item in path.iterdir() if item.is_file()) if path.is_dir() else [path]
@@ -203,17 +203,17 @@ def read_samples(path: Path, names: Sequence[str], like: Tensors) -> list[Tensor
 
 
 def example_of(specs: Sequence[TensorSpec]) -> Example:
-    """An example made up for the inputs of a signature: 0 to 1, whole numbers 0, free sizes 2.
+    """Make an example for a signature's inputs: random floats 0 to 1, whole numbers 0, free sizes 2.
 
     Raises:
-        ModelRefused: one has a datatype that no tensor has.
+        ModelRefused: an input has a datatype that no tensor has.
     """
     random = torch.Generator().manual_seed(0)
     return Example(tuple(_made_up(spec, random) for spec in specs), tuple(spec.name for spec in specs))
 
 
 def inputs_of(path: Path) -> tuple[TensorSpec, ...]:
-    """The inputs that a `signature.json` tells; raises ModelRefused when it is none."""
+    """Return the inputs in a `signature.json`; raise ModelRefused when the file is not one."""
     try:
         return parse(path.read_text(encoding="utf-8")).inputs
     except (SignatureError, UnicodeDecodeError) as error:
@@ -231,7 +231,7 @@ def _made_up(spec: TensorSpec, random: torch.Generator) -> torch.Tensor:
 
 
 def check_against(example: Tensors, signature: Signature) -> None:
-    """Raise ModelRefused when the example is not of the signature that came with the model."""
+    """Raise ModelRefused when the example does not fit the signature that came with the model."""
     specs = signature.inputs
     if len(example) != len(specs):
         raise ModelRefused(f"the example has {len(example)} inputs; the model has {len(specs)}")
@@ -254,11 +254,11 @@ _KINDS = "biuf"
 
 
 def array_of(data: bytes) -> Any:
-    """The array of a `.npy` file.
+    """Return the array of a `.npy` file.
 
     Raises:
         ValueError: it holds no numbers, or fewer or more bytes than its header says.
-        Exception: whatever numpy makes of a damaged header.
+        Exception: any error of NumPy for a damaged header.
     """
     file = io.BytesIO(data)
     version = np.lib.format.read_magic(file)
@@ -274,19 +274,19 @@ def array_of(data: bytes) -> Any:
     needed = math.prod(map(int, shape)) * dtype.itemsize
     if min(shape, default=0) < 0 or needed != len(data) - start:
         raise ValueError(f"a .npy file of {needed} bytes by its header, and of {len(data) - start} in truth")
-    # The bytes of the file are not to be written.
+    # A copy, because the bytes of the file can't be written to.
     flat = np.frombuffer(data, dtype=dtype, offset=start).copy()
     return flat.reshape(shape, order="F" if fortran_order else "C")
 
 
 def check_numbers(dtype: Any) -> None:
-    """Raise ValueError for arrays of anything but numbers and truth values."""
+    """Raise ValueError for arrays of anything but numbers and booleans."""
     if dtype.kind not in _KINDS:
         raise ValueError(f"an array of {dtype}; expected numbers")
 
 
 def arrays_of(package: zipfile.ZipFile) -> dict[str, Any]:
-    """The arrays of a `.npz` file by name; raises as `array_of` does."""
+    """Return the arrays of a `.npz` file by name; raise as `array_of` does."""
     found = {}
     for info in package.infolist():
         if not info.filename.endswith(_SUFFIX):
@@ -296,5 +296,5 @@ def arrays_of(package: zipfile.ZipFile) -> dict[str, Any]:
 
 
 def holds_arrays(package: zipfile.ZipFile) -> bool:
-    """Whether a zip is a `.npz`, and not a `.pt`."""
+    """Return whether a zip is a `.npz`, and not a `.pt`."""
     return any(name.endswith(_SUFFIX) for name in package.namelist())

@@ -1,4 +1,4 @@
-"""Runs a model on an example, and names what it gives."""
+"""Runs a model on an example, and names its results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchere.archiver.signature import Signature
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in eval mode on the CPU, with what it takes and gives.
+    """A model in eval mode on the CPU, with an example of its inputs and its signature.
 
     `module` is called with the tensors of `example` as positional arguments, and with others of the same
     signature. Not shared between threads.
@@ -26,7 +26,7 @@ class LoadedModel:
     module: torch.nn.Module  # a torch.jit.ScriptModule is one, too
     example: tuple[torch.Tensor, ...]  # on the CPU, one tensor per input; first dimension the batch, if any
     signature: Signature  # derived from running the example
-    kind: str  # what the source was: "eager", "state dict", "TorchScript", "ExportedProgram", ...
+    kind: str  # kind of the source: "eager", "state dict", "TorchScript", "ExportedProgram", ...
     source: Path  # the file or folder it came from, for messages
 
 
@@ -50,9 +50,9 @@ DATATYPES = {
 
 
 def run_on(run: Run, example: Tensors) -> Named:
-    """Run the model without gradients; its results by name, tuples and dicts flattened.
+    """Run the model without gradients; return its results by name, tuples and dicts flattened.
 
-    It gets copies, and copies are what it gave: it may change its inputs, and later what it returned.
+    Inputs and results are copied: the model may change its inputs, and later the tensors that it returned.
 
     Raises:
         ModelRefused: it raises, or returns something other than tensors that a client can be sent.
@@ -66,14 +66,14 @@ def run_on(run: Run, example: Tensors) -> Named:
 
 
 def seeded(run: Run, example: Tensors) -> Named:
-    """What `run_on` gives when torch's random numbers are always the same."""
+    """Run the model as `run_on` does, with the same random numbers of torch every time."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         return run_on(run, example)
 
 
 def named_results(result: Any) -> Named:
-    """The tensors of a model's result by name, tuples and dicts flattened.
+    """Return the tensors of a model's result by name, tuples and dicts flattened.
 
     Raises:
         ModelRefused: there is none, or something other than tensors.
@@ -85,10 +85,10 @@ def named_results(result: Any) -> Named:
 
 
 def flat(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in a result in order, each with the path to it; None is no tensor.
+    """Yield the tensors of a result in order, each with the path to it; None is skipped.
 
     Raises:
-        ModelRefused: there is something other than tensors in it.
+        ModelRefused: the result has something other than tensors.
     """
     if isinstance(value, torch.Tensor):
         yield path, value
@@ -108,7 +108,7 @@ def flat(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def check_tensor(name: str, tensor: torch.Tensor) -> None:
-    """Raise ModelRefused for an input or output that the Open Inference Protocol has no form for."""
+    """Raise ModelRefused for a tensor that the Open Inference Protocol can't represent."""
     kinds = {
         "nested": tensor.is_nested,
         "quantised": tensor.is_quantized,

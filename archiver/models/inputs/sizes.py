@@ -1,4 +1,4 @@
-"""Which sizes of a model's inputs are free, and examples of other sizes made from one example."""
+"""Free sizes of a model's inputs, and examples of other sizes made from one example."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ class FreeSize:
     high: int
 
     def size_in(self, example: Tensors) -> int:
-        """Its size in the example; the places have been checked to agree."""
+        """Return its size in the example; all places have been checked to agree."""
         index, dimension = self.places[0]
         return example[index].shape[dimension]
 
     def is_batch(self, example: Tensors) -> bool:
-        """Whether it is the first dimension of every input, whatever its name."""
+        """Return whether it is the first dimension of every input, under any name."""
         return set(self.places) == {(index, 0) for index in range(len(example))}
 
     def other_size(self, example: Tensors) -> int:
-        """A size within the range that the example does not have: larger by two or by one, or smaller.
+        """Return a size in the range that the example does not have: larger by two or by one, or smaller.
 
-        Equal to the example's when the range has no other.
+        Returns the example's size when none of these is in the range.
         """
         now = self.size_in(example)
         return next((size for size in (now + 2, now + 1, now - 1) if self.low <= size <= self.high), now)
 
 
 def parse_range(text: str, what: str) -> tuple[int, int]:
-    """`1:64` as (1, 64).
+    """Parse a range: `1:64` as (1, 64).
 
     Raises:
-        ModelRefused: it is not of that form, or the first is larger, or zero.
+        ModelRefused: the text has another form, or the first number is zero or larger than the second.
     """
     match = _RANGE.fullmatch(text.strip())
     if not match or not 1 <= int(match[1]) <= int(match[2]):
@@ -57,7 +57,7 @@ def parse_range(text: str, what: str) -> tuple[int, int]:
 
 
 def batch_of(example: Tensors, bounds: tuple[int, int]) -> FreeSize:
-    """The first dimension of every input, from `bounds`.
+    """Return the first dimension of every input as a free size within `bounds`.
 
     Raises:
         ModelRefused: an input has no dimension, or the first ones differ, or lie outside of the bounds.
@@ -66,10 +66,10 @@ def batch_of(example: Tensors, bounds: tuple[int, int]) -> FreeSize:
 
 
 def parse_free_size(text: str, names: Sequence[str], example: Tensors) -> FreeSize:
-    """`ids,mask:1=2:512`: dimension 1 of the inputs `ids` and `mask`, together, from 2 to 512.
+    """Parse a free size: `ids,mask:1=2:512` is dimension 1 of `ids` and `mask`, together, from 2 to 512.
 
     Raises:
-        ModelRefused: it is not of that form, or names what is not there.
+        ModelRefused: the text has another form, or names an input or a dimension that does not exist.
     """
     match = _SPEC.fullmatch(text.strip())
     if not match:
@@ -83,7 +83,7 @@ def parse_free_size(text: str, names: Sequence[str], example: Tensors) -> FreeSi
 
 
 def sizes_of(options: BuildOptions, names: Sequence[str], example: Tensors) -> list[FreeSize]:
-    """The sizes that the options let vary.
+    """Return the sizes that the options let vary.
 
     Raises:
         ModelRefused: an option is wrong, or does not fit the example.
@@ -95,7 +95,7 @@ def sizes_of(options: BuildOptions, names: Sequence[str], example: Tensors) -> l
 
 
 def resized(example: Tensors, free: FreeSize, size: int) -> Tensors:
-    """The example with another size, its slices repeated."""
+    """Return the example with another size; its slices are repeated."""
     places = dict(free.places)
     picked = torch.arange(size) % free.size_in(example)
     return tuple(

@@ -1,1 +1,1 @@
-"""Models as their authors have them, read safely."""
+"""Safe readers of the model formats that users have."""

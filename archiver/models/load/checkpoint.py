@@ -1,36 +1,33 @@
 """Reads weights without a model: torch.save files, safetensors, Lightning and distributed checkpoints.
 
-Whatever the file, it becomes one flat dict of tensors. Pickles are read by torch's weights-only unpickler,
-unless the caller says that the file is to be trusted.
+Every format becomes one flat dict of tensors. Pickles are read by torch's weights-only unpickler, unless the
+caller says that the file is to be trusted.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import os
 import pickle
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeGuard, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 
-from torchere.archiver.container.entries import open_regular
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.load.distributed import is_distributed_checkpoint, read_distributed
+from torchere.archiver.models.load.safetensors import read_safetensors
 from torchere.archiver.scan.weights import PICKLE, SAFETENSORS, TORCH_SAVE, classify_file
 
-_WRAPPERS = ("state_dict", "model_state_dict", "model", "module")  # where training scripts put it
+_WRAPPERS = ("state_dict", "model_state_dict", "model", "module")  # keys under which training scripts save it
 _LIGHTNING_KEY = "pytorch-lightning_version"
 
 
 @dataclass(frozen=True)
 class Weights:
-    """What a file of weights holds: a state dict, and (only if pickles are allowed) the module it is of."""
+    """Content of a weights file: a state dict and, only if pickles are allowed, the module it belongs to."""
 
     kind: str
     tensors: StateDict
@@ -45,7 +42,7 @@ def read_weights(path: Path, allow_pickle: bool = False) -> Weights:
         OSError: it can't be read.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # protocols of pickles, lack of a process group
+        warnings.simplefilter("ignore")  # about pickle protocols and a missing process group
         return _read(path, allow_pickle)
 
 
@@ -108,11 +105,12 @@ StateDict = dict[str, torch.Tensor]
 
 
 def fitted(state: StateDict, wanted: Mapping[str, torch.Tensor], source: Path) -> StateDict:
-    """The part of `state` that a model with the state dict `wanted` takes, a common prefix taken off.
+    """Return the part of `state` that a model with the state dict `wanted` takes, without its prefix.
 
-    Lightning, DistributedDataParallel, torch.compile and training scripts put names in front: `model.`,
-    `module.`, `_orig_mod.`. What has another prefix (a loss with weights, an averaged copy) is left out. Of
-    names that are one parameter in the model, one is enough: safetensors holds no other.
+    Lightning, DistributedDataParallel, torch.compile and training scripts put a prefix before names:
+    `model.`, `module.`, `_orig_mod.`. Keys with another prefix (a loss with weights, an averaged copy) are
+    left out. If several names are one parameter in the model, one of them is enough: safetensors stores only
+    one.
 
     Raises:
         ModelRefused: no prefix makes the keys fit, and the text names some; or numbers would be lost.
@@ -143,7 +141,7 @@ def _prefixes(state: StateDict, probe: str) -> list[str]:
 
 
 def _aliases(wanted: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
-    """For each key all keys that are the same numbers in the model, itself among them."""
+    """Return, for each key, all keys that are the same numbers in the model, including itself."""
     groups: defaultdict[object, list[str]] = defaultdict(list)
     for key, tensor in wanted.items():
         groups[_place(tensor) or key].append(key)
@@ -151,7 +149,7 @@ def _aliases(wanted: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
 
 
 def _place(value: object) -> object:
-    """Where numbers lie in memory and how; None for none, and for what else a state dict may hold."""
+    """Return a tensor's address, dtype, shape and strides; None for a value that has no such address."""
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         return None
     tensor = cast(torch.Tensor, value)
@@ -186,102 +184,3 @@ def _is_complex(value: object) -> bool:
 def _some(names: list[str]) -> str:
     shown = ", ".join(names[:3]) or "none"
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
-
-
-_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
-
-
-def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of the file by name, on the CPU.
-
-    Raises:
-        ModelRefused: the file is cut off, or its header is wrong or says what is not so.
-        OSError: it can't be read.
-    """
-    with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
-            _refuse(path, f"its header is said to have {length} bytes, and the file has {size}")
-        header = _header(path, file.read(length))
-        room = size - 8 - length
-        _check_ranges(path, header, room)
-        numbers = torch.empty(room, dtype=torch.uint8)
-        if room and file.readinto(numbers.numpy().data) != room:  # type: ignore[attr-defined]
-            _refuse(path, "it became shorter while it was read")
-    return {name: _tensor(entry, numbers) for name, entry in header.items()}
-
-
-def _header(path: Path, text: bytes) -> dict[str, Any]:
-    try:
-        header = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ModelRefused(f"{path}: not safetensors: the header is not JSON ({error})") from error
-    if not isinstance(header, dict):
-        _refuse(path, "its header is not an object")
-    header.pop("__metadata__", None)
-    return header
-
-
-def _check_ranges(path: Path, header: dict[str, Any], room: int) -> None:
-    """Refuse ranges that are not as long as their tensors, or do not cover all numbers once.
-
-    The format asks for that; bytes that many tensors share would be as many copies in memory.
-    """
-    ranges = sorted((*_range(path, name, entry, room), name) for name, entry in header.items())
-    cursor = 0
-    for begin, end, name in ranges:
-        if begin != cursor:
-            found = (
-                "overlaps another tensor" if begin < cursor else "has bytes before it that are no tensor's"
-            )
-            _refuse(path, f"{ascii(name)[:60]} {found}")
-        cursor = end
-    if cursor != room:
-        _refuse(path, f"{room - cursor} bytes at its end are no tensor's")
-
-
-def _range(path: Path, name: str, entry: Any, room: int) -> tuple[int, int]:
-    """Where the bytes of a tensor are said to lie."""
-    fields = entry if isinstance(entry, dict) else {}
-    dtype, shape, offsets = (fields.get(field) for field in ("dtype", "shape", "data_offsets"))
-    if not isinstance(dtype, str) or dtype not in _DTYPES:
-        _refuse(path, f"{ascii(name)[:60]} has the dtype {ascii(dtype)[:40]}")
-    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
-        _refuse(path, f"{ascii(name)[:60]} has no shape, or no two data_offsets")
-    begin, end = offsets
-    wanted = math.prod(shape) * _DTYPES[dtype].itemsize
-    if not begin <= end <= room or end - begin != wanted:
-        _refuse(path, f"{ascii(name)[:60]} has {wanted} bytes, said to lie at {begin} to {end} of {room}")
-    return begin, end
-
-
-def _tensor(entry: dict[str, Any], numbers: torch.Tensor) -> torch.Tensor:
-    begin, end = entry["data_offsets"]
-    # A copy: an offset need not suit the dtype, and the whole file should not live as long as one tensor.
-    return numbers[begin:end].clone().view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
-
-
-def _are_sizes(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
-
-
-def _refuse(path: Path, reason: str) -> NoReturn:
-    raise ModelRefused(f"{path}: damaged safetensors: {reason}; get the file again")

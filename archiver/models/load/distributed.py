@@ -1,6 +1,6 @@
-"""Reads folders of torch.distributed.checkpoint into one process, without running what they hold.
+"""Reads folders of torch.distributed.checkpoint in one process, without running code in them.
 
-torch's own reader unpickles `.metadata` without restraint. Here only the record types of that format can be
+torch's own reader unpickles `.metadata` without restriction. Here only the record types of that format can be
 made from it, and only tensors are read; other values (steps, learning rates) are left out.
 """
 
@@ -42,15 +42,15 @@ _RECORDS: dict[str, tuple[str, ...]] = {
 
 
 def is_distributed_checkpoint(path: Path) -> bool:
-    """Whether the folder is one: it has a `.metadata`."""
+    """Return whether the folder is a distributed checkpoint: it has a `.metadata`."""
     return (path / _METADATA).is_file()
 
 
 def read_distributed(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of the checkpoint, merged from their shards, by their flat names.
+    """Return all tensors of the checkpoint, merged from their shards, by their flat names.
 
     Raises:
-        ModelRefused: its index is no such index, or a shard is missing or damaged.
+        ModelRefused: its index is not a valid one, or a shard is missing or damaged.
     """
     reader = _Reader(path)
     try:
@@ -59,7 +59,7 @@ def read_distributed(path: Path) -> dict[str, torch.Tensor]:
         load(dict(state), storage_reader=reader, no_dist=True)
     except ModelRefused:
         raise
-    # What a damaged shard raises differs by torch's version; CheckpointException derives from BaseException.
+    # The errors for a damaged shard differ by torch version; CheckpointException derives from BaseException.
     except (
         CheckpointException,
         OSError,
@@ -74,7 +74,7 @@ def read_distributed(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _room_for(index: metadata.Metadata, path: Path) -> dict[str, torch.Tensor]:
-    """Empty tensors to read into; not more of them than the shards can fill."""
+    """Return empty tensors to read into; refuse an index with more bytes than the shards have."""
     found = {
         name: item
         for name, item in index.state_dict_metadata.items()
@@ -91,10 +91,10 @@ def _room_for(index: metadata.Metadata, path: Path) -> dict[str, torch.Tensor]:
 
 
 class _Reader(filesystem.FileSystemReader):
-    """torch's reader of such folders, but for how it reads the index."""
+    """torch's reader of such folders, with a restricted reader of the index."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
-        """The index, made of nothing but its own record types."""
+        """Read the index; only its own record types can be made."""
         file = Path(str(self.path), _METADATA)
         if file.stat().st_size > _MAX_METADATA_BYTES:
             raise ModelRefused(f"{file}: larger than {_MAX_METADATA_BYTES} bytes")
@@ -129,7 +129,7 @@ def _unpickled(file: Path) -> metadata.Metadata:
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Makes the records of a checkpoint's index, and nothing else."""
+    """Unpickler that makes only the records of a checkpoint's index."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name in _RECORDS.get(module, ()) or (is_plain(f"{module}.{name}") and "." not in name):

@@ -1,7 +1,7 @@
-"""Which int8 engine a model runs best on: measured on the model itself, and chosen by a pure function.
+"""Measures which int8 engine a model runs best on, and chooses one by a pure function.
 
 PyTorch's default engine is not the fastest for every model; for one with depthwise convolutions it was
-fifteen times slower than fp32. So each engine of this build is tried with the very bytes that go into the
+fifteen times slower than fp32. So each engine of this build is tried with exactly the bytes that go into the
 archive, loaded as the server loads them.
 """
 
@@ -21,8 +21,8 @@ from torchere.archiver.errors import ModelRefused
 
 # Guards `torch.backends.quantized.engine`, which is process-wide.
 _LOCK = threading.RLock()
-# Times the least drift of all engines. Some take one bit less of activations, which doubles it; one whose
-# sums overflow is further off.
+# A multiple of the least drift of all engines. Some engines use one bit less of activations, which doubles
+# the drift; an engine whose sums overflow is further off.
 _AGREES_WITHIN = 3.0
 
 
@@ -32,30 +32,30 @@ class NoUsableEngine(ModelRefused):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One way to run the int8 model, tried."""
+    """The measurement of one way to run the int8 model."""
 
     method: str  # "int8-static", "int8-dynamic"
     engine: str
     latency_ms: float  # one sample on one thread, median; 0 when it failed
-    drift: float  # of its outputs from fp32 ones, see verify_outputs.drift; infinite when it failed
+    drift: float  # of its outputs from fp32 ones, see Difference.drift; infinite when it failed
     failure: str = ""  # why it does not run
 
     @property
     def note(self) -> str:
-        """For people: `onednn 7.1 ms`."""
+        """One line for people: `onednn 7.1 ms`."""
         return f"{self.engine} {self.failure}" if self.failure else f"{self.engine} {self.latency_ms:.3g} ms"
 
 
 def choose(candidates: Sequence[Measured], max_drift: float) -> Measured:
-    """The fastest of those that agree.
+    """Return the fastest of the candidates that agree with fp32.
 
-    One agrees when its drift is at most `max_drift`, and not much more than that of the best engine for its
-    method: one whose arithmetic overflows on this processor is no bargain however fast. When none is within
-    `max_drift`, they agree that are about as good as the best: the verification that follows refuses the
-    model then, or lets it through if the user insists.
+    A candidate agrees when its drift is at most `max_drift`, and not much more than that of the best engine
+    for its method: an engine whose arithmetic overflows on this processor is not chosen, however fast. When
+    none is within `max_drift`, the candidates agree that are about as good as the best: the verification that
+    follows refuses the model then, or accepts it if the user insists.
 
     Raises:
-        NoUsableEngine: none runs at all.
+        NoUsableEngine: no candidate runs at all.
     """
     running = [one for one in candidates if not one.failure and one.drift < float("inf")]
     if not running:
@@ -68,13 +68,13 @@ def choose(candidates: Sequence[Measured], max_drift: float) -> Measured:
 
 
 def supported() -> tuple[str, ...]:
-    """The int8 engines of this build of torch."""
+    """Return the int8 engines of this build of torch."""
     return tuple(name for name in torch.backends.quantized.supported_engines if name != "none")
 
 
 @contextlib.contextmanager
 def using(engine: str) -> Iterator[None]:
-    """Make the engine the process's while weights are packed or loaded. Thread-safe: one at a time."""
+    """Set the process-wide engine while weights are packed or loaded. Thread-safe: one block at a time."""
     with _LOCK:
         before = torch.backends.quantized.engine
         torch.backends.quantized.engine = engine
@@ -95,7 +95,7 @@ def rebuilt(saved: bytes, engine: str) -> torch.jit.ScriptModule:
 
 
 def rebuilt_file(file: Path, engine: str | None) -> torch.jit.ScriptModule:
-    """Load a TorchScript file; without an engine, for the process's own. Raises as `rebuilt` does."""
+    """Load a TorchScript file for the engine, or for the process's own if None. Raises as `rebuilt` does."""
     with using(engine or torch.backends.quantized.engine):
         return _loaded(str(file))
 
@@ -108,7 +108,7 @@ def _loaded(source: str | io.BytesIO) -> torch.jit.ScriptModule:
 
 
 def saved(module: torch.jit.ScriptModule) -> bytes:
-    """The bytes of the file that goes into an archive."""
+    """Return the bytes of the file that goes into an archive."""
     buffer = io.BytesIO()
     torch.jit.save(module, buffer)
     return buffer.getvalue()
@@ -120,13 +120,13 @@ def measured(
     judge: Callable[[Callable[..., Any]], float],
     time_ms: Callable[[Callable[..., Any]], float],
 ) -> list[Measured]:
-    """Try each engine with the saved model.
+    """Measure the saved model on each engine.
 
     Args:
-        method: goes into the records.
+        method: name of the method, for the records.
         packed: TorchScript with int8 weights.
-        judge: the drift of a model from fp32.
-        time_ms: the time that a model takes for one sample.
+        judge: returns the drift of a model from fp32.
+        time_ms: returns the time that a model takes for one sample.
     """
     return [
         _measured(Measured(method, engine, 0.0, float("inf")), packed, judge, time_ms)
@@ -144,7 +144,7 @@ def _measured(
         module = rebuilt(packed, blank.engine)
         with torch.inference_mode():
             return replace(blank, drift=judge(module), latency_ms=time_ms(module))
-    except RuntimeError as error:  # how torch says that an engine lacks an operator
+    except RuntimeError as error:  # torch's error when an engine lacks an operator
         return replace(blank, failure=f"can't run it ({_reason(error)})")
 
 

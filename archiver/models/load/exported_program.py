@@ -1,6 +1,6 @@
-"""Exported programs with inputs by keyword, as of `export(model, (x,), {"mask": mask})`.
+"""Exported programs with keyword inputs, as of `export(model, (x,), {"mask": mask})`.
 
-Servers give all inputs by position, in the order in which the program names them.
+Servers pass all inputs by position, in the order in which the program names them.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch.utils import _pytree as pytree
 
 
 def keyword_inputs(program: ExportedProgram) -> tuple[int, tuple[str, ...]]:
-    """How many inputs the program takes by position, and the names of those behind them, by keyword."""
+    """Return the number of positional inputs, and the names of the keyword inputs after them."""
     _, pair = _spec(program)
     positional, keywords = pair["children_spec"]
     return len(positional["children_spec"]), tuple(json.loads(keywords["context"]))
 
 
 def take_by_position(program: ExportedProgram) -> None:
-    """Let the modules of this program take all their inputs by position; the graph stays as it is."""
+    """Make the modules of this program take all inputs by position; the graph stays as it is."""
     if not keyword_inputs(program)[1]:
         return
     version, pair = _spec(program)
@@ -36,5 +36,5 @@ def take_by_position(program: ExportedProgram) -> None:
 
 
 def _spec(program: ExportedProgram) -> Any:
-    """The structure of `(args, kwargs)` as JSON: the accessors of the object differ between versions."""
+    """Return the structure of `(args, kwargs)` as JSON: the object's accessors differ between versions."""
     return json.loads(pytree.treespec_dumps(program.call_spec.in_spec))

@@ -27,10 +27,10 @@ from torchere.archiver.models.steps import refusing
 
 
 def module_from_file(path: Path) -> torch.nn.Module:
-    """An instance of the one `torch.nn.Module` that the file defines, made without arguments.
+    """Return an instance of the one `torch.nn.Module` that the file defines, made without arguments.
 
-    The file's folder is importable while that happens, so that it finds its neighbours. Other classes in it
-    don't count. Not for several threads.
+    The file's folder is importable meanwhile, so that the file can import its neighbours. Only classes that
+    the file itself defines count. Not thread-safe.
 
     Raises:
         ModelRefused: it defines none or several, or raises.
@@ -51,12 +51,12 @@ def module_from_file(path: Path) -> torch.nn.Module:
 
 
 def module_from_factory(name: str) -> torch.nn.Module:
-    """What `module:name` returns when it is called: a class of modules, or a function that makes one.
+    """Call `module:name`, a class or a function, without arguments, and return the module that it makes.
 
     The module may be a file in the current folder, unless an installed one has the same name.
 
     Raises:
-        ModelRefused: there is no such thing, it raises, or it returns something else.
+        ModelRefused: the name does not exist, the call raises, or it returns something else.
     """
     module_name, colon, attribute = name.partition(":")
     if not colon or not module_name or not attribute.isidentifier():
@@ -75,7 +75,7 @@ def load_into(module: torch.nn.Module, weights: Weights, source: Path) -> None:
     """Fill the module with the weights.
 
     Raises:
-        ModelRefused: names or shapes are not the module's.
+        ModelRefused: names or shapes differ from the module's.
     """
     state = fitted(weights.tensors, module.state_dict(), source)
     with refusing(f"{source}: loading the weights into {type(module).__name__}"):
@@ -95,12 +95,12 @@ def _classes_in(path: Path) -> list[type[torch.nn.Module]]:
         for item in vars(module).values()
         if inspect.isclass(item) and issubclass(item, torch.nn.Module) and item.__module__ == name
     ]
-    return list(dict.fromkeys(found))  # once, whatever other names it has
+    return list(dict.fromkeys(found))  # each class once, even if it has several names
 
 
 @contextmanager
 def _importable(folder: Path, *, first: bool) -> Iterator[None]:
-    """While entered, modules in the folder can be imported; `first`: before installed ones of the same name.
+    """Make modules in the folder importable; with `first`, before installed ones of the same name.
 
     A console script has no folder of the user's on its path.
     """
@@ -109,7 +109,7 @@ def _importable(folder: Path, *, first: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(ValueError):  # whatever the model's own code did to the path
+        with suppress(ValueError):  # the model's own code may have removed it
             sys.path.remove(str(folder))
 
 
@@ -124,11 +124,11 @@ def _advice(path: Path, defined: Sequence[type]) -> str:
 
 
 def neighbours_of(model_file: Path) -> Mapping[PurePosixPath, Path]:
-    """The source files that were imported from the model file's folder, by their relative names.
+    """Return the source files that were imported from the model file's folder, by relative name.
 
-    To be asked after the model file was imported. A module counts when its name is its path in that folder,
-    so that what is installed below it (a virtual environment) does not; nor does anything for a file that
-    lies among installed packages itself, because those are the server's.
+    Call it after the model file was imported. A module counts when its name is its path in that folder, so
+    that packages installed below it (a virtual environment) do not count. A model file that lies among
+    installed packages has no neighbours, because those packages are the server's.
     """
     folder = model_file.resolve().parent
     if any(folder == Path(place).resolve() for place in sysconfig.get_paths().values()):
@@ -144,7 +144,7 @@ def neighbours_of(model_file: Path) -> Mapping[PurePosixPath, Path]:
 
 
 def take_along(model_file: Path, beside: Path) -> None:
-    """Copy the neighbours to the folder `beside`, under their relative names, for the archive."""
+    """Copy the neighbours of the model file to `beside`, under their relative names, for the archive."""
     for relative, file in neighbours_of(model_file).items():
         target = beside / relative
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -156,12 +156,12 @@ _TEXT = "input_ids"
 
 
 def is_model_folder(path: Path) -> bool:
-    """Whether the folder is one: it has a `config.json`."""
+    """Return whether the folder is a Hugging Face model folder: it has a `config.json`."""
     return (path / "config.json").is_file()
 
 
 def module_from_folder(path: Path) -> torch.nn.Module:
-    """The model, taking its inputs by position and returning a dict of tensors.
+    """Load a Hugging Face model; it takes its inputs by position and returns a dict of tensors.
 
     Raises:
         ModelRefused: transformers is not installed, the architecture is unknown or in the folder's own
@@ -201,7 +201,7 @@ def _loaded(known: Any, path: Path) -> Any:
 
 
 def example_for(module: torch.nn.Module) -> Tensors | None:
-    """An example for a text model, or None for one whose inputs are not known here."""
+    """Return an example for a text model, or None for a model whose inputs are not known here."""
     if not isinstance(module, _TextModel):
         return None
     ids = torch.arange(2 * _LENGTH).reshape(2, _LENGTH) % 50 + 1
@@ -209,12 +209,12 @@ def example_for(module: torch.nn.Module) -> Tensors | None:
 
 
 def _tensors_of(output: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """What of an output is a tensor; caches of keys and values are not."""
+    """Return the tensors of an output; caches of keys and values are left out."""
     return {name: value for name, value in output.items() if isinstance(value, torch.Tensor)}
 
 
 class _TextModel(torch.nn.Module):
-    """Takes ids of tokens and a mask by position."""
+    """Text model that takes token ids and a mask by position."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class _TextModel(torch.nn.Module):
 
 
 class _OneInputModel(torch.nn.Module):
-    """Takes the architecture's main input, pixels or sound, by position."""
+    """Model that takes the architecture's main input, pixels or sound, by position."""
 
     def __init__(self, model: Any, name: str) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
-"""Reads the inputs and outputs of an ONNX model from its bytes; needs no onnx package and runs nothing.
+"""Reads the inputs and outputs of an ONNX model from its bytes; needs no onnx package, runs nothing.
 
-ONNX is Protocol Buffers. Of onnx.proto this knows what a signature needs: ModelProto.graph, the graph's
-inputs, outputs and initializers, and of these the names, types, shapes and where external data lies.
+ONNX is Protocol Buffers. This module knows only the parts of onnx.proto that a signature needs:
+ModelProto.graph, the graph's inputs, outputs and initializers, and of these the names, types, shapes and the
+location of external data.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torchere.archiver.signature import ANY, Signature, TensorSpec
 
 _MAX_MODEL_BYTES = 2**31  # of one message of Protocol Buffers; larger models keep their weights beside it
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-_NEGATIVE = 2**63  # from here on, as numbers are read without a sign
+_NEGATIVE = 2**63  # numbers are read unsigned; from this one on they are negative
 _GRAPH = 7  # ModelProto
 _NODE, _INITIALIZER, _INPUT, _OUTPUT = 1, 5, 11, 12  # GraphProto
 # TensorProto.DataType to the names of the Open Inference Protocol
@@ -41,20 +42,20 @@ _DATATYPES = {
 
 
 class _Malformed(ValueError):
-    """These bytes are not the message they should be."""
+    """The bytes are not a valid Protocol Buffers message."""
 
 
 @dataclass(frozen=True, slots=True)
 class OnnxForm:
-    """What a graph says of itself; a dimension with a name or without a size is free in `signature`."""
+    """Inputs and outputs of a graph; in `signature`, a dimension with a name or without a size is free."""
 
     signature: Signature
-    names_batch: bool  # the first dimensions of all inputs and outputs have one name, which they share
+    names_batch: bool  # the first dimensions of all inputs and outputs share one name
     is_quantised: bool
     unshaped: frozenset[str] = frozenset()  # inputs and outputs of any rank; `signature` has () for them
 
     def with_ranks(self, ranks: Mapping[str, int]) -> OnnxForm:
-        """The same, of which some inputs and outputs have so many dimensions of any size."""
+        """Return the form with these numbers of dimensions, of any size, for some inputs and outputs."""
 
         def ranked(specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
             return tuple(
@@ -66,7 +67,7 @@ class OnnxForm:
         return dataclasses.replace(self, signature=signature, unshaped=self.unshaped - ranks.keys())
 
     def with_rows(self, rows: int) -> Signature:
-        """The signature when the first dimension is no batch, but always of this size."""
+        """Return the signature for a first dimension that is no batch, but always of this size."""
         inputs = (
             dataclasses.replace(spec, shape=(rows, *spec.shape[1:])) if spec.batched else spec
             for spec in self.signature.inputs
@@ -95,7 +96,7 @@ def form_of_onnx(path: Path) -> OnnxForm:
 
 
 def signature_of_onnx(path: Path) -> Signature:
-    """What the model takes and gives, going by its names: see `OnnxForm.names_batch`.
+    """Return the signature; the dimension names decide about the batch, see `OnnxForm.names_batch`.
 
     Raises:
         ModelRefused: it is damaged, or takes or gives something other than tensors.
@@ -105,10 +106,10 @@ def signature_of_onnx(path: Path) -> Signature:
 
 
 def external_files_of_onnx(path: Path) -> tuple[Path, ...]:
-    """The files beside the model that hold its weights.
+    """Return the files beside the model that hold its weights.
 
     Raises:
-        ModelRefused: one lies elsewhere, or is missing.
+        ModelRefused: a file lies elsewhere, or is missing.
     """
     names = set()
     for tensor in _messages(_graph(path), _INITIALIZER):
@@ -154,12 +155,12 @@ def _dimensions(item: dict[int, list[Any]]) -> list[dict[int, list[Any]]]:
 
 
 def _is_shaped(item: dict[int, list[Any]]) -> bool:
-    """Whether it has a shape, if one without dimensions; without any it may have any number of them."""
+    """Return whether it has a shape, even one without dimensions; without a shape it may have any rank."""
     return any(2 in tensor for kind in _messages(item, 2) for tensor in _messages(kind, 1))
 
 
 def _first_name(item: dict[int, list[Any]]) -> str:
-    """The name of the first dimension; empty when it has none."""
+    """Return the name of the first dimension; empty when it has none."""
     found = _dimensions(item)
     return _text(found[0], 2) if found and 2 in found[0] else ""
 
@@ -186,7 +187,7 @@ def _number(fields: dict[int, list[Any]], number: int) -> int:
 
 
 def _fields(data: memoryview) -> dict[int, list[Any]]:
-    """The fields of one message by number; messages, texts and packed numbers are left as bytes."""
+    """Return the fields of one message by number; messages, texts and packed numbers are left as bytes."""
     found: dict[int, list[Any]] = {}
     at = 0
     while at < len(data):

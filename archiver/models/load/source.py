@@ -1,4 +1,4 @@
-"""Recognises what a user has by its content, and reads it without running what it carries."""
+"""Recognises the kind of a user's model by its content, and reads it without running code in it."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ HUGGING_FACE = "Hugging Face folder"
 
 @dataclass(frozen=True)
 class Source:
-    """What was given, read.
+    """A model that was read.
 
     `module` is None for ONNX and AOTInductor, which are packed as they are. `program` is the exported program
-    that `module` was made of. `example`, `names` and `signature` are there when the source itself has them.
+    that `module` was made of. `example`, `names` and `signature` are set when the source itself has them.
     """
 
     kind: str
@@ -54,14 +54,14 @@ class Source:
     beside: tuple[Path, ...] = ()  # files that belong to it: ONNX's external data
 
     def names_of_inputs(self, count: int) -> tuple[str, ...]:
-        """The names of the first `count` inputs."""
+        """Return the names of the first `count` inputs."""
         if self.names is not None and len(self.names) >= count:
             return self.names[:count]
-        return input_names(self.module, count)  # of None, too: AOTInductor keeps no names
+        return input_names(self.module, count)  # also for None: AOTInductor keeps no names
 
     @property
     def doubles(self) -> bool:
-        """Whether it computes in FP64: by its inputs, where these are known, or else by its weights."""
+        """Whether it computes in FP64: by its signature's inputs, or else by its example and weights."""
         if self.signature is not None:
             return any(spec.datatype == DATATYPES[torch.float64] for spec in self.signature.inputs)
         weights = self.module.parameters() if self.module is not None else ()
@@ -71,13 +71,13 @@ class Source:
 def read_source(
     serialized: Path | None, model_file: Path | None, factory: str | None, allow_pickle: bool
 ) -> Source:
-    """Read a model; modules come in eval mode, on the CPU, without gradients, and learn nothing any more.
+    """Read a model; modules are in eval mode, on the CPU, without gradients and with observers off.
 
     Args:
         serialized: a file or folder of weights or of a whole model; None when the class makes its own.
         model_file: a Python file with the model's class; run.
         factory: `module:name` in an importable package, instead of `model_file`; run.
-        allow_pickle: unpickle without restraint.
+        allow_pickle: unpickle without restriction.
 
     Raises:
         ModelRefused: it can't be used; see the text.
@@ -151,7 +151,7 @@ def _torchscript(path: Path, allow_pickle: bool) -> Source:
             f"{path}: not loaded, because its code could read or write any file: {error}; take that out, or "
             "trust the file with --allow-pickle"
         ) from error
-    # The one that loads for serving is in handlers, which packing must not need.
+    # Not by the loader for serving: that is in handlers, on which packing must not depend.
     with refusing(f"{path}: loading TorchScript"):
         module: Any = torch.jit.load(path, map_location="cpu")  # type: ignore[no-untyped-call]
     return Source(TORCHSCRIPT, path, module)
@@ -185,7 +185,7 @@ def _program(path: Path, allow_pickle: bool) -> Source:
 
 
 def _aotinductor(path: Path) -> Source:
-    """Machine code; it is looked at and not loaded."""
+    """Check machine code for this machine, without loading it."""
     machine = aoti_metadata(path).get("AOTI_MACHINE") or platform.machine()
     if machine != platform.machine():
         raise ModelRefused(
@@ -195,7 +195,7 @@ def _aotinductor(path: Path) -> Source:
 
 
 def aoti_metadata(path: Path) -> dict[str, str]:
-    """What the compiler noted in an AOTInductor package: AOTI_CPU_ISA, AOTI_MACHINE, ...; {} without a note.
+    """Return the compiler's metadata of an AOTInductor package: AOTI_CPU_ISA, AOTI_MACHINE, ...; or {}.
 
     Raises:
         ModelRefused: it is damaged.
@@ -219,7 +219,7 @@ def _ready(source: Source) -> Source:
     if not isinstance(module, torch.jit.ScriptModule):
         for part in module.modules():
             part.training = False  # as eval() does, which exported programs refuse
-            # A model that is trained for int8 would learn from each run, in eval mode, too.
+            # Observers of a model trained for int8 would record each run, in eval mode, too.
             disable_observer(part)  # type: ignore[no-untyped-call]
     elif getattr(module, "training", False):  # frozen modules have no such attribute
         module.eval()
@@ -229,7 +229,7 @@ def _ready(source: Source) -> Source:
 
 
 def input_names(module: Any, count: int) -> tuple[str, ...]:
-    """Names of the first `count` inputs: the parameters of `forward`, or `input_0`, ... without such.
+    """Return names of the first `count` inputs: the parameters of `forward`, or else `input_0`, ...
 
     `module` None is a model that keeps no names.
     """
@@ -248,7 +248,7 @@ def input_names(module: Any, count: int) -> tuple[str, ...]:
 
 
 def inputs_up_to(module: Any, given: Sequence[str] | None, least: int) -> int:
-    """How many inputs of `forward` there are up to the last one of `given`; at least `least`."""
+    """Return the number of inputs of `forward` up to the last one of `given`; at least `least`."""
     if given is None or module is None or isinstance(module, torch.jit.ScriptModule):
         return least
     known = list(inspect.signature(module.forward).parameters)

@@ -1,1 +1,1 @@
-"""Two models beside each other: how far apart their answers are, and what each costs."""
+"""Comparison of two models: how far their outputs differ, and the cost of each."""

@@ -1,4 +1,4 @@
-"""How long models take, told fairly: in turns, on one thread, by the median or by the quick end."""
+"""Measures the run time of models: in turns, on one thread, by the median or the tenth percentile."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Model = Callable[..., Any]
 Samples = Sequence[tuple[torch.Tensor, ...]]
 BATCH_SIZES = (1, 8)
 _WARM_UPS = 3  # the first runs of TorchScript profile and compile
-_ENOUGH = 200  # runs; the median moves no more
-_LEAST, _MANY = 10, 400  # runs that the quick end is told of
-_QUICK = 0.1  # what is said is slower than this share of the runs; the least alone is luck
+_ENOUGH = 200  # runs; more do not change the median
+_LEAST, _MANY = 10, 400  # least and most runs for the tenth percentile
+_QUICK = 0.1  # the percentile, as a share of the runs; the minimum alone is luck
 
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch use one thread: executors share the cores out, and one thread's time is steadier."""
+    """Let torch use one thread: executors share the cores, and one thread's time is steadier."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -31,20 +31,20 @@ def one_thread() -> Iterator[None]:
 
 
 def medians_ms(models: Sequence[Model], arguments: Sequence[torch.Tensor], budget_s: float) -> list[float]:
-    """Median time of a run of each model, in milliseconds.
+    """Return the median time of a run of each model, in milliseconds.
 
-    They run in turns, so that a busy moment of the machine hits all alike. Stops after 200 rounds or once the
-    budget is spent; each runs at least once after its warm-up.
+    The models run in turns, so that a busy moment of the machine hits all alike. Stops after 200 rounds or
+    once the budget is spent; each model runs at least once after its warm-up.
     """
     times = _in_turns(models, arguments, time.perf_counter, range(1, _ENOUGH), budget_s)
     return [1e3 * statistics.median(found) for found in times]
 
 
 def quick_ms(models: Sequence[Model], arguments: Sequence[torch.Tensor], budget_s: float) -> list[float]:
-    """The tenth percentile of each model's processor time for a run on one thread, in milliseconds.
+    """Return the tenth percentile of each model's processor time per run on one thread, in milliseconds.
 
-    Processor time, which is the time on the clock when nothing else runs, leaves out the moments in which
-    others had the core; the quick end leaves out the runs that found the cache full of what others put there.
+    Processor time, which equals the wall time on an idle machine, leaves out the moments in which other
+    programs had the core; the low percentile leaves out the runs that found the cache full of their data.
     """
     with one_thread():
         times = _in_turns(models, arguments, time.thread_time, range(_LEAST, _MANY), budget_s)
@@ -58,7 +58,10 @@ def _in_turns(
     rounds: range,
     budget_s: float,
 ) -> list[list[float]]:
-    """Seconds by `clock` of each model's runs: `rounds`, the least and the most within the budget."""
+    """Return the seconds by `clock` of each model's runs; `rounds` is the least and the most of them.
+
+    More rounds than the least run only within the budget.
+    """
     times: list[list[float]] = [[] for _ in models]
     with torch.inference_mode():
         for model in models:
@@ -74,12 +77,15 @@ def _in_turns(
 
 
 def batches_of(samples: Samples, batched: bool) -> dict[int, tuple[torch.Tensor, ...]]:
-    """What models are timed with, by batch size: `BATCH_SIZES`; just the first sample unless they batch."""
+    """Return the arguments to time models with, by batch size; only the first sample if not batched.
+
+    The sizes of a batched model are `BATCH_SIZES`.
+    """
     return {size: batch_of(samples, size) for size in BATCH_SIZES} if batched else {1: samples[0]}
 
 
 def batch_of(samples: Samples, size: int) -> tuple[torch.Tensor, ...]:
-    """One call's arguments of `size` rows, taken from the samples and repeated when they have fewer.
+    """Return one call's arguments of `size` rows, from the samples, repeated when they have fewer.
 
     Rows lie along the first dimension. Samples whose other dimensions differ from the first one's are left
     out.

@@ -1,4 +1,4 @@
-"""How far the answers of two models lie apart: pure functions of their outputs."""
+"""Measures how far the outputs of two models differ: pure functions of the outputs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Outputs = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The answers of one model against those of another over the same samples.
+    """The outputs of one model compared with those of another over the same samples.
 
     `drift` is the one figure that limits are set on: the root of the mean squared difference over the root of
     the mean square of the original's values; for whole numbers and booleans, the share of values that differ;
-    the largest over all outputs. 0 is equal, 1 has nothing to do with the original.
+    the largest over all outputs. 0 is equal; at 1 the outputs have nothing to do with the original's.
     """
 
     rows: int  # along the first dimension of the first output
@@ -30,7 +30,7 @@ class Difference:
     mean_abs: float
     drift: float
     cosine: float | None  # mean over rows, the least of all outputs; None without floating-point outputs
-    # Share of rows with the largest value at the same place; None unless one is [rows, 2+].
+    # Share of rows with the largest value at the same place; None unless an output is [rows, 2+].
     top1: float | None
     channel: ChannelDrift | None = None  # None where no channel varies, or values are few
     silenced: tuple[Silenced, ...] = ()
@@ -38,21 +38,21 @@ class Difference:
 
 
 def flattened(result: Any) -> Outputs:
-    """The tensors of a model's result in order: of a tuple or list, or the values of a dict; None is none.
+    """Return the tensors of a model's result in order, from a tuple, list or dict; None is skipped.
 
     Raises:
-        ModelRefused: there is something else than tensors in it.
+        ModelRefused: the result has something other than tensors.
     """
     return tuple(tensor for _, tensor in flat(result))
 
 
 def answers(model: Callable[..., Any], sample: Outputs) -> Outputs:
-    """What the model makes of a sample, copied on the way in and out, for it may change what it is given."""
+    """Run the model on a copy of the sample and return copies of its outputs: it may change either."""
     return tuple(tensor.clone() for tensor in flattened(model(*copy.deepcopy(sample))))
 
 
 def difference(pairs: Iterable[tuple[Outputs, Outputs]]) -> Difference:
-    """Compare the outputs of the original with those of the other, sample by sample.
+    """Compare the outputs of the original with those of the other model, sample by sample.
 
     Raises:
         ModelRefused: they differ in number or shape, so they can't be compared; or there are none.
@@ -100,7 +100,7 @@ class _Tally:
         return math.sqrt(self._squares / self._scale) if self._scale else math.inf
 
     def add(self, wanted: torch.Tensor, found: torch.Tensor) -> None:
-        """Count one sample in."""
+        """Add one sample."""
         one, other = wanted.detach().double(), found.detach().double()
         equal = (one == other) | (one.isnan() & other.isnan())
         apart = torch.where(equal, 0.0, (one - other).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
@@ -145,18 +145,21 @@ def _refuse_other_shapes(wanted: Outputs, found: Outputs) -> None:
         )
 
 
-_FEWEST = 8  # values of a channel that tell whether it varies
-_VARIES = 0.05  # spread over root mean square; what varies less is near constant anyway
-# Of the channels that vary, what share went silent for it to count: with few samples, a rare and small
-# activation that int8 rounds to zero leaves a channel constant now and then, and that is no harm.
+_FEWEST = 8  # least number of values that tell whether a channel varies
+_VARIES = 0.05  # spread over root mean square; a channel below it is nearly constant
+# Least share of the varying channels that must be silent to be reported: with few samples, a rare and small
+# activation that int8 rounds to zero may leave a channel constant, which does no harm.
 _SHARE = 0.05
-_CARRYING = 4.0  # values that carry the error of all silent channels; one or two outliers do not count
+_CARRYING = 4.0  # least values that carry the silent channels' error; one or two outliers do not count
 _NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelDrift:
-    """The channel that drifts most: root of the mean squared difference over its own standard deviation."""
+    """The channel with the largest drift: root of the mean squared difference over its own deviation.
+
+    The deviation is the standard deviation of the channel in the original.
+    """
 
     output: int  # its place among the outputs
     dimension: int
@@ -165,14 +168,14 @@ class ChannelDrift:
 
     @property
     def note(self) -> str:
-        """For people."""
+        """One line for people."""
         where = f"channel {self.channel} of dimension {self.dimension}, output {self.output}"
         return f"worst channel: drift {self.drift:.3g} of what varies in it ({where})"
 
 
 @dataclass(frozen=True, slots=True)
 class Silenced:
-    """Channels of one output that vary in the original, and have one and the same value in the other."""
+    """Channels of one output that vary in the original, and have one constant value in the other model."""
 
     output: int
     dimension: int
@@ -182,7 +185,7 @@ class Silenced:
 
     @property
     def note(self) -> str:
-        """For people."""
+        """One line for people."""
         named = ", ".join(map(str, self.first)) + (", ..." if self.count > len(self.first) else "")
         return (
             f"of output {self.output}, {self.count} of {self.of} channels (dimension {self.dimension}: "
@@ -191,7 +194,7 @@ class Silenced:
 
 
 def channels_of(dimensions: int) -> tuple[int, ...]:
-    """Which dimensions of an output may be channels: the last one, and 1."""
+    """Return the dimensions of an output that may be channels: 1 and the last one."""
     return tuple(sorted({1, dimensions - 1})) if dimensions > 2 else (dimensions - 1,) * (dimensions > 0)
 
 
@@ -206,7 +209,10 @@ class ChannelTally:
         self._constant, self._first = torch.zeros(0, dtype=torch.bool), torch.zeros(0)
 
     def add(self, wanted: torch.Tensor, found: torch.Tensor, apart: torch.Tensor) -> None:
-        """Count one sample in: outputs as doubles, not-a-number as 0, and how far each value is apart."""
+        """Add one sample, in doubles: both outputs and, as `apart`, the absolute difference of each value.
+
+        Not-a-number is 0 in `wanted`.
+        """
         self._fits = self._fits and wanted.dim() > self._dimension
         if not self._fits or not wanted.numel():
             return
@@ -223,7 +229,7 @@ class ChannelTally:
 
     @property
     def worst(self) -> ChannelDrift | None:
-        """The channel that drifts most; None when none varies, or there are too few values to tell."""
+        """The channel with the largest drift; None when none varies, or there are too few values to tell."""
         varies = self._varies()
         if not bool(varies.any()):
             return None
@@ -239,7 +245,7 @@ class ChannelTally:
         places = silent.nonzero().flatten().tolist()
         if not places or len(places) < _SHARE * int(varies.sum()):
             return None
-        carrying = (self._apart.square() / self._apart_squared)[silent].sum()  # as many values, if all alike
+        carrying = (self._apart.square() / self._apart_squared)[silent].sum()  # their count, if all are equal
         if not float(carrying) >= _CARRYING:
             return None
         return Silenced(self._output, self._dimension, len(places), int(varies.sum()), tuple(places[:_NAMED]))
@@ -255,7 +261,7 @@ class ChannelTally:
         )
 
     def _merge(self, one: torch.Tensor) -> None:
-        """Mean and squares about it, of what was and what comes (Chan's formula, which cancels nothing)."""
+        """Merge new rows into the running mean and sum of squares (Chan's formula, without cancellation)."""
         count, mean = len(one), one.mean(0)
         step, total = mean - self._mean, self._count + count
         self._squares += (one - mean).square().sum(0) + step.square() * (self._count * count / total)
@@ -270,6 +276,6 @@ class ChannelTally:
 
 
 def worst_of(tallies: Sequence[ChannelTally]) -> ChannelDrift | None:
-    """The channel that drifts most of all."""
+    """Return the channel with the largest drift of all tallies; None when no channel varies."""
     found = [tally.worst for tally in tallies]
     return max((one for one in found if one is not None), key=lambda one: one.drift, default=None)

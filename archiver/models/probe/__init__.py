@@ -1,1 +1,1 @@
-"""What a model takes and gives, found by running it."""
+"""Derivation of a model's signature by running the model."""

@@ -28,16 +28,16 @@ def signature_of(
     say: Say = silent,
     variations: Sequence[Variation] = VARIATIONS,
 ) -> Signature:
-    """The signature of what is packed; every free size in it was tried.
+    """Return the signature of the packed model; every free size in it was tried.
 
     Args:
         run: the model as it will be served.
         example: one tensor per input.
-        names: of the inputs.
-        sizes: what may vary; the model is refused when it does not follow.
+        names: names of the inputs.
+        sizes: the free sizes; the model is refused when it does not support one.
         probe_batch: when `sizes` has no batch, try whether the model takes another one.
         say: takes a line when that fails, and when the model is random.
-        variations: what the other rows of a batch are tried with.
+        variations: functions that make the other rows of a batch.
 
     Raises:
         ModelRefused: the model fails, or mixes rows that would come from different clients.
@@ -58,7 +58,7 @@ def signature_of(
 def _trial(
     run: Run, example: Tensors, is_asked: bool, say: Say, variations: Sequence[Variation]
 ) -> tuple[Trial, bool]:
-    """What to try, and whether it makes sense to look for a batch."""
+    """Return the trial to run, and whether it makes sense to look for a batch."""
     base = run_on(run, example)
     try:
         random = is_random(run, example, base)
@@ -92,13 +92,13 @@ def _signature(trial: Trial, names: Sequence[str], found: Sequence[tuple[FreeSiz
 
 
 def _common(sizes: Sequence[FreeSize]) -> tuple[int, int]:
-    """The bounds that sizes share which all are first dimensions: a server takes these for one batch."""
+    """Return the bounds common to all sizes of first dimensions: a server takes these for one batch."""
     first = [free for free in sizes if any(dimension == 0 for _, dimension in free.places)]
     return max(free.low for free in first), min(free.high for free in first)
 
 
 def _found_batch(trial: Trial, say: Say) -> list[tuple[FreeSize, _Places]]:
-    """The batch, if all inputs have one and the model follows another size of it; else a line says why."""
+    """Return the batch if all inputs have one and the model supports another size of it; else say why."""
     try:
         free = batch_of(trial.example, _ANY_BATCH)
         return [(free, _varying(trial, free))]
@@ -108,7 +108,7 @@ def _found_batch(trial: Trial, say: Say) -> list[tuple[FreeSize, _Places]]:
 
 
 def batch_refusal(run: Run, example: Tensors, precision: Precision) -> ModelRefused | None:
-    """Why the model takes no other batch than the example's; None if it takes them."""
+    """Return why the model takes no other batch than the example's; None if it takes others."""
     try:
         base = run_on(run, example)
         trial = Trial(run, example, base, is_random(run, example, base), precision)
@@ -119,7 +119,7 @@ def batch_refusal(run: Run, example: Tensors, precision: Precision) -> ModelRefu
 
 
 def _varying(trial: Trial, free: FreeSize) -> _Places:
-    """Which dimensions of the outputs go with `free`."""
+    """Return the dimensions of the outputs that vary with `free`."""
     base, now, size = trial.base, free.size_in(trial.example), free.other_size(trial.example)
     other = base if size == now else trial.answers(resized(trial.example, free, size))
     if len(base) != len(other):
@@ -137,7 +137,7 @@ def _varying(trial: Trial, free: FreeSize) -> _Places:
             _check_row_count(name, small, large, now, size)
     if free.is_batch(trial.example):
         refuse_mixing(trial, size)
-        if size == now:  # a range of one size: the batch is what it is
+        if size == now:  # a range of one size: no second size shows which dimension is the batch
             found = [(index, 0) for index, (_, tensor) in enumerate(base) if tensor.dim()]
     return found
 
@@ -154,15 +154,15 @@ def _spec(name: str, tensor: torch.Tensor, shape: Sequence[int]) -> TensorSpec:
 
 
 def is_random(run: Run, example: Tensors, base: Named) -> bool:
-    """Whether it answers the same twice from the same seed only.
+    """Return whether two runs on one example agree only with the same seed.
 
     Args:
         run: the model.
-        example: to run it on.
-        base: what it has answered to that.
+        example: inputs to run it on.
+        base: the results of an earlier run on them.
 
     Raises:
-        ModelRefused: it doesn't then either, as it keeps state.
+        ModelRefused: the runs differ with the same seed, too, because the model keeps state.
     """
     if differing(base, run_on(run, example), FINE) is None:
         return False

@@ -21,19 +21,20 @@ from torchere.archiver.signature import Signature
 
 
 def tried_signature(path: Path, example: Tensors | None, say: Say) -> Signature:
-    """What the model takes and gives.
+    """Return the signature of an ONNX model after trying whether it has a batch.
 
-    Where all first dimensions are free, they are the batch if rows of an example leave one another alone; if
-    that can't be tried, as onnxruntime is missing or does not run the model, they are if they share a name.
+    Where all first dimensions are free, they are the batch if the rows of an example do not affect one
+    another. If that can't be tried, because onnxruntime is missing or does not run the model, they are the
+    batch if they share a name.
 
     Args:
         path: checked by `external_files_of_onnx`.
-        example: None makes one up of the graph's types.
+        example: None makes one of the graph's types.
         say: takes a line when the model is packed without batches, or when nothing could be tried.
 
     Raises:
-        ModelRefused: the model is damaged, or the example is not for it; or it does not say how many
-            dimensions an input or output has, and can't be run to see.
+        ModelRefused: the model is damaged, or the example does not fit it; or it does not say how many
+            dimensions an input or output has, and can't be run to find out.
     """
     form = form_of_onnx(path)
     if form.unshaped:
@@ -53,7 +54,7 @@ def tried_signature(path: Path, example: Tensors | None, say: Say) -> Signature:
 
 
 def _ranked(path: Path, form: OnnxForm, example: Tensors | None) -> OnnxForm:
-    """The form with the number of dimensions that each unshaped input and output has in a run."""
+    """Return the form with the number of dimensions that each unshaped input and output has in a run."""
     inputs = [spec.name for spec in form.signature.inputs]
     outputs = [spec.name for spec in form.signature.outputs]
     silent = next(name for name in (*inputs, *outputs) if name in form.unshaped)
@@ -73,7 +74,7 @@ def _ranked(path: Path, form: OnnxForm, example: Tensors | None) -> OnnxForm:
 
 
 def _refusal(path: Path, form: OnnxForm, example: Tensors | None) -> ModelRefused | None:
-    """Why it takes no batches; None if it takes them; raises ModelRefused when that can't be tried."""
+    """Return why the model takes no batches, or None; raise ModelRefused when that can't be tried."""
     given = _made_up(form.signature) if example is None else example
     run = _loaded(path)
     with refusing("running the model on the example"):

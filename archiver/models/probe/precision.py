@@ -1,4 +1,4 @@
-"""How exactly a model computes, and when two of its results are the same within that."""
+"""Precision of a model's arithmetic, and whether two of its results are equal within it."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from torchere.archiver.models.inputs.sizes import Tensors
 from torchere.archiver.models.measure.difference import channels_of
 
 _ROUNDED = (torch.float16, torch.bfloat16, torch.quint8, torch.qint8, torch.qint32)
-_FLOOR = 1e-3  # outputs are not looked at more closely than if their largest value were this
-# What is as large, and as many times the median of an output's values, fills a place (-1e9) and has no scale.
+_FLOOR = 1e-3  # least value taken for an output's largest one, so that tiny outputs keep a tolerance
+# Values this large, and this many times an output's median, are fillers (-1e9) and do not set its scale.
 _FILLED, _TIMES = 1e4, 100
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """What is allowed between two results that should be equal.
+    """The tolerance between two results that should be equal.
 
-    `scales_by_batch` is said of int8 whose scales are measured at each run, over all rows of a batch: rows of
-    much larger values make the others coarser than `absolute`.
+    `scales_by_batch` marks int8 whose scales are measured at each run, over all rows of a batch: rows of much
+    larger values make the others coarser than `absolute`.
     """
 
     relative: float  # of each value
-    # Of the largest value of its channel; of whole numbers, the share of them that may differ.
+    # Relative to the largest value of the channel; for whole numbers, the share that may differ.
     absolute: float
-    spread: float = 1.0  # what share of an output's largest value a channel's is taken for at least
+    spread: float = 1.0  # least largest value of a channel, as a share of the output's largest one
     scales_by_batch: bool = False
 
     def differs(self, wanted: torch.Tensor, found: torch.Tensor) -> bool:
-        """Whether the two are not the same; NaN is the same as NaN."""
+        """Return whether the two differ by more than the tolerance; NaN is equal to NaN."""
         if wanted.shape != found.shape or wanted.dtype != found.dtype:
             return True
         one, other = wanted.double(), found.double()
@@ -45,7 +45,7 @@ class Precision:
         return not bool((equal | ((one - other).abs() <= limit)).all())
 
     def _scale(self, values: torch.Tensor) -> torch.Tensor:
-        """The largest magnitude of each value's channel: small scores lie beside large boxes."""
+        """Return the largest magnitude of each value's channel: small scores lie beside large boxes."""
         largest = max(_largest(values), _FLOOR)
         scale = torch.full((1,) * values.dim(), largest, dtype=torch.float64)
         for dimension in channels_of(values.dim()) if values.dim() > 1 and values.numel() else ():
@@ -55,7 +55,7 @@ class Precision:
 
 
 def _largest(values: torch.Tensor) -> float:
-    """The largest magnitude that is no filling; a filling counts once, however often it is there."""
+    """Return the largest magnitude that is not a filler; a filler counts once, however often it occurs."""
     found = torch.unique(values[values.isfinite()].abs())
     if not found.numel():
         return 0.0
@@ -63,14 +63,14 @@ def _largest(values: torch.Tensor) -> float:
 
 
 FINE = Precision(1e-3, 1e-4, spread=0.05)  # fp32: sums in another order
-COARSE = Precision(0.05, 0.05)  # int8 and bfloat16: a value just beside a step goes to the other side
+COARSE = Precision(0.05, 0.05)  # int8 and bfloat16: a value near a step may be rounded to its other side
 UNKNOWN = Precision(COARSE.relative, COARSE.absolute, scales_by_batch=True)
-# One scale for a whole batch moves all its rows.
+# One scale for a whole batch changes all its rows.
 SHARED = Precision(COARSE.relative, 0.25, scales_by_batch=True)
 
 
 def differing(wanted: Named, found: Named, precision: Precision) -> str | None:
-    """The name of an output that is not the same; None when all are."""
+    """Return the name of an output that differs; None when all are equal."""
     for index, (name, tensor) in enumerate(wanted):
         if index >= len(found) or precision.differs(tensor, found[index][1]):
             return name
@@ -78,14 +78,14 @@ def differing(wanted: Named, found: Named, precision: Precision) -> str | None:
 
 
 def precision_of(run: Callable[..., Any], example: Tensors) -> Precision:
-    """Tell from the operators that run, and from their types; UNKNOWN where they can't be seen."""
+    """Derive the precision from the operators that run and their types; UNKNOWN if they can't be seen."""
     if type(run).__module__.startswith("torch._inductor"):
         return UNKNOWN  # machine code, which must not be watched from Python
     watch = _Watch()
     try:
         with torch.no_grad(), watch:
             run(*(tensor.clone() for tensor in example))
-    # Broad, because watching is torch's business; the model has run on this example without.
+    # Broad, because only torch's watching can fail here: the model has run on this example without it.
     except Exception:
         return UNKNOWN
     if any("dynamic" in name or "choose_qparams" in name for name in watch.operators):
@@ -95,7 +95,7 @@ def precision_of(run: Callable[..., Any], example: Tensors) -> Precision:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own have no types
-    """Notes which operators run."""
+    """Records the operators that run."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

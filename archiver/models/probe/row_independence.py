@@ -1,4 +1,4 @@
-"""Whether the rows of a batch, which are different clients', leave one another alone."""
+"""Checks that the rows of a batch, which are of different clients, do not affect one another."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ Variation = Callable[[torch.Tensor], torch.Tensor]
 
 
 def shuffled(tensor: torch.Tensor) -> torch.Tensor:
-    """Its values moved by one along the last dimension, but for padding; sums over the tensor stay the same.
+    """Return the values rolled by one along the last dimension, except padding; sums stay the same.
 
-    Padding is what is 0, or the same as the last of its row; masks are nothing else and stay.
+    In whole numbers, padding is every 0 and every value equal to the last one of its row; masks consist of
+    these alone and stay.
     """
     if tensor.is_floating_point() and tensor.dim():
         return tensor.roll(1, -1)
     if tensor.dtype == torch.bool or not tensor.dim() or not tensor.numel():
         return tensor.clone()
-    moved = tensor.reshape(-1, tensor.shape[-1]).to(torch.int64, copy=True)  # types that torch can pick from
+    moved = tensor.reshape(-1, tensor.shape[-1]).to(torch.int64, copy=True)  # a type that torch can index
     for row in moved:
         places = ((row != 0) & (row != row[-1])).nonzero().flatten()
         row[places] = row[places].roll(1)
@@ -32,12 +33,12 @@ def shuffled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def others(tensor: torch.Tensor) -> torch.Tensor:
-    """Its rows in another order; a single one stays."""
+    """Return the rows in another order; a single row stays."""
     return tensor.roll(1, 0)
 
 
 def larger(tensor: torch.Tensor) -> torch.Tensor:
-    """Scaled and shifted; whole numbers all become the largest of them, as in a text without padding."""
+    """Scale and shift the values; whole numbers all become their largest, as in a text without padding."""
     if tensor.is_floating_point():
         return tensor * 3 + 1
     if tensor.dtype == torch.bool or not tensor.numel():
@@ -46,7 +47,7 @@ def larger(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def opposite(tensor: torch.Tensor) -> torch.Tensor:
-    """Negated and scaled; of whole numbers the second half becomes 0, as in a padded text."""
+    """Negate and scale the values; of whole numbers, the second half becomes 0, as in a padded text."""
     if tensor.is_floating_point():
         return tensor * -2
     emptied = tensor.clone()
@@ -60,36 +61,37 @@ def _largest(tensor: torch.Tensor) -> int:
     return int(tensor.to(torch.int64).max())  # torch has no maximum of larger unsigned types
 
 
-# The first takes values that were seen and no others.
+# The first uses only values of the example.
 VARIATIONS: tuple[Variation, ...] = (shuffled, larger, opposite)
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A model that is tried on other sizes and values than those of an example."""
+    """A model to run on other sizes and values than those of an example."""
 
     run: Run
     example: Tensors
-    base: Named  # what the model answers to the example
+    base: Named  # the model's results on the example
     is_random: bool = False
-    precision: Precision | None = None  # None: to be found out
+    precision: Precision | None = None  # None: found by `precision_of`
     variations: Sequence[Variation] = VARIATIONS
 
     def answers(self, inputs: Tensors) -> Named:
-        """What the model answers, if it is random by the same random numbers each time."""
+        """Run the model; a random one gets the same random numbers each time."""
         return seeded(self.run, inputs) if self.is_random else run_on(self.run, inputs)
 
 
 def refuse_mixing(trial: Trial, size: int) -> None:
-    """Try rows of the example behind and in front of rows of other values.
+    """Raise ModelRefused when a row's result depends on the other rows of the batch.
+
+    Rows of the example are run behind and in front of rows of other values.
 
     Args:
         trial: every input of the example has the batch as its first dimension.
-        size: of the batches to try, which the model takes.
+        size: size of the batches to try, which the model takes.
 
     Raises:
-        ModelRefused: an answer to a row depends on the other rows. Rows of other values that the model can't
-            run on tell nothing.
+        ModelRefused: a result depends on the other rows. Other values on which the model fails show nothing.
     """
     now = trial.example[0].shape[0]
     kept = now if size > now else max(size - 1, 1)
@@ -108,7 +110,7 @@ def refuse_mixing(trial: Trial, size: int) -> None:
 def _differing(
     trial: Trial, variation: Variation, kept: slice, size: int, precision: Precision
 ) -> str | None:
-    """The output that is not the same for rows of the example, at `kept`, among strangers."""
+    """Return the output that differs for rows of the example, at `kept`, among other rows; or None."""
 
     def answers(variation: Variation) -> Named:
         return _rows(trial.answers(_among_strangers(trial.example, variation, kept, size)), kept)

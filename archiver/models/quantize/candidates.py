@@ -1,4 +1,4 @@
-"""Candidates for the int8 model of an archive: by a method, mixed with fp32, measured on every engine."""
+"""Candidate int8 models of an archive: made by one method, partly in fp32, measured on every engine."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ from torchere.archiver.models.quantize.static import calibrate
 from torchere.archiver.models.quantize.traced import Compile, plain_attention
 
 Samples = Sequence[tuple[torch.Tensor, ...]]
-# Methods that can leave layers in fp32, and layers that they would change.
+# Methods that can leave some layers in fp32, with the layer types that they quantise.
 _MIXABLE: dict[str, tuple[type[nn.Module], ...]] = {
     "int8-dynamic": (nn.Linear,),
     "int8-static": (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
 }
-_JUDGED = 32  # rows that engines are compared on; the verification later takes all
-_RANKED = 4  # samples, of one row each if they have batches, that tell which layers hurt most
-_BUDGET_S = 0.6  # of timing, for each engine
+_JUDGED = 32  # rows for the comparison of engines; the later verification uses all rows
+_RANKED = 4  # samples for the ranking of layers by drift; of one row each if they have batches
+_BUDGET_S = 0.6  # timing budget per engine
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One method applied to the model."""
+    """A model quantised by one method, measured on every engine."""
 
     packed: bytes  # TorchScript
     measured: tuple[Measured, ...]
     note: str
-    kept: tuple[str, ...] = ()  # layers that went back to fp32
+    kept: tuple[str, ...] = ()  # layers left in fp32
 
     def best(self, max_drift: float) -> Measured | None:
-        """What would be chosen if there were no other candidate; None when no engine runs it."""
+        """Return the best measurement of this candidate alone; None if no engine runs it."""
         try:
             return choose(self.measured, max_drift)
         except NoUsableEngine:
@@ -60,17 +60,17 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Maker:
-    """What all candidates are made of and judged by."""
+    """Makes candidates from one model, with the samples and the drift limit to judge them by."""
 
     model: LoadedModel
-    opened: Opened  # the same model with its attention as plain layers; whose layers become int8
+    opened: Opened  # the same model with its attention as plain layers; its layers become int8
     samples: Samples
     compiled: Compile
     judged: Samples
     max_drift: float
 
     def candidate(self, method: str) -> Candidate:
-        """The model by this method; when that drifts too far, with the layers in fp32 that hurt most."""
+        """Quantise the model by this method; if it drifts too far, leave the most harmful layers in fp32."""
         packed, note = self._packed(method, frozenset())
         plain = self._measured(method, packed, note)
         best, wanted = plain.best(self.max_drift), min(self.max_drift, WANTED_DRIFT)
@@ -79,7 +79,7 @@ class Maker:
         return self._mixed(plain, best, wanted)
 
     def fp32_ms(self) -> float:
-        """Time of the original for one row, on one thread."""
+        """Return the latency of the original for one row, in milliseconds, on one thread."""
         with one_thread():
             return _timer(_one_row(self.model, self.judged))(self.model.module)
 
@@ -102,7 +102,7 @@ class Maker:
         return dataclasses.replace(self._measured(best.method, packed, told), kept=tuple(sorted(kept)))
 
     def _layers(self, method: str) -> tuple[list[Sensitive], float]:
-        """Those that may go back, and how many weights in all."""
+        """Return the layers that may stay in fp32, and the limit of their weights in total."""
         module = self.opened.module
         if method == "int8-static":
             module = fold(module, self.samples[0]).module
@@ -112,11 +112,11 @@ class Maker:
         return sensitivities(module, rows, _MIXABLE[method]), MOST_KEPT * weights
 
     def _packed(self, method: str, kept: Collection[str]) -> tuple[bytes, str]:
-        """The TorchScript of the model by this method, with these layers in fp32, and a note."""
+        """Return the quantised model as TorchScript, with the `kept` layers in fp32, and a note."""
         embeddings = large_embeddings(self.opened.module) if method == "int8-dynamic" else frozenset()
         try:
             return self._compiled(method, kept)
-        # Broad, because it is the model's own code that finds no tensor as weight, and raises what it likes.
+        # Broad: the model's own code fails because an embedding's weight is not a tensor, with any error.
         except Exception:
             if embeddings <= set(kept):
                 raise
@@ -141,7 +141,7 @@ class Maker:
 def _converted(
     model: nn.Module, method: str, samples: Samples, kept: Collection[str]
 ) -> tuple[nn.Module, str]:
-    # Any engine will do to pack with: the weights are packed again when they are loaded.
+    # Any engine works here: the weights are packed again when they are loaded.
     with using(supported()[-1]):
         if method == "int8-dynamic":
             module, layers = dynamic(model, kept)
@@ -173,7 +173,7 @@ def _one_row(model: LoadedModel, samples: Samples) -> tuple[torch.Tensor, ...]:
 
 
 def some_of(model: LoadedModel, samples: Samples) -> list[tuple[torch.Tensor, ...]]:
-    """Samples at equal distances, cut if they have batches, so that there are about `_JUDGED` rows in all."""
+    """Return evenly spaced samples of about `_JUDGED` rows in total; batches are cut to fewer rows."""
     chosen = _spread(samples, _JUDGED)
     if not model.signature.batched:
         return list(chosen)
@@ -182,38 +182,38 @@ def some_of(model: LoadedModel, samples: Samples) -> list[tuple[torch.Tensor, ..
 
 
 def _spread(samples: Samples, most: int) -> Samples:
-    """At most so many of the samples, at equal distances."""
+    """Return at most `most` of the samples, evenly spaced."""
     count = len(samples)
     return samples if count <= most else [samples[index * count // most] for index in range(most)]
 
 
-# A cosine of 0.99 between outputs, when the error points anywhere: sqrt(2 (1 - 0.99)).
+# The drift of a cosine of 0.99 between outputs, for an error of random direction: sqrt(2 (1 - 0.99)).
 WANTED_DRIFT = 0.141
-# Share of the weights that may go back: it leaves a file that would be 0.25 times as large below 0.35.
+# The share of the weights that may stay in fp32: a file of 0.25 times the size stays below 0.35 times.
 MOST_KEPT = 0.12
-# Times the drift that is wanted; one conversion each. Lenient first, for what is foretold tends to be worse
-# than what comes: on EfficientNet-Lite0 four layers did what eight were foretold to need.
+# Factors on the wanted drift, with one conversion each. The most lenient is first, because the predicted
+# drift tends to be too high: on EfficientNet-Lite0, four layers were enough where eight were predicted.
 _AIMS = (1.4, 1.15, 1.0)
 _LEVELS = 255
-_TINY = 1e-8  # no scale is 0
+_TINY = 1e-8  # lower bound of scales, which must not be 0
 
 
 @dataclass(frozen=True, slots=True)
 class Sensitive:
-    """A layer, and what it would do alone."""
+    """A layer, and the drift of the model if only this layer is int8."""
 
     name: str
-    drift: float  # of the model in which only this layer is int8
+    drift: float  # of the model with only this layer in int8
     weights: int
 
 
 def sensitivities(module: nn.Module, samples: Samples, kinds: tuple[type[nn.Module], ...]) -> list[Sensitive]:
-    """The layers of these kinds, the one that hurts most first.
+    """Return the layers of these kinds by descending drift.
 
     Args:
-        module: in fp32; left as it is.
-        samples: arguments of the model; a few rows do, for only the order counts.
-        kinds: of layers with a weight of two dimensions or more and one input.
+        module: in fp32; it is not modified.
+        samples: arguments of the model; a few rows are enough, because only the order of the layers matters.
+        kinds: types of layers with one input and a weight of two or more dimensions.
     """
     model = copy.deepcopy(module).eval()
     with torch.inference_mode(False), torch.no_grad():
@@ -231,13 +231,16 @@ def sensitivities(module: nn.Module, samples: Samples, kinds: tuple[type[nn.Modu
 def to_give_back(
     layers: Sequence[Sensitive], drift: float, wanted: float, most_weights: float
 ) -> frozenset[str]:
-    """The layers that hurt most, as many as it takes to come from `drift` to `wanted`; a pure function.
+    """Select the layers to leave in fp32, in the given order, until `drift` would fall to `wanted`.
+
+    Free of I/O.
 
     Args:
-        layers: by how much they hurt.
-        drift: of the model when all of them are int8.
-        wanted: drift to reach.
-        most_weights: how many weights may go back; a layer with more than what is left is passed over.
+        layers: by descending drift.
+        drift: the drift of the model with all layers in int8.
+        wanted: the drift to reach.
+        most_weights: the most weights that may stay in fp32 in total; a layer with more weights than the
+            remaining number is skipped.
     """
     total = sum(one.drift**2 for one in layers)
     excess = total * (1 - (wanted / drift) ** 2)
@@ -259,19 +262,20 @@ def search(
     wanted: float,
     drift_with: Callable[[frozenset[str]], float],
 ) -> frozenset[str]:
-    """Which layers to give back so that the model drifts by `wanted` or less, or by the least found.
+    """Select the layers to leave in fp32 so that the drift is at most `wanted`, or the least found.
 
     Args:
         layers: see `to_give_back`.
         most_weights: see `to_give_back`.
-        drift: without giving any back.
-        wanted: drift to reach.
-        drift_with: converts the model with these layers in fp32, and measures; called three times at most.
+        drift: the drift with all layers in int8.
+        wanted: the drift to reach.
+        drift_with: converts the model with these layers in fp32 and returns its measured drift; called at
+            most three times.
     """
     tried: dict[frozenset[str], float] = {frozenset(): drift}
     for aim in _AIMS:
         kept = to_give_back(layers, drift, aim * wanted, most_weights)
-        if kept in tried or len(kept) == len(layers):  # a model in which nothing is int8 is no answer
+        if kept in tried or len(kept) == len(layers):  # a model without int8 layers is not a solution
             continue
         tried[kept] = drift_with(kept)
         if tried[kept] <= wanted:
@@ -280,7 +284,7 @@ def search(
 
 
 class _Rounded:
-    """While entered, the layer computes with weights of 7 bits, row by row, and inputs of 8."""
+    """A context manager that simulates int8 in a layer: 7-bit weights, scaled per row, and 8-bit inputs."""
 
     def __init__(self, layer: Any) -> None:
         self._layer, self._weights, self._hook = layer, layer.weight.data, None

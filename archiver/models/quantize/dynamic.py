@@ -1,11 +1,11 @@
-"""Dynamic int8: weights in 8 bits, the range of activations measured anew at each call. Needs no samples.
+"""Dynamic int8: 8-bit weights, with the range of activations measured at each call; needs no samples.
 
-For models of linear layers and recurrent ones; the first use of language models. Convolutions stay in fp32.
+For models of linear and recurrent layers, mainly language models. Convolutions stay in fp32.
 
-Activations of linear layers have 8 bits and weights 7. PyTorch's own choice on x86 is the other way round:
-processors without VNNI add two products in 16 bits, which 8 bits times 8 overflow. This is as fast, and
-drifts half as far: activations have one scale for all tokens, weights one for each row. On all-MiniLM-L6-v2
-it is 0.13 instead of 0.22.
+Activations of linear layers have 8 bits and weights 7. PyTorch's default on x86 is the reverse: processors
+without VNNI add two products in 16 bits, and products of 8 by 8 bits would overflow. The choice here is as
+fast and has about half the drift, 0.13 instead of 0.22 on all-MiniLM-L6-v2, because activations have one
+scale for all tokens, and weights one for each row.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ from torch.ao.quantization.quantize_fx import convert_fx
 from torchere.archiver.errors import ModelRefused
 
 _RECURRENT = (nn.LSTM, nn.GRU)
-# Of bags torch's int8 has sums only, over all entries, and takes others for these; it knows no max_norm.
+# torch's int8 embedding bag supports only sums over all entries and treats every other mode as a sum. It
+# ignores max_norm.
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-_LARGE = 1_000_000  # weights of an embedding; smaller ones are not where the size is
+_LARGE = 1_000_000  # weights of an embedding; smaller ones contribute little to the file size
 _WEIGHTS_7_BITS = PerChannelMinMaxObserver.with_args(
     dtype=torch.qint8, qscheme=torch.per_channel_symmetric, quant_min=-64, quant_max=63
 )
-# Layers of this version and older give activations 8 bits (torch.ao.nn.quantized.dynamic.Linear.forward).
+# Layers up to this version quantise activations to 8 bits (torch.ao.nn.quantized.dynamic.Linear.forward).
 _LAST_WITH_8_BITS = 3
-# As a linear layer and an activation behind it are traced: the layer gives what its input was.
+# The trace of a linear layer and a following ReLU: the layer casts its output to the dtype of its input.
 _LINEAR_RELU = """graph(%x, %weights, %reduced, %type, %no, %none):
   %y = quantized::linear_dynamic(%x, %weights, %reduced)
   %same = aten::to(%y, %type, %no, %no, %none)
@@ -51,11 +52,11 @@ _FUSED = """graph(%x, %weights, %reduced, %type, %no, %none):
 
 
 def dynamic(module: nn.Module, kept: Collection[str] = ()) -> tuple[nn.Module, int]:
-    """A copy whose linear, LSTM and GRU layers are int8, packed for the current engine, and their number.
+    """Copy the model with int8 linear, LSTM and GRU layers; return the copy and the number of layers.
 
-    Linear weights are scaled row by row, which costs nothing and loses least; recurrent kernels know one
-    scale only. Large embeddings get 8 bits, too, with a scale for each row: they are half of a language
-    model's size.
+    The weights are packed for the current engine. Linear weights have a scale per row, which costs nothing
+    and loses the least accuracy; recurrent kernels support a single scale only. Large embeddings get 8 bits,
+    too, with a scale per row: they are half of the size of a language model.
 
     Raises:
         ModelRefused: there is no such layer, or the model is TorchScript.
@@ -82,19 +83,19 @@ def dynamic(module: nn.Module, kept: Collection[str] = ()) -> tuple[nn.Module, i
 
 
 def large_embeddings(module: nn.Module) -> frozenset[str]:
-    """The names of the embeddings that `dynamic` changes.
+    """Return the names of the embeddings that `dynamic` quantises.
 
-    Their `weight` is a method then. A model that reads it itself, as a head does that shares its weights with
-    the embedding, takes them in fp32 only.
+    Their `weight` becomes a method. A model that reads `weight` in its own code, such as a head that shares
+    its weights with the embedding, needs them in fp32.
     """
     return frozenset(name for name, layer in module.named_modules() if _is_large_embedding(layer))
 
 
 def fuse_relu(script: torch.jit.ScriptModule) -> None:
-    """Let int8 linear layers of traced, frozen TorchScript do the ReLU that follows them.
+    """Fuse each ReLU into the int8 linear layer before it, in traced, frozen TorchScript.
 
-    One pass over memory less; the fused step rounds as the two do. It must be saved and loaded to be run:
-    oneDNN keeps what it made for a layer while this was traced.
+    This saves one pass over memory and does not change the results. Save and reload the script before running
+    it: oneDNN keeps the state that it created for a layer during tracing.
     """
     for relu in ("relu", "relu_"):
         torch._C._jit_pass_custom_pattern_based_rewrite_graph(
@@ -103,7 +104,7 @@ def fuse_relu(script: torch.jit.ScriptModule) -> None:
 
 
 def _configuration(layer: nn.Module) -> Any:
-    """How torch is to quantise the layer; None when it stays in fp32."""
+    """Return torch's quantisation configuration of the layer; None if the layer stays in fp32."""
     if type(layer) is nn.Linear:
         return QConfig(  # type: ignore[no-untyped-call]
             activation=default_dynamic_qconfig.activation, weight=_WEIGHTS_7_BITS
@@ -119,18 +120,18 @@ def _is_large_embedding(layer: nn.Module) -> bool:
     return type(layer) is nn.Embedding or (layer.mode == "sum" and layer.padding_idx is None)
 
 
-# torch puts all its int8 layers into packages of these names.
+# The packages of torch's int8 layers.
 _INT8_PACKAGES = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
 
 
 def trained(module: nn.Module) -> nn.Module:
-    """The int8 model, with the scales that training found; packed for the current engine if it wasn't yet.
+    """Convert a model from quantisation-aware training to int8, with the scales of the training.
 
-    TorchScript stays as it is. Otherwise it is a model with fake quantisation, as `prepare_qat_fx` or
-    `prepare_qat` and training leave it, which is converted; or one that is converted already.
+    Converted weights are packed for the current engine. TorchScript and models that are already converted are
+    returned unchanged; others must have fake quantisation, as `prepare_qat_fx` or `prepare_qat` adds it.
 
     Raises:
-        ModelRefused: nothing in it is int8 or was trained to be.
+        ModelRefused: the model has neither int8 layers nor fake quantisation.
     """
     if isinstance(module, torch.jit.ScriptModule) or is_int8(module):
         return module
@@ -139,7 +140,7 @@ def trained(module: nn.Module) -> nn.Module:
             f"{type(module).__name__} has neither int8 layers nor fake quantisation; expected a model from "
             "prepare_qat_fx or convert_fx. One that was trained in fp32 is for int8-static or int8-dynamic"
         )
-    # A traced graph was prepared by prepare_qat_fx, anything else layer by layer.
+    # A graph module comes from prepare_qat_fx, any other model from prepare_qat.
     prepared = copy.deepcopy(module).eval()
     if isinstance(prepared, fx.GraphModule):
         return convert_fx(prepared)
@@ -148,5 +149,5 @@ def trained(module: nn.Module) -> nn.Module:
 
 
 def is_int8(module: nn.Module) -> bool:
-    """Whether a layer of the model has packed int8 weights."""
+    """Return whether a layer of the model has packed int8 weights."""
     return any(type(layer).__module__.startswith(_INT8_PACKAGES) for layer in module.modules())

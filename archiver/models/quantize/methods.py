@@ -1,4 +1,4 @@
-"""`--quantize`: a model in fewer bits, by the method and on the engine that measure best on its samples."""
+"""`--quantize`: quantise a model by the method and for the engine that measure best on its samples."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ FORMATS = ("torchscript", "export", "aoti")
 
 @dataclass(frozen=True)
 class Quantised:
-    """A quantised model, and how it came about."""
+    """A quantised model, with the chosen method and engine and all measurements."""
 
     module: nn.Module  # frozen TorchScript for format torchscript; eager for the others and for bf16
-    method: str  # the one that was taken: "int8-static" or "int8-dynamic" where "int8" was asked for
-    engine: str | None  # what `torchscript.quantized_engine` in model-config.yaml must say; None: nothing
+    method: str  # the chosen method: "int8-static" or "int8-dynamic" if "int8" was requested
+    engine: str | None  # the value for `torchscript.quantized_engine` in model-config.yaml; None: no value
     measured: tuple[Measured, ...]  # every engine that was tried
-    notes: tuple[str, ...]  # lines for people
-    kept: tuple[str, ...] = ()  # layers that went back to fp32, because in int8 they hurt most
+    notes: tuple[str, ...]  # lines for the user
+    kept: tuple[str, ...] = ()  # layers left in fp32, because they cause the most drift in int8
 
 
 def quantise(
@@ -55,23 +55,24 @@ def quantise(
     compiled: Compile = traced,
     max_drift: float = MAX_DRIFT["int8"],
 ) -> Quantised:
-    """Quantise the model; it is left as it is.
+    """Quantise the model without modifying it.
 
-    Not thread-safe: sets torch's number of threads and its int8 engine for a while.
+    Not thread-safe: temporarily sets torch's number of threads and its int8 engine.
 
     Args:
         model: eager, in fp32; for "int8-trained" also TorchScript.
         method: a key of `METHODS`.
-        samples: arguments of the model, each with a batch of its own if it takes batches. Without any,
-            `model.example` is what engines are compared on.
-        target: the format that it will be packed in. TorchScript takes FX and PyTorch's int8 engines; the
-            others take torchao's PT2E, and have no engine to choose.
-        compiled: makes TorchScript of an int8 model; tracing unless given.
-        max_drift: engines whose answers are further off are not chosen while there are better ones.
+        samples: arguments of the model, each with a batch dimension if the model accepts batches. Without
+            samples, engines are compared on `model.example`.
+        target: the format of the packed model. TorchScript uses FX and PyTorch's int8 engines; the other
+            formats use torchao's PT2E, which has no choice of engines.
+        compiled: converts an int8 model to TorchScript; the default is tracing.
+        max_drift: an engine with a larger drift is chosen only if there is no better one.
 
     Raises:
-        ModelRefused: the method is unknown, or not for this model or machine; the text says what to do.
-        NoUsableEngine: no engine runs it.
+        ModelRefused: the method is unknown, or unsuitable for this model or machine; the message gives a
+            remedy.
+        NoUsableEngine: no engine runs the quantised model.
     """
     check_method(method)
     if target not in FORMATS:
@@ -90,7 +91,7 @@ def quantise(
         return Quantised(model.module, method, None, (), ("exported as it was trained",))
     is_dynamic = method == "int8-dynamic"
     given = samples or ([model.example] if is_dynamic else [])
-    # Not for AOTInductor: of int8 layers in a residual it adds to the model's input in place (torch 2.13).
+    # Not for AOTInductor: for int8 layers in a residual, it modifies the model's input in place (torch 2.13).
     opened = model.module if target == "aoti" else open_attention(model.module, model.example).module
     program = quantised_program(opened, given, model.signature.batched, is_dynamic)
     taken = method if is_dynamic else "int8-static"
@@ -98,9 +99,10 @@ def quantise(
 
 
 def shared_scale(model: LoadedModel, method: str) -> tuple[str, ...]:
-    """What is told of dynamic int8 where the rows of a batch are numbers of any size, and other clients'.
+    """Return a warning about dynamic int8 if a batch has floating-point rows of several clients; else ().
 
-    Of tokens nothing is: what a layer makes of an embedding is about as large for all of them.
+    A model of tokens gets no warning: the activations after an embedding have about the same size for all
+    tokens.
     """
     takes_fractions = any(tensor.is_floating_point() for tensor in model.example)
     if method != "int8-dynamic" or not model.signature.batched or not takes_fractions:
@@ -113,7 +115,7 @@ def shared_scale(model: LoadedModel, method: str) -> tuple[str, ...]:
 
 
 def check_method(method: str) -> None:
-    """Raises `ModelRefused` for what is no key of `METHODS`."""
+    """Raise `ModelRefused` if the method is not a key of `METHODS`."""
     if method not in METHODS:
         raise ModelRefused(f"--quantize is {method!r}; expected one of {', '.join(METHODS)}")
 
@@ -136,7 +138,7 @@ def _by_engine(
     max_drift: float,
 ) -> Quantised:
     given = list(samples) or [model.example]
-    is_trained = method == "int8-trained"  # with the layers that it was trained with
+    is_trained = method == "int8-trained"  # keeps the layers that it was trained with
     opened = Opened(model.module, 0) if is_trained else open_attention(model.module, model.example)
     maker = Maker(model, opened, samples, compiled, some_of(model, given), max_drift)
     candidates, refusals = _candidates(method, maker)
@@ -144,13 +146,17 @@ def _by_engine(
     chosen = choose(tried, max_drift)
     taken = candidates[chosen.method]
     module = rebuilt(taken.packed, chosen.engine)
-    refused = [f"not taken: {one}" for one in refusals if samples]  # int8-static wants some
+    refused = [f"not taken: {one}" for one in refusals if samples]  # without samples int8-static always fails
     notes = (*refused, *_notes(candidates, chosen, maker.fp32_ms()))
     return Quantised(module, chosen.method, chosen.engine, tried, notes, taken.kept)
 
 
 def _candidates(method: str, maker: Maker) -> tuple[dict[str, Candidate], list[ModelRefused]]:
-    """The model by each method that `method` stands for; by "int8" those that work, and why others do not."""
+    """Return the candidates by method, and the refusals of failed methods; "int8" tries two methods.
+
+    Raises:
+        ModelRefused: every method failed.
+    """
     methods = ("int8-static", "int8-dynamic") if method == "int8" else (method,)
     candidates: dict[str, Candidate] = {}
     refusals: list[ModelRefused] = []
@@ -182,23 +188,23 @@ def _notes(candidates: dict[str, Candidate], chosen: Measured, fp32_ms: float) -
 
 
 class InBfloat16(nn.Module):
-    """A model that computes in bfloat16 and takes and gives float32, so that its signature is the same."""
+    """A wrapper that computes in bfloat16 with float32 inputs and outputs, to keep the model's signature."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = copy.deepcopy(module).to(torch.bfloat16).eval()
 
     def forward(self, *inputs: torch.Tensor) -> Any:
-        """Floating-point inputs are rounded; tokens and masks go in as they are."""
+        """Round floating-point inputs and run the model; tokens and masks are passed unchanged."""
         return _cast(self.module(*(_cast(one, torch.bfloat16) for one in inputs)), torch.float32)
 
 
 def bf16(module: nn.Module, has_bf16: bool | None = None) -> nn.Module:
-    """The model in bfloat16.
+    """Convert a copy of the model to bfloat16.
 
     Args:
-        module: eager, in fp32; left as it is.
-        has_bf16: whether the processor multiplies bfloat16; None asks this one.
+        module: eager, in fp32; it is not modified.
+        has_bf16: whether the processor multiplies bfloat16; None queries this machine.
 
     Raises:
         ModelRefused: the processor has no such instruction, or the model is TorchScript.
@@ -218,7 +224,7 @@ def bf16(module: nn.Module, has_bf16: bool | None = None) -> nn.Module:
 
 
 def processor_has_bf16() -> bool:
-    """Whether this processor multiplies bfloat16."""
+    """Return whether this processor multiplies bfloat16."""
     capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)  # torch 2.6 has no such function
     found = capabilities() or {"avx512_bf16": torch.cpu._is_avx512_bf16_supported()}
     return any(bool(found.get(name)) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))

@@ -1,7 +1,7 @@
-"""int8 for exported programs, by torchao's PT2E: torch.export's graph gets quantise and dequantise steps.
+"""int8 for exported programs: torchao's PT2E adds quantise and dequantise steps to the exported graph.
 
-AOTInductor turns them into oneDNN's int8 kernels when it compiles the result with freezing. An exported
-program that isn't compiled computes in float between those steps: smaller, not faster.
+AOTInductor compiles them to oneDNN's int8 kernels if freezing is on. An exported program that isn't compiled
+computes in float between these steps: it is smaller, but not faster.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _QUANTIZER = "torchao.quantization.pt2e.quantizer.x86_inductor_quantizer"
 def quantised_program(
     module: nn.Module, samples: Sequence[tuple[torch.Tensor, ...]], batched: bool, dynamic: bool
 ) -> nn.Module:
-    """The model with int8 steps in its graph, to be exported or compiled as any other.
+    """Return the model with int8 steps in its graph, ready to be exported or compiled.
 
     Args:
-        module: eager, in fp32; left as it is.
-        samples: arguments to see the range of activations with; only the first is used when `dynamic`.
+        module: eager, in fp32; it is not modified.
+        samples: arguments to measure the range of activations; only the first is used if `dynamic`.
         batched: whether the first dimension of every input is a batch of any size.
         dynamic: measure the range of activations at each call; linear layers only.
 
@@ -48,7 +48,7 @@ def quantised_program(
         pt2e, quantizers = _torchao()
         graph = _exported(_folded(module, samples[0]), samples[0], batched)
         quantizer = quantizers.X86InductorQuantizer()
-        # Activations of 7 bits: without VNNI, sums of two products of 8 bits overflow.
+        # 7-bit activations, because without VNNI the sum of two 8-bit products overflows.
         quantizer.set_global(
             quantizers.get_default_x86_inductor_quantization_config(is_dynamic=dynamic, reduce_range=True)
         )
@@ -62,7 +62,7 @@ def quantised_program(
 
 
 def _folded(module: nn.Module, example: tuple[torch.Tensor, ...]) -> nn.Module:
-    """PT2E folds batch normalisation itself, but not padding; what can't be folded goes as it is."""
+    """Fold paddings, because PT2E folds only batch normalisation; return an untraceable model unchanged."""
     try:
         return fold(module, example).module
     except NotTraceable:
@@ -70,7 +70,7 @@ def _folded(module: nn.Module, example: tuple[torch.Tensor, ...]) -> nn.Module:
 
 
 def _forget_unused(graph: fx.GraphModule) -> None:
-    """Without the fp32 weights whose int8 the graph takes instead: an exported program would hold both."""
+    """Delete the unused fp32 weights, which int8 weights replace: an exported program would hold both."""
     used = {str(node.target) for node in graph.graph.nodes if node.op == "get_attr"}
     held = [*graph.named_parameters(remove_duplicate=False), *graph.named_buffers(remove_duplicate=False)]
     for name in {name for name, _ in held} - used:
@@ -79,7 +79,8 @@ def _forget_unused(graph: fx.GraphModule) -> None:
 
 
 def _exported(module: nn.Module, sample: tuple[torch.Tensor, ...], batched: bool) -> nn.Module:
-    rows = tuple(torch.cat([tensor, tensor]) for tensor in sample) if batched else sample  # one is special
+    # At least two rows, because torch.export treats a batch of 1 as a constant.
+    rows = tuple(torch.cat([tensor, tensor]) for tensor in sample) if batched else sample
     sizes: list[dict[int, Any]] = [{0: torch.export.Dim.AUTO} if batched else {} for _ in rows]
     with torch.no_grad():
         program = torch.export.export(module, rows, dynamic_shapes=by_parameter(module, sizes))
@@ -99,7 +100,7 @@ def _torchao() -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what torchao says, when it is imported, about kernels for GPUs that it can't load here."""
+    """Suppress warnings, stderr and logs, such as torchao's at its import about unavailable GPU kernels."""
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     before = [logger.level for logger in loggers]
     for logger in loggers:

@@ -1,13 +1,14 @@
-"""Static int8 by FX graph mode: weights and activations in 8 bits, ranges taken from calibration samples.
+"""Static int8 by FX graph mode: 8-bit weights and activations, with ranges from calibration samples.
 
 Three decisions, each measured on EfficientNet-Lite0 (docs/quantization.md):
 
-- Weights have 7 bits. Processors without VNNI add pairs of products of 8 bits in 16, and two of 255 x 127 do
-  not fit; two of 255 x 64 do. An archive is often packed on another processor than it is served on. Depthwise
-  convolutions have 8: oneDNN adds up no pairs for them, and a few taps with 7 bits cost the most accuracy.
-- ReLU6 is the saturation of the format (`folding_clipping`).
-- Only layers that gain are quantised. Normalisations, softmax and the like stay in fp32: they are not where
-  the time goes, and 8 bits hurt them most.
+- Weights have 7 bits. Processors without VNNI add pairs of 8-bit products in 16 bits, which overflow with
+  2 x 255 x 127 but not with 2 x 255 x 64. The processor that serves an archive often differs from the one
+  that packs it. Depthwise convolutions have 8 bits: oneDNN does not add pairs for them, and 7 bits cost the
+  most accuracy in a kernel of few taps.
+- ReLU6 becomes the saturation of the integer format (`clipped_by_format`).
+- Only layers that gain are quantised. Normalisations, softmax and similar layers stay in fp32: they take
+  little of the time, and lose the most accuracy with 8 bits.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ _KEPT_IN_FP32: tuple[Any, ...] = (
     nn.Softmax,
     nn.Sigmoid,
     nn.Tanh,
-    functional.conv1d,  # those that no folding made layers of: torch packs only calls with all arguments
+    functional.conv1d,  # calls that folding did not replace: torch packs only calls with all arguments
     functional.conv2d,
     functional.conv3d,
     functional.conv_transpose1d,
@@ -99,29 +100,29 @@ _KEPT_IN_FP32: tuple[Any, ...] = (
 
 @dataclass(frozen=True)
 class Calibrated:
-    """A model that has seen the samples; `convert` makes an int8 model of it, as often as wanted."""
+    """A model calibrated on the samples; `convert` makes a new int8 model of it at each call."""
 
     prepared: fx.GraphModule
-    layers: int  # with weights that will be int8
+    layers: int  # number of layers whose weights become int8
     note: str
 
     def convert(self) -> fx.GraphModule:
-        """The int8 model, its weights packed for the engine of `torch.backends.quantized`."""
+        """Return the int8 model, its weights packed for the engine of `torch.backends.quantized`."""
         return convert_fx(copy.deepcopy(self.prepared))
 
 
 def calibrate(
     module: nn.Module, samples: Sequence[tuple[torch.Tensor, ...]], kept: Collection[str] = ()
 ) -> Calibrated:
-    """Fold the model, and let every sample through it to see the range of each activation.
+    """Fold the model, and run it on every sample to measure the range of each activation.
 
     Args:
-        module: eager, in fp32; left as it is.
-        samples: arguments of the model; at least one, better a hundred that are like real requests.
+        module: eager, in fp32; it is not modified.
+        samples: arguments of the model; at least one, better a hundred that resemble real requests.
         kept: layers of the folded model that stay in fp32.
 
     Raises:
-        NotTraceable: the model's forward is no graph.
+        NotTraceable: the model's forward can't be traced as a graph.
         ModelRefused: there is no sample, or no layer that can be int8.
     """
     if not samples:
@@ -156,9 +157,10 @@ def calibrate(
 
 
 def _call_prelu(graph: fx.GraphModule) -> None:
-    """Make functions of the layers that torch makes int8 ones of, whatever they are configured to be.
+    """Replace PReLU layers by calls of `functional.prelu`, which stay in fp32.
 
-    For that it looks for channels among their slopes, and fails where it finds one dimension.
+    torch converts a PReLU layer to int8 even if its configuration says fp32, and that conversion fails on
+    slopes of one dimension, because it looks for a channel dimension.
     """
     for node in list(graph.graph.nodes):
         if not isinstance(module_at(graph, node), nn.PReLU):
@@ -172,17 +174,17 @@ def _call_prelu(graph: fx.GraphModule) -> None:
 
 
 def _observe_what_is_not_clipped(prepared: fx.GraphModule, clipped: Sequence[str]) -> None:
-    """Measure the range of whatever feeds a clipped layer without being one, as the model's input does.
+    """Measure the range of unclipped values that a clipped layer reads, such as the model's input.
 
-    FX takes the configuration of a value that has none of its own from the layer that reads it, which here
-    would squeeze it into 0 ... 6.
+    FX gives a value without a configuration that of the layer that reads it, which would limit the value to
+    0 ... 6 here.
     """
     fixed = [
         (node, observer)
         for node in prepared.graph.nodes
         if isinstance(observer := module_at(prepared, node), FixedQParamsFakeQuantize)
     ]
-    # By identity: FX lets what only moves values about (a pooling, a reshape) share its input's observer.
+    # By identity: operations that only move values (a pooling, a reshape) share the observer of their input.
     right = {id(observer) for node, observer in fixed if str(node.args[0].target) in clipped}
     for node, observer in fixed:
         if id(observer) not in right:
@@ -190,7 +192,7 @@ def _observe_what_is_not_clipped(prepared: fx.GraphModule, clipped: Sequence[str
 
 
 class _WholeNumbers(fx.Interpreter):
-    """Runs a graph, and keeps the nodes whose tensors have no scale: masks, indices."""
+    """Runs a graph and records the nodes whose tensors are not floating-point: masks, indices."""
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__(graph)
@@ -204,8 +206,8 @@ class _WholeNumbers(fx.Interpreter):
 
 
 def _leave_whole_numbers(prepared: fx.GraphModule, sample: tuple[torch.Tensor, ...]) -> None:
-    """Take the observers of whole numbers out: FX puts one before whatever reshapes its input."""
-    run = _WholeNumbers(copy.deepcopy(prepared))  # a copy, for running it is calibrating it
+    """Remove the observers of integer tensors: FX adds one before each operation that reshapes its input."""
+    run = _WholeNumbers(copy.deepcopy(prepared))  # a copy, because each run calibrates the observers
     with torch.no_grad():
         run.run(*sample)
     names = {node.name for node in run.found}
@@ -217,7 +219,7 @@ def _leave_whole_numbers(prepared: fx.GraphModule, sample: tuple[torch.Tensor, .
 
 
 def _configuration(graph: fx.GraphModule, clipped: Sequence[str]) -> QConfigMapping:
-    # Fake-quantised, not only observed: what comes after must be calibrated on values that end at 6.
+    # Fake-quantised, not only observed: the layers after it must be calibrated on values clipped at 6.
     fixed = FixedQParamsFakeQuantize.with_args(  # type: ignore[no-untyped-call]
         observer=FixedQParamsObserver.with_args(scale=_RELU6_SCALE, zero_point=0, **_LEVELS)
     )
@@ -233,7 +235,7 @@ def _configuration(graph: fx.GraphModule, clipped: Sequence[str]) -> QConfigMapp
 
 
 def _clips_behind(graph: fx.GraphModule, kept: Collection[str]) -> list[str]:
-    """Layers that limit what a kept one gives; in int8 they would spend their levels on what they cut off."""
+    """Return the clipping layers after a kept layer: in int8 they would waste levels on clipped values."""
     nodes = [node for node in graph.graph.nodes if isinstance(module_at(graph, node), nn.Hardtanh)]
     return [str(node.target) for node in nodes if str(getattr(node.args[0], "target", "")) in kept]
 
@@ -261,12 +263,12 @@ _ARGUMENTS = {  # names of the limits, in the order of the function's arguments
 
 
 def clipped_by_format(graph: fx.GraphModule, kept: Collection[str] = ()) -> tuple[str, ...]:
-    """Put ReLU in the place of each ReLU6 that directly follows a layer with weights.
+    """Replace each ReLU6 that directly follows a layer with weights by a ReLU; return the layer names.
 
-    Behind a layer that is `kept` in fp32 it stays, as a module.
+    After a layer that is `kept` in fp32, it becomes an `nn.ReLU6` module instead.
 
-    The graph then computes something else, unless the activations of the layers whose names are returned (the
-    layers with weights, and the ReLUs) are quantised over 0 ... 6.
+    The graph computes the same only if the activations of the returned layers (the layers with weights, and
+    the ReLUs) are quantised over 0 ... 6.
     """
     names: list[str] = []
     for node in list(graph.graph.nodes):
@@ -305,10 +307,10 @@ _WEIGHED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def joined_apart(graph: fx.GraphModule) -> str | None:
-    """Put the joining of outputs, and all behind it, into a module of its own; its name, None without any.
+    """Move the joins of outputs, and all steps after them, into a separate module; return its name.
 
-    That is from each call of `torch.cat` or `torch.stack` on that no layer with weights reads any more. The
-    graph is changed, and computes the same.
+    Return None without such a join: a call of `torch.cat` or `torch.stack` whose result no layer with weights
+    reads, directly or indirectly. The graph is modified, and computes the same.
     """
     behind = _behind_joins(graph)
     if not behind:
@@ -326,8 +328,8 @@ def joined_apart(graph: fx.GraphModule) -> str | None:
 
 
 def _behind_joins(graph: fx.GraphModule) -> list[fx.Node]:
-    """The joins of outputs and what takes their results, in order."""
-    read: set[fx.Node] = set()  # by a layer with weights, if only after other steps
+    """Return the joins of outputs and all nodes that depend on them, in order."""
+    read: set[fx.Node] = set()  # nodes that a layer with weights reads, directly or indirectly
     for node in reversed(graph.graph.nodes):
         if any(user in read or isinstance(module_at(graph, user), _WEIGHED) for user in node.users):
             read.add(node)
@@ -342,7 +344,7 @@ def _behind_joins(graph: fx.GraphModule) -> list[fx.Node]:
 def _tail(
     graph: fx.GraphModule, behind: list[fx.Node], output: fx.Node
 ) -> tuple[fx.GraphModule, tuple[fx.Node, ...]]:
-    """The module that gives what the graph gives, and the nodes it takes."""
+    """Return a module of the nodes `behind` that computes the graph's output, and its input nodes."""
     inside = set(behind)
     taken = [one for node in (*behind, output) for one in node.all_input_nodes if one not in inside]
     given = tuple(dict.fromkeys(taken))

@@ -1,4 +1,4 @@
-"""A quantised model as frozen TorchScript, the form in which its int8 weights are saved and loaded."""
+"""Conversion to frozen TorchScript, the format in which int8 weights are saved and loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Compile = Callable[[nn.Module, tuple[torch.Tensor, ...]], torch.jit.ScriptModule
 
 
 def traced(module: nn.Module, example: tuple[torch.Tensor, ...]) -> torch.jit.ScriptModule:
-    """Trace the model on the example, and freeze it. What is TorchScript already stays as it is."""
+    """Trace the model on the example and freeze it; return TorchScript unchanged."""
     if isinstance(module, torch.jit.ScriptModule):
         return module
     # Not in inference mode: a frozen module's constants must be ordinary tensors.
@@ -25,7 +25,7 @@ def traced(module: nn.Module, example: tuple[torch.Tensor, ...]) -> torch.jit.Sc
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without what torch says about its own future while it quantises: nothing can be done about it."""
+    """Suppress torch's deprecation and tracer warnings during quantisation; the user can't act on them."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         warnings.filterwarnings("ignore", message="Converting a tensor to a Python")
@@ -36,7 +36,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain_attention() -> Iterator[None]:
-    """Without fused encoder layers, which read `linear1.weight` as a tensor; of int8 it is a method."""
+    """Disable fused encoder layers: they read `linear1.weight` as a tensor, but in int8 it is a method."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

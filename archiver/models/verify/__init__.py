@@ -1,1 +1,1 @@
-"""A packed model beside the original, and the report of it."""
+"""The comparison of a packed model with the original, and its report."""

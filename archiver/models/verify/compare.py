@@ -1,4 +1,4 @@
-"""The packed model against the original: same answers, how fast, how large. On by default when packing."""
+"""Comparison of the packed model with the original: outputs, latency, size. On by default."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torchere.archiver.models.verify.memory import resident_bytes
 from torchere.archiver.models.verify.report import Report, Side, this_machine
 from torchere.archiver.torchscript_options import TorchScriptOptions
 
-# Largest drift (verify_outputs.Difference) by what was done to the model; docs/quantization.md has the drifts
-# of real models. Compiling only changes the order of sums, bfloat16 keeps 8 bits of each number.
+# The largest accepted drift (`Difference.drift`) by quantisation; docs/quantization.md has the drifts of real
+# models. Compilation only changes the order of sums, bfloat16 keeps 8 bits of each number.
 MAX_DRIFT = {"none": 1e-3, "bf16": 0.05, "int8": 0.4}
-_BUDGET_S = 1.5  # of timing, for each batch size and both models
+_BUDGET_S = 1.5  # timing budget per batch size, for both models together
 
 
 class DriftRefused(ModelRefused):
-    """The packed model answers too differently from the original, or they can't be told apart."""
+    """The outputs of the packed model differ too much from the original's, or can't be compared."""
 
 
 def verify(
@@ -37,22 +37,22 @@ def verify(
     loads: tuple[TorchScriptOptions, TorchScriptOptions] = (TorchScriptOptions(), TorchScriptOptions()),
     notes: Sequence[str] = (),
 ) -> Report:
-    """Run both models on the samples, and time them in turns.
+    """Run both models on the samples, and time them alternately.
 
-    Not thread-safe: sets torch's number of threads for a while. Never refuses; see `refuse_drift`.
+    Not thread-safe: temporarily sets torch's number of threads. Does not check the drift; see `refuse_drift`.
 
     Args:
         original: takes the tensors of a sample as positional arguments.
-        packed: likewise, as the server will load it.
+        packed: likewise; the model as the server will load it.
         samples: at least one.
-        max_drift: goes into the report, which is accepted up to it. See `MAX_DRIFT`.
-        batched: whether the first dimension of every input is a batch of any size, so that batches of
-            `verify_timing.BATCH_SIZES` can be timed; else the first sample is, as it is.
-        names: of the two, for the table.
-        files: of the two models, for size and memory; TorchScript is loaded in a process of its own to see
-            how that grows.
-        loads: how the files of the two are loaded.
-        notes: how the packed model came about, for the JSON.
+        max_drift: the largest drift at which the report is accepted. See `MAX_DRIFT`.
+        batched: whether the first dimension of every input is a batch of any size. If so, batches of
+            `cost.BATCH_SIZES` are timed; else the unchanged first sample.
+        names: the names of both models, for the table.
+        files: the files of both models, for size and memory; TorchScript is loaded in a separate process to
+            measure its memory.
+        loads: the load options of both files.
+        notes: how the packed model was made, for the JSON.
 
     Raises:
         ModelRefused: there are no samples, or the outputs differ in number or shape.
@@ -88,7 +88,7 @@ def verify(
 
 
 def refuse_drift(report: Report) -> None:
-    """Raise DriftRefused unless the report is accepted; the text says how far off the model is, and why."""
+    """Raise DriftRefused unless the report is accepted; the message gives the drift and the reason."""
     if not report.accepted:
         raise DriftRefused(f"{_refusal(report)}; --accept-drift packs it all the same")
 
@@ -126,11 +126,11 @@ def _latencies(
         }
 
 
-_UNSTEADY = 1e-4  # drift of a model from itself; threads may add up in another order
+_UNSTEADY = 1e-4  # accepted drift between two runs of one model; threads may add in another order
 
 
 class Original:
-    """A model and its samples. Runs as its caller says, in inference mode; for one thread."""
+    """The original model and its samples. Call it in inference mode. Not thread-safe."""
 
     def __init__(self, run: Callable[..., Any], samples: Samples) -> None:
         self._run, self._samples = run, samples
@@ -138,7 +138,7 @@ class Original:
         self._constant = self._empty = True
 
     def beside(self, packed: Callable[..., Any]) -> Iterator[tuple[Outputs, Outputs]]:
-        """The answers of both to each sample."""
+        """Yield the outputs of both models for each sample."""
         for sample in self._samples:
             wanted = answers(self._run, sample)
             self._first = self._first or wanted
@@ -147,7 +147,7 @@ class Original:
             yield wanted, answers(packed, sample)
 
     def doubts(self) -> tuple[str, ...]:
-        """What makes a comparison say little, for people; after all of `beside` was taken."""
+        """Return the reasons why the comparison is not meaningful; call it after `beside` is exhausted."""
         found = []
         if self._first is not None and (off := self._from_itself(self._first)) > _UNSTEADY:
             found.append(

@@ -1,8 +1,8 @@
-"""How much memory a model takes: a process of its own loads it, runs it twice, and says how much it grew.
+"""Measures the memory of a model: a separate process loads it, runs it twice and prints its growth.
 
     python -m torchere.archiver.models.verify.memory FILE EXAMPLE OPTIONS
 
-The sum of a model's tensors would miss what counts: weights packed a second time for an engine, and buffers.
+The sum of the model's tensors would miss weights that are packed a second time for an engine, and buffers.
 The options are `TorchScriptOptions` as JSON.
 """
 
@@ -29,9 +29,9 @@ _STATM = Path("/proc/self/statm")  # Linux; second field: resident pages
 
 
 def resident_bytes(file: Path, options: TorchScriptOptions, example: tuple[torch.Tensor, ...]) -> int | None:
-    """By how many bytes a process grows that loads the TorchScript file and runs it twice.
+    """Return the growth in bytes of a process that loads the TorchScript file and runs it twice.
 
-    None when it is not TorchScript, when it fails there, or when the system has no /proc.
+    Return None if the file is not TorchScript, if the process fails, or if the system has no /proc.
     """
     if not _STATM.is_file() or classify_file(file).kind != TORCHSCRIPT:
         return None
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
     file, inputs, options = argv
     example = torch.load(inputs, weights_only=True)
     torch.set_num_threads(1)
-    torch.zeros(64, 64) @ torch.zeros(64, 64)  # what torch takes for itself is not the model's
+    torch.zeros(64, 64) @ torch.zeros(64, 64)  # allocate torch's own memory before the measurement
     before = _resident_bytes()
     model: Callable[..., Any] = loaded(Path(file), TorchScriptOptions(**json.loads(options)))
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""What became of a model when it was packed: a record, as JSON (`MAR-INF/report.json`) and as a table."""
+"""The report on a packed model, as JSON (`MAR-INF/report.json`) and as a table."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ _NOTHING = "-"
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the two models."""
+    """The measurements of one of the two models."""
 
     name: str  # "original", "packed", or an archive's name
-    size_bytes: int | None  # of its file; None when it has none
-    memory_bytes: int | None  # what a process grows by to load it and run it twice; None when not measured
+    size_bytes: int | None  # of the file; None without a file
+    memory_bytes: int | None  # growth of a process that loads it and runs it twice; None if not measured
     latency_ms: Mapping[int, float]  # by batch size: median of a run, one thread
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where the figures were taken."""
+    """The machine of the measurements."""
 
     cpu: str
-    isa: str  # torch's word for the vector instructions that it uses: "AVX2", "AVX512", "NEON"
+    isa: str  # torch's name of the vector instructions that it uses: "AVX2", "AVX512", "NEON"
     vnni: bool
     torch: str
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A model against the original it was made of, over the same samples."""
+    """The comparison of a packed model with its original, on the same samples."""
 
     original: Side
     packed: Side
@@ -51,22 +51,22 @@ class Report:
     machine: Machine
     engine: str | None = None  # `torchscript.quantized_engine`
     optimized: bool = False  # `torchscript.optimize_for_inference`
-    notes: tuple[str, ...] = field(default=())  # how the packed model came about; JSON only
-    doubts: tuple[str, ...] = ()  # what about the original makes the comparison say little
+    notes: tuple[str, ...] = field(default=())  # how the packed model was made; JSON only
+    doubts: tuple[str, ...] = ()  # reasons why the comparison is not meaningful
 
     @property
     def accepted(self) -> bool:
-        """Whether the drift is within its limit, no channel went silent, and something was compared."""
+        """Whether the drift is within its limit, no channel was lost, and the outputs are comparable."""
         found = self.difference
         return found.drift <= self.max_drift and not found.silenced and not found.undefined
 
     def to_json(self) -> str:
-        """The text of `MAR-INF/report.json`; not-a-number and infinity as null."""
+        """Return the text of `MAR-INF/report.json`; NaN and infinity become null."""
         members: dict[str, Any] = {"version": FORMAT, "accepted": self.accepted, **asdict(self)}
         return json.dumps(_finite(members), indent=2)
 
     def table(self) -> str:
-        """The report for people, one line for each figure."""
+        """Return the report as a table for the user, one line per figure."""
         original, packed, found = self.original, self.packed, self.difference
         rows = [("", original.name, packed.name, "")]
         rows += [_bytes_row("file", original.size_bytes, packed.size_bytes)]
@@ -91,7 +91,7 @@ class Report:
 
 
 def this_machine() -> Machine:
-    """What the figures of this process depend on."""
+    """Return the CPU, its vector instructions and the torch version, on which the measurements depend."""
     capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)  # torch 2.6 has no such function
     found = capabilities() or {"avx512_vnni": torch.cpu._is_vnni_supported()}
     vnni = bool(found.get("avx512_vnni") or found.get("avx_vnni"))
@@ -123,7 +123,7 @@ def _time_row(what: str, one: float, other: float) -> tuple[str, str, str, str]:
 
 
 def _ratio(one: float | None, other: float | None, less: str, more: str) -> str:
-    """How much less of it the other takes, or how much more."""
+    """Return the ratio of the two as text with `less` or `more`; empty if one is missing or 0."""
     if not one or not other:
         return ""
     return f"{one / other:.2f} x {less}" if other <= one else f"{other / one:.2f} x {more}"

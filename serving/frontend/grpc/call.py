@@ -1,4 +1,4 @@
-"""Calls with one request message: read, answered by callbacks, ended, and logged. No task, no coroutine."""
+"""gRPC calls with one request message, handled by callbacks without a task or a coroutine."""
 
 from __future__ import annotations
 
@@ -39,35 +39,35 @@ logger = logging.getLogger(__name__)
 
 
 class Method(NamedTuple):
-    """What all calls of one method have in common."""
+    """Codec, error table and running tasks shared by all calls of one method."""
 
     path: str  # `package.Service/Method`
     table: Table  # the status of each error
     decode: Callable[[Received], Any]
     encode: Callable[[Any], Encoded]
-    tasks: set[Any]  # those of its calls that run
+    tasks: set[Any]  # running tasks of its calls
 
     def code_of(self, error: ServingError) -> str:
         """Return the name of the status code of an error."""
         return str(failure(error, self.table).code.name)
 
 
-# The attributes of a call, for the slots of its subclasses. A `Request` has those of the second line of its
-# own: two classes with slots could not be combined.
+# Slots for the concrete subclasses of `Call`, which has none itself: Python can't combine two base classes
+# that both have slots. `Request` already has slots for `OWN_MARKS`.
 SLOTS = ("_message", "method", "stream")
 OWN_MARKS = ("deadline_s", "read_s", "started_s")
 
 
 class Call:
-    """One call, a `CallListener`. Ended once, by `answer`, `end` or `fail`. Lives on the event loop.
+    """One call, a `CallListener`. Ended once, by `answer`, `end` or `fail`. Used on the event loop only.
 
     Attributes:
         started_s: monotonic seconds when its headers arrived.
-        deadline_s: monotonic seconds after which the client does not wait any more, or `NO_DEADLINE`.
+        deadline_s: deadline of the client in monotonic seconds, or `NO_DEADLINE`.
         read_s: monotonic seconds when its only message was complete; 0: a stream of messages, or not yet.
     """
 
-    if not TYPE_CHECKING:  # a type checker takes these for all the attributes there are
+    if not TYPE_CHECKING:  # a type checker would take these for the complete list of attributes
         __slots__ = ()
     deadline_s: float
     read_s: float
@@ -97,7 +97,7 @@ class Call:
         """Decode a message of the client.
 
         Raises:
-            MessageFailed: it is none of this method.
+            MessageFailed: it is not a valid message of this method.
         """
         try:
             return self.method.decode(message)
@@ -105,7 +105,7 @@ class Call:
             raise MessageFailed(StatusCode.INTERNAL, "Exception deserializing request!") from err
 
     def end(self) -> None:
-        """End the call with status OK, behind the messages that were sent."""
+        """End the call with status OK, after the messages already sent."""
         self.stream.end()
         self._ended(StatusCode.OK)
 
@@ -129,11 +129,11 @@ class Call:
         self._end_with(*failure(error, self.method.table).trailers())
 
     def on_failure(self, code: StatusCode, message: str) -> None:
-        """End the call, because a message can't be accepted."""
+        """End the call with an error, because a message can't be accepted."""
         self.fail(MessageFailed(code, message))
 
     def on_cancel(self) -> None:
-        """Do nothing: the call holds nothing that runs."""
+        """Do nothing: the call has no running work to cancel."""
 
     def on_drain(self) -> None:
         """Do nothing: the call ends by itself."""
@@ -149,14 +149,14 @@ class Call:
 
 
 class UnaryCall(Call, ABC):
-    """A call with one message of the client."""
+    """A call with one request message."""
 
-    if not TYPE_CHECKING:  # a type checker takes these for all the attributes there are
+    if not TYPE_CHECKING:  # a type checker would take these for the complete list of attributes
         __slots__ = ()
 
     @abstractmethod
     def begin(self, request: Any) -> None:
-        """Answer the decoded message."""
+        """Start to handle the decoded message."""
 
     def on_message(self, message: Received | Compressed) -> None:
         """Keep the message until the client's half-close."""
@@ -166,7 +166,7 @@ class UnaryCall(Call, ABC):
             self.on_failure(StatusCode.INTERNAL, "found several messages, expected one")
 
     def on_half_close(self) -> None:
-        """Begin, or decompress the message first."""
+        """Decode the message and begin, after decompressing it if needed."""
         message = self._message
         if message is None:
             self.on_failure(StatusCode.INTERNAL, "found no message, expected one")
@@ -188,7 +188,10 @@ class UnaryCall(Call, ABC):
         self.begin(request)
 
     def _inflate(self, message: Compressed) -> None:
-        """Decompress; what it may become is counted until it is decoded."""
+        """Decompress the message and decode it.
+
+        A long message is decompressed in a thread, under a lease for its maximum decompressed size.
+        """
         self._message = b""
         try:
             if len(message) > INFLATED_IN_THREAD_BYTES:
@@ -206,8 +209,8 @@ class UnaryCall(Call, ABC):
         lease.end()
         if inflating.cancelled() or self.stream.ended:
             return  # the client cancelled the call
-        # `result` would add this frame to the error's traceback. The frame holds the future, and that the
-        # error: a cycle that keeps the bytes of the message until the collector runs.
+        # `result` would add this frame to the error's traceback. The frame references the future, which
+        # references the error: a cycle that keeps the message's bytes until the garbage collector runs.
         error = inflating.exception()
         if error is None:
             self._decode(inflating.result())
@@ -216,7 +219,7 @@ class UnaryCall(Call, ABC):
 
 
 class FunctionCall(UnaryCall):
-    """A call that a plain function answers at once."""
+    """A call that a synchronous function answers."""
 
     __slots__ = (*SLOTS, *OWN_MARKS, "_function")
 
@@ -225,7 +228,7 @@ class FunctionCall(UnaryCall):
         self._function = function
 
     def begin(self, request: Any) -> None:
-        """Answer with what the function returns or raises."""
+        """Call the function and answer with its result or its error."""
         try:
             self.answer(self._function(request, self))
         except Exception as error:  # the top of a call
@@ -233,14 +236,14 @@ class FunctionCall(UnaryCall):
 
 
 class PredictionContext(NamedTuple):
-    """What the predictions of a port share."""
+    """Data plane and metrics, shared by the predictions of a port."""
 
     dataplane: DataPlane
     metrics: Metrics
 
 
 class Asked(NamedTuple):
-    """A prediction as the data plane takes it."""
+    """Arguments of a prediction for the data plane."""
 
     model: str
     version: str | None
@@ -248,21 +251,21 @@ class Asked(NamedTuple):
 
 
 class GrpcPrediction(UnaryCall, Request, ABC):
-    """A call that is one prediction: the call and the request as the data plane takes it, in one object."""
+    """A call that makes one prediction: the gRPC call and the data plane's `Request` in one object."""
 
     __slots__ = (*SLOTS, "_context", "_joining", "_version")
     protocol = "grpc"
 
     def __init__(self, context: PredictionContext, method: Method, stream: Stream) -> None:
-        Request.__init__(self, "", 0.0)  # the call knows when it began; `asked` names it
+        Request.__init__(self, "", 0.0)  # `UnaryCall` sets the start time, `begin` the request id
         UnaryCall.__init__(self, method, stream)
         self._context = context
-        self._version: Version | None = None  # that it was admitted to
+        self._version: Version | None = None  # the version that admitted it
         self._joining: asyncio.Task[None] | None = None
 
     @property
     def prediction(self) -> Request | None:
-        """Itself, once it was read."""
+        """This call itself, once its message was read; None before."""
         return self if self.request_id else None
 
     @abstractmethod
@@ -275,10 +278,10 @@ class GrpcPrediction(UnaryCall, Request, ABC):
 
     @abstractmethod
     def message_of(self, response: InferResponse) -> Any:
-        """Translate the answer; what it raises ends the call."""
+        """Translate the response to a message. An error that this method raises ends the call."""
 
     def begin(self, request: Any) -> None:
-        """Have the request answered by the data plane."""
+        """Submit the request to the data plane."""
         dataplane, metrics = self._context
         try:
             model, version, asked = self.asked(request)
@@ -290,7 +293,7 @@ class GrpcPrediction(UnaryCall, Request, ABC):
             self.fail(error)
 
     def reply(self, outcome: InferResponse | StreamedResponse | ServingError) -> None:
-        """Answer the client; `Reply` of the prediction."""
+        """Answer the client with the outcome of the prediction."""
         try:
             if isinstance(outcome, InferResponse):
                 self.answer(self.message_of(outcome))
@@ -298,7 +301,7 @@ class GrpcPrediction(UnaryCall, Request, ABC):
                 self._take_parts(outcome)
             else:
                 self.fail(outcome)
-        except Exception as error:  # other calls of the batch are answered behind this one
+        except Exception as error:  # catch all: the other calls of the batch are answered after this one
             self.fail(error)
 
     def on_cancel(self) -> None:
@@ -309,7 +312,7 @@ class GrpcPrediction(UnaryCall, Request, ABC):
             self._joining.cancel()
 
     def withdraw(self) -> None:
-        """Have it not run, or give its answer up: the outcome is of no use any more."""
+        """Withdraw the prediction from its batcher: it does not run, or its outcome is dropped."""
         if self._version is not None:
             self._version.batcher.withdraw(self)
 
@@ -318,7 +321,7 @@ class GrpcPrediction(UnaryCall, Request, ABC):
         super()._ended(code)
 
     def _take_parts(self, response: StreamedResponse) -> None:
-        """Answer with all parts in one message."""
+        """Join all parts of a streamed response into one message, in a task."""
         tasks = self.method.tasks
         self._joining = asyncio.get_running_loop().create_task(self._join(response))
         tasks.add(self._joining)
@@ -330,7 +333,7 @@ class GrpcPrediction(UnaryCall, Request, ABC):
             async for chunk in response.chunks:
                 chunks.append(chunk)
                 size += len(chunk)
-                self.stream.check(size)  # or all of an answer that can't be sent would be held first
+                self.stream.check(size)  # else an answer over the limit would be buffered before it fails
             self.answer(self.message_of(InferResponse(b"".join(chunks))))
         except Exception as error:  # the top of a task
             self.fail(error)

@@ -1,8 +1,8 @@
-"""The tables from our errors to gRPC: a code, and a text of two lines as TorchServe's clients know it.
+"""Tables from our errors to gRPC: a status code, and a two-line text that TorchServe's clients know.
 
-The second line is the name of the Java class. The inference service answers INTERNAL where one expects
-something better; its clients compare with that. Programs find the error's own name, and when to retry, in the
-trailer `grpc-status-details-bin`, a `google.rpc.Status`.
+The second line is the name of TorchServe's Java exception class. The inference service answers INTERNAL even
+where a more specific code exists, because its clients compare with that. The trailer
+`grpc-status-details-bin`, a `google.rpc.Status`, carries the error's own name and the retry delay.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ UNAUTHORIZED = "Token Authorization failed. Token either incorrect, expired, or 
 
 
 class Failure(NamedTuple):
-    """What a call is ended with."""
+    """The gRPC status that ends a failed call."""
 
     code: StatusCode
     message: str
@@ -46,10 +46,10 @@ class Failure(NamedTuple):
         return self.code, self.details, _status(self.code, self.details, self.error, retry_tenths)
 
 
-# A server that refuses calls for a full queue says the same again and again.
+# Cached, because a server with a full queue sends the same status again and again.
 @lru_cache(maxsize=64)
 def _status(code: StatusCode, text: str, error: str, retry_tenths: int | None) -> bytes:
-    # Clients check that code and message equal those of the call (`grpc_status.rpc_status`).
+    # Clients (`grpc_status.rpc_status`) check that code and message equal the call's own.
     status = Status(code=code, message=text.encode(errors="replace").decode())
     status.details.append(_packed(ErrorInfo(reason=error.upper(), domain=DOMAIN)))
     if retry_tenths is not None:
@@ -68,7 +68,7 @@ def _packed(info: ErrorInfo | RetryInfo) -> Any:
 Row = tuple[StatusCode, str]
 Table = dict[type[e.ServingError], Row]
 
-# Looked up along the class's MRO, so a new subclass inherits its parent's answer.
+# Looked up along the class's MRO, so a new subclass inherits its parent's row.
 MANAGEMENT: Table = {
     e.InvalidRequest: (StatusCode.INVALID_ARGUMENT, BAD_REQUEST),
     e.Quarantined: (StatusCode.INVALID_ARGUMENT, BAD_REQUEST),
@@ -97,7 +97,7 @@ INFERENCE: Table = {
     e.VersionNotFound: (StatusCode.INTERNAL, f"{_MODEL}ModelVersionNotFoundException"),
     e.Unavailable: (StatusCode.INTERNAL, "InternalServerException.()"),
 }
-# Clients of the Open Inference Protocol know no Java: the details are the message alone.
+# The Open Inference Protocol has no Java class names: the status text is the message alone.
 OPEN_INFERENCE: Table = {error: (code, "") for error, (code, _) in MANAGEMENT.items()}
 _OF_HTTP = {
     400: StatusCode.INVALID_ARGUMENT,
@@ -116,7 +116,7 @@ _OF_HTTP = {
 
 
 def failure(error: e.ServingError, table: Table) -> Failure:
-    """Return what a call that raised `error` is ended with."""
+    """Return the gRPC status for a call that raised `error`."""
     if isinstance(error, e.HandlerFailed):
         return Failure(of_http(error.status), error.message, table[e.ServingError][1], error.code)
     code, reason = next(table[cls] for cls in type(error).__mro__ if cls in table)
@@ -126,12 +126,12 @@ def failure(error: e.ServingError, table: Table) -> Failure:
 
 
 def unauthorized() -> Failure:
-    """Return what a call without its key is ended with."""
+    """Return the gRPC status for a call without a valid key."""
     return Failure(StatusCode.PERMISSION_DENIED, UNAUTHORIZED, "", e.Unauthorized.code)
 
 
 def of_http(status: int) -> StatusCode:
-    """The gRPC code for an HTTP status that a handler chose for its failure."""
+    """Return the gRPC code for an HTTP status that a handler chose for its failure."""
     code = _OF_HTTP.get(status)
     if code is not None:
         return code

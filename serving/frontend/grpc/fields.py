@@ -1,7 +1,7 @@
-"""The fields of a message (protobuf's wire format), found before its library makes objects of them. Pure.
+"""Scanner for the fields of an encoded protobuf message, run before the message is decoded. Pure.
 
-A field can be two bytes, and what is made of it takes a hundred; the keys of a map can be put in an order in
-which reading half a million takes seconds. So they are counted before a long message is read.
+A two-byte field can decode to an object of a hundred bytes, and map keys can be ordered so that half a
+million of them take seconds to decode. So the fields of a long message are counted before it is decoded.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from google.protobuf.message import DecodeError
 
 from torchere.serving.frontend.http2.messages import MessageFailed, Received, StatusCode
 
-MOST_FIELDS = 20_000  # of a long message; those of the Open Inference Protocol have ten thousand at most
-LONG_BYTES = 65_536  # a shorter message has no room for so many that it would matter
+MOST_FIELDS = 20_000  # of a long message; ones of the Open Inference Protocol have at most ten thousand
+LONG_BYTES = 65_536  # a shorter message has too few fields to matter
 _VARINT, _EIGHT_BYTES, _SIZED, _FOUR_BYTES = 0, 1, 2, 5
 _FIXED_BYTES = {_EIGHT_BYTES: 8, _FOUR_BYTES: 4}
 _MOST_VARINT_BYTES = 10
 
 
 class Field(NamedTuple):
-    """Where a field begins, where its content does, and where both end."""
+    """Tag of a field, and the offsets of its start, its content and its end."""
 
     tag: int
     start: int
@@ -30,17 +30,17 @@ class Field(NamedTuple):
 
 
 class Fields:
-    """The fields of one message and of messages in it, of which there may be `MOST_FIELDS` in all."""
+    """Fields of one message and of its nested messages: at most `MOST_FIELDS` in all."""
 
     def __init__(self, message: Received) -> None:
         self._message = message
         self._left = MOST_FIELDS
 
     def between(self, at: int, end: int) -> Iterator[Field]:
-        """Those that lie there, in their order.
+        """Yield the fields between two offsets, in order.
 
         Raises:
-            DecodeError: there are none.
+            DecodeError: the bytes are not valid fields.
             MessageFailed: there are too many.
         """
         while at < end:
@@ -67,7 +67,7 @@ class Fields:
             at += size
 
     def _number(self, at: int) -> tuple[int, int]:
-        """A varint, and where what follows it begins."""
+        """Return the varint at an offset, and the offset behind it."""
         value = 0
         for place, byte in enumerate(self._message[at : at + _MOST_VARINT_BYTES]):
             value |= (byte & 0x7F) << 7 * place
@@ -77,7 +77,7 @@ class Fields:
 
 
 def counted(read: Callable[[Received], Any]) -> Callable[[Received], Any]:
-    """The same reader, for messages that do not have too many fields."""
+    """Wrap a decoder so that it raises `MessageFailed` for a long message with too many fields."""
 
     def read_counted(message: Received) -> Any:
         if len(message) >= LONG_BYTES:

@@ -18,22 +18,22 @@ from torchere.serving.frontend.http2.stream import Stream
 from torchere.serving.types import NO_DEADLINE
 
 HEALTH = DESCRIPTOR.services_by_name["Health"]
-# Between two looks at readiness: executors that are lost, or come back, do not call `look`.
+# Between two checks of readiness: an executor that is lost or comes back does not call `look`.
 LOOK_S = 1.0
 
 
 class HealthService:
-    """Answers for the whole server ("") and for each service of this port alike."""
+    """The standard health service. The server ("") and all services of its port have one state."""
 
     def __init__(self, dataplane: DataPlane, services: frozenset[str]) -> None:
         self._dataplane = dataplane
         self._services = services | {""}
         self._watches: set[_Watch] = set()
-        self._told = False  # what the watches were told
+        self._told = False  # the state last sent to the watches
         self._timer: asyncio.TimerHandle | None = None
 
     def methods(self) -> Mapping[str, Implementation]:
-        """The methods by the names of the .proto file; `List`, which newer ones have, is left out."""
+        """Return the methods by their names in the .proto file; `List` of newer versions is left out."""
         return {"Check": self.check, "Watch": Callback(partial(_Watch, self))}
 
     def check(self, request: HealthCheckRequest, call: Call) -> HealthCheckResponse:
@@ -43,9 +43,9 @@ class HealthService:
         return _response(self._dataplane.readiness().ready)
 
     def watch(self, watch: _Watch, service: str) -> None:
-        """Tell a watch the state of a service, now and whenever it changes.
+        """Send the state of a service to a watch, now and on each change.
 
-        An unknown service is no reason to end the call: clients would call again at once.
+        An unknown service does not end the call: clients would call again at once.
         """
         if service not in self._services:
             watch.tell(HealthCheckResponse(status=HealthCheckResponse.SERVICE_UNKNOWN))
@@ -53,12 +53,12 @@ class HealthService:
         if not self._watches:
             self._dataplane.readiness_listeners.add(self.look)
             self._look_later()
-        self.look()  # the other watches may learn something, too
+        self.look()  # updates `_told`, and the other watches if it changed
         self._watches.add(watch)
         watch.tell(_response(self._told))
 
     def forget(self, watch: _Watch) -> None:
-        """Stop telling a watch; the last one stops the timer."""
+        """Remove a watch; removing the last one stops the timer."""
         self._watches.discard(watch)
         if not self._watches and self._timer is not None:
             self._dataplane.readiness_listeners.discard(self.look)
@@ -66,7 +66,7 @@ class HealthService:
             self._timer = None
 
     def look(self) -> None:
-        """Tell all watches if readiness has changed: one look, and one timer, for any number of them."""
+        """Check readiness once for all watches, and send it to them if it has changed."""
         ready = self._dataplane.readiness().ready
         if ready != self._told:
             self._told = ready
@@ -82,7 +82,7 @@ class HealthService:
 
 
 class _Watch(UnaryCall):
-    """A call of `Watch`: it ends with its client, its deadline, or the connection."""
+    """A call of `Watch`: it ends when the client cancels, at its deadline, or with the connection."""
 
     __slots__ = (*SLOTS, *OWN_MARKS, "_begun", "_draining", "_expiry", "_service")
 
@@ -94,7 +94,7 @@ class _Watch(UnaryCall):
         self._expiry: asyncio.TimerHandle | None = None
 
     def begin(self, request: HealthCheckRequest) -> None:
-        """Tell the client the state of a service, and register for its changes."""
+        """Send the state of a service to the client, and register for its changes."""
         self._begun = True
         if self.deadline_s != NO_DEADLINE:
             delay_s = self.deadline_s - self.started_s + LATE_S
@@ -104,15 +104,15 @@ class _Watch(UnaryCall):
             self.end()
 
     def tell(self, response: HealthCheckResponse) -> None:
-        """Send a state. A client that reads none is disconnected by the transport."""
+        """Send a state. The transport disconnects a client that does not read."""
         self.stream.send(self.method.encode(response))
 
     def on_cancel(self) -> None:
-        """Tell the client nothing more."""
+        """Stop sending states to the client."""
         self._stop()
 
     def on_drain(self) -> None:
-        """Tell the last state and end: a client that only listens would keep the connection open."""
+        """Send the last state and end the call: a watch would keep the connection open."""
         self._draining = True
         if self._begun:
             self._service.look()

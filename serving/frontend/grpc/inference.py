@@ -1,4 +1,4 @@
-"""The inference service."""
+"""The gRPC inference service of TorchServe."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ SEQUENCE_ID_HEADER = "ts_request_sequence_id"
 
 
 class InferenceService:
-    """Translates between messages and the data plane; used on its event loop only."""
+    """Translates between gRPC messages and the data plane; used on the event loop of the data plane only."""
 
     def __init__(self, dataplane: DataPlane, metrics: Metrics) -> None:
         self._dataplane = dataplane
         self._context = PredictionContext(dataplane, metrics)
 
     def methods(self) -> Mapping[str, Implementation]:
-        """The methods by the names of the .proto file."""
+        """Return the methods by their names in the .proto file."""
         return {
             "Ping": self.ping,
             "Predictions": Callback(partial(_Predictions, self._context)),
@@ -46,20 +46,20 @@ class InferenceService:
         }
 
     def ping(self, request: empty_pb2.Empty, call: Call) -> TorchServeHealthResponse:
-        """The JSON of REST's `/ping`; OK even when it says `Unhealthy`."""
+        """Return the JSON of REST's `/ping`; the status is OK even when the JSON says `Unhealthy`."""
         return TorchServeHealthResponse(health=pretty({"status": wording.health(self._dataplane.healthy())}))
 
     async def predict_stream(
         self, request: PredictionsRequest, call: Call
     ) -> AsyncIterator[PredictionResponse]:
-        """One request, one message a part; a handler that does not stream gives a single one."""
+        """Answer one request with one message for each part; without streaming there is one part."""
         async for part in self._parts(request, call):
             yield PredictionResponse(prediction=part)
 
     async def predict_sequences(
         self, requests: AsyncIterator[PredictionsRequest], call: Call
     ) -> AsyncIterator[PredictionResponse]:
-        """Requests of sequences, one after the other; what goes wrong with one is told in its answer."""
+        """Answer requests of sequences one after the other; an error is reported in the response message."""
         async for request in requests:
             try:
                 if not request.sequence_id:
@@ -88,7 +88,7 @@ class InferenceService:
 
 
 class _Predictions(GrpcPrediction):
-    """One request, one answer; the parts of a streamed one are joined."""
+    """A prediction with one request and one response message; streamed parts are joined."""
 
     __slots__ = ()
 
@@ -105,7 +105,7 @@ def _request(
     if not message.model_name:
         raise InvalidRequest("Parameter model_name is required.")
     parameters = tuple([Parameter(name, value) for name, value in message.input.items()])
-    trace = tuple(trace_headers(call.metadata))  # for handlers, as over REST
+    trace = tuple(trace_headers(call.metadata))  # passed to handlers, as over REST
     request = InferRequest(new_request_id(), parameters, headers + trace, call.deadline_s)
     return prioritised(request, call.metadata)
 

@@ -1,4 +1,4 @@
-"""The management service."""
+"""The gRPC management service of TorchServe."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from torchere.serving.frontend.grpc.service import Implementation
 from torchere.serving.frontend.request_id import new_request_id
 from torchere.serving.types import InferRequest, ModelKey
 
-PAGE_SIZE = 100  # both the default and the most
+PAGE_SIZE = 100  # both the default and the maximum
 
 
 class ManagementService:
-    """Translates between messages and the control plane; used on its event loop only."""
+    """Translates between gRPC messages and the control plane; used on the control plane's event loop only."""
 
     def __init__(self, controlplane: ControlPlane) -> None:
         self._controlplane = controlplane
 
     def methods(self) -> Mapping[str, Implementation]:
-        """The methods by the names of the .proto file."""
+        """Return the methods by their names in the .proto file."""
         return {
             "DescribeModel": self.describe,
             "ListModels": self.list_models,
@@ -42,7 +42,7 @@ class ManagementService:
         }
 
     async def describe(self, request: DescribeModelRequest, call: Call) -> ManagementResponse:
-        """The JSON array of REST's describe."""
+        """Return the JSON array of REST's describe."""
         version = request.model_version or None
         if request.customized and version != "all":
             wish = InferRequest(new_request_id(), ())
@@ -54,7 +54,7 @@ class ManagementService:
         return ManagementResponse(msg=description.versions_text(versions))
 
     def list_models(self, request: ListModelsRequest, call: Call) -> ManagementResponse:
-        """The JSON of REST's list; an unset limit means a full page (an empty one, in TorchServe)."""
+        """Return the JSON of REST's list; an unset limit means a full page (in TorchServe, an empty one)."""
         limit = request.limit if 0 < request.limit <= PAGE_SIZE else PAGE_SIZE
         page = self._controlplane.list_models(limit, max(0, request.next_page_token))
         return ManagementResponse(msg=description.page_text(page))
@@ -79,7 +79,7 @@ class ManagementService:
         return ManagementResponse(msg=wording.registered(await self._controlplane.register(wish)))
 
     async def scale(self, request: ScaleWorkerRequest, call: Call) -> ManagementResponse:
-        """Change how many executors a version has; to 0 is not to be had over gRPC, as 0 means 1."""
+        """Change how many executors a version has. Over gRPC 0 means unset, which is 1."""
         version = request.model_version or None
         minimum = _said(request.min_worker) or 1
         progress = await self._controlplane.scale(
@@ -92,21 +92,21 @@ class ManagementService:
         return ManagementResponse(msg=wording.scaled(progress, request.model_name, version, minimum))
 
     async def set_default(self, request: SetDefaultRequest, call: Call) -> ManagementResponse:
-        """Make a version the default one."""
+        """Make a version the default version."""
         key = ModelKey(request.model_name, request.model_version)
         await self._controlplane.set_default(key.name, key.version)
         return ManagementResponse(msg=wording.default_set(key))
 
     async def unregister(self, request: UnregisterModelRequest, call: Call) -> ManagementResponse:
-        """Remove a version once its requests are answered."""
+        """Remove a version after its requests are answered."""
         self._controlplane.check_model_api()
         if not request.model_name:
-            # It names another parameter; so does TorchServe.
+            # As in TorchServe, the text names the wrong parameter.
             raise InvalidRequest("Parameter url is required.")
         await self._controlplane.unregister(request.model_name, request.model_version or None)
         return ManagementResponse(msg=wording.unregistered(request.model_name))
 
 
 def _said(number: int) -> int | None:
-    """A number of a message, where 0 or less means that it was not set."""
+    """Return a number of a message, or None if it is 0 or less, which means unset."""
     return number if number > 0 else None

@@ -1,4 +1,4 @@
-"""Inference of the Open Inference Protocol over gRPC: one request, or many on a stream."""
+"""Inference methods of the Open Inference Protocol over gRPC: unary and streaming."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from torchere.serving.frontend.request_id import new_request_id
 from torchere.serving.logs.trace_context import trace_headers
 from torchere.serving.types import InferResponse, StreamedResponse
 
-FINAL = "triton_final_response"  # parameter of a part of an answer: whether it is the last one
+FINAL = "triton_final_response"  # response parameter: whether this part is the last one
 WANTS_FINAL = (
-    "triton_enable_empty_final_response"  # of a request: the last part of a streamed answer is empty
+    "triton_enable_empty_final_response"  # request parameter: end a streamed answer with an empty part
 )
 
 
@@ -47,10 +47,10 @@ Reader: TypeAlias = Callable[[InferResponse], TensorAnswer]
 
 
 class Tensors(NamedTuple):
-    """What the calls of a service need.
+    """Dependencies of the inference calls of one service.
 
-    `as_torchserve` is for the service under TorchServe's name: its codes of errors, base64 for elements of
-    BYTES in the JSON for an envelope, and JSON for those of its answer.
+    `as_torchserve` is set for the service under TorchServe's name. It selects TorchServe's error codes,
+    base64 for BYTES elements in the JSON for an envelope, and JSON for BYTES elements of its response.
     """
 
     context: PredictionContext
@@ -58,10 +58,10 @@ class Tensors(NamedTuple):
     as_torchserve: bool
 
     def asked(self, request: TensorMessage, call: Call) -> tuple[Asked, Reader]:
-        """What a message asks, and what reads the answer.
+        """Translate a message; return the prediction and the reader for its response.
 
         Raises:
-            ServingError: nothing that can be asked.
+            ServingError: the message is not a valid request, or the model is not registered.
         """
         message = request.fields
         if not message.model_name:
@@ -82,7 +82,7 @@ class Tensors(NamedTuple):
 
 
 class _ModelInfer(GrpcPrediction):
-    """One request, one answer, in the form of the request: raw bytes or typed fields."""
+    """A unary inference. The response has the form of the request: raw bytes or typed fields."""
 
     __slots__ = ("_raw", "_read", "_tensors")
 
@@ -101,24 +101,24 @@ class _ModelInfer(GrpcPrediction):
         return infer_response(self._read(response), raw=self._raw)
 
     def reply(self, outcome: Outcome | ServingError) -> None:
-        """Answer the client; `Reply` of the prediction."""
+        """Answer the client with the outcome of the prediction."""
         if isinstance(outcome, ServingError) and not self._tensors.as_torchserve:
             outcome = as_client_knows(outcome)
         super().reply(outcome)
 
     def _take_parts(self, response: StreamedResponse) -> None:
-        self.withdraw()  # its parts are read by no client
+        self.withdraw()  # no client will read its parts
         whole(response)
 
 
 class TensorCalls:
-    """The methods that infer; used on their event loop only."""
+    """The inference methods of one service; used on their event loop only."""
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
 
     def methods(self) -> Mapping[str, Implementation]:
-        """The methods by the names of the .proto file."""
+        """Return the methods by their names in the .proto file."""
         infer = Callback(partial(_ModelInfer, self._tensors))
         return {
             "ModelInfer": WithCodec(infer, decode_request, encode_response),
@@ -128,7 +128,7 @@ class TensorCalls:
     async def infer_stream(
         self, requests: AsyncIterator[TensorMessage], call: Call
     ) -> AsyncIterator[ModelStreamInferResponse]:
-        """Requests, answered in their order; what goes wrong with one is told in its place."""
+        """Answer the requests of a stream in order; an error is reported in place of the response."""
 
         async def told(request: TensorMessage) -> AsyncIterator[ModelStreamInferResponse]:
             message = request.fields
@@ -177,11 +177,11 @@ def _empty_end(message: ModelInferRequest, last: TensorAnswer | None) -> ModelIn
 
 
 def _headers(call: Call) -> tuple[tuple[str, str], ...]:
-    """What of the metadata counts for each request: its trace, which handlers pass on, and its priority."""
+    """Return request headers from the metadata: the trace context for handlers, and the priority."""
     priority = [(name, str(value)) for name, value in call.metadata if name == PRIORITY_HEADER]
     return (*trace_headers(call.metadata), *priority)
 
 
 def _is_raw(request: TensorMessage) -> bool:
-    # No inputs at all say nothing about the form; raw is what most clients read.
+    # A request without inputs does not show which form the client reads; most clients read raw bytes.
     return bool(request.raw) or not request.fields.inputs

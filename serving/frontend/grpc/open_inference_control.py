@@ -1,4 +1,4 @@
-"""What the Open Inference Protocol's service tells of server and models, and its model repository."""
+"""Health, metadata, statistics and model repository methods of the Open Inference Protocol over gRPC."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Filled = TypeVar("Filled", bound=Message)
 
 
 class ModelCalls:
-    """Everything but inference; used on the planes' event loop only.
+    """All methods but inference; used on the event loop of the planes only.
 
-    The members of the protocol's JSON are the fields of its messages, so both have one source: `metadata`.
+    The JSON members of the protocol have the names of its message fields, so `metadata` supplies both.
 
     Args:
-        dataplane: who knows the models.
-        controlplane: who loads them.
-        unknown_is_unready: a model that is not there is not ready, as in Triton, whose clients wait for one
-            so; else asking is an error, as in TorchServe.
+        dataplane: supplies the facts of the models.
+        controlplane: loads and unloads models.
+        unknown_is_unready: report an unknown model as not ready, as Triton does (its clients poll for a model
+            that way); else `ModelReady` of an unknown model is an error, as in TorchServe.
     """
 
     def __init__(self, dataplane: DataPlane, controlplane: ControlPlane, *, unknown_is_unready: bool) -> None:
@@ -40,7 +40,7 @@ class ModelCalls:
         self._repository = Repository(controlplane)
 
     def methods(self) -> Mapping[str, Implementation]:
-        """The methods by the names of the .proto file."""
+        """Return the methods by their names in the .proto file."""
         return {
             "ServerLive": self.server_live,
             "ServerReady": self.server_ready,
@@ -55,15 +55,15 @@ class ModelCalls:
         }
 
     def server_live(self, request: pb.ServerLiveRequest, call: Call) -> pb.ServerLiveResponse:
-        """Whoever can answer is alive."""
+        """Report that the server is live: it is live when it can respond."""
         return pb.ServerLiveResponse(live=True)
 
     def server_ready(self, request: pb.ServerReadyRequest, call: Call) -> pb.ServerReadyResponse:
-        """Whether traffic may come."""
+        """Report whether the server is ready for traffic."""
         return pb.ServerReadyResponse(ready=self._dataplane.readiness().ready)
 
     def model_ready(self, request: pb.ModelReadyRequest, call: Call) -> pb.ModelReadyResponse:
-        """Whether a model answers without waiting for a load."""
+        """Report whether a model can answer a request without waiting for a load."""
         try:
             return pb.ModelReadyResponse(ready=self._facts(request).ready)
         except NotFound:
@@ -72,24 +72,24 @@ class ModelCalls:
             raise
 
     def server_metadata(self, request: pb.ServerMetadataRequest, call: Call) -> pb.ServerMetadataResponse:
-        """Which server this is."""
+        """Return name, version and extensions of the server."""
         return _filled(pb.ServerMetadataResponse(), metadata.server_metadata())
 
     def model_metadata(self, request: pb.ModelMetadataRequest, call: Call) -> pb.ModelMetadataResponse:
-        """Which tensors a model takes and gives."""
+        """Return the input and output tensors of a model."""
         return _filled(pb.ModelMetadataResponse(), metadata.model_metadata(self._facts(request)))
 
     def model_config(self, request: pb.ModelConfigRequest, call: Call) -> pb.ModelConfigResponse:
-        """What a model is served with."""
+        """Return the configuration of a model."""
         return _filled(pb.ModelConfigResponse(), {"config": metadata.model_config(self._facts(request))})
 
     def model_statistics(self, request: pb.ModelStatisticsRequest, call: Call) -> pb.ModelStatisticsResponse:
-        """Of one version, or of every version of a model that is asked for by name alone, or of all."""
+        """Return statistics of one version, of all versions of a model, or, without a name, of all models."""
         found = [facts for name in self._names(request) for facts in self._versions(name, request.version)]
         return _filled(pb.ModelStatisticsResponse(), metadata.model_statistics(found))
 
     def repository_index(self, request: pb.RepositoryIndexRequest, call: Call) -> pb.RepositoryIndexResponse:
-        """Every version, and how it is."""
+        """List every version with its state."""
         response = pb.RepositoryIndexResponse()
         for entry in self._repository.index(request.ready):
             response.models.add(**entry._asdict())
@@ -98,7 +98,7 @@ class ModelCalls:
     async def repository_load(
         self, request: pb.RepositoryModelLoadRequest, call: Call
     ) -> pb.RepositoryModelLoadResponse:
-        """Load a model, and wait until it answers."""
+        """Load a model and wait until it can answer."""
         given = {name: _plain(value) for name, value in request.parameters.items()}
         await self._repository.load(request.model_name, given)
         return pb.RepositoryModelLoadResponse()
@@ -106,7 +106,7 @@ class ModelCalls:
     async def repository_unload(
         self, request: pb.RepositoryModelUnloadRequest, call: Call
     ) -> pb.RepositoryModelUnloadResponse:
-        """Unload a model, once its requests are answered."""
+        """Unload a model after its requests are answered."""
         await self._repository.unload(request.model_name)
         return pb.RepositoryModelUnloadResponse()
 
@@ -127,7 +127,7 @@ class ModelCalls:
 
 
 def _filled(message: Filled, members: dict[str, Any]) -> Filled:
-    # REST has a member more: the misspelt key of TorchServe's server metadata.
+    # Unknown members are ignored: REST has one more, the misspelt key of TorchServe's server metadata.
     ParseDict(members, message, ignore_unknown_fields=True)
     return message
 

@@ -1,8 +1,8 @@
-"""The service of the Open Inference Protocol under its two names, and reflection of both.
+"""Descriptors of the Open Inference Protocol's gRPC service under both of its names, for reflection.
 
-Triton's and KServe's clients call `inference.GRPCInferenceService`; TorchServe's stubs call the same methods,
-with the same messages, in a package of its own. Clients register these messages in the descriptor pool of the
-process, so ours stay out of it (`protos/generate.py`).
+Triton's and KServe's clients call `inference.GRPCInferenceService`. TorchServe's stubs call the same methods,
+with the same messages, in another package. Client libraries register these messages in the default descriptor
+pool of the process, so our messages use a pool of their own (`protos/generate.py`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ REPOSITORY_METHODS = frozenset({"RepositoryIndex", "RepositoryModelLoad", "Repos
 
 
 def operator_paths() -> frozenset[str]:
-    """The calls that operators make, as gRPC paths: they need the management key on whatever port."""
+    """Return the gRPC paths of the model repository methods, which need the management key on every port."""
     names = (PUBLIC_NAME, TORCHSERVE_NAME)
     return frozenset(f"/{name}/{method}" for name in names for method in REPOSITORY_METHODS)
 
 
 def reflection_pool(files: Iterable[FileDescriptor]) -> DescriptorPool:
-    """A pool that knows `files`, what they import, and both names of this protocol."""
+    """Return a descriptor pool with `files`, their imports, and this service under both of its names."""
     pool = DescriptorPool()
     known: set[str] = set()
     for file in (*files, _FILE):

@@ -1,4 +1,4 @@
-"""Messages of the Open Inference Protocol to the records of `frontend/open_inference`, and back. Pure."""
+"""Translation between Open Inference Protocol messages and `frontend/open_inference` records. Pure."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ _FIELDS = {
 
 
 def tensor_request(request: TensorMessage) -> TensorRequest:
-    """What a client asks; all outputs raw, in a body that tells its own parts apart.
+    """Translate a request message. All outputs are requested as raw bytes in a framed body.
 
     Raises:
-        InvalidRequest: naming the field that is wrong.
+        InvalidRequest: a field is invalid; the text names it.
     """
     message, raw = request
     if raw and len(raw) != len(message.inputs):
@@ -74,14 +74,14 @@ def tensor_request(request: TensorMessage) -> TensorRequest:
 
 
 def infer_response(answer: TensorAnswer, *, raw: bool) -> TensorReply:
-    """The message of an answer.
+    """Translate the answer of a model to a response message.
 
     Args:
-        answer: of the model.
-        raw: as raw bytes; else in the typed fields, save where an output's datatype has none.
+        answer: the answer of the model.
+        raw: send the outputs as raw bytes; else in typed fields, unless an output's datatype has none.
 
     Raises:
-        HandlerFailed: the handler wrote BYTES that are not laid out as such.
+        HandlerFailed: the handler wrote a BYTES output with an invalid layout.
     """
     response = ModelInferResponse(
         model_name=answer.model_name, model_version=answer.model_version, id=answer.id
@@ -100,10 +100,10 @@ def infer_response(answer: TensorAnswer, *, raw: bool) -> TensorReply:
 
 
 def parameters(given: Mapping[str, InferParameter], where: str) -> dict[str, ParameterValue]:
-    """Parameters as plain values.
+    """Return parameters as plain values.
 
     Raises:
-        InvalidRequest: one has no value, or one that JSON can't say, in which they go on.
+        InvalidRequest: a parameter has no value, or a float that is not finite: they are passed on as JSON.
     """
     values: dict[str, ParameterValue] = {}
     for name, parameter in given.items():
@@ -118,7 +118,7 @@ def parameters(given: Mapping[str, InferParameter], where: str) -> dict[str, Par
 
 
 def set_parameter(parameter: InferParameter, value: object) -> None:
-    """Put a plain value into a parameter; what has no field of its own goes as its text."""
+    """Store a plain value in a parameter; a value of a type without a field is stored as its string."""
     if isinstance(value, bool):
         parameter.bool_param = value
     elif isinstance(value, int) and -(2**63) <= value < 2**63:
@@ -154,7 +154,7 @@ def _raw_of(tensor: ModelInferRequest.InferInputTensor, datatype: Datatype, wher
         raise InvalidRequest(f"{where}.contents.{field}: found {len(values)} elements, expected {count}")
     if datatype is BYTES:
         return join_elements(values)
-    # The fields of 32 bits hold smaller integers too, and one that is too large must not be cut.
+    # The 32-bit fields hold smaller integers too; a value that is out of range must not be truncated.
     array = np.array(
         values, dtype=np.dtype("<i8") if field in ("int_contents", "uint_contents") else datatype.numpy
     )

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol's service, under the public name and under TorchServe's."""
+"""The gRPC service of the Open Inference Protocol, under its public name and under TorchServe's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TORCHSERVE_MODELS: Table = {
 def open_inference_services(
     dataplane: DataPlane, controlplane: ControlPlane, services: Services
 ) -> list[Callable[[set[Any]], Openers]]:
-    """Both services. They differ in codes of errors, and in how BYTES pass an envelope."""
+    """Return both services. They differ in error codes, and in the encoding of BYTES for an envelope."""
     tensors = TensorService(dataplane, services.settings.service_envelope)
     context = PredictionContext(dataplane, services.metrics)
     public = TensorCalls(Tensors(context, tensors, as_torchserve=False)).methods()

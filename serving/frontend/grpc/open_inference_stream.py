@@ -1,4 +1,4 @@
-"""Many requests on one stream, answered in the order they came, while several of them run."""
+"""Concurrent requests on one stream, answered in the order of their arrival."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ Request = TypeVar("Request")
 Part = TypeVar("Part")
 Item = TypeVar("Item")
 
-IN_FLIGHT = 64  # requests of one stream that are read ahead of the answers; then the client has to wait
-PARTS_AHEAD = 16  # of one answer that wait for those before it
+IN_FLIGHT = 64  # requests of one stream read ahead of the answers; beyond that reading pauses
+PARTS_AHEAD = 16  # parts of one answer buffered while earlier answers are sent
 
 
 async def in_order(
     requests: AsyncIterator[Request], answer: Callable[[Request], AsyncIterator[Part]]
 ) -> AsyncIterator[Part]:
-    """The parts of the answers to all requests.
+    """Yield the parts of the answers to all requests.
 
-    Requests are begun in the order they come, so those of a sequence stay in order, and their answers leave
-    in that order. Closing this iterator ends all that still runs. What `answer` raises ends the stream: an
-    error of one request has to become a part of its answer.
+    Requests start, and their answers are yielded, in the order of arrival, so requests of a sequence stay in
+    order. Closing this iterator cancels all running requests. An exception from `answer` ends the stream, so
+    `answer` must report the error of one request as a part.
 
     Raises:
-        Exception: what reading `requests` raised, after the answers to those that came.
+        Exception: reading `requests` failed; raised after the answers to the requests that were read.
     """
     running: set[asyncio.Task[None]] = set()
 
@@ -51,30 +51,30 @@ async def in_order(
 
 
 class _End:
-    """Stands behind the last item of a pipe; with the error that ended it, if there was one."""
+    """Marker behind the last item of a pipe, with the error that ended the pipe, if any."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
 
 
 class _Pipe(Generic[Item]):
-    """Items that one task makes and another one takes, of which at most `ahead` wait."""
+    """A bounded queue between two tasks: one puts items, the other takes them; at most `ahead` are queued."""
 
     def __init__(self, ahead: int) -> None:
         self._queue: asyncio.Queue[Any] = asyncio.Queue(ahead)
 
     async def fill(self, source: AsyncIterator[Item]) -> None:
-        """Put in all that `source` gives."""
+        """Put all items of `source` into the queue."""
         end = _End()
         try:
             async for item in source:
                 await self._queue.put(item)
-        except Exception as error:  # the top of the task: whoever takes the items raises it
+        except Exception as error:  # the top of the task: `items` raises it
             end = _End(error)
         await self._queue.put(end)
 
     async def items(self) -> AsyncIterator[Item]:
-        """Take out all there is; raises what `source` raised."""
+        """Yield the queued items until the end; then raise the error of `source`, if any."""
         while not isinstance(item := await self._queue.get(), _End):
             yield item
         if item.error is not None:

@@ -1,9 +1,9 @@
-"""Messages of the Open Inference Protocol with long tensors in them, without copying the tensors.
+"""Codec for Open Inference Protocol messages with long tensors that does not copy the tensors.
 
-Protobuf's library copies a field of bytes when it reads a message, again when the field is asked for, and
-twice on the way out; of a call with 1 MiB each way that was nearly half of what the event loop had to do.
-Fields may stand in any order in a message, so long ones are put behind what the library wrote of the others,
-and cut out before it reads them.
+The protobuf library copies a bytes field when it decodes a message, again when the field is read, and twice
+when it encodes one. For a call with 1 MiB each way that was nearly half of the event loop's work. The fields
+of a message may have any order, so long tensors are appended behind the fields that the library encoded, and
+cut out before it decodes the rest.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from torchere.serving.frontend.http2.stream import JOINED_BYTES, Encoded
 
 Raw = bytes | memoryview
 
-MOST_TENSORS = 256  # that are cut out of one message; the library keeps more of them in less memory
-# The protocol's numbers of `raw_input_contents` and `raw_output_contents`, as fields that have a length.
+MOST_TENSORS = 256  # cut out of one message; with more of them the library needs less memory
+# Tags of `raw_input_contents` and `raw_output_contents`: field number and wire type 2 (length-delimited).
 _INPUT_TAG = 7 << 3 | 2
 _OUTPUT_TAG = 6 << 3 | 2
 _TENSOR_TAGS = (5 << 3 | 2, 6 << 3 | 2)  # of `inputs` and `outputs` of a request
 
 
 class TensorMessage(NamedTuple):
-    """A request, its raw tensors apart: `fields` may lack them."""
+    """A request with its raw tensors held separately: `fields` may lack them."""
 
     fields: ModelInferRequest
     raw: Sequence[Raw]
 
 
 class TensorReply(NamedTuple):
-    """An answer, its raw tensors apart: `fields` lacks them."""
+    """A response with its raw tensors held separately: `fields` lacks them."""
 
     fields: ModelInferResponse
     raw: Sequence[Raw]
 
     def whole(self) -> ModelInferResponse:
-        """The answer as one message, to stand in another one."""
+        """Return the response as one message with its tensors, for example to embed it in another message."""
         self.fields.raw_output_contents.extend(map(bytes, self.raw))
         return self.fields
 
 
 def decode_request(message: Received) -> TensorMessage:
-    """Read a request; views of `message` where it is long.
+    """Decode a request. The raw tensors of a long message are views of `message`.
 
     Raises:
-        DecodeError: it is none.
+        DecodeError: the message is not a valid request.
         MessageFailed: it has too many fields.
     """
     if len(message) >= LONG_BYTES:
@@ -60,7 +60,7 @@ def decode_request(message: Received) -> TensorMessage:
 
 
 def encode_response(reply: TensorReply) -> Encoded:
-    """Write an answer; in parts, when it is long."""
+    """Encode a response; a long one as a list of parts."""
     if sum(map(len, reply.raw)) < JOINED_BYTES:
         return reply.whole().SerializeToString()
     parts: list[Raw] = [reply.fields.SerializeToString()]
@@ -70,10 +70,10 @@ def encode_response(reply: TensorReply) -> Encoded:
 
 
 def _cut(message: Received) -> tuple[bytes, list[Raw]]:
-    """A message without its raw tensors, and these.
+    """Return a message without its raw tensors, and the tensors.
 
     Raises:
-        DecodeError: it is none.
+        DecodeError: the message has invalid fields.
         MessageFailed: it has too many fields.
     """
     view, end, fields = memoryview(message), len(message), Fields(message)
@@ -87,12 +87,12 @@ def _cut(message: Received) -> tuple[bytes, list[Raw]]:
             kept_from = field.end
         elif field.tag in _TENSOR_TAGS:
             for _ in fields.between(field.content, field.end):
-                pass  # their parameters count, too
+                pass  # count the fields of the tensors, such as their parameters, too
     return b"".join((*kept, view[kept_from:])), tensors
 
 
 def _written(number: int) -> bytes:
-    """A number as a varint."""
+    """Encode a number as a varint."""
     written = bytearray()
     while number >= 0x80:
         written.append(number & 0x7F | 0x80)

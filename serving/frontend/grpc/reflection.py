@@ -1,4 +1,4 @@
-"""The standard reflection service, by which tools like grpcurl learn what a port offers."""
+"""The standard gRPC reflection service, which tells tools like grpcurl the services of a port."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ class _Reflection:
 
 
 def reflection_service(names: Iterable[str]) -> Callable[[set[Any]], Openers]:
-    """The service that tells of the services of these names, and of itself."""
+    """Return the reflection service for the services with these names and for itself."""
     return service(_REFLECTION, {"ServerReflectionInfo": _Reflection(names).info}, MANAGEMENT)

@@ -1,4 +1,4 @@
-"""Running the gRPC listeners."""
+"""Servers of the gRPC listeners."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ Service = Callable[[set[Any]], Openers]
 _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceAPIsService"]
 _MANAGEMENT = management_pb2.DESCRIPTOR.services_by_name["ManagementAPIsService"]
 _BACKLOG = 1024
-_AGE_SPREAD = 0.1  # of the greatest age, up or down, so that clients do not all come back at once
-_ENDING_S = 5.0  # for calls that were given up to end
+_AGE_SPREAD = 0.1  # random share of the maximum age, up or down, so that clients do not reconnect all at once
+_ENDING_S = 5.0  # how long to wait for cancelled calls to end
 
 
 class GrpcServer:
@@ -69,21 +69,21 @@ class GrpcServer:
         self._server: asyncio.Server | None = None
 
     async def start(self) -> Address:
-        """Bind and begin to serve; returns the address with its real port.
+        """Bind and begin to serve; return the address with its actual port.
 
         Raises:
             OSError: the address can't be bound.
         """
         self._server = await self._bound()
         if self.address.unix_path is None:
-            for listener in self._server.sockets:  # its connections inherit it; some clients vanish unheard
+            for listener in self._server.sockets:  # connections inherit it; detects clients that vanished
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             port = self._server.sockets[0].getsockname()[1]
             self.address = Address(self.address.host, port, tls=self.address.tls)
         return self.address
 
     async def stop(self, grace_s: float) -> None:
-        """Refuse new connections, let the calls that run finish for at most `grace_s`, then cancel them."""
+        """Refuse new connections, let running calls finish for at most `grace_s`, then cancel them."""
         if self._server is None:
             return
         self._server.close()
@@ -104,7 +104,7 @@ class GrpcServer:
             return Connection(self._listener)
 
         if address.unix_path is not None:
-            Path(address.unix_path).unlink(missing_ok=True)  # left by a server that was killed
+            Path(address.unix_path).unlink(missing_ok=True)  # may be left over from a killed server
             return await loop.create_unix_server(connection, address.unix_path, ssl=context, backlog=_BACKLOG)
         return await loop.create_server(
             connection, address.host, address.port, ssl=context, backlog=_BACKLOG, reuse_port=False
@@ -119,7 +119,7 @@ class GrpcServer:
 def inference_server(
     dataplane: DataPlane, controlplane: ControlPlane, services: Services, address: Address
 ) -> GrpcServer:
-    """The listener of the inference services, with health and reflection."""
+    """Return the listener of the inference services, with health and reflection."""
     names = [_INFERENCE.full_name]
     offered = [service(_INFERENCE, InferenceService(dataplane, services.metrics).methods(), INFERENCE)]
     if services.settings.open_inference_protocol:
@@ -133,7 +133,7 @@ def inference_server(
 def management_server(
     dataplane: DataPlane, controlplane: ControlPlane, services: Services, address: Address
 ) -> GrpcServer:
-    """The listener of the management service, with health and reflection."""
+    """Return the listener of the management service, with health and reflection."""
     names = (_MANAGEMENT.full_name, HEALTH.full_name)
     health = HealthService(dataplane, frozenset({_MANAGEMENT.full_name}))
     offered = [
@@ -144,7 +144,7 @@ def management_server(
 
 
 def grpc_listeners(dataplane: DataPlane, controlplane: ControlPlane, services: Services) -> list[GrpcServer]:
-    """The listeners that the settings ask for, not started."""
+    """Return the configured listeners, not started."""
     settings = services.settings
     wanted: list[GrpcServer] = []
     if settings.grpc_inference_address is not None:
@@ -155,7 +155,7 @@ def grpc_listeners(dataplane: DataPlane, controlplane: ControlPlane, services: S
 
 
 def _ages(api: Api, settings: ServerSettings) -> tuple[float | None, float | None]:
-    """How old connections may become, and how long their last calls may take then; in seconds."""
+    """Return the maximum age of connections, and the grace period for their last calls, both in seconds."""
     ages_ms = {
         "inference": (
             settings.grpc_inference_max_connection_age_ms,

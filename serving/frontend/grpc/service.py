@@ -31,7 +31,7 @@ from torchere.serving.frontend.http2.stream import ENDED, CallListener, Encoded,
 from torchere.serving.telemetry.metrics import Metrics
 
 _OPERATOR_PATHS = operator_paths()
-FREE_PREFIX = "/grpc.health.v1.Health/"  # probes bring no token, as with /livez and /readyz
+FREE_PREFIX = "/grpc.health.v1.Health/"  # probes need no key, as with /livez and /readyz
 _NOT_POST, _NOT_GRPC = 405, 415
 _GRPC = "application/grpc"
 
@@ -40,13 +40,13 @@ Openers = dict[str, Opener]
 
 
 class Callback(NamedTuple):
-    """A method whose calls are answered by callbacks, as predictions are; opens a call of it."""
+    """A method whose calls are answered by callbacks, like predictions; `opens` creates a call."""
 
     opens: Callable[[Method, Stream], UnaryCall]
 
 
 class WithCodec(NamedTuple):
-    """A method with a codec of its own for its messages; None: the descriptor's."""
+    """A method with its own codec for its messages; None: the codec of the descriptor."""
 
     implementation: Function | Waiting | Streaming | Callback
     decode: Callable[[Received], Any] | None = None
@@ -63,15 +63,15 @@ def service(
     table: Table,
     name: str = "",
 ) -> Callable[[set[Any]], Openers]:
-    """Describe a service; the result opens its calls, whose tasks are kept in the set it is given.
+    """Define a service. The result takes a set that will hold running tasks, and returns openers by path.
 
     Args:
-        descriptor: of the .proto file.
-        methods: by the descriptor's names. Where the answer is one message: a plain function that answers at
-            once, a `Callback`, or a coroutine function; where it is a stream: an async generator. Methods
-            that are missing answer UNIMPLEMENTED.
+        descriptor: descriptor of the service in the .proto file.
+        methods: implementations by the descriptor's method names. For one response message: a synchronous
+            function, a `Callback`, or a coroutine function; for a stream: an async generator function.
+            Missing methods answer UNIMPLEMENTED.
         table: the status of each error.
-        name: of the service, instead of the descriptor's.
+        name: name of the service, instead of the descriptor's.
     """
     name = name or descriptor.full_name
 
@@ -86,7 +86,7 @@ def service(
 
 
 def key_free(described: Callable[[set[Any]], Openers]) -> Callable[[set[Any]], Openers]:
-    """Limit the messages of a service whose calls need no key."""
+    """Limit the message size of a service whose calls need no key."""
 
     def restricted(opens: Opener, stream: Stream) -> CallListener:
         stream.restrict(KEY_FREE_MESSAGE_BYTES)
@@ -105,7 +105,7 @@ def _opener(
     method = Method(
         f"{service_name}/{described.name}",
         table,
-        # Its stub knows of `bytes` only.
+        # Cast, because the type stub of `FromString` accepts `bytes` only.
         coded.decode
         or counted(cast("Callable[[Received], Any]", GetMessageClass(described.input_type).FromString)),
         coded.encode or GetMessageClass(described.output_type).SerializeToString,
@@ -120,7 +120,7 @@ def _opener(
 
 
 def opener(implementation: Any, method: Method, *, streams_in: bool, streams_out: bool) -> Opener:
-    """Choose how the calls of a method are answered: by callbacks, at once, or by a task."""
+    """Return the opener of a method, whose calls are answered by callbacks, synchronously, or by a task."""
     if isinstance(implementation, Callback):
         return partial(implementation.opens, method)
     if streams_out:
@@ -137,10 +137,10 @@ def dispatcher(
     """Return the function that opens or refuses each call of a port.
 
     Args:
-        openers: by path.
-        keys: None when calls need none.
-        kind: the key that methods need, except those of operators, which need the management key.
-        metrics: count calls that are refused for their key.
+        openers: openers of the calls, by path.
+        keys: None when calls need no key.
+        kind: the key that methods need, except the model repository's, which need the management key.
+        metrics: counts calls refused because of their key.
     """
 
     def open_call(stream: Stream) -> CallListener:
@@ -168,12 +168,12 @@ def dispatcher(
 
 
 def _is_grpc(content_type: str) -> bool:
-    # `application/grpc+proto` is as good; `application/grpc-web` is another protocol.
+    # `application/grpc+proto` is accepted too; `application/grpc-web` is another protocol.
     return content_type.startswith(_GRPC) and content_type[len(_GRPC) : len(_GRPC) + 1] in ("", "+", ";")
 
 
 def _refusal(keys: Keys, kind: KeyKind, path: str, metadata: Metadata) -> Unauthorized | None:
-    """Return why a call may not pass; None: it may."""
+    """Return the authorisation error of a call; None if it is authorised."""
     if path.startswith(FREE_PREFIX):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Calls answered by coroutines: streams, and methods that wait. A task each, which ends with its client."""
+"""gRPC calls answered by coroutines (streams, and methods that wait), each in a task of its own."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from torchere.serving.frontend.http2.messages import (
 from torchere.serving.frontend.http2.stream import Stream
 from torchere.serving.types import NO_DEADLINE
 
-Waiting = Callable[[Any, Call], Awaitable[Any]]  # a coroutine function: one message each way
+Waiting = Callable[[Any, Call], Awaitable[Any]]  # coroutine functions: one message each way
 Streaming = Callable[[Any, Call], AsyncIterator[Any]]  # async generators, closed when a call ends early
 Answerer = Callable[["TaskCall", Any], Awaitable[None]]
 
-# Of one call's messages that wait to be consumed; with either its client has to wait.
+# Limits of one call's queued messages; at either limit its stream is paused.
 MESSAGES_AHEAD = 16
 BYTES_AHEAD = 2**20
-# How long after its deadline a call is ended from here. The data plane ends predictions on time, and counts
-# them; this is for calls that wait for something else.
+# Delay after its deadline until a call is ended here. The data plane ends and counts predictions at their
+# deadline; this timer is for calls that wait for something else.
 LATE_S = 0.1
 
 
 class TaskCall(Call):
-    """A call with a task of its own."""
+    """A call answered by its own task."""
 
     __slots__ = (*SLOTS, *OWN_MARKS, "_answer", "_expiry", "_scope", "task")
 
@@ -48,7 +48,7 @@ class TaskCall(Call):
         self.task: asyncio.Task[None] | None = None
 
     def run(self, request: Any, *, many: bool) -> None:
-        """Begin to answer; `many`: the client may send several predictions."""
+        """Start the task; `many`: the client may send several predictions."""
         loop = asyncio.get_running_loop()
         self.task = loop.create_task(self._run(request, many=many))
         self.method.tasks.add(self.task)
@@ -73,7 +73,7 @@ class TaskCall(Call):
         try:
             await self._answer(self, request)
         except asyncio.CancelledError:
-            self._scope.finish(CANCELLED["grpc"])  # without effect where the call was ended from here
+            self._scope.finish(CANCELLED["grpc"])  # no effect if the call was already ended here
             raise
         except Exception as error:  # the top of the call
             self.fail(error)
@@ -81,7 +81,7 @@ class TaskCall(Call):
     def _done(self, task: asyncio.Task[None]) -> None:
         # Not in `_run`: a task that is cancelled at once never begins.
         self.method.tasks.discard(task)
-        self.task = None  # or call, task and request would hold each other until the collector runs
+        self.task = None  # breaks a reference cycle of call, task and request
         if self._expiry is not None:
             self._expiry.cancel()
 
@@ -92,7 +92,7 @@ class TaskCall(Call):
 
     @property
     def prediction(self) -> Request | None:
-        """The prediction that it made, unless there may be many."""
+        """The prediction of the call; None if there is none, or there may be several."""
         return None if self._scope is None else self._scope.request
 
     def _expire(self) -> None:
@@ -102,17 +102,17 @@ class TaskCall(Call):
 
 
 class UnaryTaskCall(UnaryCall, TaskCall):
-    """A call with one message of the client, answered by a task."""
+    """A call with one request message, answered by a task."""
 
     __slots__ = ()
 
     def begin(self, request: Any) -> None:
-        """Begin to answer."""
+        """Start the task."""
         self.run(request, many=False)
 
 
 class StreamTaskCall(TaskCall):
-    """A call with any number of the client's messages, answered while they arrive."""
+    """A call with any number of request messages, answered by a task while they arrive."""
 
     __slots__ = ("_half_closed", "_messages", "_messages_bytes", "_wanted")
     takes_one: ClassVar[bool] = False
@@ -126,7 +126,7 @@ class StreamTaskCall(TaskCall):
         self.run(self._requests(), many=True)
 
     def on_message(self, message: Received | Compressed) -> None:
-        """Queue a message; the client has to wait while the queue is full."""
+        """Queue a message; pause the stream while the queue is full."""
         self._messages.append(message)
         self._messages_bytes += len(message)
         if len(self._messages) >= MESSAGES_AHEAD or self._messages_bytes >= BYTES_AHEAD:
@@ -169,7 +169,7 @@ class StreamTaskCall(TaskCall):
 
 
 def _inflate(message: Compressed, lease: Lease, loop: asyncio.AbstractEventLoop) -> bytes:
-    """Decompress in a thread, which runs on when the call is cancelled, and end the lease."""
+    """Decompress a message and end the lease. Runs in a thread, to its end even if the call is cancelled."""
     try:
         return message.inflated()
     finally:
@@ -178,7 +178,7 @@ def _inflate(message: Compressed, lease: Lease, loop: asyncio.AbstractEventLoop)
 
 
 def waiting_answer(implementation: Waiting) -> Answerer:
-    """Answer with the one message that a coroutine returns."""
+    """Return an answerer that sends the one message that a coroutine function returns."""
 
     async def answer(call: TaskCall, request: Any) -> None:
         call.answer(await implementation(request, call))
@@ -187,7 +187,7 @@ def waiting_answer(implementation: Waiting) -> Answerer:
 
 
 def streaming_answer(implementation: Streaming) -> Answerer:
-    """Answer with each message that an async generator yields, no faster than the client reads."""
+    """Return an answerer that sends the messages of an async generator, no faster than the client reads."""
 
     async def answer(call: TaskCall, request: Any) -> None:
         made = cast("AsyncGenerator[Message, None]", implementation(request, call))

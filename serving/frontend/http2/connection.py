@@ -1,7 +1,7 @@
 """One HTTP/2 connection of a gRPC client, and the listener that it belongs to (RFC 9113).
 
-It implements what gRPC needs of HTTP/2: no push, no priorities. Everything that a client can make the server
-hold or do has a limit: header lists, frames, concurrent streams, windows, frames that move no data, unread
+It implements the part of HTTP/2 that gRPC uses: no push, no priorities. All resources that a client can
+occupy have a limit: header lists, frames, concurrent streams, windows, frames that move no data, unread
 answers.
 """
 
@@ -47,7 +47,7 @@ from torchere.serving.io.turn_writes import TurnWrites
 
 logger = logging.getLogger(__name__)
 
-MAX_STREAMS = 1000  # concurrent on one connection; a client with more calls queues them at its end
+MAX_STREAMS = 1000  # concurrent on one connection; the client queues further calls itself
 SETTINGS = f.settings_frame(
     {
         Setting.MAX_CONCURRENT_STREAMS: MAX_STREAMS,
@@ -58,21 +58,21 @@ SETTINGS = f.settings_frame(
 ) + f.window_update(0, CONNECTION_WINDOW_BYTES - f.DEFAULT_WINDOW)
 
 PREFACE_TIMEOUT_S = 20.0
-# Between two looks at incomplete calls: one of which nothing arrived from one to the next is ended.
+# Between two checks of incomplete calls: a call that received nothing in between is ended.
 INCOMPLETE_TIMEOUT_S = 60.0
 MAX_UNREAD_BYTES = 32 * 2**20  # in the socket's buffer while the client opens further streams
-# Of answers that wait for the client's windows before further calls are refused, or four where these may be
-# longer.
+# Further calls are refused while the answers that wait for the client's windows have more than this many
+# bytes, or more than four answers of the maximum size if that is more.
 MAX_HELD_BYTES = 2**29
 MAX_HELD_ANSWERS = 4
-# What arrives at once may be two thousand calls, and while reads fill the buffer, uvloop reads up to 32 times
-# before other connections get their turn.
-TURN_S = 0.005  # for the bytes of one connection; the rest waits for the next turn
-AGAIN_S = TURN_S / 8  # a read that took longer is the last one of its turn
-STEP_FRAMES = 32  # between two looks at the clock; a run of DATA counts as one, for it is quick
-SMALL_BYTES = 128  # DATA shorter than this for a call that has ended counts as a frame that moves no data
-# Frames that a client may send for each answer, and for each part of one that it consumed: some acknowledge
-# every 4 KiB, and cancellations cross with answers.
+# One read may bring two thousand calls, and while reads fill the buffer, uvloop reads up to 32 times before
+# other connections get their turn.
+TURN_S = 0.005  # of parsing for one connection; the rest is deferred to the next loop iteration
+AGAIN_S = TURN_S / 8  # a read that took longer is the last one of its loop iteration
+STEP_FRAMES = 32  # between two checks of the clock; a run of DATA counts as one frame, because it is fast
+SMALL_BYTES = 128  # shorter DATA for an ended call counts as a frame that moves no data
+# Frames that a client may send for each answer, and for each part of an answer that it consumed: some clients
+# acknowledge every 4 KiB, and cancellations cross with answers.
 EARNED_BY_ANSWER = 4
 EARNING_BYTES = 1024  # of longer answers
 READ_BUFFER_BYTES = 262_144
@@ -80,17 +80,18 @@ READ_BUFFER_BYTES = 262_144
 
 @dataclass(slots=True)
 class Listener:
-    """What the connections of one listening socket share; used on its event loop only.
+    """State shared by the connections of one listening socket; used on its event loop only.
 
     Attributes:
-        open_call: chooses who answers a call; the stream may be answered at once.
-        receive_limit_bytes: of a received message.
-        send_limit_bytes: of a sent message.
-        age_s: how old a new connection may become before it is closed gracefully; None: any age.
-        age_grace_s: how long its last calls may take then; None: as long as they need.
+        open_call: returns the listener of a new call; it may answer the stream at once.
+        receive_limit_bytes: maximum size of a received message.
+        send_limit_bytes: maximum size of a sent message.
+        age_s: returns the maximum age of a new connection, in seconds, after which it is closed gracefully;
+            None: no limit.
+        age_grace_s: maximum duration of its last calls after that, in seconds; None: no limit.
         draining: new connections are closed gracefully at once.
-        budgets: of the bytes that clients make the server hold.
-        connections: those that are open.
+        budgets: memory budgets for the bytes that the server buffers for clients.
+        connections: the open connections.
         read_buffer: shared by all connections, so that it stays in the processor's cache.
     """
 
@@ -130,7 +131,7 @@ class Listener:
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One connection. Used by the event loop only."""
+    """One HTTP/2 connection. Used on the event loop only."""
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
@@ -218,7 +219,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport.abort()
 
     def _receive(self, data: Piece) -> None:
-        """Parse received bytes for as long as a turn may take, and defer the rest."""
+        """Parse received bytes for at most `TURN_S`, and defer the rest to the next loop iteration."""
         began_s = time.monotonic()
         self._writes.expect_flush()
         try:
@@ -325,7 +326,7 @@ class Connection(asyncio.BufferedProtocol):
                 self.inbound.extend(stream)
 
     def _finished(self, stream: Stream) -> None:
-        """Forget a stream whose answer was written whole."""
+        """Remove a stream whose answer was written completely."""
         self._answers += 1
         if stream.remote_open:  # the client may stop sending
             self._write(f.reset_stream(stream.id, ErrorCode.NO_ERROR))
@@ -348,7 +349,7 @@ class Connection(asyncio.BufferedProtocol):
             stream.cancel()
 
     def _break_stream(self, broken: StreamBroken) -> None:
-        """Reset a stream for a stream error, of which the flood guard bounds the number."""
+        """Reset a stream for a stream error; the flood guard limits the number of resets."""
         self._flood.count()
         self._reset(broken)
 
@@ -453,7 +454,7 @@ class Connection(asyncio.BufferedProtocol):
         }
 
     def _end_incomplete(self, stalled: Collection[int]) -> None:
-        """End calls of which nothing arrived in time."""
+        """End incomplete calls that received nothing since the last check."""
         for stream_id in stalled:
             stream = self._streams.get(stream_id)
             if stream is not None:
@@ -469,7 +470,7 @@ class Connection(asyncio.BufferedProtocol):
         return waiting
 
     def _end_unread(self, stalled: Collection[int]) -> None:
-        """Reset streams whose client reads nothing, or close the connection if all of it stalls."""
+        """Reset streams that the client does not read, or close the connection if all of it is stalled."""
         logger.info("a client took nothing of what waits for it (%d times): given up", len(stalled))
         if 0 in stalled:
             self.abort()

@@ -1,4 +1,4 @@
-"""Flood guard: bounds the frames of a client that move no data (RFC 9113, 10.5)."""
+"""Flood guard: limits a client's frames that move no data (RFC 9113, 10.5)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ INTERVAL_S = 10.0
 
 
 class FloodGuard:
-    """Counts the frames of one connection that move no data. Lives on the event loop.
+    """Counts the frames of one connection that move no data. Used on the event loop only.
 
     Args:
-        earned: further frames that the client may send, counted from the beginning of the connection: it
-            acknowledges answers, and cancels calls while their answers are on the way.
+        earned: returns the number of additional frames allowed since the start of the connection, because
+            clients acknowledge answers, and cancel calls while their answers are on the way.
     """
 
     __slots__ = ("_allowed", "_count", "_earned", "_earned_before", "_earned_by_then", "_since_s")
@@ -32,7 +32,7 @@ class FloodGuard:
         """Count frames that arrived.
 
         Raises:
-            ConnectionBroken: one too many.
+            ConnectionBroken: the client sent too many of them.
         """
         self._count += frames
         if self._count < self._allowed:

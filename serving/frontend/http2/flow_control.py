@@ -27,16 +27,16 @@ from torchere.serving.frontend.http2.frames import (
 from torchere.serving.frontend.http2.messages import MessageFailed, StatusCode
 from torchere.serving.io.turn_writes import Buffers
 
-# Receiving. What a client may send before it has to wait for WINDOW_UPDATE.
+# Receiving: how much a client may send before it has to wait for WINDOW_UPDATE.
 STREAM_WINDOW_BYTES = 4 * 2**20
 CONNECTION_WINDOW_BYTES = 16 * 2**20  # of all streams together; four whole windows
 
 # Sending.
-MOST_FRAME_BYTES = 2**20  # of one stream's, before another one gets its turn
-MOST_WRITTEN_BYTES = 2**20  # at once: then the socket may report that it is full
-HIGH_WATER_BYTES = 65_536  # of a stream's unsent bytes; then its producer is asked to wait
-DEFAULT_TABLE_BYTES = 4096  # of HPACK's table, which this end does not use
-# Sent when a client lowers the table's size (RFC 7541, 4.2): it is 0 from here on.
+MOST_FRAME_BYTES = 2**20  # of one stream, before another one gets its turn
+MOST_WRITTEN_BYTES = 2**20  # of one write; after it the socket may report that its buffer is full
+HIGH_WATER_BYTES = 65_536  # of a stream's unsent bytes; above it the producer has to wait
+DEFAULT_TABLE_BYTES = 4096  # of HPACK's table, which our encoder does not use
+# A table size update to 0, sent when a client lowers the table's maximum size (RFC 7541, 4.2).
 TABLE_UNUSED = b"\x20"
 
 
@@ -50,30 +50,30 @@ class StreamFlow:
 
     def __init__(self, stream_id: int, window: int) -> None:
         self.id = stream_id
-        self.remote_open = True  # the client has not ended it
+        self.remote_open = True  # the client has not ended its side
         # Receiving.
-        self.allowed_bytes = STREAM_WINDOW_BYTES  # what the client may send in all, as announced
-        self.received_bytes = 0  # of DATA frames, in all; a frame counts when it begins
-        self.arrived_bytes = 0  # of messages, in all, before the call was complete
-        self.held_bytes = 0  # of these, until the call is complete or the message consumed
-        self.key_free = False  # it needs no key: its bytes count for a smaller budget
-        self.paused = False  # its messages are not consumed: the window is not extended
+        self.allowed_bytes = STREAM_WINDOW_BYTES  # total that the client may send, as announced to it
+        self.received_bytes = 0  # total of DATA frames; a frame counts when it begins
+        self.arrived_bytes = 0  # total of message bytes that arrived before the call was complete
+        self.held_bytes = 0  # those of them in the budget, until the call is complete or they are consumed
+        self.key_free = False  # the call needs no key: its bytes count for a smaller budget
+        self.paused = False  # messages are not consumed, so the window is not extended
         # Sending.
-        self.window = window  # what the client accepts
-        self.sent_bytes = 0  # of answers that had to wait
+        self.window = window  # number of bytes that the client accepts now
+        self.sent_bytes = 0  # of answers that went through the outbox
         self.unsent_bytes = 0
         self.outbox: deque[bytes | memoryview] = deque()
-        self.trailers: bytes | None = None  # the last header block, once it is known
+        self.trailers: bytes | None = None  # the last header block, as soon as it is known
         self._drained: asyncio.Future[None] | None = None
 
     async def drained(self) -> None:
-        """Wait until the client has consumed enough for more to be made; returns at once if it has."""
+        """Wait until the unsent bytes are at most `HIGH_WATER_BYTES`; return at once if they are."""
         if self.unsent_bytes > HIGH_WATER_BYTES:
             self._drained = asyncio.get_running_loop().create_future()
             await self._drained
 
     def count_unsent(self, size: int) -> None:
-        """Add to the unsent bytes, or take from them; wakes a producer that waits."""
+        """Add `size`, which may be negative, to the unsent bytes; wake a producer waiting in `drained`."""
         self.unsent_bytes += size
         if size <= 0 and self._drained is not None and self.unsent_bytes <= HIGH_WATER_BYTES:
             if not self._drained.done():
@@ -82,14 +82,14 @@ class StreamFlow:
 
 
 class InboundFlow:
-    """Windows that one connection's client sends into, and the bytes of its incomplete calls.
+    """Receive windows of one connection and its streams, and the bytes of its incomplete calls.
 
-    Lives on the event loop.
+    Used on the event loop only.
 
     Args:
-        limit_bytes: of a received message.
+        limit_bytes: maximum size of a received message.
         write: sends a frame.
-        budget: of incomplete calls, and of streamed messages that are not consumed.
+        budget: for the bytes of incomplete calls, and of streamed messages that are not consumed.
     """
 
     __slots__ = ("_budget", "_unread_bytes", "_window", "_write", "limit_bytes")
@@ -105,7 +105,7 @@ class InboundFlow:
         """Count DATA that arrived. The connection's window is extended at once, a stream's by `extend`.
 
         Raises:
-            ConnectionBroken: more than the window allows.
+            ConnectionBroken: the client sent more than the window allows.
         """
         self._window -= size
         self._unread_bytes += size
@@ -127,10 +127,10 @@ class InboundFlow:
             self._write(window_update(stream.id, increment))
 
     def hold(self, stream: StreamFlow, size: int) -> None:
-        """Count bytes of a call that is incomplete.
+        """Take bytes of an incomplete call from the budget.
 
         Raises:
-            MessageFailed: incomplete calls have too many bytes.
+            MessageFailed: there is no room for them.
         """
         try:
             self._budget.take(size, stream.key_free)
@@ -140,13 +140,13 @@ class InboundFlow:
         stream.arrived_bytes += size
 
     def release(self, stream: StreamFlow, size: int) -> None:
-        """Stop counting bytes that were consumed."""
+        """Return consumed bytes to the budget."""
         size = min(size, stream.held_bytes)
         stream.held_bytes -= size
         self._budget.give(size, stream.key_free)
 
     def lease_inflation(self, size: int, limit_bytes: int) -> Lease:
-        """Reserve room for what a compressed message of `size` bytes may inflate to.
+        """Lease room for the decompressed form of a compressed message of `size` bytes.
 
         Raises:
             MessageFailed: there is no room.
@@ -158,14 +158,14 @@ class InboundFlow:
 
 
 class OutboundFlow:
-    """Sends answers no faster than the client and its socket accept them. Lives on the event loop.
+    """Sends answers no faster than the client and the socket accept them. Used on the event loop only.
 
     Args:
-        limit_bytes: of a message.
-        write: sends whole frames, in one buffer.
-        write_all: sends whole frames, in several.
-        finished: a stream's last frame was written.
-        waits: something has to wait for the client.
+        limit_bytes: maximum size of a sent message.
+        write: sends whole frames from one buffer.
+        write_all: sends whole frames from several buffers.
+        finished: called after a stream's last frame was written.
+        waits: called when a stream has to wait for the client.
     """
 
     __slots__ = (
@@ -187,16 +187,16 @@ class OutboundFlow:
         self.finished = finished
         self._waits = waits
         self._window = DEFAULT_WINDOW
-        self._waiting: dict[int, StreamFlow] = {}  # in the order they began to wait; some do not any more
+        self._waiting: dict[int, StreamFlow] = {}  # in the order they began to wait; some may have stopped
         self.initial_window = DEFAULT_WINDOW  # of streams, as the client configured it
         self.frame_bytes = DEFAULT_FRAME_BYTES
         self.stopped = False  # the socket's buffer is full
-        self.sends = self.sent_bytes = 0  # of answers that had to wait, were long, or one of several
+        self.sends = self.sent_bytes = 0  # of answers that `pump` sent, not those that `take_room` let pass
         self.held_bytes = 0  # of unsent answers
-        self._table_note = b""  # what the next header block has to begin with
+        self._table_note = b""  # HPACK table size update that has to precede the next header block
 
     def take_room(self, stream: StreamFlow, size: int) -> bool:
-        """Reserve the windows for all data of a stream, sent at once in one frame; False: they lack room."""
+        """Reserve the connection's window for all data of a stream in one frame; False if it must wait."""
         if (
             size > self._window
             or size > stream.window
@@ -229,7 +229,7 @@ class OutboundFlow:
         stream.count_unsent(-stream.unsent_bytes)
 
     def pump(self, stream: StreamFlow) -> None:
-        """Send what the windows allow, and the trailers when nothing is left before them."""
+        """Send as many queued bytes as the windows allow, then the trailers when the outbox is empty."""
         buffers: list[bytes | memoryview] = []
         sent = unwritten = 0
         outbox = stream.outbox
@@ -284,28 +284,28 @@ class OutboundFlow:
             buffers += (head(rest, DATA, 0, stream_id), part[size - rest : size])
 
     def with_note(self, block: bytes) -> bytes:
-        """Return a header block that is sent now, behind what the client has to be told before it."""
+        """Return a header block to be sent next, preceded by a pending HPACK table size update."""
         note, self._table_note = self._table_note, b""
         return note + block
 
     def forget(self, stream: StreamFlow) -> None:
-        """Send nothing more of a stream."""
+        """Remove a stream from those that wait for the socket or the connection's window."""
         self._waiting.pop(stream.id, None)
 
     def resume(self) -> None:
-        """Give each waiting stream its turn: the socket, or the connection's window, has room again."""
+        """Pump each waiting stream once: the socket, or the connection's window, has room again."""
         self.stopped = False
         for _ in range(len(self._waiting)):
             if self._window <= 0 or self.stopped:
-                break  # one byte of window must not cost a look at every stream
-            # To the end of the line, or the first stream would have all of each new window.
+                break  # a client that opens the window byte by byte must not cause a pass over all streams
+            # Popped, so that it queues at the end: else the first stream would get all of each new window.
             self.pump(self._waiting.pop(next(iter(self._waiting))))
 
     def stalled_on(self, streams: Iterable[StreamFlow]) -> dict[int, tuple[int, int]]:
         """Return the progress of each stream that waits for its own window, by its id.
 
-        Under 0 the same for the connection, while streams wait for its window; the socket's state is the
-        caller's to add. Which stream moves then is not the client's to say.
+        Key 0 holds the progress of the connection while streams wait for its window: the client does not
+        choose which stream moves then. The caller adds the state of the socket.
         """
         wait = [stream for stream in streams if stream.outbox]
         waiting = {stream.id: (stream.sent_bytes, 0) for stream in wait if stream.window <= 0}
@@ -317,7 +317,7 @@ class OutboundFlow:
         """Apply WINDOW_UPDATE to the connection.
 
         Raises:
-            ConnectionBroken: an increment of 0, or a window over its maximum.
+            ConnectionBroken: the increment is 0, or the window exceeds its maximum.
         """
         self._window += increment
         if not increment or self._window > MAX_WINDOW:
@@ -330,7 +330,7 @@ class OutboundFlow:
         """Apply WINDOW_UPDATE to one stream.
 
         Raises:
-            StreamBroken: an increment of 0, or a window over its maximum.
+            StreamBroken: the increment is 0, or the window exceeds its maximum.
         """
         stream.window += increment
         if not increment or stream.window > MAX_WINDOW:
@@ -340,15 +340,15 @@ class OutboundFlow:
             self.pump(stream)
 
     def configure(self, payload: bytes, streams: Mapping[int, StreamFlow]) -> None:
-        """Apply the client's SETTINGS; they count for open streams, too.
+        """Apply the client's SETTINGS, to open streams too.
 
         Raises:
-            ConnectionBroken: an invalid value.
+            ConnectionBroken: a value is invalid.
         """
         settings = list(read_settings(payload))
         if any(name == Setting.HEADER_TABLE_SIZE and value < DEFAULT_TABLE_BYTES for name, value in settings):
             self._table_note = TABLE_UNUSED  # even if a later setting raises it again
-        # A setting that is repeated counts once: each may concern a thousand streams.
+        # Apply a repeated setting once: each application may touch a thousand streams.
         wanted = dict(settings)
         frame_bytes = wanted.get(Setting.MAX_FRAME_SIZE)
         if frame_bytes is not None:

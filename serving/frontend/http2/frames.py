@@ -1,4 +1,4 @@
-"""Frames of HTTP/2 (RFC 9113): their layout, a parser, and the errors that end streams and connections."""
+"""Frames of HTTP/2 (RFC 9113): layout, parser, and the errors that end streams and connections."""
 
 from __future__ import annotations
 

@@ -13,37 +13,37 @@ PING = b"farewell"  # the payload of the ping behind the first GOAWAY
 
 
 class CloseCallbacks(NamedTuple):
-    """What the connection does for its close."""
+    """Actions of the connection that its graceful close uses."""
 
     write: Callable[[bytes], None]
     close: Callable[[], None]  # flush, then close
     abort: Callable[[], None]  # close now
     later: Callable[[float, Callable[[], None]], None]  # delay in seconds, and the action
-    last_stream_id: Callable[[], int]  # of the streams that were begun
-    draining: Callable[[], None]  # no further call is taken; called once
+    last_stream_id: Callable[[], int]  # the highest id of the streams that were opened
+    draining: Callable[[], None]  # called once, when no further call is accepted
 
 
 class GracefulClose:
-    """Announces the last stream and closes the connection behind it. Lives on the event loop.
+    """Announces the last stream and closes the connection after it. Used on the event loop only.
 
     Attributes:
-        last_taken: the last stream that is processed; None while new ones are taken.
+        last_taken: id of the last stream that is processed; None while new streams are accepted.
     """
 
     __slots__ = ("_announced", "_do", "_linger_s", "_streams", "last_taken")
 
     def __init__(self, callbacks: CloseCallbacks, streams: Sized) -> None:
         self._do = callbacks
-        self._streams = streams  # those that are open
+        self._streams = streams  # the open streams
         self._announced = False
-        self._linger_s = STEP_S  # the connection stays open behind its last call, unless the client heard
+        self._linger_s = STEP_S  # how long to stay open after the last call; 0 once the client acknowledged
         self.last_taken: int | None = None
 
     def begin(self) -> None:
-        """Ask the client to open no more streams here, and close once those that are open are answered.
+        """Ask the client to open no more streams, and close after the open ones are answered.
 
-        Calls that cross with the first GOAWAY are still taken: the second one, with the true last stream,
-        follows the client's acknowledgement of a ping, or `STEP_S`.
+        Calls that cross with the first GOAWAY are still accepted. The second GOAWAY, with the true last
+        stream, is sent when the client acknowledges a ping, or after `STEP_S`.
         """
         if self._announced:
             return
@@ -58,7 +58,7 @@ class GracefulClose:
             self.take_no_more()
 
     def client_leaves(self) -> None:
-        """Close behind the last call: the client sent GOAWAY, and opens no more streams."""
+        """Close after the last call: the client sent GOAWAY, so it opens no more streams."""
         self._announced = True
         self._linger_s = 0.0
         self._stop_taking()
@@ -74,7 +74,7 @@ class GracefulClose:
     def close_if_idle(self) -> None:
         """Close the connection if its last call has ended."""
         if self.last_taken is not None and not self._streams:
-            # Streams of a client that has not heard are refused meanwhile, and retried elsewhere.
+            # A client that has not acknowledged may still open streams: they are refused, to be retried.
             self._do.later(self._linger_s, self._do.close)
 
     def at_once(self, code: ErrorCode, message: str) -> None:
@@ -82,9 +82,9 @@ class GracefulClose:
         last_id = self._do.last_stream_id() if self.last_taken is None else self.last_taken
         self._do.write(f.goaway(last_id, code, message))
         self._do.close()
-        self._do.later(STEP_S, self._do.abort)  # the client may not even read that
+        self._do.later(STEP_S, self._do.abort)  # the client may not read the GOAWAY, so `close` may not end
 
     def _stop_taking(self) -> None:
-        if self.last_taken is None:  # a stream that the client was told of can't move back
+        if self.last_taken is None:  # an announced last stream must not change
             self.last_taken = self._do.last_stream_id()
             self._do.draining()

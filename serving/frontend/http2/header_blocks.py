@@ -182,7 +182,7 @@ def _own_entries(entries: MutableSequence[Field]) -> None:
 
 
 def _references(block: bytes, dynamic: Sequence[Field]) -> tuple[tuple[Field, ...], bytes | None, int | None]:
-    """Look up the fields of a block that consists of indexed fields and at most one literal time-out. Pure.
+    """Look up the fields of a block of indexed fields and at most one literal time-out. Pure.
 
     Returns:
         The fields without the time-out; the time-out; and if the block adds that to the table, the greatest
@@ -276,7 +276,7 @@ def _text(text: bytes | str) -> str:
 
 
 def request_head(headers: Iterable[tuple[str, str]]) -> Request:
-    """Sort the headers of a call. Pure."""
+    """Convert the header fields of a call to a `Request`. Pure."""
     special: dict[str, str] = {}
     metadata: list[tuple[str, str | bytes]] = []
     flaw = ""
@@ -338,7 +338,7 @@ def _encoded(text: bytes) -> bytes:
 
 
 def _literal(name: bytes, value: bytes) -> bytes:
-    """Encode a header that enters no table: responses are short, and their encoding stays free of state."""
+    """Encode a header without adding it to a table: responses are short, and encoding stays stateless."""
     return b"\0" + _encoded(name) + _encoded(value)
 
 
@@ -376,7 +376,7 @@ def _percent_encoded(text: str) -> bytes:
 
 
 def refusal_block(status: int, code: int, message: str, details: bytes = b"") -> bytes:
-    """Encode the only headers of a call that is answered without a message."""
+    """Encode the only header block (Trailers-Only) of a call that is answered without a message."""
     shown = _STATUS_200 if status == 200 else _literal(b":status", b"%d" % status)
     content_type = _literal(b"content-type", b"application/grpc")
     return shown + content_type + _ENCODINGS + status_block(code, message, details)

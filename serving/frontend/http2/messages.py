@@ -49,7 +49,7 @@ class MessageFailed(Exception):
 
 
 class Compressed:
-    """A compressed message; while it waits, it takes no more memory than its client sent."""
+    """A compressed message, kept compressed until it is needed, to bound its memory."""
 
     __slots__ = ("_encoding", "_limit_bytes", "_message")
 
@@ -65,8 +65,8 @@ class Compressed:
         """Decompress the message. Thread-safe.
 
         Raises:
-            MessageFailed: longer than the limit, or not in a known encoding. Its traceback refers to no
-                bytes of the message, so that they are freed at once wherever the error is kept.
+            MessageFailed: the message is longer than the limit, malformed, or has an unknown encoding. The
+                error's traceback references no bytes of the message, so keeping the error does not keep them.
         """
         bits = _WINDOW_BITS.get(self._encoding)
         if bits is None:
@@ -88,16 +88,16 @@ class Compressed:
             check_size(length, self._limit_bytes)
             text = f"a message is no whole {self._encoding}"
         finally:
-            self._message = b""  # read once; the frames of a traceback hold `self`
-            del inflating  # it holds what it has not decompressed
+            self._message = b""  # the frames of a traceback reference `self`, and it is not read again
+            del inflating  # it holds the bytes that it has not decompressed
         raise MessageFailed(StatusCode.INTERNAL, text)
 
 
 class MessageReader:
     """Assembles the messages of one stream, and never buffers more than `limit_bytes` of one.
 
-    A long message arrives in pieces; its buffer grows with them, so a client occupies as much memory as it
-    sends. The buffer ends on a multiple of `TENSOR_ALIGNMENT`. Short messages are split off a few at a time.
+    A long message arrives in pieces. Its buffer grows with them, so a client can't occupy more memory than it
+    sends. The buffer ends on a multiple of `TENSOR_ALIGNMENT`. Short messages are split a few at a time.
     """
 
     __slots__ = (
@@ -114,12 +114,12 @@ class MessageReader:
     def __init__(self, limit_bytes: int, encoding: str) -> None:
         self._limit_bytes = limit_bytes
         self._encoding = encoding
-        self._prefix = b""  # what has arrived of the next message's prefix
-        self._message = bytearray()  # what has arrived of the current message, behind `_before` other bytes
+        self._prefix = b""  # received part of the next message's prefix
+        self._message = bytearray()  # received part of the current message, behind `_before` bytes of padding
         self._before = 0
         self._want = -1  # length of both when complete; -1: the prefix is incomplete
         self._compressed = False
-        self.unsplit = bytearray()  # received, and not split yet; until it is, nothing may be fed
+        self.unsplit = bytearray()  # received bytes not split yet; call `feed` only while it is empty
 
     @property
     def at_message_end(self) -> bool:
@@ -187,10 +187,10 @@ class MessageReader:
 
 
 def only_message(piece: Received, limit_bytes: int) -> bytes | None:
-    """Return the message that a piece consists of, as most calls have it; None: it holds less, or more.
+    """Return the message if a piece is exactly one uncompressed message, as in most calls; else None.
 
     Raises:
-        MessageFailed: it is longer than the limit.
+        MessageFailed: the message is longer than the limit.
     """
     length = len(piece) - PREFIX_BYTES
     if length < 0 or piece[0] or int.from_bytes(piece[1:PREFIX_BYTES], "big") != length:

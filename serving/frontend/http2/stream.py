@@ -1,4 +1,4 @@
-"""One call on a connection: the messages received, the messages to send, and the listener that answers it."""
+"""One call on a connection: received messages, messages to send, and the listener that answers it."""
 
 from __future__ import annotations
 
@@ -33,32 +33,33 @@ _OK_START = head(len(OK_BLOCK), HEADERS, END_STREAM | END_HEADERS, 0)[:-4]
 
 
 class CallListener(Protocol):
-    """Answers one call. Its methods are called on the event loop, and must not raise.
+    """Receives the events of one call and answers it. Called on the event loop; methods must not raise.
 
     Attributes:
-        takes_one: the answer needs the client's half-close; otherwise it may be silent between messages.
+        takes_one: the call is answered after the client's half-close, so a client that stops sending earlier
+            is timed out; otherwise the client may be silent between messages.
     """
 
     takes_one: ClassVar[bool]
 
     def on_message(self, message: Received | Compressed) -> None:
-        """Take a message of the client."""
+        """Handle a message of the client."""
 
     def on_half_close(self) -> None:
-        """Know that the client sends no more messages."""
+        """Handle the client's half-close: it sends no more messages."""
 
     def on_failure(self, code: StatusCode, message: str) -> None:
-        """End the call with a gRPC status, because a message can't be accepted; no more follow."""
+        """End the call with a gRPC status, because a message can't be accepted. It is the last event."""
 
     def on_cancel(self) -> None:
-        """Give up: the client cancelled the call, or its connection is lost."""
+        """Stop work on the call: the client cancelled it, or the connection is lost."""
 
     def on_drain(self) -> None:
-        """End the call if it would never end by itself: the connection closes behind its last call."""
+        """End the call if it would never end by itself: the connection closes after its last call."""
 
 
 class _Ended:
-    """Ignores what arrives for a call that has ended."""
+    """Listener of an ended call: ignores all its events."""
 
     takes_one: ClassVar[bool] = False
 
@@ -84,15 +85,15 @@ ENDED: CallListener = _Ended()
 class Stream(StreamFlow):
     """One call. Answer it once: with `answer`, or with any number of `send` and one `end`.
 
-    Lives on the event loop.
+    Used on the event loop only.
 
     Attributes:
         head: the request headers.
-        timeout_s: as the client set it; None: no deadline.
+        timeout_s: timeout set by the client, in seconds; None: no deadline.
         client: address of the client; None over a Unix socket.
-        ended: the answer is complete, though some of it may wait to be sent.
-        limit_bytes: of a received message.
-        has_message: a whole message has arrived.
+        ended: the answer is complete, though some of it may not be sent yet.
+        limit_bytes: maximum size of a received message.
+        has_message: a complete message has arrived.
     """
 
     __slots__ = (
@@ -115,14 +116,14 @@ class Stream(StreamFlow):
         self.limit_bytes = inbound.limit_bytes
         self._inbound = inbound
         self._outbound = outbound
-        self._reader: MessageReader | None = None  # made for messages that do not arrive in one piece
+        self._reader: MessageReader | None = None  # created for messages that do not arrive in one piece
         self.has_message = False
         self._head_sent = False
         self.ended = False
 
     @property
     def waits_for_client(self) -> bool:
-        """Whether the call stands still until its client sends the rest of it."""
+        """Whether the call can't proceed until the client sends the rest of it."""
         return (
             self.remote_open
             and not (self.ended or self.paused)
@@ -130,7 +131,7 @@ class Stream(StreamFlow):
         )
 
     def receive(self, pieces: Sequence[Piece], *, is_last: bool) -> None:
-        """Take bytes of the client's messages; `is_last`: no more follow."""
+        """Process received bytes of the client's messages; `is_last`: no more follow."""
         try:
             if not (is_last or self.ended):
                 self._inbound.hold(self, sum(map(len, pieces)))
@@ -167,22 +168,25 @@ class Stream(StreamFlow):
             self.listener.on_message(message)
 
     def _read_on(self, reader: MessageReader) -> None:
-        """Split messages while they are consumed: they may take a hundred times the memory of their bytes."""
+        """Split messages only while they are consumed.
+
+        Split messages may take a hundred times the memory of their bytes.
+        """
         while reader.unsplit and not (self.paused or self.ended):
             self._hand_over(reader.more())
 
     def consumed(self, size: int) -> None:
-        """Stop counting a message of `size` bytes as held for the client."""
+        """Return a consumed message of `size` bytes to the memory budget."""
         if self.held_bytes:
             self._inbound.release(self, PREFIX_BYTES + size)
 
     def consumed_all(self) -> None:
-        """Stop counting anything as held for the client."""
+        """Return all held bytes of the call to the memory budget."""
         if self.held_bytes:
             self._inbound.release(self, self.held_bytes)
 
     def hold_while_inflating(self, message: Compressed) -> Lease:
-        """Count the bytes of a message, and those that it may inflate to, until the lease ends.
+        """Take a message's bytes from the memory budget, and lease room for its decompressed form.
 
         Raises:
             MessageFailed: there is no room for them.
@@ -192,12 +196,12 @@ class Stream(StreamFlow):
         return self._inbound.lease_inflation(len(message), self.limit_bytes)
 
     def restrict(self, limit_bytes: int) -> None:
-        """Accept short messages only, and count them for the budget of calls that need no key."""
+        """Accept short messages only, and take them from the budget of calls that need no key."""
         self.key_free = True
         self.limit_bytes = limit_bytes
 
     def half_close(self) -> None:
-        """End the client's side."""
+        """End the client's side of the stream."""
         self.remote_open = False
         # Unsplit bytes remain only while the stream is paused; `resume` ends it then.
         if not (self.ended or (self._reader is not None and self._reader.unsplit)):
@@ -217,7 +221,7 @@ class Stream(StreamFlow):
         """
         if not isinstance(message, bytes) or not self._fits_at_once(message):
             self._put(message)
-            self.end()  # sends all of it together
+            self.end()  # sends headers, message and trailers together
             return
         self.ended = True
         stream_id, size = self.id.to_bytes(4, "big"), len(message)
@@ -238,21 +242,21 @@ class Stream(StreamFlow):
         self._outbound.finished(self)
 
     def send(self, message: Encoded) -> None:
-        """Send one message of several.
+        """Send one of several messages.
 
         Raises:
-            MessageFailed: it is longer than the limit; nothing was sent of it.
+            MessageFailed: it is longer than the limit; nothing of it was sent.
         """
         if self._put(message):
             self._outbound.pump(self)
 
     def end(self, code: int = 0, message: str = "", details: bytes = b"") -> None:
-        """End the answer with a gRPC status, behind the messages that wait to be sent.
+        """End the answer with a gRPC status, after the queued messages.
 
         Args:
-            code: of gRPC; 0 is OK.
-            message: for people.
-            details: the status as a `google.rpc.Status`, for programs.
+            code: gRPC status code; 0 is OK.
+            message: human-readable status message.
+            details: the status as a serialized `google.rpc.Status`, for programs.
         """
         if self.ended:
             return
@@ -267,7 +271,7 @@ class Stream(StreamFlow):
         self._outbound.pump(self)
 
     def refuse(self, http_status: int, code: int, message: str) -> None:
-        """Answer a request that is no gRPC call, for clients that only look at the HTTP status."""
+        """Answer a request that is not a gRPC call with an HTTP status."""
         if not self.ended:
             self.ended = True
             self.trailers = refusal_block(http_status, code, message)
@@ -278,11 +282,11 @@ class Stream(StreamFlow):
         self._outbound.check(size)
 
     def pause(self) -> None:
-        """Stop taking messages: the client waits, once its window is full, until `resume`."""
+        """Stop consuming messages: once its window is used up, the client waits until `resume`."""
         self.paused = True
 
     def resume(self) -> None:
-        """Take messages again."""
+        """Consume messages again."""
         if not self.paused:
             return
         self.paused = False
@@ -297,7 +301,7 @@ class Stream(StreamFlow):
         self._inbound.extend(self)
 
     def cancel(self) -> None:
-        """End the call from the client's side: nothing more is sent."""
+        """End the call, because the client cancelled it: nothing more is sent."""
         self.ended = True
         if self._reader is not None:
             self._reader.unsplit.clear()
@@ -322,7 +326,7 @@ class Stream(StreamFlow):
         return True
 
     def _fits_at_once(self, message: bytes) -> bool:
-        """Whether a message can be sent whole with its headers and trailers; reserves the windows for it."""
+        """Tell whether an answer can be sent at once in one write, and reserve the window for it if so."""
         self.check(len(message))
         is_small = len(message) < JOINED_BYTES and not (self.ended or self._head_sent)
         return is_small and self._outbound.take_room(self, PREFIX_BYTES + len(message))

@@ -1,1 +1,1 @@
-"""The Open Inference Protocol (KServe v2) without a wire: what its REST and its gRPC service share."""
+"""Transport-independent part of the Open Inference Protocol (KServe v2), shared by REST and gRPC."""

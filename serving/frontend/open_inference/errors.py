@@ -1,4 +1,4 @@
-"""What goes wrong with a request of the Open Inference Protocol, in words and numbers its clients know."""
+"""Errors of handlers, with the status and message that Open Inference Protocol clients expect."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchere.handlers.tensors_json import NO_JSON
 from torchere.serving.errors import HandlerFailed, ServingError
 from torchere.serving.types import InferResponse
 
-# The contract answers 503 for these, which clients of this protocol take for "try again": they are bugs.
+# TorchServe answers 503 for these, which clients of this protocol take for "try again". They are bugs: 500.
 _BUGS = frozenset(
     {
         "Prediction failed",
@@ -22,14 +22,14 @@ _BUGS = frozenset(
 
 
 def as_client_knows(error: ServingError) -> ServingError:
-    """The error with the status of this protocol: what a handler fails at is 500; 503 is only its choice."""
+    """Return the error with this protocol's status: 500 for a handler bug; a handler's own 503 stays."""
     if isinstance(error, HandlerFailed) and error.status == 503 and error.message in _BUGS:
         return HandlerFailed(error.message, 500, error.detail)
     return error
 
 
 def refused_by_handler(response: InferResponse) -> HandlerFailed:
-    """The error for an answer to which the handler gave a status of 400 or more."""
+    """Return the error for a response to which the handler gave a status of 400 or more."""
     return HandlerFailed(_message(response.body), response.status)
 
 

@@ -20,18 +20,18 @@ from torchere.serving.frontend.open_inference.tensor_request import InputTensor,
 Members = dict[str, Any]
 _Plain = bool | int | float | str | None
 _decoder = msgspec.json.Decoder(dict[str, _Plain | list[_Plain] | dict[str, _Plain]])
-NAMED_BYTES = 65_536  # in a longer body the member that is wrong is not named
+NAMED_BYTES = 65_536  # for a longer body the error does not name the invalid member
 _RESERVED = frozenset({"id", "parameters"})
 _IDENTITY = ("id", "model_name", "model_version")
-# What a value without a signature is taken for; bool first, since it is an int to Python.
+# Datatype of a value that has no signature. bool comes first, because bool is a subclass of int.
 _OF_TYPE = ((bool, DATATYPES["BOOL"]), (int, DATATYPES["INT64"]), (float, DATATYPES["FP32"]), (str, BYTES))
 
 
 def generate_request(body: bytes | memoryview, signature: Signature | None) -> TensorRequest:
-    """Read a body.
+    """Parse a request body.
 
     Raises:
-        InvalidRequest: naming the field.
+        InvalidRequest: the body is invalid; the text names the field.
     """
     said = _decode(body)
     if not isinstance(said, dict):
@@ -53,20 +53,23 @@ def generate_request(body: bytes | memoryview, signature: Signature | None) -> T
 
 
 def _decode(body: bytes | memoryview) -> Any:
-    """The JSON of a body. What is nested deeper than any request is refused before all of it is made."""
+    """Decode the JSON of a body. JSON nested deeper than a valid request is refused while decoding.
+
+    A body of at most `NAMED_BYTES` is decoded regardless, so that the caller can name the invalid member.
+    """
     try:
         try:
             return decoded(_decoder, body)
         except msgspec.ValidationError as err:
             if len(body) > NAMED_BYTES:
                 raise InvalidRequest(f"the request: {err}") from err
-            return msgspec.json.decode(body)  # who reads it can name the member
+            return msgspec.json.decode(body)  # the caller refuses it and names the member
     except NO_JSON as err:
         raise InvalidRequest(f"the request is no JSON: {err}") from err
 
 
 def generated(part: bytes) -> Members:
-    """The members of one JSON answer of the protocol; an output of a single element is no list."""
+    """Convert one JSON response of the protocol to members; an output of one element becomes a scalar."""
     answer: Members = msgspec.json.decode(part)
     members: Members = {name: answer[name] for name in _IDENTITY if name in answer}
     for output in answer["outputs"]:
@@ -76,7 +79,7 @@ def generated(part: bytes) -> Members:
 
 
 def joined(parts: list[Members]) -> Members:
-    """The parts of a streamed answer as one: texts behind one another, of everything else the last."""
+    """Join the parts of a streamed response: concatenate strings, keep the last of other values."""
     whole: Members = {}
     for part in parts:
         for name, value in part.items():

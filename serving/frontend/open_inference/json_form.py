@@ -1,7 +1,7 @@
-"""A request as the JSON that TorchServe hands to an envelope, for models behind one.
+"""Encoder of a request to the JSON that TorchServe passes to an envelope, for models behind one.
 
-TorchServe's gRPC service writes elements of BYTES in base64; its REST service passes on what the client
-wrote, which is text.
+TorchServe's gRPC service writes BYTES elements in base64; its REST service passes on the text that the client
+sent.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ BytesAs = Literal["text", "base64"]
 
 
 def request_json(model: str, request: TensorRequest, bytes_as: BytesAs) -> bytes:
-    """The body `{"id", "model_name", "inputs": [{"name", "shape", "datatype", "data"}]}`.
+    """Return the body `{"id", "model_name", "inputs": [{"name", "shape", "datatype", "data"}]}`.
 
     Raises:
-        InvalidRequest: BYTES that are no text, where text is wanted, or are not laid out as BYTES.
+        InvalidRequest: BYTES are not valid text, with `bytes_as="text"`, or have an invalid layout.
     """
     inputs = [_input(tensor, index, bytes_as) for index, tensor in enumerate(request.inputs)]
     return msgspec.json.encode({"id": request.id, "model_name": model, "inputs": inputs})

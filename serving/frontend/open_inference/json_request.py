@@ -1,4 +1,4 @@
-"""A request of the protocol from its REST body: JSON, with binary tensors behind it or not. Pure."""
+"""Parser for REST request bodies of the protocol: JSON, optionally followed by binary tensors. Pure."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from torchere.serving.frontend.open_inference.tensor_request import (
     refuse_shared_memory,
 )
 
-_AT = re.compile(r" - at `\$\.?([^`]*)`$")  # how msgspec says which member is to blame
+_AT = re.compile(r" - at `\$\.?([^`]*)`$")  # the end of msgspec's error texts: path of the invalid member
 BEGINNING_BYTES = 4096
-_LONG_BYTES = 65_536  # a shorter text has no room for so many lists that the collector would matter
-_OWN = frozenset({"binary_data_output"})  # parameters that end here
+_LONG_BYTES = 65_536  # a shorter text has too few lists for the garbage collector to matter
+_OWN = frozenset({"binary_data_output"})  # parameters that are not passed on to the model
 T = TypeVar("T")
 
 
-# Clients that write a record of theirs as it stands have null for what may be left out.
+# Optional members may be null: clients that serialize a record write null for unset fields.
 class _Input(msgspec.Struct):
     name: str
     datatype: str
@@ -53,14 +53,15 @@ _decoder = msgspec.json.Decoder(_Body)
 
 
 def parse_request(body: bytes | memoryview, json_bytes: int | None) -> TensorRequest:
-    """Read a body.
+    """Parse a request body.
 
     Args:
-        body: the whole of it; binary tensors are views of it.
-        json_bytes: value of `Inference-Header-Content-Length`; None: it is all JSON.
+        body: the whole body; binary tensors of the result are views of it.
+        json_bytes: value of `Inference-Header-Content-Length`; None: the whole body is JSON.
 
     Raises:
-        InvalidRequest: naming the field, as `inputs[0].data[3]`, what was found and what was expected.
+        InvalidRequest: the body is invalid. The text names the field, as `inputs[0].data[3]`, the value found
+            and the value expected.
     """
     if json_bytes is not None and json_bytes > len(body):
         raise InvalidRequest(
@@ -90,9 +91,9 @@ def parse_request(body: bytes | memoryview, json_bytes: int | None) -> TensorReq
 
 
 def looks_like_request(body: bytes | memoryview) -> bool:
-    """Whether a body means to be a request of the protocol: an object with tensors among its `inputs`.
+    """Tell whether a body is meant as a request of the protocol: an object with tensors in its `inputs`.
 
-    Other JSON is for handlers that read bodies themselves, as TorchServe's do.
+    Other JSON is for handlers that parse bodies themselves, as TorchServe's handlers do.
     """
     try:
         said: Any = msgspec.json.decode(body)
@@ -104,7 +105,7 @@ def looks_like_request(body: bytes | memoryview) -> bool:
 
 
 def begins_like_request(body: bytes | memoryview) -> bool:
-    """As `looks_like_request`, by the beginning: the whole of a long body would take long to read."""
+    """As `looks_like_request`, but from the first `BEGINNING_BYTES`: a long body takes long to parse."""
     text = bytes(body[:BEGINNING_BYTES])
     _, found, inputs = text.partition(b'"inputs"')
     has_tensor = b'"name"' in inputs and (b'"datatype"' in inputs or b'"shape"' in inputs)
@@ -128,15 +129,15 @@ def _decode(text: bytes | memoryview) -> _Body:
 
 
 def decoded(decoder: msgspec.json.Decoder[T], text: bytes | memoryview) -> T:
-    """What a JSON text says. From any thread.
+    """Decode a JSON text, with the garbage collector paused for a long one. Thread-safe.
 
     Raises:
-        NO_JSON: it is none, or none that the decoder takes.
+        NO_JSON: the text is not JSON, or does not match the decoder's type.
     """
     if len(text) <= _LONG_BYTES or not gc.isenabled():
         return decoder.decode(text)
-    # Decoding holds the GIL; before Python 3.12 the collector would walk over a long text's lists as they are
-    # made, again and again, which takes seven times as long as to make them.
+    # Decoding holds the GIL. Before Python 3.12 the collector would traverse the lists of a long text again
+    # and again while they are created, which takes seven times as long as creating them.
     gc.disable()
     try:
         return decoder.decode(text)
@@ -145,7 +146,7 @@ def decoded(decoder: msgspec.json.Decoder[T], text: bytes | memoryview) -> T:
 
 
 def _input(item: _Input, where: str, body: bytes | memoryview, start: int) -> tuple[InputTensor, int]:
-    """One input, and where the next binary one begins."""
+    """Return one input, and the offset of the next binary input."""
     parameters = item.parameters or {}
     refuse_shared_memory(parameters, where)
     size = parameters.get("binary_data_size")
@@ -191,10 +192,10 @@ def _flag(parameters: dict[str, Any], name: str, where: str, default: bool = Fal
 
 
 def parameter_values(parameters: dict[str, Any]) -> dict[str, ParameterValue]:
-    """The parameters of a request, if all have values that the protocol has.
+    """Return the parameters of a request, after checking that the protocol allows their types.
 
     Raises:
-        InvalidRequest: naming the one that has not.
+        InvalidRequest: a parameter is not a string, a number or a boolean; the text names it.
     """
     for name, value in parameters.items():
         if not isinstance(value, (bool, int, float, str)):

@@ -1,4 +1,4 @@
-"""What the protocol tells of a server and its models, in the members of its JSON and its messages. Pure."""
+"""Metadata, configuration and statistics of the protocol as plain members, for REST and gRPC. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EXTENSIONS = [
 
 
 def server_metadata() -> Members:
-    """Of the server. The misspelt key is TorchServe's, and clients may read it, beside the right one."""
+    """Return the server metadata. It repeats TorchServe's misspelt key, which clients may read."""
     return {
         "name": "Torchserve",
         "version": CONTRACT_VERSION,
@@ -39,7 +39,7 @@ def server_metadata() -> Members:
 
 
 def model_metadata(facts: ModelFacts) -> Members:
-    """Of a model; without a signature nothing is known of its tensors, and the lists are empty."""
+    """Return the metadata of a model. Without a signature the lists of tensors are empty."""
     signature = facts.signature or Signature((), ())
     return {
         "name": facts.key.name,
@@ -51,10 +51,10 @@ def model_metadata(facts: ModelFacts) -> Members:
 
 
 def model_config(facts: ModelFacts) -> Members:
-    """Triton's model configuration, as far as there is something to say.
+    """Return Triton's model configuration, limited to the members that apply here.
 
-    `max_batch_size` above 0 tells Triton's clients that shapes begin with the batch dimension; its dims are
-    without it.
+    `max_batch_size` above 0 tells Triton's clients that shapes begin with the batch dimension, which `dims`
+    leaves out.
     """
     signature = facts.signature or Signature((), ())
     batched = bool(signature.inputs) and signature.batched
@@ -69,10 +69,10 @@ def model_config(facts: ModelFacts) -> Members:
 
 
 def model_statistics(all_facts: Iterable[ModelFacts]) -> Members:
-    """Triton's statistics: counts, and times in nanoseconds.
+    """Return Triton's statistics: counts, and times in nanoseconds.
 
-    `compute_infer` is the time in the handler; what the executor adds around it (hand-over, decoding,
-    encoding) counts as `compute_output`, and nothing as `compute_input`.
+    `compute_infer` is the time in the handler. The overhead of the executor around it (hand-over, decoding,
+    encoding) counts as `compute_output`; `compute_input` is always 0.
     """
     return {"model_stats": [_statistics(facts.key, facts.numbers) for facts in all_facts]}
 

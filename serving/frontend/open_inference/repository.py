@@ -1,6 +1,6 @@
-"""The protocol's model repository: which versions there are, and loading and unloading models by name.
+"""The protocol's model repository: the index of versions, and loading and unloading of models by name.
 
-To TorchServe's control plane loading is registering an archive of the store, and unloading is unregistering.
+In TorchServe's terms, loading registers an archive of the model store, and unloading unregisters it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Repository:
         self._controlplane = controlplane
 
     def index(self, ready_only: bool) -> list[IndexEntry]:
-        """Every registered version, by name; or those that are ready."""
+        """Return all registered versions, sorted by model name, or only those that are ready."""
         names = self._controlplane.list_models(2**31, 0).models
         entries = [
             _entry(described) for name, _ in names for described in self._controlplane.describe(name, "all")
@@ -49,14 +49,14 @@ class Repository:
         return [entry for entry in entries if entry.state == "READY" or not ready_only]
 
     async def load(self, model: str, parameters: Mapping[str, object]) -> None:
-        """Register a model of the store and wait until it answers; one that does already is left alone.
+        """Register a model of the store and wait until it can answer. A ready model is left unchanged.
 
-        One that is registered and not ready is brought up: it failed, or has no executors, or loads just now.
+        A model that is registered but not ready (it failed, has no executors, or is loading) is scaled up.
 
         Args:
-            model: the name it will have.
-            parameters: `url` names its archive, which is `<model>.mar` otherwise; `initial_workers` says how
-                many executors it begins with.
+            model: name of the model.
+            parameters: `url`: its archive, by default `<model>.mar`; `initial_workers`: its initial number of
+                executors, by default 1.
 
         Raises:
             NotAllowed: the model API is off.
@@ -86,17 +86,17 @@ class Repository:
             )
 
     async def unload(self, model: str) -> None:
-        """Unregister every version of a model, once its requests are answered.
+        """Unregister every version of a model, each after its requests are answered.
 
         Raises:
             NotAllowed: the model API is off.
-            ModelNotFound: there is none.
-            UnregisterTimeout: its requests went on for too long.
+            ModelNotFound: the model is not registered.
+            UnregisterTimeout: its requests were not answered in time.
         """
         default = self._controlplane.describe(model, None)[0].key.version
         versions = [described.key.version for described in self._controlplane.describe(model, "all")]
         others = [version for version in versions if version != default]
-        for version in (*others, default):  # the default one can't go while others stay
+        for version in (*others, default):  # the default version can only be unregistered last
             await self._controlplane.unregister(model, version)
 
 

@@ -1,4 +1,4 @@
-"""Asking a model with tensors, for the REST and the gRPC frontend alike."""
+"""Tensor inference for the REST and the gRPC frontend."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ STREAMS = (
 
 
 class TensorService:
-    """Prepares requests of the Open Inference Protocol, and asks; for the event loop of its data plane only.
+    """Prepares and submits requests of the Open Inference Protocol.
+
+    Used on the data plane's event loop only.
 
     Args:
-        dataplane: whom it asks.
-        envelope: the server's `service_envelope`. Where there is one, handlers get the JSON that it takes
-            off, as TorchServe has it, and not tensors.
+        dataplane: answers the requests.
+        envelope: the server's `service_envelope`. With an envelope, handlers get JSON for it to unwrap, as in
+            TorchServe, instead of tensors.
     """
 
     def __init__(self, dataplane: DataPlane, envelope: str | None) -> None:
@@ -40,7 +42,7 @@ class TensorService:
         self._envelope = envelope
 
     def enveloped(self, facts: ModelFacts) -> bool:
-        """Whether an envelope stands before the handler of a version, so that it is asked with JSON."""
+        """Tell whether a version's handler is behind an envelope, so that requests are sent to it as JSON."""
         return self._envelope is not None and not facts.reads_tensors
 
     def prepared(
@@ -53,10 +55,10 @@ class TensorService:
         deadline_s: float = NO_DEADLINE,
         bytes_as: BytesAs = "text",
     ) -> InferRequest:
-        """A request as the data plane takes it, for the version that `facts` are of.
+        """Check a request, and translate it to an `InferRequest` for the version that `facts` describe.
 
         Raises:
-            ServingError: it is none, or none that the version can be asked.
+            ServingError: the request is invalid, or does not fit the version.
         """
         request.check()
         if self.enveloped(facts):
@@ -68,10 +70,12 @@ class TensorService:
         return prioritised(infer_request(request, request_id, headers, deadline_s))
 
     async def ask(self, model: str, version: str | None, asked: InferRequest) -> Outcome:
-        """Have what `prepared` gave answered: by the executor, or behind an envelope by the handler.
+        """Submit a request made by `prepared`, and return its outcome.
+
+        The executor encodes the response, or, behind an envelope, the handler does.
 
         Raises:
-            ServingError: with the status that clients of this protocol know.
+            ServingError: the prediction failed; with the status that clients of this protocol expect.
         """
         try:
             return await self._dataplane.infer(model, version, asked)
@@ -80,10 +84,10 @@ class TensorService:
 
 
 def whole(outcome: Outcome) -> InferResponse:
-    """An answer that is in one piece.
+    """Return `outcome` if it is a single response.
 
     Raises:
-        InvalidRequest: the model answers in parts.
+        InvalidRequest: the outcome is a streamed response.
     """
     if isinstance(outcome, StreamedResponse):
         raise InvalidRequest(STREAMS)

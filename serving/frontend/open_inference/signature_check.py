@@ -1,4 +1,4 @@
-"""Whether the tensors of a request are those the model's signature asks for. Pure."""
+"""Validation of a request's tensors against the model's signature. Pure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torchere.serving.frontend.open_inference.tensor_request import InputTensor,
 
 
 def check_signature(request: TensorRequest, signature: Signature) -> None:
-    """Refuse what the model can't take, before it costs a place in a batch.
+    """Refuse a request that does not match the signature, before it takes a place in a batch.
 
     Raises:
-        InvalidRequest: an input is missing, unknown, or of another datatype or shape; or an output is asked
-            for that there is none of. The text names the field.
+        InvalidRequest: an input is missing, unknown, or of another datatype or shape; or a requested output
+            does not exist. The text names the field.
     """
     specs = {spec.name: spec for spec in signature.inputs}
     for index, tensor in enumerate(request.inputs):
@@ -49,7 +49,7 @@ def _check_input(where: str, tensor: InputTensor, specs: dict[str, TensorSpec]) 
 
 
 def _check_batches(request: TensorRequest, signature: Signature) -> None:
-    """All inputs of a request have the same number of rows, where the model has a batch dimension."""
+    """Check that all inputs have the same number of rows, if the model has a batch dimension."""
     if not signature.batched:
         return
     rows = [tensor.shape[0] for tensor in request.inputs]

@@ -1,4 +1,4 @@
-"""An answer of the Open Inference Protocol as records, for frontends that do more than pass its body on."""
+"""Responses of the Open Inference Protocol as records, for frontends that re-encode the body."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchere.serving.types import InferResponse
 
 
 class OutputTensor(NamedTuple):
-    """One output: raw little-endian elements; BYTES have a length of 4 bytes before each element."""
+    """One output: raw little-endian elements; each element of BYTES is preceded by its length in 4 bytes."""
 
     name: str
     datatype: Datatype
@@ -29,7 +29,7 @@ class OutputTensor(NamedTuple):
 
 
 class TensorAnswer(NamedTuple):
-    """What came of a `TensorRequest`."""
+    """The answer to a `TensorRequest`."""
 
     model_name: str
     model_version: str
@@ -47,7 +47,7 @@ class _Output(msgspec.Struct):
 
 class _Head(msgspec.Struct):
     model_name: str = ""
-    model_version: str | int | float | None = ""  # a handler that writes JSON itself may take a number
+    model_version: str | int | float | None = ""  # a handler that writes JSON itself may write a number
     id: str | None = ""
     outputs: list[_Output] = []
 
@@ -57,10 +57,10 @@ _encoder = msgspec.json.Encoder()
 
 
 def read_framed(response: InferResponse) -> TensorAnswer:
-    """The answer to a request that asked for a framed one.
+    """Parse the response to a request with `framed` set.
 
     Raises:
-        ServingError: the handler, or the wish that the request brought, made an error of it.
+        ServingError: the response has an error status, from the handler or from encoding the outputs.
     """
     if response.status >= 400:
         raise refused_by_handler(response)
@@ -68,10 +68,10 @@ def read_framed(response: InferResponse) -> TensorAnswer:
 
 
 def read_framed_body(body: bytes) -> TensorAnswer:
-    """As `read_framed`, for one part of a streamed answer.
+    """As `read_framed`, for one part of a streamed response.
 
     Raises:
-        HandlerFailed: the body is not framed: the handler sent bytes of its own.
+        HandlerFailed: the body is not framed, because the handler sent bytes of its own.
     """
     if len(body) < FRAME.size or (length := FRAME.unpack_from(body)[0]) > len(body) - FRAME.size:
         raise _no_tensors("a body without a frame")
@@ -79,10 +79,10 @@ def read_framed_body(body: bytes) -> TensorAnswer:
 
 
 def encode_answer(answer: TensorAnswer, request: TensorRequest) -> Encoded:
-    """The REST body of an answer, with the outputs that the request asks for, in the forms it asks for.
+    """Encode an answer as a REST body, with the outputs and in the forms that the request asks for.
 
     Raises:
-        ServingError: it asks for an output that there is none of, or for bytes as JSON.
+        ServingError: a requested output does not exist, or can't be written as JSON.
     """
     outputs = [
         Output(out.name, out.datatype, out.shape, array_from_bytes(out.raw, out.datatype, out.shape))
@@ -97,13 +97,13 @@ def encode_answer(answer: TensorAnswer, request: TensorRequest) -> Encoded:
 
 
 def read_json(response: InferResponse, *, quoted: bool = False) -> TensorAnswer:
-    """The answer of a handler that writes the protocol's JSON itself, as the `kservev2` envelope does.
+    """Parse the response of a handler that writes the protocol's JSON itself (the `kservev2` envelope).
 
-    It calls BYTES whatever is no number; elements that are no texts become their JSON. With `quoted` texts do
-    so, too, which is how TorchServe gives them to its gRPC clients.
+    The envelope uses datatype BYTES for all data that is not numeric. Elements that are not strings are
+    encoded as JSON; with `quoted`, strings are too, as TorchServe sends them to its gRPC clients.
 
     Raises:
-        ServingError: the handler made an error of it, or wrote something else.
+        ServingError: the response has an error status, or is not valid JSON of the protocol.
     """
     if response.status >= 400:
         raise refused_by_handler(response)

@@ -1,8 +1,8 @@
-"""A request of the Open Inference Protocol, whatever wire it came by, and its way to the executor.
+"""A request of the Open Inference Protocol, independent of REST and gRPC, and its executor form.
 
 Each input becomes one parameter of an `InferRequest`: its raw bytes, with datatype and shape as the content
-type. What the request says beside its inputs travels as a `Wish` in a header, from which the executor knows
-that the answer is to be tensors.
+type. The other members of the request travel as a `Wish` in a header, which also tells the executor to answer
+with tensors.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Pairs: TypeAlias = tuple[tuple[str, str], ...]
 
 MAX_TENSORS = 1000  # inputs, or outputs, of a request
 MAX_PARAMETERS = 1000
-MAX_NAME_LENGTH = 1024  # of ids, tensors, parameters and sequences
+MAX_NAME_LENGTH = 1024  # characters, of the names of tensors and of the ids of requests and sequences
 
 
 class InputTensor(NamedTuple):
-    """One input: raw little-endian elements, of as many bytes as datatype and shape say."""
+    """One input: raw little-endian elements. Their byte count matches datatype and shape."""
 
     name: str
     datatype: Datatype
@@ -38,10 +38,10 @@ class InputTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorRequest:
-    """What a client asks. `check` it before it is used.
+    """A client's request. Call `check` before using it.
 
-    `binary` says how outputs that `outputs` does not name are to come; `framed` that the answer's body has to
-    tell its parts apart itself, for a caller that sees no headers (`tensor_answer.read_framed`).
+    `binary` is the default form of outputs that `outputs` does not name. `framed` asks for a response body
+    that delimits its own parts, for a caller that sees no headers (`tensor_answer.read_framed`).
     """
 
     inputs: tuple[InputTensor, ...]
@@ -52,10 +52,10 @@ class TensorRequest:
     framed: bool = False
 
     def check(self) -> None:
-        """Refuse what no model can be asked.
+        """Refuse a request that is invalid for every model.
 
         Raises:
-            InvalidRequest: a field is out of bounds, or a name stands twice; the text names the field.
+            InvalidRequest: a field is out of bounds, or a name occurs twice; the text names the field.
         """
         check_length("id", self.id)
         check_names("inputs", [tensor.name for tensor in self.inputs])
@@ -70,10 +70,10 @@ class TensorRequest:
 def input_tensor(
     name: str, datatype: Datatype, shape: Sequence[object], raw: bytes | memoryview, where: str
 ) -> InputTensor:
-    """An input of raw bytes; `where` names it in errors: `inputs[0]`.
+    """Return an input made of raw bytes; `where` names it in errors, for example `inputs[0]`.
 
     Raises:
-        InvalidRequest: the shape is none, or the bytes are too many or too few for it.
+        InvalidRequest: the shape is invalid, or the number of bytes does not match it.
     """
     try:
         sizes = check_shape(shape, f"{where}.shape")
@@ -86,16 +86,17 @@ def input_tensor(
 def infer_request(
     request: TensorRequest, request_id: str, headers: Pairs = (), deadline_s: float = NO_DEADLINE
 ) -> InferRequest:
-    """The request as the data plane takes it.
+    """Translate a request to an `InferRequest` for the data plane.
 
     Args:
-        request: checked.
-        request_id: of the call; the id that the client chose goes into its answer only.
-        headers: what the handler is to see of the call.
-        deadline_s: of the call; the protocol's parameter `timeout`, in microseconds, may make it shorter.
+        request: the request, already checked.
+        request_id: id of the call; the id that the client chose is only returned in the response.
+        headers: headers of the call for the handler.
+        deadline_s: deadline of the call, in monotonic seconds; the protocol's parameter `timeout`, in
+            microseconds, may make it earlier.
 
     Raises:
-        InvalidRequest: a parameter that means something to the server is of a wrong kind.
+        InvalidRequest: a parameter that the server interprets has a wrong type.
     """
     sequence = sequence_headers(request.parameters)
     wish = Wish(
@@ -119,12 +120,12 @@ def infer_request(
 
 
 def sequence_headers(parameters: Mapping[str, ParameterValue]) -> Pairs:
-    """The contract's headers for the parameters `sequence_id`, `sequence_start` and `sequence_end`.
+    """Return TorchServe's headers for the parameters `sequence_id`, `sequence_start` and `sequence_end`.
 
     An id of 0 or "" means that there is no sequence, as in Triton.
 
     Raises:
-        InvalidRequest: an id that is none, or a start or an end without one.
+        InvalidRequest: the id is invalid, or there is a start or an end without an id.
     """
     sequence_id = parameters.get("sequence_id", 0)
     if isinstance(sequence_id, (bool, float)) or (isinstance(sequence_id, int) and sequence_id < 0):
@@ -147,20 +148,20 @@ def sequence_headers(parameters: Mapping[str, ParameterValue]) -> Pairs:
 
 
 def refuse_shared_memory(parameters: Container[str], where: str) -> None:
-    """Refuse an input or output whose data Triton's clients have in shared memory.
+    """Refuse an input or output whose data is in Triton's shared memory.
 
     Raises:
-        InvalidRequest: it is one.
+        InvalidRequest: the parameters name a shared memory region.
     """
     if "shared_memory_region" in parameters:
         raise InvalidRequest(f"{where}: found shared_memory_region, and there is no shared memory here")
 
 
 def check_names(where: str, names: Sequence[str]) -> None:
-    """Refuse too many, too long or equal names.
+    """Refuse names that are too many, too long, empty or equal.
 
     Raises:
-        InvalidRequest: naming the field, as `inputs[3].name`.
+        InvalidRequest: a name is invalid; the text names the field, as `inputs[3].name`.
     """
     if len(names) > MAX_TENSORS:
         raise InvalidRequest(f"{where}: found {len(names)}, expected at most {MAX_TENSORS}")
@@ -178,10 +179,10 @@ def check_names(where: str, names: Sequence[str]) -> None:
 
 
 def check_length(where: str, text: str) -> None:
-    """Refuse a text that is too long to be a name.
+    """Refuse a string that is longer than `MAX_NAME_LENGTH`.
 
     Raises:
-        InvalidRequest: naming the field.
+        InvalidRequest: it is longer; the text names the field.
     """
     if len(text) > MAX_NAME_LENGTH:
         raise InvalidRequest(

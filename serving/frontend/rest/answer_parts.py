@@ -1,4 +1,4 @@
-"""Status lines and header lines of answers, by TorchServe's contract. Pure."""
+"""Status lines and header lines of responses, as in TorchServe. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchere.serving.types import InferResponse
 
 RawHeaders = list[tuple[bytes, bytes]]
 
-NO_CONTENT = frozenset({204, 304})  # RFC 9110, 6.4.1: a body behind these would be read as another answer
+NO_CONTENT = frozenset({204, 304})  # RFC 9110, 6.4.1: a body here would be read as the next response
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 _NO_CACHE = (
@@ -23,12 +23,12 @@ _NO_CACHE = (
     b"cache-control: no-cache; no-store, must-revalidate, private\r\n"
     b"expires: Thu, 01 Jan 1970 00:00:00 UTC\r\n"
 )
-# What every head ends with, the empty line included; by whether the connection stays open.
+# The last lines of every head, with the empty line; the key is whether the connection stays open.
 LAST_LINES = {
     True: _NO_CACHE + b"connection: keep-alive\r\n\r\n",
     False: _NO_CACHE + b"connection: close\r\n\r\n",
 }
-# Python 3.13 renamed these with RFC 9110; TorchServe's clients see the names of RFC 2616 under every Python.
+# Python 3.13 adopted the names of RFC 9110; TorchServe's clients get those of RFC 2616 from every Python.
 _PHRASES = {status.value: status.phrase for status in HTTPStatus} | {
     413: "Request Entity Too Large",
     414: "Request-URI Too Long",
@@ -46,13 +46,13 @@ _OURS = frozenset(
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, 5.6.2: token
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
-_MAX_KEPT = 256  # header lines of handlers
-_MAX_KEPT_BYTES = 512  # of one handler's
+_MAX_KEPT = 256  # cached entries of handler headers
+_MAX_KEPT_BYTES = 512  # of one entry
 _kept: dict[Sequence[tuple[str, str]], bytes] = {}
 
 
 def error_answer(error: ServingError, *, show_detail: bool) -> tuple[int, RawHeaders, bytes]:
-    """Status, headers and body of an error; with its details where operators listen."""
+    """Return status, headers and body of an error; with its details if `show_detail`."""
     headers = [_JSON]
     if isinstance(error, QueueFull):
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
@@ -61,7 +61,7 @@ def error_answer(error: ServingError, *, show_detail: bool) -> tuple[int, RawHea
 
 
 def cors_headers(cors: CorsHeaders) -> RawHeaders:
-    """The configured `Access-Control-*` headers, which every answer has unless the handler set them."""
+    """Return the configured `Access-Control-*` headers, which responses get unless the handler sets them."""
     named = {
         b"access-control-allow-origin": cors.origin,
         b"access-control-allow-methods": cors.methods,
@@ -71,21 +71,21 @@ def cors_headers(cors: CorsHeaders) -> RawHeaders:
 
 
 def missing(lines: RawHeaders, headers: RawHeaders) -> RawHeaders:
-    """Those of `lines` that have no namesake in `headers`."""
+    """Return the headers of `lines` whose names do not occur in `headers`."""
     names = {name for name, _ in headers}
     return [line for line in lines if line[0] not in names]
 
 
 def joined(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Header lines as they are sent."""
+    """Encode headers as header lines."""
     return b"".join([b"%b: %b\r\n" % line for line in headers])
 
 
 def checked_status(response: InferResponse) -> int:
-    """The status a handler chose.
+    """Return the status that a handler chose.
 
     Raises:
-        HandlerFailed: HTTP has no such final status.
+        HandlerFailed: it is not a final HTTP status (200 to 599).
     """
     if 200 <= response.status <= 599:
         return response.status
@@ -94,7 +94,7 @@ def checked_status(response: InferResponse) -> int:
 
 
 def handler_lines(headers: Sequence[tuple[str, str]]) -> bytes:
-    """As `handler_headers`, ready to be sent. Models set the same few in each answer, so they are kept."""
+    """As `handler_headers`, encoded as header lines, with a cache: handlers repeat their headers."""
     if not headers:
         return b""
     lines = _kept.get(headers)
@@ -108,12 +108,12 @@ def handler_lines(headers: Sequence[tuple[str, str]]) -> bytes:
 
 
 def handler_headers(headers: Sequence[tuple[str, str]]) -> RawHeaders:
-    """The headers a handler set, as bytes; those that the server decides itself are left out.
+    """Return the headers that a handler set, as bytes, without those that the server sets itself.
 
     Raises:
-        HandlerFailed: a name or value can't stand in a header (a line break in it would forge others).
+        HandlerFailed: a name or value is not valid in a header (a line break would inject other headers).
     """
-    raw = {}  # the last one of a name wins, as in TorchServe
+    raw = {}  # the last header of a name wins, as in TorchServe
     for name, value in headers:
         lowered = name.lower()
         if lowered not in _OURS:
@@ -122,7 +122,7 @@ def handler_headers(headers: Sequence[tuple[str, str]]) -> RawHeaders:
 
 
 def _header_value(name: str, value: str) -> bytes:
-    encoded = value.encode("latin-1", "replace")  # a question mark for what it has not, as TorchServe says
+    encoded = value.encode("latin-1", "replace")  # "?" for characters outside latin-1, as in TorchServe
     if _NAME.fullmatch(name) and not _CONTROL.search(encoded):
         return encoded
     raise HandlerFailed(

@@ -1,4 +1,4 @@
-"""Answers of the framework's routes: JSON in TorchServe's layout, and one for everything that is raised."""
+"""Responses of the framework's routes: JSON in TorchServe's layout, and handlers for raised errors."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ ANY_METHOD = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE
 
 
 def json_answer(text: str, status: int = 200) -> Response:
-    """JSON text, closed by a newline; the content type has no charset, as clients compare it."""
+    """Return a JSON response with a final newline; no charset, as clients compare the content type."""
     return Response(text + "\n", status, {"content-type": "application/json"})
 
 
 def status_answer(sentence: str, status: int = 200) -> Response:
-    """`{"status": sentence}`."""
+    """Return the response `{"status": sentence}`."""
     return json_answer(pretty({"status": sentence}), status)
 
 
 def error_answer(error: ServingError, show_detail: bool) -> Response:
-    """The JSON body of an error with its status."""
+    """Return the response of an error: its status and its JSON body."""
     return json_answer(pretty(error_body(error, show_detail)), status_and_type(error)[0])
 
 
 async def no_such_method(request: Request) -> Response:
-    """An endpoint for methods that a path does not have."""
+    """Raise `NotAllowed`: the endpoint for methods that a path does not support."""
     raise NotAllowed(wording.NO_SUCH_METHOD)
 
 
 def answer_errors(app: FastAPI, *, show_detail: bool) -> None:
-    """Give the app an answer for whatever its routes raise.
+    """Register exception handlers that turn every error of the app's routes into a response.
 
-    The framework raises what is no `ServingError` again after it answered, so the listener gets to log it.
+    After answering an unexpected error, the framework raises it again, so that the listener can log it.
     """
 
-    # All are coroutines: the framework runs anything else in a thread.
+    # All handlers are coroutines: the framework runs plain functions in a thread.
     def handler(convert: Callable[[Exception], ServingError]) -> Handler:
         async def answer(request: Request, error: Exception) -> Response:
             return error_answer(convert(error), show_detail)

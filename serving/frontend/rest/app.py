@@ -1,4 +1,4 @@
-"""Builds the listener of each REST port."""
+"""Construction of the listener of each REST port."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchere.serving.frontend.services import Services
 def listener_of(
     surfaces: Surfaces, dataplane: DataPlane, controlplane: ControlPlane, services: Services
 ) -> Listener:
-    """The listener of a port that answers the named APIs. Use it on one event loop only."""
+    """Return the listener of a port that serves the named APIs. Use it on one event loop only."""
 
     def build() -> ASGIApp:
         from torchere.serving.frontend.rest.routes import routes  # noqa: PLC0415 - imports the framework
@@ -27,10 +27,10 @@ def listener_of(
 
 
 def listeners(settings: ServerSettings) -> list[tuple[Address, Surfaces]]:
-    """Which ports to open, and what each answers: equal addresses share one listener.
+    """Return the addresses to listen on, each with its APIs; equal addresses share one listener.
 
-    Port 0 means any free port, so two of those are never the same. A listener that two or more APIs share
-    answers the metrics as well, as long as there is a metrics listener at all.
+    Port 0 means any free port, so two addresses with port 0 are never equal. A listener shared by two or more
+    APIs serves the metrics too, if a metrics address is configured.
     """
     wanted: list[tuple[Address, Surfaces]] = [
         (settings.inference_address, frozenset({"inference"})),

@@ -1,4 +1,4 @@
-"""Runs the ASGI app for requests that are no predictions: scope, receive, send, and a task for each."""
+"""ASGI server for all requests but predictions: runs the app in one task per request."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from torchere.serving.logs.fields import fields_of
 if TYPE_CHECKING:
     from torchere.serving.frontend.rest.connection import Connection
 
-HELD_BYTES = 65_536  # of a body that the app has not asked for; beyond it nothing is read
-_OF_THE_CONNECTION = frozenset({b"connection", b"transfer-encoding"})  # ours to say
-_LINE_BREAK = re.compile(rb"[\r\n\x00]")  # would forge other headers
+HELD_BYTES = 65_536  # buffered body bytes that the app has not received; beyond it reading pauses
+_OF_THE_CONNECTION = frozenset({b"connection", b"transfer-encoding"})  # set by us, not by the app
+_LINE_BREAK = re.compile(rb"[\r\n\x00]")  # in a header these allow header injection
 
 logger = logging.getLogger(__name__)
 
 
 class AppExchange(Exchange):
-    """One request that the app answers. The app goes on when its client leaves, and can hear of it."""
+    """One request that the app answers. When the client disconnects, the app runs on and is notified."""
 
     __slots__ = (
         *(*SLOTS, "request_id", "started_s"),
@@ -45,24 +45,24 @@ class AppExchange(Exchange):
         super().__init__(connection, head)
         self.request_id = new_request_id()
         self.started_s = time.monotonic()
-        self._body = bytearray()  # what the app has not had of it
-        self._is_whole = False  # it has come to its end
-        self._is_told = False  # and the app knows
-        self._came = asyncio.Event()  # more of the body, its end, or that of the connection
+        self._body = bytearray()  # body bytes that the app has not received yet
+        self._is_whole = False  # the body has arrived completely
+        self._is_told = False  # the app has received the end of the body
+        self._came = asyncio.Event()  # set on more body bytes, the end of the body or of the connection
         self._expects = head.expects
-        self._is_gone = False  # the client left, or got another answer
+        self._is_gone = False  # the client disconnected, or got an answer from the connection itself
         self._replaced = 0  # the status of that answer
-        self._held_head = b""  # of the answer: sent with the first part of its body
-        self._body_left: int | None = None  # bytes of the answer that are to come; None: it has no length
+        self._held_head = b""  # head of the response, sent with the first part of its body
+        self._body_left: int | None = None  # bytes left of the response's Content-Length; None: no length
         self._call: CallScope | None = None
 
     def begin(self) -> None:
-        """Have the app answer. It asks for the body."""
+        """Start the app in a task. The app reads the body with `receive`."""
         self.task = asyncio.get_running_loop().create_task(self._run())
         self.connection.listener.keep(self.task)
 
     def take(self, piece: bytes) -> None:
-        """The next bytes of the body."""
+        """Buffer the next bytes of the body."""
         if not self.complete:
             self._body += piece
             if len(self._body) > HELD_BYTES:
@@ -70,7 +70,7 @@ class AppExchange(Exchange):
             self._came.set()
 
     def whole(self) -> None:
-        """The request is there as a whole."""
+        """Record that the request has arrived completely."""
         self._is_whole = True
         self._came.set()
 
@@ -78,7 +78,7 @@ class AppExchange(Exchange):
         self._call = call = CallScope("rest", self.started_s, partial(tuple, self.head.headers), status_of)
         try:
             if self.head.place.path.endswith("\n"):
-                # The framework would take it for the path without, whose key may be another.
+                # The framework would route it as the path without "\n", which may need another key.
                 raise NotFound(wording.NO_SUCH_RESOURCE)
             await self.connection.listener.routes(self._scope(), self.receive, self.send)
             if not self.complete:
@@ -119,7 +119,7 @@ class AppExchange(Exchange):
         }
 
     async def receive(self) -> Message:
-        """The next piece of the body, or that the client left; the app calls this."""
+        """Return the next piece of the body, or the disconnect message; the app calls this."""
         if self._expects:
             self._expects = False
             if self.status == 0:
@@ -136,7 +136,7 @@ class AppExchange(Exchange):
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
-        """The head of the answer, or a part of its body; the app calls this."""
+        """Send the head of the response, or a part of its body; the app calls this."""
         if not self._is_gone:
             await self.connection.drain()
         kind = message["type"]
@@ -165,7 +165,7 @@ class AppExchange(Exchange):
         asyncio.get_running_loop().call_soon(self._send_head)
 
     def _send_head(self) -> None:
-        """The app has not sent a part of the body in the same turn."""
+        """Send the head alone, if the app sent no part of the body in the same loop iteration."""
         head, self._held_head = self._held_head, b""
         if head and not self._is_gone:
             self.connection.write(head)
@@ -187,7 +187,11 @@ class AppExchange(Exchange):
             self.end_body()
 
     def ended(self, status: int = CLIENT_GONE) -> None:
-        """The connection ends before the answer does; what the app makes of it counts, if it has to count."""
+        """Record the end of the connection before the response ended, and notify the app.
+
+        The request is counted when the app finishes: with `status` if the connection answered itself, else
+        with the status of the app's response.
+        """
         if not (self.complete or self._is_gone):
             self._is_gone = True
             self._replaced = 0 if status == CLIENT_GONE else status
@@ -199,11 +203,11 @@ class AppExchange(Exchange):
 
     @property
     def prediction(self) -> Request | None:
-        """The prediction that the app made, if it did."""
+        """The prediction that the app made; None if it made none."""
         return None if self._call is None else self._call.request
 
     def let_go(self) -> None:
-        """Drop the rest of the body after the answer, and wake an app that still receives."""
+        """Drop the rest of the body after the response, and wake an app that is still in `receive`."""
         self._body, self._call = bytearray(), None
         if not self._is_whole:
             self.connection.release()

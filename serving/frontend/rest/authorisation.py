@@ -1,4 +1,4 @@
-"""The one place that says which key a request needs, for every route of every listener. Pure."""
+"""The key that each request needs, for every route of every REST listener. Pure."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ _REPOSITORY = "/v2/repository/"
 
 
 def is_metrics_path(path: str) -> bool:
-    """Whether a path asks for the metrics: `/metrics`, with anything below it."""
+    """Tell whether a path is `/metrics` or below it."""
     return path == "/metrics" or path.startswith("/metrics/")
 
 
 def is_probe(path: str) -> bool:
-    """Whether a path asks how the server, or a model of it, is."""
+    """Tell whether a path is that of a probe of the server or of a model."""
     return path in PROBES or path.startswith(MODEL_PROBES)
 
 
 def required_key(surfaces: Surfaces, method: str, path: str) -> KeyKind | None:
     """Return the kind of key that a request needs; None when it needs none.
 
-    Free for all are the probes, the API description, the metrics where they are served, and `/token`, which
-    checks the API key itself. All else needs the key of its API, whether the path exists or not. A shared
-    listener asks for one key, by the path. (TorchServe asks there for both, and nothing passes.)
+    No key is needed for the probes, the API description, the metrics where they are served, and `/token`,
+    which checks the API key itself. All other paths need the key of their API, even if they do not exist. On
+    a shared listener the path decides which key is needed. (TorchServe requires both keys there, so no
+    request passes.)
 
     Args:
-        surfaces: the APIs that the listener answers.
+        surfaces: the APIs that the listener serves.
         method: HTTP method.
         path: percent-decoded, without trailing slashes except for "/"; "*" of `OPTIONS *`.
     """

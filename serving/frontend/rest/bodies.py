@@ -1,4 +1,4 @@
-"""Bodies of requests on their way in: one buffer of a known length, or chunks; and an app's whole body."""
+"""Readers of request bodies: a buffer of known length, a chunk decoder, and a reader for ASGI apps."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from starlette.types import Receive
 
 from torchere.serving.frontend.alignment import room_before
 
-MAX_LINE_BYTES = 16_384  # of the lines around chunks, which a client could go on sending without an end
-MAX_TRAILER_BYTES = 8192  # as many as a head may have
-# RFC 9112, 7.1: the size in hexadecimal digits, then extensions, which mean nothing here.
+MAX_LINE_BYTES = 16_384  # of a chunk-size or trailer line; else a client could send an endless one
+MAX_TRAILER_BYTES = 8192  # the same limit as for the headers of a head
+# RFC 9112, 7.1: the size in hexadecimal digits, then extensions, which are ignored.
 _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _EXTENSION = rb';%b(?:=(?:%b|"(?:[^"\\\x00-\x08\x0a-\x1f\x7f]|\\[\t\x20-\x7e\x80-\xff])*"))?' % (
     _TOKEN,
@@ -20,7 +20,7 @@ _EXTENSION = rb';%b(?:=(?:%b|"(?:[^"\\\x00-\x08\x0a-\x1f\x7f]|\\[\t\x20-\x7e\x80
 _SIZE_LINE = re.compile(rb"([0-9a-fA-F]+)(?:%b)*\r\n" % _EXTENSION)
 _TRAILER = re.compile(rb"(%b):[^\x00-\x08\x0a-\x1f\x7f]*\r\n" % _TOKEN)
 _MAX_SIZE = 2**63
-_OF_THE_CONNECTION = frozenset({b"connection", b"proxy-connection"})  # their place is the head
+_OF_THE_CONNECTION = frozenset({b"connection", b"proxy-connection"})  # allowed in the head only
 
 
 class BodyTooLarge(Exception):
@@ -36,10 +36,10 @@ class BadBody(Exception):
 
 
 class WholeBody:
-    """A body of known length on its way in.
+    """Receive buffer for a body of known length.
 
-    `view` is its memory, not set to zero before, so that what a client announces and does not send costs
-    nothing. It ends on a multiple of `TENSOR_ALIGNMENT`. Not thread-safe.
+    `view` is its memory. It is not zeroed, so bytes that a client announces but does not send cost nothing.
+    It ends on a multiple of `TENSOR_ALIGNMENT`. Not thread-safe.
     """
 
     __slots__ = ("room", "view")
@@ -50,36 +50,36 @@ class WholeBody:
         self.room = self.view  # the part that is not filled yet
 
     def add(self, piece: bytes | bytearray) -> None:
-        """Copy the next bytes; never more than there is room for."""
+        """Copy the next bytes; the caller never passes more than fit into `room`."""
         self.room[: len(piece)] = piece
         self.filled(len(piece))
 
     def filled(self, size: int) -> None:
-        """The first `size` bytes of the room are filled."""
+        """Record that the first `size` bytes of `room` are filled."""
         self.room = self.room[size:]
 
 
 class Chunks:
-    """Decodes a body in chunks (RFC 9112, 7.1) up to its end, and no further. Not thread-safe.
+    """Decoder of a chunked body (RFC 9112, 7.1) that stops at the end of the body. Not thread-safe.
 
     It is as strict as the parser of heads: a line ends with CRLF, a size has digits only. The trailer is
-    checked and dropped: its fields may not pass for what a gateway wrote in the head (RFC 9110, 6.5.1).
+    checked and dropped: its fields must not be mistaken for header fields set by a gateway (RFC 9110, 6.5.1).
     """
 
     __slots__ = ("_in_trailer", "_left", "_line", "_trailer_bytes", "over")
 
     def __init__(self) -> None:
         self.over = False
-        self._left = 0  # bytes of the present chunk, and the CRLF behind it, that are to come
-        self._line = b""  # the beginning of a line whose end is to come
+        self._left = 0  # bytes left of the current chunk and its CRLF
+        self._line = b""  # the beginning of an incomplete line
         self._in_trailer = False
         self._trailer_bytes = 0
 
     def feed(self, data: bytes, start: int) -> tuple[int, list[bytes]]:
-        """Decode what there is; returns where the rest begins, and the data of the chunks.
+        """Decode `data` from `start`; return the offset of the first unused byte, and the chunks' data.
 
         Raises:
-            BadBody: the framing is malformed, or a line of it has no end.
+            BadBody: the framing is malformed, or one of its lines is too long.
         """
         pieces: list[bytes] = []
         size = len(data)
@@ -108,7 +108,7 @@ class Chunks:
         return end
 
     def _next_line(self, data: bytes, start: int) -> tuple[bytes | None, int]:
-        """The next line with its end; None while that has not come."""
+        """Return the next line with its CRLF, or None while it is incomplete; and the next offset."""
         if self._line:
             data, start, before = self._line + data[start:], 0, len(self._line) - start
         else:
@@ -158,12 +158,12 @@ async def read_body(receive: Receive, announced_bytes: int, max_bytes: int) -> b
         max_bytes: the longest body to accept.
 
     Raises:
-        BodyTooLarge: as soon as that is known, be it from the announcement.
-        ClientGone: the connection ended first.
+        BodyTooLarge: the body exceeds `max_bytes`; raised early if the Content-Length does.
+        ClientGone: the connection ended before the body did.
     """
     if announced_bytes > max_bytes:
         raise BodyTooLarge
-    # One growing buffer: a body that comes a byte at a time costs no more memory than one that comes whole.
+    # One growing buffer, not a list: a body sent byte by byte needs no more memory than one sent at once.
     buffer = bytearray()
     while True:
         message = await receive()

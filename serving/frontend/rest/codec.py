@@ -1,4 +1,4 @@
-"""Body and query to parameters, headers to pairs, time-out to deadline. Pure."""
+"""Decoders for predictions: body and query to parameters, headers to pairs, timeout to deadline. Pure."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torchere.serving.frontend.rest.multipart import multipart_parameters
 from torchere.serving.types import Parameter
 
 MAX_FIELDS = 1000  # of a form or a query string
-INLINE_FORM_BYTES = 16_384  # a longer one, if it is all escapes, holds the loop up by milliseconds
-MAX_TIMEOUT_MS = 86_400_000  # a day; longer is a mistake in the unit
-SPELLED_HEADERS = "torchere.spelled_headers"  # in an ASGI scope: names as the client wrote them
+INLINE_FORM_BYTES = 16_384  # a longer form of nothing but escapes blocks the loop for milliseconds
+MAX_TIMEOUT_MS = 86_400_000  # one day; a longer timeout is taken for a mistake in the unit
+SPELLED_HEADERS = "torchere.spelled_headers"  # key in an ASGI scope: headers in the client's spelling
 
 
 _MULTIPART = "multipart/form-data"
@@ -26,18 +26,19 @@ _OBJECT = re.compile(rb"[ \t\r\n]*\{")
 
 
 def body_parameters(content_type: str, body: bytes, *, speaks_json: bool = False) -> tuple[Parameter, ...]:
-    """Turn a body into the parameters a handler gets.
+    """Convert a body to the parameters of a handler.
 
-    Forms give one parameter a field, all else one called `body` (be it empty) with the type of the request.
+    A form becomes one parameter for each field. Any other body, even an empty one, becomes one parameter
+    called `body` with the content type of the request.
 
     Args:
-        content_type: of the request.
-        body: the whole of it.
-        speaks_json: the path is one of JSON, so a JSON object that says it is a form, as `curl -d` does, is
-            taken for what it is. In a form that is one its first byte would be escaped.
+        content_type: content type of the request.
+        body: the whole body.
+        speaks_json: the path takes JSON, so a JSON object is not parsed as a form even if the content type
+            says so, as with `curl -d`. A real form would have its first byte, `{`, escaped.
 
     Raises:
-        InvalidRequest: a form that is broken or has too many fields.
+        InvalidRequest: the form is malformed or has too many fields.
     """
     mime, lowered = _media_type(content_type)
     if lowered == _MULTIPART:
@@ -50,25 +51,25 @@ def body_parameters(content_type: str, body: bytes, *, speaks_json: bool = False
 
 
 def takes_long(content_type: str, length: int) -> bool:
-    """Whether `body_parameters` of so many bytes is work for a thread."""
+    """Tell whether `body_parameters` for `length` bytes takes so long that it should run in a thread."""
     return length > INLINE_FORM_BYTES and _media_type(content_type)[1] == _FORM
 
 
 def media_type(content_type: str) -> tuple[str, bool]:
-    """The type without its parameters, and whether it is that of a form."""
+    """Return the media type without its parameters, and whether it is a form."""
     mime, lowered = _media_type(content_type)
     return mime, lowered in (_MULTIPART, _FORM)
 
 
-@lru_cache(maxsize=256)  # the same few come again and again
+@lru_cache(maxsize=256)  # clients use few content types
 def _media_type(content_type: str) -> tuple[str, str]:
-    """The type without its parameters, as written and in lower case."""
+    """Return the media type without its parameters, as written and in lower case."""
     mime = content_type.partition(";")[0].strip()
     return mime, mime.lower()
 
 
 def form_parameters(text: bytes) -> tuple[Parameter, ...]:
-    """Turn `a=1&b=two+words` into parameters without a content type, in order.
+    """Parse `a=1&b=two+words` into parameters without a content type, in order.
 
     Raises:
         InvalidRequest: too many fields.
@@ -88,7 +89,7 @@ def _unquoted(text: bytes) -> bytes:
 
 
 def text_values(query: bytes) -> dict[str, str]:
-    """The query string as text values by name; the first of a name wins."""
+    """Return the values of a query string by name; the first value of a name wins."""
     values: dict[str, str] = {}
     for parameter in form_parameters(query):
         values.setdefault(parameter.name, parameter.value.decode("utf-8", "replace"))
@@ -96,24 +97,24 @@ def text_values(query: bytes) -> dict[str, str]:
 
 
 def request_headers(scope: Scope) -> tuple[tuple[str, str], ...]:
-    """The client's headers, as an ASGI app sees them; in the client's spelling where `asgi.py` kept it."""
+    """Return the client's headers from an ASGI scope, in the client's spelling where `asgi.py` kept it."""
     return text_headers(scope.get(SPELLED_HEADERS) or scope["headers"])
 
 
 def text_headers(headers: Iterable[tuple[bytes, bytes]]) -> tuple[tuple[str, str], ...]:
-    """Header lines as text."""
+    """Decode header lines to text."""
     return tuple([(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers])
 
 
 def deadline(timeout_ms: bytes, now_s: float) -> float:
-    """The absolute deadline of a request that names its time-out.
+    """Return the deadline, in monotonic seconds, of a request with a timeout header.
 
     Args:
         timeout_ms: value of `x-torchere-timeout-ms`.
-        now_s: monotonic seconds when the request came in.
+        now_s: arrival time of the request, in monotonic seconds.
 
     Raises:
-        InvalidRequest: not a whole number from 1 to `MAX_TIMEOUT_MS`.
+        InvalidRequest: the value is not an integer from 1 to `MAX_TIMEOUT_MS`.
     """
     digits = timeout_ms.strip()
     if len(digits) <= 8 and digits.isdigit() and 1 <= int(digits) <= MAX_TIMEOUT_MS:

@@ -1,8 +1,8 @@
-"""One HTTP/1.1 connection: reads one request after the other, hands its body on, and enforces the time-outs.
+"""One HTTP/1.1 connection: parses requests one by one, passes their bodies on, and enforces timeouts.
 
-A client may send requests without waiting for answers. Bytes behind a request wait here until that one is
-answered, and more than a little of them in the socket: parsed, each request would hold kilobytes, and a
-mistake in one of them would be answered in the midst of the answer before.
+A client may pipeline requests. Bytes behind a request stay unparsed until it is answered: up to `AHEAD_BYTES`
+in a buffer, the rest in the socket. If they were parsed at once, each request would hold kilobytes, and the
+response to a malformed one would be written in the middle of the response before it.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
     from torchere.serving.frontend.rest.exchange import Exchange
     from torchere.serving.frontend.rest.listener import Listener
 
-DRAIN_LINGER_S = 0.25  # of idle connections after the end of the listener: many round trips in a data centre
-UNREAD_LINGER_S = 2.0  # how long a refused body is still read, so that the client gets to see the refusal
-HEAD_TIMEOUT_S = 60.0  # a connection that has begun a head and not ended it by then is closed
-BODY_TIMEOUT_S = 60.0  # likewise one that has begun a body, if nothing more of it comes for so long
-AHEAD_BYTES = 65_536  # may wait here; beyond it the end of the connection is not noticed either
-LARGE_BYTES = 65_536  # from here on copying an answer behind its head costs more than sending the two as two
+DRAIN_LINGER_S = 0.25  # idle connections stay open so long after a shutdown: many data-centre round trips
+UNREAD_LINGER_S = 2.0  # how long a refused body is still read, so that the client receives the refusal
+HEAD_TIMEOUT_S = 60.0  # a connection whose head is incomplete after so long is closed
+BODY_TIMEOUT_S = 60.0  # a connection whose body is incomplete and makes no progress for so long is closed
+AHEAD_BYTES = 65_536  # of pipelined bytes; beyond it reading pauses, so a disconnect is not noticed either
+LARGE_BYTES = 65_536  # for a longer body, joining it to its head costs more than a separate write
 _BLANK = re.compile(rb"[\r\n]*")
 
 logger = logging.getLogger(__name__)
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One connection. Used by the event loop only.
+    """One HTTP/1.1 connection. Used on the event loop only.
 
-    Heads are read into a buffer that all connections share, as its bytes are dealt with before the next read.
-    A large body is read straight to its place, which the exchange of its request provides.
+    Heads are read into a buffer that all connections share, because its bytes are used or copied before the
+    next read. A large body is read directly into the buffer that its exchange provides.
     """
 
     __slots__ = (
@@ -55,30 +55,30 @@ class Connection(asyncio.BufferedProtocol):
 
     def __init__(self, listener: Listener) -> None:
         self.listener = listener
-        self.budget = ConnectionBudget(listener.budgets)  # of the bodies of the present request
-        self.exchange: Exchange | None = None  # the last one
+        self.budget = ConnectionBudget(listener.budgets)  # for the body of the current request
+        self.exchange: Exchange | None = None  # the current or last one
         self.write_paused = False
         self.client: Any = None
         self._loop = asyncio.get_running_loop()
-        self._is_free = True  # no request is present, no bytes wait, and the client takes its answers
-        self._reader: HeadReader | None = None  # of a head whose end has not come
-        self._body_left = 0  # bytes of the present body that are to come, if it has a length
-        self._chunks: Chunks | None = None  # of a body whose end has not come, if it comes in chunks
-        self._room: memoryview | None = None  # where the next bytes of the present body are to be
-        self._ahead: bytearray | None = None  # bytes that wait for the present answer
-        self._is_held = False  # nothing is read
+        self._is_free = True  # no current request, no pipelined bytes, and writing is not paused
+        self._reader: HeadReader | None = None  # of an incomplete head
+        self._body_left = 0  # bytes left of the current body, if it has a Content-Length
+        self._chunks: Chunks | None = None  # decoder of an incomplete chunked body
+        self._room: memoryview | None = None  # buffer for the next bytes of the current body
+        self._ahead: bytearray | None = None  # pipelined bytes, kept until the current request is answered
+        self._is_held = False  # reading is paused
         self._drained: asyncio.Future[None] | None = None  # set when the write buffer has room again
-        self._times_full = 0  # that the socket's buffer was
-        self._timer: asyncio.TimerHandle | None = None  # for the end of a head, or of a body that was refused
-        self._idle: Silence | None = None  # since the last answer
-        self._upload: Silence | None = None  # of a client that has not sent its body at once
-        self._unread: Unread[tuple[int, int]] | None = None  # by a client that is slow to take an answer
-        self._known: Head | None = None  # the last head of a prediction, its bytes, and those of its request
+        self._times_full = 0  # how often the write buffer was full
+        self._timer: asyncio.TimerHandle | None = None  # timeout of a head, or of reading a refused body
+        self._idle: Silence | None = None  # idle timeout since the last answer
+        self._upload: Silence | None = None  # read timeout of a body that did not arrive with its head
+        self._unread: Unread[tuple[int, int]] | None = None  # watchdog for a client that reads no answer
+        self._known: Head | None = None  # the last prediction's head; its bytes and its request's size follow
         self._known_text = b""
         self._known_size = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client connected, and has `HEAD_TIMEOUT_S` for its first head."""
+        """Register the connection; the client has `HEAD_TIMEOUT_S` to send its first head."""
         self.transport = transport
         self.listener.connections.add(self)
         peer = transport.get_extra_info("peername")
@@ -86,11 +86,11 @@ class Connection(asyncio.BufferedProtocol):
         self._mind_the_head()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes go; bytes behind a large body stay in the socket."""
+        """Return the buffer for the next bytes; bytes behind a large body stay in the socket."""
         return self.listener.view if self._room is None else self._room
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Bytes came in."""
+        """Process the bytes that were read into the buffer."""
         if self._room is not None:
             self._fill(nbytes)
         elif not (self._is_free and self._run_known(nbytes)):
@@ -101,7 +101,7 @@ class Connection(asyncio.BufferedProtocol):
                 self._keep_back(data, 0)
 
     def _run_known(self, size: int) -> bool:
-        """Begin a request that is there as a whole and whose head came before, without the parser."""
+        """Run a complete request whose head is cached, without parsing it; False if that is impossible."""
         listener = self.listener
         text = self._known_text
         head = self._known
@@ -118,7 +118,7 @@ class Connection(asyncio.BufferedProtocol):
         return True
 
     def _read(self, data: bytes, start: int) -> None:
-        """Deal with the bytes of one request. Bytes behind it wait until it is answered."""
+        """Process the bytes of one request. Pipelined bytes stay buffered until it is answered."""
         if not self._is_in_body():
             if self._reader is None:
                 start = _end_of_blank(data, start)
@@ -157,7 +157,7 @@ class Connection(asyncio.BufferedProtocol):
         return end
 
     def _run(self, head: Head, body: bytes) -> None:
-        """Have a prediction answered whose body came with its head."""
+        """Run a prediction whose body arrived with its head."""
         exchange = TensorPrediction(self, head) if head.is_tensors else Prediction(self, head)
         self.exchange = exchange
         if self.listener.keys is None or exchange.authorized():
@@ -192,7 +192,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _read_body(self, data: bytes, start: int) -> int:
         exchange = self.exchange
-        if exchange is None:  # never: it has a body
+        if exchange is None:  # unreachable: a body has an exchange
             return len(data)
         if self._chunks is None:
             end = min(len(data), start + self._body_left)
@@ -213,7 +213,7 @@ class Connection(asyncio.BufferedProtocol):
         return end
 
     def _fill(self, size: int) -> None:
-        """The kernel wrote to the body's own place."""
+        """Process bytes that the kernel wrote directly into the body's buffer."""
         exchange = self.exchange
         if exchange is not None:
             self._body_left -= size
@@ -222,26 +222,30 @@ class Connection(asyncio.BufferedProtocol):
             self._came_on(exchange)
 
     def _take(self, exchange: Exchange, size: int) -> bool:
-        """Count bytes of a body; False: nothing may be kept of it, because it is answered."""
+        """Take body bytes from the budget; return False if they must be dropped.
+
+        They must if the request is already answered, or is refused here because the budget is exceeded.
+        """
         if exchange.complete:
             return False
         try:
             self.budget.take(size, exchange.head.key is None and self.listener.keys is not None)
         except BudgetExceeded as error:
             if exchange.prediction is None:
-                self._end(OVER_BUDGET)  # the app may hold the bytes until its client is gone
+                self._end(OVER_BUDGET)  # close, as the app may hold the bytes until its client disconnects
             else:
                 exchange.refuse(OverBudget(str(error)))
             return False
         return True
 
     def _came_on(self, exchange: Exchange) -> None:
-        """More of a body is there, or all of it."""
+        """Continue after more of a body, or its end, has arrived."""
         if self._is_in_body():
             self._room = exchange.room
             self._mind_the_body()
             if exchange.complete and not self._is_held and not self.transport.is_closing():
-                # uvloop reads up to 32 times before others have their turn, and no answer asks for less
+                # The rest of an answered body is dropped. uvloop reads up to 32 times before other
+                # connections have their turn, so pause reading for one loop iteration.
                 self.hold()
                 self._loop.call_soon(self._read_on)
             return
@@ -258,7 +262,7 @@ class Connection(asyncio.BufferedProtocol):
             self.release()
 
     def _keep_back(self, data: bytes, start: int) -> None:
-        """Keep bytes until the present request is answered."""
+        """Buffer pipelined bytes until the current request is answered."""
         self._is_free = False
         ahead = self._ahead
         if ahead is None:
@@ -280,17 +284,17 @@ class Connection(asyncio.BufferedProtocol):
             self._read(bytes(ahead), 0)
 
     def answered(self, keep_alive: bool) -> None:
-        """The answer to the present request is out."""
+        """Continue after the response to the current request was written."""
         self.budget.give_all()
         if self._body_left == 0 and self._chunks is None:
             self._go_on(keep_alive)
         elif not keep_alive and self._timer is None:
-            # Closing a socket with unread bytes in it makes the kernel reset the connection, and the client
-            # would lose the answer that is already on its way.
+            # Closing a socket with unread bytes makes the kernel reset the connection, and the client would
+            # lose the response that is already on its way.
             self._timer = self._loop.call_later(UNREAD_LINGER_S, self.transport.close)
 
     def _go_on(self, keep_alive: bool) -> None:
-        """A request and its answer are over."""
+        """Close, or wait for the next request, after a request and its response have ended."""
         if not keep_alive:
             self._end_timer()
             self.transport.close()
@@ -304,11 +308,11 @@ class Connection(asyncio.BufferedProtocol):
             self._loop.call_soon(self._read_ahead)
 
     def is_busy(self) -> bool:
-        """Whether a request has come whose answer, or whose body, is not over."""
+        """Tell whether the current request's body or response is incomplete."""
         return (self.exchange is not None and not self.exchange.complete) or self._is_in_body()
 
     def write(self, head: bytes, body: bytes = b"") -> None:
-        """Send both now; nothing where the client has just left."""
+        """Write head and body; do nothing if the connection is closing."""
         if self.transport.is_closing():
             return
         if len(body) > LARGE_BYTES:
@@ -324,7 +328,7 @@ class Connection(asyncio.BufferedProtocol):
             await asyncio.shield(self._drained)
 
     def pause_writing(self) -> None:
-        """The socket's buffer is full."""
+        """Record that the write buffer is full, and start the watchdog for unread responses."""
         self.write_paused = True
         self._is_free = False
         self._times_full += 1
@@ -337,7 +341,7 @@ class Connection(asyncio.BufferedProtocol):
         return None if untaken is None else (self._times_full, untaken)
 
     def resume_writing(self) -> None:
-        """It has room again."""
+        """Record that the write buffer has room again, and go on with writers and pipelined bytes."""
         self.write_paused = False
         self._wake()
         if not self.is_busy() and not self.transport.is_closing() and self.exchange is not None:
@@ -352,19 +356,19 @@ class Connection(asyncio.BufferedProtocol):
             drained.set_result(None)
 
     def hold(self) -> None:
-        """Read nothing until `release`."""
+        """Pause reading until `release`."""
         if not self._is_held:
             self._is_held = True
             self.transport.pause_reading()
 
     def release(self) -> None:
-        """Read on."""
+        """Resume reading."""
         if self._is_held:
             self._is_held = False
             self.transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone, from either side."""
+        """Release everything: either side closed the connection."""
         self.listener.connections.discard(self)
         self._is_free = False
         self._end_timer()
@@ -372,7 +376,7 @@ class Connection(asyncio.BufferedProtocol):
             if watched is not None:
                 watched.stop()
         self._idle = self._upload = self._unread = self._ahead = self._room = self._known = (
-            None  # they hold this
+            None  # they reference this object
         )
         reader, self._reader = self._reader, None
         if reader is not None:
@@ -385,15 +389,15 @@ class Connection(asyncio.BufferedProtocol):
         self._wake()
 
     def announce_end(self) -> None:
-        """From now on an answer ends the connection; the client hears it in the answer's head."""
+        """Close the connection after the current response, whose head then has `Connection: close`."""
         if self.exchange is not None:
             self.exchange.keep_alive = False
 
     def shutdown(self) -> None:
-        """The listener is closed: answer what is in, then close.
+        """Answer the requests that have arrived, then close, because the listener is closed.
 
-        An idle connection stays for a moment. A request may be on its way, and closing under it would lose
-        it: the client can't know whether it was run, so it may not send it again.
+        An idle connection stays open for `DRAIN_LINGER_S`, because a request may be on its way. If the
+        connection closed, the client could not know whether the request was run, so it could not retry.
         """
         self.announce_end()
         self._loop.call_later(DRAIN_LINGER_S, self._close_if_idle)
@@ -406,15 +410,15 @@ class Connection(asyncio.BufferedProtocol):
         self._close_if_idle()
 
     def _refuse(self, error: Exception) -> None:
-        """Answer a malformed or oversized request, and close."""
-        logger.debug("%s sent a malformed request: %s", self.client, error)  # any client can, all the time
+        """Reject a malformed or oversized request, and close the connection."""
+        logger.debug("%s sent a malformed request: %s", self.client, error)  # else clients can flood the log
         self._end(INVALID_HTTP)
 
     def _end(self, last_words: LastWords) -> None:
         if self.transport.is_closing():
             return
         exchange = self.exchange
-        if not self._is_in_body():  # it was a head
+        if not self._is_in_body():  # the head was malformed
             self.transport.write(last_words.text)
             self.listener.refused(self.client, last_words.status)
         elif exchange is not None and not exchange.complete and exchange.status == 0:
@@ -432,19 +436,19 @@ class Connection(asyncio.BufferedProtocol):
             self._timer = None
 
     def _mind_the_body(self) -> None:
-        """More of a body is to come."""
+        """Start the read timeout: the body is incomplete."""
         if self._upload is None:
             self._upload = Silence(BODY_TIMEOUT_S, self._body_stalled)
         self._upload.watch()
 
     def _body_stalled(self) -> None:
-        if self._is_held:  # it is us who take nothing
+        if self._is_held:  # we paused reading, so the client is not to blame
             self._mind_the_body()
         else:
             self._end(STALLED_BODY)
 
 
 def _end_of_blank(data: bytes, start: int) -> int:
-    """Where the empty lines end that a client may send before a request (RFC 9112, 2.2)."""
+    """Return the offset behind the empty lines that may precede a request (RFC 9112, 2.2)."""
     blank = _BLANK.match(data, start)
     return blank.end() if blank is not None else start

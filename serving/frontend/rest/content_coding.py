@@ -1,6 +1,6 @@
-"""Bodies that travel compressed: `Content-Encoding` of requests, `Accept-Encoding` for answers.
+"""Compression of bodies: `Content-Encoding` of requests, `Accept-Encoding` for responses.
 
-Codings are those of RFC 9110, 8.4.1, that Triton knows, too: `gzip` (also called `x-gzip`) and `deflate`.
+It supports those codings of RFC 9110, 8.4.1, that Triton supports too: `gzip` (alias `x-gzip`) and `deflate`.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ Coding: TypeAlias = Literal["gzip", "deflate"]
 KNOWN = "gzip, deflate"
 _CODINGS: dict[str, Coding] = {"gzip": "gzip", "x-gzip": "gzip", "deflate": "deflate"}
 _WINDOW: dict[Coding, int] = {"gzip": 31, "deflate": 15}  # zlib's wbits; 15: inside zlib's own frame
-_BARE = -15  # deflate without that frame, as some clients send it (RFC 9110, 8.4.1.2)
-_LEVEL = 1  # tensors hardly get smaller at a higher one, and several times slower
-# zlib lets go of the GIL; from these sizes on the loop would wait longer than a thread costs. 1 KiB may
+_BARE = -15  # raw deflate without zlib's frame, as some clients send it (RFC 9110, 8.4.1.2)
+_LEVEL = 1  # higher levels hardly shrink tensors more, and take several times as long
+# zlib releases the GIL. Above these sizes the loop would be blocked for longer than a thread costs: 1 KiB may
 # inflate to 1 MiB.
 INFLATED_IN_THREAD_BYTES = 1024
 DEFLATED_IN_THREAD_BYTES = 16_384
 
 
 def request_coding(value: bytes) -> Coding | None:
-    """The coding that a `Content-Encoding` names; None: the body comes as it is.
+    """Return the coding that a `Content-Encoding` names; None: the body is not compressed.
 
     Raises:
-        UnknownCoding: another one, or several on top of one another.
+        UnknownCoding: the coding is not supported, or there are several.
     """
     name = value.decode("latin-1").strip().lower()
     if name in ("", "identity"):
@@ -40,11 +40,11 @@ def request_coding(value: bytes) -> Coding | None:
 
 
 def answer_coding(accepted: bytes) -> Coding | None:
-    """The coding that an `Accept-Encoding` asks for; None: none.
+    """Return the coding to use for an `Accept-Encoding`; None: do not compress.
 
-    Only a client that names a single coding asks for it, as tritonclient's `response_compression_algorithm`
-    does. Those that list all they can read (requests, httpx, browsers) get the answer as it is: packing a
-    tensor takes ten times as long as answering with it.
+    Responses are compressed only for clients that name a single coding, as tritonclient does with
+    `response_compression_algorithm`. Clients that list all codings they support (requests, httpx, browsers)
+    get uncompressed responses: compressing a tensor takes ten times as long as answering with it.
     """
     names = []
     for item in accepted.decode("latin-1").lower().split(","):
@@ -55,11 +55,11 @@ def answer_coding(accepted: bytes) -> Coding | None:
 
 
 def inflate(body: bytes | memoryview, coding: Coding, max_bytes: int) -> bytes:
-    """A compressed body as it was before.
+    """Decompress a body.
 
     Raises:
-        InflatesTooFar: it has more than `max_bytes` then; found out with no more than those in memory.
-        InvalidRequest: it is broken.
+        InflatesTooFar: the result would exceed `max_bytes`; decompression stops there, to bound the memory.
+        InvalidRequest: the body is malformed.
     """
     try:
         return _inflate(body, _WINDOW[coding], max_bytes)
@@ -68,12 +68,12 @@ def inflate(body: bytes | memoryview, coding: Coding, max_bytes: int) -> bytes:
             try:
                 return _inflate(body, _BARE, max_bytes)
             except zlib.error:
-                pass  # what zlib said of the form that the standard wants is told
+                pass  # report the error of the standard form, not of the raw one
         raise InvalidRequest(f"Content-Encoding: found a body that is no {coding} ({err})") from err
 
 
 def deflate(body: bytes, coding: Coding) -> bytes:
-    """A body compressed."""
+    """Compress a body."""
     packer = zlib.compressobj(_LEVEL, wbits=_WINDOW[coding])
     return packer.compress(body) + packer.flush()
 

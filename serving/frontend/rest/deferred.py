@@ -1,4 +1,4 @@
-"""ASGI apps that are built once somebody needs them, or when the start is over, beside the loop."""
+"""ASGI apps built in a thread, on the first request or after startup."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-_ONE_AT_A_TIME = threading.Lock()  # the framework silences warnings for the whole process meanwhile
-WITHIN_S = 2.0  # models that take longer to load do not hold up the rest of the REST API
-FIRST_ANSWERS_S = 0.5  # for who waited for the models and asks now; those answers read the weights
+_ONE_AT_A_TIME = threading.Lock()  # while building, the framework silences warnings of the whole process
+WITHIN_S = 2.0  # models that take longer to load do not delay the rest of the REST API
+FIRST_ANSWERS_S = 0.5  # left to the first predictions of clients that waited: these read the weights
 
 
 class DeferredApp:
-    """Answers as the app that `build` makes; its first request waits for that, or `built` was there before.
+    """An ASGI app made by `build` on the first request, or earlier by `built`.
 
-    Serves one event loop. `build` is called at most once, in a thread: it imports. What it raises comes out
-    of every request.
+    Serves one event loop. `build` is called at most once, in a thread, because it imports modules. If it
+    raises, every request raises its error.
     """
 
     def __init__(self, build: Callable[[], ASGIApp]) -> None:
@@ -33,7 +33,7 @@ class DeferredApp:
         await app(scope, receive, send)
 
     async def built(self) -> ASGIApp:
-        """The app. Whoever waits may be cancelled: the others go on waiting."""
+        """Return the app, building it if needed. Cancelling one caller does not affect the others."""
         if self._building is None:
             self._building = asyncio.ensure_future(asyncio.to_thread(self._build_alone))
         self._app = await asyncio.shield(self._building)
@@ -50,14 +50,14 @@ async def build_after(
     within_s: float = WITHIN_S,
     answers_s: float = FIRST_ANSWERS_S,
 ) -> None:
-    """Build the apps once all that is `loaded` is there, or `within_s` have passed, and `answers_s` on top.
+    """Build the apps `answers_s` seconds after all of `loaded` are done or `within_s` seconds have passed.
 
-    It takes half a second of the GIL, which the first predictions need more. Who asks for an app sooner has
-    it built at once.
+    Building holds the GIL for half a second, which the first predictions need more. An earlier request for an
+    app builds it at once.
     """
     with contextlib.suppress(asyncio.TimeoutError):
         await asyncio.wait_for(asyncio.gather(*loaded), within_s)
     await asyncio.sleep(answers_s)
     for app in apps:
         await app.built()
-    gc.freeze()  # the framework's objects live as long as we do: never walk them again
+    gc.freeze()  # the framework's objects live as long as the process: exclude them from collections

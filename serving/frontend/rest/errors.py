@@ -1,4 +1,4 @@
-"""The one table from our errors to HTTP: status and the class name TorchServe's clients read."""
+"""Table from our errors to HTTP: the status, and the class name that TorchServe's clients read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchere.serving.frontend.description import pretty
 
 
 class LastWords(NamedTuple):
-    """An answer that a connection gives itself, and ends with."""
+    """A response that a connection sends itself before it closes."""
 
     status: int
     text: bytes  # head and body
@@ -22,7 +22,7 @@ def _last_words(status: int, phrase: str, kind: str, message: str) -> LastWords:
     return LastWords(status, f"{head}connection: close\r\n\r\n{body}".encode("ascii"))
 
 
-# The whole answer to bytes that are no request: TorchServe's words.
+# The complete response to a malformed request, in TorchServe's words.
 INVALID_HTTP = _last_words(400, "Bad Request", "BadRequestException", "Invalid HTTP message.")
 STALLED_BODY = _last_words(
     408, "Request Timeout", "RequestTimeoutException", "The rest of the request's body did not come in time."
@@ -35,30 +35,30 @@ OVER_BUDGET = _last_words(
     "The server holds too many bytes of requests.",
 )
 
-# What came from a handler or an executor carries this type whatever its status is.
+# The type of all errors of handlers and executors, independent of the status.
 INTERNAL = "InternalServerException"
 _REWRITTEN_STATUS = {413: 507}  # 413 is kept for bodies that the server itself refused
 
 
 class WorkflowNotFound(e.NotFound):
-    """Workflows can't be registered, so none is ever found."""
+    """The workflow does not exist: workflows can't be registered."""
 
     code = "workflow_not_found"
 
 
 class UnknownCoding(e.InvalidRequest):
-    """The body is compressed in a way that is not known here."""
+    """The content coding of the body is not supported."""
 
     code = "unknown_coding"
 
 
 class InflatesTooFar(e.InvalidRequest):
-    """The body, inflated, is longer than `limits.max_request_bytes`."""
+    """The decompressed body is longer than `limits.max_request_bytes`."""
 
     code = "inflates_too_far"
 
 
-# Looked up along the class's MRO, so a new subclass inherits its parent's answer.
+# Looked up along the class's MRO, so a new subclass inherits its parent's row.
 TABLE: dict[type[e.ServingError], tuple[int, str]] = {
     e.InvalidRequest: (400, "BadRequestException"),
     UnknownCoding: (415, "BadRequestException"),
@@ -97,13 +97,13 @@ def status_and_type(error: e.ServingError) -> tuple[int, str]:
 
 
 def handler_status(status: int) -> int:
-    """The status line for a number a handler chose for its failure: 413 becomes 507, nonsense 500."""
+    """Return the HTTP status for a handler's error status: 413 becomes 507, and one outside 400-599 500."""
     status = _REWRITTEN_STATUS.get(status, status)
     return status if 400 <= status <= 599 else 500
 
 
 def error_body(error: e.ServingError, show_detail: bool) -> dict[str, object]:
-    """The JSON object of an error; `detail` only where operators listen."""
+    """Return the JSON object of an error; with `detail` only if `show_detail`."""
     status, type_name = status_and_type(error)
     body: dict[str, object] = {"code": status, "type": type_name, "message": error.message}
     if show_detail and error.detail:

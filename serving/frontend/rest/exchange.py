@@ -1,4 +1,4 @@
-"""One request and its answer on a connection: what predictions and requests to the app have in common."""
+"""One request and its response on a connection: the base class of predictions and requests to the app."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ if TYPE_CHECKING:
 LAST_CHUNK = b"0\r\n\r\n"
 
 
-# The attributes of an exchange, for the slots of its subclasses: two classes with slots can't be combined.
-# Predictions have `request_id` and `started_s` from `Request`.
+# Slots for the concrete subclasses of `Exchange`, which has none itself: Python can't combine two base
+# classes that both have slots. Predictions get `request_id` and `started_s` from `Request`.
 SLOTS = ("body", "complete", "connection", "head", "is_chunked", "keep_alive", "status", "task")
 
 
 class Exchange(ABC):
-    """One request from its head to the last byte of its answer. Used on the event loop only.
+    """One request, from its head to the last byte of its response. Used on the event loop only.
 
-    The connection calls `begin` when the head is there, `take` and `whole` while the body comes in, and
-    `ended` when the client leaves, or gets another answer. `status` is 0 until the answer has begun; an
-    answer that goes wrong midway counts with another status than it began with.
+    The connection calls `begin` after the head, `take` for each piece of the body, `whole` after its end, and
+    `ended` when the client disconnects, or when the connection sent a response itself. `status` is 0 until
+    the response begins; a response that fails midway is counted with another status than it began with.
     """
 
-    if not TYPE_CHECKING:  # a type checker takes these for all the attributes there are
+    if not TYPE_CHECKING:  # a type checker would take these for the complete list of attributes
         __slots__ = ()
     request_id: str
     started_s: float
-    is_chunked: bool  # the body of an answer in parts
+    is_chunked: bool  # whether a response in parts uses chunked encoding
 
     def __init__(self, connection: Connection, head: Head) -> None:
         self.connection = connection
         self.head = head
         self.keep_alive = head.keep_alive and not connection.listener.draining
         self.status = 0
-        self.complete = False  # nothing more is sent
-        self.body: WholeBody | bytearray | None = None  # of the request, while it comes in
-        self.task: asyncio.Task[None] | None = None  # that answers it, where it needs one
+        self.complete = False  # True: nothing more is sent
+        self.body: WholeBody | bytearray | None = None  # of the request, while it arrives
+        self.task: asyncio.Task[None] | None = None  # sends the response, if that needs a task
 
     @property
     def prediction(self) -> Request | None:
@@ -67,27 +67,27 @@ class Exchange(ABC):
 
     @property
     def room(self) -> memoryview | None:
-        """Where the next bytes of the body are to be written; None: hand them to `take`."""
+        """Buffer for the next bytes of the body; None: pass them to `take`."""
         return None
 
     @abstractmethod
     def begin(self) -> None:
-        """The head is there, and a body is to come."""
+        """Prepare for the body, after the head has arrived."""
 
     def filled(self, size: int) -> None:
-        """So many bytes were written to `room`."""
+        """Record that `size` bytes were written to `room`."""
         raise RuntimeError("there is no room to write to")
 
     @abstractmethod
     def take(self, piece: bytes) -> None:
-        """The next bytes of the body."""
+        """Process the next bytes of the body."""
 
     @abstractmethod
     def whole(self) -> None:
-        """The request is there as a whole."""
+        """Process the end of the request."""
 
     def authorized(self) -> bool:
-        """Whether the request has the key that it needs; it was answered if not."""
+        """Tell whether the request has the key that it needs; refuse it if not."""
         listener, head = self.connection.listener, self.head
         if listener.keys is None or head.key is None:
             return True
@@ -99,24 +99,24 @@ class Exchange(ABC):
         return True
 
     def refuse(self, error: ServingError) -> None:
-        """Answer with an error before the request is read."""
+        """Answer with an error, before the request is read, and count the refusal."""
         self.connection.listener.metrics.refused(error)
         self.answer_error(error)
 
     def answer_error(self, error: ServingError) -> None:
-        """Send the JSON body of an error."""
+        """Send the JSON response of an error."""
         status, headers, body = error_answer(error, show_detail=self.connection.listener.show_detail)
         self.answer(status, headers, body)
 
     def answer(self, status: int, headers: RawHeaders, body: bytes) -> None:
-        """Send a complete answer; the headers that every answer has are added."""
+        """Send a complete response, with the headers common to all responses added."""
         cors = self.connection.listener.cors
         if cors:
             headers = headers + missing(cors, headers)
         self.send_whole(status, joined(headers), body)
 
     def send_whole(self, status: int, lines: bytes, body: bytes) -> None:
-        """As `answer`, with the header lines as they are sent."""
+        """As `answer`, but with encoded header lines."""
         if self.complete:
             return
         self._begun(status)
@@ -128,12 +128,15 @@ class Exchange(ABC):
         self.over()
 
     def start(self, status: int, headers: RawHeaders, *, is_sized: bool = False) -> bytes:
-        """The head of an answer whose body follows in parts; `is_sized`: `headers` say how long it is."""
+        """Return the head of a response whose body follows in parts.
+
+        `is_sized`: `headers` contain the Content-Length.
+        """
         self._begun(status)
         lines = joined(headers + missing(self.connection.listener.cors, headers))
         self.is_chunked = False
         if not (is_sized or self.head.is_head or status in NO_CONTENT):
-            if self.head.is_old:  # RFC 9112, 6.1: its client knows no chunks, but the end of the connection
+            if self.head.is_old:  # RFC 9112, 6.1: HTTP/1.0 has no chunks, so closing delimits the body
                 self.keep_alive = False
                 self._end_by_reset(True)
             else:
@@ -151,7 +154,7 @@ class Exchange(ABC):
         )
 
     def framed(self, part: bytes, *, last: bool = False) -> bytes:
-        """A part of the body as it is sent; nothing where the answer has no content."""
+        """Encode a part of the body, as a chunk if needed; empty if the response has no content."""
         if self.status in NO_CONTENT or self.head.is_head:
             return b""
         if not self.is_chunked:
@@ -160,7 +163,7 @@ class Exchange(ABC):
         return chunk + LAST_CHUNK if last else chunk
 
     def over(self) -> None:
-        """The last byte of the answer was written: count it, and let the connection go on."""
+        """Count the response after its last byte was written, and let the connection continue."""
         if self.complete:
             return
         self.complete = True
@@ -169,33 +172,33 @@ class Exchange(ABC):
         self.connection.answered(self.keep_alive)
 
     def end_body(self) -> None:
-        """As `over`, after an answer in parts."""
+        """As `over`, after a response in parts."""
         if self.head.is_old and not self.keep_alive and not self.complete:
-            self._end_by_reset(False)  # in order, which says that the body is whole
+            self._end_by_reset(False)  # a FIN, not a reset, shows that the body is complete
         self.over()
 
     def break_off(self, error: ServingError) -> None:
-        """Leave the body without its end, which is what tells the client, and close."""
+        """Close the connection without ending the body, so that the client detects the failure."""
         if self.complete:
             return
         self.complete = True
         self.finished(status_of(error))
         self.let_go()
         if self.head.is_old:
-            self.connection.transport.abort()  # TLS would say farewell
+            self.connection.transport.abort()  # `close` would send TLS's close_notify, as after a whole body
         else:
             self.connection.transport.close()
 
     @abstractmethod
     def ended(self, status: int = CLIENT_GONE) -> None:
-        """The connection ends before the answer does, or has given one of that status itself."""
+        """Record that the client disconnected early, or that the connection sent a response with `status`."""
 
     @abstractmethod
     def let_go(self) -> None:
-        """Forget the request: the connection keeps this until the next one, which may be long."""
+        """Release the request's memory: the connection keeps this object until its next request."""
 
     def finished(self, status: int) -> None:
-        """Count the answer and write its line in the access log."""
+        """Count the response and write its line to the access log."""
         self.connection.listener.metrics.request_finished(status, is_probe=self.head.is_probe)
         prediction = self.prediction
         if prediction is not None:
@@ -218,7 +221,7 @@ class Exchange(ABC):
             self.keep_alive = False
 
     def _end_by_reset(self, wanted: bool) -> None:
-        """How the connection will end: in order, which tells that the body is whole, or broken off."""
+        """Set how closing ends the connection: with a reset if `wanted`, else in order (with a FIN)."""
         transport = self.connection.transport
         if not transport.is_closing():
             connection = transport.get_extra_info("socket")
@@ -226,5 +229,5 @@ class Exchange(ABC):
 
 
 def status_of(error: ServingError) -> int:
-    """What an error is answered with."""
+    """Return the HTTP status of an error."""
     return status_and_type(error)[0]

@@ -1,4 +1,4 @@
-"""Heads of requests: bytes to records, and a cache of records, as clients repeat their heads."""
+"""Parser of request heads, and a cache of parsed heads, because clients repeat them."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ RawHeaders = list[tuple[bytes, bytes]]
 HEAD_END = b"\r\n\r\n"
 MAX_REQUEST_LINE_BYTES = 4096  # TorchServe's limits; the parser itself has none
 MAX_HEADER_BYTES = 8192
-MAX_HEAD_BYTES = 16_384  # of a head without an end; the parser copies a line whenever more of it comes
-CHUNKED = -1  # the length of a body in chunks
+MAX_HEAD_BYTES = 16_384  # of an incomplete head; the parser copies a line whenever more of it arrives
+CHUNKED = -1  # value of `Head.length` for a chunked body
 
 _RARE = frozenset({b"transfer-encoding", b"expect", b"upgrade"})
 
 MAX_KNOWN_HEADS = 1024
-MAX_KNOWN_BYTES = 2048  # of one that is remembered
+MAX_KNOWN_BYTES = 2048  # of a cached head
 
 
 class BadHead(Exception):
-    """The bytes are no head of HTTP/1, or one beyond the limits: answer 400 and close."""
+    """The bytes are not an HTTP/1 head, or exceed a limit: answer 400 and close."""
 
 
 class HeadReader:
-    """Parses one head, in as many pieces as it comes in. Not thread-safe.
+    """Incremental parser of one head. Not thread-safe.
 
-    A head ends with the first empty line, for the parser (which takes CRLF only) and for us. So the parser
-    gets the head and nothing else: where a body ends is `bodies.py`'s to say.
+    A head ends with the first empty line, for the parser (which accepts CRLF only) and for us. So the parser
+    gets only the head: `bodies.py` finds the end of the body.
     """
 
     __slots__ = (
@@ -48,7 +48,7 @@ class HeadReader:
     )
 
     def __init__(self) -> None:
-        self.text = b""  # of the head, as far as it has come
+        self.text = b""  # bytes of the head received so far
         self.headers: RawHeaders = []  # in the client's spelling
         self.url = b""
         self.method = b""
@@ -58,10 +58,10 @@ class HeadReader:
         self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
 
     def feed(self, data: bytes, start: int) -> int:
-        """Parse up to the end of the head; returns where that is, -1 while it has not come.
+        """Parse up to the end of the head; return the offset behind it, or -1 while it is incomplete.
 
         Raises:
-            BadHead: see there.
+            BadHead: the head is malformed or too long.
         """
         parser = self._parser
         if parser is None:
@@ -77,7 +77,7 @@ class HeadReader:
         try:
             parser.feed_data(piece)
         except httptools.HttpParserUpgrade:
-            pass  # a wish to speak another protocol may be passed over (RFC 9110, 7.8)
+            pass  # a server may ignore an upgrade to another protocol (RFC 9110, 7.8)
         except httptools.HttpParserError as error:
             self.drop()
             raise BadHead(str(error)) from None
@@ -92,26 +92,26 @@ class HeadReader:
         if len(text) - text.find(b"\r\n") - 2 > MAX_HEADER_BYTES:
             raise BadHead("its header lines are too long")
         if b" \r\n" in text or b"\t\r\n" in text:
-            # RFC 9110, 5.5: blanks are no part of it; the parser drops the leading ones only
+            # RFC 9110, 5.5: a value excludes blanks around it, but the parser strips the leading ones only.
             self.headers = [(name, value.rstrip(b" \t")) for name, value in self.headers]
         return start + end
 
     def drop(self) -> None:
-        """Let go of the parser, which holds this."""
+        """Drop the parser, to break the reference cycle with it."""
         self._parser = None
 
     def on_url(self, url: bytes) -> None:
-        """A piece of the request's target; the parser calls this."""
+        """Append a piece of the request target; the parser calls this."""
         self.url += url
         if len(self.url) > MAX_REQUEST_LINE_BYTES:
             raise BadHead("its request line is too long")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One whole header line; the parser calls this."""
+        """Append one header line; the parser calls this."""
         self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        """The head is complete; the parser calls this, and forgets it all at the end of a message."""
+        """Copy the parser's results, which it drops at the end of a message; the parser calls this."""
         parser = self._parser
         if parser is None or self.is_complete:
             raise BadHead("it holds two heads")
@@ -122,17 +122,17 @@ class HeadReader:
 
 
 class Place(NamedTuple):
-    """What a request line asks for, and the key it takes."""
+    """A parsed request line: path, query, required key and prediction target."""
 
     raw_path: bytes
     path: str  # decoded, without slashes at its end
     query: bytes
     key: KeyKind | None
-    target: Target | None  # None: no prediction, but something that the app answers
+    target: Target | None  # None: not a prediction; the app answers it
 
 
 class Head:
-    """All that the head of a request says. Shared by the requests that repeat it, so nothing changes it."""
+    """A parsed request head. Requests with the same head share it, so treat it as immutable."""
 
     __slots__ = (
         *(
@@ -164,8 +164,8 @@ class Head:
         self.is_head = reader.method == b"HEAD"
         self.is_probe = is_probe(place.path)
         self.is_old = reader.version == "1.0"
-        self.keep_alive = reader.keep_alive and reader.method != b"CONNECT"  # whose bytes are no requests
-        # The first of a name counts, as in TorchServe.
+        self.keep_alive = reader.keep_alive and reader.method != b"CONNECT"  # tunnel bytes are not requests
+        # The first header of a name counts, as in TorchServe.
         lines = {name.lower(): value for name, value in reversed(reader.headers)}
         self.headers = reader.headers  # in the client's spelling
         self.content_type = lines.get(b"content-type", b"").decode("latin-1")
@@ -173,7 +173,7 @@ class Head:
         self.priority = lines.get(b"x-torchere-priority", b"")
         key = lines.get(b"authorization")
         self.authorization = None if key is None else key.decode("latin-1")
-        # The parser let digits only through, and no more of them count. The length of the body, or `CHUNKED`.
+        # Content-Length, or `CHUNKED`. The parser accepts digits only; the last 20 are enough for any length.
         self.length = int(lines.get(b"content-length", b"0")[-20:])
         if reader.method == b"CONNECT":
             self.length = 0
@@ -183,17 +183,17 @@ class Head:
             self._read_rare(lines)
         self.mime, self.is_form = media_type(self.content_type)
         self.group = "" if self.target is None else self.target.group
-        self.texts: Pairs = ()  # the same for the handler, as text, and what the target adds
+        self.texts: Pairs = ()  # headers for the handler: the client's as text, and those of the target
         self.trace: TraceContext | None = None
-        self.wire: Wire | None = None  # at the paths of the Open Inference Protocol; None: not well-formed
-        self.is_tensors = False  # it is of that protocol
+        self.wire: Wire | None = None  # headers of the Open Inference Protocol; None: malformed
+        self.is_tensors = False  # the path is one of that protocol
 
     def _read_rare(self, lines: dict[bytes, bytes]) -> None:
-        if not self.is_old:  # a client of HTTP/1.0 takes the word to go on for its answer (RFC 9110, 15.2)
+        if not self.is_old:  # an HTTP/1.0 client would take "100 Continue" for the response (RFC 9110, 15.2)
             self.expects = lines.get(b"expect", b"").lower() == b"100-continue"
         elif b"transfer-encoding" in lines or b"expect" in lines:
-            self.keep_alive = False  # RFC 9112, 6.1: a proxy of HTTP/1.0 may see another end of the body
-        if b"upgrade" in lines:  # the wish is passed over: neither handlers nor apps see it
+            self.keep_alive = False  # RFC 9112, 6.1: an HTTP/1.0 proxy may find another end of the body
+        if b"upgrade" in lines:  # upgrades are ignored: neither handlers nor the app get the header
             self.headers = [line for line in self.headers if line[0].lower() != b"upgrade"]
         codings = [value for name, value in self.headers if name.lower() == b"transfer-encoding"]
         if codings and self.method != "CONNECT":
@@ -202,23 +202,23 @@ class Head:
             self.length = CHUNKED
 
     def inflated(self) -> Head:
-        """This head for a handler that gets the body inflated, and so sees no coding of it."""
+        """Return a copy without Content-Encoding, for a handler that gets the body decompressed."""
         head = copy(self)
         head.texts = tuple([line for line in self.texts if line[0].lower() != "content-encoding"])
         return head
 
 
 class Heads:
-    """Reads the heads of one listener, and remembers those of predictions by their bytes.
+    """Parser of the heads of one listener, with a cache of prediction heads keyed by their bytes.
 
-    Parsing a head takes a callback for each line, and each line is looked at several times after that. The
-    bytes of a head say all there is to say, so they are looked up first, for a bounded number of heads.
-    Used on the event loop only.
+    Parsing calls back for each line, and each line is inspected several times afterwards. Equal bytes give
+    equal heads, so the cache is consulted first; it holds at most `MAX_KNOWN_HEADS`. Used on the event loop
+    only.
 
     Args:
-        surfaces: the APIs that the listener answers.
-        max_body_bytes: the longest body that is read.
-        speaks_tensors: whether it knows the Open Inference Protocol.
+        surfaces: the APIs that the listener serves.
+        max_body_bytes: the longest body to accept.
+        speaks_tensors: whether the listener supports the Open Inference Protocol.
     """
 
     def __init__(self, surfaces: Surfaces, max_body_bytes: int, *, speaks_tensors: bool) -> None:
@@ -226,14 +226,14 @@ class Heads:
         self._max_body_bytes = max_body_bytes
         self._surfaces = surfaces
         self._speaks_tensors = speaks_tensors
-        # The same few request lines come again and again.
+        # Clients use few request lines.
         self._place_of = lru_cache(maxsize=1024)(self._find_place)
 
     def read(self, reader: HeadReader) -> Head:
-        """What a complete head says; one of a prediction is remembered.
+        """Return the `Head` of a complete head, and cache it if it is that of a prediction.
 
         Raises:
-            BadHead: its request line has no path, or its body no end.
+            BadHead: the request line has no path, or the end of the body can't be determined.
         """
         head = Head(reader, self._place_of(reader.method, reader.url))
         target = head.target
@@ -247,13 +247,13 @@ class Heads:
         return head
 
     def is_plain(self, head: Head) -> bool:
-        """Whether a prediction with this head may run as soon as its body is there."""
+        """Tell whether a prediction with this head may run as soon as its body has arrived."""
         return CHUNKED < head.length <= self._max_body_bytes and not head.expects
 
     def _remember(self, head: Head) -> None:
         if len(head.text) > MAX_KNOWN_BYTES or head.wire is None or not self.is_plain(head):
             return
-        if head.trace is not None:  # it will not come again
+        if head.trace is not None:  # its trace context makes it unique
             return
         if len(self.known) >= MAX_KNOWN_HEADS:
             self.known.clear()

@@ -1,4 +1,4 @@
-"""Routes of the inference API that are no predictions: per-model OpenAPI documents and workflows."""
+"""Routes of the inference API except predictions: per-model OpenAPI documents and workflows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchere.serving.frontend.rest.targets import prediction_target
 
 
 def inference_routes() -> APIRouter:
-    """Routes with a first segment of their own."""
+    """Return the routes of workflow predictions, which answer 404."""
     router = APIRouter()
 
     async def predict_workflow(workflow: str) -> Response:
@@ -28,7 +28,7 @@ def inference_routes() -> APIRouter:
 
 
 def prediction_options(dataplane: DataPlane) -> APIRouter:
-    """`OPTIONS` on any path that would predict. It matches every path, so include it last."""
+    """Return the route of `OPTIONS` on prediction paths. It matches every path, so include it last."""
     router = APIRouter()
 
     async def describe(request: Request) -> Response:

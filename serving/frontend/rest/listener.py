@@ -1,4 +1,4 @@
-"""What the connections of one REST port share."""
+"""State shared by the connections of one REST port."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ if TYPE_CHECKING:
 
 BAD_REQUEST = "GET /bad-request HTTP/1.1"  # TorchServe's access log shows this for a malformed request
 KEEP_ALIVE_S = 75.0  # idle connections; longer than the 60 s of common load balancers, so they close first
-# Read at once: holds a head and a small body. More would be copied where it could be read to its place.
+# Size of one read: enough for a head and a small body. More would copy bytes of a large body, which can be
+# read directly into its own buffer.
 READ_BYTES = 32_768
 
 
 class Listener:
-    """Predictions are answered on their connections; `routes`, an ASGI app, answers everything else.
+    """Shared state of the connections of one REST port. Serves one event loop.
 
-    Serves one event loop.
+    Connections answer predictions themselves; `routes`, an ASGI app, answers all other requests.
     """
 
     def __init__(
@@ -42,28 +43,28 @@ class Listener:
         self.limits = settings.limits
         self.budgets = services.budgets
         self.cors = cors_headers(services.cors)
-        # Where predictions are answered clients listen, and details are not for them.
+        # Error details are for operators, not for clients of the other APIs.
         self.show_detail = surfaces == {"management"}
-        self.tensors: Tensors | None = None  # None: their requests are bodies like others
+        self.tensors: Tensors | None = None  # None: handlers get requests of that protocol as plain bodies
         if settings.open_inference_protocol:
             self.tensors = Tensors(dataplane, settings.service_envelope)
         self.heads = Heads(
             surfaces, settings.limits.max_request_bytes, speaks_tensors=self.tensors is not None
         )
-        self.buffer = bytearray(READ_BYTES)  # of all connections: see `Connection`
+        self.buffer = bytearray(READ_BYTES)  # shared by all connections: see `Connection`
         self.view = memoryview(self.buffer)
         self.keep_alive_s = KEEP_ALIVE_S
-        self.draining = False  # true: an answer ends its connection
+        self.draining = False  # True: a response closes its connection
         self.connections: set[Connection] = set()
-        self.tasks: set[asyncio.Task[None]] = set()  # that answer requests
+        self.tasks: set[asyncio.Task[None]] = set()  # tasks that answer requests
 
     def keep(self, task: asyncio.Task[None]) -> None:
-        """Hold a task that answers a request, and have the server wait for it when it stops."""
+        """Keep a reference to a task that answers a request; the server waits for it when it stops."""
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
     def refused(self, client: Client, status: int) -> None:
-        """A connection has answered a malformed request."""
+        """Count and log a malformed request that a connection has refused."""
         self.metrics.request_finished(status)
         if access_log.enabled:
             access_log.add(client, BAD_REQUEST, status, time.monotonic())

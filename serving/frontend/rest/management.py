@@ -25,7 +25,7 @@ from torchere.serving.frontend.rest.openapi import management_document
 from torchere.serving.logs.levels import LogLevelError, change_level, levels
 from torchere.serving.types import InferRequest, ModelKey
 
-PAGE_SIZE = 100  # both the default and the most
+PAGE_SIZE = 100  # both the default and the maximum
 STATUS_OF = {
     Progress.DONE: HTTPStatus.OK,
     Progress.STARTED: HTTPStatus.ACCEPTED,
@@ -34,9 +34,10 @@ STATUS_OF = {
 
 
 class ModelRoutes:
-    """Endpoints over one control plane; each translates and nothing else.
+    """Endpoints of the management API; each translates one HTTP request to a call of the control plane.
 
-    A version that a path may have or not is no argument: the framework would take that from the query, too.
+    The optional version of a path is not an argument of the endpoints, because the framework would read such
+    an argument from the query too.
     """
 
     def __init__(self, controlplane: ControlPlane, max_request_bytes: int) -> None:
@@ -44,7 +45,7 @@ class ModelRoutes:
         self._max_request_bytes = max_request_bytes
 
     def router(self) -> APIRouter:
-        """The endpoints at their places. Starlette takes the first match, so exact methods come first."""
+        """Return the router. Starlette takes the first match, so routes with exact methods come first."""
         router = APIRouter()
         router.add_api_route("/models", self.list_models, methods=["GET"])
         router.add_api_route("/models", self.register, methods=["POST"])
@@ -60,7 +61,7 @@ class ModelRoutes:
         return router
 
     async def list_models(self, request: Request) -> Response:
-        """One page of the models; numbers that make no sense count as not said."""
+        """Return one page of the models; invalid numbers in the query are ignored."""
         query = text_values(request.scope["query_string"])
         limit = _natural(query.get("limit"), PAGE_SIZE)
         page = self._controlplane.list_models(
@@ -69,7 +70,7 @@ class ModelRoutes:
         return json_answer(description.page_text(page))
 
     async def register(self, request: Request) -> Response:
-        """Register an archive: parameters from the query, or all of them from a JSON object."""
+        """Register an archive, with the parameters of the query or, instead, of a JSON object."""
         self._controlplane.check_model_api()
         values: dict[str, object] = {**text_values(request.scope["query_string"])}
         content_type = request.headers.get("content-type", "")
@@ -87,7 +88,7 @@ class ModelRoutes:
             raise InvalidRequest(f"The body must be a JSON object of parameters: {err}") from err
 
     async def describe(self, request: Request, model: str) -> Response:
-        """Describe a version, or all of them; `customized=true` asks the handler too."""
+        """Describe one version or all versions; `customized=true` calls the version's handler too."""
         version = request.path_params.get("version")
         query = text_values(request.scope["query_string"])
         if flag(query, "customized", default=False) and version != "all":
@@ -119,28 +120,28 @@ class ModelRoutes:
         return status_answer(wording.scaled(progress, model, version, minimum), STATUS_OF[progress])
 
     async def unregister(self, request: Request, model: str) -> Response:
-        """Remove a version once its requests are answered."""
+        """Remove a version after its requests are answered."""
         await self._controlplane.unregister(model, request.path_params.get("version"))
         return status_answer(wording.unregistered(model))
 
     async def set_default(self, model: str, version: str) -> Response:
-        """Make a version the one that requests without a version get."""
+        """Make a version the default version."""
         await self._controlplane.set_default(model, version)
         return status_answer(wording.default_set(ModelKey(model, version)))
 
     async def describe_api(self, request: Request, model: str) -> Response:
-        """The OpenAPI document of what may be done with a model."""
+        """Return the OpenAPI document of the management operations on a model."""
         self._controlplane.describe(model, request.path_params.get("version"))
         return json_answer(description.pretty(management_document(model)))
 
     async def kserve_ready(self, model: str) -> Response:
-        """KServe v1 readiness of a model."""
+        """Return the KServe v1 readiness of a model."""
         ready = self._controlplane.has_executors(model)
         return json_answer(description.pretty({"name": model, "ready": ready}))
 
 
 def _natural(text: str | None, default: int) -> int:
-    """The number a text stands for, 0 or more; `default` for anything else."""
+    """Parse an integer of 0 or more, with fewer than 10 digits; return `default` for anything else."""
     return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 10 else default
 
 
@@ -148,7 +149,10 @@ PATH = "/log-level"
 
 
 def log_level_routes() -> APIRouter:
-    """`GET /log-level` shows all levels, `PUT /log-level?logger=NAME&level=LEVEL` sets one until the end."""
+    """Return the routes of `/log-level`: GET shows all levels, PUT sets one until the process ends.
+
+    A level is set with `PUT /log-level?logger=NAME&level=LEVEL`.
+    """
     router = APIRouter()
 
     async def show(request: Request) -> Response:
@@ -169,7 +173,7 @@ def log_level_routes() -> APIRouter:
 
 
 def token_routes(keys: Keys) -> APIRouter:
-    """`/token?type=inference|management`. The new key stands in the key file, not in the answer."""
+    """Return the route `/token?type=inference|management`; it writes the new key to the key file only."""
     router = APIRouter()
 
     async def renew(request: Request) -> Response:
@@ -181,7 +185,7 @@ def token_routes(keys: Keys) -> APIRouter:
 
 
 def workflow_routes() -> APIRouter:
-    """`/workflows` and `/workflows/{w}`."""
+    """Return the routes `/workflows` and `/workflows/{w}`."""
     router = APIRouter()
     router.add_api_route("/workflows", _list, methods=["GET"])
     router.add_api_route("/workflows", _register, methods=["POST"])

@@ -1,4 +1,4 @@
-"""`multipart/form-data` bodies to parameters, with bounds on everything a client can make many of."""
+"""Parser of `multipart/form-data` bodies to parameters, with limits on parts, headers and their bytes."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from torchere.serving.types import Parameter
 MAX_PARTS = 1000
 MAX_PART_HEADERS = 16
 MAX_PART_HEADER_BYTES = 4096
-_QUOTED = re.compile(rb'"(?:[^"\\]|\\.)*(?:"|\\?\Z)')  # to the end, if it has none: or this were quadratic
+_QUOTED = re.compile(rb'"(?:[^"\\]|\\.)*(?:"|\\?\Z)')  # matches unclosed quotes too, else it is quadratic
 _EXTENDED_NAME = re.compile(rb";[ \t]*name\*=utf-8'[^';]*'([^; \t]*)", re.IGNORECASE)
 
-logging.getLogger("python_multipart").setLevel(logging.ERROR)  # or anybody could fill the log with bad bodies
+logging.getLogger("python_multipart").setLevel(logging.ERROR)  # else bad bodies could flood the log
 
 
 def multipart_parameters(content_type: str, body: bytes) -> list[Parameter]:
-    """Return one parameter a part, in order.
+    """Return one parameter for each part, in order.
 
-    A file brings its own content type, which is octets when its part names none; a plain field has none,
-    whatever its part says.
+    The parameter of a file has the content type of its part, by default `application/octet-stream`. The
+    parameter of a plain field has no content type, even if its part names one.
 
     Raises:
-        InvalidRequest: no boundary, broken framing, a part without a name, or too many parts, or lines
-            that begin as the boundary does and are none: for the parser these are as much work.
+        InvalidRequest: there is no boundary, the framing is malformed, a part has no name, or there are too
+            many parts. Lines that merely begin like the boundary count as parts, because they cost the parser
+            as much.
     """
     boundary = parse_options_header(content_type.encode("latin-1", "replace"))[1].get(b"boundary")
     if not boundary:
         raise InvalidRequest("multipart/form-data needs a boundary in its content type.")
     line = b"--" + boundary
-    if body.startswith(line) + body.count(b"\r\n" + line) > MAX_PARTS + 1:  # one ends the last part
+    if body.startswith(line) + body.count(b"\r\n" + line) > MAX_PARTS + 1:  # + 1: the closing boundary
         raise InvalidRequest(f"The multipart body has more than {MAX_PARTS} parts.")
     collector = _Collector()
     try:
@@ -56,7 +57,7 @@ def multipart_parameters(content_type: str, body: bytes) -> list[Parameter]:
 
 
 class _Collector:
-    """Gathers what the parser calls back with; one body, one thread."""
+    """Collector of the parser's callbacks for one body. Not thread-safe."""
 
     def __init__(self) -> None:
         self.parameters: list[Parameter] = []
@@ -67,7 +68,7 @@ class _Collector:
         self._data: list[bytes] = []
 
     def callbacks(self) -> dict[str, object]:
-        """What the parser wants to be given."""
+        """Return the callbacks for the parser, by their names."""
         return {
             "on_part_begin": self._begin_part,
             "on_part_data": self._add_data,
@@ -99,7 +100,7 @@ class _Collector:
         options = parse_options_header(disposition)[1]
         name = options[b"name"] if b"name" in options else _extended_name(disposition)
         content_type = ""
-        if b"filename" in options or b"filename*=" in disposition:  # some write no other, though none may
+        if b"filename" in options or b"filename*=" in disposition:  # some clients send only `filename*`
             given = self._headers.get(b"content-type", b"application/octet-stream")
             content_type = given.decode("latin-1").partition(";")[0].strip()
         self.parameters.append(Parameter(name.decode("utf-8", "replace"), b"".join(self._data), content_type))
@@ -109,10 +110,12 @@ class _Collector:
 
 
 def _extended_name(disposition: bytes) -> bytes:
-    """The name of a part as RFC 8187 has it, which is not for forms; aiohttp writes it beyond ASCII.
+    """Return the name of a part from `name*` (RFC 8187).
+
+    Forms must not use `name*`, but aiohttp writes it for names that are not ASCII.
 
     Raises:
-        InvalidRequest: there is none, or none in UTF-8.
+        InvalidRequest: there is no `name*` in UTF-8.
     """
     found = _EXTENDED_NAME.search(_QUOTED.sub(b"", disposition))
     if found is None:

@@ -1,4 +1,4 @@
-"""The routes of KServe's protocols beside inference: health, metadata, statistics, repository."""
+"""Routes of KServe's protocols except inference: health, metadata, statistics, repository."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torchere.serving.frontend.rest.open_inference_wire import protocol_error
 
 _READ = ["GET", "HEAD"]
 
-# What Triton has below `/v2/`, and what its clients are told here.
+# Endpoints of Triton below `/v2/` that this server lacks, with the text of the 404 response.
 _ABSENT = {
     "systemsharedmemory": "There is no shared memory here.",
     "cudasharedmemory": "There is no shared memory here.",
@@ -36,7 +36,7 @@ _ELSEWHERE = {"repository": "The model repository is on the management port."}
 
 
 def health_routes(dataplane: DataPlane) -> APIRouter:
-    """`/v2`, `/v2/health/live` and `/v2/health/ready`, with any method, as TorchServe has them."""
+    """Return the routes `/v2`, `/v2/health/live` and `/v2/health/ready`, for any method as in TorchServe."""
     router = APIRouter()
 
     async def of_server(request: Request) -> Response:
@@ -56,7 +56,7 @@ def health_routes(dataplane: DataPlane) -> APIRouter:
 
 
 def model_routes(dataplane: DataPlane) -> APIRouter:
-    """What can be read of the models, of one of them, or of one version of it."""
+    """Return the read-only routes of models: names, metadata, configuration, statistics, readiness."""
     router = APIRouter()
     readiness = _reader(dataplane, lambda facts: _readiness(facts, dataplane))
 
@@ -83,7 +83,7 @@ def model_routes(dataplane: DataPlane) -> APIRouter:
 
 
 def repository_routes(controlplane: ControlPlane, max_request_bytes: int) -> APIRouter:
-    """The index of the models, and loading and unloading them: management, by another name."""
+    """Return the routes of the model repository: index, load and unload. They belong to management."""
     router = APIRouter()
     repository = Repository(controlplane)
 
@@ -123,7 +123,10 @@ def repository_routes(controlplane: ControlPlane, max_request_bytes: int) -> API
 
 
 def absent_routes(is_management: bool) -> APIRouter:
-    """404 in the protocol's words for what Triton has and this port has not; its clients read no others."""
+    """Return routes that answer 404, as a protocol error, for Triton's endpoints that this port lacks.
+
+    Triton's clients can't read the 404 response of other unknown paths.
+    """
     router = APIRouter()
 
     def refusing(text: str) -> Callable[..., Any]:
@@ -141,7 +144,7 @@ def absent_routes(is_management: bool) -> APIRouter:
 def _reader(dataplane: DataPlane, members: Callable[[ModelFacts], dict[str, Any]]) -> Callable[..., Any]:
     async def read(request: Request, model: str) -> Response:
         try:
-            facts = dataplane.facts(model, request.path_params.get("version"))  # never that of a query
+            facts = dataplane.facts(model, request.path_params.get("version"))  # not from the query
         except ServingError as error:
             return _refused(error)
         said = members(facts)
@@ -164,7 +167,7 @@ def _without_blanks(members: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _object(request: Request, max_request_bytes: int) -> dict[str, Any]:
-    """The JSON object of a request; no body means an empty one."""
+    """Return the JSON object in a request's body; an empty body counts as `{}`."""
     length = int(request.headers.get("content-length", "0"))
     body = await read_body(request.receive, length, max_request_bytes)
     if not body.strip():

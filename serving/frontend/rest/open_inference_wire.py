@@ -1,4 +1,4 @@
-"""The headers that only the Open Inference Protocol minds, and how its errors are written. Pure."""
+"""Headers specific to the Open Inference Protocol, and the encoding of its errors. Pure."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ EVENTS = b"text/event-stream"
 
 
 class Wire(NamedTuple):
-    """What they say."""
+    """Parsed values of the protocol's headers."""
 
-    json_bytes: int | None = None  # how much of the body, inflated, is JSON; None: all
+    json_bytes: int | None = None  # length of the JSON in the decompressed body; None: the whole body
     wants_events: bool = False
-    coding: Coding | None = None  # of the body
+    coding: Coding | None = None  # of the request body
     answer_coding: Coding | None = None
 
 
 def read_wire(headers: Iterable[tuple[bytes, bytes]]) -> Wire:
-    """Pick them out, whatever the spelling of their names.
+    """Parse the protocol's headers; header names are case-insensitive.
 
     Raises:
-        InvalidRequest: a length that is none, or a body that is compressed in an unknown way.
+        InvalidRequest: the length is not a number, or the content coding of the body is unknown.
     """
     wire = Wire()
     for spelled, value in headers:
@@ -50,7 +50,7 @@ def read_wire(headers: Iterable[tuple[bytes, bytes]]) -> Wire:
 
 
 def protocol_error(error: ServingError) -> tuple[int, RawHeaders, bytes]:
-    """Status, headers and body of an error, as this protocol's clients read it."""
+    """Return status, headers and body of an error in this protocol's form."""
     status, headers, _ = error_answer(error, show_detail=False)
     if isinstance(error, UnknownCoding):
         headers.append((b"accept-encoding", KNOWN.encode()))

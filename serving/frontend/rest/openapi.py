@@ -1,4 +1,4 @@
-"""The OpenAPI 3.0.1 documents that the listeners give out. Pure: data in, plain dicts out."""
+"""The OpenAPI 3.0.1 documents of the listeners, as plain dicts. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchere.serving.frontend.rest.authorisation import Surfaces
 
 Document = dict[str, Any]
 
-TITLE = "TorchServe APIs"  # clients and gateways find the API by it
+TITLE = "TorchServe APIs"  # clients and gateways identify the API by it
 DESCRIPTION = "TorchServe is a flexible and easy to use tool for serving deep learning models"
 _STATUSES = {
     200: "OK",
@@ -34,7 +34,7 @@ _STATUSES = {
 
 
 class Operation(NamedTuple):
-    """One row of an API: where, what it is called, what it takes in the query, what it answers."""
+    """One operation of an API: path, method, id, summary, statuses, query parameters and body."""
 
     path: str
     method: str
@@ -104,9 +104,9 @@ MANAGEMENT = (
 
 
 def listener_document(surfaces: Surfaces, server_version: str, more: Sequence[Operation] = ()) -> Document:
-    """The document of one listener: all that it answers, `more` being what TorchServe's has not.
+    """Return the document of one listener; `more` holds its operations that TorchServe does not have.
 
-    The metrics stand in each, as in TorchServe, whose clients look for them there.
+    As in TorchServe, every document includes the metrics, because clients look for them there.
     """
     parts: list[Operation] = [*SHARED]
     if "inference" in surfaces:
@@ -117,15 +117,15 @@ def listener_document(surfaces: Surfaces, server_version: str, more: Sequence[Op
 
 
 def management_document(model: str) -> Document:
-    """What may be done with one model."""
+    """Return the document of the management operations on one model."""
     return _document(f"RESTful Management API for: {model}", "1.0.0", _MODEL_OPERATIONS)
 
 
 def prediction_document(model: str, signature_text: str | None) -> Document:
-    """How to ask one model, with the inputs and outputs that its archive's `signature.json` declares.
+    """Return the document of predictions with one model, as declared by its archive's `signature.json`.
 
     Raises:
-        InvalidRequest: the signature is no JSON object.
+        InvalidRequest: the signature is not a JSON object.
     """
     paths = (f"/prediction/{model}", "/v1/models/{model_name}:predict", "/v2/models/{model_name}/infer")
     rows = [Operation(path, "post", model, "Predict", (200, 500), has_body=True) for path in paths]
@@ -177,5 +177,5 @@ def _merge_signature(document: Document, signature_text: str) -> None:
 
 
 def _json_content(declared: object) -> dict[str, Any]:
-    # The format of the file was never written down; what it says is handed on as it stands.
+    # The format of the file is not specified, so its content is passed on unchanged.
     return {"application/json": {"schema": {"type": "object"}, "example": declared}}

@@ -1,7 +1,7 @@
-"""The operations of KServe's protocols in the OpenAPI documents. Pure data.
+"""The operations of KServe's protocols for the OpenAPI documents. Pure data.
 
-TorchServe's own documents name two of them, `POST /v1/models/{model_name}:predict` and
-`POST /v2/models/{model_name}/infer`, which stay where they are.
+Two of them, `POST /v1/models/{model_name}:predict` and `POST /v2/models/{model_name}/infer`, are in
+TorchServe's own documents, so they are defined in `openapi.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SERVER = (
     Operation("/v2/health/ready", "get", "v2_ready", "Whether the models are ready", (200, 503)),
     Operation("/v2/models/stats", "get", "v2_statistics", "Statistics of all models", (200,)),
 )
-# The end of the path, the name of the operation, what it is for.
+# End of the path, name of the operation, summary.
 _READERS = (
     ("", "metadata", "Inputs and outputs"),
     ("/ready", "ready", "Whether it is ready"),
@@ -45,7 +45,7 @@ _REPOSITORY = (
 
 
 def open_inference_operations(surfaces: Surfaces) -> list[Operation]:
-    """The operations that a listener has when the protocol is on."""
+    """Return the operations that a listener has when the protocol is enabled."""
     operations: list[Operation] = []
     if "inference" in surfaces:
         operations += _SERVER

@@ -1,7 +1,7 @@
-"""Predictions, answered on the connection: no ASGI message, no coroutine, and a task only for a stream.
+"""Predictions over REST, served by the connection: no ASGI, no coroutine, a task for streams only.
 
-What an ASGI server does around an app costs several times what parsing a request does: 94 us of processor
-time against 21, for bare echoes on one machine (uvicorn).
+The overhead of an ASGI server around an app is several times the cost of parsing a request: 94 us of CPU time
+against 21 us, for bare echoes on one machine (uvicorn).
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ logger = logging.getLogger(__name__)
 
 
 class Prediction(Exchange, Request):
-    """One prediction: its exchange with the client and the request of the data plane, in one object.
+    """One prediction: the exchange with the client and the data plane's `Request` in one object.
 
     Answered once; used on the event loop only.
 
-    The body is checked here, before admission: a request that is refused does not count as run.
+    The body is validated here, before admission: a refused request does not count as run.
     """
 
     __slots__ = (*SLOTS, "version")
@@ -57,21 +57,21 @@ class Prediction(Exchange, Request):
     def __init__(self, connection: Connection, head: Head) -> None:
         Request.__init__(self, new_request_id(), time.monotonic())
         Exchange.__init__(self, connection, head)
-        self.version: Version | None = None  # that it was admitted to
+        self.version: Version | None = None  # the version that admitted it
 
     @property
     def prediction(self) -> Request | None:
-        """Itself."""
+        """This prediction itself."""
         return self
 
     @property
     def room(self) -> memoryview | None:
-        """Where the kernel may write the next bytes of the body."""
+        """Buffer for the next bytes of a body of known length; None: pass them to `take`."""
         body = self.body
         return body.room if isinstance(body, WholeBody) else None
 
     def begin(self) -> None:
-        """Get ready for the body; refuse one that is too long unread."""
+        """Allocate the buffer for the body; refuse a body that is too long without reading it."""
         length = self.head.length
         if length > self.connection.listener.limits.max_request_bytes:
             self._refuse_body()
@@ -84,12 +84,12 @@ class Prediction(Exchange, Request):
             self.connection.write(CONTINUE)
 
     def filled(self, size: int) -> None:
-        """The kernel wrote so many bytes of the body."""
+        """Record that `size` bytes were written to `room`."""
         if isinstance(self.body, WholeBody):
             self.body.filled(size)
 
     def take(self, piece: bytes) -> None:
-        """The next bytes of the body."""
+        """Append the next bytes of the body."""
         body = self.body
         if isinstance(body, WholeBody):
             body.add(piece)
@@ -99,12 +99,12 @@ class Prediction(Exchange, Request):
                 self._refuse_body()
 
     def _refuse_body(self) -> None:
-        """Answer 413 with nothing in it, as TorchServe does."""
+        """Answer 413 with an empty body, as TorchServe does."""
         self.connection.listener.metrics.refused_body()
         self.send_whole(413, b"", b"")
 
     def whole(self) -> None:
-        """The body is there, later than the head."""
+        """Run the request: its body is complete, after having arrived later than the head."""
         read_s = time.monotonic()
         body, self.body = self.body, None
         if isinstance(body, WholeBody):
@@ -113,11 +113,14 @@ class Prediction(Exchange, Request):
             self.run(b"" if body is None else bytes(body), read_s)
 
     def run(self, body: Body, read_s: float = 0.0) -> None:
-        """Have the request answered, which is there as a whole; since `read_s`, if not since its head."""
+        """Run a complete request.
+
+        `read_s`: monotonic seconds when the body was complete; 0: it arrived with the head.
+        """
         self.trace = self.head.trace
         self.read_s = read_s
         self.connection.listener.metrics.prediction_begins(self)
-        try:  # as `guarded`, with a call less for each request
+        try:  # as `guarded`, inlined to save a call for each request
             self.read(body)
         except ServingError as error:
             self.fail(error)
@@ -125,7 +128,7 @@ class Prediction(Exchange, Request):
             self._break_down(error)
 
     def guarded(self, step: Callable[..., None], argument: Any) -> None:
-        """Take a step towards the answer; an error becomes the answer."""
+        """Call `step(argument)`; answer with its error if it raises."""
         try:
             step(argument)
         except ServingError as error:
@@ -134,9 +137,9 @@ class Prediction(Exchange, Request):
             self._break_down(error)
 
     def read(self, body: Body) -> None:
-        """Turn the body into what the handler gets, and ask.
+        """Convert the body to the handler's parameters, and submit the request.
 
-        Forms give one parameter a field, any other body is one that is called `body`.
+        A form becomes one parameter for each field; any other body becomes one parameter called `body`.
         """
         head = self.head
         if not head.is_form:
@@ -153,7 +156,10 @@ class Prediction(Exchange, Request):
     def off_loop(
         self, then: Callable[..., None], work: Callable[[], Any], lease: Lease | None = None
     ) -> None:
-        """Do `work` in a thread, and then the next step with what it returns, if the client still waits."""
+        """Run `work` in a thread, then `then` with its result on the loop, unless the request has ended.
+
+        An error of `work` becomes the response. `lease` ends when `work` does.
+        """
 
         def come_back(done: asyncio.Future[Any]) -> None:
             if lease is not None:
@@ -186,12 +192,12 @@ class Prediction(Exchange, Request):
         self.admit(str(model))
 
     def deadline(self) -> float:
-        """When the answer has to be there; raises `InvalidRequest`."""
+        """Return the deadline in monotonic seconds, or `NO_DEADLINE`; raises `InvalidRequest`."""
         timeout_ms = self.head.timeout_ms
         return deadline_of(timeout_ms, self.started_s) if timeout_ms else NO_DEADLINE
 
     def _model_named(self, query: tuple[Parameter, ...], fields: tuple[Parameter, ...]) -> str:
-        # What a form holds is for the handler where the start loaded one model only.
+        # With a sole startup model, a form field called `model_name` is for the handler.
         sole = self.connection.listener.dataplane.sole_startup_model()
         for model in (_name_in(query), sole, _name_in(fields)):
             if model is not None:
@@ -199,21 +205,24 @@ class Prediction(Exchange, Request):
         raise InvalidRequest(wording.NO_MODEL_NAMED)
 
     def admit(self, model: str) -> None:
-        """Hand the request to the data plane, which has `reply` called once, unless it raises."""
+        """Submit the request to the data plane; unless this raises, `reply` is called once."""
         target = self.head.target
         version = None if target is None else target.version
         self.version = self.connection.listener.dataplane.admit(self, model, version)
 
     def withdraw(self) -> None:
-        """The outcome is of no use any more."""
+        """Withdraw the request from its batcher: the outcome is no longer needed."""
         if self.version is not None:
             self.version.batcher.withdraw(self)
 
     def reply(self, outcome: InferResponse | StreamedResponse | ServingError) -> None:
-        """Answer the client, if it still waits; whatever happens, others are answered after this one."""
+        """Answer the client with the outcome, unless the exchange has ended. Never raises an `Exception`.
+
+        The other requests of the batch are answered after this one.
+        """
         if self.complete:
             return
-        try:  # as `guarded`, with a call less for each request
+        try:  # as `guarded`, inlined to save a call for each request
             if isinstance(outcome, ServingError):
                 self.fail(outcome)
             else:
@@ -224,7 +233,7 @@ class Prediction(Exchange, Request):
             self._break_down(error)
 
     def succeed(self, outcome: InferResponse | StreamedResponse) -> None:
-        """Send what the handler gave."""
+        """Send the response of the handler."""
         if not isinstance(outcome, InferResponse):
             self.in_task(partial(self._send_stream, outcome))
         elif self.connection.listener.cors:
@@ -233,7 +242,7 @@ class Prediction(Exchange, Request):
             self.send_whole(checked_status(outcome), handler_lines(outcome.headers), outcome.body)
 
     def fail(self, error: ServingError) -> None:
-        """Send an error, in the form that the path's clients read."""
+        """Send an error in the format of the path's protocol."""
         self.answer_error(error)
 
     def _break_down(self, error: Exception) -> None:
@@ -242,15 +251,16 @@ class Prediction(Exchange, Request):
         self.answer_error(ServingError("Internal server error", repr(error)))
 
     def in_task(self, send: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Send an answer that takes a while; the listener waits for it when it stops."""
+        """Send a response in a task that the listener waits for when it stops."""
         self.task = asyncio.get_running_loop().create_task(self._guarded_task(send))
         self.connection.listener.keep(self.task)
 
     async def _guarded_task(self, send: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
-            await send()  # made here: a task that is cancelled before it begins would leave it
+            # The coroutine is created here: a task cancelled before its start would never await it.
+            await send()
         except ServingError as error:
-            if self.status:  # of some there is a line already
+            if self.status:  # the response has begun; `LeftUnread` is logged elsewhere
                 if not isinstance(error, LeftUnread):
                     logger.warning(
                         "request %s: the stream broke off: %s %s", self.request_id, error, error.detail
@@ -266,9 +276,9 @@ class Prediction(Exchange, Request):
                 self._break_down(error)
 
     async def _send_stream(self, response: StreamedResponse) -> None:
-        """Send a streamed answer, a chunk for each part."""
+        """Send a streamed response, one chunk for each part."""
         chunks = aiter(response.chunks)
-        # The first part is awaited before the head goes out: until then a failure still gets a proper answer.
+        # Await the first part before sending the head: a failure until then still gets an error response.
         first = await anext(chunks, b"")
         headers = [*handler_headers(response.head.headers), (b"ts_stream_next", b"true")]
         head = self.start(checked_status(response.head), headers)
@@ -278,7 +288,7 @@ class Prediction(Exchange, Request):
         await self.send_part(b"", last=True)
 
     async def send_part(self, part: bytes, *, last: bool = False) -> None:
-        """Send a part of the body, once the client has taken in the ones before."""
+        """Send a part of the body; wait first while the write buffer is full."""
         connection = self.connection
         if connection.write_paused:
             await connection.drain()
@@ -291,7 +301,7 @@ class Prediction(Exchange, Request):
             self.end_body()
 
     def ended(self, status: int = CLIENT_GONE) -> None:
-        """The connection ends before the answer does, or has given one of that status itself."""
+        """End the prediction: the client disconnected, or the connection sent a response with `status`."""
         if self.complete:
             return
         self.complete = True
@@ -302,13 +312,13 @@ class Prediction(Exchange, Request):
         self.let_go()
 
     def let_go(self) -> None:
-        """Forget the request: the connection keeps this until the next one, which may be long."""
+        """Release the request's memory: the connection keeps this object until its next request."""
         self.body = None
         self.version = None
 
 
 def _is_torchserves(target: Target) -> bool:
-    """Whether TorchServe has the path, too; others are paths of the Open Inference Protocol only."""
+    """Tell whether TorchServe has the path too; the other paths are those of the Open Inference Protocol."""
     return target.verb == "infer" and target.version is None
 
 

@@ -1,4 +1,4 @@
-"""Routes that tell how the server is: liveness, readiness, `/ping`, and the metrics."""
+"""Routes of the server's health: liveness, readiness, `/ping`, and the metrics."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def probe_routes(dataplane: DataPlane) -> APIRouter:
-    """The probes; none needs a token.
+    """Return the routes of the probes; none needs a key.
 
-    `/livez` answers as long as the event loop turns. `/startupz` says, from then on for good, that every
-    model of the start has been loaded, or has failed to. `/readyz` says whether traffic may come, for the
-    whole server or for one model.
+    `/livez` answers as long as the event loop runs. `/startupz` succeeds, permanently, once every startup
+    model has loaded or failed to load. `/readyz` reports whether the server, or one model, can take traffic.
     """
     router = APIRouter()
 
@@ -61,7 +60,7 @@ def _told(readiness: Readiness, yes: str, no: str) -> Response:
 
 
 def ping_routes(dataplane: DataPlane) -> APIRouter:
-    """`/ping`, with any method."""
+    """Return the route `/ping`, for any method."""
     router = APIRouter()
 
     async def ping(request: Request) -> Response:
@@ -73,7 +72,7 @@ def ping_routes(dataplane: DataPlane) -> APIRouter:
 
 
 def metrics_routes(metrics: Metrics, mode: MetricsMode) -> APIRouter:
-    """`/metrics`, with any method and anything below it; repeatable `name[]` picks samples."""
+    """Return the routes `/metrics` and below, for any method; repeatable `name[]` selects samples."""
     router = APIRouter()
 
     async def expose(request: Request) -> Response:
@@ -84,7 +83,7 @@ def metrics_routes(metrics: Metrics, mode: MetricsMode) -> APIRouter:
             return Response("", headers={"content-type": METRICS_CONTENT_TYPE})
         openmetrics = wants_openmetrics(request.headers.get("accept", ""))
         exposure = metrics.expose()
-        # The loop goes on while a thread writes: with many models the text has megabytes.
+        # Written in a thread, so as not to block the loop: with many models the text has megabytes.
         text = await asyncio.to_thread(exposure.text, names, openmetrics=openmetrics)
         content_type = openmetrics_format.CONTENT_TYPE if openmetrics else METRICS_CONTENT_TYPE
         return Response(text, headers={"content-type": content_type, "vary": "Accept"})

@@ -1,6 +1,6 @@
-"""Builds the framework's app behind a REST port: everything but predictions.
+"""Construction of the ASGI app behind a REST port: all routes except predictions.
 
-The framework takes longer to import than all modules of ours; a start puts it off (`deferred.py`).
+Importing the framework takes longer than importing all our modules, so it is deferred (`deferred.py`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from torchere.serving.frontend.services import Services
 def routes(
     surfaces: Surfaces, dataplane: DataPlane, controlplane: ControlPlane, services: Services
 ) -> ASGIApp:
-    """The routes of a port that answers the named APIs. May be built in any thread; use it on one loop."""
+    """Build the app of a port that serves the named APIs. Call it in any thread; use the app on one loop."""
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     answer_errors(app, show_detail=surfaces == {"management"})
     app.include_router(_description_routes(surfaces, services))

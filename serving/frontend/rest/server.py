@@ -1,4 +1,4 @@
-"""Running one REST listener: binds its address, takes connections in, and drains them at the end."""
+"""Server of one REST listener: binds its address, accepts connections, and drains them when it stops."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from torchere.serving.frontend.rest.connection import Connection
 from torchere.serving.frontend.rest.listener import Listener
 
 BACKLOG = 1024
-# uvloop takes one connection of a listening socket a turn (libuv does, since 1.45), and a turn may hold a
-# whole batch: of 128 clients that came at once the last waited half a second. So the loop watches the same
-# socket by so many descriptors.
+# uvloop accepts one connection of a listening socket per loop iteration (as libuv does since 1.45), and an
+# iteration may run a whole batch: of 128 clients connecting at once the last waited half a second. So the
+# loop watches the same socket through this many descriptors.
 ACCEPTED_A_TURN = 32
 MIN_DRAIN_S = 1.0  # requests on their way to idle connections are answered even without a drain timeout
-LOOK_S = 0.05  # between two looks whether all connections are closed
+LOOK_S = 0.05  # between two checks whether all connections are closed
 
 logger = logging.getLogger(__name__)
 
 
 class RestServer:
-    """One listener. `start` binds and serves, `stop` drains; call both on the loop that serves.
+    """Server of one listener. `start` binds and serves, `stop` drains; call both on the serving loop.
 
     Example:
         server = RestServer(listener, Address(port=0), drain_timeout_s=30)
@@ -53,11 +53,11 @@ class RestServer:
 
     @property
     def is_serving(self) -> bool:
-        """Whether new connections are taken."""
+        """Whether new connections are accepted."""
         return any(server.is_serving() for server in self._servers)
 
     async def start(self) -> Address:
-        """Bind and begin to serve; returns the address with its real port.
+        """Bind and begin to serve; return the address with its actual port.
 
         Raises:
             OSError: the address can't be bound.
@@ -79,15 +79,18 @@ class RestServer:
         return self.address
 
     def drain(self) -> None:
-        """Serve on, and end each connection with its next answer, so that clients look for another server."""
+        """Close each connection after its next response, so that clients move to another server.
+
+        New connections are still accepted.
+        """
         self.listener.draining = True
         for connection in self.listener.connections:
             connection.announce_end()
 
     async def stop(self) -> None:
-        """Refuse new connections, let requests finish for at most `drain_timeout_s`, cancel what is left.
+        """Refuse new connections, drain requests for at most `drain_timeout_s`, then cancel remaining tasks.
 
-        Predictions without a task stay: they are answered when their versions are closed.
+        Predictions without a task are not cancelled: they are answered when their versions are closed.
         """
         if not self._servers:
             return
@@ -119,7 +122,7 @@ class RestServer:
 
 def _bound_socket(address: Address) -> socket.socket:
     if address.unix_path is not None:
-        Path(address.unix_path).unlink(missing_ok=True)  # left by a server that was killed
+        Path(address.unix_path).unlink(missing_ok=True)  # may be left over from a killed server
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listening.bind(address.unix_path)
         return listening

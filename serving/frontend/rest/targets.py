@@ -1,4 +1,4 @@
-"""Which paths ask for a prediction, and of what. Pure."""
+"""Parser of prediction paths: model, version and protocol. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Verb: TypeAlias = Literal["", "infer", "generate", "generate_stream"]
 EXPLAIN_NO: Pairs = (("explain", "False"),)
 EXPLAIN_YES: Pairs = (("explain", "True"),)
 
-# First segments that mean something else: a model of such a name can't be reached by `/{model}/predict`.
+# First segments with another meaning: a model with such a name can't be reached by `/{model}/predict`.
 _RESERVED = frozenset(
     {"predictions", "explanations", "invocations", "wfpredict", "ping", "api-description"}  # inference
     | {"models", "workflows", "token", "v1", "v2"}  # management and KServe
@@ -22,27 +22,27 @@ _VERBS: dict[str, Verb] = {"infer": "infer", "generate": "generate", "generate_s
 
 
 class Target(NamedTuple):
-    """What a prediction path asks for."""
+    """A parsed prediction path."""
 
-    model: str | None  # None: said elsewhere in the request (`/invocations`)
+    model: str | None  # None: named in the query or a form field, or the sole startup model (`/invocations`)
     version: str | None = None  # None: the default version
-    headers: Pairs = ()  # what the handler sees beside the client's headers
-    takes_query: bool = False  # query parameters reach the handler too
+    headers: Pairs = ()  # headers for the handler, in addition to the client's
+    takes_query: bool = False  # query parameters are passed to the handler too
     verb: Verb = ""  # of the Open Inference Protocol; "": another protocol's path
-    speaks_json: bool = False  # KServe's paths, whose servers take any body for JSON
+    speaks_json: bool = False  # a path of KServe, whose servers take any body for JSON
 
     @property
     def group(self) -> str:
-        """Who may share a batch with it: an explanation is another call of the handler than a prediction."""
+        """Batch group: explanations and predictions call the handler differently, so they share no batch."""
         return "explain" if EXPLAIN_YES[0] in self.headers else ""
 
 
-@lru_cache(maxsize=1024)  # the same few paths come again and again, and every request asks
+@lru_cache(maxsize=1024)  # clients use few paths, and every request looks one up
 def prediction_target(path: str) -> Target | None:
-    """Return what a percent-decoded path asks to be predicted; None when it is another kind of path."""
+    """Return the target of a percent-decoded path; None if it is not a prediction path."""
     segments = path.rstrip("/").split("/")[1:]
     target = _target(segments) if segments else None
-    return None if target is None or target.version == "" else target  # which is none, and not the default
+    return None if target is None or target.version == "" else target  # an empty version is not the default
 
 
 def _target(segments: list[str]) -> Target | None:

@@ -1,4 +1,4 @@
-"""Inference over REST by the Open Inference Protocol: JSON, binary tensors, generate, and event streams."""
+"""Inference of the Open Inference Protocol over REST: JSON, binary tensors, generate, event streams."""
 
 from __future__ import annotations
 
@@ -47,37 +47,36 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-# Parsing more JSON than this holds the loop up for longer than handing it to a thread does.
+# Parsing more JSON than this blocks the loop for longer than a hand-over to a thread.
 INLINE_JSON_BYTES = 65_536
 JSON = (b"content-type", b"application/json")
 _OCTETS = (b"content-type", b"application/octet-stream")
 
 
 class Tensors:
-    """What requests of the protocol on one listener share. Used on its event loop only."""
+    """State shared by the requests of the protocol on one listener. Used on its event loop only."""
 
     def __init__(self, dataplane: DataPlane, envelope: str | None) -> None:
         self._dataplane = dataplane
         self.service = TensorService(dataplane, envelope)
 
     def meant(self, target: Target, wire: Wire, body: Body) -> ModelFacts | None:
-        """The version that is asked with tensors; None: the body is for the handler as it is.
+        """Return the version's facts if the body holds tensors; None if the handler gets it unparsed.
 
-        That is so behind an envelope, and for handlers of archives without a signature, which read the JSON
-        themselves.
+        Handlers behind an envelope, and handlers of archives without a signature, parse the JSON themselves.
 
         Raises:
-            NotFound: the version is not there.
+            NotFound: the version is not registered.
         """
         facts = self._facts(target, wire, body)
         if facts is None or target.verb != "infer" or wire.json_bytes is not None:
             return facts
-        # TorchServe has no versions in such paths, so a request that names one was not written for it.
+        # TorchServe has no versions in these paths, so a request with a version is not one for its handlers.
         is_for_handler = self.service.enveloped(facts) or (facts.signature is None and target.version is None)
         return None if is_for_handler else facts
 
     def _facts(self, target: Target, wire: Wire, body: Body) -> ModelFacts | None:
-        """The version that is meant; None when it is not there, and the client speaks another protocol."""
+        """Return the facts of the version; None if it is unknown and the request is not of this protocol."""
         try:
             return self._dataplane.facts(str(target.model), target.version)
         except NotFound:
@@ -88,7 +87,7 @@ class Tensors:
 
 
 class TensorPrediction(Prediction):
-    """One request at a path of the protocol; as any other, when its body is for the handler as it is."""
+    """A prediction at a path of the protocol; a plain prediction if the handler gets the body as is."""
 
     __slots__ = ("_facts", "_for_handler", "_request")
 
@@ -104,7 +103,7 @@ class TensorPrediction(Prediction):
         return read_wire(self.head.headers) if wire is None else wire
 
     def read(self, body: Body) -> None:
-        """Turn the body into tensors, and ask."""
+        """Decompress the body and parse its tensors, in a thread if it is long, and submit the request."""
         coding = self._wire.coding
         if coding is None:
             self._read_inflated(body)
@@ -162,13 +161,13 @@ class TensorPrediction(Prediction):
         self.admit(str(target.model))
 
     def reply(self, outcome: InferResponse | StreamedResponse | ServingError) -> None:
-        """Answer the client."""
+        """Answer the client with the outcome; errors get the status of this protocol."""
         if isinstance(outcome, ServingError) and not self._for_handler:
             outcome = as_client_knows(outcome)
         super().reply(outcome)
 
     def succeed(self, outcome: InferResponse | StreamedResponse) -> None:
-        """Send the answer in the form that the client asks for."""
+        """Send the response in the form that the client asks for."""
         facts, request, target = self._facts, self._request, self.head.target
         if facts is None or request is None or target is None:
             super().succeed(outcome)
@@ -178,11 +177,11 @@ class TensorPrediction(Prediction):
             self.in_task(partial(self._send_events, outcome, is_generate=target.verb == "generate_stream"))
         else:
             if isinstance(outcome, StreamedResponse):
-                self.withdraw()  # its parts are read by no client
+                self.withdraw()  # no client will read its parts
             self._send_tensors(facts, request, whole(outcome))
 
     def _send_tensors(self, facts: ModelFacts, request: TensorRequest, response: InferResponse) -> None:
-        """Send what the handler wrote; behind an envelope, translated into the form the client asks for."""
+        """Send the handler's response, re-encoded in the requested form if the handler has an envelope."""
         listener = self.connection.listener
         coding = self._wire.answer_coding
         if listener.tensors is not None and listener.tensors.service.enveloped(facts):
@@ -200,7 +199,7 @@ class TensorPrediction(Prediction):
             self._send_packed(status, handler_headers(response.headers), response.body, coding)
 
     def _send_packed(self, status: int, headers: RawHeaders, body: bytes, coding: Coding | None) -> None:
-        """Send a whole answer; compressed, where that is asked for and makes it shorter."""
+        """Send a complete response, compressed with `coding` if that makes it shorter."""
         if coding is None:
             self.answer(status, headers, body)
             return
@@ -217,12 +216,12 @@ class TensorPrediction(Prediction):
             self.off_loop(send, partial(deflate, body, coding))
 
     async def _send_generated(self, outcome: InferResponse | StreamedResponse) -> None:
-        """Send the answer as one, however many parts it has."""
+        """Send a response of any number of parts as one JSON object."""
         members = await _generated_whole(outcome, self.connection.listener.limits.max_response_bytes)
         self._send_packed(200, [JSON], msgspec.json.encode(members), self._wire.answer_coding)
 
     async def _send_events(self, outcome: InferResponse | StreamedResponse, *, is_generate: bool) -> None:
-        """Send each part as a server-sent event; an error after the first one is the last event."""
+        """Send each part as a server-sent event; a later error is sent as the last event."""
         parts = aiter(_parts(outcome))
         part: bytes | None = await anext(parts)
         head = self.start(200, [(b"content-type", EVENTS)])
@@ -240,18 +239,18 @@ class TensorPrediction(Prediction):
                 self.connection.write(head)
             status, _, text = protocol_error(error)
             await self.send_part(b"data: %b\n\n" % text)
-            self.status = status  # it counts as what it failed at
+            self.status = status  # the request is counted with the status of the error
         await self.send_part(b"", last=True)
 
     def fail(self, error: ServingError) -> None:
-        """Send an error, in the form that the path's clients read."""
+        """Send an error in the protocol's form, or in TorchServe's if the handler gets the body as is."""
         if self._for_handler:
             super().fail(error)
         else:
             self.answer(*protocol_error(error))
 
     def let_go(self) -> None:
-        """Forget the request."""
+        """Release the request's memory."""
         super().let_go()
         self._facts = self._request = None
 
@@ -261,13 +260,13 @@ def _is_request(body: Body) -> bool:
 
 
 def _check_accepted(response: InferResponse) -> None:
-    """Raise what the handler refused, where it did so by the status of its answer."""
+    """Raise an error if the handler's response has an error status."""
     if response.status >= 400:
         raise refused_by_handler(response)
 
 
 def _for_events(request: TensorRequest) -> TensorRequest:
-    """Events are text, so all outputs come as JSON."""
+    """Return the request with all outputs as JSON, because events are text."""
     outputs = tuple(msgspec.structs.replace(output, binary=False) for output in request.outputs)
     return replace(request, binary=False, outputs=outputs)
 
@@ -282,7 +281,7 @@ async def _parts(response: InferResponse | StreamedResponse) -> AsyncIterator[by
 
 
 async def _generated_whole(response: InferResponse | StreamedResponse, max_bytes: int) -> Members:
-    """The answer as one; of its parts no more are held than one answer may have."""
+    """Join the parts of a response; raise `HandlerFailed` when they exceed `max_bytes` together."""
     members, size = [], 0
     async for part in _parts(response):
         size += len(part)
@@ -293,7 +292,7 @@ async def _generated_whole(response: InferResponse | StreamedResponse, max_bytes
 
 
 def _room(ask: Callable[..., _T], *arguments: int) -> _T:
-    """Ask a budget; its refusal becomes the answer."""
+    """Call a method of a budget; turn its `BudgetExceeded` into `OverBudget`, which becomes the response."""
     try:
         return ask(*arguments)
     except BudgetExceeded as err:

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.load.checkpoint import read_safetensors, read_weights
+from torchere.archiver.models.load.checkpoint import read_weights
+from torchere.archiver.models.load.safetensors import read_safetensors
 from torchere.archiver.models.load.source import read_source
 
 Rewrite = Callable[[str, bytes], bytes]

@@ -1,1 +1,1 @@
-"""The .proto sources of the gRPC services, and what `generate.py` makes of them."""
+"""The .proto sources of the gRPC services, and the modules that `generate.py` generates from them."""

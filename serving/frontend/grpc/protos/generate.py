@@ -1,12 +1,13 @@
-"""Regenerates the Python modules beside the .proto files; needs the `dev` extra.
+"""Regenerate the Python modules beside the .proto files; needs the `dev` extra.
 
     python serving/frontend/grpc/protos/generate.py
 
-The files are registered under `torchere/serving/...`, so that they meet no other `inference.proto` in a
-process, and the generated imports are absolute. `open_inference` has a package that many libraries register
-(Triton's and KServe's clients among them), so its messages go into a descriptor pool of their own: two files
-with one message in one pool are an error. The generated check of the protobuf version is taken out:
-it ties the modules to the newest runtime, and what they use is the same since protobuf 4.
+The files are registered under `torchere/serving/...`, so that they do not collide with another
+`inference.proto` in the process, and the generated imports are absolute. Many libraries, among them Triton's
+and KServe's clients, register the package of `open_inference`, so its messages use a separate descriptor
+pool: two files that define the same message in one pool are an error. The script removes the generated check
+of the protobuf version: it ties the modules to the newest runtime, but the API they use has not changed since
+protobuf 4.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _VERSION_CHECKS = (
 
 
 def main() -> int:
-    """Run protoc, then take the version check out."""
+    """Run protoc, then remove the version check and set the descriptor pools; return protoc's exit status."""
     from google import rpc
     from grpc_tools import protoc
 
