@@ -21,7 +21,7 @@ import orjson
 from torchere.handlers.encode import encode_answer
 from torchere.handlers.json_text import one_line_json, parse_json
 from torchere.handlers.tensors import DATATYPES
-from torchere.handlers.tensors_json import json_from_tensor
+from torchere.handlers.tensors.codec import json_from_tensor
 
 SIZES = (64, 1000)
 _FLOATS_A_ROUND = 20_000

@@ -10,24 +10,25 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch.profiler import record_function
 
 from torchere.archiver.torchscript_options import TorchScriptOptions
-from torchere.handlers import aot, onnx, profiling
+from torchere.handlers import profiling
 from torchere.handlers.archive_import import archive_at
-from torchere.handlers.autocast import autocasting
-from torchere.handlers.compile_options import compile_options, wants_aot_compile
+from torchere.handlers.compiled import load as aot
 from torchere.handlers.context import Context
-from torchere.handlers.devices import CPU, choose_device, module_on, to_device, whole_on_device
-from torchere.handlers.eager import in_eval_mode, load_eager
 from torchere.handlers.labels import load_label_mapping
-from torchere.handlers.nested_lists import tensor_of
-from torchere.handlers.row_value import value_of
+from torchere.handlers.loading import onnx
+from torchere.handlers.loading.autocast import autocasting
+from torchere.handlers.loading.compile import compile_options, wants_aot_compile
+from torchere.handlers.loading.devices import CPU, choose_device, module_on, to_device, whole_on_device
+from torchere.handlers.loading.eager import in_eval_mode, load_eager
+from torchere.handlers.loading.torchscript import changes_itself, load_torchscript
+from torchere.handlers.loading.weights import WeightsKind, weights_kind
+from torchere.handlers.rows import value_of
 from torchere.handlers.timer import timed
-from torchere.handlers.torchscript import load_torchscript
-from torchere.handlers.torchscript_state import changes_itself
-from torchere.handlers.weights import WeightsKind, weights_kind
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -305,3 +306,48 @@ class BaseHandler:
     def warmup_data(self) -> list[dict[str, object]] | None:
         """Return example rows for the first runs, in the form of `handle`'s `data`; None for no such runs."""
         return None
+
+
+def tensor_of(data: Any, device: torch.device | str | None = None) -> torch.Tensor:
+    """Return `torch.as_tensor(data, device=device)`, errors included, for any `data`.
+
+    Floats get PyTorch's default type, whole numbers int64.
+    """
+    numbers = _numbers(data) if type(data) is list else None
+    if numbers is None:
+        return torch.as_tensor(data, device=device)
+    tensor = torch.from_numpy(numbers)
+    if numbers.dtype == np.float64:
+        return tensor.to(device=device, dtype=torch.get_default_dtype())
+    return tensor if device is None else tensor.to(device)
+
+
+def _numbers(data: list[Any]) -> np.ndarray[Any, np.dtype[Any]] | None:
+    """Return the lists as a NumPy array; None where PyTorch might find another kind of number."""
+    first: Any = data
+    while type(first) is list and first:
+        first = first[0]
+    if type(first) not in (float, int):
+        return None  # booleans, text, tensors, empty lists
+    try:
+        numbers = np.array(data)
+    except (ValueError, OverflowError):  # rows of different lengths: PyTorch raises its own error
+        return None
+    # Whole numbers that are too large for int64 become floats in NumPy, and an error in PyTorch.
+    wanted = np.float64 if type(first) is float else np.int64
+    return numbers if numbers.dtype == wanted else None
+
+
+def refusal_of(run: Callable[[], object]) -> Exception | None:
+    """Return the exception that a run of a generated row raises, or None if it succeeds.
+
+    Raises:
+        torch.OutOfMemoryError, MemoryError: the run lacks memory, which is not the fault of the row.
+    """
+    try:
+        run()
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as err:  # the model's own code may raise anything
+        return err
+    return None

@@ -10,7 +10,7 @@ from typing import Literal
 from torchere.handlers.errors import UnsupportedOutput
 from torchere.handlers.json_text import indented_json, parse_json
 from torchere.handlers.tensors import TENSOR_TYPE, TensorError, parse_tensor_type
-from torchere.handlers.tensors_bytes import tensor_from_bytes
+from torchere.handlers.tensors.codec import tensor_from_bytes
 
 logger = logging.getLogger(__name__)
 

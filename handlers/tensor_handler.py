@@ -11,20 +11,29 @@ import numpy as np
 import torch
 
 from torchere.archiver.signature import ANY, SIGNATURE_NAME, Signature
-from torchere.handlers import onnx
-from torchere.handlers.base import BaseHandler
+from torchere.handlers.base import BaseHandler, refusal_of
 from torchere.handlers.context import Context
-from torchere.handlers.devices import CPU, to_device
 from torchere.handlers.errors import PredictionException
-from torchere.handlers.per_request import refusal
+from torchere.handlers.loading import onnx
+from torchere.handlers.loading.devices import CPU, to_device
+from torchere.handlers.rows import refusal
 from torchere.handlers.signature import read_signature
 from torchere.handlers.tensors import DATATYPES, TensorError, torch_dtype
-from torchere.handlers.tensors_answer import OPEN_INFERENCE
-from torchere.handlers.tensors_batch import Group, Member, check_results, flattened, grouped, whole_group
-from torchere.handlers.tensors_npy import NPY_TYPE, write_npy
-from torchere.handlers.tensors_rows import Example, example_of, layout_of, tensors_of
+from torchere.handlers.tensors.answer import OPEN_INFERENCE
+from torchere.handlers.tensors.npy import NPY_TYPE, write_npy
+from torchere.handlers.tensors.request import (
+    Example,
+    Group,
+    Member,
+    check_results,
+    example_of,
+    flattened,
+    grouped,
+    layout_of,
+    tensors_of,
+    whole_group,
+)
 from torchere.handlers.timer import timed
-from torchere.handlers.warm_up import refusal_of
 
 logger = logging.getLogger(__name__)
 

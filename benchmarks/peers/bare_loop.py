@@ -82,7 +82,7 @@ def _loaded(file: Path, *, optimize: bool) -> Any:
         from torchere.archiver.models.load.torchscript import optimized  # noqa: PLC0415  # else torch is enough
 
         return optimized(plain.eval())
-    from torchere.handlers.aot import load_package  # noqa: PLC0415  # as above
+    from torchere.handlers.compiled.load import load_package  # noqa: PLC0415  # as above
 
     return load_package(str(file), tempfile.mkdtemp(prefix="torchere-bench-"), "cpu")
 

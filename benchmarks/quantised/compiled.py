@@ -15,7 +15,7 @@ from torchere.archiver.models.measure.cost import batch_of, quick_ms
 from torchere.archiver.models.measure.difference import difference, flattened
 from torchere.archiver.models.quantize.traced import plain_attention, traced
 from torchere.archiver.torchscript_options import TorchScriptOptions
-from torchere.handlers.aot import CompiledModel, load_package
+from torchere.handlers.compiled.load import CompiledModel, load_package
 
 BATCHES = (1, 8)
 _LARGEST_BATCH = 64

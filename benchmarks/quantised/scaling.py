@@ -20,7 +20,7 @@ import torch
 from quantised.compiled import Both
 from quantised.zoo import Sample
 from torchere.archiver.models.measure.cost import one_thread
-from torchere.handlers.aot import load_package
+from torchere.handlers.compiled.load import load_package
 from torchere.serving.process.allocator import keep_freed_memory
 
 _ROUNDS, _ROUND_S = 25, 0.4  # many and short: what neighbours of the machine do changes by the second

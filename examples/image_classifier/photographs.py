@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from PIL import Image, ImageEnhance
 
-from torchere.handlers.image_transform import ImageTransform, to_tensor
+from torchere.handlers.vision.transform import ImageTransform, to_tensor
 
 SIDE = 224  # pixels; what EfficientNet-Lite0 was trained on
 # (pixel - 127) / 128, as in the training of EfficientNet-Lite, written for pixels scaled to 0.0 ... 1.0.

@@ -152,7 +152,7 @@ def read_samples(folder: Path, contender: Contender) -> list[tuple[torch.Tensor,
 def _picture(file: Path, config: dict[str, Any]) -> torch.Tensor:
     from PIL import Image, UnidentifiedImageError  # noqa: PLC0415 - with torch, seconds
 
-    from torchere.handlers.image_transform import ImageTransform  # noqa: PLC0415
+    from torchere.handlers.vision.transform import ImageTransform  # noqa: PLC0415
 
     handler = config.get("handler")
     overrides = handler.get("image") if isinstance(handler, dict) else None

@@ -14,7 +14,7 @@ from torchere.archiver.manifest import Manifest
 from torchere.archiver.reader import Archive, open_archive
 from torchere.handlers.resolve import BUILT_IN_HANDLERS
 from torchere.handlers.resolve import NOT_SHIPPED as HANDLERS_NOT_SHIPPED
-from torchere.handlers.ts_alias import ALIASES, NOT_SHIPPED
+from torchere.handlers.ts_compat.alias import ALIASES, NOT_SHIPPED
 from torchere.serving.config.model_settings import (
     UNSUPPORTED_KEYS,
     config_of,

@@ -15,7 +15,7 @@ import msgspec
 import psutil
 
 from torchere.handlers.json_text import indented_json
-from torchere.handlers.tensors_json import NO_JSON
+from torchere.handlers.tensors.codec import NO_JSON
 from torchere.serving.config.server_settings import ModelSettings
 from torchere.serving.frontend.control import ModelPage, VersionDescription
 from torchere.serving.types import InferResponse

@@ -14,7 +14,7 @@ import time
 from typing import Literal
 
 from torchere.archiver.torchscript_options import TorchScriptOptions
-from torchere.handlers.aot_gil import holds_gil
+from torchere.handlers.compiled.gil import holds_gil
 from torchere.serving.batching.admission import Admission
 from torchere.serving.batching.batcher import Batcher
 from torchere.serving.batching.quarantine import Quarantine

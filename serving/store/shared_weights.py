@@ -5,7 +5,7 @@ hand-over. A handler must never write to the shared file, because that would cha
 
 * A built-in handler does not write to the archive's folder, so the weights file in the folder is the link.
 * A version with its own Python code has its own file in its folder, and the link beside the folder, where the
-  loaders look for it (`handlers/shared_weights.py`). The first such version has already mapped its file when
+  loaders look for it (`handlers/loading/weights.py`). The first such version has already mapped its file when
   the second one is registered: its file becomes the shared one, and a copy replaces it. The copy costs disk
   space, and sharing is skipped where the file system is in memory.
 
@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchere.archiver.reader import Archive
+from torchere.handlers.loading.weights import WORTH_MAPPING_BYTES, shared_file
 from torchere.handlers.resolve import BUILT_IN_HANDLERS
-from torchere.handlers.shared_weights import WORTH_MAPPING_BYTES, shared_file
 
 logger = logging.getLogger(__name__)
 

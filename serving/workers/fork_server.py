@@ -23,7 +23,7 @@ from typing import NoReturn
 import numpy as np
 import torch
 
-from torchere.handlers import ts_alias
+from torchere.handlers.ts_compat import alias as ts_alias
 from torchere.serving.process.allocator import keep_freed_memory
 from torchere.serving.process.parent import die_with_parent
 from torchere.serving.workers import process, room_process

@@ -13,19 +13,17 @@ from typing import Any
 
 import torch
 
-from torchere.handlers.archive_import import archive_of
-from torchere.handlers.archive_plain_names import give_plain_names
+from torchere.handlers.archive_import import archive_of, give_plain_names
 from torchere.handlers.context import Context, RequestProcessor, Unwanted
-from torchere.handlers.devices import gpu_is_usable, own_stream
 from torchere.handlers.encode import Lent, decode_input
-from torchere.handlers.entry_point import EntryPoint
 from torchere.handlers.errors import HandlerLoadError, PredictionException, UnsupportedOutput
+from torchere.handlers.loading.devices import gpu_is_usable, own_stream
+from torchere.handlers.loading.shared_models import SharedModels
+from torchere.handlers.loading.torchscript import spare_memory
 from torchere.handlers.metrics import MetricsCache
-from torchere.handlers.resolve import load_entry_point
-from torchere.handlers.shared_models import SharedModels
+from torchere.handlers.resolve import EntryPoint, load_entry_point
 from torchere.handlers.tensors import TensorError, shown
-from torchere.handlers.tensors_answer import AnswerEncoder
-from torchere.handlers.torchscript import spare_memory
+from torchere.handlers.tensors.answer import AnswerEncoder
 from torchere.serving.errors import (
     Cancelled,
     DeadlineExceeded,

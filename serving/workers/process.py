@@ -31,8 +31,8 @@ from typing import NoReturn
 
 import torch
 
-from torchere.handlers import ts_alias
-from torchere.handlers.shared_models import SharedModels
+from torchere.handlers.loading.shared_models import SharedModels
+from torchere.handlers.ts_compat import alias as ts_alias
 from torchere.serving.errors import LoadFailed
 from torchere.serving.logs.worker_lines import WorkerFormatter
 from torchere.serving.process.allocator import keep_freed_memory

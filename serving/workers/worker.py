@@ -453,8 +453,8 @@ class Worker:
 # A lane with a shorter batch time gets batches sent ahead, so that it need not wait for the server in
 # between. A slower one does not, because a batch sent ahead can't move to a process that is free earlier.
 QUICK_S = 0.002
-# With batches of 1 to 7 ms and one sent ahead for each, two lanes did 5 to 8 % more of them; that was measured
-# when lanes shared a socket. With longer batches the wait for the server in between is short, and a request of
+# With batches of 1 to 7 ms and one sent ahead for each, two lanes did 5 to 8 % more of them (measured when
+# lanes shared a socket). With longer batches the wait for the server in between is short, and a request of
 # higher priority should not find a batch before it.
 QUICK_IN_LANES_S = 0.01
 AHEAD_S = 0.008  # at most this much work inside a quick lane

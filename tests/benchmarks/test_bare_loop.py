@@ -19,7 +19,7 @@ from PIL import Image
 
 from torchere.archiver.reader import open_archive
 from torchere.archiver.torchscript_options import TorchScriptOptions
-from torchere.handlers.image_transform import ImageTransform
+from torchere.handlers.vision.transform import ImageTransform
 
 LEVELS = (127 / 255,) * 3, (128 / 255,) * 3
 

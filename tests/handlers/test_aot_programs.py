@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchere.handlers import aot
+from torchere.handlers.compiled import load as aot
 
 
 class Double(torch.nn.Module):

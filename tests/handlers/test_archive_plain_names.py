@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from torchere.handlers.archive_import import ArchiveModules, forget_archive, open_archive
-from torchere.handlers.archive_plain_names import give_plain_names
+from torchere.handlers.archive_import import ArchiveModules, forget_archive, give_plain_names, open_archive
 
 _OTHER = "import sys\nclass Other: one = 1\nsys.modules[__name__] = Other()\n"
 _FILES = {

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from torchere.handlers.base import BaseHandler
-from torchere.handlers.devices import DeviceChoice, choose_device, own_stream
+from torchere.handlers.loading.devices import DeviceChoice, choose_device, own_stream
+from torchere.handlers.loading.shared_models import SharedModels
 from torchere.handlers.metrics import MetricsCache
 from torchere.handlers.resolve import load_entry_point
-from torchere.handlers.shared_models import SharedModels
 
 EAGER_MODEL = """
 import torch

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from torchere.handlers.envelopes import BodyEnvelope, JSONEnvelope, KServeEnvelope
-from torchere.handlers.envelopes_v2 import KServev2Envelope
+from torchere.handlers.envelopes import BodyEnvelope, JSONEnvelope, KServeEnvelope, KServev2Envelope
 from torchere.handlers.errors import PredictionException
 
 

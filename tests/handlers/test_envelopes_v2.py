@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torchere.handlers.envelopes_v2 import KServev2Envelope
+from torchere.handlers.envelopes import KServev2Envelope
 from torchere.handlers.errors import PredictionException
-from torchere.handlers.mock_context import MockContext
+from torchere.handlers.ts_compat.legacy import MockContext
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchere.handlers.nested_lists import tensor_of
+from torchere.handlers.base import tensor_of
 
 SAME = [
     [1.0, 2.5],

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from torchere.handlers.errors import PredictionException
-from torchere.handlers.per_request import read_each, refusal, settings_of
+from torchere.handlers.rows import read_each, refusal, settings_of
 
 
 def test_each_row_is_read_or_keeps_what_is_wrong_with_it() -> None:

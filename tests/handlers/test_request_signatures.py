@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 from torchere.archiver.signature import Signature, TensorSpec
-from torchere.handlers.request_signatures import request_signature
-from torchere.handlers.resolve import BUILT_IN_HANDLERS, UNEVEN_HANDLERS
+from torchere.handlers.resolve import BUILT_IN_HANDLERS, UNEVEN_HANDLERS, request_signature
 
 OF_MODEL = Signature((TensorSpec("ids", "INT64", (-1, -1)),), (TensorSpec("output", "FP32", (-1, 8)),))
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from torchere.handlers.streaming import send_intermediate_predict_response as send
+from torchere.handlers.context import send_intermediate_predict_response as send
 
 
 def test_each_element_is_encoded_like_a_final_answer(make_context: Any, begin: Any, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torchere.archiver.signature import Signature, SignatureError, TensorSpec
 from torchere.handlers.context import Context, RequestProcessor
 from torchere.handlers.resolve import load_entry_point
 from torchere.handlers.tensor_handler import TensorHandler
-from torchere.handlers.tensors_answer import Wish, wish_header
+from torchere.handlers.tensors.answer import Wish, wish_header
 
 NPY = "application/x-npy"
 

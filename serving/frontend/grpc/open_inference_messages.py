@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from torchere.handlers.tensors import BYTES, Datatype, TensorError, check_shape, datatype_named, shown
-from torchere.handlers.tensors_answer import WantedOutput
-from torchere.handlers.tensors_bytes import join_elements, split_elements
+from torchere.handlers.tensors.answer import WantedOutput
+from torchere.handlers.tensors.codec import join_elements, split_elements
 from torchere.serving.errors import HandlerFailed, InvalidRequest
 from torchere.serving.frontend.grpc.open_inference_wire import Raw, TensorMessage, TensorReply
 from torchere.serving.frontend.grpc.protos.open_inference_pb2 import (

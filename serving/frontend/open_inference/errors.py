@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from torchere.handlers.tensors_json import NO_JSON
+from torchere.handlers.tensors.codec import NO_JSON
 from torchere.serving.errors import HandlerFailed, ServingError
 from torchere.serving.types import InferResponse
 

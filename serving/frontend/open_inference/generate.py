@@ -11,8 +11,7 @@ import msgspec
 
 from torchere.archiver.signature import Signature
 from torchere.handlers.tensors import BYTES, DATATYPES, Datatype, TensorError, shown
-from torchere.handlers.tensors_bytes import bytes_from_tensor
-from torchere.handlers.tensors_json import NO_JSON, array_from_json
+from torchere.handlers.tensors.codec import NO_JSON, array_from_json, bytes_from_tensor
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.frontend.open_inference.json_request import decoded, parameter_values
 from torchere.serving.frontend.open_inference.tensor_request import InputTensor, TensorRequest

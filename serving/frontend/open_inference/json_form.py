@@ -12,8 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from torchere.handlers.tensors import BYTES, TensorError
-from torchere.handlers.tensors_bytes import array_from_bytes, split_elements
-from torchere.handlers.tensors_json import json_from_tensor
+from torchere.handlers.tensors.codec import array_from_bytes, json_from_tensor, split_elements
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.frontend.open_inference.tensor_request import InputTensor, TensorRequest
 

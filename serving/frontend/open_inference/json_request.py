@@ -9,9 +9,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from torchere.handlers.tensors import TensorError, datatype_named, shown
-from torchere.handlers.tensors_answer import WantedOutput
-from torchere.handlers.tensors_bytes import bytes_from_tensor
-from torchere.handlers.tensors_json import NO_JSON, array_from_json
+from torchere.handlers.tensors.answer import WantedOutput
+from torchere.handlers.tensors.codec import NO_JSON, array_from_json, bytes_from_tensor
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.frontend.open_inference.tensor_request import (
     InputTensor,

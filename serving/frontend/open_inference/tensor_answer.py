@@ -8,10 +8,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from torchere.handlers.tensors import BYTES, DATATYPES, Datatype, TensorError
-from torchere.handlers.tensors_answer import FRAME, Encoded, Wish, encode_outputs, wanted_outputs
-from torchere.handlers.tensors_bytes import array_from_bytes, bytes_from_tensor
-from torchere.handlers.tensors_json import NO_JSON, array_from_json
-from torchere.handlers.tensors_outputs import Output
+from torchere.handlers.tensors.answer import FRAME, Encoded, Output, Wish, encode_outputs, wanted_outputs
+from torchere.handlers.tensors.codec import NO_JSON, array_from_bytes, array_from_json, bytes_from_tensor
 from torchere.serving.errors import HandlerFailed, InvalidRequest, ServingError
 from torchere.serving.frontend.open_inference.errors import refused_by_handler
 from torchere.serving.frontend.open_inference.tensor_request import TensorRequest

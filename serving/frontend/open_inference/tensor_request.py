@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias, cast
 
 from torchere.handlers.tensors import Datatype, TensorError, check_shape, shown, tensor_type
-from torchere.handlers.tensors_answer import WantedOutput, Wish, wish_header
-from torchere.handlers.tensors_bytes import check_byte_count
+from torchere.handlers.tensors.answer import WantedOutput, Wish, wish_header
+from torchere.handlers.tensors.codec import check_byte_count
 from torchere.serving.batching.stateful import SEQUENCE_END, SEQUENCE_ID, SEQUENCE_START
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.types import NO_DEADLINE, InferRequest, Parameter

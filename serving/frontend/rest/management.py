@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from torchere.handlers.tensors_json import NO_JSON
+from torchere.handlers.tensors.codec import NO_JSON
 from torchere.serving.access.keys import Keys
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.frontend import description, wording

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from torchere.handlers.tensors import shown
-from torchere.handlers.tensors_json import NO_JSON
+from torchere.handlers.tensors.codec import NO_JSON
 from torchere.serving.errors import InvalidRequest, NotFound, ServingError
 from torchere.serving.frontend.control import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane

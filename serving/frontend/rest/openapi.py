@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from torchere.handlers.tensors_json import NO_JSON
+from torchere.handlers.tensors.codec import NO_JSON
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.frontend.rest.authorisation import Surfaces
 

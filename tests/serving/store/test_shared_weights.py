@@ -16,8 +16,8 @@ from typing import NoReturn
 import pytest
 import torch
 
-from torchere.handlers.shared_weights import file_to_map
-from torchere.handlers.torchscript import load_torchscript
+from torchere.handlers.loading.torchscript import load_torchscript
+from torchere.handlers.loading.weights import file_to_map
 from torchere.serving.config.server_settings import Limits
 from torchere.serving.store import shared_weights as weight_sharing
 from torchere.serving.store.package import Store, StoredArchive

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from torchere.handlers.shared_models import SharedModels
+from torchere.handlers.loading.shared_models import SharedModels
 from torchere.serving.config.bounded_yaml import read_yaml
 from torchere.serving.types import InferRequest, InferResponse, Parameter
 from torchere.serving.workers.executor import LoadSpec, Unfinished
@@ -186,7 +186,7 @@ def test_a_handler_gets_the_dates_and_sets_of_its_model_config(
 OPTIMISED = """
     import os, torch
     from torchere.archiver.torchscript_options import TorchScriptOptions
-    from torchere.handlers.torchscript import load_torchscript
+    from torchere.handlers.loading.torchscript import load_torchscript
 
     class Handler:
         def initialize(self, context):

@@ -12,7 +12,7 @@ import torch
 
 from torchere.archiver.models.load.exported_program import keyword_inputs, take_by_position
 from torchere.archiver.models.load.source import read_source
-from torchere.handlers import aot
+from torchere.handlers.compiled import load as aot
 
 
 class Masked(torch.nn.Module):

@@ -83,7 +83,7 @@ def test_a_process_without_torchao_loads_the_exported_program(model: LoadedModel
     torch.export.save(program, tmp_path / "model.pt2")
     script = (
         "import sys, torch\n"
-        "from torchere.handlers.aot import load_package\n"
+        "from torchere.handlers.compiled.load import load_package\n"
         f"model = load_package({str(tmp_path / 'model.pt2')!r}, {str(tmp_path)!r}, 'cpu')\n"
         "print(tuple(model(torch.rand(2, 3, 8, 8)).shape), 'torchao' in sys.modules)"
     )

@@ -8,7 +8,7 @@ import zlib
 import grpc
 import pytest
 
-from torchere.handlers.tensors_answer import OPEN_INFERENCE, encode_outputs, read_wish
+from torchere.handlers.tensors.answer import OPEN_INFERENCE, encode_outputs, read_wish
 from torchere.serving.frontend.grpc.call import Call
 from torchere.serving.frontend.grpc.open_inference_descriptors import PUBLIC_NAME
 from torchere.serving.frontend.grpc.protos.inference_pb2 import PredictionsRequest

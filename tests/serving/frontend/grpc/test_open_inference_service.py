@@ -11,9 +11,8 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from torchere.archiver.signature import Signature, TensorSpec
 from torchere.handlers.tensors import DATATYPES, parse_tensor_type
-from torchere.handlers.tensors_answer import OPEN_INFERENCE, encode_outputs, read_wish
-from torchere.handlers.tensors_bytes import tensor_from_bytes
-from torchere.handlers.tensors_outputs import Output
+from torchere.handlers.tensors.answer import OPEN_INFERENCE, Output, encode_outputs, read_wish
+from torchere.handlers.tensors.codec import tensor_from_bytes
 from torchere.serving.errors import DeadlineExceeded, HandlerFailed, QueueFull
 from torchere.serving.frontend.grpc.open_inference_descriptors import PUBLIC_NAME, SERVICE, TORCHSERVE_NAME
 from torchere.serving.frontend.grpc.protos import open_inference_pb2 as pb

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchere.handlers.tensors_answer import WantedOutput
+from torchere.handlers.tensors.answer import WantedOutput
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.frontend.open_inference.json_request import (
     BEGINNING_BYTES,

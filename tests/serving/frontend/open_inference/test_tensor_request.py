@@ -10,8 +10,8 @@ import pytest
 from torchere.archiver.signature import Signature, TensorSpec
 from torchere.handlers.encode import decode_input
 from torchere.handlers.tensors import BYTES, DATATYPES
-from torchere.handlers.tensors_answer import OPEN_INFERENCE, WantedOutput, read_wish
-from torchere.handlers.tensors_bytes import split_elements
+from torchere.handlers.tensors.answer import OPEN_INFERENCE, WantedOutput, read_wish
+from torchere.handlers.tensors.codec import split_elements
 from torchere.serving.errors import HandlerFailed, InvalidRequest, ServingError
 from torchere.serving.frontend.open_inference.errors import as_client_knows
 from torchere.serving.frontend.open_inference.json_form import request_json

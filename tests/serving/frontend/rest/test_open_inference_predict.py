@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from torchere.archiver.signature import Signature, TensorSpec
-from torchere.handlers.tensors_answer import OPEN_INFERENCE, read_wish
+from torchere.handlers.tensors.answer import OPEN_INFERENCE, read_wish
 from torchere.serving.errors import HandlerFailed, QueueFull
 from torchere.serving.frontend.open_inference.generate import generate_request
 from torchere.serving.frontend.rest import tensors

@@ -1,0 +1,1 @@
+"""Models that AOTInductor compiled."""

@@ -1,0 +1,314 @@
+"""AOTInductor's C ABI by ctypes: the only module that uses its private symbols.
+
+torch's own binding holds the GIL while a model runs, so that no other Python thread of the process runs.
+ctypes releases it around each call. Sources: `torch/csrc/inductor/aoti_runtime/interface.h` for the
+functions of a compiled library, `torch/_C/_aoti.pyi` for tensors as handles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from torchere.handlers.compiled.gil import HANDLE_FUNCTIONS
+from torchere.handlers.errors import PredictionException
+
+_REQUIRED = (
+    "AOTInductorModelContainerCreateWithDevice",
+    "AOTInductorModelContainerDelete",
+    "AOTInductorModelContainerGetCallSpec",
+    "AOTInductorModelContainerGetNumInputs",
+    "AOTInductorModelContainerGetNumOutputs",
+    "AOTInductorModelContainerRun",
+)
+
+_CHECK_VARIABLE = "AOTI_RUNTIME_CHECK_INPUTS"
+
+# Guards the construction and the first run of a library, which set up static state.
+_CONSTRUCTION_LOCK = threading.Lock()
+
+_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_capsule_pointer.restype = ctypes.c_void_p
+_capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype = ctypes.py_object
+_new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+
+
+class AbiMismatch(RuntimeError):
+    """The library or this torch lacks a required function; torch's own binding may still work."""
+
+
+class CompiledLibrary:
+    """A model compiled for the CPU, run through its C ABI. Thread-safe.
+
+    Up to `runs_at_once` threads run it concurrently on one copy of its constants, without the GIL; further
+    threads wait, also without the GIL. The library is closed when the object is garbage-collected.
+
+    Args:
+        path: the `.so`; the file may be deleted once this has returned.
+        runs_at_once: how many instances of the model to keep.
+
+    Raises:
+        AbiMismatch: the library or this torch lacks a required function.
+        RuntimeError: the library can't be opened, or could not construct its model.
+    """
+
+    def __init__(self, path: str, runs_at_once: int) -> None:
+        if not available():
+            raise AbiMismatch(f"torch {torch.__version__} does not give out tensors as handles")
+        with _CONSTRUCTION_LOCK:
+            self._library = _opened(path)
+            self._container = ctypes.c_void_p()
+            create = self._library.AOTInductorModelContainerCreateWithDevice
+            status = create(ctypes.byref(self._container), ctypes.c_size_t(runs_at_once), b"cpu", None)
+            if status:
+                text = self._last_error()
+                _close(self._library)
+                raise RuntimeError(f"the compiled model could not be constructed: {text}")
+        end = weakref.finalize(self, _delete, self._library, self._container)
+        end.atexit = False  # threads may still run the library when the process exits
+        self._run = self._library.AOTInductorModelContainerRun
+        self.inputs = self._count("AOTInductorModelContainerGetNumInputs")
+        self.outputs = self._count("AOTInductorModelContainerGetNumOutputs")
+
+    def call_spec(self) -> tuple[str, str]:
+        """Return two serialised pytree specs: how arguments and results are built from tensors."""
+        first, second = ctypes.c_char_p(), ctypes.c_char_p()
+        get = self._library.AOTInductorModelContainerGetCallSpec
+        self._check(get(self._container, ctypes.byref(first), ctypes.byref(second)))
+        return (first.value or b"").decode(), (second.value or b"").decode()
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run the model on its `inputs` tensors, all on the CPU; no gradients are recorded.
+
+        Raises:
+            ValueError: there are more or fewer tensors than inputs.
+            RuntimeError: the model refused them, or failed; the text is the compiled model's.
+        """
+        if len(tensors) != self.inputs:
+            raise ValueError(f"the compiled model takes {self.inputs} tensors, and got {len(tensors)}")
+        capsules: list[Any] = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(list(tensors))
+        given = (ctypes.c_void_p * self.inputs)(*(_capsule_pointer(capsule, None) for capsule in capsules))
+        taken = (ctypes.c_void_p * self.outputs)()
+        # The library takes ownership of the input handles, also when it fails; we own the output handles.
+        status = self._run(
+            self._container,
+            given,
+            ctypes.c_size_t(self.inputs),
+            taken,
+            ctypes.c_size_t(self.outputs),
+            None,  # the stream; a CPU has none
+            None,  # a proxy for operators outside torch; packages that need one are not run here
+        )
+        self._check(status)
+        handles: list[Any] = [_new_capsule(pointer, None, None) for pointer in taken]
+        return torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(handles)
+
+    def _count(self, function: str) -> int:
+        count = ctypes.c_size_t()
+        self._check(getattr(self._library, function)(self._container, ctypes.byref(count)))
+        return count.value
+
+    def _check(self, status: int) -> None:
+        if status:
+            raise RuntimeError(self._last_error())
+
+    def _last_error(self) -> str:
+        """Return the error message of this thread's failed call.
+
+        Libraries of torch before 2.12 only print it; the returned text then refers to the log.
+        """
+        get = getattr(self._library, "AOTInductorGetLastError", None)
+        text = ctypes.c_char_p()
+        if get is None or get(ctypes.byref(text)) or not text.value:
+            return "the compiled model failed; the log has its own message"
+        return text.value.decode(errors="replace").strip()
+
+
+def available() -> bool:
+    """Return whether this torch can turn tensors into handles and back."""
+    return all(hasattr(torch._C._aoti, name) for name in HANDLE_FUNCTIONS)
+
+
+def official_runner(path: str) -> Any:
+    """Construct torch's own runner for such a library: `run(list of tensors)`, which holds the GIL.
+
+    Call this inside `first_run`.
+    """
+    return torch._C._aoti.AOTIModelContainerRunnerCpu(path, 1)
+
+
+@contextlib.contextmanager
+def first_run(check_inputs: bool) -> Iterator[None]:
+    """Guard the first run of a library; `check_inputs` has it check shapes and types from then on.
+
+    Without the check, an input of a wrong shape makes the library read memory out of bounds. Each library
+    reads the environment variable `_CHECK_VARIABLE` once, at its first run; a value that the operator has set
+    is kept. One thread of the process at a time.
+    """
+    with _CONSTRUCTION_LOCK:
+        if not check_inputs or _CHECK_VARIABLE in os.environ:
+            yield
+            return
+        os.environ[_CHECK_VARIABLE] = "1"
+        try:
+            yield
+        finally:
+            del os.environ[_CHECK_VARIABLE]
+
+
+def _opened(path: str) -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL(path)
+    except OSError as err:
+        raise RuntimeError(f"{path} can't be opened as a library of this system: {err}") from err
+    missing = [name for name in _REQUIRED if not hasattr(library, name)]
+    if missing:
+        _close(library)
+        raise AbiMismatch(f"{path} lacks {', '.join(missing)}")
+    return library
+
+
+def _delete(library: ctypes.CDLL, container: ctypes.c_void_p) -> None:
+    library.AOTInductorModelContainerDelete(container)
+    _close(library)
+
+
+def _close(library: ctypes.CDLL) -> None:
+    """Unload the library where its symbols allow it.
+
+    GCC marks some symbols as unique, which keeps a library loaded until the process ends.
+    """
+    ctypes.CDLL(None).dlclose(ctypes.c_void_p(library._handle))
+
+
+logger = logging.getLogger(__name__)
+
+Run = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+
+
+class AotModel:
+    """A compiled model, called like the module that was compiled.
+
+    Thread-safe: several runs proceed at the same time, without the GIL. The first run is repeated by torch's
+    own binding and the results are compared, because the C ABI is private: when they differ, the binding is
+    used from then on, one run at a time, and a warning is logged.
+
+    Args:
+        path: the `.so`; it must exist until the first run is over.
+        runs_at_once: see `CompiledLibrary`.
+        check_inputs: whether the code may be told to check shapes and types, see `Package.checkable`.
+
+    Raises:
+        AbiMismatch, RuntimeError: see `CompiledLibrary`.
+    """
+
+    def __init__(self, path: str, runs_at_once: int, *, check_inputs: bool = False) -> None:
+        self._path = path
+        self._check_inputs = check_inputs
+        self._library = CompiledLibrary(path, runs_at_once)
+        given, results = self._library.call_spec()
+        self._keywords = _keywords(given)
+        self._out_spec = pytree.treespec_loads(results)
+        if self._out_spec.num_leaves != self._library.outputs:
+            raise AbiMismatch(
+                f"{path} names {self._out_spec.num_leaves} results, not {self._library.outputs}"
+            )
+        self._first_run = threading.Lock()  # held while the first run is repeated and compared
+        self._tested: Run | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model on the arguments of the compiled module.
+
+        Arguments that are not tensors are ignored: their values were fixed at compilation.
+
+        Raises:
+            PredictionException: 400, a tensor has no elements.
+            ValueError: the keywords, or the number of tensors, are not those of the module.
+            RuntimeError: the run failed, or the code checks its inputs and a shape or type is wrong.
+        """
+        tensors = self._tensors(args, kwargs)
+        _refuse_empty(tensors)
+        results = self._tested(tensors) if self._tested is not None else self._run_first(tensors)
+        return pytree.tree_unflatten(results, self._out_spec)
+
+    def _tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        expected = self._keywords
+        if set(kwargs) != set(expected):
+            raise ValueError(f"the compiled model takes the keywords {expected}, and got {list(kwargs)}")
+        leaves = pytree.tree_leaves((args, {key: kwargs[key] for key in expected}))
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+    def _run_first(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        with self._first_run, first_run(self._check_inputs):
+            if self._tested is not None:  # another thread was faster
+                return self._tested(tensors)
+            copies = [tensor.clone() for tensor in tensors]  # a model may write into its inputs
+            results = self._library.run(tensors)
+            official = official_runner(self._path)
+            expected: list[torch.Tensor] = official.run(copies)
+            if _same(results, expected):
+                self._tested = self._library.run
+                return results
+            logger.warning(
+                "%s gives other results by the C ABI of torch %s than by torch's binding, which is used "
+                "from now on; it runs one batch at a time: set isolation: process in model-config.yaml",
+                self._path,
+                torch.__version__,
+            )
+            self._tested = official.run
+            return expected
+
+
+def _refuse_empty(tensors: Sequence[torch.Tensor]) -> None:
+    """Refuse tensors without elements.
+
+    Compiled code assumes that a free dimension is 1 or more, and divides by it: a 0 would end the process.
+
+    Raises:
+        PredictionException: 400, a tensor has no elements.
+    """
+    for index, tensor in enumerate(tensors):
+        if not tensor.numel():
+            raise PredictionException(
+                f"input {index} of the compiled model: found the shape {list(tensor.shape)}, expected at "
+                "least one element; leave out requests without rows",
+                400,
+            )
+
+
+def _same(results: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    """Return whether two runs gave the same results, up to rounding: threads may sum in another order."""
+    return len(results) == len(expected) and all(
+        one.shape == other.shape
+        and one.dtype == other.dtype
+        and (torch.equal(one, other) or _nearly_equal(one, other))
+        for one, other in zip(results, expected, strict=True)
+    )
+
+
+def _nearly_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    counts = one.is_floating_point() or one.is_complex()
+    return counts and torch.allclose(one, other, rtol=1e-3, atol=1e-4, equal_nan=True)
+
+
+def _keywords(spec: str) -> list[str]:
+    """Return the keywords of a serialised input spec, in the order of their tensors.
+
+    The spec is that of `(args, kwargs)`. It is read as JSON (torch/utils/_pytree.py, protocol 1), because the
+    accessors of the object differ between the versions of torch.
+    """
+    _, pair = json.loads(spec)
+    keywords: list[str] = json.loads(pair["children_spec"][1]["context"])
+    return keywords

@@ -1,0 +1,205 @@
+"""Load models compiled ahead of time, and choose how each one runs.
+
+| archive contents | execution |
+| --- | --- |
+| a package or bare library for the CPU | through the C ABI (`aot_abi.py`), without the GIL |
+| the same for a GPU, with weights in separate files, or with operators outside of torch | torch's binding |
+| a package that does not fit this machine, with a fallback; an exported program | torch's interpreter |
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchere.archiver.models.load.exported_program import keyword_inputs
+from torchere.archiver.scan.exported_program import INT8_OPERATORS, UnsafeProgram, check_program
+from torchere.handlers.compiled import library as aot_abi
+from torchere.handlers.compiled.gil import fits_c_abi
+from torchere.handlers.compiled.library import AotModel
+from torchere.handlers.compiled.package import (
+    Misfit,
+    Package,
+    extracted_library,
+    misfit,
+    read_build,
+    read_cpu_flags,
+    read_package,
+)
+
+logger = logging.getLogger(__name__)
+
+CompiledModel = Callable[..., Any]
+_LIBRARY_FOLDER = ".aot"  # in the unpacked archive, and deleted with it
+# torch keeps the exported program that it is reading in a global, and refuses to read a second one meanwhile.
+_READING_LOCK = threading.Lock()
+
+
+def load_shared_object(path: str, device: str | None) -> CompiledModel:
+    """Load a bare `.so` that `torch._export.aot_compile` wrote: machine code, run in this process.
+
+    Raises:
+        RuntimeError: the file can't be opened, or is not such a library.
+    """
+    on_cpu = (device or "cpu") == "cpu"
+    if on_cpu and not Path(path).with_suffix(".json").exists():  # the JSON file names operators outside torch
+        try:
+            return AotModel(path, _runs_at_once())
+        except aot_abi.AbiMismatch as err:
+            logger.warning("%s; it runs by torch's own binding, one run at a time", err)
+    model: CompiledModel = torch._export.aot_load(path, device or "cpu")
+    return model
+
+
+def load_package(path: str, model_dir: str, device: str | None) -> CompiledModel:
+    """Load a `.pt2` file written by `torch._inductor.aoti_compile_and_package` or `torch.export.save`.
+
+    Args:
+        path: the file.
+        model_dir: the unpacked archive, for its build record and the fallback named there.
+        device: "cpu", "cuda:1", ...; None counts as "cpu".
+
+    Raises:
+        RuntimeError: the file is of neither kind, is damaged, or does not fit this machine and has no
+            fallback.
+    """
+    package = read_package(path)
+    if package.is_program:
+        return _load_program(path, device)
+    build = read_build(model_dir).with_metadata(package.metadata)
+    found = _misplaced(package, device) or misfit(build, torch.__version__, read_cpu_flags())
+    if found and build.fallback:
+        logger.warning("%s is not used: %s. Its fallback %s is slower", path, found.reason, build.fallback)
+        return _load_program(str(Path(model_dir, build.fallback)), device)
+    if found:
+        _try_nevertheless(path, found)
+    if _runs_by_abi(package, device):
+        try:
+            file = _library_file(package, model_dir)
+            return AotModel(str(file), _runs_at_once(), check_inputs=package.checkable)
+        except aot_abi.AbiMismatch as err:
+            logger.warning("%s; it runs by torch's own binding, one run at a time", err)
+    return _load_by_binding(path)
+
+
+def is_for_cpu(path: str) -> bool:
+    """Return whether a `.pt2` file names the CPU as its target, so that its code can run nowhere else.
+
+    Raises:
+        RuntimeError: see `read_package`.
+    """
+    return read_package(path).device == "cpu"
+
+
+def _misplaced(package: Package, device: str | None) -> Misfit | None:
+    """Return a fatal misfit if the package was compiled for another kind of device than `device`.
+
+    Its code would use the addresses of that device as its own, or find no such device at all.
+    """
+    kind = (device or "cpu").partition(":")[0]
+    if package.device in (kind, "unknown"):
+        return None
+    return Misfit(f"it was compiled for {package.device}, and is to run on {kind}", fatal=True)
+
+
+def _runs_by_abi(package: Package, device: str | None) -> bool:
+    return (device or "cpu") == "cpu" and fits_c_abi(package) and aot_abi.available()
+
+
+def _try_nevertheless(path: str, found: Misfit) -> None:
+    if found.fatal:
+        raise RuntimeError(
+            f"{path} can't run here: {found.reason}; compile it again on a machine like this one, or pack it "
+            "with the exported program as its fallback"
+        )
+    logger.warning("%s: %s; it is tried nevertheless, for there is no fallback", path, found.reason)
+
+
+def _load_program(path: str, device: str | None) -> CompiledModel:
+    _refuse_code(path)
+    importlib.import_module(INT8_OPERATORS)
+    with _READING_LOCK:
+        program = torch.export.load(path)
+    if device not in (None, "cpu"):  # operators that create tensors name the export's device
+        program = importlib.import_module("torch.export.passes").move_to_device_pass(program, device)
+    return by_position(program)
+
+
+def _refuse_code(path: str) -> None:
+    """Refuse an exported program that could run code: torch evaluates and unpickles parts of the file.
+
+    Only content that torch itself writes is accepted.
+
+    Raises:
+        RuntimeError: the file holds anything else.
+    """
+    try:
+        with open(path, "rb") as file:
+            check_program(file, os.path.getsize(path))
+    except UnsafeProgram as err:
+        raise RuntimeError(
+            f"{path} is not loaded, for it could run code of its own: {err}; save it again with "
+            "torch.export.save, or load it in a handler of the archive's own"
+        ) from err
+
+
+def _library_file(package: Package, model_dir: str) -> Path:
+    folder = Path(model_dir, _LIBRARY_FOLDER)
+    try:
+        return extracted_library(package, folder)
+    except OSError as err:
+        # For example, the folder is read-only. A temporary folder stays until the system clears it.
+        logger.info("%s can't be written (%s): using a temporary folder", folder, err)
+        return extracted_library(package, Path(tempfile.mkdtemp(prefix="torchere-aot-")))
+
+
+def _runs_at_once() -> int:
+    """Return the number of concurrent runs: one per usable CPU core, at least 2.
+
+    Further executors wait inside the library.
+    """
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    return max(2, len(cores))
+
+
+def _load_by_binding(path: str) -> CompiledModel:
+    from torch._inductor import aoti_load_package  # noqa: PLC0415  # seconds
+
+    try:
+        model: CompiledModel = aoti_load_package(path)
+    except RuntimeError as err:
+        raise RuntimeError(
+            f"{path} can't be loaded as an AOTInductor package ({err}); compile it again with this version "
+            f"of torch ({torch.__version__}) on a machine like this one"
+        ) from err
+    return model
+
+
+def by_position(program: torch.export.ExportedProgram) -> torch.nn.Module:
+    """Return the module of a program; its keyword inputs can also be passed by position, in order."""
+    module = program.module()
+    positional, keywords = keyword_inputs(program)
+    return _ByPosition(module, positional, keywords) if keywords else module
+
+
+class _ByPosition(torch.nn.Module):
+    def __init__(self, module: torch.nn.Module, positional: int, keywords: tuple[str, ...]) -> None:
+        super().__init__()
+        self.module = module
+        self._positional = positional
+        self._keywords = keywords
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module as it was exported, with the last positional arguments passed by keyword."""
+        if not kwargs and len(args) == self._positional + len(self._keywords):
+            kwargs = dict(zip(self._keywords, args[self._positional :], strict=True))
+            args = args[: self._positional]
+        return self.module(*args, **kwargs)

@@ -1,0 +1,222 @@
+"""Read the directory of a `.pt2` package, and extract its compiled library to a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import tempfile
+import zipfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torchere.archiver.container.zip import DAMAGED
+from torchere.archiver.request import BUILD_NAME
+
+# Layout: torch/export/pt2_archive/constants.py. Every name is prefixed with the package's own folder.
+_COMPILED_FOLDER = "/data/aotinductor/model/"  # "model" is the name that aoti_compile_and_package gives
+_WEIGHTS_FOLDER = "/data/weights/"
+_PROGRAMS = ("/models/model.json", "serialized_exported_program.json")
+_SELF_CONTAINED = (".so", ".cpp", "_metadata.json", "_compile_flags.json", "_linker_flags.json")
+_LEAST_TWO = re.compile(rb"_size\[\d+\] < 2\b")  # torch/_inductor/codegen/cpp_wrapper_cpu.py
+_COPY_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """One `.pt2` file.
+
+    `library` is the zip entry with the machine code, if there is one and it needs nothing else of the
+    package: no weights in separate files, no operators outside of torch. `checkable`: the code can check its
+    inputs without refusing a free dimension of 1, which the checks that torch generates by default refuse.
+    `metadata` holds the compiler's notes (torch 2.7 on): AOTI_DEVICE_KEY, AOTI_CPU_ISA, AOTI_MACHINE, ...
+    """
+
+    path: str
+    is_program: bool  # an exported program, which torch interprets, and no compiled code
+    library: str | None = None
+    checkable: bool = False
+    metadata: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def device(self) -> str:
+        """The kind of device the code was compiled for; "unknown" in old packages, which may be for any."""
+        return self.metadata.get("AOTI_DEVICE_KEY", "unknown")
+
+
+def read_package(path: str) -> Package:
+    """Read the directory of a package.
+
+    Raises:
+        RuntimeError: it is not a zip file, or it is damaged.
+    """
+    try:
+        with zipfile.ZipFile(path) as file:
+            names = file.namelist()
+            compiled = [name for name in names if _COMPILED_FOLDER in name]
+            if not compiled:
+                return Package(path, is_program=any(name.endswith(_PROGRAMS) for name in names))
+            libraries = [name for name in compiled if name.endswith(".so")]
+            whole = all(name.endswith(_SELF_CONTAINED) for name in compiled)
+            beside = any(_WEIGHTS_FOLDER in name for name in names)
+            only = libraries[0] if len(libraries) == 1 and whole and not beside else None
+            metadata = _metadata(file, compiled)
+            return Package(path, False, only, _takes_one(file, compiled), metadata)
+    except (*DAMAGED, ValueError) as err:
+        raise RuntimeError(
+            f"{path} is not a .pt2 package ({err}); expected what torch._inductor.aoti_compile_and_package "
+            "or torch.export.save writes"
+        ) from err
+
+
+def _metadata(file: zipfile.ZipFile, names: list[str]) -> dict[str, str]:
+    for name in names:
+        if name.endswith("wrapper_metadata.json"):
+            found = json.loads(file.read(name))
+            return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else {}
+    return {}
+
+
+def _takes_one(file: zipfile.ZipFile, names: list[str]) -> bool:
+    """Return whether the package holds its source, and no check there requires a dimension of 2 or more."""
+    sources = [name for name in names if name.endswith("wrapper.cpp")]
+    return bool(sources) and not any(_LEAST_TWO.search(file.read(name)) for name in sources)
+
+
+def extracted_library(package: Package, folder: Path) -> Path:
+    """Return the library of a package as a file in `folder`; extract it only if it is missing.
+
+    Several processes may call this for the same library at the same time. The file is named by its content,
+    so a second executor maps the same pages as the first.
+
+    Raises:
+        OSError: the folder can't be written.
+        RuntimeError: the package is damaged.
+    """
+    if package.library is None:
+        raise ValueError(f"{package.path} has no library of its own")
+    with zipfile.ZipFile(package.path) as file:
+        entry = file.getinfo(package.library)
+        target = folder / f"{entry.CRC:08x}-{entry.file_size}.so"
+        if target.exists():
+            return target
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor, part = tempfile.mkstemp(dir=folder, suffix=".part")
+        try:
+            with os.fdopen(descriptor, "wb") as out, file.open(entry) as source:
+                shutil.copyfileobj(source, out, _COPY_BYTES)
+            os.replace(part, target)
+        except DAMAGED as err:
+            Path(part).unlink()
+            raise RuntimeError(f"{package.path} is damaged: {err}") from err
+        except BaseException:  # also on cancellation
+            Path(part).unlink(missing_ok=True)
+            raise
+    return target
+
+
+CPUINFO = Path("/proc/cpuinfo")
+
+# CPU flags that code compiled for each instruction set requires (torch/_inductor/cpu_vec_isa.py).
+_X86_FLAGS = {
+    "avx2": frozenset({"avx2", "fma", "f16c"}),
+    "avx512": frozenset({"avx512f", "avx512dq", "avx512vl", "avx512bw", "fma"}),
+    "avx512_vnni": frozenset({"avx512f", "avx512dq", "avx512vl", "avx512bw", "fma", "avx512_vnni"}),
+    "amx": frozenset({"avx512f", "amx_tile", "amx_bf16", "amx_int8"}),
+}
+_SAME_SET = {"avx512_amx": "amx", "amx_tile": "amx"}
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """Build record of an archive's compiled model; a field is None when it is unknown."""
+
+    torch: str | None = None  # version of the torch that compiled it, without the part after `+`
+    isa: str | None = None  # instruction set, lower case
+    machine: str | None = None  # as platform.machine() returns it
+    fallback: str | None = None  # file of the same model as an exported program
+
+    def with_metadata(self, metadata: dict[str, str]) -> Build:
+        """Return this record, with its missing values filled from the metadata of the package."""
+        isa = metadata.get("AOTI_CPU_ISA", "").lower() or None
+        machine = metadata.get("AOTI_MACHINE") or None
+        return Build(self.torch, self.isa or isa, self.machine or machine, self.fallback)
+
+
+def read_build(model_dir: str) -> Build:
+    """Return the build record of an archive; an empty one when it has none.
+
+    Raises:
+        RuntimeError: the record exists and is not in the form that the archiver writes.
+    """
+    file = Path(model_dir, BUILD_NAME)
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return Build()
+    except ValueError as err:
+        raise RuntimeError(f"{BUILD_NAME} is not JSON: {err}; pack the archive again") from err
+    if not isinstance(record, dict):
+        raise RuntimeError(f"{BUILD_NAME} holds {record!r}; expected an object; pack the archive again")
+    isa = _text(record, "isa")
+    return Build(
+        torch=_text(record, "torch"),
+        isa=isa.lower() if isa else None,
+        fallback=_fallback(_text(record, "fallback"), model_dir),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Misfit:
+    """Reason against running a build on this machine. `fatal`: an attempt could end the process."""
+
+    reason: str
+    fatal: bool
+
+
+def misfit(build: Build, torch_version: str, cpu_flags: frozenset[str] | None) -> Misfit | None:
+    """Return the reason against running the build on this machine; None when there is none.
+
+    Args:
+        build: the build record.
+        torch_version: version of the torch that is to run it.
+        cpu_flags: flags of this CPU, see `read_cpu_flags`; None when they are unknown.
+    """
+    if build.machine and build.machine != platform.machine():
+        return Misfit(f"it was compiled for {build.machine}, and this is {platform.machine()}", fatal=True)
+    sets = (build.isa or "").split()  # torch separates several by spaces: "avx512 avx512_vnni"
+    needed = frozenset().union(*(_X86_FLAGS.get(_SAME_SET.get(one, one), frozenset()) for one in sets))
+    lacking = needed - (cpu_flags or frozenset())
+    if cpu_flags is not None and lacking:
+        names = ", ".join(sorted(lacking))
+        return Misfit(f"it was compiled for {build.isa}; this CPU lacks {names}", fatal=True)
+    if build.torch and build.torch != torch_version.partition("+")[0]:
+        return Misfit(f"it was compiled with torch {build.torch}; this is {torch_version}", fatal=False)
+    return None
+
+
+def read_cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str] | None:
+    """Return the instruction set extensions of an x86 CPU under Linux; None elsewhere."""
+    try:
+        lines = cpuinfo.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return None
+    flags = next((line.partition(":")[2] for line in lines if line.startswith("flags")), None)
+    return frozenset(flags.split()) if flags else None
+
+
+def _text(record: dict[str, object], key: str) -> str | None:
+    value = record.get(key)
+    if value is None or value == "":
+        return None
+    if not isinstance(value, str):
+        raise RuntimeError(f"{key} in {BUILD_NAME} is {value!r}; expected a text; pack the archive again")
+    return value
+
+
+def _fallback(name: str | None, model_dir: str) -> str | None:
+    if name is not None and (Path(name).name != name or not Path(model_dir, name).is_file()):
+        raise RuntimeError(f"{BUILD_NAME} names {name!r}, which the archive does not hold; pack it again")
+    return name

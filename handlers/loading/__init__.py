@@ -1,0 +1,1 @@
+"""Models as a worker holds them: weights, TorchScript, eager modules, ONNX, devices."""

@@ -1,0 +1,111 @@
+"""Eager models: a class from the archive's model file, and a state dict for it.
+
+The weights are memory-mapped: the pages of the file are read on first use, and one copy of them serves all
+processes. Weights on another device are copied from these pages.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zipfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.load.safetensors import read_safetensors
+from torchere.handlers.archive_import import ArchiveModules
+from torchere.handlers.loading.weights import WORTH_MAPPING_BYTES, file_to_map
+from torchere.handlers.resolve import list_classes_from_module
+
+
+def load_eager(archive: ArchiveModules, model_file: str, model_pt_path: str | None) -> torch.nn.Module:
+    """Construct the model's class, the one `torch.nn.Module` of the model file, and load its weights.
+
+    The model is on the CPU, unless the class creates its tensors elsewhere.
+
+    Args:
+        archive: the archive of the model file.
+        model_file: its name, as in the manifest.
+        model_pt_path: the state dict, of torch.save or safetensors, which must not be truncated while the
+            model lives; None keeps the weights that the class creates.
+
+    Raises:
+        RuntimeError: the model file is missing, or the weights are not a plain state dict.
+        ValueError: the file does not define exactly one such class.
+    """
+    file = Path(archive.model_dir, model_file)
+    if not file.is_file():
+        raise RuntimeError(
+            f"Missing the model.py file: the manifest names {model_file}, and the archive holds no such file"
+        )
+    model: torch.nn.Module = _model_class(archive.load(file.stem), model_file)()
+    if model_pt_path:
+        state = _load_state_dict(model_pt_path)
+        model.load_state_dict(state, assign=_may_replace(model, state))
+    return model
+
+
+def _model_class(module: ModuleType, model_file: str) -> Any:
+    """Return the model's class. As in TorchServe it must be the only one: nothing else identifies it."""
+    classes = list(dict.fromkeys(list_classes_from_module(module)))  # each once, also with several names
+    modules = [item for item in classes if issubclass(item, torch.nn.Module)]
+    if len(modules or classes) != 1:
+        raise ValueError(
+            f"Expected only one class as model definition. {modules or classes}: {model_file} must define "
+            "the model's class and no other torch.nn.Module; import its parts from a file beside it"
+        )
+    return (modules or classes)[0]
+
+
+def _may_replace(model: torch.nn.Module, state: dict[str, Any]) -> bool:
+    """Return whether the file's tensors can replace the model's; otherwise they are copied and converted."""
+    own = model.state_dict()
+    return own.keys() == state.keys() and all(_is_alike(own[name], state[name]) for name in own)
+
+
+def _is_alike(one: object, other: object) -> bool:
+    return (
+        isinstance(one, torch.Tensor)
+        and isinstance(other, torch.Tensor)
+        and (one.dtype, one.shape, one.device) == (other.dtype, other.shape, other.device)
+    )
+
+
+def _load_state_dict(path: str) -> dict[str, Any]:
+    if path.endswith(".safetensors"):
+        return _read_safetensors(path)
+    # Files of torch before 1.6 are not zip files and can't be mapped; copying a small file is as fast.
+    mapped = os.path.getsize(path) >= WORTH_MAPPING_BYTES and zipfile.is_zipfile(path)
+    try:
+        file = file_to_map(path) if mapped else path
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+    except pickle.UnpicklingError as err:
+        raise RuntimeError(
+            f"{path} holds more than tensors, and is not loaded because unpickling it could run any code "
+            f"({str(err).splitlines()[0]}); save the weights alone: torch.save(model.state_dict(), ...)"
+        ) from err
+    if not isinstance(state, dict):
+        raise RuntimeError(
+            f"{path} holds a {type(state).__name__}; expected a state_dict: "
+            "torch.save(model.state_dict(), ...)"
+        )
+    return state
+
+
+def _read_safetensors(path: str) -> dict[str, Any]:
+    try:
+        return read_safetensors(Path(path))
+    except ModelRefused as err:
+        raise RuntimeError(f"No model weights could be loaded: {err}") from err
+
+
+def in_eval_mode(model: Any) -> Any:
+    """Return the model, switched to evaluation mode only if it is in training mode.
+
+    It is not switched needlessly, because another thread may be using it.
+    """
+    return model.eval() if getattr(model, "training", False) else model

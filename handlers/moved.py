@@ -1,0 +1,113 @@
+"""Modules of handlers under the paths that they had before they were sorted into folders.
+
+`import torchere.handlers.vision.tasks` gives the module of today, the same object.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+_PACKAGE = "torchere.handlers."
+
+# Old name below `torchere.handlers` -> name of today.
+NEW_PATHS = {
+    "aot": "compiled.load",
+    "aot_abi": "compiled.library",
+    "aot_build": "compiled.package",
+    "aot_gil": "compiled.gil",
+    "aot_keywords": "compiled.load",
+    "aot_model": "compiled.library",
+    "aot_package": "compiled.package",
+    "archive_caches": "archive_import",
+    "archive_plain_names": "archive_import",
+    "autocast": "loading.autocast",
+    "caching_metric": "metrics",
+    "class_import": "ts_compat.class_import",
+    "compile_options": "loading.compile",
+    "contractions": "text.contractions",
+    "devices": "loading.devices",
+    "eager": "loading.eager",
+    "entry_point": "resolve",
+    "envelopes_v2": "envelopes",
+    "image": "vision.decode",
+    "image_arrays": "vision.decode",
+    "image_classifier": "vision.tasks",
+    "image_segmenter": "vision.tasks",
+    "image_transform": "vision.transform",
+    "insights": "vision.insights",
+    "metrics_legacy": "ts_compat.legacy",
+    "mock_context": "ts_compat.legacy",
+    "nested_lists": "base",
+    "object_detector": "vision.tasks",
+    "onnx": "loading.onnx",
+    "per_request": "rows",
+    "request_signatures": "resolve",
+    "row_value": "rows",
+    "shared_models": "loading.shared_models",
+    "shared_weights": "loading.weights",
+    "speech_segments": "audio.voice_activity",
+    "streaming": "context",
+    "tensors_answer": "tensors.answer",
+    "tensors_batch": "tensors.request",
+    "tensors_bytes": "tensors.codec",
+    "tensors_classes": "tensors.answer",
+    "tensors_json": "tensors.codec",
+    "tensors_npy": "tensors.npy",
+    "tensors_outputs": "tensors.answer",
+    "tensors_rows": "tensors.request",
+    "text_classifier": "text.classifier",
+    "text_embedding": "text.embedding",
+    "text_streamer": "text.streamer",
+    "text_tokens": "text.tokens",
+    "torchscript": "loading.torchscript",
+    "torchscript_mapped": "loading.torchscript",
+    "torchscript_state": "loading.torchscript",
+    "ts_alias": "ts_compat.alias",
+    "voice_activity": "audio.voice_activity",
+    "warm_up": "base",
+    "wav": "audio.wav",
+    "weights": "loading.weights",
+}
+
+
+class _MovedFinder:
+    """The meta-path finder for old paths. It comes last: a module that is there goes first."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return a spec that loads the module of today, or None; the parameters are the import system's."""
+        new = NEW_PATHS.get(fullname.removeprefix(_PACKAGE)) if fullname.startswith(_PACKAGE) else None
+        return None if new is None else ModuleSpec(fullname, _MovedLoader(_PACKAGE + new))
+
+
+class _MovedLoader(Loader):
+    """Loads nothing: the module is there, or is imported under its own name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._spec: ModuleSpec | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the module of today."""
+        module = importlib.import_module(self._name)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give the module its own spec back, which the import system has replaced by the old path's."""
+        module.__spec__ = self._spec
+
+
+_finder = _MovedFinder()
+
+
+def install() -> None:
+    """Let old paths lead to the modules of today, in this process. Idempotent."""
+    if _finder not in sys.meta_path:
+        sys.meta_path.append(_finder)

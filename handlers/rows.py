@@ -1,0 +1,122 @@
+"""The value of a row for the handlers of images and texts, and the row's fields for error texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from torchere.handlers.context import Context
+from torchere.handlers.errors import PredictionException
+from torchere.handlers.tensors import shown
+from torchere.handlers.tensors.answer import OPEN_INFERENCE
+
+_MAX_FIELDS_SHOWN = 20
+_JSON_AS_FORM = (
+    " of a form: JSON that came as application/x-www-form-urlencoded, which is what curl -d says of it; "
+    "send it with -H 'Content-Type: application/json'"
+)
+
+
+def value_of(row: Any) -> Any:
+    """Return the value under `data`, else `body`; or the row's only value, if it is a tensor, by any name.
+
+    None when the row has none of these. A row that is not a dict, as an envelope may make it, is itself the
+    value.
+    """
+    if not isinstance(row, dict):
+        return row
+    data = row.get("data")
+    if _is_tensor(data) or data:
+        return data
+    body = row.get("body")
+    if body is None and len(row) == 1:
+        (sole,) = row.values()
+        return sole if _is_tensor(sole) else None
+    return body
+
+
+def fields_of(row: Mapping[str, Any]) -> str:
+    """Return the names of a row's fields for an error text, limited in number and length.
+
+    JSON that was sent as a form is parsed as a name up to the first `=`; then the text says how to send JSON.
+    """
+    names = list(row)[:_MAX_FIELDS_SHOWN]
+    found = f"the fields {', '.join(map(shown, names)) or 'none'}"
+    return found + _JSON_AS_FORM if names and names[0].lstrip().startswith(("{", "[")) else found
+
+
+def sole_element(array: Any, what: str) -> bytes:
+    """Return the only element of a tensor of BYTES.
+
+    Raises:
+        PredictionException: 400, the number of elements is not one; `what` names one in the text: "an image".
+    """
+    elements: Sequence[Any] = array.ravel().tolist()
+    if len(elements) != 1:
+        raise PredictionException(
+            f"The request has {len(elements)} elements of BYTES, shape {list(array.shape)}; expected one, "
+            f"{what}. Send a request for each: the server puts them into one batch",
+            400,
+        )
+    element = elements[0]
+    return element if isinstance(element, bytes) else str(element).encode()
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, np.ndarray) or hasattr(value, "untyped_storage")  # the latter is torch's
+
+
+T = TypeVar("T")
+_KINDS = {float: "a number", int: "a whole number", bool: "true or false", str: "a text"}
+_TYPES = {400: "BadRequestException", 413: "RequestEntityTooLargeException"}
+
+
+def read_each(rows: Sequence[Any], read: Callable[[Any], T]) -> list[T | PredictionException]:
+    """Return for each row the result of `read`, or the PredictionException that it raised."""
+    results: list[T | PredictionException] = []
+    for row in rows:
+        try:
+            results.append(read(row))
+        except PredictionException as err:
+            results.append(err)
+    return results
+
+
+def refusal(context: Context, index: int, err: PredictionException) -> dict[str, object]:
+    """Set the status of request `index`, and return its answer in the form of the server's own errors."""
+    context.set_response_status(err.error_code, idx=index)
+    kind = _TYPES.get(err.error_code, "PredictionException")
+    return {"code": err.error_code, "type": kind, "message": err.message}
+
+
+def came_as_tensors(context: Context, index: int) -> bool:
+    """Return whether the client uses the Open Inference Protocol, and so expects arrays."""
+    return context.get_request_header(index, OPEN_INFERENCE) is not None
+
+
+def settings_of(config: dict[str, Any], name: str, defaults: dict[str, Any]) -> dict[str, Any]:
+    """Return the block `handler.<name>` of model-config.yaml, merged over its defaults.
+
+    Raises:
+        ValueError: it has a key without a default, or a value of another kind than the default.
+    """
+    handler = config.get("handler")
+    block = (handler.get(name) if isinstance(handler, dict) else None) or {}
+    if not isinstance(block, dict):
+        raise ValueError(f"handler.{name} in model-config.yaml is {block!r}; expected keys and values")
+    for key, value in block.items():
+        if key not in defaults:
+            known = ", ".join(defaults)
+            raise ValueError(f"handler.{name}.{key} in model-config.yaml is unknown; expected one of {known}")
+        if not _is_alike(value, defaults[key]):
+            kind = _KINDS[type(defaults[key])]
+            raise ValueError(f"handler.{name}.{key} in model-config.yaml is {value!r}; expected {kind}")
+    return {**defaults, **block}
+
+
+def _is_alike(value: object, default: object) -> bool:
+    if isinstance(default, float):
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return type(value) is type(default)

@@ -1,0 +1,1 @@
+"""The module paths of TorchServe, and what only they need."""

@@ -1,0 +1,145 @@
+"""Resolves `import ts...` to torchere's classes, without TorchServe.
+
+Handlers written for TorchServe import from `ts`. After `install()` those imports resolve as in the table
+`ALIASES`. Modules in `NOT_SHIPPED` raise an ImportError with the reason, instead of "No module named".
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+_HANDLERS = "torchere.handlers."
+
+# Module path under `ts` -> the source of its names: "module" (all its public names), "module:Name", or
+# "module:Name=Alias". An empty tuple is a package that only holds other modules.
+ALIASES: dict[str, tuple[str, ...]] = {
+    "ts": ("version:__version__",),
+    "ts.version": ("version:__version__",),
+    "ts.context": ("context:Context", "context:RequestProcessor"),
+    "ts.service": ("ts_compat.legacy:emit_metrics",),
+    "ts.torch_handler": (),
+    "ts.torch_handler.base_handler": ("base",),
+    "ts.torch_handler.vision_handler": ("vision",),
+    "ts.torch_handler.image_classifier": ("vision.tasks",),
+    "ts.torch_handler.image_segmenter": ("vision.tasks",),
+    "ts.torch_handler.object_detector": ("vision.tasks",),
+    "ts.torch_handler.text_handler": ("text",),
+    "ts.torch_handler.text_classifier": ("text.classifier",),
+    "ts.torch_handler.contractions": ("text.contractions:CONTRACTIONS=CONTRACTION_MAP",),
+    "ts.torch_handler.unit_tests": (),
+    "ts.torch_handler.unit_tests.test_utils": (),
+    "ts.torch_handler.unit_tests.test_utils.mock_context": ("ts_compat.legacy:MockContext",),
+    "ts.torch_handler.request_envelope": (),
+    "ts.torch_handler.request_envelope.base": ("envelopes:BaseEnvelope",),
+    "ts.torch_handler.request_envelope.body": ("envelopes:BodyEnvelope",),
+    "ts.torch_handler.request_envelope.json": ("envelopes:JSONEnvelope",),
+    "ts.torch_handler.request_envelope.kserve": ("envelopes:KServeEnvelope",),
+    "ts.torch_handler.request_envelope.kservev2": ("envelopes:KServev2Envelope",),
+    "ts.handler_utils": (),
+    "ts.handler_utils.utils": (
+        "context:send_intermediate_predict_response",
+        "ts_compat.class_import:import_class",
+    ),
+    "ts.handler_utils.micro_batching": ("micro_batching:MicroBatching",),
+    "ts.handler_utils.timer": ("timer:timed",),
+    "ts.handler_utils.hf_batch_streamer": ("text.streamer:TextIteratorStreamerBatch",),
+    "ts.protocol": (),
+    "ts.protocol.otf_message_handler": ("context:send_intermediate_predict_response",),
+    "ts.utils": (),
+    "ts.utils.util": (
+        "errors:PredictionException",
+        "labels:load_label_mapping",
+        "labels:map_class_to_label",
+        "text:CLEANUP_REGEX",
+        "resolve:list_classes_from_module",
+        "loading.compile:check_valid_pt2_backend",
+    ),
+    "ts.metrics": (),
+    "ts.metrics.dimension": ("metric_types:Dimension",),
+    "ts.metrics.unit": ("metric_types:Units",),
+    "ts.metrics.metric_type_enum": ("metric_types:MetricTypes",),
+    "ts.metrics.metric": ("ts_compat.legacy:Metric",),
+    "ts.metrics.metrics_store": ("ts_compat.legacy:MetricsStore",),
+    "ts.metrics.caching_metric": ("metrics:CachingMetric",),
+    "ts.metrics.metric_cache_yaml_impl": ("metrics:MetricsCache=MetricsCacheYamlImpl",),
+    "ts.metrics.metric_cache_errors": (
+        "errors:MetricsCacheTypeError",
+        "errors:MetricsCacheKeyError",
+        "errors:MetricsCacheValueError",
+        "errors:MetricsCachePyYamlError",
+        "errors:MetricsCacheIOError",
+    ),
+}
+
+# Module path under `ts` -> why torchere does not have it, and the alternative.
+NOT_SHIPPED: dict[str, str] = {
+    "ts.torch_handler.dali_handler": "it needs NVIDIA DALI; decode with torchere.handlers.vision.decode",
+    "ts.torch_handler.dali_image_classifier": "it needs NVIDIA DALI; use image_classifier",
+    "ts.torch_handler.densenet_handler": "it unpickles what clients send; send JSON or raw bytes instead",
+    "ts.torch_handler.vllm_handler": "it needs vLLM; run the vLLM server beside this one",
+    "ts.torch_handler.trt_llm_handler": "it needs TensorRT-LLM; run its own server beside this one",
+    "ts.torch_handler.distributed": "PiPPy and DeepSpeed are not supported; derive from BaseHandler",
+    "ts.handler_utils.distributed": "PiPPy and DeepSpeed are not supported; derive from BaseHandler",
+    "ts.handler_utils.preprocess": "it needs NVIDIA DALI; decode with torchere.handlers.vision.decode",
+    "ts.metrics.system_metrics": "the server measures the machine itself; report your own to context.metrics",
+    "ts.launcher": "start and stop the server with `torchserve --start` and `torchserve --stop`",
+}
+
+
+class _AliasFinder:
+    """The meta-path finder for `ts` and everything under it."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return a spec for a module of the table; the parameters are the import system's.
+
+        Raises:
+            ImportError: the module is one of TorchServe's that torchere does not have.
+        """
+        if fullname in ALIASES:
+            is_package = any(name.startswith(fullname + ".") for name in (*ALIASES, *NOT_SHIPPED))
+            return ModuleSpec(fullname, _AliasLoader(), origin="torchere.handlers", is_package=is_package)
+        if fullname in NOT_SHIPPED:
+            raise ImportError(f"{fullname} is not part of torchere: {NOT_SHIPPED[fullname]}", name=fullname)
+        return None
+
+
+class _AliasLoader(Loader):
+    """Fills an alias module with the names of torchere's modules."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        # `import ts` is enough for `ts.context.Context`: TorchServe's worker has imported that already.
+        module.__getattr__ = functools.partial(_module_below, module.__name__)  # type: ignore[method-assign]
+        for source in ALIASES[module.__name__]:
+            module_name, _, names = source.partition(":")
+            ours = importlib.import_module(_HANDLERS + module_name)
+            if names:
+                name, _, alias = names.partition("=")
+                setattr(module, alias or name, getattr(ours, name))
+            else:
+                vars(module).update({k: v for k, v in vars(ours).items() if not k.startswith("_")})
+
+
+def _module_below(package: str, name: str) -> ModuleType:
+    if f"{package}.{name}" not in ALIASES:
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+    return importlib.import_module(f"{package}.{name}")
+
+
+_finder = _AliasFinder()
+
+
+def install() -> None:
+    """Make `import ts` resolve to torchere in this process. Idempotent and cheap: imports nothing yet.
+
+    It takes precedence over an installed TorchServe, but modules already imported stay unchanged.
+    """
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)

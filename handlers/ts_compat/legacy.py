@@ -1,0 +1,120 @@
+"""Metric objects of TorchServe's older API, for handlers that still build and emit their own lists."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchere.handlers.metric_types import Dimension, MetricSample, MetricTypes, Units
+from torchere.handlers.metrics import MetricsCache, current_metrics
+
+
+class Metric:
+    """One value with its labels, to be handed to `emit_metrics`.
+
+    Args:
+        name: metric name.
+        value: number, or text that reads as one.
+        unit: see `Units`.
+        dimensions: labels.
+        request_id: the request it belongs to.
+        metric_method: "counter" makes `update` add instead of replace.
+    """
+
+    def __init__(  # noqa: PLR0917  # TorchServe's signature
+        self,
+        name: str,
+        value: float | str,
+        unit: str,
+        dimensions: Sequence[Dimension],
+        request_id: str | None = None,
+        metric_method: str | None = None,
+    ) -> None:
+        self.name = name
+        self.value = float(value)
+        self.unit = Units.units.get(unit, unit)
+        self.dimensions = list(dimensions)
+        self.request_id = request_id
+        self.metric_method = metric_method
+
+    def update(self, value: float | str) -> None:
+        """Replace the value, or add to it when the metric is a counter."""
+        self.value = self.value + float(value) if self.metric_method == "counter" else float(value)
+
+    def sample(self) -> MetricSample:
+        """Return the record of the current value."""
+        kind = MetricTypes.COUNTER if self.metric_method == "counter" else MetricTypes.GAUGE
+        ids = (self.request_id,) if self.request_id else ()
+        labels = tuple((item.name, str(item.value)) for item in self.dimensions)
+        return MetricSample(self.name, self.value, self.unit, kind.value, labels, ids)
+
+
+class MetricsStore(MetricsCache):
+    """The collector of the older API: `MetricsCache` with the constructor that handlers called."""
+
+    def __init__(self, request_ids: Mapping[int, str] | object, model_name: str) -> None:
+        super().__init__(model_name)
+        # Handlers that construct it pass any object, mostly a uuid, which identifies no request.
+        self.request_ids = request_ids if isinstance(request_ids, Mapping) else {}
+
+    @property
+    def store(self) -> list[MetricSample]:
+        """The values reported to this store since it was last read; reading removes them."""
+        return self.drain()
+
+
+def emit_metrics(metrics: Iterable[Metric | MetricSample]) -> None:
+    """Report the values with the batch that runs in this thread; outside a batch they are dropped."""
+    collector = current_metrics()
+    if collector is None:
+        return
+    for metric in metrics:
+        collector.record(metric.sample() if isinstance(metric, Metric) else metric)
+
+
+class MockContext:
+    """A context with the attributes that most handlers use; handlers import it for their own tests.
+
+    Args:
+        model_pt_file: the manifest's `serializedFile`; "" or None for none.
+        model_dir: where the model's files are.
+        model_file: the manifest's `modelFile`; "" or None for none.
+        gpu_id: passed to the handler where CUDA is available.
+        model_name: for the metrics.
+        model_yaml_config_file: name of a YAML file in `model_dir` that becomes `model_yaml_config`.
+    """
+
+    def __init__(  # noqa: PLR0917  # TorchServe's signature
+        self,
+        model_pt_file: str | None = "model.pt",
+        model_dir: str = "ts/torch_handler/unit_tests/models/tmp",
+        model_file: str | None = "model.py",
+        gpu_id: str | None = "0",
+        model_name: str = "mnist",
+        model_yaml_config_file: str | None = None,
+    ) -> None:
+        named = {"serializedFile": model_pt_file, "modelFile": model_file}
+        self.model_name = model_name
+        self.manifest = {"model": {key: name for key, name in named.items() if name}}
+        self.system_properties: dict[str, Any] = {"model_dir": model_dir}
+        if gpu_id and torch.cuda.is_available():
+            self.system_properties["gpu_id"] = gpu_id
+        self.explain = False
+        self.metrics = MetricsStore(uuid.uuid4(), model_name)
+        self.model_yaml_config: dict[str, Any] = {}
+        if model_yaml_config_file:
+            self.model_yaml_config = _read_yaml(Path(model_dir, model_yaml_config_file))
+
+    def get_request_header(self, idx: int, exp: str) -> bool:
+        """Return whether a test has set `explain`; always False for request 0, as in TorchServe."""
+        return bool(idx and exp and self.explain)
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    import yaml  # noqa: PLC0415  # only where a test asks for it
+
+    return yaml.safe_load(file.read_text(encoding="utf-8")) or {}

@@ -1,0 +1,146 @@
+"""Base class of the image handlers: decodes images from requests and explains predictions."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from torchere.handlers.base import BaseHandler
+from torchere.handlers.context import Context
+from torchere.handlers.errors import PredictionException
+from torchere.handlers.loading.devices import to_device
+from torchere.handlers.rows import fields_of, value_of
+from torchere.handlers.tensors import shown
+from torchere.handlers.timer import timed
+from torchere.handlers.vision.decode import (
+    DEFAULT_MAX_BYTES,
+    DEFAULT_MAX_PIXELS,
+    ImageLimits,
+    decode_image,
+    picture_of_tensor,
+)
+from torchere.handlers.vision.insights import integrated_gradients
+from torchere.handlers.vision.transform import ImageTransform
+
+
+class VisionHandler(BaseHandler):
+    """Base class of the handlers that take images.
+
+    A subclass sets `image_processing`, any callable from a PIL image to a float tensor; the tensors of a
+    batch must have one size. `handler.image` in model-config.yaml changes the default transform (`resize`,
+    `crop`, `mean`, `std`) and the limits (`max_pixels`, `max_bytes`).
+    """
+
+    image_processing: Callable[[Image.Image], Any] = ImageTransform()
+    image_limits = ImageLimits()
+
+    def initialize(self, context: Context) -> None:
+        """Load the model, then apply `handler.image` and the server's `limit_max_image_pixels`.
+
+        Raises:
+            ValueError: a value under `handler.image` is wrong.
+        """
+        super().initialize(context)
+        config = self.image_config()
+        limited = bool(context.system_properties.get("limit_max_image_pixels", True))
+        if not limited:
+            Image.MAX_IMAGE_PIXELS = None  # process-wide; `image_limits` guards the other models
+        most = {"max_pixels": DEFAULT_MAX_PIXELS if limited else None, "max_bytes": DEFAULT_MAX_BYTES}
+        self.image_limits = ImageLimits(**{key: _limit(key, config.get(key, most[key])) for key in most})
+        if isinstance(self.image_processing, ImageTransform):
+            self.image_processing = self.image_processing.replaced_by(config)
+
+    def image_config(self) -> dict[str, Any]:
+        """Return the block `handler.image` of model-config.yaml, or an empty dict."""
+        handler = self.model_yaml_config.get("handler")
+        image = handler.get("image") if isinstance(handler, dict) else None
+        return image if isinstance(image, dict) else {}
+
+    @timed
+    def preprocess(self, data: Any) -> Any:
+        """Stack the images of a batch.
+
+        Each row has under `data` or `body` the bytes of an image file, the same in base64 (`str`), or nested
+        lists of numbers in the form of the model's input. Tensors of the Open Inference Protocol may have
+        any name; `image_arrays` describes the accepted shapes and datatypes.
+
+        Returns:
+            A float tensor on the handler's device, first dimension the batch.
+
+        Raises:
+            PredictionException: 400, a row has no valid image, or the images differ in shape.
+        """
+        return self.stack([self._tensor(row) for row in data])
+
+    def stack(self, images: list[torch.Tensor]) -> Any:
+        """Stack the tensors of a batch on the handler's device; raise a 400 error if their shapes differ."""
+        shapes = {tuple(image.shape) for image in images}
+        if len(shapes) > 1:
+            raise PredictionException(
+                f"The requests of one batch have inputs of different shapes: {sorted(shapes)}; expected one. "
+                "Serve this model with batchSize 1, or send inputs of one size",
+                400,
+            )
+        return to_device(torch.stack(images), self.device)
+
+    def _tensor(self, row: Any) -> torch.Tensor:
+        value = value_of(row)
+        if isinstance(value, (np.ndarray, torch.Tensor)):
+            value = picture_of_tensor(value, self.image_limits)
+            if isinstance(value, torch.Tensor):
+                return value
+        elif isinstance(value, (bytes, bytearray, str)):
+            value = decode_image(value, self.image_limits)
+        if isinstance(value, Image.Image):
+            tensor: torch.Tensor = self.image_processing(value)
+            return tensor
+        if value is None:
+            found = fields_of(row) if isinstance(row, dict) else shown(row)
+            raise PredictionException(
+                f"The request has no image: found {found}; expected 'data' or 'body' with the "
+                "bytes of an image file (curl -T cat.jpg URL, or curl -F data=@cat.jpg URL)",
+                400,
+            )
+        return _numbers(value)
+
+    @cached_property
+    def ig(self) -> Any:
+        """Return captum's `IntegratedGradients` of the model, for subclasses that explain predictions.
+
+        Raises:
+            ImportError: captum is not installed.
+        """
+        return importlib.import_module("captum.attr").IntegratedGradients(self.model)
+
+    def get_insights(self, tensor_data: torch.Tensor, _: Any, target: Any = 0) -> Any:
+        """Return the attribution of each input element to the score of class `target`, as nested lists."""
+        return integrated_gradients(self.model, tensor_data, target).tolist()
+
+
+def _limit(key: str, value: Any) -> Any:
+    # YAML parses 1e8, without a decimal point, as a string.
+    if value is not None and (type(value) not in (int, float) or not value > 0):
+        raise ValueError(
+            f"handler.image.{key} in model-config.yaml is {value!r}; expected a number above 0, or null"
+        )
+    return value
+
+
+def _numbers(value: object) -> torch.Tensor:
+    try:
+        if isinstance(value, int):  # torch takes it as a size, and returns uninitialised memory
+            raise TypeError("a number alone is no input")
+        return torch.FloatTensor(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as err:
+        why = f" ({err})" if isinstance(value, list) else ""  # for a list, torch names the wrong dimension
+        raise PredictionException(
+            f"The request has a {type(value).__name__} that is not an image{why}; expected the bytes of "
+            "an image file, base64 text, or nested lists of numbers in the shape of the model's input",
+            400,
+        ) from err

@@ -1,0 +1,209 @@
+"""Decode images: from the bytes of a request to a PIL image.
+
+Decoding is bounded: the size that the header claims is checked before a pixel is read. Data that is not an
+image is answered with 400 and a text that names the data found, the data expected, and how to send it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import functools
+import io
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from torchere.handlers.errors import PredictionException
+from torchere.handlers.rows import sole_element
+
+# Pillow's own limit for decompression bombs: twice its warning level of 2**30 / 4 / 3.
+DEFAULT_MAX_PIXELS = 178_956_970
+DEFAULT_MAX_BYTES = 256 * 2**20
+
+# Pillow passes EPS to Ghostscript, which runs programs: not for input from a network.
+_REFUSED_FORMATS = frozenset({"EPS"})
+
+# Exceptions that Pillow's decoders raise on broken files, beside their own errors.
+_BROKEN = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    EOFError,
+    RuntimeError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ArithmeticError,
+    struct.error,
+    zlib.error,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLimits:
+    """Bounds on one image; None means no bound."""
+
+    max_pixels: int | None = DEFAULT_MAX_PIXELS
+    max_bytes: int | None = DEFAULT_MAX_BYTES
+
+
+def decode_image(data: bytes | bytearray | str, limits: ImageLimits | None = None) -> Image.Image:
+    """Decode an image of any format that Pillow reads, as stored: no rotation by EXIF, no mode change.
+
+    Args:
+        data: the bytes of the file; a `str` is base64, optionally prefixed with `data:...;base64,`.
+        limits: bounds on its size.
+
+    Raises:
+        PredictionException: 400, it is not an image, or it is broken or too large.
+    """
+    limits = limits or ImageLimits()
+    raw = _from_base64(data) if isinstance(data, str) else bytes(data)
+    if limits.max_bytes is not None and len(raw) > limits.max_bytes:
+        raise PredictionException(
+            f"The image has {len(raw)} bytes, more than the limit of {limits.max_bytes}; send a smaller one, "
+            "or raise handler.image.max_bytes in model-config.yaml",
+            400,
+        )
+    image = _open(raw, limits)
+    try:
+        image.load()
+    except Image.DecompressionBombError as err:  # icons hold images with a size of their own
+        raise _too_large(str(err)) from err
+    except _BROKEN as err:
+        raise PredictionException(
+            f"The {image.format} image of {len(raw)} bytes is broken and can't be decoded: {err}; send the "
+            "whole file",
+            400,
+        ) from err
+    return image
+
+
+def _open(raw: bytes, limits: ImageLimits) -> Image.Image:
+    try:
+        image = Image.open(io.BytesIO(raw), formats=_formats())
+    except Image.DecompressionBombError as err:
+        raise _too_large(str(err)) from err
+    except _BROKEN as err:
+        raise PredictionException(_not_an_image(raw), 400) from err
+    check_pixels(image.width, image.height, limits)
+    return image
+
+
+def check_pixels(width: int, height: int, limits: ImageLimits) -> None:
+    """Refuse an image of too many pixels.
+
+    Raises:
+        PredictionException: 400, with the number of pixels and the limit.
+    """
+    pixels = width * height
+    if limits.max_pixels is not None and pixels > limits.max_pixels:
+        raise _too_large(f"{width} x {height} = {pixels} pixels, limit {limits.max_pixels}")
+
+
+@functools.cache
+def _formats() -> tuple[str, ...]:
+    Image.init()  # registers every format; until then Pillow knows the commonest five
+    return tuple(name for name in Image.ID if name not in _REFUSED_FORMATS)
+
+
+def _too_large(found: str) -> PredictionException:
+    return PredictionException(
+        f"The image is too large: {found}; send a smaller one, or set limit_max_image_pixels=false in "
+        "config.properties",
+        400,
+    )
+
+
+def _not_an_image(raw: bytes) -> str:
+    return (
+        f"The request body is not an image: found {_describe(raw)}; expected the bytes of a JPEG, PNG or "
+        "other image file. Send them as they are (curl -T cat.jpg URL), in a form field "
+        "(curl -F data=@cat.jpg URL), or as base64 text"
+    )
+
+
+def _describe(raw: bytes) -> str:
+    if not raw:
+        return "an empty body"
+    if raw[:2] in (b"PK", b"\x80\x02"):
+        return f"{len(raw)} bytes of a zip or pickle file"
+    head = raw[:24]
+    if head.lstrip()[:1] in (b"{", b"["):
+        return f"{len(raw)} bytes that look like JSON: {head!r}"
+    return f"{len(raw)} bytes that begin with {head!r}"
+
+
+def _from_base64(text: str) -> bytes:
+    payload = text.partition(";base64,")[2] if text.startswith("data:") else text
+    try:
+        return base64.b64decode("".join(payload.split()), validate=True)
+    except (binascii.Error, ValueError) as err:
+        raise PredictionException(
+            f"The request body is text that is not base64 (it begins with {text[:24]!r}); expected an image: "
+            "send its bytes with Content-Type: application/octet-stream, or encode them as base64",
+            400,
+        ) from err
+
+
+_CHANNELS = {1: "L", 3: "RGB", 4: "RGBA"}  # modes of Pillow
+_EXPECTED = (
+    "expected UINT8 [height, width, 3] (or 1 or 4 channels), pixels; or BYTES [1], an image file; or FP32, "
+    "FP16, BF16 or FP64 [channels, height, width], the model's input; each with or without a first dimension "
+    "of 1"
+)
+
+
+def picture_of_tensor(value: Any, limits: ImageLimits) -> Image.Image | torch.Tensor:
+    """Return the image; for floating-point tensors, the model's input for one request as float32.
+
+    Args:
+        value: a numpy array (BF16: a torch tensor). BYTES hold an image file, or its base64 text, as in
+            JSON.
+        limits: bounds on the image.
+
+    Raises:
+        PredictionException: 400, it has none of the forms above, or holds several images.
+    """
+    if isinstance(value, torch.Tensor):
+        numbers: torch.Tensor = _without_batch(value).float()
+        return numbers
+    if value.dtype == object:
+        element = sole_element(value, "the bytes of an image file")
+        # All-ASCII bytes are base64: the only image formats in pure ASCII are not sent in practice.
+        return decode_image(element.decode() if element and element.isascii() else element, limits)
+    if value.dtype == np.uint8:
+        return _picture(_without_batch(value), limits)
+    if value.dtype.kind == "f":
+        return torch.from_numpy(_without_batch(value).astype(np.float32))
+    raise PredictionException(f"The request has a tensor of {value.dtype} that is no image; {_EXPECTED}", 400)
+
+
+def _without_batch(value: Any) -> Any:
+    if value.ndim == 4 and len(value) == 1:
+        return value[0]
+    if value.ndim in (2, 3):
+        return value
+    several = f" of {len(value)} images" if value.ndim == 4 else ""
+    raise PredictionException(
+        f"The request has a tensor{several} of shape {list(value.shape)}; {_EXPECTED}. "
+        "Send a request for each image: the server puts them into one batch",
+        400,
+    )
+
+
+def _picture(pixels: Any, limits: ImageLimits) -> Image.Image:
+    if pixels.ndim == 2:
+        pixels = pixels[:, :, None]
+    height, width, channels = pixels.shape
+    if channels not in _CHANNELS or not height or not width:
+        raise PredictionException(f"The request has UINT8 of shape {list(pixels.shape)}; {_EXPECTED}", 400)
+    check_pixels(width, height, limits)
+    mode = _CHANNELS[channels]
+    return Image.frombytes(mode, (width, height), np.ascontiguousarray(pixels).tobytes())

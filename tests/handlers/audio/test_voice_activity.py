@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import importlib.resources
+import importlib.util
+import io
+import json
+import wave
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torchere.handlers.context import RequestProcessor
+from torchere.handlers.resolve import load_entry_point
+from torchere.handlers.tensors.answer import OPEN_INFERENCE
+
+Answer = Callable[..., Any]
+needs_silero = pytest.mark.skipif(
+    importlib.util.find_spec("silero_vad") is None,
+    reason="silero-vad is not installed: pip install -e '.[demo]'",
+)
+
+
+class Loudness(torch.nn.Module):
+    """Is called like Silero's model; what is loud is speech. Counts the chunks since the last reset."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard = 0
+
+    @torch.jit.export
+    def reset_states(self) -> None:
+        self.heard = 0
+
+    def forward(self, chunk: torch.Tensor, rate_hz: int) -> torch.Tensor:
+        assert chunk.shape[1] == (512 if rate_hz == 16000 else 256)
+        self.heard += 1
+        return (chunk.abs().amax(1, keepdim=True) > 0.1).float()
+
+
+def wav(*parts: tuple[float, float], rate_hz: int = 16000) -> bytearray:
+    """A sound of (seconds, loudness) one after the other."""
+    rng = np.random.default_rng(0)
+    sound = np.concatenate([loud * rng.uniform(-1, 1, int(s * rate_hz)) for s, loud in parts])
+    buffer = io.BytesIO()
+    with wave.open(buffer, "wb") as file:
+        file.setparams((1, 2, rate_hz, 0, "NONE", ""))
+        file.writeframes((sound * 32767).astype("<i2").tobytes())
+    return bytearray(buffer.getvalue())
+
+
+TWICE = ((0.512, 0.0), (0.512, 0.5), (0.512, 0.0), (1.024, 0.5), (0.512, 0.0))
+SEGMENTS = [{"start_s": 0.482, "end_s": 1.054}, {"start_s": 1.506, "end_s": 2.59}]
+
+
+@pytest.fixture
+def make(tmp_path: Path, make_context: Any) -> Callable[..., Answer]:
+    def maker(model: bytes | None = None, **settings: Any) -> Answer:
+        if model is None:
+            torch.jit.save(torch.jit.script(Loudness().eval()), str(tmp_path / "vad.pt"))
+        else:
+            (tmp_path / "vad.pt").write_bytes(model)
+        config = {"handler": {"voice_activity": settings}}
+        context = make_context(tmp_path, model={"serializedFile": "vad.pt"}, config=config)
+        entry_point = load_entry_point("voice_activity", context)
+
+        def answer(*rows: Any, headers: dict[str, str] | None = None, parts: Any = None) -> Any:
+            requests = [RequestProcessor(f"r{index}", headers or {}) for index in range(len(rows))]
+            sink = [] if parts is None else parts
+            context.begin_batch(requests, lambda index, chunk: sink.append((index, chunk)))
+            return entry_point(list(rows), context)
+
+        answer.entry_point = entry_point  # type: ignore[attr-defined]
+        answer.context = context  # type: ignore[attr-defined]
+        return answer
+
+    return maker
+
+
+def test_the_segments_of_a_file_are_answered_in_seconds(make: Any) -> None:
+    answer = make()
+    assert answer({"body": wav(*TWICE)}) == [{"segments": SEGMENTS, "duration_s": 3.072}]
+    assert answer({"audio": wav((0.5, 0.0))}) == [{"segments": [], "duration_s": 0.5}]
+
+
+@pytest.mark.parametrize("rate_hz", [8000, 16000])
+def test_sounds_of_a_batch_are_heard_side_by_side_whatever_their_length_and_rate(
+    make: Any, rate_hz: int
+) -> None:
+    answer = make()
+    other = wav((0.256, 0.9), (0.256, 0.0), rate_hz=24000 - rate_hz)
+    rows = [wav(*TWICE, rate_hz=rate_hz), other, wav((0.512, 0.5), rate_hz=rate_hz)]
+    first, second, third = answer(*({"body": row} for row in rows))
+    assert first["segments"] == SEGMENTS
+    assert second["segments"] == [{"start_s": 0.0, "end_s": 0.286}]
+    assert third == {"segments": [{"start_s": 0.0, "end_s": 0.512}], "duration_s": 0.512}
+
+
+def test_a_request_that_is_wrong_does_not_touch_its_batch_mates(make: Any) -> None:
+    answer = make()
+    bad, good, none = answer({"body": bytearray(b"mp3")}, {"body": wav(*TWICE)}, {"text": "hello"})
+    assert (bad["code"], bad["type"]) == (400, "BadRequestException")
+    assert "not a WAV file" in bad["message"]
+    assert "no sound: found the fields 'text'" in none["message"]
+    assert good["segments"] == SEGMENTS
+    statuses = [answer.context.get_response_status(index)[0] for index in range(3)]
+    assert statuses == [400, 200, 400]
+
+
+@pytest.mark.parametrize(
+    ("headers", "field"),
+    [({"Accept": "application/x-ndjson"}, {}), ({}, {"stream": b"true"}), ({}, {"stream": "true"})],
+)
+def test_segments_are_streamed_one_by_one_when_asked_for(
+    make: Any, headers: dict[str, str], field: dict[str, Any]
+) -> None:
+    parts: list[tuple[int, bytes]] = []
+    answer = make()
+    (last,) = answer({"body": wav(*TWICE), **field}, headers=headers, parts=parts)
+    assert [(index, json.loads(chunk)) for index, chunk in parts] == [(0, one) for one in SEGMENTS]
+    assert all(chunk.endswith(b"\n") for _, chunk in parts)
+    assert json.loads(last) == {"duration_s": 3.072}
+    assert answer.context.get_response_content_type(0) == "application/x-ndjson"
+
+
+def test_the_open_inference_protocol_gets_arrays(make: Any) -> None:
+    audio = np.array([bytes(wav(*TWICE))], dtype=object)
+    (found,) = make()({"audio": audio}, headers={OPEN_INFERENCE: "{}", "accept": "application/x-ndjson"})
+    assert found["start_s"].dtype == np.float32
+    assert found["start_s"].tolist() == pytest.approx([one["start_s"] for one in SEGMENTS])
+    assert found["end_s"].tolist() == pytest.approx([one["end_s"] for one in SEGMENTS])
+    assert found["duration_s"].tolist() == pytest.approx([3.072])
+
+
+def test_every_executor_has_a_model_of_its_own_because_it_remembers(make: Any) -> None:
+    one, other = make(), make()
+    one({"body": wav((1.0, 0.0))})
+    assert one.entry_point.instance.model.heard == 32
+    assert other.entry_point.instance.model.heard == 0
+
+
+def test_the_rules_come_from_the_configuration(make: Any) -> None:
+    answer = make(min_speech_ms=600.0, pad_ms=0, max_seconds=4)
+    (found,) = answer({"body": wav(*TWICE)})
+    assert found["segments"] == [{"start_s": 1.536, "end_s": 2.56}]
+    (refused,) = answer({"body": wav((4.5, 0.0))})
+    assert "at most 4 s" in refused["message"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"treshold": 0.4}, "voice_activity.treshold in model-config.yaml is unknown"),
+        ({"threshold": "high"}, "is 'high'; expected a number"),
+        ({"threshold": 2}, "0 < threshold < 1"),
+    ],
+)
+def test_a_wrong_configuration_does_not_load(make: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**settings)
+
+
+def test_another_model_than_silero_is_said_when_it_is_loaded(make: Any, tmp_path: Path) -> None:
+    torch.jit.save(torch.jit.script(torch.nn.ReLU()), str(tmp_path / "other.pt"))
+    with pytest.raises(RuntimeError, match=r"vad\.pt has no method reset_states; expected Silero VAD"):
+        make((tmp_path / "other.pt").read_bytes())
+
+
+def test_the_warm_up_is_answered(make: Any) -> None:
+    answer = make()
+    rows = answer.entry_point.warmup_data()
+    assert answer(*rows) == [{"segments": [], "duration_s": 0.1}] * 2
+
+
+@needs_silero
+def test_silero_finds_what_its_own_code_finds_alone_and_in_a_batch(make: Any) -> None:
+    import silero_vad
+
+    file = importlib.resources.files("silero_vad").joinpath("data/silero_vad.jit")
+    noise = wav((0.7, 0.0), (1.0, 0.3), (0.5, 0.001))
+    time_s = torch.arange(35200) / 16000
+    hum = sum(torch.sin(2 * torch.pi * 130 * k * time_s) / k for k in range(1, 20))
+    hum = 0.2 * hum * ((time_s * 3).int() % 2) + torch.frombuffer(noise[44:], dtype=torch.int16) / 32768
+    samples = (hum.clamp(-1, 1) * 32767).to(torch.int16)
+    body = noise[:44] + bytearray(samples.numpy().tobytes())
+    rules = {"threshold": 0.3, "min_speech_ms": 100.0}
+    answer = make(file.read_bytes(), **rules)
+    wanted = silero_vad.get_speech_timestamps(
+        samples.float() / 32768, silero_vad.load_silero_vad(), threshold=0.3, min_speech_duration_ms=100
+    )
+    seconds = [{"start_s": one["start"] / 16000, "end_s": one["end"] / 16000} for one in wanted]
+    (alone,) = answer({"body": body})
+    _, together = answer({"body": wav((3.0, 0.4))}, {"body": body})
+    assert seconds
+    assert alone == together == {"segments": seconds, "duration_s": 2.2}

@@ -1,0 +1,116 @@
+"""What is read from a `.pt2` file before anything of it is loaded."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from torchere.handlers.compiled.gil import holds_gil
+from torchere.handlers.compiled.package import extracted_library, read_package
+
+FOLDER = "net/data/aotinductor/model/"
+METADATA = json.dumps({"AOTI_DEVICE_KEY": "cpu", "AOTI_CPU_ISA": "AVX2"})
+
+
+def write(path: Path, entries: dict[str, str]) -> str:
+    with zipfile.ZipFile(path, "w") as file:
+        for name, text in entries.items():
+            file.writestr(name, text)
+    return str(path)
+
+
+def test_finds_the_library_and_what_the_compiler_noted(tmp_path: Path) -> None:
+    entries = {FOLDER + "a.wrapper.so": "code", FOLDER + "a.wrapper_metadata.json": METADATA}
+    package = read_package(write(tmp_path / "net.pt2", entries))
+    assert package.library == FOLDER + "a.wrapper.so"
+    assert package.device == "cpu"
+    assert package.metadata["AOTI_CPU_ISA"] == "AVX2"
+    assert not package.is_program
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [FOLDER + "a.wrapper.json", FOLDER + "b.so", FOLDER + "a_serialized_weights.bin", "net/data/weights/w0"],
+    ids=["operators outside of torch", "a second library", "weights", "weights as files"],
+)
+def test_a_library_that_needs_more_of_the_package_is_left_to_torch(tmp_path: Path, beside: str) -> None:
+    package = read_package(write(tmp_path / "net.pt2", {FOLDER + "a.wrapper.so": "code", beside: ""}))
+    assert package.library is None
+    assert not package.is_program
+
+
+@pytest.mark.parametrize(
+    ("source", "checkable"),
+    [("if (arg_size[0] > 64) {", True), ("if (arg_size[0] < 20) {", True), ("if (arg_size[0] < 2) {", False)],
+)
+def test_inputs_are_checked_unless_that_would_refuse_a_batch_of_one(
+    tmp_path: Path, source: str, checkable: bool
+) -> None:
+    entries = {FOLDER + "a.wrapper.so": "code", FOLDER + "a.wrapper.cpp": source}
+    assert read_package(write(tmp_path / "net.pt2", entries)).checkable is checkable
+
+
+def test_inputs_are_not_checked_where_the_source_is_missing(tmp_path: Path) -> None:
+    assert not read_package(write(tmp_path / "net.pt2", {FOLDER + "a.wrapper.so": "code"})).checkable
+
+
+def test_tells_an_exported_program(tmp_path: Path) -> None:
+    assert read_package(write(tmp_path / "net.pt2", {"net/models/model.json": "{}"})).is_program
+
+
+def test_metadata_that_is_no_object_counts_as_none(tmp_path: Path) -> None:
+    entries = {FOLDER + "a.wrapper.so": "", FOLDER + "a.wrapper_metadata.json": "[]"}
+    assert read_package(write(tmp_path / "net.pt2", entries)).device == "unknown"
+
+
+def test_what_is_no_package_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "net.pt2").write_text("text")
+    with pytest.raises(RuntimeError, match=r"net\.pt2 is not a \.pt2 package"):
+        read_package(str(tmp_path / "net.pt2"))
+
+
+def damaged(path: Path, name: str, text: str) -> str:
+    """A package in which one more entry is compressed, and its bytes are no deflate."""
+    with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as file:
+        file.writestr(name, text)
+        entry = file.getinfo(name)
+    start = entry.header_offset + 30 + len(name)
+    whole = bytearray(path.read_bytes())
+    whole[start : start + entry.compress_size] = b"\xff" * entry.compress_size
+    path.write_bytes(whole)
+    return str(path)
+
+
+def test_a_note_that_does_not_unpack_makes_a_damaged_package(tmp_path: Path) -> None:
+    write(tmp_path / "net.pt2", {FOLDER + "a.wrapper.so": "code"})
+    path = damaged(tmp_path / "net.pt2", FOLDER + "a.wrapper_metadata.json", METADATA)
+    with pytest.raises(RuntimeError, match=r"net\.pt2 is not a \.pt2 package"):
+        read_package(path)
+    assert not holds_gil(path, str(tmp_path))
+
+
+def test_a_library_that_does_not_unpack_leaves_nothing_behind(tmp_path: Path) -> None:
+    package = read_package(damaged(tmp_path / "net.pt2", FOLDER + "a.wrapper.so", "code"))
+    with pytest.raises(RuntimeError, match="is damaged"):
+        extracted_library(package, tmp_path / "libraries")
+    assert list((tmp_path / "libraries").iterdir()) == []
+
+
+def test_a_second_extraction_finds_the_first(tmp_path: Path) -> None:
+    package = read_package(write(tmp_path / "net.pt2", {FOLDER + "a.wrapper.so": "code"}))
+    first = extracted_library(package, tmp_path / "libraries")
+    written = first.stat().st_mtime_ns
+    assert extracted_library(package, tmp_path / "libraries") == first
+    assert (first.read_text(), first.stat().st_mtime_ns) == ("code", written)
+
+
+def test_a_damaged_library_leaves_nothing_behind(tmp_path: Path) -> None:
+    path = tmp_path / "net.pt2"
+    package = read_package(write(path, {FOLDER + "a.wrapper.so": "code"}))
+    path.write_bytes(path.read_bytes().replace(b"code", b"c0de", 1))
+    with pytest.raises(RuntimeError, match="is damaged"):
+        extracted_library(package, tmp_path / "libraries")
+    assert list((tmp_path / "libraries").iterdir()) == []

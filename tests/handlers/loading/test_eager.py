@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchere.handlers.archive_import import ArchiveModules, forget_archive, open_archive
+from torchere.handlers.loading.eager import load_eager
+
+MODEL = """
+import torch
+from shapes import FEATURES
+
+class Net(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(FEATURES, 1)
+"""
+
+MORE = """
+class Config:
+    width = 4
+
+Model = Net
+"""
+
+
+@pytest.fixture
+def archive(write_archive: Callable[..., Path]) -> Iterator[ArchiveModules]:
+    directory = write_archive(
+        {
+            "model.py": MODEL,
+            "shapes.py": "FEATURES = 3",
+            "two.py": MODEL + "class B(Net): pass",
+            "more.py": MODEL + MORE,
+        }
+    )
+    yield open_archive("eager", "1.0", str(directory))
+    forget_archive(str(directory))
+
+
+def test_the_class_gets_the_weights_of_the_state_dict(archive: ArchiveModules, tmp_path: Path) -> None:
+    weights = {"weight": torch.tensor([[1.0, 2.0, 3.0]]), "bias": torch.zeros(1)}
+    torch.save(weights, tmp_path / "w.pth")
+    model = load_eager(archive, "model.py", str(tmp_path / "w.pth"))
+    assert model(torch.ones(1, 3)).tolist() == [[6.0]]
+
+
+def test_without_a_file_the_class_keeps_its_own_weights(archive: ArchiveModules) -> None:
+    assert load_eager(archive, "model.py", None)(torch.ones(1, 3)).shape == (1, 1)
+
+
+def test_a_missing_model_file_is_reported(archive: ArchiveModules) -> None:
+    with pytest.raises(RuntimeError, match=r"Missing the model\.py file: the manifest names net\.py"):
+        load_eager(archive, "net.py", None)
+
+
+def test_two_models_in_the_model_file_are_refused(archive: ArchiveModules) -> None:
+    with pytest.raises(ValueError, match="Expected only one class as model definition"):
+        load_eager(archive, "two.py", None)
+
+
+def test_other_classes_and_a_second_name_beside_the_model_do_not_matter(archive: ArchiveModules) -> None:
+    assert load_eager(archive, "more.py", None)(torch.ones(1, 3)).shape == (1, 1)
+
+
+def test_a_pickle_with_code_is_not_run(archive: ArchiveModules, tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+
+    class Bomb:
+        def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+            return Path.touch, (marker,)
+
+    torch.save({"weight": Bomb()}, tmp_path / "w.pth")
+    with pytest.raises(RuntimeError, match="holds more than tensors") as caught:
+        load_eager(archive, "model.py", str(tmp_path / "w.pth"))
+    assert isinstance(caught.value.__cause__, pickle.UnpicklingError)
+    assert not marker.exists()
+
+
+def test_weights_that_are_no_dict_are_refused(archive: ArchiveModules, tmp_path: Path) -> None:
+    torch.save(torch.ones(3), tmp_path / "w.pth")
+    with pytest.raises(RuntimeError, match="holds a Tensor; expected a state_dict"):
+        load_eager(archive, "model.py", str(tmp_path / "w.pth"))
+
+
+def test_a_class_of_an_archive_can_be_scripted_and_compiled(archive: ArchiveModules) -> None:
+    model = load_eager(archive, "model.py", None).eval()
+    row = torch.ones(1, 3)
+    expected = model(row).tolist()
+    assert torch.jit.script(model)(row).tolist() == expected
+    assert torch.compile(model, backend="eager")(row).tolist() == expected
+
+
+WIDE = """
+import torch
+
+class Net(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(600, 600)
+"""
+
+
+@pytest.fixture
+def wide_archive(write_archive: Callable[..., Path]) -> Iterator[ArchiveModules]:
+    directory = str(write_archive({"model.py": WIDE}))
+    yield open_archive("wide", "1.0", directory)
+    forget_archive(directory)
+
+
+def is_mapped(tensor: torch.Tensor, path: Path) -> bool:
+    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(path))]
+    spans = [[int(bound, 16) for bound in line.split()[0].split("-")] for line in lines]
+    return any(low <= tensor.data_ptr() < high for low, high in spans)
+
+
+def test_large_weights_are_mapped_where_they_lie(wide_archive: ArchiveModules, tmp_path: Path) -> None:
+    path = tmp_path / "w.pth"
+    weights = torch.nn.Linear(600, 600).state_dict()
+    torch.save(weights, path)
+    model = load_eager(wide_archive, "model.py", str(path))
+    assert all(is_mapped(tensor, path) for tensor in model.state_dict().values())
+    assert torch.equal(model.weight, weights["weight"])
+
+
+def test_large_weights_of_another_type_are_converted(wide_archive: ArchiveModules, tmp_path: Path) -> None:
+    path = tmp_path / "w.pth"
+    weights = torch.nn.Linear(600, 600).double().state_dict()
+    torch.save(weights, path)
+    model = load_eager(wide_archive, "model.py", str(path))
+    assert model.weight.dtype == torch.float32
+    assert torch.equal(model.weight, weights["weight"].float())
+
+
+def test_large_weights_in_the_format_before_1_6_are_loaded(
+    wide_archive: ArchiveModules, tmp_path: Path
+) -> None:
+    weights = torch.nn.Linear(600, 600).state_dict()
+    torch.save(weights, tmp_path / "w.pth", _use_new_zipfile_serialization=False)
+    model = load_eager(wide_archive, "model.py", str(tmp_path / "w.pth"))
+    assert torch.equal(model.weight, weights["weight"])
+
+
+def test_safetensors_are_loaded(archive: ArchiveModules, tmp_path: Path) -> None:
+    header = json.dumps(
+        {
+            "weight": {"dtype": "F32", "shape": [1, 3], "data_offsets": [0, 12]},
+            "bias": {"dtype": "F32", "shape": [1], "data_offsets": [12, 16]},
+        }
+    ).encode()
+    numbers = struct.pack("<4f", 1.0, 2.0, 3.0, 0.5)
+    (tmp_path / "w.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + numbers)
+    model = load_eager(archive, "model.py", str(tmp_path / "w.safetensors"))
+    assert model(torch.ones(1, 3)).tolist() == [[6.5]]
+
+
+def test_damaged_safetensors_are_refused(archive: ArchiveModules, tmp_path: Path) -> None:
+    (tmp_path / "w.safetensors").write_bytes(b"\xff" * 16)
+    with pytest.raises(RuntimeError, match="damaged safetensors"):
+        load_eager(archive, "model.py", str(tmp_path / "w.safetensors"))

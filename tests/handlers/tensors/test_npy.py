@@ -1,0 +1,76 @@
+"""`.npy` files: numpy's own are read back, others are refused without being believed."""
+
+import io
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchere.handlers.tensors import TensorError
+from torchere.handlers.tensors.npy import is_npy, read_npy, write_npy
+
+
+def saved(array: object) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)  # type: ignore[arg-type]
+    return file.getvalue()
+
+
+def with_header(header: str, data: bytes = b"") -> bytes:
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header.encode() + data
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype=np.float32).reshape(2, 3),
+        np.asfortranarray(np.eye(3)[:2]),
+        np.zeros((0, 4)),
+        np.array(True),
+    ],
+)
+def test_numpys_files_are_read_back(array: np.ndarray) -> None:
+    for raw in (saved(array), write_npy(array)):
+        assert is_npy(raw)
+        back = read_npy(raw, "x")
+        assert back.dtype == array.dtype
+        assert back.shape == array.shape
+        assert np.array_equal(back, array)
+
+
+@pytest.mark.parametrize(
+    ("raw", "text"),
+    [
+        (saved(np.array([{}], dtype=object)), "a .npy file of object"),
+        (saved(np.array([(1, 2.0)], dtype="i4,f8")), r"a .npy file of \[\('f0'"),
+        (saved(np.array(["a"])), "a .npy file of <U1"),
+        (saved(np.zeros(4))[:-1], r"shape \[4\] with 31 bytes, expected 32 bytes"),
+        (saved(np.zeros(4)) + b"x", r"shape \[4\] with 33 bytes, expected 32 bytes"),
+        (
+            with_header("{'descr': '<f8', 'fortran_order': False, 'shape': (1000000000000,), }"),
+            "with 0 bytes",
+        ),
+        (with_header("{'descr': '<f8', 'fortran_order': False, 'shape': (-1,), }"), r"shape \[-1\]"),
+        (with_header("{'descr': '<f8', 'shape': (1,)}"), "a broken .npy file"),
+        (with_header("__import__('os').getpid()"), "a broken .npy file"),
+        (with_header("(" * 200), "a broken .npy file"),
+        (with_header(" " * 60000), "a broken .npy file"),
+        (b"\x93NUMPY\x09\x00", r"a broken .npy file"),
+        (b"\x93NUMPY", "a broken .npy file"),
+    ],
+)
+def test_what_is_no_array_of_numbers_is_refused(raw: bytes, text: str) -> None:
+    with pytest.raises(TensorError, match=f"^x: found .*{text}"):
+        read_npy(raw, "x")
+
+
+@given(st.integers(0, 200), st.binary(min_size=1, max_size=3))
+def test_a_damaged_file_is_read_or_refused(place: int, damage: bytes) -> None:
+    raw = bytearray(saved(np.arange(8)))
+    raw[place : place + len(damage)] = damage
+    try:
+        assert read_npy(bytes(raw), "x").size <= len(raw)
+    except TensorError as err:
+        assert str(err).startswith("x: found")

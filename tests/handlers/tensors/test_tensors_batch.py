@@ -1,0 +1,49 @@
+"""What a model gave, as tensors in order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from torchere.handlers.tensors.request import flattened, grouped, whole_group
+
+ONE, TWO = torch.zeros(1), torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        (ONE, [ONE]),
+        ((ONE, None), [ONE]),
+        ({"a": [ONE], "loss": None, "b": TWO}, [ONE, TWO]),
+        (None, []),
+    ],
+)
+def test_results_are_taken_apart_and_none_is_left_out(result: object, expected: list[torch.Tensor]) -> None:
+    assert flattened(result) == expected
+
+
+def test_what_is_no_tensor_is_refused() -> None:
+    with pytest.raises(TypeError, match="gave a str"):
+        flattened((ONE, "label"))
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # which newer versions of torch call old
+def test_tensors_without_plain_numbers_are_refused_with_what_to_do() -> None:
+    with pytest.raises(TypeError, match=r"gave a torch.sparse_coo tensor; expected dense .* to_dense"):
+        flattened(torch.eye(2).to_sparse())
+    with pytest.raises(TypeError, match=r"gave a quantised tensor; .* dequantize"):
+        flattened(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8))
+
+
+def test_strides_are_those_of_rows_behind_one_another_whatever_numpy_had() -> None:
+    one_row = np.asfortranarray(np.ones((1, 3, 2), np.float32))
+    none = np.concatenate([np.empty((0, 3, 2), np.float32)])
+    for array in (one_row, none):
+        (group,) = grouped([(0, [array])], batched=True)
+        assert group.inputs[0].shape == array.shape
+        assert group.inputs[0].stride() == (6, 2, 1)
+    assert whole_group([one_row]).inputs[0].stride() == (6, 2, 1)
+    (scalar,) = grouped([(0, [np.array(2.5)])], batched=False)
+    assert scalar.inputs[0].item() == 2.5

@@ -1,0 +1,125 @@
+"""What a handler answers as named outputs, and the classification of them."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torchere.archiver.signature import TensorSpec
+from torchere.handlers.errors import UnsupportedOutput
+from torchere.handlers.tensors import TensorError
+from torchere.handlers.tensors.answer import classified, outputs_of
+
+SPECS = (TensorSpec("score", "FP32", (-1, 2)), TensorSpec("label", "INT32", (-1,)))
+
+
+def told(answer: object, specs: tuple[TensorSpec, ...] = ()) -> list[tuple[Any, ...]]:
+    return [
+        (output.name, output.datatype.name, output.shape, output.tensor.tolist())
+        for output in outputs_of(answer, specs)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "wanted"),
+    [
+        (None, []),
+        ({"y": np.float32([1])}, [("y", "FP32", (1,), [1.0])]),
+        (
+            {"a": torch.ones(2, dtype=torch.int8), 3: "x"},
+            [("a", "INT8", (2,), [1, 1]), ("3", "BYTES", (1,), ["x"])],
+        ),
+        (torch.tensor([[1.5]], dtype=torch.bfloat16), [("output_0", "BF16", (1, 1), [[1.5]])]),
+        (torch.ones(1, requires_grad=True), [("output_0", "FP32", (1,), [1.0])]),
+        (np.float64(2), [("output_0", "FP64", (), 2.0)]),
+        (
+            (np.array([1]), torch.tensor([True])),
+            [("output_0", "INT64", (1,), [1]), ("output_1", "BOOL", (1,), [True])],
+        ),
+        ([[1, 2], [3, 4]], [("output_0", "INT64", (2, 2), [[1, 2], [3, 4]])]),
+        ([1.5, 2], [("output_0", "FP64", (2,), [1.5, 2.0])]),
+        ([True], [("output_0", "BOOL", (1,), [True])]),
+        (5, [("output_0", "INT64", (1,), [5])]),
+        ("text", [("output_0", "BYTES", (1,), ["text"])]),
+        (b"\xff", [("output_0", "BYTES", (1,), [b"\xff"])]),
+        (["a", "bc"], [("output_0", "BYTES", (2,), ["a", "bc"])]),
+        ([["a"], ["b"]], [("output_0", "BYTES", (2, 1), [["a"], ["b"]])]),
+        (np.array([["a"]]), [("output_0", "BYTES", (1, 1), [["a"]])]),
+        ([1, "a"], [("output_0", "BYTES", (1,), ['[1, "a"]'])]),
+        ([[1], [2, 3]], [("output_0", "BYTES", (1,), ["[[1], [2, 3]]"])]),
+        ([{"a": 1}], [("output_0", "BYTES", (1,), ['[{"a": 1}]'])]),
+        ({"y": {"a": None}}, [("y", "BYTES", (1,), ['{"a": null}'])]),
+        ([], [("output_0", "FP64", (0,), [])]),
+    ],
+)
+def test_an_answer_becomes_outputs(answer: object, wanted: list[Any]) -> None:
+    assert told(answer) == wanted
+
+
+def test_the_signature_names_outputs_and_the_precision_of_plain_numbers() -> None:
+    assert told([[0.5, 1]], SPECS) == [("score", "FP32", (1, 2), [[0.5, 1.0]])]
+    assert told({"label": [7], "score": [1]}, SPECS) == [
+        ("label", "INT32", (1,), [7]),
+        ("score", "FP32", (1,), [1.0]),
+    ]
+    assert told({"label": [7.5]}, SPECS) == [("label", "FP64", (1,), [7.5])]
+    assert told({"label": [2**40, 7]}, SPECS) == [("label", "INT64", (2,), [2**40, 7])]
+    assert told({"score": [1e300]}, SPECS) == [("score", "FP64", (1,), [1e300])]
+    (infinite,) = told({"score": [float("inf"), 0.1]}, SPECS)
+    assert infinite[1] == "FP32"
+    assert told((np.zeros(1), np.zeros(1)), SPECS)[1][0] == "label"
+
+
+def test_a_view_that_is_negative_is_an_output_like_others() -> None:
+    view = torch.tensor([[1 + 2j, 3 - 4j]]).conj().imag
+    assert told(view) == [("output_0", "FP32", (1, 2), [[-2.0, 4.0]])]
+
+
+def test_an_answer_in_the_protocols_own_form_is_taken_by_its_word() -> None:
+    said = {"outputs": [{"name": "y", "datatype": "INT8", "shape": [2], "data": [1, 2]}], "id": "ignored"}
+    assert told(said) == [("y", "INT8", (2,), [1, 2])]
+    assert told({"outputs": [1, 2]}) == [("outputs", "INT64", (2,), [1, 2])]
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (np.array([1j]), "complex128"),
+        (torch.tensor([1j]), "torch.complex64"),
+        (object(), "not JSON serializable"),
+        ({"outputs": [{"name": "y", "datatype": "INT8", "shape": [3], "data": [1]}]}, "found 1 elements"),
+        ({"outputs": [{"name": "y", "datatype": "WORD", "shape": [1], "data": [1]}]}, "'WORD'"),
+    ],
+)
+def test_what_the_protocol_has_no_form_for_is_refused(answer: object, text: str) -> None:
+    with pytest.raises(UnsupportedOutput, match=text):
+        outputs_of(answer, ())
+
+
+def test_classes_are_the_best_values_of_each_row_with_their_names() -> None:
+    output = outputs_of(torch.tensor([[0.1, 0.9, 0.9], [3, 1, 2]]), ())[0]
+    best = classified(output, 2, {"1": "cat", "0": ["n01", "dog"]}, "outputs[0]")
+    assert best.shape == (2, 2)
+    assert best.tensor.tolist() == [
+        ["0.900000:1:cat", "0.900000:2"],
+        ["3.000000:0:dog", "2.000000:2"],
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool])
+def test_there_are_no_more_classes_than_values(dtype: torch.dtype) -> None:
+    output = outputs_of(torch.tensor([0, 1], dtype=dtype), ())[0]
+    assert classified(output, 10**9, None, "outputs[0]").tensor.tolist() == ["1.000000:1", "0.000000:0"]
+
+
+def test_no_rows_have_no_classes() -> None:
+    output = outputs_of(torch.zeros(0, 4), ())[0]
+    assert classified(output, 3, None, "x").tensor.size == 0
+
+
+def test_texts_have_no_classes() -> None:
+    with pytest.raises(
+        TensorError, match=r"^outputs\[0\]\.parameters\.classification: found an output of BYTES"
+    ):
+        classified(outputs_of("text", ())[0], 1, None, "outputs[0]")

@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torchere.archiver.signature import Signature, TensorSpec
+from torchere.handlers.context import RequestProcessor
+from torchere.handlers.resolve import load_entry_point
+from torchere.handlers.tensors.answer import OPEN_INFERENCE
+
+tokenizers = pytest.importorskip("tokenizers", reason="install torchere[tokenizers]")
+
+
+class States(torch.nn.Module):
+    """Gives each token the vector (its number, 1), whatever its neighbours, and padding a vector far off."""
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        number = ids.float() + (1 - mask) * 1000.0
+        return torch.stack([number, torch.ones_like(number)], dim=2)
+
+
+class Sums(torch.nn.Module):
+    """Takes its inputs in another order, as int32, and gives one vector a text, in a dict."""
+
+    def forward(
+        self, token_type_ids: torch.Tensor, attention_mask: torch.Tensor, input_ids: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        assert input_ids.dtype == torch.int32
+        count = attention_mask.sum(1).float() + token_type_ids.sum(1)
+        return {"sum": torch.stack([(input_ids * attention_mask).sum(1).float(), count], dim=1)}
+
+
+class Wrong(torch.nn.Module):
+    """Gives a number for all texts together."""
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return ids.sum().float()
+
+
+@pytest.fixture
+def make(tmp_path: Path, make_context: Any) -> Callable[..., Any]:
+    words = {"[UNK]": 0, "cats": 2, "sleep": 4, "dogs": 6}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+
+    def maker(model: torch.nn.Module | None = None, **settings: Any) -> Any:
+        torch.jit.save(torch.jit.script((model or States()).eval()), str(tmp_path / "model.pt"))
+        context = make_context(
+            tmp_path, model={"serializedFile": "model.pt"}, config={"handler": {"text_embedding": settings}}
+        )
+        entry_point = load_entry_point("text_embedding", context)
+
+        def answer(*rows: Any, headers: dict[str, str] | None = None) -> Any:
+            requests = [RequestProcessor(f"r{index}", headers or {}) for index in range(len(rows))]
+            context.begin_batch(requests, None)
+            return entry_point(list(rows), context)
+
+        answer.entry_point = entry_point  # type: ignore[attr-defined]
+        answer.context = context  # type: ignore[attr-defined]
+        return answer
+
+    return maker
+
+
+def unit(*values: float) -> Any:
+    length = sum(value * value for value in values) ** 0.5
+    return pytest.approx([value / length for value in values])
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"body": "cats sleep"},
+        {"body": bytearray(b"cats sleep")},
+        {"data": b"cats sleep"},
+        {"text": "cats sleep"},
+        {"body": {"text": "cats sleep"}},
+        "cats sleep",
+    ],
+)
+def test_a_text_is_answered_with_the_mean_over_its_tokens_of_length_one(make: Any, row: Any) -> None:
+    assert make()(row) == [unit(3, 1)]
+
+
+def test_what_leaves_the_device_of_the_model_is_one_vector_for_each_text(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes, cpu = [], torch.Tensor.cpu
+
+    def noting(tensor: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(tensor.shape))
+        return cpu(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", noting)
+    make()({"body": "cats sleep dogs"})
+    assert shapes == [(1, 2)]
+
+
+def test_texts_of_all_requests_are_embedded_as_if_each_were_alone(make: Any) -> None:
+    answers = make(texts_per_run=2)(
+        {"body": "cats sleep dogs dogs"},
+        {"body": {"text": ["dogs", "cats sleep", "sleep"]}},
+        {"body": "cats"},
+    )
+    assert answers == [unit(4.5, 1), [unit(6, 1), unit(3, 1), unit(4, 1)], unit(2, 1)]
+
+
+def test_a_list_of_one_text_is_answered_with_a_list_of_one_embedding(make: Any) -> None:
+    assert make()({"body": {"text": ["dogs"]}}) == [[unit(6, 1)]]
+
+
+def test_a_request_that_is_wrong_does_not_touch_its_batch_mates(make: Any) -> None:
+    answer = make(max_texts=2, max_characters=20)
+    rows = [{"body": {"text": text}} for text in ([], ["cats"] * 3, 7, ["cats", None], "x" * 21)]
+    *refused, good = answer(*rows, {"x": 1}, {"body": b"\xff"}, {"body": "dogs"})
+    assert good == unit(6, 1)
+    assert [one["code"] for one in refused] == [400] * 7
+    assert [one["message"].partition(";")[0].removeprefix("The request has ") for one in refused[:6]] == [
+        "0 texts",
+        "3 texts",
+        "a int",
+        "a NoneType",
+        "a text of 21 characters",
+        "the fields 'x'",
+    ]
+    assert "not UTF-8" in refused[6]["message"]
+    assert [answer.context.get_response_status(index)[0] for index in (0, 6, 7)] == [400, 400, 200]
+
+
+def test_a_batch_of_refusals_runs_no_model(make: Any) -> None:
+    (refused,) = make()({"body": 1.5})
+    assert refused["message"] == (
+        'The request has a float; expected a text, {"text": "..."} or {"text": ["...", ...]}'
+    )
+
+
+def test_a_text_without_any_token_has_an_embedding_nevertheless(make: Any) -> None:
+    assert make()({"body": {"text": ["", "cats"]}}) == [[[0.0, 0.0], unit(2, 1)]]
+
+
+def test_the_configuration_chooses_pooling_length_and_tokens(make: Any) -> None:
+    answer = make(pooling="first", normalize=False, max_tokens=1)
+    assert answer({"body": "dogs cats"}) == [[6.0, 1.0]]
+    assert make(normalize=False, max_tokens=2)({"body": "dogs cats sleep"}) == [[4.0, 1.0]]
+
+
+def test_the_signature_names_the_models_inputs_and_pooled_results_are_taken_as_they_are(
+    make: Any, tmp_path: Path
+) -> None:
+    names = ("token_type_ids", "attention_mask", "input_ids")
+    inputs = tuple(TensorSpec(name, "INT32", (-1, -1)) for name in names)
+    signature = Signature(inputs, (TensorSpec("sum", "FP32", (-1, 2)),))
+    (tmp_path / "signature.json").write_text(signature.to_json())
+    answers = make(Sums(), normalize=False)({"body": {"text": ["cats sleep", "dogs"]}})
+    assert answers == [[[6.0, 2.0], [6.0, 1.0]]]
+
+
+def test_a_signature_of_another_kind_of_model_does_not_load(make: Any, tmp_path: Path) -> None:
+    tensor = {"name": "pixels", "datatype": "FP32", "shape": [-1, 3]}
+    (tmp_path / "signature.json").write_text(
+        json.dumps({"version": 1, "inputs": [tensor], "outputs": [tensor]})
+    )
+    with pytest.raises(
+        RuntimeError, match=r"input 'pixels' \(FP32\); the handler 'text_embedding' gives ids"
+    ):
+        make()
+
+
+def test_the_open_inference_protocol_gets_an_array(make: Any) -> None:
+    row = {"text": np.array([b"cats", b"dogs sleep"], dtype=object)}
+    (found,) = make()(row, headers={OPEN_INFERENCE: "{}"})
+    assert list(found) == ["embedding"]
+    assert found["embedding"].tolist() == [unit(2, 1), unit(5, 1)]
+
+
+def test_a_result_that_is_no_embedding_is_an_error(make: Any) -> None:
+    with pytest.raises(
+        RuntimeError, match=r"the model gave \(\) for 1 texts; expected \[texts, tokens, size\]"
+    ):
+        make(Wrong())({"body": "cats"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pooling": "max"}, "pooling in model-config.yaml is 'max'; expected one of mean, first"),
+        ({"texts_per_run": 0}, "texts_per_run in model-config.yaml is 0; expected 1 or more"),
+        ({"max_texts": True}, "max_texts in model-config.yaml is True; expected a whole number"),
+        ({"modle": "x"}, "text_embedding.modle in model-config.yaml is unknown"),
+    ],
+)
+def test_a_wrong_configuration_does_not_load(make: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**settings)
+
+
+def test_the_warm_up_is_answered(make: Any) -> None:
+    answer = make()
+    assert len(answer(*answer.entry_point.warmup_data())) == 2

@@ -1,0 +1,110 @@
+"""Texts of a batch, as tokens come."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from torchere.handlers.text.streamer import TextIteratorStreamerBatch
+
+
+class ByteTokenizer:
+    """A token is a byte of UTF-8, 0 a special token. `calls` keeps how many tokens were decoded at a time."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def decode(self, token_ids: Any, **options: Any) -> str:
+        self.calls.append(len(token_ids))
+        kept = [token for token in token_ids if token or not options.get("skip_special_tokens")]
+        return bytes(kept).decode("utf-8", "replace")
+
+
+def columns(*rows: str) -> list[torch.Tensor]:
+    """The tokens of each step; short rows are filled with the special token, as `generate` does."""
+    encoded = [row.encode() for row in rows]
+    length = max(map(len, encoded))
+    return list(torch.tensor([list(row.ljust(length, b"\0")) for row in encoded]).T)
+
+
+def streamed(*rows: str, **options: Any) -> list[list[str]]:
+    streamer = TextIteratorStreamerBatch(ByteTokenizer(), len(rows), skip_special_tokens=True, **options)
+    for column in columns(*rows):
+        streamer.put(column)
+    streamer.end()
+    return texts_of(streamer)
+
+
+def texts_of(streamer: TextIteratorStreamerBatch) -> list[list[str]]:
+    """What comes until the end, each text taken out of its `{"text": ...}`."""
+    parts = list(streamer)
+    assert all(set(row) == {"text"} for part in parts for row in part)
+    return [[row["text"] for row in part] for part in parts]
+
+
+def test_each_row_gets_its_own_text_whole() -> None:
+    parts = streamed("one two three", "a bc", "x")
+    assert ["".join(row) for row in zip(*parts, strict=True)] == ["one two three", "a bc", "x"]
+
+
+def test_words_are_not_cut() -> None:
+    texts = [part for (part,) in streamed("one two three") if part]
+    assert texts == ["one ", "two ", "three"]
+
+
+def test_characters_of_several_bytes_are_not_cut() -> None:
+    texts = [part for (part,) in streamed("é ü 漢字 end")]
+    assert "".join(texts) == "é ü 漢字 end"
+    assert not any("�" in text for text in texts)
+    assert "漢" in texts
+
+
+def test_a_line_that_ends_goes_out_and_is_not_decoded_again() -> None:
+    tokenizer = ByteTokenizer()
+    streamer = TextIteratorStreamerBatch(tokenizer, 1)
+    for column in columns("first line\nx"):
+        streamer.put(column)
+    streamer.end()
+    assert "".join(part for (part,) in texts_of(streamer)) == "first line\nx"
+    assert tokenizer.calls[-1] == 1
+
+
+def test_the_prompt_is_put_first_and_may_be_left_out() -> None:
+    prompt = torch.tensor([list(b"Hi a "), list(b"Hi b ")])
+    for skip, expected in ((True, ["yes", "no"]), (False, ["Hi a yes", "Hi b no"])):
+        streamer = TextIteratorStreamerBatch(ByteTokenizer(), 2, skip_prompt=skip, skip_special_tokens=True)
+        for _ in ("a batch", "the next one"):
+            streamer.put(prompt)
+            for column in columns("yes", "no"):
+                streamer.put(column)
+            streamer.end()
+            assert ["".join(row) for row in zip(*texts_of(streamer), strict=True)] == expected
+
+
+@pytest.mark.parametrize("tokens", [torch.tensor([1, 2, 3]), torch.tensor([[1, 2]]), torch.tensor(1)])
+def test_tokens_of_another_batch_are_refused(tokens: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="for a batch of 2"):
+        TextIteratorStreamerBatch(ByteTokenizer(), 2).put(tokens)
+
+
+def test_a_reader_waits_no_longer_than_it_said() -> None:
+    with pytest.raises(queue.Empty):
+        next(TextIteratorStreamerBatch(ByteTokenizer(), 1, timeout=0.01))
+
+
+def test_one_thread_may_read_while_another_one_writes() -> None:
+    streamer = TextIteratorStreamerBatch(ByteTokenizer(), 1, timeout=20)
+
+    def generate() -> None:
+        for column in columns("a b c"):
+            streamer.put(column)
+        streamer.end()
+
+    writer = threading.Thread(target=generate)
+    writer.start()
+    assert "".join(part for (part,) in texts_of(streamer)) == "a b c"
+    writer.join()

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+from torchere.handlers.ts_compat import alias as ts_alias
+
+
+@pytest.fixture(autouse=True)
+def _installed() -> None:
+    ts_alias.install()
+
+
+@pytest.mark.parametrize("name", sorted(ts_alias.ALIASES))
+def test_every_aliased_module_imports_and_holds_its_names(name: str) -> None:
+    module = importlib.import_module(name)
+    for source in ts_alias.ALIASES[name]:
+        home, _, names = source.partition(":")
+        wanted, _, alias = names.partition("=")
+        ours = importlib.import_module(f"torchere.handlers.{home}")
+        if wanted:
+            assert getattr(module, alias or wanted) is getattr(ours, wanted)
+        else:
+            assert [n for n in vars(ours) if not n.startswith("_") and not hasattr(module, n)] == []
+
+
+def test_the_imports_handlers_write_give_our_classes() -> None:
+    scope: dict[str, object] = {}
+    exec(
+        "import ts\n"
+        "from ts.context import Context\n"
+        "from ts.torch_handler.base_handler import BaseHandler\n"
+        "from ts.torch_handler.image_classifier import ImageClassifier\n"
+        "from ts.utils.util import CLEANUP_REGEX, PredictionException, list_classes_from_module\n"
+        "from ts.handler_utils.utils import send_intermediate_predict_response\n"
+        "from ts.handler_utils.timer import timed\n"
+        "from ts.metrics.dimension import Dimension\n"
+        "import ts.torch_handler.vision_handler as vision\n",
+        scope,
+    )
+    from torchere.handlers.base import BaseHandler
+    from torchere.handlers.vision import VisionHandler
+
+    assert scope["BaseHandler"] is BaseHandler
+    assert scope["vision"].VisionHandler is VisionHandler  # type: ignore[attr-defined]
+    assert scope["ts"].__version__ == "0.12.0"  # type: ignore[attr-defined]
+
+
+def test_importing_the_package_is_enough_for_what_is_below_it() -> None:
+    code = (
+        "from torchere.handlers import ts_alias; ts_alias.install(); import ts;"
+        "print(ts.context.Context.__name__, ts.utils.util.PredictionException('no', 418));"
+        "print(hasattr(ts, 'launcher'), hasattr(ts.torch_handler, 'nothing'))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.splitlines() == ["Context no : 418", "False False"]
+
+
+@pytest.mark.parametrize("name", sorted(ts_alias.NOT_SHIPPED))
+def test_what_we_do_not_ship_says_so(name: str) -> None:
+    with pytest.raises(ImportError, match="is not part of torchere"):
+        importlib.import_module(name)
+
+
+def test_a_name_torchserve_does_not_have_is_simply_missing() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"ts\.nothing"):
+        importlib.import_module("ts.nothing")
+
+
+def test_installing_again_changes_nothing() -> None:
+    before = list(sys.meta_path)
+    ts_alias.install()
+    assert sys.meta_path == before
+
+
+def test_installing_imports_no_torch() -> None:
+    code = (
+        "import sys; from torchere.handlers import ts_alias, PredictionException; ts_alias.install();"
+        "import ts, ts.utils, ts.metrics.dimension; print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import threading
+import uuid
+
+from torchere.handlers.metric_types import Dimension
+from torchere.handlers.metrics import MetricsCache
+from torchere.handlers.ts_compat.legacy import Metric, MetricsStore, emit_metrics
+
+
+def test_emitted_metrics_reach_the_batch_of_this_thread() -> None:
+    cache = MetricsCache("m")
+    cache.begin_batch({0: "a"})
+    metric = Metric("Speed", 3, "ms", [Dimension("Level", "Host")], request_id="a")
+    metric.update(4)
+    emit_metrics([metric])
+    (sample,) = cache.drain()
+    assert (sample.name, sample.value, sample.unit, sample.metric_type) == (
+        "Speed",
+        4.0,
+        "Milliseconds",
+        "gauge",
+    )
+    assert (sample.dimensions, sample.request_ids) == ((("Level", "Host"),), ("a",))
+
+
+def test_a_counter_adds_up() -> None:
+    metric = Metric("N", 1, "count", [], metric_method="counter")
+    metric.update(2)
+    assert (metric.value, metric.sample().metric_type, metric.sample().request_ids) == (3.0, "counter", ())
+
+
+def test_outside_a_batch_nobody_collects() -> None:
+    done: list[bool] = []
+
+    def emit() -> None:
+        emit_metrics([Metric("N", 1, "", [])])
+        done.append(True)
+
+    thread = threading.Thread(target=emit)
+    thread.start()
+    thread.join()
+    assert done == [True]
+
+
+def test_a_store_of_ones_own_can_be_emitted() -> None:
+    cache = MetricsCache("m")
+    cache.begin_batch({0: "a"})
+    store = MetricsStore({0: "a"}, "m")
+    store.add_counter("N", 1)
+    emit_metrics(store.store)
+    assert [sample.name for sample in cache.drain()] == ["N"]
+
+
+def test_a_store_made_by_hand_belongs_to_no_request() -> None:
+    store = MetricsStore(uuid.uuid4(), "m")
+    store.add_counter("Cats", 1)
+    store.add_time("Walk", 2.5, 0)
+    assert [(sample.name, sample.request_ids) for sample in store.store] == [("Cats", ()), ("Walk", ())]

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import base64
+import io
+import pickle
+import random
+import struct
+import zlib
+
+import pytest
+from PIL import Image
+
+from torchere.handlers.errors import PredictionException
+from torchere.handlers.vision.decode import ImageLimits, decode_image
+
+
+def _refusal(data: bytes | str, limits: ImageLimits | None = None) -> str:
+    with pytest.raises(PredictionException) as caught:
+        decode_image(data, limits)
+    assert caught.value.error_code == 400
+    return caught.value.message
+
+
+def _png_claiming(width: int, height: int) -> bytes:
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    pixels = chunk(b"IDAT", zlib.compress(b"\0" * 100))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + pixels + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "BMP", "TIFF", "WEBP"])
+def test_pictures_of_common_formats_are_decoded(photo: Image.Image, kind: str) -> None:
+    buffer = io.BytesIO()
+    photo.save(buffer, kind)
+    assert decode_image(buffer.getvalue()).size == photo.size
+
+
+def test_base64_text_is_decoded_with_and_without_its_prefix(jpeg: bytes, photo: Image.Image) -> None:
+    text = base64.b64encode(jpeg).decode()
+    for spelling in (text, f"data:image/jpeg;base64,{text}", text[:40] + "\n" + text[40:]):
+        assert decode_image(spelling).size == photo.size
+
+
+def test_exif_rotation_is_not_applied(photo: Image.Image) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    buffer = io.BytesIO()
+    photo.save(buffer, "JPEG", exif=exif)
+    assert decode_image(buffer.getvalue()).size == photo.size
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        (b"", "an empty body"),
+        (b'{"data": [1]}', "look like JSON"),
+        (b"hello there", "begin with b'hello there'"),
+        (pickle.dumps([1], protocol=2), "zip or pickle"),
+        (b"PK\x03\x04rest", "zip or pickle"),
+    ],
+)
+def test_what_is_no_picture_is_described_with_the_way_to_send_one(body: bytes, found: str) -> None:
+    message = _refusal(body)
+    assert found in message
+    assert "curl -T" in message
+
+
+def test_text_that_is_not_base64_is_refused() -> None:
+    assert "is text that is not base64" in _refusal("hello there!")
+
+
+def test_postscript_never_reaches_an_interpreter() -> None:
+    message = _refusal(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nquit\n")
+    assert "not an image" in message
+
+
+def test_a_truncated_picture_is_refused(jpeg: bytes) -> None:
+    assert "is broken" in _refusal(jpeg[: len(jpeg) // 2])
+
+
+@pytest.mark.skipif("AVIF" not in Image.registered_extensions().values(), reason="this Pillow has no AVIF")
+def test_an_avif_that_lost_its_pixels_is_refused() -> None:
+    buffer = io.BytesIO()
+    Image.new("RGB", (48, 40), (9, 200, 30)).save(buffer, "AVIF")
+    assert "not an image" in _refusal(buffer.getvalue().replace(b"iloc", b"free"))  # says where they are
+
+
+def test_a_picture_packed_in_a_way_that_pillow_does_not_know_is_refused(photo: Image.Image) -> None:
+    buffer = io.BytesIO()
+    photo.convert("P").save(buffer, "BLP")
+    unknown = buffer.getvalue()[:4] + struct.pack("<i", 9) + buffer.getvalue()[8:]
+    assert "is broken" in _refusal(unknown)
+
+
+def test_the_claimed_size_is_checked_before_decoding() -> None:
+    message = _refusal(_png_claiming(2000, 1000), ImageLimits(max_pixels=1_000_000))
+    assert "2000 x 1000 = 2000000 pixels, limit 1000000" in message
+
+
+def test_a_decompression_bomb_is_refused() -> None:
+    assert "too large" in _refusal(_png_claiming(60_000, 60_000))
+
+
+def test_a_picture_larger_than_what_its_header_says_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = io.BytesIO()
+    Image.new("RGBA", (400, 400)).save(buffer, "PNG")
+    png = buffer.getvalue()
+    entry = b"ic07" + struct.pack(">I", len(png) + 8) + png  # an icon of 128 x 128
+    icons = b"icns" + struct.pack(">I", len(entry) + 8) + entry
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 20_000)
+    assert "160000 pixels" in _refusal(icons)
+
+
+def test_too_many_bytes_are_refused(jpeg: bytes) -> None:
+    assert "more than the limit of 1000" in _refusal(jpeg, ImageLimits(max_bytes=1000))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
+def test_no_damage_to_a_file_escapes_as_another_error(jpeg: bytes, photo: Image.Image) -> None:
+    chance = random.Random(7)
+    files = [jpeg]
+    for kind in ("PNG", "GIF", "TIFF", "WEBP"):
+        buffer = io.BytesIO()
+        photo.resize((32, 32)).save(buffer, kind)
+        files.append(buffer.getvalue())
+    outcomes = {"decoded": 0, "refused": 0}
+    for number in range(200):
+        damaged = bytearray(files[number % len(files)])
+        for _ in range(chance.randint(1, 30)):
+            damaged[chance.randrange(len(damaged))] = chance.randrange(256)
+        try:
+            decode_image(damaged, ImageLimits(max_pixels=10_000_000))
+            outcomes["decoded"] += 1
+        except PredictionException:
+            outcomes["refused"] += 1
+    assert outcomes["refused"] > 20
+    assert sum(outcomes.values()) == 200

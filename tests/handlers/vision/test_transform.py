@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from torchere.handlers.vision.transform import ImageTransform, crop_box, resized_size, to_tensor
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        ((320, 213), (384, 256)),  # 256 * 320 / 213 = 384.6, cut
+        ((213, 320), (256, 384)),
+        ((500, 500), (256, 256)),
+        ((100, 50), (512, 256)),
+        ((256, 1000), (256, 1000)),
+        ((3, 1000), (256, 85333)),
+    ],
+)
+def test_the_shorter_side_is_made_the_size_and_the_longer_cut(
+    size: tuple[int, int], expected: tuple[int, int]
+) -> None:
+    assert resized_size(*size, 256) == expected
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        ((384, 256), (80, 16, 304, 240)),
+        ((257, 256), (16, 16, 240, 240)),  # 16.5 goes to the even 16
+        ((259, 256), (18, 16, 242, 240)),  # 17.5 goes to the even 18
+        ((224, 224), (0, 0, 224, 224)),
+        ((221, 300), (-1, 38, 223, 262)),  # 3 missing: 1 left, 2 right
+    ],
+)
+def test_the_middle_is_cut_with_torchvisions_rounding(
+    size: tuple[int, int], expected: tuple[int, int, int, int]
+) -> None:
+    assert crop_box(*size, 224) == expected
+
+
+def test_the_whole_transform_is_resize_crop_scale_normalise(photo: Image.Image) -> None:
+    cropped = photo.resize((384, 256), Image.Resampling.BILINEAR).crop((80, 16, 304, 240))
+    scaled = np.asarray(cropped).astype(np.float32) / 255
+    expected = (scaled - np.array([0.485, 0.456, 0.406])) / np.array([0.229, 0.224, 0.225])
+    tensor = ImageTransform()(photo)
+    assert tensor.dtype == torch.float32
+    assert tensor.shape == (3, 224, 224)
+    assert np.allclose(tensor.numpy(), expected.transpose(2, 0, 1), atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK", "1", "LA"])
+def test_pictures_of_any_mode_come_out_in_three_channels(photo: Image.Image, mode: str) -> None:
+    assert ImageTransform()(photo.convert(mode)).shape == (3, 224, 224)
+
+
+def test_a_small_picture_is_padded_with_black() -> None:
+    transform = ImageTransform(resize=None, crop=4, mean=(0.0,) * 3, std=(1.0,) * 3)
+    tensor = transform(Image.new("RGB", (2, 2), (255, 255, 255)))
+    assert tensor[0].tolist() == [[0, 0, 0, 0], [0, 1, 1, 0], [0, 1, 1, 0], [0, 0, 0, 0]]
+
+
+def test_a_grey_picture_gives_one_channel_as_a_tensor() -> None:
+    assert to_tensor(Image.new("L", (3, 2), 255)).tolist() == [[[1.0] * 3] * 2]
+
+
+def test_the_config_overrides_what_it_names() -> None:
+    changed = ImageTransform().replaced_by({"resize": 232, "crop": None, "mean": [0, 0, 0], "top_k": 3})
+    assert changed == ImageTransform(resize=232, crop=None, mean=(0.0, 0.0, 0.0))
+    assert ImageTransform().replaced_by({}) == ImageTransform()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"resize": 0},
+        {"resize": "256"},
+        {"crop": -1},
+        {"crop": True},
+        {"mean": [0.5]},
+        {"std": [1, 0, 1]},
+        {"std": 1},
+    ],
+)
+def test_values_out_of_range_are_refused(overrides: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"handler\.image\."):
+        ImageTransform().replaced_by(overrides)

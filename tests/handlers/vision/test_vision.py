@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from torchere.handlers.errors import PredictionException
+from torchere.handlers.vision import VisionHandler
+from torchere.handlers.vision.tasks import ImageClassifier
+
+MODEL = {"serializedFile": "classifier.pt"}
+
+
+@pytest.fixture
+def handler(classifier_archive: Path, make_context: Any) -> ImageClassifier:
+    classifier = ImageClassifier()
+    classifier.initialize(make_context(classifier_archive, model=MODEL))
+    return classifier
+
+
+def test_pictures_and_numbers_are_stacked_into_a_batch(handler: ImageClassifier, jpeg: bytes) -> None:
+    numbers = torch.zeros(3, 224, 224).tolist()
+    batch = handler.preprocess([{"data": jpeg}, {"body": bytearray(jpeg)}, {"body": numbers}])
+    assert batch.shape == (3, 3, 224, 224)
+    assert torch.equal(batch[0], batch[1])
+    assert batch[2].abs().sum() == 0
+
+
+def test_tensors_of_pixels_and_of_files_are_pictures_too(
+    handler: ImageClassifier, jpeg: bytes, photo: Image.Image
+) -> None:
+    file = np.array([jpeg], dtype=object)
+    decoded = np.asarray(Image.open(io.BytesIO(jpeg)))
+    batch = handler.preprocess([{"body": jpeg}, {"image": file}, {"x": decoded}, {"data": decoded[None]}])
+    assert all(torch.equal(batch[0], other) for other in batch[1:])
+
+
+def test_a_tensor_of_floats_is_the_input_of_the_model(handler: ImageClassifier) -> None:
+    sent = np.linspace(0, 1, 3 * 4 * 4, dtype="f4").reshape(1, 3, 4, 4)
+    assert np.array_equal(handler.preprocess([{"x": sent}]).numpy(), sent)
+
+
+def test_pictures_are_read_by_a_handler_that_never_called_our_constructor(jpeg: bytes) -> None:
+    class Own(VisionHandler):
+        def __init__(self) -> None:
+            self.device = torch.device("cpu")
+
+    assert Own().preprocess([{"body": jpeg}]).shape == (1, 3, 224, 224)
+
+
+def test_an_envelope_may_hand_bodies_over_as_they_are(handler: ImageClassifier, jpeg: bytes) -> None:
+    assert handler.preprocess([jpeg]).shape == (1, 3, 224, 224)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"picture": b"x"}, "found the fields 'picture'; expected 'data' or 'body'"),
+        ({"body": b""}, "an empty body"),
+        ({"body": {"a": 1}}, "a dict that is not an image; expected"),
+        ({"body": [[1], "x"]}, "a list that is not an image ("),
+        ({"body": b"nonsense"}, "not an image"),
+        ({"body": 5}, "a int that is not an image; expected"),  # no tensor of so many numbers
+        ({"body": 0}, "a int that is not an image; expected"),
+    ],
+)
+def test_a_row_without_a_picture_is_answered_with_400(
+    handler: ImageClassifier, row: Any, message: str
+) -> None:
+    with pytest.raises(PredictionException) as caught:
+        handler.preprocess([row])
+    assert caught.value.error_code == 400
+    assert message in caught.value.message
+
+
+def test_inputs_of_different_shapes_are_refused(handler: ImageClassifier) -> None:
+    with pytest.raises(PredictionException, match="different shapes"):
+        handler.preprocess([{"body": [[0.0]]}, {"body": [0.0]}])
+
+
+def test_limits_come_from_the_config(classifier_archive: Path, make_context: Any, jpeg: bytes) -> None:
+    config = {"handler": {"image": {"max_pixels": 1000, "max_bytes": 10**6, "resize": 64, "crop": 32}}}
+    handler = ImageClassifier()
+    handler.initialize(make_context(classifier_archive, model=MODEL, config=config))
+    with pytest.raises(PredictionException, match="limit 1000"):
+        handler.preprocess([{"body": jpeg}])
+    handler.image_limits = handler.image_limits.__class__()
+    assert handler.preprocess([{"body": jpeg}]).shape == (1, 3, 32, 32)
+
+
+@pytest.mark.parametrize("key", ["max_pixels", "max_bytes"])
+@pytest.mark.parametrize("value", ["1e8", 0, -1, True, [1], float("nan")])
+def test_a_limit_that_is_no_number_fails_the_load(
+    classifier_archive: Path, make_context: Any, key: str, value: object
+) -> None:
+    context = make_context(classifier_archive, model=MODEL, config={"handler": {"image": {key: value}}})
+    with pytest.raises(
+        ValueError, match=rf"handler\.image\.{key} in model-config\.yaml is .*; expected a number"
+    ):
+        ImageClassifier().initialize(context)
+
+
+def test_the_config_of_one_model_does_not_change_another(classifier_archive: Path, make_context: Any) -> None:
+    config = {"handler": {"image": {"crop": 32}}}
+    first, second = ImageClassifier(), ImageClassifier()
+    first.initialize(make_context(classifier_archive, model=MODEL, config=config))
+    second.initialize(make_context(classifier_archive, model=MODEL))
+    assert (first.image_processing.crop, second.image_processing.crop) == (32, 224)
+
+
+def test_the_server_may_lift_pillows_limit(
+    classifier_archive: Path, make_context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)
+    handler = ImageClassifier()
+    handler.initialize(make_context(classifier_archive, model=MODEL, limit_max_image_pixels=False))
+    assert Image.MAX_IMAGE_PIXELS is None
+    assert handler.image_limits.max_pixels is None
+
+
+def test_a_subclass_may_bring_its_own_processing(
+    classifier_archive: Path, make_context: Any, jpeg: bytes
+) -> None:
+    class Grey(VisionHandler):
+        def image_processing(self, image: Any) -> torch.Tensor:
+            assert image.mode == "RGB"
+            return torch.full((1, 2, 2), 0.5)
+
+    handler = Grey()
+    handler.initialize(
+        make_context(classifier_archive, model=MODEL, config={"handler": {"image": {"crop": 3}}})
+    )
+    assert handler.preprocess([{"body": jpeg}]).tolist() == [[[[0.5, 0.5], [0.5, 0.5]]]]
+
+
+def test_explanations_add_up_to_the_score(handler: ImageClassifier, make_context: Any, begin: Any) -> None:
+    context = handler.context
+    begin(context, 1, explain="True")
+    picture = torch.rand(3, 4, 4)
+    answer = handler.handle([{"body": picture.tolist(), "target": 2}], context)
+    assert json.dumps(answer)
+    batch = picture[None]
+    difference = handler.model(batch)[0, 2] - handler.model(torch.zeros_like(batch))[0, 2]
+    assert torch.tensor(answer).shape == batch.shape
+    assert torch.tensor(answer).sum().item() == pytest.approx(difference.item(), abs=1e-5)
+
+
+def test_captum_is_asked_for_only_by_subclasses_that_explain_with_it(handler: ImageClassifier) -> None:
+    if importlib.util.find_spec("captum") is None:
+        with pytest.raises(ImportError, match="captum"):
+            _ = handler.ig
+    else:
+        assert handler.ig is handler.ig
+    handler.ig = "of the handler's own"
+    assert handler.ig == "of the handler's own"
