@@ -176,6 +176,11 @@ def _cpp_suffix() -> str:
     return ".dylib" if sys.platform == "darwin" else ".so"
 
 
+# Checks that the named files exist, before anything is read or built; the error is one line.
+#
+# `write_archive` finds the same later, in the words of TorchServe's archiver.
+
+
 def check_inputs(request: ArchiveRequest) -> None:
     """Check that every file that `request` names exists; matches of a glob pattern are not checked.
 

@@ -306,6 +306,15 @@ def _safe(name: str) -> str:
     return f"_{safe}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
+# Plain names for the modules of the only archive in a process.
+#
+# Handlers that are written for a process of their own rely on names: a pickle in the archive refers to
+# `model.Net`, a child process imports `model`. In a worker process that hosts a single archive, its
+# modules can have those names. The names are tried last, after everything else that the process can
+# import. They lead to the same modules that the archive's own imports use, so that each class exists
+# once.
+
+
 class _PlainNameFinder:
     """First finder in the meta path; it resolves only names that nothing else in the process has.
 

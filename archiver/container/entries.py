@@ -13,6 +13,11 @@ from typing import BinaryIO, Literal, Protocol
 
 from torchere.archiver.errors import ArchiveError
 
+# Which entry names may stand in an archive. Pure functions, used when packing and when reading.
+#
+# An entry name is a relative POSIX path. The same rules hold for both directions, so that nothing can be
+# packed that could not be read back.
+
 MANIFEST_NAME = "MAR-INF/MANIFEST.json"
 MAX_NAME_BYTES = 1024  # of the whole name in UTF-8; Linux's PATH_MAX of 4096 must also hold the target folder
 MAX_PART_BYTES = 255  # NAME_MAX of the usual file systems

@@ -20,6 +20,12 @@ from torchere.archiver.container.entries import (
 )
 from torchere.archiver.errors import ArchiveError
 
+# The records of a gzip-packed tar, read from front to back with bounded memory.
+#
+# The standard library parses single headers; the loop around them is here, because `tarfile` believes the
+# size of an extended header before it reads it, and because nothing but plain files and directories is
+# wanted.
+
 BLOCK_BYTES = 512
 MAX_EXTENDED_BYTES = 2**16  # a long name or a set of pax records
 MAX_EXTENDED_IN_A_ROW = 4

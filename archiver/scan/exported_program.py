@@ -230,6 +230,14 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
 }
 
 
+# Checks expressions of sizes in an exported program: arithmetic alone, and nothing that takes long.
+#
+# torch evaluates sizes by sympy, which calls Python's `eval`, and guards as Python. It writes sums,
+# products and comparisons of symbols, as functions of sympy's and of its own
+# (torch/utils/_sympy/functions.py). A size that comes of a logarithm or a sine has become a number by
+# then; to sympy these are symbols, of which `floor(exp(exp(20)))` asks for more digits than there is
+# memory.
+
 _MAX_LENGTH = 10_000
 _MAX_INTEGER = 2**63
 _MAX_EXPONENT = 64  # of nested powers: the product of their exponents

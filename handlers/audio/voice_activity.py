@@ -21,6 +21,12 @@ from torchere.handlers.loading.torchscript import load_torchscript
 from torchere.handlers.rows import came_as_tensors, fields_of, read_each, refusal, settings_of
 from torchere.handlers.timer import timed
 
+# Find speech segments from the probability of speech over time. Pure; no clock, no model.
+#
+# A segment begins where the probability reaches `threshold`. It ends where the probability falls below
+# `threshold - release`, if it is below that again `min_silence_ms` later without having reached
+# `threshold` in between; so neither a quiet syllable nor a breath ends it.
+
 
 @dataclass(frozen=True, slots=True)
 class SegmentRules:

@@ -125,6 +125,18 @@ def _engine(name: str | None) -> Iterator[None]:
         torch.backends.quantized.engine = before
 
 
+# Loads TorchScript with its weights memory-mapped from the file.
+#
+# `torch.jit.load` copies every weight to the heap with the GIL held: a third of a second for 400 MB, once
+# for each process. Here the pages of the file are the weights. They are read at first use, all processes
+# that map the file share them, and a write copies the page written to.
+#
+# torch itself can map weights with `torch.load(mmap=True)` only. This module uses the internal function
+# by which `torch.package` loads TorchScript, because it accepts existing storages. It expects other names
+# in the zip, so the rest of the file (code and two small pickles) is repacked in memory under those
+# names. The functions used are private to torch: `torch.jit.load` handles any unusual file or torch
+# version.
+
 # torch/csrc/jit/serialization/import.cpp, the deserializer's constructor for packages.
 _PACKAGE_CODE = ".data/ts_code/"
 _PACKAGE_PICKLES = ".data/ts_code/0/"
@@ -235,6 +247,11 @@ def _split(record: str) -> tuple[str, str]:
     folder, slash, key = record.rpartition("/")
     return folder + slash, key
 
+
+# Detects TorchScript modules that change their own state in `forward`, by static analysis.
+#
+# Such a module (it counts, caches, or computes in its own buffer) gives wrong results if several threads
+# run it at once. In TorchServe it works, because each worker has its own copy.
 
 # The nodes for the module's own state in the graph of `forward`, with the methods it calls inlined.
 _ITS_OWN = ("prim::GetAttr", "prim::Constant")

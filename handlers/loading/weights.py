@@ -72,6 +72,12 @@ def _kind_of_file(serialized: str, config: dict[str, Any]) -> WeightsKind:
     return kind
 
 
+# Location of weights that several versions share: a file beside the folder of the archive.
+#
+# Processes that map the same file share its pages; those that map equal copies do not. So the server
+# gives versions with the same weights one file. If a handler could write to that file, it is not in the
+# handler's folder, which then has a file of its own.
+
 WORTH_MAPPING_BYTES = 1 << 20  # a smaller file is copied in less than a millisecond
 
 

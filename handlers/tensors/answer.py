@@ -192,6 +192,14 @@ def _set_headers(headers: dict[str, str], encoded: Encoded) -> None:
         headers[HEADER_LENGTH] = str(encoded.json_bytes)
 
 
+# Converts a handler's answer to named outputs of the Open Inference Protocol.
+#
+# A dict gives one output for each member, a tuple or a list of arrays one for each item, any other answer
+# a single output. Arrays and tensors keep their datatype. Plain Python numbers take the datatype of the
+# archive's signature if it can hold them, else FP64, INT64 or BOOL. Other values become BYTES: texts
+# unchanged, the rest as JSON.
+
+
 @dataclass(frozen=True, slots=True)
 class Output:
     """One output: `tensor` is a numpy array of the datatype (BF16: a torch tensor on the CPU, or float32)."""

@@ -199,6 +199,11 @@ def _torch_bfloat16(raw: bytes | bytearray | memoryview, sizes: tuple[int, ...])
     return torch.frombuffer(bytearray(raw), dtype=torch.bfloat16).reshape(sizes)
 
 
+# Converts tensors to and from Open Inference Protocol JSON: a list, flat or nested as the shape.
+#
+# JSON has no NaN and no infinity, so a request can carry them in binary form only. Answers have them as
+# Python's `json` and Triton write them: `NaN`, `Infinity`.
+
 _NUMBERS = frozenset({int, float})
 _LISTS = frozenset({list})
 # The JSON types that each kind of datatype accepts, and their name for errors.

@@ -168,6 +168,12 @@ def _write_private(path: Path, text: str) -> None:
         ) from err
 
 
+# Fixed keys for token authorisation: a file that every replica of a server reads.
+#
+# TorchServe's servers make keys of their own, so a client's key fits one server of many. A fixed file
+# makes them the same everywhere. It is read again when it changes, so that keys can be rotated without a
+# restart: put the new key beside the old one, move the clients over, take the old one away.
+
 MAX_FILE_BYTES = 65_536
 _KEY = re.compile(r"[!-~]{8,}")  # characters valid in a header; TorchServe's own keys have 8
 _KINDS: dict[str, TokenKind] = {name: kind for kind, name in NAMES_IN_FILE.items()}

@@ -233,6 +233,11 @@ def may_stand_still(stream: TextIO) -> int | None:
         return None
 
 
+# Reports of log lines that can't be written and files that can't be moved: the reason, once a minute.
+#
+# Python's logging writes a traceback of the log call for each of them. A full disk would have a server
+# that answers a thousand requests a second write megabytes of those a second, and do little else.
+
 SAID_EVERY_S = 60.0
 
 

@@ -293,6 +293,12 @@ def _exists(target: Path) -> ServingError:
     return ServingError(f"Model file already exists {target.name}", text)
 
 
+# Archives in S3: an `s3://bucket/key` becomes the signed HTTPS request that fetches it.
+#
+# The account decides on access: credentials, region and endpoint come from where AWS's own tools take
+# them (environment, shared files, web identity of a Kubernetes service account, role of the machine).
+# Needs `botocore`, which the extra `s3` brings; it signs, and the download stays ours, with its bounds.
+
 SIGNATURE_LIFETIME_S = 900  # the request must begin within it
 
 

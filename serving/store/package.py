@@ -241,6 +241,10 @@ def _invalid(err: ArchiveError) -> InvalidArchive:
     return InvalidArchive(err.reason, str(err))
 
 
+# The model store: which of its files are archives, and which path a name means.
+#
+# A client's words never lead out of the folder; the operator may also name a folder that lies elsewhere.
+
 _ARCHIVE_SUFFIXES = (".mar", ".model", ".tar.gz", ".tgz")
 
 

@@ -78,6 +78,15 @@ def _escaped_help(text: str) -> str:
     return text.replace("\\", "\\\\").replace("\n", "\\n")
 
 
+# Metrics as OpenMetrics text 1.0, which can carry exemplars, for scrapers that ask for it. Pure.
+#
+# The format wants counters to end in `_total`. TorchServe's do not, and a Prometheus, which asks for this
+# format unless told otherwise, must find them under their names: such a counter is shown as a gauge.
+#
+# KServe's queue proxy hands on what Prometheus asks for, and reads the answer as plain text in any case,
+# up to the first line that is not plain text. A type `unknown` is such a line, and so is an exemplar:
+# families that have one come last.
+
 CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 _MEDIA_TYPE = "application/openmetrics-text"
 _VERSIONS = ("1.0.0", "0.0.1", "")  # that a client may ask for; the output is valid in all of them

@@ -26,6 +26,11 @@ from torchere.serving.telemetry import catalogue as names
 from torchere.serving.telemetry.distributions import Distributions, add_histogram
 from torchere.serving.telemetry.torchserve import ServerMetrics
 
+# Utilisation of the GPUs, by `nvidia-smi`.
+#
+# Asking torch instead would create a CUDA context in the server process, which costs hundreds of
+# megabytes on every device and forbids forking workers.
+
 _FIELDS = "index,utilization.gpu,memory.used,memory.total"
 _TIMEOUT_S = 10.0  # nvidia-smi answers in under a second; with a hung driver, never
 

@@ -56,6 +56,11 @@ def intra_op_threads(cores: int, executors: int) -> int:
     return max(1, cores // max(1, executors))
 
 
+# The number of GPUs that torch will see, for a server that does not import torch.
+#
+# The rules are those of `torch.cuda.device_count`. Where they can't be followed without torch (ROCm, GPUs
+# named by UUID, an installation of another layout) a short-lived process asks torch, which takes seconds.
+
 NVML = "libnvidia-ml.so.1"
 ASK_TORCH = (sys.executable, "-c", "import torch; print(torch.cuda.device_count())")
 ASK_TIMEOUT_S = 120.0

@@ -69,6 +69,11 @@ def trace_of(err: BaseException) -> str:
         return line_of(err)
 
 
+# Detection of errors for lack of memory: by the exception's type, or by its text.
+#
+# torch has a type for it only where its GPU allocator ran out, and TorchScript turns every error into a
+# text. Other errors of a GPU, such as an invalid kernel launch, do not mention memory.
+
 _WORDS = (
     "out of memory",  # "CUDA out of memory", "CUDA error: out of memory", and of other vendors
     "_STATUS_ALLOC_FAILED",  # cuBLAS, cuDNN and similar libraries, for their workspace

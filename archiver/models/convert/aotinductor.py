@@ -22,6 +22,14 @@ from torchere.archiver.models.measure.cost import Model, one_thread, quick_ms
 from torchere.archiver.models.measure.difference import difference, flattened
 from torchere.archiver.models.steps import Say
 
+# Two ways to multiply matrices in a program that AOTInductor compiles, and which of them is faster here.
+#
+# Plain, each multiplication is a call of the BLAS library that torch was built with (MKL on x86). With
+# Inductor's own C++ templates it is compiled into the package: weights lie in the order in which they are
+# read, and the operations behind the multiplication (bias, GELU, a residual) are done before its result
+# leaves the cache. Which one wins depends on the shapes and on the CPU, so both are compiled and
+# measured.
+
 # The number of parts of a template multiplication, and so the most threads that compute one: each part takes
 # one thread. Inductor's default is the core count of this machine, which can differ from the server's. On a
 # single thread, one part would be up to 5 % faster.

@@ -111,6 +111,11 @@ def version() -> str:
     return torch.__version__.partition("+")[0]
 
 
+# The section `torchscript` in a model-config.yaml of the user's: read, and added.
+#
+# The archiver knows no YAML: it finds the section where it begins a line, as it mostly does, and its
+# members where each has a line of its own or all stand in braces.
+
 _NAME = re.compile(r"""["']?torchscript["']?:""")
 _AUTOCAST = re.compile(r"""^["']?autocast["']?:""", re.MULTILINE)  # it disables the optimisation
 _COMMENT = re.compile(r"(^|\s)#.*")

@@ -176,6 +176,11 @@ def free_name(graph: fx.GraphModule, wish: str) -> str:
     return name
 
 
+# `F.conv2d(x, self.weight, ...)` in a layer of the model's own becomes a plain `nn.Conv2d`.
+#
+# Architectures that pad by themselves (EfficientNet-Lite's `Conv2dStaticSamePadding` is one) subclass
+# `Conv2d` and call the function; quantisers and foldings look for the layer.
+
 _DEFAULTS: dict[str, Any] = {
     "bias": None,
     "stride": 1,
@@ -234,6 +239,14 @@ def _depends_on_values(value: Any) -> bool:
 def _pair(value: Any) -> tuple[int, int]:
     first, second = value if isinstance(value, (tuple, list)) else (value, value)
     return int(first), int(second)
+
+
+# `ZeroPad2d` or `F.pad` before a convolution moves into the convolution.
+#
+# A plain convolution pads both ends of an axis alike. Where the padding is uneven the kernel grows by
+# taps of zero: one more pixel on the right and at the bottom, as a stride of 2 often has it, is a kernel
+# with one more row and column of zeros in front, padded by the larger number on all sides. Its other taps
+# fall where they belong, and the result has the same size.
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,6 +151,10 @@ def take_along(model_file: Path, beside: Path) -> None:
         shutil.copyfile(file, target)
 
 
+# Model folders of Hugging Face: config.json and safetensors, made into a module by transformers.
+#
+# Nothing is fetched and no Python in the folder is run. transformers is not needed to serve the result.
+
 _LENGTH = 8  # tokens of the example that is made when none is given
 _TEXT = "input_ids"
 

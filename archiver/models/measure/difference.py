@@ -145,6 +145,12 @@ def _refuse_other_shapes(wanted: Outputs, found: Outputs) -> None:
         )
 
 
+# Drift of each channel of an output, relative to the variation within this channel.
+#
+# One figure over a whole output does not see scores beside boxes: where boxes are 640 times as large, a
+# model whose scores are all zero drifts by half a percent. Channels are the last dimension of an output,
+# and dimension 1, too, where it has three or more, as detectors are laid out both ways.
+
 _FEWEST = 8  # least number of values that tell whether a channel varies
 _VARIES = 0.05  # spread over root mean square; a channel below it is nearly constant
 # Least share of the varying channels that must be silent to be reported: with few samples, a rare and small

@@ -12,6 +12,12 @@ from torchere.archiver.models.inputs.run import Named, Run, run_on, seeded
 from torchere.archiver.models.inputs.sizes import Tensors
 from torchere.archiver.models.probe.precision import Precision, differing, precision_of
 
+# Variations of an example's inputs: values that other clients might send, or that take other branches.
+#
+# Whole numbers are never made up, so that indices stay indices: they are those of the example, or 0,
+# which is no larger than any index and the usual padding. Padding stays behind the values that it pads,
+# where clients put it.
+
 Variation = Callable[[torch.Tensor], torch.Tensor]
 
 

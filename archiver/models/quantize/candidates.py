@@ -187,6 +187,13 @@ def _spread(samples: Samples, most: int) -> Samples:
     return samples if count <= most else [samples[index * count // most] for index in range(most)]
 
 
+# Mixed precision: when int8 drifts too far, the layers that hurt most go back to fp32.
+#
+# How much a layer hurts is told by the fp32 model in which the weights of this one layer and what goes
+# into it are rounded to 8 bits: one run over a few rows for each, and no conversion. Such errors add up
+# about as squares, so the layers that must go back can be foretold; the search only converts the model
+# again to see whether that holds.
+
 # The drift of a cosine of 0.99 between outputs, for an error of random direction: sqrt(2 (1 - 0.99)).
 WANTED_DRIFT = 0.141
 # The share of the weights that may stay in fp32: a file of 0.25 times the size stays below 0.35 times.

@@ -254,6 +254,12 @@ def _qconfig(activation: Any, weight_limit: int) -> Any:
     return QConfig(activation=activation, weight=weight)  # type: ignore[no-untyped-call]
 
 
+# ReLU6 behind a convolution becomes ReLU, for the number format of int8 can do the rest.
+#
+# When the activations behind a ReLU6 are quantised over exactly 0 ... 6, the format's own saturation is
+# the upper limit: it costs nothing, no level is spent on values that are cut off, and the ReLU that is
+# left is fused into the convolution.
+
 _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 _LIMITS = (0.0, 6.0)
 _ARGUMENTS = {  # names of the limits, in the order of the function's arguments
@@ -301,6 +307,10 @@ def _limits(node: fx.Node, names: tuple[str, str]) -> tuple[Any, ...]:
     given = {**dict(zip(names, node.args[1:], strict=False)), **node.kwargs}
     return tuple(given.get(name) for name in names)
 
+
+# Operations that join the outputs of a model stay in fp32: in int8, joined values have one scale.
+#
+# A detector's boxes go to 640 and its scores to 1; with one scale for both, every score is rounded to 0.
 
 _JOINS = (torch.cat, torch.concat, torch.concatenate, torch.stack)
 _WEIGHED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
