@@ -19,7 +19,10 @@ from torchere.serving.workers.lanes import LanePage
 from torchere.serving.workers.loss import Loss, loss_of_exit
 from torchere.serving.workers.oom import OomWatch
 
-SENT_AT_ONCE_BYTES = 4 * 2**20  # send buffer of a data socket: holds a batch of images
+# Send buffers of data sockets, as far as the system allows; Linux doubles them. The server's holds a batch of
+# images. A worker's holds one large answer: a streamed answer can be ahead of its client by as much.
+RUN_BUFFER_BYTES = 4 * 2**20
+REPORT_BUFFER_BYTES = 2**20
 FORKS_AT_ONCE = 64  # each holds eight descriptors until it is started; a socket queues at most 278 requests
 
 
@@ -240,8 +243,8 @@ def open_lanes(launched: Launched, count: int) -> list[socket.socket]:
     with ExitStack() as theirs, ExitStack() as ours:
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(count)]
         for our_end, their_end in pairs:
-            for end in (our_end, their_end):  # the system may set less
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SENT_AT_ONCE_BYTES)
+            our_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, RUN_BUFFER_BYTES)
+            their_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, REPORT_BUFFER_BYTES)
             ours.callback(our_end.close)
             theirs.callback(their_end.close)
         for first in range(0, count, lanes.LANES_A_MESSAGE):

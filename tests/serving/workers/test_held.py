@@ -10,7 +10,7 @@ from torchere.serving.errors import ExecutorDied
 from torchere.serving.workers.run import Run
 
 PARTS = 8
-PART_BYTES = 2**20  # more than a thread may be ahead, and more than a socket holds
+PART_BYTES = 2 * 2**20  # more than a thread may be ahead, and more than a socket holds
 RESPONSE_TIMEOUT_S = 0.3
 STREAMING = f"""
     from ts.handler_utils.utils import send_intermediate_predict_response
