@@ -49,7 +49,7 @@ class Archive:
         return self.container.entries
 
     def entry(self, name: str) -> Entry:
-        """Return the entry of that name; raise ArchiveError when there is none."""
+        """Return the entry of that name; raise ArchiveError if the archive lacks it."""
         for entry in self.entries:
             if entry.name == name:
                 return entry

@@ -218,7 +218,7 @@ class Context:
         return self.request_processor[index]
 
     def get_request_id(self, idx: int = 0) -> str | None:
-        """Return the id of request `idx` of the batch, or None when there is none."""
+        """Return the id of request `idx` of the batch, or None outside the batch."""
         return None if self.request_ids is None else self.request_ids.get(idx)
 
     def get_request_header(self, idx: int, key: str) -> str | None:

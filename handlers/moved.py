@@ -1,6 +1,6 @@
 """Modules of handlers under the paths that they had before they were sorted into folders.
 
-`import torchere.handlers.vision.tasks` gives the module of today, the same object.
+An old path (`image_classifier` below `torchere.handlers`) imports the module of today, the same object.
 """
 
 from __future__ import annotations

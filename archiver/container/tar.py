@@ -255,7 +255,7 @@ def _without_dot(name: str) -> str:
 
 
 def _root_of(names: list[str]) -> str:
-    """Return the one top folder that holds all names, with a slash, or "" if there is none.
+    """Return the one top folder that holds all names, with a slash, or "" if the archive has no such folder.
 
     The archiver puts everything below one folder named after the model. TorchServe always drops the first
     component, which breaks archives made of the files alone; here their names are kept as they are.

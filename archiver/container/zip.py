@@ -105,7 +105,7 @@ def read_directory(file: BinaryIO, file_size: int) -> Directory:
 
 
 def _read_wide_end(file: BinaryIO, end_at: int) -> _WideEnd | None:
-    """Read the 64-bit end record, which precedes the plain one with its locator; None if there is none."""
+    """Read the 64-bit end record, which precedes the plain one with its locator; None for a 32-bit zip."""
     locator_at = end_at - _WIDE_LOCATOR.size
     if locator_at < _WIDE_END.size:
         return None

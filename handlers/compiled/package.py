@@ -177,7 +177,7 @@ class Misfit:
 
 
 def misfit(build: Build, torch_version: str, cpu_flags: frozenset[str] | None) -> Misfit | None:
-    """Return the reason against running the build on this machine; None when there is none.
+    """Return the reason against running the build on this machine; None if the build can run.
 
     Args:
         build: the build record.

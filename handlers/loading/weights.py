@@ -96,7 +96,7 @@ def file_to_map(path: str) -> str:
     shared = shared_file(path)
     try:
         one, own = os.stat(shared), os.stat(path)
-    except OSError:  # there is none: the usual case
+    except OSError:  # most archives have no such file
         return path
     alike = (one.st_size, one.st_mtime_ns) == (own.st_size, own.st_mtime_ns)
     return shared if alike else path

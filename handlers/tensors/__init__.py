@@ -85,7 +85,7 @@ def datatype_named(name: object, field: str) -> Datatype:
 
 
 def datatype_of_array(dtype: np.dtype[Any]) -> Datatype | None:
-    """Return the datatype of a numpy dtype in any byte order (strings: BYTES), or None if there is none."""
+    """Return the datatype of a numpy dtype in any byte order (strings: BYTES); None for other dtypes."""
     if dtype.kind in "SU":
         return BYTES
     return _OF_NUMPY.get(dtype.newbyteorder("<"))

@@ -115,7 +115,7 @@ class SequenceTable:
         return self.end(over)
 
     def next_expiry_s(self) -> float:
-        """Return when the next sequence expires; infinity if there is none."""
+        """Return when the next sequence expires; infinity if no sequence is open."""
         return min((s.expires_s(self._settings) for s in self._sequences.values()), default=float("inf"))
 
     def keep_on(self, executor_ids: Iterable[int]) -> None:

@@ -193,8 +193,8 @@ logger = logging.getLogger(__name__)
 #
 # TorchServe's precedence (contract, "Precedence of effective values"): the API, the archive's model
 # config, the `models={...}` property, the server's defaults; for time-outs the model config comes first.
-# How many executors there are the model config says, then the call; at the start, where there is none,
-# `models={...}`, then the default.
+# The number of executors comes from the model config, then from the API call; for models of the start, which
+# have no call, from `models={...}`, then from the default.
 
 # An archive with a model config that sets no timeout gets TorchServe's own default, not the server's: in
 # TorchServe `default_response_timeout` does not apply to such a model, so it must not shorten it here.

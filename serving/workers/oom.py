@@ -59,7 +59,7 @@ class CounterFile:
         self._file = next((file for file in files if _count_in(file) is not None), None)
 
     def __call__(self) -> int | None:
-        """Return the current counter, or None if there is none."""
+        """Return the kernel's counter, or None if the cgroup has no such file."""
         return _count_in(self._file) if self._file is not None else None
 
 

@@ -94,7 +94,7 @@ def _weight(node: Any, aliases: Any) -> torch.Tensor | None:
 
 
 def _constant(value: Any) -> torch.Tensor | None:
-    """Return the float32 tensor on the CPU that the graph holds as this value; None if there is none."""
+    """Return the float32 tensor on the CPU that the graph holds as this value; None for any other value."""
     found = value.toIValue() if value.node().kind() == "prim::Constant" else None
     if not isinstance(found, torch.Tensor) or found.layout is not torch.strided:
         return None

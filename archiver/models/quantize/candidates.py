@@ -189,10 +189,10 @@ def _spread(samples: Samples, most: int) -> Samples:
 
 # Mixed precision: when int8 drifts too far, the layers that hurt most go back to fp32.
 #
-# How much a layer hurts is told by the fp32 model in which the weights of this one layer and what goes
-# into it are rounded to 8 bits: one run over a few rows for each, and no conversion. Such errors add up
-# about as squares, so the layers that must go back can be foretold; the search only converts the model
-# again to see whether that holds.
+# The error of a layer is estimated in the fp32 model, with the weights and inputs of this one layer
+# rounded to 8 bits: one run over a few rows for each layer, without a conversion. The squares of these
+# errors about add up, which predicts the layers that must return to fp32; the search converts the model
+# again only to verify it.
 
 # The drift of a cosine of 0.99 between outputs, for an error of random direction: sqrt(2 (1 - 0.99)).
 WANTED_DRIFT = 0.141
