@@ -39,6 +39,7 @@ LOOP = "waiting, receiving, waking (uvloop)"
 PARTS = {
     "serving/frontend/": "HTTP, tensors and the data plane",
     "serving/telemetry/": "metrics, timeline and access log",
+    "serving/logs/": "metrics, timeline and access log",
     "serving/batching/": "batching",
     "serving/workers/": "the executor's side: threads, frames, host",
     "handlers/": "the handler",

@@ -90,11 +90,13 @@ class ConnectionBudget:
         """
         budgets = self._budgets
         held, total = self.held_bytes + size, budgets.held_bytes + size
-        if held > budgets.connection_limit_bytes or total > budgets.limit_bytes:
+        if (
+            held > budgets.connection_limit_bytes
+            or total > budgets.limit_bytes
+            or (key_free and budgets.key_free_bytes + size > budgets.key_free_limit_bytes)
+        ):
             raise budgets.over(self.held_bytes, size, key_free=key_free)
         if key_free:
-            if budgets.key_free_bytes + size > budgets.key_free_limit_bytes:
-                raise budgets.over(self.held_bytes, size, key_free=True)
             budgets.key_free_bytes += size
             self.key_free_bytes += size
         self.held_bytes = held

@@ -94,16 +94,7 @@ class FrameSocket:
         unsent = self._unsent
         try:
             while unsent:
-                if len(unsent) == 1:
-                    sent = self._connection.send(unsent[0])
-                else:
-                    sent = self._connection.sendmsg(
-                        [unsent[at] for at in range(min(len(unsent), _SEND_PARTS))]
-                    )
-                while unsent and sent >= len(unsent[0]):
-                    sent -= len(unsent.popleft())
-                if sent:
-                    unsent[0] = unsent[0][sent:]
+                _send_once(self._connection, unsent)
         except BlockingIOError:
             if not self._writer_waits:
                 self._writer_waits = True
@@ -266,18 +257,23 @@ def room_for(length: int) -> memoryview:
     return np.empty(length, dtype=np.uint8).data
 
 
+def _send_once(connection: socket.socket, unsent: deque[memoryview]) -> None:
+    """Send buffers with one system call, and remove the bytes that the kernel accepted from `unsent`."""
+    if len(unsent) == 1:
+        sent = connection.send(unsent[0])
+    else:
+        sent = connection.sendmsg([unsent[at] for at in range(min(len(unsent), _SEND_PARTS))])
+    while unsent and sent >= len(unsent[0]):
+        sent -= len(unsent.popleft())
+    if sent:
+        unsent[0] = unsent[0][sent:]
+
+
 def send_all(connection: socket.socket, parts: Parts) -> None:
     """Send a frame with its raw bytes through a blocking socket; raise `OSError` if that fails."""
-    if len(parts) == 1:
-        connection.sendall(parts[0])
-        return
     unsent = deque(memoryview(part) for part in parts)
     while unsent:
-        sent = connection.sendmsg([unsent[at] for at in range(min(len(unsent), _SEND_PARTS))])
-        while unsent and sent >= len(unsent[0]):
-            sent -= len(unsent.popleft())
-        if sent:
-            unsent[0] = unsent[0][sent:]
+        _send_once(connection, unsent)
 
 
 class FrameReader:
@@ -306,7 +302,8 @@ class FrameReader:
                     self._start = begin + length
                     return self._room[begin : self._start]
                 if HEADER.size + length > _ROOM_BYTES:
-                    return self._large(length)
+                    self._start = begin
+                    return self.raw(length)
             if not self._read_more():
                 return None
 
@@ -319,11 +316,6 @@ class FrameReader:
         count = self._connection.recv_into(self._room[self._end :])
         self._end += count
         return count > 0
-
-    def _large(self, length: int) -> memoryview | None:
-        """Read a payload that is longer than the buffer."""
-        self._start += HEADER.size
-        return self.raw(length)
 
     def raw(self, count: int) -> memoryview | None:
         """Return the next `count` bytes in a new buffer; None: the stream has ended."""

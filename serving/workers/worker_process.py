@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -21,19 +22,6 @@ from torchere.serving.workers.frames import FrameSocket
 from torchere.serving.workers.lanes import LaneSocket, load_of_lane, requests_of
 from torchere.serving.workers.launch import Launched, Launcher, open_lanes
 from torchere.serving.workers.loss import Loss, LossKind
-from torchere.serving.workers.messages import (
-    ControlToWorker,
-    DataFromWorker,
-    Done,
-    control_from_worker,
-    data_from_worker,
-    done_with_raw,
-    encode_frame,
-    encode_run,
-    load_of,
-    raw_bytes,
-    report_from_done,
-)
 from torchere.serving.workers.oom import OomWatch
 from torchere.serving.workers.run import Run
 
@@ -59,7 +47,7 @@ class ProcessEvents:
 
     serving: Callable[[], None]
     pong: Callable[[], None]
-    done: Callable[[Done], None]
+    done: Callable[[messages.Done], None]
     hung: Callable[[], None]
     gone: Callable[[], None]
 
@@ -146,7 +134,7 @@ class WorkerProcess:
             LoadFailed: a lane failed to load, or not in time; the process has ended then.
         """
         follow(self)
-        await self._load(load_of(self._spec, tuple(gpu_ids), self._log_token), timeout_s)
+        await self._load(messages.load_of(self._spec, tuple(gpu_ids), self._log_token), timeout_s)
 
     async def add_lanes(self, gpu_ids: Sequence[int | None], timeout_s: float) -> None:
         """Load further lanes.
@@ -191,7 +179,9 @@ class WorkerProcess:
         """
         await self._step(messages.WarmUp(), timeout_s, beside=beside)
 
-    async def _step(self, message: ControlToWorker, timeout_s: float, *, beside: bool = False) -> None:
+    async def _step(
+        self, message: messages.ControlToWorker, timeout_s: float, *, beside: bool = False
+    ) -> None:
         if self.lost.done():  # lost between two steps
             raise self._load_failed(self.lost.result().cause)
         self._step_reply = self._loop.create_future()
@@ -211,9 +201,9 @@ class WorkerProcess:
         finally:
             self._step_reply = None
 
-    def _order(self, message: ControlToWorker) -> None:
+    def _order(self, message: messages.ControlToWorker) -> None:
         if self._control is not None:
-            self._control.send([encode_frame(message)])
+            self._control.send([messages.encode_frame(message)])
 
     def ping(self) -> None:
         """Send a ping; a process with a single lane answers it between two runs."""
@@ -249,7 +239,7 @@ class WorkerProcess:
         self._last_run_id = run_id = self._last_run_id + 1
         place = self._places[-1] if self._places else self._places_used
         try:
-            parts = encode_run(run_id, place, run.requests)
+            parts = messages.encode_run(run_id, place, run.requests)
         except (ValueError, MemoryError) as err:
             failure = OutOfResources("Out of resources", f"the batch can't be sent to its worker: {err}")
             self._loop.call_soon(run.fail, failure)  # later: the caller still uses the run
@@ -279,28 +269,29 @@ class WorkerProcess:
 
     def _on_data(self, lane: LaneSocket, payload: memoryview) -> None:
         try:
-            message = data_from_worker.decode(payload)
-            if isinstance(message, Done) and message.large:
-                done = message
-                lane.frames.take(
-                    raw_bytes(done), lambda raw: self._on_message(lane, done_with_raw(done, raw))
-                )
+            message = messages.data_from_worker.decode(payload)
+            if isinstance(message, messages.Done) and message.large:
+                lane.frames.take(messages.raw_bytes(message), partial(self._on_large, lane, message))
                 return
         except (msgspec.MsgspecError, RecursionError, ValueError) as err:
             lane.frames.fail(f"sent a frame that is not a message: {err}")
             return
         self._on_message(lane, message)
 
-    def _on_message(self, lane: LaneSocket, message: DataFromWorker) -> None:
+    def _on_large(self, lane: LaneSocket, done: messages.Done, raw: memoryview) -> None:
+        """Continue after the raw bytes of a report have arrived."""
+        self._on_message(lane, messages.done_with_raw(done, raw))
+
+    def _on_message(self, lane: LaneSocket, message: messages.DataFromWorker) -> None:
         run = self.inside.get(message.run_id)
         if run is None or run.lane is not lane:
             return
-        if isinstance(message, Done):
+        if isinstance(message, messages.Done):
             self._on_done(message, run, lane)
         elif run.part(message.index, message.part) and run.page is not None:
             run.page.hold(run.place, held=True)
 
-    def _on_done(self, message: Done, run: Run, lane: LaneSocket) -> None:
+    def _on_done(self, message: messages.Done, run: Run, lane: LaneSocket) -> None:
         del self.inside[message.run_id]
         lane.inside -= 1
         run.lane = None
@@ -309,11 +300,11 @@ class WorkerProcess:
         self._heard_s = time.monotonic()
         self._leaves = self._leaves or message.is_last
         self._events.done(message)
-        run.done(report_from_done(message, len(run.requests)))
+        run.done(messages.report_from_done(message, len(run.requests)))
 
     def _on_control(self, payload: memoryview) -> None:
         try:
-            message = control_from_worker.decode(payload)
+            message = messages.control_from_worker.decode(payload)
         except (msgspec.MsgspecError, RecursionError) as err:
             if self._control is not None:
                 self._control.fail(f"sent a frame that is not a message: {err}")

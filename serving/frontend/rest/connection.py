@@ -160,13 +160,8 @@ class Connection(asyncio.BufferedProtocol):
         """Run a prediction whose body arrived with its head."""
         exchange = TensorPrediction(self, head) if head.is_tensors else Prediction(self, head)
         self.exchange = exchange
-        if self.listener.keys is None or exchange.authorized():
-            try:
-                self.budget.take(len(body))
-            except BudgetExceeded as error:
-                exchange.refuse(OverBudget(str(error)))
-            else:
-                exchange.run(body)
+        if (self.listener.keys is None or exchange.authorized()) and self._take(exchange, len(body)):
+            exchange.run(body)
 
     def _begin(self, head: Head) -> None:
         exchange: Exchange

@@ -24,7 +24,7 @@ from torchere.serving.errors import (
     OutOfResources,
 )
 from torchere.serving.types import InferRequest, Parameter
-from torchere.serving.workers import executor, launch, worker, worker_process
+from torchere.serving.workers import executor, launch, messages, worker, worker_process
 from torchere.serving.workers.executor import ExecutorState, LoadSpec
 from torchere.serving.workers.heartbeat import HeartbeatSettings
 from torchere.serving.workers.oom import OomWatch
@@ -312,7 +312,7 @@ def test_a_batch_that_cannot_be_sent_is_refused_and_nothing_else_changes(
             before = pool.free
             large, sink = make_sink(), make_sink()
             with monkeypatch.context() as patch:
-                patch.setattr(worker_process, "encode_run", refuse)
+                patch.setattr(messages, "encode_run", refuse)
                 large.submit(pool, [make_request("large")])
             assert not large.report.done()  # whoever submits is told later: he is not done yet
             assert isinstance(await large.outcome(), OutOfResources)
