@@ -24,12 +24,10 @@ from torchere.client.errors import (
     UnreadableAnswer,
 )
 from torchere.client.inference import InferOptions, InferResult
-from torchere.client.management import ModelEntry
-from torchere.client.multipart import Part
-from torchere.client.predictions import Prediction
-from torchere.client.repository import ModelMetadata, ModelState, ServerMetadata, TensorMetadata
-from torchere.client.retries import Retries
+from torchere.client.management import ModelEntry, ModelMetadata, ModelState, ServerMetadata, TensorMetadata
+from torchere.client.predictions import Part, Prediction
 from torchere.client.tensors import Tensor, tensor
+from torchere.client.wire import Retries
 
 __all__ = [
     "AnswerError",

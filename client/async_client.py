@@ -8,16 +8,14 @@ from typing import Any
 
 import httpx
 
-from torchere.client import inference, management, predictions, repository
-from torchere.client.awaiting import Awaiting
+from torchere.client import inference, management, predictions
+from torchere.client import management as repository
 from torchere.client.client import INFERENCE_ADDRESS, MANAGEMENT_ADDRESS, TIMEOUT_S
 from torchere.client.inference import InferOptions, InferResult, Inputs
-from torchere.client.management import ModelEntry
-from torchere.client.multipart import PartLike
-from torchere.client.predictions import Prediction
-from torchere.client.repository import ModelMetadata, ModelState, ServerMetadata
-from torchere.client.retries import Retries
-from torchere.client.wire import LIMITS, Settings
+from torchere.client.management import ModelEntry, ModelMetadata, ModelState, ServerMetadata
+from torchere.client.predictions import PartLike, Prediction
+from torchere.client.transport import Awaiting
+from torchere.client.wire import LIMITS, Retries, Settings
 
 
 class AsyncClient:

@@ -8,15 +8,13 @@ from typing import Any
 
 import httpx
 
-from torchere.client import inference, management, predictions, repository
-from torchere.client.blocking import Blocking
+from torchere.client import inference, management, predictions
+from torchere.client import management as repository
 from torchere.client.inference import InferOptions, InferResult, Inputs
-from torchere.client.management import ModelEntry
-from torchere.client.multipart import PartLike
-from torchere.client.predictions import Prediction
-from torchere.client.repository import ModelMetadata, ModelState, ServerMetadata
-from torchere.client.retries import Retries
-from torchere.client.wire import LIMITS, Settings
+from torchere.client.management import ModelEntry, ModelMetadata, ModelState, ServerMetadata
+from torchere.client.predictions import PartLike, Prediction
+from torchere.client.transport import Blocking
+from torchere.client.wire import LIMITS, Retries, Settings
 
 INFERENCE_ADDRESS = "http://127.0.0.1:8080"
 MANAGEMENT_ADDRESS = "http://127.0.0.1:8081"

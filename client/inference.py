@@ -20,7 +20,7 @@ from torchere.client.exchange import (
     merged,
     path,
 )
-from torchere.client.multipart import OCTETS
+from torchere.client.predictions import OCTETS
 from torchere.client.tensors import Tensor
 
 if TYPE_CHECKING:

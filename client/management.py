@@ -1,4 +1,4 @@
-"""The basic operations of the management API, and the health check, without I/O."""
+"""The operations of the management API and of the v2 model repository, and the health check, without I/O."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 from urllib.parse import urlencode
 
 from torchere.client.errors import UnreadableAnswer
-from torchere.client.exchange import Answer, Operation, Request, path, reading
+from torchere.client.exchange import JSON, Answer, Operation, Request, json_body, path, reading
+from torchere.client.inference import model_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +98,137 @@ def _page(value: Any) -> ModelPage:
     models = value.get("models", [])
     entries = tuple(ModelEntry(str(one["modelName"]), str(one.get("modelUrl", ""))) for one in models)
     return ModelPage(entries, value.get("nextPageToken"))
+
+
+_NOT_READY = frozenset({400, 503})  # Triton and KServe disagree about which one says "not ready"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerMetadata:
+    """The server's name, version and protocol extensions."""
+
+    name: str
+    version: str
+    extensions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMetadata:
+    """One input or output of a model; a dimension of -1 has any size."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMetadata:
+    """The versions, platform, inputs and outputs of a model."""
+
+    name: str
+    versions: tuple[str, ...]
+    platform: str
+    inputs: tuple[TensorMetadata, ...]
+    outputs: tuple[TensorMetadata, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """One entry of the repository index; `state` is READY or UNAVAILABLE, `reason` explains it."""
+
+    name: str
+    version: str
+    state: str
+    reason: str
+
+
+def server_metadata() -> Operation[ServerMetadata]:
+    """Build `GET /v2`."""
+    return Operation(Request("GET", "/v2"), reading(_server))
+
+
+def model_metadata(model: str, version: str | None = None) -> Operation[ModelMetadata]:
+    """Build `GET /v2/models/{model}`."""
+    return Operation(Request("GET", model_path(model, version)), reading(_model))
+
+
+def live() -> Operation[bool]:
+    """Build `GET /v2/health/live`."""
+    return Operation(Request("GET", "/v2/health/live"), _is_ok, _NOT_READY)
+
+
+def ready() -> Operation[bool]:
+    """Build `GET /v2/health/ready`."""
+    return Operation(Request("GET", "/v2/health/ready"), _is_ok, _NOT_READY)
+
+
+def model_ready(model: str, version: str | None = None) -> Operation[bool]:
+    """Build `GET /v2/models/{model}/ready`; an unknown model raises an error instead of returning false."""
+    return Operation(Request("GET", model_path(model, version, "ready")), _is_ok, _NOT_READY)
+
+
+def statistics(model: str, version: str | None = None) -> Operation[list[dict[str, Any]]]:
+    """Build `GET /v2/models/{model}/stats`: one object per version, in Triton's format."""
+    return Operation(Request("GET", model_path(model, version, "stats")), reading(_statistics))
+
+
+def index(ready_only: bool = False) -> Operation[tuple[ModelState, ...]]:
+    """Build `POST /v2/repository/index`."""
+    return Operation(_control("/v2/repository/index", {"ready": ready_only}), reading(_index))
+
+
+def load(model: str) -> Operation[None]:
+    """Build `POST /v2/repository/models/{model}/load`."""
+    return Operation(_control(path("v2", "repository", "models", model, "load"), {}), _nothing)
+
+
+def unload(model: str) -> Operation[None]:
+    """Build `POST /v2/repository/models/{model}/unload`."""
+    return Operation(_control(path("v2", "repository", "models", model, "unload"), {}), _nothing)
+
+
+def _control(where: str, body: object) -> Request:
+    return Request("POST", where, "management", {"content-type": JSON}, json_body(body))
+
+
+def _is_ok(answer: Answer) -> bool:
+    return answer.status == 200
+
+
+def _nothing(_answer: Answer) -> None:
+    return None
+
+
+def _server(value: Any) -> ServerMetadata:
+    extensions = tuple(str(one) for one in value.get("extensions", ()))
+    return ServerMetadata(str(value["name"]), str(value.get("version", "")), extensions)
+
+
+def _model(value: Any) -> ModelMetadata:
+    return ModelMetadata(
+        str(value["name"]),
+        tuple(str(one) for one in value.get("versions", ())),
+        str(value.get("platform", "")),
+        tuple(_tensor(one) for one in value.get("inputs", ())),
+        tuple(_tensor(one) for one in value.get("outputs", ())),
+    )
+
+
+def _tensor(value: Any) -> TensorMetadata:
+    return TensorMetadata(str(value["name"]), str(value["datatype"]), tuple(int(n) for n in value["shape"]))
+
+
+def _statistics(value: Any) -> list[dict[str, Any]]:
+    return [dict(one) for one in value["model_stats"]]
+
+
+def _index(value: Any) -> tuple[ModelState, ...]:
+    return tuple(
+        ModelState(
+            str(one["name"]),
+            str(one.get("version", "")),
+            str(one.get("state", "")),
+            str(one.get("reason", "")),
+        )
+        for one in value
+    )

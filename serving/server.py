@@ -24,15 +24,15 @@ from torchere.serving.access.reload import Reloadable, watch
 from torchere.serving.access.tls import Certificates, certificates_of
 from torchere.serving.config.server_settings import Address, ServerSettings
 from torchere.serving.errors import ServingError
-from torchere.serving.frontend.access_log import access_log
 from torchere.serving.frontend.control import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.grpc.server import GrpcServer, grpc_listeners
 from torchere.serving.frontend.rest.app import listener_of, listeners
-from torchere.serving.frontend.rest.deferred import DeferredApp, build_after
+from torchere.serving.frontend.rest.listener import DeferredApp, build_after
 from torchere.serving.frontend.rest.server import RestServer
 from torchere.serving.frontend.services import CorsHeaders, Services, budgets_of
 from torchere.serving.io.addresses import refuse_taken, said_plainly
+from torchere.serving.logs.access_lines import access_log
 from torchere.serving.logs.lines import lost_lines, say
 from torchere.serving.observation import RegistryMetrics
 from torchere.serving.process.signals import ending_signals
@@ -330,7 +330,7 @@ class Ports:
 
     @property
     def routes(self) -> Sequence[DeferredApp]:
-        """The REST applications that are built after the start: see `rest/deferred.py`."""
+        """The REST applications that are built after the start: see `rest/listener.py`."""
         return self._routes
 
     def drain(self) -> None:

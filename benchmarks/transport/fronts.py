@@ -15,7 +15,11 @@ from typing import Any, ClassVar
 import grpc
 import uvloop
 
-from torchere.serving.frontend.grpc.open_inference_wire import TensorReply, decode_request, encode_response
+from torchere.serving.frontend.grpc.open_inference_messages import (
+    TensorReply,
+    decode_request,
+    encode_response,
+)
 from torchere.serving.frontend.grpc.protos.open_inference_pb2 import ModelInferResponse
 from torchere.serving.frontend.http2.connection import Connection, Listener
 from torchere.serving.frontend.http2.messages import StatusCode

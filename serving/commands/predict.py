@@ -16,7 +16,7 @@ from torchere.archiver.errors import plainly
 
 if TYPE_CHECKING:
     from torchere.client import Tensor
-    from torchere.client.repository import TensorMetadata
+    from torchere.client.management import TensorMetadata
 
 DESCRIPTION = (
     "Send one request to a running server, over REST or gRPC, and print the answer.\n"

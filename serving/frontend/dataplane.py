@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from torchere.serving.batching.request import Answer, Ledger, Request
@@ -12,13 +13,43 @@ from torchere.serving.batching.stateful import begin_sequence
 from torchere.serving.errors import NotFound, QueueFull, ServingError, Unavailable
 from torchere.serving.frontend.call_scope import current_call
 from torchere.serving.frontend.model_facts import ModelFacts, facts_of
-from torchere.serving.frontend.readiness import ON_THEIR_WAY, Readiness, living, unready_because
 from torchere.serving.registry.version import Version, VersionState
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, ModelKey, StreamedResponse
+from torchere.serving.workers.executor import ExecutorState
 
-if TYPE_CHECKING:  # the registry is needed for annotations only
+if TYPE_CHECKING:
     from torchere.serving.registry.registry import Registry
+
+ON_THEIR_WAY = (VersionState.NEW, VersionState.LOADING, VersionState.WARMING)
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """Whether the server or a version can take traffic, and if not, the reasons."""
+
+    ready: bool
+    reasons: tuple[str, ...] = ()
+
+
+def unready_because(version: Version) -> str:
+    """Return the reason why a version is not ready, as text."""
+    if version.state is not VersionState.READY:
+        return f"{version.key} is {version.state.value}"
+    states = sorted({status.state.value for status in version.pool.statuses()} - {ExecutorState.READY.value})
+    return f"{version.key} has no executor in service ({', '.join(states) or 'all hang'})"
+
+
+def living(version: Version) -> int:
+    """Return how many executors count for `/ping`; loading and restarting ones do, as in TorchServe.
+
+    Wanted executors that the reconciler has yet to create count too: its current work may take a while.
+    """
+    if version.state is VersionState.FAILED:
+        return 0
+    if version.state in ON_THEIR_WAY:
+        return version.target
+    return version.living_executors + max(0, version.target - version.pool.size)
 
 
 Response: TypeAlias = InferResponse | StreamedResponse

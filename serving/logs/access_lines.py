@@ -23,6 +23,7 @@ from torchere.serving.logs.fields import LoggedPrediction, ModelVersion, log_fie
 if TYPE_CHECKING:
     from torchere.serving.logs.trace_context import TraceContext
 
+ACCESS_LOGGER = "ACCESS_LOG"
 FLUSH_S = 0.1  # how long a line may wait; a crash may lose the lines of that time
 MAX_WAITING = 100_000  # lines; some 30 MB
 _CHUNK = 1000  # lines in one write
@@ -243,3 +244,7 @@ def _handlers(logger: logging.Logger) -> Iterator[logging.Handler]:
     while current is not None:
         yield from current.handlers
         current = current.parent if current.propagate else None
+
+
+# The access log of this process: one line per request, for both protocols, in TorchServe's format.
+access_log = AccessLog(logging.getLogger(ACCESS_LOGGER))

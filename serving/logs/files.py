@@ -16,8 +16,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TextIO
 
-from torchere.serving.logs.access_lines import AccessLine, LineFormatter
-from torchere.serving.logs.lines import ACCESS_LOGGER, escape, trace_of
+from torchere.serving.logs.access_lines import ACCESS_LOGGER, AccessLine, LineFormatter
+from torchere.serving.logs.lines import escape, trace_of
 from torchere.serving.logs.output import SaysWhatIsLost
 
 MAX_FILE_BYTES = 100 * 2**20  # TorchServe's; it compresses old files and rotates daily as well

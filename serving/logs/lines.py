@@ -17,7 +17,7 @@ from functools import lru_cache
 from json.encoder import encode_basestring_ascii as _quoted  # text as json.dumps writes it, but faster
 from typing import TYPE_CHECKING, Any, TextIO
 
-from torchere.serving.logs.access_lines import AccessLine, LineFormatter
+from torchere.serving.logs.access_lines import ACCESS_LOGGER, AccessLine, LineFormatter
 from torchere.serving.logs.output import Outlet, SaysWhatIsLost, may_stand_still
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 else:
     _StreamHandler = logging.StreamHandler  # takes a parameter at run time from Python 3.11 on only
 
-ACCESS_LOGGER = "ACCESS_LOG"
 FLUSH_TIMEOUT_S = 2.0  # for the reader of standard output, at the end of the process
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 

@@ -1,8 +1,10 @@
-"""Signals that end a server, and their handling while its modules are imported."""
+"""Signals that end a server, during its start and with the process that started it."""
 
 from __future__ import annotations
 
+import ctypes
 import signal
+import sys
 import threading
 from types import FrameType, TracebackType
 from typing import Any
@@ -49,3 +51,12 @@ class SignalsKept:
         self._first = number
         for each in self._before:
             signal.signal(each, signal.SIG_DFL)
+
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to end this process when its parent dies, however it dies. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

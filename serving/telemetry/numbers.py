@@ -21,8 +21,7 @@ import numpy as np
 
 from torchere.serving.errors import Cancelled, DeadlineExceeded, ServingError
 from torchere.serving.telemetry.distributions import Distributions, Histogram
-from torchere.serving.telemetry.predictions import Dequeued, Marks
-from torchere.serving.telemetry.refusals import USUAL, refusal_reason
+from torchere.serving.telemetry.predictions import USUAL, Dequeued, Marks, refusal_reason
 from torchere.serving.telemetry.saturation import BusyTime, LoadSample
 from torchere.serving.telemetry.stages import COLUMNS, MARKS, row_of, rows_of
 

@@ -1,9 +1,21 @@
-"""The parts of a prediction that telemetry reads: time marks, trace, and log fields."""
+"""The parts of a prediction that telemetry reads: time marks, trace, log fields, and why one was refused."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
+
+from torchere.serving.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    NotFound,
+    OverBudget,
+    Quarantined,
+    QueueFull,
+    ServingError,
+    Unauthorized,
+    Unavailable,
+)
 
 if TYPE_CHECKING:
     from torchere.serving.logs.trace_context import TraceContext
@@ -64,3 +76,24 @@ class Tracing(Protocol):
 
     def close(self) -> None:
         """Send the remaining spans. Blocks."""
+
+
+TOO_LARGE = "too_large"  # the body; no `ServingError` class stands for it
+# The first class that fits counts, so subclasses come before their bases.
+_REASONS: tuple[tuple[type[ServingError], str], ...] = (
+    (QueueFull, "queue_full"),
+    (OverBudget, "budget"),
+    (Unavailable, "not_ready"),
+    (DeadlineExceeded, "deadline"),
+    (Unauthorized, "auth"),
+    (NotFound, "not_found"),
+    (Quarantined, "quarantined"),
+    (InvalidRequest, "invalid"),
+)
+# Reasons that every version has a counter for from the beginning.
+USUAL = ("queue_full", "not_ready", "deadline")
+
+
+def refusal_reason(error: ServingError) -> str:
+    """Return the value of the label `reason`; for an error that is no refusal, its code."""
+    return next((reason for kind, reason in _REASONS if isinstance(error, kind)), error.code)

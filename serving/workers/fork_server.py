@@ -25,7 +25,7 @@ import torch
 
 from torchere.handlers.ts_compat import alias as ts_alias
 from torchere.serving.process.allocator import keep_freed_memory
-from torchere.serving.process.parent import die_with_parent
+from torchere.serving.process.signals import die_with_parent
 from torchere.serving.workers import process, room_process
 from torchere.serving.workers.fork_client import DESCRIPTORS
 

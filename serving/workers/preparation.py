@@ -2,7 +2,7 @@
 
 The fork server imports torch, which is the slowest part of a start, so it starts first and runs in parallel
 with the rest. Modules that predictions do not need (the framework for the other REST calls) are imported
-after the start: `frontend/rest/deferred.py`.
+after the start: `frontend/rest/listener.py`.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from torchere.handlers.ts_compat import alias as ts_alias
 from torchere.serving.errors import LoadFailed
 from torchere.serving.logs.worker_lines import WorkerFormatter
 from torchere.serving.process.allocator import keep_freed_memory
-from torchere.serving.process.parent import die_with_parent
+from torchere.serving.process.signals import die_with_parent
 from torchere.serving.types import InferResponse
 from torchere.serving.workers.executor import LoadSpec
 from torchere.serving.workers.frames import FrameReader, Parts, send_all

@@ -13,7 +13,7 @@ from functools import partial
 import msgspec
 
 from torchere.serving.errors import DeadlineExceeded, LoadFailed, OutOfResources, ServingError
-from torchere.serving.io.silence import was_late
+from torchere.serving.io.watchdog import was_late
 from torchere.serving.logs.levels import follow
 from torchere.serving.logs.worker_lines import new_token, relay_all
 from torchere.serving.workers import messages

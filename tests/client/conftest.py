@@ -18,7 +18,7 @@ def call(request: pytest.FixtureRequest) -> Caller:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    for module in ("blocking", "awaiting", "wire"):
+    for module in ("transport", "wire"):
         monkeypatch.setattr(f"torchere.client.{module}.time", TimeModule(made))
-    monkeypatch.setattr("torchere.client.awaiting.asyncio", AsyncioModule(made))
+    monkeypatch.setattr("torchere.client.transport.asyncio", AsyncioModule(made))
     return made

@@ -113,7 +113,7 @@ def test_a_large_body_is_sent_whole(call: Caller) -> None:
 
 
 def test_a_form_has_all_parts(call: Caller, tmp_path: Path) -> None:
-    from torchere.serving.frontend.rest.multipart import multipart_parameters
+    from torchere.serving.frontend.rest.codec import multipart_parameters
 
     (tmp_path / "a.txt").write_text("from a file")
     files = {"text": "plain", "raw": b"bytes", "file": tmp_path / "a.txt", "own": Part(b"{}", "x.json")}

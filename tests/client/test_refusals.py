@@ -3,8 +3,7 @@ import json
 import pytest
 
 from torchere.client import errors as e
-from torchere.client.exchange import Answer
-from torchere.client.refusals import refusal
+from torchere.client.exchange import Answer, refusal
 
 
 def answer(status: int, body: object, **headers: str) -> Answer:

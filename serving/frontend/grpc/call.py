@@ -14,7 +14,6 @@ from google.protobuf.message import DecodeError
 
 from torchere.serving.batching.request import Request
 from torchere.serving.errors import ServingError
-from torchere.serving.frontend.access_log import access_log
 from torchere.serving.frontend.budgets import Lease
 from torchere.serving.frontend.call_scope import CANCELLED
 from torchere.serving.frontend.dataplane import DataPlane
@@ -28,6 +27,7 @@ from torchere.serving.frontend.http2.messages import (
     StatusCode,
 )
 from torchere.serving.frontend.http2.stream import Encoded, Stream
+from torchere.serving.logs.access_lines import access_log
 from torchere.serving.logs.trace_context import trace_of_headers
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, StreamedResponse

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from torchere.serving.errors import InvalidRequest, ServingError
 from torchere.serving.frontend.grpc.call import Asked, Call, GrpcPrediction, Method, PredictionContext
 from torchere.serving.frontend.grpc.errors import OPEN_INFERENCE, failure
-from torchere.serving.frontend.grpc.open_inference_messages import infer_response, tensor_request
-from torchere.serving.frontend.grpc.open_inference_stream import in_order
-from torchere.serving.frontend.grpc.open_inference_wire import (
+from torchere.serving.frontend.grpc.open_inference_messages import (
     TensorMessage,
     TensorReply,
     decode_request,
     encode_response,
+    infer_response,
+    tensor_request,
 )
 from torchere.serving.frontend.grpc.protos.open_inference_pb2 import (
     ModelInferRequest,
@@ -24,10 +25,10 @@ from torchere.serving.frontend.grpc.protos.open_inference_pb2 import (
 )
 from torchere.serving.frontend.grpc.service import Callback, Implementation, WithCodec
 from torchere.serving.frontend.http2.stream import Stream
-from torchere.serving.frontend.open_inference.errors import as_client_knows
 from torchere.serving.frontend.open_inference.service import Outcome, TensorService, whole
 from torchere.serving.frontend.open_inference.tensor_answer import (
     TensorAnswer,
+    as_client_knows,
     read_framed,
     read_framed_body,
     read_json,
@@ -185,3 +186,78 @@ def _headers(call: Call) -> tuple[tuple[str, str], ...]:
 def _is_raw(request: TensorMessage) -> bool:
     # A request without inputs does not show which form the client reads; most clients read raw bytes.
     return bool(request.raw) or not request.fields.inputs
+
+
+Request = TypeVar("Request")
+Part = TypeVar("Part")
+Item = TypeVar("Item")
+
+IN_FLIGHT = 64  # requests of one stream read ahead of the answers; beyond that reading pauses
+PARTS_AHEAD = 16  # parts of one answer buffered while earlier answers are sent
+
+
+async def in_order(
+    requests: AsyncIterator[Request], answer: Callable[[Request], AsyncIterator[Part]]
+) -> AsyncIterator[Part]:
+    """Yield the parts of the answers to all requests.
+
+    Requests start, and their answers are yielded, in the order of arrival, so requests of a sequence stay in
+    order. Closing this iterator cancels all running requests. An exception from `answer` ends the stream, so
+    `answer` must report the error of one request as a part.
+
+    Raises:
+        Exception: reading `requests` failed; raised after the answers to the requests that were read.
+    """
+    running: set[asyncio.Task[None]] = set()
+
+    def pumped(source: AsyncIterator[Item], ahead: int) -> _Pipe[Item]:
+        pipe: _Pipe[Item] = _Pipe(ahead)
+        task = asyncio.ensure_future(pipe.fill(source))
+        running.add(task)
+        task.add_done_callback(running.discard)
+        return pipe
+
+    async def begun() -> AsyncIterator[_Pipe[Part]]:
+        async for request in requests:
+            yield pumped(answer(request), PARTS_AHEAD)
+
+    try:
+        async for pipe in pumped(begun(), IN_FLIGHT).items():
+            async for part in pipe.items():
+                yield part
+    finally:
+        ended = list(running)
+        for task in ended:
+            task.cancel()
+        await asyncio.gather(*ended, return_exceptions=True)
+
+
+class _End:
+    """Marker behind the last item of a pipe, with the error that ended the pipe, if any."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+
+class _Pipe(Generic[Item]):
+    """A bounded queue between two tasks: one puts items, the other takes them; at most `ahead` are queued."""
+
+    def __init__(self, ahead: int) -> None:
+        self._queue: asyncio.Queue[Any] = asyncio.Queue(ahead)
+
+    async def fill(self, source: AsyncIterator[Item]) -> None:
+        """Put all items of `source` into the queue."""
+        end = _End()
+        try:
+            async for item in source:
+                await self._queue.put(item)
+        except Exception as error:  # the top of the task: `items` raises it
+            end = _End(error)
+        await self._queue.put(end)
+
+    async def items(self) -> AsyncIterator[Item]:
+        """Yield the queued items until the end; then raise the error of `source`, if any."""
+        while not isinstance(item := await self._queue.get(), _End):
+            yield item
+        if item.error is not None:
+            raise item.error

@@ -1,4 +1,4 @@
-"""Servers of the gRPC listeners."""
+"""Servers of the gRPC listeners, with the services of each: TorchServe's, v2, health and reflection."""
 
 from __future__ import annotations
 
@@ -6,24 +6,35 @@ import asyncio
 import random
 import socket
 import ssl
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from grpc_reflection.v1alpha import reflection_pb2
+
 from torchere.serving.config.server_settings import Address, ServerSettings
+from torchere.serving.errors import ModelNotFound, VersionNotFound
 from torchere.serving.frontend.budgets import MESSAGE_OVERHEAD_BYTES
 from torchere.serving.frontend.control import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
-from torchere.serving.frontend.grpc.errors import INFERENCE, MANAGEMENT
+from torchere.serving.frontend.grpc.call import Call, PredictionContext
+from torchere.serving.frontend.grpc.errors import INFERENCE, MANAGEMENT, OPEN_INFERENCE, Table
 from torchere.serving.frontend.grpc.health import HEALTH, HealthService
 from torchere.serving.frontend.grpc.inference import InferenceService
 from torchere.serving.frontend.grpc.management import ManagementService
-from torchere.serving.frontend.grpc.open_inference_descriptors import PUBLIC_NAME, TORCHSERVE_NAME
-from torchere.serving.frontend.grpc.open_inference_services import open_inference_services
+from torchere.serving.frontend.grpc.open_inference import TensorCalls, Tensors
+from torchere.serving.frontend.grpc.open_inference_control import ModelCalls
+from torchere.serving.frontend.grpc.open_inference_descriptors import (
+    PUBLIC_NAME,
+    SERVICE,
+    TORCHSERVE_NAME,
+    reflection_pool,
+)
 from torchere.serving.frontend.grpc.protos import inference_pb2, management_pb2
-from torchere.serving.frontend.grpc.reflection import reflection_service
 from torchere.serving.frontend.grpc.service import Openers, dispatcher, key_free, service
 from torchere.serving.frontend.http2.connection import Connection, Listener
+from torchere.serving.frontend.open_inference.service import TensorService
 from torchere.serving.frontend.services import Services
 
 Api = Literal["inference", "management"]
@@ -176,3 +187,54 @@ def _tls(services: Services) -> ssl.SSLContext | None:
     if services.certificates is None:
         raise OSError("enable_grpc_ssl needs private_key_file and certificate_file, and one is not set")
     return services.certificates.server_context(http2=True)
+
+
+# TorchServe's service answers INTERNAL to an inference request for a model that is not there, as its other
+# inference service does, and NOT_FOUND to questions about one.
+_TORCHSERVE_MODELS: Table = {
+    **INFERENCE,
+    ModelNotFound: MANAGEMENT[ModelNotFound],
+    VersionNotFound: MANAGEMENT[VersionNotFound],
+}
+
+
+def open_inference_services(
+    dataplane: DataPlane, controlplane: ControlPlane, services: Services
+) -> list[Callable[[set[Any]], Openers]]:
+    """Return both services. They differ in error codes, and in the encoding of BYTES for an envelope."""
+    tensors = TensorService(dataplane, services.settings.service_envelope)
+    context = PredictionContext(dataplane, services.metrics)
+    public = TensorCalls(Tensors(context, tensors, as_torchserve=False)).methods()
+    torchserves = TensorCalls(Tensors(context, tensors, as_torchserve=True)).methods()
+    public_models = ModelCalls(dataplane, controlplane, unknown_is_unready=True).methods()
+    torchserves_models = ModelCalls(dataplane, controlplane, unknown_is_unready=False).methods()
+    return [
+        service(SERVICE, public_models, OPEN_INFERENCE, PUBLIC_NAME),
+        service(SERVICE, public, OPEN_INFERENCE, PUBLIC_NAME),
+        service(SERVICE, torchserves_models, _TORCHSERVE_MODELS, TORCHSERVE_NAME),
+        service(SERVICE, torchserves, INFERENCE, TORCHSERVE_NAME),
+    ]
+
+
+_REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
+_FILES = (inference_pb2.DESCRIPTOR, management_pb2.DESCRIPTOR, HEALTH.file, reflection_pb2.DESCRIPTOR)
+
+
+class _Reflection:
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = (*names, _REFLECTION.full_name)
+
+    @cached_property
+    def _servicer(self) -> Any:
+        from grpc_reflection.v1alpha import reflection  # noqa: PLC0415 - brings all of grpcio; few ask
+
+        return reflection.aio.ReflectionServicer(self._names, reflection_pool(_FILES))
+
+    async def info(self, requests: AsyncIterator[Any], call: Call) -> AsyncIterator[Any]:
+        async for answer in self._servicer.ServerReflectionInfo(requests, None):
+            yield answer
+
+
+def reflection_service(names: Iterable[str]) -> Callable[[set[Any]], Openers]:
+    """Return the reflection service for the services with these names and for itself."""
+    return service(_REFLECTION, {"ServerReflectionInfo": _Reflection(names).info}, MANAGEMENT)

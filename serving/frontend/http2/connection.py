@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from torchere.serving.frontend import unread
 from torchere.serving.frontend.budgets import Budgets, ConnectionBudget
 from torchere.serving.frontend.http2 import frames as f
 from torchere.serving.frontend.http2.flood_guard import FloodGuard
@@ -42,8 +41,9 @@ from torchere.serving.frontend.http2.header_blocks import (
 )
 from torchere.serving.frontend.http2.messages import StatusCode
 from torchere.serving.frontend.http2.stream import ENDED, CallListener, Stream
-from torchere.serving.frontend.stalls import Stalls
+from torchere.serving.io import watchdog as unread
 from torchere.serving.io.turn_writes import TurnWrites
+from torchere.serving.io.watchdog import Stalls
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Responses of the Open Inference Protocol as records, for frontends that re-encode the body."""
+"""Responses of the v2 protocol as records, and its errors, for frontends that re-encode the body."""
 
 from __future__ import annotations
 
@@ -11,9 +11,42 @@ from torchere.handlers.tensors import BYTES, DATATYPES, Datatype, TensorError
 from torchere.handlers.tensors.answer import FRAME, Encoded, Output, Wish, encode_outputs, wanted_outputs
 from torchere.handlers.tensors.codec import NO_JSON, array_from_bytes, array_from_json, bytes_from_tensor
 from torchere.serving.errors import HandlerFailed, InvalidRequest, ServingError
-from torchere.serving.frontend.open_inference.errors import refused_by_handler
 from torchere.serving.frontend.open_inference.tensor_request import TensorRequest
 from torchere.serving.types import InferResponse
+
+# TorchServe answers 503 for these, which clients of this protocol take for "try again". They are bugs: 500.
+_BUGS = frozenset(
+    {
+        "Prediction failed",
+        "Invalid model predict output",
+        "number of batch response mismatched",
+        "Unsupported model output data type.",
+    }
+)
+
+
+def as_client_knows(error: ServingError) -> ServingError:
+    """Return the error with this protocol's status: 500 for a handler bug; a handler's own 503 stays."""
+    if isinstance(error, HandlerFailed) and error.status == 503 and error.message in _BUGS:
+        return HandlerFailed(error.message, 500, error.detail)
+    return error
+
+
+def refused_by_handler(response: InferResponse) -> HandlerFailed:
+    """Return the error for a response to which the handler gave a status of 400 or more."""
+    return HandlerFailed(_message(response.body), response.status)
+
+
+def _message(body: bytes) -> str:
+    text = bytes(body).decode("utf-8", "replace")
+    try:
+        said: Any = msgspec.json.decode(body)
+    except NO_JSON:
+        return text
+    for name in ("error", "message"):
+        if isinstance(said, dict) and isinstance(said.get(name), str):
+            return str(said[name])
+    return text
 
 
 class OutputTensor(NamedTuple):

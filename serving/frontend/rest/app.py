@@ -8,8 +8,7 @@ from torchere.serving.config.server_settings import Address, ServerSettings
 from torchere.serving.frontend.control import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.rest.authorisation import Surfaces
-from torchere.serving.frontend.rest.deferred import DeferredApp
-from torchere.serving.frontend.rest.listener import Listener
+from torchere.serving.frontend.rest.listener import DeferredApp, Listener
 from torchere.serving.frontend.services import Services
 
 

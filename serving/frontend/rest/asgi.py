@@ -16,10 +16,10 @@ from torchere.serving.errors import NotFound, ServingError
 from torchere.serving.frontend import wording
 from torchere.serving.frontend.call_scope import CLIENT_GONE, CallScope
 from torchere.serving.frontend.request_id import new_request_id
-from torchere.serving.frontend.rest.answer_parts import CONTINUE, NO_CONTENT
 from torchere.serving.frontend.rest.codec import SPELLED_HEADERS
 from torchere.serving.frontend.rest.exchange import SLOTS, Exchange, status_of
 from torchere.serving.frontend.rest.heads import Head
+from torchere.serving.frontend.rest.wire import CONTINUE, NO_CONTENT
 from torchere.serving.logs.fields import fields_of
 
 if TYPE_CHECKING:

@@ -20,9 +20,8 @@ from torchere.serving.frontend.rest.errors import INVALID_HTTP, OVER_BUDGET, STA
 from torchere.serving.frontend.rest.heads import CHUNKED, HEAD_END, MAX_KNOWN_BYTES, BadHead, Head, HeadReader
 from torchere.serving.frontend.rest.predictions import Prediction
 from torchere.serving.frontend.rest.tensors import TensorPrediction
-from torchere.serving.frontend.unread import Unread, untaken_bytes
-from torchere.serving.io.silence import Silence
 from torchere.serving.io.turn_writes import write_together
+from torchere.serving.io.watchdog import Silence, Unread, untaken_bytes
 
 if TYPE_CHECKING:
     from torchere.serving.frontend.rest.exchange import Exchange

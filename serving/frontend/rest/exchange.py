@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 
 from torchere.serving.batching.request import Request
 from torchere.serving.errors import ServingError, Unauthorized
-from torchere.serving.frontend.access_log import access_log
 from torchere.serving.frontend.call_scope import CLIENT_GONE
-from torchere.serving.frontend.rest.answer_parts import (
+from torchere.serving.frontend.rest.bodies import WholeBody
+from torchere.serving.frontend.rest.errors import status_and_type
+from torchere.serving.frontend.rest.heads import Head
+from torchere.serving.frontend.rest.wire import (
     LAST_LINES,
     NO_CONTENT,
     STATUS_LINES,
@@ -22,9 +24,7 @@ from torchere.serving.frontend.rest.answer_parts import (
     joined,
     missing,
 )
-from torchere.serving.frontend.rest.bodies import WholeBody
-from torchere.serving.frontend.rest.errors import status_and_type
-from torchere.serving.frontend.rest.heads import Head
+from torchere.serving.logs.access_lines import access_log
 
 if TYPE_CHECKING:
     from torchere.serving.frontend.rest.connection import Connection

@@ -13,8 +13,8 @@ from torchere.serving.access.keys import KeyKind
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.frontend.rest.authorisation import Surfaces, is_probe, required_key
 from torchere.serving.frontend.rest.codec import media_type, text_headers
-from torchere.serving.frontend.rest.open_inference_wire import Wire, read_wire
 from torchere.serving.frontend.rest.targets import Pairs, Target, prediction_target
+from torchere.serving.frontend.rest.wire import Wire, read_wire
 from torchere.serving.logs.trace_context import TraceContext, trace_of_headers
 
 RawHeaders = list[tuple[bytes, bytes]]

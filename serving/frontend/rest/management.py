@@ -16,12 +16,12 @@ from torchere.serving.frontend import description, wording
 from torchere.serving.frontend.control import ControlPlane, Progress, flag, integer, registration
 from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.request_id import new_request_id
-from torchere.serving.frontend.rest.answer_parts import checked_status, handler_headers
 from torchere.serving.frontend.rest.answers import ANY_METHOD, json_answer, no_such_method, status_answer
 from torchere.serving.frontend.rest.bodies import read_body
 from torchere.serving.frontend.rest.codec import request_headers, text_values
 from torchere.serving.frontend.rest.errors import WorkflowNotFound
 from torchere.serving.frontend.rest.openapi import management_document
+from torchere.serving.frontend.rest.wire import checked_status, handler_headers
 from torchere.serving.logs.levels import LogLevelError, change_level, levels
 from torchere.serving.types import InferRequest, ModelKey
 

@@ -21,7 +21,7 @@ from torchere.serving.frontend.open_inference import metadata
 from torchere.serving.frontend.open_inference.repository import Repository
 from torchere.serving.frontend.rest.answers import ANY_METHOD, json_answer
 from torchere.serving.frontend.rest.bodies import read_body
-from torchere.serving.frontend.rest.open_inference_wire import protocol_error
+from torchere.serving.frontend.rest.wire import protocol_error
 
 _READ = ["GET", "HEAD"]
 

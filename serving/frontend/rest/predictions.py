@@ -19,18 +19,18 @@ from torchere.serving.frontend import wording
 from torchere.serving.frontend.call_scope import CLIENT_GONE
 from torchere.serving.frontend.priority import parse_priority
 from torchere.serving.frontend.request_id import new_request_id
-from torchere.serving.frontend.rest.answer_parts import (
-    CONTINUE,
-    checked_status,
-    handler_headers,
-    handler_lines,
-)
 from torchere.serving.frontend.rest.bodies import WholeBody
 from torchere.serving.frontend.rest.codec import body_parameters, form_parameters, takes_long
 from torchere.serving.frontend.rest.codec import deadline as deadline_of
 from torchere.serving.frontend.rest.exchange import SLOTS, Exchange
 from torchere.serving.frontend.rest.heads import CHUNKED, Head
 from torchere.serving.frontend.rest.targets import Target
+from torchere.serving.frontend.rest.wire import (
+    CONTINUE,
+    checked_status,
+    handler_headers,
+    handler_lines,
+)
 from torchere.serving.logs.fields import fields_of
 from torchere.serving.types import NO_DEADLINE, InferResponse, Parameter, StreamedResponse
 

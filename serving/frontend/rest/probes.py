@@ -10,9 +10,8 @@ from starlette.responses import Response
 
 from torchere.serving.config.server_settings import MetricsMode
 from torchere.serving.frontend import wording
-from torchere.serving.frontend.dataplane import DataPlane
+from torchere.serving.frontend.dataplane import DataPlane, Readiness
 from torchere.serving.frontend.description import pretty
-from torchere.serving.frontend.readiness import Readiness
 from torchere.serving.frontend.rest.answers import ANY_METHOD, json_answer, status_answer
 from torchere.serving.telemetry import exposition as openmetrics_format
 from torchere.serving.telemetry.exposition import wants_openmetrics

@@ -1,6 +1,6 @@
 """Construction of the ASGI app behind a REST port: all routes except predictions.
 
-Importing the framework takes longer than importing all our modules, so it is deferred (`deferred.py`).
+Importing the framework takes longer than importing all our modules, so it is deferred (`listener.py`).
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from torchere.serving.errors import InvalidRequest, NotFound
+from torchere.serving.frontend import wording
 from torchere.serving.frontend.control import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.rest.answers import ANY_METHOD, answer_errors, json_answer, no_such_method
 from torchere.serving.frontend.rest.authorisation import Surfaces
-from torchere.serving.frontend.rest.inference import inference_routes, prediction_options
+from torchere.serving.frontend.rest.errors import WorkflowNotFound
 from torchere.serving.frontend.rest.management import (
     ModelRoutes,
     log_level_routes,
@@ -28,9 +30,13 @@ from torchere.serving.frontend.rest.open_inference import (
     model_routes,
     repository_routes,
 )
-from torchere.serving.frontend.rest.openapi import listener_document
-from torchere.serving.frontend.rest.openapi_open_inference import open_inference_operations
+from torchere.serving.frontend.rest.openapi import (
+    listener_document,
+    open_inference_operations,
+    prediction_document,
+)
 from torchere.serving.frontend.rest.probes import metrics_routes, ping_routes, probe_routes
+from torchere.serving.frontend.rest.targets import prediction_target
 from torchere.serving.frontend.services import Services
 
 
@@ -85,4 +91,36 @@ def _description_routes(surfaces: Surfaces, services: Services) -> APIRouter:
     router.add_api_route("/", describe_api, methods=["OPTIONS"])
     router.add_api_route("/", no_such_method, methods=ANY_METHOD)
     router.add_api_route("/api-description", describe_api, methods=ANY_METHOD)
+    return router
+
+
+def inference_routes() -> APIRouter:
+    """Return the routes of workflow predictions, which answer 404."""
+    router = APIRouter()
+
+    async def predict_workflow(workflow: str) -> Response:
+        raise WorkflowNotFound(f"Workflow not found: {workflow}")
+
+    router.add_api_route("/wfpredict/{workflow}", predict_workflow, methods=ANY_METHOD)
+    return router
+
+
+def prediction_options(dataplane: DataPlane) -> APIRouter:
+    """Return the route of `OPTIONS` on prediction paths. It matches every path, so include it last."""
+    router = APIRouter()
+
+    async def describe(request: Request) -> Response:
+        target = prediction_target(request.scope["path"]) if request.method == "OPTIONS" else None
+        if target is None:
+            raise NotFound(wording.NO_SUCH_RESOURCE)
+        model = target.model
+        if model is None:
+            model = request.query_params.get("model_name", dataplane.sole_startup_model())
+        if model is None:
+            raise InvalidRequest(wording.NO_MODEL_NAMED)
+        dataplane.check_exists(model, target.version)
+        signature = dataplane.signature_text(model, target.version)
+        return json_answer(pretty(prediction_document(model, signature)))
+
+    router.add_api_route("/{path:path}", describe, methods=ANY_METHOD)
     return router

@@ -13,7 +13,6 @@ from torchere.serving.errors import HandlerFailed, NotFound, OverBudget, Serving
 from torchere.serving.frontend.budgets import BudgetExceeded
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.model_facts import ModelFacts
-from torchere.serving.frontend.open_inference.errors import as_client_knows, refused_by_handler
 from torchere.serving.frontend.open_inference.generate import Members, generate_request, generated, joined
 from torchere.serving.frontend.open_inference.json_request import (
     begins_like_request,
@@ -21,25 +20,32 @@ from torchere.serving.frontend.open_inference.json_request import (
     parse_request,
 )
 from torchere.serving.frontend.open_inference.service import TensorService, whole
-from torchere.serving.frontend.open_inference.tensor_answer import encode_answer, read_json
+from torchere.serving.frontend.open_inference.tensor_answer import (
+    as_client_knows,
+    encode_answer,
+    read_json,
+    refused_by_handler,
+)
 from torchere.serving.frontend.open_inference.tensor_request import TensorRequest
-from torchere.serving.frontend.rest.answer_parts import (
-    RawHeaders,
-    checked_status,
-    handler_headers,
-    handler_lines,
-)
-from torchere.serving.frontend.rest.content_coding import (
-    DEFLATED_IN_THREAD_BYTES,
-    INFLATED_IN_THREAD_BYTES,
-    Coding,
-    deflate,
-    inflate,
-)
 from torchere.serving.frontend.rest.heads import Head
-from torchere.serving.frontend.rest.open_inference_wire import EVENTS, LENGTH, Wire, protocol_error, read_wire
 from torchere.serving.frontend.rest.predictions import Body, Prediction
 from torchere.serving.frontend.rest.targets import Target
+from torchere.serving.frontend.rest.wire import (
+    DEFLATED_IN_THREAD_BYTES,
+    EVENTS,
+    INFLATED_IN_THREAD_BYTES,
+    LENGTH,
+    Coding,
+    RawHeaders,
+    Wire,
+    checked_status,
+    deflate,
+    handler_headers,
+    handler_lines,
+    inflate,
+    protocol_error,
+    read_wire,
+)
 from torchere.serving.types import InferResponse, StreamedResponse
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from torchere.serving.commands import cli
-from torchere.serving.commands.migrate import MigrationReport, check_migration
-from torchere.serving.commands.migrate_archive import missing_imports
+from torchere.serving.commands.migrate import MigrationReport, check_migration, missing_imports
 from torchere.serving.config.properties import ConfigurationError
 
 ARCHIVES = Path(__file__).resolve().parents[2] / "conformance" / "archives"

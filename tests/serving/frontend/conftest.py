@@ -15,8 +15,8 @@ from torchere.serving.config.server_settings import Limits, ModelSettings, Serve
 from torchere.serving.errors import ModelNotFound, NotAllowed, ServingError, Unauthorized, VersionNotFound
 from torchere.serving.frontend.budgets import Budgets
 from torchere.serving.frontend.control import ModelPage, Progress, Registered, VersionDescription
+from torchere.serving.frontend.dataplane import Readiness
 from torchere.serving.frontend.model_facts import ModelFacts
-from torchere.serving.frontend.readiness import Readiness
 from torchere.serving.frontend.rest.app import listener_of
 from torchere.serving.frontend.rest.connection import Connection
 from torchere.serving.frontend.rest.listener import Listener

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from torchere.serving.frontend.readiness import living
+from torchere.serving.frontend.dataplane import living
 from torchere.serving.registry.version import VersionState
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from torchere.serving.frontend.stalls import Stalls
+from torchere.serving.io.watchdog import Stalls
 
 EVERY_S = 0.02
 

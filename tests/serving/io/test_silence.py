@@ -15,8 +15,8 @@ import uvloop
 
 from torchere.serving.batching.request import Request
 from torchere.serving.errors import DeadlineExceeded
-from torchere.serving.io import silence
-from torchere.serving.io.silence import Silence
+from torchere.serving.io import watchdog as silence
+from torchere.serving.io.watchdog import Silence
 from torchere.serving.workers import lanes
 from torchere.serving.workers.executor import BatchReport, LoadSpec
 from torchere.serving.workers.lanes import LanePage

@@ -17,7 +17,7 @@ from torchere.archiver.models.measure.difference import Difference
 from torchere.archiver.models.quantize.traced import traced
 from torchere.archiver.models.verify.compare import DriftRefused, refuse_drift, verify
 from torchere.archiver.models.verify.report import Machine, Report, Side
-from torchere.serving.commands.compare_picture import picture
+from torchere.serving.commands.compare import picture
 
 Run = Callable[..., torch.Tensor]
 SAMPLES = [(torch.randn(2, 8),), (torch.randn(3, 8),)]

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from torchere.serving.frontend.grpc.open_inference_stream import IN_FLIGHT, PARTS_AHEAD, in_order
+from torchere.serving.frontend.grpc.open_inference import IN_FLIGHT, PARTS_AHEAD, in_order
 
 
 async def given(*items):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchere.serving.frontend.grpc.fields import MOST_FIELDS
-from torchere.serving.frontend.grpc.open_inference_wire import (
+from torchere.serving.frontend.grpc.open_inference_messages import (
     MOST_TENSORS,
     TensorReply,
     decode_request,

@@ -14,12 +14,12 @@ from hyperframe.frame import DataFrame, HeadersFrame, PingFrame, SettingsFrame
 
 from torchere.serving.config.server_settings import Address, ServerSettings
 from torchere.serving.frontend.budgets import Budgets
+from torchere.serving.frontend.dataplane import Readiness
 from torchere.serving.frontend.grpc import health, server
 from torchere.serving.frontend.grpc.errors import MANAGEMENT
 from torchere.serving.frontend.grpc.protos import inference_pb2, management_pb2
 from torchere.serving.frontend.grpc.server import grpc_listeners, inference_server
 from torchere.serving.frontend.grpc.service import service
-from torchere.serving.frontend.readiness import Readiness
 
 REFUSED = "Token Authorization failed. Token either incorrect, expired, or not provided correctly"
 WATCH = "/grpc.health.v1.Health/Watch"

@@ -13,10 +13,13 @@ from torchere.handlers.tensors import BYTES, DATATYPES
 from torchere.handlers.tensors.answer import OPEN_INFERENCE, WantedOutput, read_wish
 from torchere.handlers.tensors.codec import split_elements
 from torchere.serving.errors import HandlerFailed, InvalidRequest, ServingError
-from torchere.serving.frontend.open_inference.errors import as_client_knows
-from torchere.serving.frontend.open_inference.json_form import request_json
-from torchere.serving.frontend.open_inference.signature_check import check_signature
-from torchere.serving.frontend.open_inference.tensor_answer import encode_answer, read_framed, read_json
+from torchere.serving.frontend.open_inference.service import check_signature, request_json
+from torchere.serving.frontend.open_inference.tensor_answer import (
+    as_client_knows,
+    encode_answer,
+    read_framed,
+    read_json,
+)
 from torchere.serving.frontend.open_inference.tensor_request import (
     InputTensor,
     TensorRequest,

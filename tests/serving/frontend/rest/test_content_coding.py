@@ -6,13 +6,13 @@ import zlib
 import pytest
 
 from torchere.serving.errors import InvalidRequest
-from torchere.serving.frontend.rest.content_coding import (
+from torchere.serving.frontend.rest.errors import InflatesTooFar, UnknownCoding
+from torchere.serving.frontend.rest.wire import (
     answer_coding,
     deflate,
     inflate,
     request_coding,
 )
-from torchere.serving.frontend.rest.errors import InflatesTooFar, UnknownCoding
 
 TEXT = b"one body " * 500
 _PACKER = zlib.compressobj(wbits=-15)

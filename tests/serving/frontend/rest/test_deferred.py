@@ -6,7 +6,7 @@ import threading
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from torchere.serving.frontend.rest.deferred import DeferredApp, build_after
+from torchere.serving.frontend.rest.listener import DeferredApp, build_after
 
 
 class Building:

@@ -5,7 +5,7 @@ import uuid
 import pytest
 
 from torchere.serving.errors import HandlerFailed, QueueFull, Unavailable
-from torchere.serving.frontend.readiness import Readiness
+from torchere.serving.frontend.dataplane import Readiness
 from torchere.serving.types import NO_DEADLINE, InferResponse, Parameter, StreamedResponse
 
 NOT_FOUND = "Requested resource is not found, please refer to API document."

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from torchere.serving.frontend.readiness import Readiness
+from torchere.serving.frontend.dataplane import Readiness
 from torchere.serving.frontend.rest.app import listener_of
 
 TYPE = "text/plain; version=0.0.4; charset=utf-8"

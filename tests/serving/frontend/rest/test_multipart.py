@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchere.serving.errors import InvalidRequest
-from torchere.serving.frontend.rest.multipart import MAX_PARTS, multipart_parameters
+from torchere.serving.frontend.rest.codec import MAX_PARTS, multipart_parameters
 from torchere.serving.types import Parameter
 
 TYPE = "multipart/form-data; boundary=xyz"

@@ -5,8 +5,12 @@ import pytest
 
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.frontend.rest.app import listener_of
-from torchere.serving.frontend.rest.openapi import listener_document, management_document, prediction_document
-from torchere.serving.frontend.rest.openapi_open_inference import open_inference_operations
+from torchere.serving.frontend.rest.openapi import (
+    listener_document,
+    management_document,
+    open_inference_operations,
+    prediction_document,
+)
 
 ALL = frozenset({"inference", "management", "metrics"})
 

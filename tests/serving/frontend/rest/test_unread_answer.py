@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from torchere.serving.frontend import unread
+from torchere.serving.io import watchdog as unread
 from torchere.serving.types import InferResponse
 
 TIMEOUT_S = 0.3

@@ -1,0 +1,263 @@
+"""Parts of HTTP responses: status and header lines, content codings, headers of the v2 protocol. Pure."""
+
+from __future__ import annotations
+
+import math
+import re
+import zlib
+from collections.abc import Iterable, Sequence
+from http import HTTPStatus
+from typing import Literal, NamedTuple, TypeAlias
+
+import msgspec
+
+from torchere.serving.errors import HandlerFailed, InvalidRequest, QueueFull, ServingError
+from torchere.serving.frontend.description import pretty
+from torchere.serving.frontend.rest.errors import InflatesTooFar, UnknownCoding, error_body, status_and_type
+from torchere.serving.frontend.services import CorsHeaders
+from torchere.serving.types import InferResponse
+
+RawHeaders = list[tuple[bytes, bytes]]
+
+NO_CONTENT = frozenset({204, 304})  # RFC 9110, 6.4.1: a body here would be read as the next response
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+_NO_CACHE = (
+    b"pragma: no-cache\r\n"
+    b"cache-control: no-cache; no-store, must-revalidate, private\r\n"
+    b"expires: Thu, 01 Jan 1970 00:00:00 UTC\r\n"
+)
+# The last lines of every head, with the empty line; the key is whether the connection stays open.
+LAST_LINES = {
+    True: _NO_CACHE + b"connection: keep-alive\r\n\r\n",
+    False: _NO_CACHE + b"connection: close\r\n\r\n",
+}
+# Python 3.13 adopted the names of RFC 9110; TorchServe's clients get those of RFC 2616 from every Python.
+_PHRASES = {status.value: status.phrase for status in HTTPStatus} | {
+    413: "Request Entity Too Large",
+    414: "Request-URI Too Long",
+    416: "Requested Range Not Satisfiable",
+    422: "Unprocessable Entity",
+}
+STATUS_LINES = {
+    status: f"HTTP/1.1 {status} {_PHRASES.get(status, '')}\r\n".encode("ascii") for status in range(100, 600)
+}
+_JSON = (b"content-type", b"application/json")
+_OURS = frozenset(
+    {"x-request-id", "pragma", "cache-control", "expires"}
+    | {"connection", "content-length", "transfer-encoding"}
+)
+_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, 5.6.2: token
+_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+
+_MAX_KEPT = 256  # cached entries of handler headers
+_MAX_KEPT_BYTES = 512  # of one entry
+_kept: dict[Sequence[tuple[str, str]], bytes] = {}
+
+
+def error_answer(error: ServingError, *, show_detail: bool) -> tuple[int, RawHeaders, bytes]:
+    """Return status, headers and body of an error; with its details if `show_detail`."""
+    headers = [_JSON]
+    if isinstance(error, QueueFull):
+        headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
+    body = pretty(error_body(error, show_detail)).encode() + b"\n"
+    return status_and_type(error)[0], headers, body
+
+
+def cors_headers(cors: CorsHeaders) -> RawHeaders:
+    """Return the configured `Access-Control-*` headers, which responses get unless the handler sets them."""
+    named = {
+        b"access-control-allow-origin": cors.origin,
+        b"access-control-allow-methods": cors.methods,
+        b"access-control-allow-headers": cors.headers,
+    }
+    return [(name, value.encode("latin-1")) for name, value in named.items() if value]
+
+
+def missing(lines: RawHeaders, headers: RawHeaders) -> RawHeaders:
+    """Return the headers of `lines` whose names do not occur in `headers`."""
+    names = {name for name, _ in headers}
+    return [line for line in lines if line[0] not in names]
+
+
+def joined(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Encode headers as header lines."""
+    return b"".join([b"%b: %b\r\n" % line for line in headers])
+
+
+def checked_status(response: InferResponse) -> int:
+    """Return the status that a handler chose.
+
+    Raises:
+        HandlerFailed: it is not a final HTTP status (200 to 599).
+    """
+    if 200 <= response.status <= 599:
+        return response.status
+    detail = f"the handler set the status {response.status}; a final HTTP status is from 200 to 599"
+    raise HandlerFailed("Prediction failed", 500, detail)
+
+
+def handler_lines(headers: Sequence[tuple[str, str]]) -> bytes:
+    """As `handler_headers`, encoded as header lines, with a cache: handlers repeat their headers."""
+    if not headers:
+        return b""
+    lines = _kept.get(headers)
+    if lines is None:
+        lines = joined(handler_headers(headers))
+        if len(lines) <= _MAX_KEPT_BYTES:
+            if len(_kept) >= _MAX_KEPT:
+                _kept.clear()
+            _kept[headers] = lines
+    return lines
+
+
+def handler_headers(headers: Sequence[tuple[str, str]]) -> RawHeaders:
+    """Return the headers that a handler set, as bytes, without those that the server sets itself.
+
+    Raises:
+        HandlerFailed: a name or value is not valid in a header (a line break would inject other headers).
+    """
+    raw = {}  # the last header of a name wins, as in TorchServe
+    for name, value in headers:
+        lowered = name.lower()
+        if lowered not in _OURS:
+            raw[lowered.encode("latin-1", "replace")] = _header_value(name, value)
+    return list(raw.items())
+
+
+def _header_value(name: str, value: str) -> bytes:
+    encoded = value.encode("latin-1", "replace")  # "?" for characters outside latin-1, as in TorchServe
+    if _NAME.fullmatch(name) and not _CONTROL.search(encoded):
+        return encoded
+    raise HandlerFailed(
+        "Prediction failed", 500, f"the handler set a header that HTTP can't carry: {name!r}: {value!r}"
+    )
+
+
+Coding: TypeAlias = Literal["gzip", "deflate"]
+
+KNOWN = "gzip, deflate"
+_CODINGS: dict[str, Coding] = {"gzip": "gzip", "x-gzip": "gzip", "deflate": "deflate"}
+_WINDOW: dict[Coding, int] = {"gzip": 31, "deflate": 15}  # zlib's wbits; 15: inside zlib's own frame
+_BARE = -15  # raw deflate without zlib's frame, as some clients send it (RFC 9110, 8.4.1.2)
+_LEVEL = 1  # higher levels hardly shrink tensors more, and take several times as long
+# zlib releases the GIL. Above these sizes the loop would be blocked for longer than a thread costs: 1 KiB may
+# inflate to 1 MiB.
+INFLATED_IN_THREAD_BYTES = 1024
+DEFLATED_IN_THREAD_BYTES = 16_384
+
+
+def request_coding(value: bytes) -> Coding | None:
+    """Return the coding that a `Content-Encoding` names; None: the body is not compressed.
+
+    Raises:
+        UnknownCoding: the coding is not supported, or there are several.
+    """
+    name = value.decode("latin-1").strip().lower()
+    if name in ("", "identity"):
+        return None
+    coding = _CODINGS.get(name)
+    if coding is None:
+        raise UnknownCoding(f"Content-Encoding: found {name[:80]!a}, expected one of {KNOWN}, identity")
+    return coding
+
+
+def answer_coding(accepted: bytes) -> Coding | None:
+    """Return the coding to use for an `Accept-Encoding`; None: do not compress.
+
+    Responses are compressed only for clients that name a single coding, as tritonclient does with
+    `response_compression_algorithm`. Clients that list all codings they support (requests, httpx, browsers)
+    get uncompressed responses: compressing a tensor takes ten times as long as answering with it.
+    """
+    names = []
+    for item in accepted.decode("latin-1").lower().split(","):
+        name, _, weight = item.partition(";")
+        if name.strip() and not _is_zero(weight):
+            names.append(name.strip())
+    return _CODINGS.get(names[0]) if len(names) == 1 else None
+
+
+def inflate(body: bytes | memoryview, coding: Coding, max_bytes: int) -> bytes:
+    """Decompress a body.
+
+    Raises:
+        InflatesTooFar: the result would exceed `max_bytes`; decompression stops there, to bound the memory.
+        InvalidRequest: the body is malformed.
+    """
+    try:
+        return _inflate(body, _WINDOW[coding], max_bytes)
+    except zlib.error as err:
+        if coding == "deflate":
+            try:
+                return _inflate(body, _BARE, max_bytes)
+            except zlib.error:
+                pass  # report the error of the standard form, not of the raw one
+        raise InvalidRequest(f"Content-Encoding: found a body that is no {coding} ({err})") from err
+
+
+def deflate(body: bytes, coding: Coding) -> bytes:
+    """Compress a body."""
+    packer = zlib.compressobj(_LEVEL, wbits=_WINDOW[coding])
+    return packer.compress(body) + packer.flush()
+
+
+def _inflate(body: bytes | memoryview, window: int, max_bytes: int) -> bytes:
+    unpacker = zlib.decompressobj(window)
+    found = unpacker.decompress(body, max_bytes + 1)
+    if len(found) > max_bytes:
+        raise InflatesTooFar(f"the body inflates to more than max_request_size={max_bytes} bytes")
+    if not unpacker.eof:
+        raise zlib.error(f"it ends too early, after {len(body)} bytes")
+    if unpacker.unused_data:
+        raise zlib.error(f"{len(unpacker.unused_data)} bytes stand behind its end")
+    return found
+
+
+def _is_zero(weight: str) -> bool:
+    name, _, value = weight.partition("=")
+    return name.strip() == "q" and not value.strip().strip("0.")
+
+
+LENGTH = b"inference-header-content-length"
+EVENTS = b"text/event-stream"
+
+
+class Wire(NamedTuple):
+    """Parsed values of the protocol's headers."""
+
+    json_bytes: int | None = None  # length of the JSON in the decompressed body; None: the whole body
+    wants_events: bool = False
+    coding: Coding | None = None  # of the request body
+    answer_coding: Coding | None = None
+
+
+def read_wire(headers: Iterable[tuple[bytes, bytes]]) -> Wire:
+    """Parse the protocol's headers; header names are case-insensitive.
+
+    Raises:
+        InvalidRequest: the length is not a number, or the content coding of the body is unknown.
+    """
+    wire = Wire()
+    for spelled, value in headers:
+        name = spelled.lower()
+        if name == LENGTH:
+            digits = value.strip()
+            if not digits.isdigit() or len(digits) > 18:
+                shown = ascii(value[:80].decode("latin-1"))
+                raise InvalidRequest(f"Inference-Header-Content-Length: found {shown}, expected a number")
+            wire = wire._replace(json_bytes=int(digits))
+        elif name == b"accept" and EVENTS in value:
+            wire = wire._replace(wants_events=True)
+        elif name == b"content-encoding":
+            wire = wire._replace(coding=request_coding(value))
+        elif name == b"accept-encoding":
+            wire = wire._replace(answer_coding=answer_coding(value))
+    return wire
+
+
+def protocol_error(error: ServingError) -> tuple[int, RawHeaders, bytes]:
+    """Return status, headers and body of an error in this protocol's form."""
+    status, headers, _ = error_answer(error, show_detail=False)
+    if isinstance(error, UnknownCoding):
+        headers.append((b"accept-encoding", KNOWN.encode()))
+    return status, headers, msgspec.json.encode({"error": error.message})

@@ -1,0 +1,187 @@
+"""Timeouts for peers that are silent, stop reading or make no progress: few timers, and no clock a byte."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import struct
+import termios
+import time
+from collections.abc import Callable, Hashable, Mapping
+from typing import Generic, TypeVar
+
+LATE_S = 1.0  # a timer this late means that the loop stood still (Ctrl+Z, a paused container, no core)
+
+
+def was_late(due_s: float) -> bool:
+    """Return whether a timer that has just fired is late because its event loop stood still.
+
+    Data that arrived meanwhile is not read yet.
+
+    Args:
+        due_s: when the timer was due, in monotonic seconds. The result has no meaning for a uvloop timer of
+            less than half a millisecond.
+    """
+    return time.monotonic() - due_s > LATE_S
+
+
+class Silence:
+    """Watches a worker while it has a batch, a client while it sends a body, or a connection that is idle.
+
+    Create and use it on the event loop.
+
+    Calls `on_timeout()` after `timeout_s` without a message. If the loop stood still at the end of that time,
+    the time starts again, but only once, so that a loop that is always late reaches the timeout, too.
+    Messages are frequent, so they do not move the timer: when it fires, it checks how much time is left.
+    """
+
+    def __init__(self, timeout_s: float, on_timeout: Callable[[], None]) -> None:
+        self._timeout_s = timeout_s
+        self._on_timeout = on_timeout
+        self._loop = asyncio.get_running_loop()
+        self._began_s: float | None = None  # None: no message is expected
+        self._anew_s: float | None = None  # when the time started again without a message
+        self._timer: asyncio.TimerHandle | None = None
+
+    def watch(self) -> None:
+        """Start to expect messages."""
+        self._began_s = self._loop.time()
+        if self._timer is None:
+            self._look_in(self._timeout_s)
+
+    def broken(self) -> None:
+        """Restart the time: a message came, and more are expected."""
+        self._began_s = self._loop.time()
+
+    def over(self) -> None:
+        """Stop expecting messages."""
+        self._began_s = None
+
+    def stop(self) -> None:
+        """Stop expecting messages, and cancel the timer."""
+        self.over()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look_in(self, left_s: float) -> None:
+        self._timer = self._loop.call_later(left_s, self._look, time.monotonic() + left_s)
+
+    def _look(self, due_s: float) -> None:
+        self._timer = None
+        if self._began_s is None:
+            return
+        if was_late(due_s) and self._began_s != self._anew_s:
+            self._began_s = self._anew_s = self._loop.time()
+        left_s = self._began_s + self._timeout_s - self._loop.time()
+        if left_s > 0:
+            self._look_in(left_s)
+        else:
+            self._began_s = None
+            self._on_timeout()
+
+
+Key = TypeVar("Key", bound=Hashable)
+Progress = TypeVar("Progress")
+
+
+class Stalls(Generic[Key, Progress]):
+    """Watchdog that ends transfers on which a client makes no progress. Used on the event loop only.
+
+    Args:
+        every_s: seconds between two checks. A stalled transfer ends after one to two intervals.
+        waiting: returns the transfers that wait for the client now, each with its progress: a value that
+            changes as soon as one byte of it moves.
+        give_up: ends the transfers whose progress did not change between two checks.
+    """
+
+    __slots__ = ("_every_s", "_give_up", "_is_over", "_loop", "_timer", "_waiting")
+
+    def __init__(
+        self,
+        every_s: float,
+        waiting: Callable[[], Mapping[Key, Progress]],
+        give_up: Callable[[dict[Key, Progress]], None],
+    ) -> None:
+        self._every_s = every_s
+        self._waiting = waiting
+        self._give_up = give_up
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_over = False
+
+    def watch(self) -> None:
+        """Start checking, because a transfer may wait from now on. Further calls have no effect."""
+        if self._timer is None:
+            self._look_later()
+
+    def stop(self) -> None:
+        """Stop checking for good: the connection is lost."""
+        self._is_over = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look_later(self) -> None:
+        if not self._is_over:
+            self._timer = self._loop.call_later(self._every_s, self._look, self._waiting())
+
+    def _look(self, before: Mapping[Key, Progress]) -> None:
+        self._timer = None
+        now = self._waiting()
+        if not now:
+            return
+        stalled = {key: found for key, found in now.items() if key in before and before[key] == found}
+        if stalled:
+            self._give_up(stalled)
+        self._look_later()
+
+
+UNREAD_TIMEOUT_S = 150.0  # between two checks: a client that read nothing in between is disconnected
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def untaken_bytes(transport: asyncio.WriteTransport) -> int | None:
+    """Return the number of written bytes that the client has not received, in our and the kernel's buffer.
+
+    The kernel may hold megabytes, and accepts more only when a good part of them is gone, so our buffer alone
+    says little about a slow client.
+
+    Returns:
+        None where the number is unknown: asyncio's TLS transport does not expose its encrypted bytes.
+    """
+    connection = transport.get_extra_info("socket")
+    if connection is None or transport.get_extra_info("sslcontext") is not None:
+        return None
+    try:
+        (in_kernel,) = struct.unpack("i", fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4)))
+    except (OSError, ValueError):  # the socket was closed just now
+        return None
+    return transport.get_write_buffer_size() + int(in_kernel)
+
+
+class Unread(Stalls[None, T]):
+    """Watchdog that ends a connection whose client stopped reading. Used on the event loop only.
+
+    It ends the connection after one to two `UNREAD_TIMEOUT_S` without progress.
+
+    Args:
+        held_back: returns None when nothing waits for the client, else a value that changes as soon as the
+            client reads a byte.
+        give_up: ends the connection; gets the last value of `held_back`.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, held_back: Callable[[], T | None], give_up: Callable[[T], None]) -> None:
+        def waiting() -> dict[None, T]:
+            held = held_back()
+            return {} if held is None else {None: held}
+
+        def stalled(held: dict[None, T]) -> None:
+            logger.info("a client took nothing of its answer for %g s: given up", UNREAD_TIMEOUT_S)
+            give_up(held[None])
+
+        super().__init__(UNREAD_TIMEOUT_S, waiting, stalled)
