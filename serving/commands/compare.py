@@ -73,8 +73,6 @@ def run_compare(options: argparse.Namespace) -> int:
         return 2
     print(report.to_json() if options.json else report.table())
     if options.picture:
-        from torchere.serving.commands.compare import picture  # noqa: PLC0415 - imports torch
-
         try:
             options.picture.write_text(picture(report), encoding="utf-8")
         except OSError as error:
