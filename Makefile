@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install tools demo serve examples test check format bench wheel clean
+.PHONY: help install tools demo serve examples unit test check format bench wheel clean
 
 help:  ## list the verbs
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -40,6 +40,9 @@ examples: install  ## text embedding, speech and tabular data, packed and served
 	$(BIN)/python -m examples.text_embedding.demo
 	$(BIN)/python -m examples.speech.demo
 	$(BIN)/python -m examples.tabular.demo
+
+unit: install  ## run the tests that start no server and no process, under a minute
+	$(BIN)/python -m pytest -m unit
 
 test: install  ## run the tests
 	$(BIN)/python -m pytest

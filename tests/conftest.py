@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,60 @@ settings.register_profile("without timing", deadline=None)
 settings.load_profile("without timing")
 
 ROOT = Path(__file__).resolve().parents[1]
+
+# The folders and files of `make unit`: no process and no listening port.
+UNIT = tuple(
+    f"tests/{path}"
+    for path in (
+        "archiver/container/",
+        "archiver/scan/",
+        "client/",
+        "handlers/audio/",
+        "handlers/loading/",
+        "handlers/tensors/",
+        "handlers/text/",
+        "handlers/vision/",
+        "serving/access/",
+        "serving/batching/",
+        "serving/config/",
+        "serving/frontend/open_inference/",
+        "serving/io/",
+        "serving/logs/",
+        "serving/registry/",
+        "serving/telemetry/",
+        "serving/test_observation.py",
+    )
+)
+# Files in those folders that start a process or listen on a port.
+NOT_UNIT = tuple(
+    f"tests/{path}"
+    for path in (
+        "client/test_deadlines.py",
+        "client/test_sockets.py",
+        "client/test_tensors.py",
+        "serving/io/test_addresses.py",
+        "serving/io/test_turn_writes.py",
+        "serving/logs/test_access_lines.py",
+        "serving/logs/test_output.py",
+        "serving/registry/test_registry.py",
+        "serving/telemetry/test_certificate.py",
+        "serving/telemetry/test_server.py",
+        "serving/telemetry/test_system_metrics.py",
+        "serving/telemetry/test_tracing.py",
+    )
+)
+STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")
+events: list[str] = []  # audit events of the running unit test that break its promise
+
+
+def record_starts(event: str, arguments: tuple[object, ...]) -> None:
+    """Record the start of a process, and the binding of an internet socket."""
+    if event in STARTS or (event == "socket.bind" and isinstance(arguments[1], tuple)):
+        events.append(event)
+
+
+sys.addaudithook(record_starts)
+
 TOOLS = (ROOT / ".tools/bin", ROOT / ".tools/venv/bin")
 
 
@@ -22,6 +77,22 @@ def pytest_configure(config: pytest.Config) -> None:
     """Hide the GPUs of this machine, but for `-m gpu`: what tests expect, and recordings hold, is a CPU's."""
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of `make unit`, by their folder."""
+    for item in items:
+        if item.nodeid.startswith(UNIT) and not item.nodeid.startswith(NOT_UNIT):
+            item.add_marker("unit")
+
+
+@pytest.fixture(autouse=True)
+def unit_tests_start_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a unit test that starts a process or listens on a port."""
+    events.clear()
+    yield
+    if events and request.node.get_closest_marker("unit"):
+        pytest.fail(f"a unit test caused {', '.join(events)}; list its file in NOT_UNIT of tests/conftest.py")
 
 
 @pytest.fixture(scope="session")
