@@ -98,7 +98,7 @@ def _load_state_dict(path: str) -> dict[str, Any]:
 
 def _read_safetensors(path: str) -> dict[str, Any]:
     try:
-        return read_safetensors(Path(path))
+        return read_safetensors(Path(file_to_map(path)))
     except ModelRefused as err:
         raise RuntimeError(f"No model weights could be loaded: {err}") from err
 

@@ -55,7 +55,7 @@ class WeightsFile:
 def weights_file(archive: Archive, directory: Path, handler: str | None) -> WeightsFile | None:
     """Return the weights unpacked into `directory`; None when no loader maps them."""
     name = archive.manifest.serialized_file or ""
-    mapped = name.endswith(".pt") or (archive.manifest.model_file and not name.endswith(".safetensors"))
+    mapped = name.endswith(".pt") or archive.manifest.model_file  # a state dict
     entry = next((entry for entry in archive.entries if entry.name == name), None)
     if entry is None or not mapped or "/" in name or entry.size < WORTH_MAPPING_BYTES:
         return None

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import struct
 from collections.abc import Callable, Iterator
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from torchere.handlers.archive_import import ArchiveModules, forget_archive, open_archive
 from torchere.handlers.loading.eager import load_eager
@@ -156,6 +158,20 @@ def test_safetensors_are_loaded(archive: ArchiveModules, tmp_path: Path) -> None
     (tmp_path / "w.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + numbers)
     model = load_eager(archive, "model.py", str(tmp_path / "w.safetensors"))
     assert model(torch.ones(1, 3)).tolist() == [[6.5]]
+
+
+def test_safetensors_that_versions_share_are_mapped_from_the_shared_file(
+    archive: ArchiveModules, tmp_path: Path
+) -> None:
+    folder = tmp_path / "version"
+    shared = tmp_path / "version.shared"
+    for place, value in ((folder, 1.0), (shared, 2.0)):
+        place.mkdir()
+        path = place / "w.safetensors"
+        save_file({"weight": torch.full((1, 3), value), "bias": torch.zeros(1)}, path)
+        os.utime(path, (0, 0))
+    model = load_eager(archive, "model.py", str(folder / "w.safetensors"))
+    assert model.weight.tolist() == [[2.0, 2.0, 2.0]]
 
 
 def test_damaged_safetensors_are_refused(archive: ArchiveModules, tmp_path: Path) -> None:

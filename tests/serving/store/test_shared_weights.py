@@ -47,12 +47,16 @@ class Versions:
         self._folder = folder
         self._count = 0
 
-    def add(self, weights: bytes, handler: str = BUILT_IN) -> StoredArchive:
+    def add(self, weights: bytes, handler: str = BUILT_IN, file: str = "w.pt") -> StoredArchive:
         self._count += 1
         name = f"v{self._count}.mar"
-        model = {"modelName": "m", "modelVersion": f"{self._count}.0", "serializedFile": "w.pt"}
+        model = {"modelName": "m", "modelVersion": f"{self._count}.0", "serializedFile": file}
+        if file != "w.pt":
+            model["modelFile"] = "model.py"
         with zipfile.ZipFile(self._folder / name, "w") as archive:
-            archive.writestr("w.pt", weights)
+            archive.writestr(file, weights)
+            if file != "w.pt":
+                archive.writestr("model.py", "")
             if handler == OWN:
                 archive.writestr(OWN, HANDLER)
             manifest = {"runtime": "python", "model": {**model, "handler": handler}}
@@ -100,6 +104,14 @@ def test_versions_with_the_same_weights_map_one_file(versions: Versions, first: 
     assert share_one_file(one, other, third)
     assert mapped(one).stat().st_ino == inode
     assert all(own(each).read_bytes() == weights for each in (one, other, third))
+
+
+@pytest.mark.parametrize("file", ["w.pth", "w.safetensors"])
+def test_state_dicts_are_shared_in_every_format_that_is_mapped(versions: Versions, file: str) -> None:
+    weights = os.urandom(_SIZE)
+    stored = [versions.add(weights, file=file) for _ in range(2)]
+    files = {Path(file_to_map(str(each.directory / file))) for each in stored}
+    assert len({path.stat().st_ino for path in files}) == 1
 
 
 @BOTH
