@@ -21,7 +21,8 @@ from torchere.serving.telemetry.declared import MetricsConfig, built_in_config
 from torchere.serving.telemetry.handler_metrics import HandlerMetrics, HandlerSample, Report
 from torchere.serving.telemetry.load_metrics import LoadMetrics, VersionLoad, executors_of
 from torchere.serving.telemetry.numbers import Listener, ServerNumbers, VersionNumbers
-from torchere.serving.telemetry.predictions import TOO_LARGE, Predicted, Tracing, refusal_reason
+from torchere.serving.telemetry.predictions import Predicted, Tracing
+from torchere.serving.telemetry.refusals import TOO_LARGE, refusal_reason
 from torchere.serving.telemetry.sampling import ProcessMetrics, SystemMetrics
 from torchere.serving.telemetry.saturation import TICK_S
 from torchere.serving.telemetry.scrape import Exposure, States

@@ -15,15 +15,15 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from struct import Struct
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from torchere.serving.errors import Cancelled, DeadlineExceeded, ServingError
 from torchere.serving.telemetry.distributions import Distributions, Histogram
-from torchere.serving.telemetry.predictions import USUAL, Dequeued, Marks, refusal_reason
+from torchere.serving.telemetry.refusals import USUAL, refusal_reason
 from torchere.serving.telemetry.saturation import BusyTime, LoadSample
-from torchere.serving.telemetry.stages import COLUMNS, MARKS, row_of, rows_of
+from torchere.serving.telemetry.stages import COLUMNS, MARKS, Marks, row_of, rows_of
 
 WAITING_STAGES = ("queue", "executor")  # where a prediction was when it ended without an answer
 UNREAD = "unread"  # a streamed answer that was cancelled because its client read too slowly
@@ -39,6 +39,12 @@ _write_marks = Struct(f"{len(MARKS)}d").pack_into
 _ROW_BYTES = 8 * len(MARKS)
 _FULL_BYTES = FOLD_ROWS * _ROW_BYTES
 _NAMED = MARKS.index("named")
+
+
+class Dequeued(Protocol):
+    """A request with the time at which it was given to an executor."""
+
+    dequeued_s: float  # 0: it never left the queue
 
 
 class Tally:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from torchere.serving.telemetry.predictions import Marks
+    from torchere.serving.logs.trace_context import TraceContext
 
 # In the order they happen. `handler` is the time of handlers that do not tell their three stages apart.
 STAGES = (
@@ -23,6 +23,23 @@ MARKS = (
     *("started", "read", "enqueued", "dequeued", "company", "preprocess", "inference", "postprocess"),
     *("handler", "answered", "sending", "now", "named"),
 )
+
+
+class Marks(Protocol):
+    """The marks of one prediction: monotonic seconds, 0.0 for a point that it did not reach."""
+
+    started_s: float  # the head arrived
+    read_s: float  # the body was complete
+    enqueued_s: float
+    dequeued_s: float
+    company_s: float  # the part of its wait in which an executor was free and the batch not full
+    stages_s: tuple[
+        float, float, float, float
+    ]  # preprocess, inference, postprocess, the handler's other time
+    answered_s: float  # the handler answered, or sent the first part
+    sending_s: float  # the first byte of the answer was written
+    named: bool  # the client named a version
+    trace: TraceContext | None
 
 
 def row_of(request: Marks, now_s: float) -> tuple[float, ...]:
