@@ -172,7 +172,7 @@ def called(address: str, tensor: list[float]) -> None:
 
     from torchere.serving.frontend.grpc.protos import open_inference_pb2 as v2
 
-    inputs = v2.ModelInferRequest.InferInputTensor(name="input", datatype="FP32", shape=[1, 3, 8, 8])
+    inputs = v2.ModelInferRequest.InferInputTensor(name="x", datatype="FP32", shape=[1, 3, 8, 8])
     inputs.contents.fp32_contents.extend(tensor)
     request = v2.ModelInferRequest(model_name="net", inputs=[inputs])
     with grpc.insecure_channel(address) as channel:
@@ -207,8 +207,8 @@ async def request_walks(folder: Path) -> dict[str, Walk]:
     grpc_address = f"127.0.0.1:{ends.grpc['inference'].port}"
     tensor = [0.5] * 192
     picture = [[[0.5] * 8] * 8] * 3
-    v2_input = {"name": "input", "datatype": "FP32", "shape": [1, 3, 8, 8], "data": tensor}
-    rest, v2 = json.dumps({"input": picture}).encode(), json.dumps({"inputs": [v2_input]}).encode()
+    v2_input = {"name": "x", "datatype": "FP32", "shape": [1, 3, 8, 8], "data": tensor}
+    rest, v2 = json.dumps({"x": picture}).encode(), json.dumps({"inputs": [v2_input]}).encode()
     walks: dict[str, Walk] = {}
 
     async def walk(name: str, send: Callable[[], object], warmed: bool = True) -> None:
