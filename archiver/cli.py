@@ -71,7 +71,7 @@ def add_archive_arguments(parser: argparse.ArgumentParser, *, models: bool = Fal
     add("--serialized-file", metavar="FILE", help="weights: .pt, .pth, .pt2, .onnx, .so, .safetensors ...")
     add("--model-file", metavar="FILE", help="Python file with the model's class, when the weights lack it")
     add("--extra-files", metavar="LIST", help="comma-separated files, directories (their contents) and globs")
-    add("--runtime", choices=RUNTIMES, default="python", help="what runs the handler (default: python)")
+    add("--runtime", choices=RUNTIMES, default="python", help="runtime of the handler (default: python)")
     add("--export-path", metavar="DIR", default=".", help="where to put the archive (default: here)")
     add(
         "--archive-format",
@@ -80,7 +80,7 @@ def add_archive_arguments(parser: argparse.ArgumentParser, *, models: bool = Fal
         help="default: NAME.mar, weights stored, the rest deflated; zip-store: NAME.mar, all stored; "
         "tgz: NAME.tar.gz; no-archive: a plain directory NAME",
     )
-    add("-f", "--force", action="store_true", help="overwrite what is there")
+    add("-f", "--force", action="store_true", help="overwrite an existing archive")
     add("-r", "--requirements-file", metavar="FILE", help="requirements.txt of the handler")
     add("-c", "--config-file", metavar="FILE", help="model-config.yaml")
     if models:

@@ -96,7 +96,7 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("archive", type=Path, metavar="OLD.mar", help="a .mar, a .tar.gz or a directory")
     add("-o", "--output", type=Path, required=True, metavar="NEW.mar", help="the new archive")
-    add("-f", "--force", action="store_true", help="overwrite what is there")
+    add("-f", "--force", action="store_true", help="overwrite an existing archive")
     add("-v", "--version", metavar="V", help="version of the new archive (default: the old one's)")
     add(
         "--handler",

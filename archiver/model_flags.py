@@ -109,7 +109,7 @@ def _add_verification_arguments(group: argparse._ArgumentGroup) -> None:
     add(
         "--accept-drift",
         action="store_true",
-        help="pack the model in spite of what the comparison with the original says",
+        help="pack the model even if it differs too much from the original",
     )
     add("--no-verify", action="store_true", help="do not compare the packed model with the original")
 

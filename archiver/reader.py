@@ -53,7 +53,9 @@ class Archive:
         for entry in self.entries:
             if entry.name == name:
                 return entry
-        raise ArchiveError(self.path, "not in the archive", "see `torchere inspect` for what is", entry=name)
+        raise ArchiveError(
+            self.path, "not in the archive", "`torchere inspect` lists the files in it", entry=name
+        )
 
     def chunks(self) -> Iterator[tuple[Entry, Chunks]]:
         """Stream every file; each is verified by its digest when its last chunk was taken."""

@@ -317,5 +317,5 @@ class _HashedSource:
     def digest(self, path: Path) -> str:
         """Return `sha256:` and the hex digits; raise PackingError unless exactly `size` bytes were read."""
         if self._left_bytes or self._file.read(1):
-            raise PackingError(f"{path} changed while it was packed; try again when nobody writes to it")
+            raise PackingError(f"{path} changed while it was packed; try again when no process writes to it")
         return f"sha256:{self._hash.hexdigest()}"

@@ -78,7 +78,7 @@ def encode_answer(value: object) -> bytes:
     except (TypeError, ValueError, RecursionError) as err:
         raise UnsupportedOutput(
             f"an answer of type {type(value).__name__} can't be sent: {err}; "
-            "expected bytes, str, a tensor, or what json.dumps takes"
+            "expected bytes, str, a tensor, or a value for json.dumps"
         ) from err
 
 

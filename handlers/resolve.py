@@ -175,7 +175,7 @@ ENVELOPES = {
 
 NOT_SHIPPED = {
     "dali_image_classifier": "it needs NVIDIA DALI",
-    "densenet_handler": "it unpickles what clients send",
+    "densenet_handler": "it unpickles data from clients",
     "text_handler": "it is a base class, not a handler",
     "trt_llm_handler": "it needs TensorRT-LLM",
     "vllm_handler": "it needs vLLM",

@@ -330,7 +330,7 @@ class _Indexer:
                 raise Malformed("what follows its data is not the data descriptor that belongs there")
             end = limit
         if end > limit:
-            raise Malformed("it overlaps what follows it")
+            raise Malformed("it overlaps the next entry")
         self._keep(name, central, local)
         return end
 

@@ -169,7 +169,7 @@ class _Compilation:
         if self.source.module is None:
             raise ModelRefused(
                 f"{self.source.path}: {self.source.kind} is packed as it is and can't become {wanted}; start "
-                "from the model that it was made of"
+                "from the model that it was made from"
             )
         if example is None:
             raise ModelRefused(
@@ -269,7 +269,7 @@ class _Compilation:
     def _tell_batch(self, signature: Signature) -> None:
         fixed = self.options.model_format in (EXPORT, AOTI) and self.options.dynamic_batch is None
         if fixed and not signature.batched:
-            self.say("it takes what the example has and no other batch; --dynamic-batch 1:64 lets it vary")
+            self.say("it takes the batch size of the example only; --dynamic-batch 1:64 lets it vary")
 
 
 def _finished(built: Built, signature: Signature | None, say: Say) -> Built:

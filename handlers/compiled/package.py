@@ -66,8 +66,8 @@ def read_package(path: str) -> Package:
             return Package(path, False, only, _takes_one(file, compiled), metadata)
     except (*DAMAGED, ValueError) as err:
         raise RuntimeError(
-            f"{path} is not a .pt2 package ({err}); expected what torch._inductor.aoti_compile_and_package "
-            "or torch.export.save writes"
+            f"{path} is not a .pt2 package ({err}); expected a file of "
+            "torch._inductor.aoti_compile_and_package or torch.export.save"
         ) from err
 
 

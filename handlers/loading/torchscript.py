@@ -75,7 +75,7 @@ def _refuse_file_access(path: str) -> None:
     except UnsafeScript as err:
         raise RuntimeError(
             f"{path} can't be loaded as TorchScript, for its code could read or write any file: {err}; "
-            "expected what torch.jit.save writes, without that. A handler of the archive's own can load it "
+            "expected a file of torch.jit.save, without that. A handler of the archive's own can load it "
             "with torch.jit.load; if it holds a state_dict, name the file with the model's class with "
             "--model-file"
         ) from err

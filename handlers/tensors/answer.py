@@ -323,7 +323,7 @@ def _json_text(value: object) -> str:
     except (TypeError, ValueError, RecursionError) as err:
         raise UnsupportedOutput(
             f"an answer of type {type(value).__name__} can't be sent as a tensor: {err}; expected arrays, "
-            "tensors, numbers, texts, bytes, or what json.dumps takes"
+            "tensors, numbers, texts, bytes, or a value that json.dumps accepts"
         ) from err
 
 

@@ -81,7 +81,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
 NOT_SHIPPED: dict[str, str] = {
     "ts.torch_handler.dali_handler": "it needs NVIDIA DALI; decode with torchere.handlers.vision.decode",
     "ts.torch_handler.dali_image_classifier": "it needs NVIDIA DALI; use image_classifier",
-    "ts.torch_handler.densenet_handler": "it unpickles what clients send; send JSON or raw bytes instead",
+    "ts.torch_handler.densenet_handler": "it unpickles data from clients; send JSON or raw bytes instead",
     "ts.torch_handler.vllm_handler": "it needs vLLM; run the vLLM server beside this one",
     "ts.torch_handler.trt_llm_handler": "it needs TensorRT-LLM; run its own server beside this one",
     "ts.torch_handler.distributed": "PiPPy and DeepSpeed are not supported; derive from BaseHandler",

@@ -46,7 +46,9 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         "--clients", type=_count, default=8, metavar="N", help="at once (default: %(default)s)"
     )
     parser.add_argument("--seconds", type=_duration, default=10.0, metavar="S", help="default: %(default)g")
-    parser.add_argument("--body", type=Path, metavar="FILE", help="what to send (default: an empty body)")
+    parser.add_argument(
+        "--body", type=Path, metavar="FILE", help="file to send as the body (default: an empty body)"
+    )
     parser.add_argument(
         "--header",
         action="append",

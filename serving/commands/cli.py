@@ -31,11 +31,11 @@ _COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None]], ...
     ("archive", "pack a model into a .mar archive", cli_tools.add_archive),
     ("convert", "bring an archive's model into another format", cli_tools.add_convert),
     ("compare", "compare the models of two archives", cli_tools.add_compare),
-    ("inspect", "show what is in an archive", cli_tools.add_inspect),
+    ("inspect", "show the contents of an archive", cli_tools.add_inspect),
     ("predict", "ask a model of a running server", cli_tools.add_predict),
     ("bench", "measure a model of a running server", cli_tools.add_bench),
     ("config", "explain a configuration file", cli_tools.add_config),
-    ("migrate", "say what becomes of a TorchServe deployment", cli_tools.add_migrate),
+    ("migrate", "check a TorchServe deployment before it moves here", cli_tools.add_migrate),
     ("version", "print versions", cli_tools.add_version),
 )
 

@@ -237,7 +237,7 @@ def picture(report: Report) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
         f'viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif">',
         f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
-        _text(12, 22, "What each model takes (shorter is better)", 'font-size="15"'),
+        _text(12, 22, "Time of each model (shorter is better)", 'font-size="15"'),
         *_legend(report),
     ]
     for index, pair in enumerate(pairs):

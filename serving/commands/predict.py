@@ -154,7 +154,7 @@ def _arrays(options: argparse.Namespace) -> dict[str, Any]:
                 array = np.lib.format.read_array(opened, allow_pickle=False)
         except (EOFError, ValueError) as err:
             found = f"no .npy file of numbers or texts ({err})"
-            raise UsageError(f"--npy {file}: {found}; expected what numpy.save writes") from err
+            raise UsageError(f"--npy {file}: {found}; expected a file written by numpy.save") from err
         arrays[name if separator else ""] = array
     return arrays
 

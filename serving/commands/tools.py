@@ -68,7 +68,9 @@ def add_inspect(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `torchere inspect` to `parser`."""
     from torchere.archiver.cli import add_inspect_arguments, run_inspect
 
-    described(parser, "Show what is in an archive, without loading the model.", "torchere inspect net.mar")
+    described(
+        parser, "Show the contents of an archive, without loading the model.", "torchere inspect net.mar"
+    )
     add_inspect_arguments(parser)
     parser.set_defaults(run=run_inspect)
 
@@ -96,9 +98,9 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `torchere config check` to `parser`."""
     described(parser, "Work with configuration files.", "torchere config check config.properties")
     check = parser.add_subparsers(metavar="COMMAND", required=True).add_parser(
-        "check", help="say what each line of a properties file does"
+        "check", help="explain each line of a properties file"
     )
-    text = "Say what each line of a properties file does, and what is wrong with it. Status 1: errors."
+    text = "Explain each line of a properties file, and report errors in it. Status 1: errors."
     described(check, text, "torchere config check --strict config.properties")
     check.add_argument("file", nargs="?", type=Path, default=DEFAULT_FILE, help=f"default: {DEFAULT_FILE}")
     check.add_argument("--strict", action="store_true", help="count warnings as errors")
@@ -109,11 +111,11 @@ def add_migrate(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `torchere migrate check` to `parser`."""
     described(parser, "Come from TorchServe.", "torchere migrate check --ts-config config.properties")
     check = parser.add_subparsers(metavar="COMMAND", required=True).add_parser(
-        "check", help="say what stays the same, what differs and what is not supported"
+        "check", help="report what stays the same, differs, or is not supported"
     )
     text = (
-        "Read configuration, archives and snapshots of a TorchServe deployment, and say what stays the\n"
-        "same, what differs and what is not supported. Nothing in them is run.\n"
+        "Read configuration, archives and snapshots of a TorchServe deployment, and report what stays the\n"
+        "same, differs, or is not supported. Nothing in them is run.\n"
         "Status 1: something is not supported, or a file can't be read."
     )
     described(check, text, "torchere migrate check --ts-config config.properties --model-store store")

@@ -26,7 +26,7 @@ def read_yaml(text: str) -> Any:
     except (yaml.YAMLError, RecursionError, ValueError) as err:  # ValueError: also for 30 February
         raise ValueError(_why(err)) from err
     except (AttributeError, LookupError) as err:  # raised by PyYAML for a value that does not fit its tag
-        raise ValueError("a value is not what its tag says") from err
+        raise ValueError("a value does not have the type of its tag") from err
 
 
 class _Loader(yaml.SafeLoader):

@@ -58,7 +58,7 @@ NO_KEYSTORES = (
     "Java key stores are not read; convert one once with `openssl pkcs12 -in FILE -nodes` (of type JKS, "
     "after `keytool -importkeystore -srckeystore FILE -destkeystore NEW -deststoretype PKCS12`)"
 )
-_NO_KEYSTORE = f"{NO_KEYSTORES}, and set certificate_file and private_key_file to what it prints"
+_NO_KEYSTORE = f"{NO_KEYSTORES}, and set certificate_file and private_key_file to the paths that it prints"
 _NO_IPEX = "the Intel extension is retired; use torch.compile in the handler"
 _NO_COMMAND = "the server samples the system itself; metrics of your own need an exporter; remove it"
 _NO_LAUNCHER = "the server divides the cores among its executors itself; remove it"
@@ -66,7 +66,7 @@ _NO_SUPERVISOR = (
     "models run in worker processes, which the server starts again; let systemd, Compose or Kubernetes start "
     "the server itself again"
 )
-_NO_SEQUENCES = "the header has its usual name, whatever stands here; let clients send that one"
+_NO_SEQUENCES = "the header always has its usual name; let clients send that one"
 
 _LISTENERS = (
     _key("inference_address", kinds.address(80, 443), "inference_address"),

@@ -211,7 +211,7 @@ def _unreadable(given: _Given, err: ValueError) -> Finding:
 def _contradictions(values: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield findings about keys that require or exclude each other."""
     if "snapshot_models" in values and values.get("load_models"):
-        message = "not used: model_snapshot is there, and says what to load"
+        message = "not used: model_snapshot is there, and lists the models to load"
         yield Finding("warning", "configuration", "load_models", _shown_value(values["load_models"]), message)
     yield from _about_keys(values)
     tls_files = [values.get("certificate_file"), values.get("private_key_file")]
@@ -238,7 +238,7 @@ def _about_keys(values: Mapping[str, Any]) -> Iterator[Finding]:
         message = "not used: token_keys_file is there, and the server makes no keys"
         yield Finding("warning", "configuration", "key_file", _shown_value(written), message)
     if values.get("token_auth_enabled") is False:
-        message = "not used: disable_token_authorization lets everybody pass"
+        message = "not used: disable_token_authorization switches keys off"
         yield Finding("warning", "configuration", "token_keys_file", _shown_value(fixed), message)
 
 

@@ -181,7 +181,9 @@ class Unread(Stalls[None, T]):
             return {} if held is None else {None: held}
 
         def stalled(held: dict[None, T]) -> None:
-            logger.info("a client took nothing of its answer for %g s: given up", UNREAD_TIMEOUT_S)
+            logger.info(
+                "closed a connection whose client read nothing of its answer for %g s", UNREAD_TIMEOUT_S
+            )
             give_up(held[None])
 
         super().__init__(UNREAD_TIMEOUT_S, waiting, stalled)

@@ -180,7 +180,7 @@ class AccessLog:
                 output.write()
         if self.dropped > self._said:
             lost, self._said = self.dropped - self._said, self.dropped
-            logger.warning("%d lines of the access log are lost: nobody took them in time", lost)
+            logger.warning("%d lines of the access log are lost: the output did not take them in time", lost)
 
     def close(self) -> None:
         """Write the queued lines and end the thread; a later line starts a new thread."""

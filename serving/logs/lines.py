@@ -78,7 +78,7 @@ class _Handler(SaysWhatIsLost, _StreamHandler):
     def _lost_text(self, lines: int) -> str:
         record = logging.makeLogRecord(
             {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING"}
-            | {"msg": "%d lines of the log are lost: nobody took them in time", "args": (lines,)}
+            | {"msg": "%d lines of the log are lost: the output did not take them in time", "args": (lines,)}
         )
         return self.format(record) + self.terminator
 
@@ -256,7 +256,7 @@ def _utc(created: float, timespec: str) -> str:
 
 
 OWN_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-"""What a record is made of. `taskName` came with Python 3.12."""
+"""The attributes of a log record. `taskName` came with Python 3.12."""
 
 _HIDDEN_PREFIX = "_"  # extras for other handlers
 

@@ -198,7 +198,7 @@ class Store:
             swept += sweep_parts(self._archives.path, PART_PREFIX, self._download_timeout_s)
         if swept:
             names = ", ".join(str(path) for path in swept)
-            logger.warning("deleted what a server that was killed had left: %s", names)
+            logger.warning("deleted the files of a server that was killed: %s", names)
 
     def names(self) -> list[str]:
         """Return the archive names that `load_models=all` loads; see `StoreFolder.names`."""

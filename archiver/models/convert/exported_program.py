@@ -75,8 +75,8 @@ def save_program(program: ExportedProgram, path: Path) -> None:
             check_program(file, path.stat().st_size)
     except UnsafeProgram as error:
         raise ModelRefused(
-            f"torch.export has written what servers do not load: {error}; change that in the model, or take "
-            "--format torchscript"
+            f"torch.export has written a file that servers do not load: {error}; "
+            "change that in the model, or use --format torchscript"
         ) from error
 
 

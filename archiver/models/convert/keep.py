@@ -60,7 +60,7 @@ def keep(source: Source, example: Tensors | None, options: BuildOptions, work: P
     if example is None:
         if options.needs_signature:
             raise ModelRefused(
-                "without --handler the server must know what the model takes and gives: give --example with "
+                "without --handler the server must know the model's inputs and outputs: give --example with "
                 "inputs (.json, .pt, .npy or a picture), or name a handler"
             )
         return Kept(built, None)

@@ -141,7 +141,7 @@ class Attention(nn.Module):
             RuntimeError: `is_causal` without `attn_mask`, as in torch.
         """
         if is_causal and attn_mask is None:
-            raise RuntimeError("is_causal tells what attn_mask is like; expected attn_mask with it")
+            raise RuntimeError("is_causal describes attn_mask; expected attn_mask with it")
         causal = is_causal and key_padding_mask is None and not need_weights
         mask = merged_masks(None if causal else attn_mask, key_padding_mask, query, self.num_heads)
         q, k, v = self.projected(query, key, value)

@@ -111,7 +111,7 @@ def _traced(module: nn.Module) -> fx.GraphModule:
     if isinstance(module, torch.jit.ScriptModule):
         raise NotTraceable(
             "the model is TorchScript, whose layers can't be changed any more; "
-            "quantise the eager model that it was made of (--model-file, or module:factory)"
+            "quantise the eager model that it was made from (--model-file, or module:factory)"
         )
     try:
         return fx.symbolic_trace(module)

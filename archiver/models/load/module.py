@@ -115,7 +115,7 @@ def _importable(folder: Path, *, first: bool) -> Iterator[None]:
 
 def _advice(path: Path, defined: Sequence[type]) -> str:
     if not defined:
-        return "define it there, or name what makes it: --factory package.module:function"
+        return "define it there, or name the function that makes it: --factory package.module:function"
     example = f"--factory {path.stem}:{defined[-1].__name__}"
     return (
         "import its parts from a file beside it, or, for a --format other than keep, leave --model-file out "

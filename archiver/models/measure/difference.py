@@ -176,7 +176,7 @@ class ChannelDrift:
     def note(self) -> str:
         """One line for people."""
         where = f"channel {self.channel} of dimension {self.dimension}, output {self.output}"
-        return f"worst channel: drift {self.drift:.3g} of what varies in it ({where})"
+        return f"worst channel: drift {self.drift:.3g} of its variation ({where})"
 
 
 @dataclass(frozen=True, slots=True)

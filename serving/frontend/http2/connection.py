@@ -471,7 +471,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _end_unread(self, stalled: Collection[int]) -> None:
         """Reset streams that the client does not read, or close the connection if all of it is stalled."""
-        logger.info("a client took nothing of what waits for it (%d times): given up", len(stalled))
+        logger.info("closed a connection whose client read nothing of its answers (%d so far)", len(stalled))
         if 0 in stalled:
             self.abort()
             return

@@ -137,7 +137,9 @@ def sequence_headers(parameters: Mapping[str, ParameterValue]) -> Pairs:
     starts, ends = _flag(parameters, "sequence_start"), _flag(parameters, "sequence_end")
     if not sequence_id:
         if starts or ends:
-            raise InvalidRequest("parameters.sequence_id: found none, expected the id of what starts or ends")
+            raise InvalidRequest(
+                "parameters.sequence_id: found none, expected the id of the sequence that starts or ends"
+            )
         return ()
     pairs = [(SEQUENCE_ID, str(sequence_id))]
     if starts:

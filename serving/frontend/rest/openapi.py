@@ -28,7 +28,7 @@ _STATUSES = {
     415: "The body is compressed in an unknown way",
     409: "This version is registered already",
     500: "Internal server error",
-    503: "Nobody can take the request now",
+    503: "The server can't take the request now",
     504: "The deadline passed",
 }
 

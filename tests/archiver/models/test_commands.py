@@ -273,8 +273,8 @@ def test_force_only_overwrites_and_a_drift_is_accepted_by_a_flag_of_its_own(
     command: str, capsys: Any
 ) -> None:
     said = help_of(command, capsys)
-    assert "--force overwrite what is there -" in said
-    assert "--accept-drift pack the model in spite of what the comparison with the original says" in said
+    assert "--force overwrite an existing archive -" in said
+    assert "--accept-drift pack the model even if it differs too much from the original" in said
 
 
 def test_help_of_archive_tells_the_defaults(capsys: Any) -> None:

@@ -227,7 +227,7 @@ def test_fixed_keys_leave_other_settings_of_tokens_without_effect() -> None:
     text = "token_keys_file=/etc/k.json\nkey_file=/run/k.json\ndisable_token_authorization=true"
     assert warnings(text) == [
         "configuration: key_file: not used: token_keys_file is there, and the server makes no keys",
-        "configuration: token_keys_file: not used: disable_token_authorization lets everybody pass",
+        "configuration: token_keys_file: not used: disable_token_authorization switches keys off",
     ]
 
 

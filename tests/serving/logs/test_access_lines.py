@@ -98,7 +98,7 @@ def test_an_output_that_stands_still_costs_lines_and_holds_nobody_up(keeper, cap
         log.close()
     assert len(keeper.lines) + log.dropped == 2000
     (said,) = [record.getMessage() for record in caplog.records]
-    assert said == f"{log.dropped} lines of the access log are lost: nobody took them in time"
+    assert said == f"{log.dropped} lines of the access log are lost: the output did not take them in time"
     log.close()
     assert len(caplog.records) == 1
 
