@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import mimetypes
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from torchere.client.exchange import JSON, REQUEST_ID, Answer, Operation, Request, json_body, merged, path
 
@@ -31,20 +32,16 @@ PartLike = Part | bytes | str | PathLike[str]
 
 
 def encode_form(parts: Mapping[str, PartLike]) -> tuple[str, bytes]:
-    """Encode a form and return its content type and its body.
+    """Encode a form of one or more parts and return its content type and its body.
 
     A `str` becomes a plain field, `bytes` a file with the name of the field, a path the file at that path.
 
     Raises:
         OSError: a file can't be read.
     """
-    boundary = secrets.token_hex(16)
-    chunks: list[bytes] = []
-    for name, given in parts.items():
-        part = _part(name, given)
-        chunks += [f"--{boundary}\r\n".encode(), _head(name, part), b"\r\n", part.value, b"\r\n"]
-    chunks.append(f"--{boundary}--\r\n".encode())
-    return f"multipart/form-data; boundary={boundary}", b"".join(chunks)
+    fields = [(name, _field(_part(name, given))) for name, given in parts.items()]
+    form = httpx.Request("POST", "http://form", files=fields)
+    return form.headers["content-type"], form.read()
 
 
 def guessed_type(filename: str) -> str:
@@ -63,25 +60,11 @@ def _part(name: str, given: PartLike) -> Part:
     return Part(path.read_bytes(), filename=path.name)
 
 
-def _head(name: str, part: Part) -> bytes:
-    lines = f'Content-Disposition: form-data; name="{_quoted(name)}"'
-    if part.filename:
-        content_type = part.content_type or guessed_type(part.filename)
-        lines += f'; filename="{_quoted(part.filename)}"\r\nContent-Type: {_one_line(content_type)}'
-    elif part.content_type:
-        lines += f"\r\nContent-Type: {_one_line(part.content_type)}"
-    return f"{lines}\r\n".encode()
-
-
-def _quoted(text: str) -> str:
-    # As in browsers (WHATWG, multipart/form-data encoding): these three would end the value or the line.
-    return text.replace('"', "%22").replace("\r", "%0D").replace("\n", "%0A")
-
-
-def _one_line(text: str) -> str:
-    if "\r" in text or "\n" in text:
-        raise ValueError(f"the content type is {text!r}; expected one line")
-    return text
+def _field(part: Part) -> tuple[str | None, bytes, str | None]:
+    content_type = part.content_type or (guessed_type(part.filename) if part.filename else None)
+    if content_type and ("\r" in content_type or "\n" in content_type):  # httpx would send more headers
+        raise ValueError(f"the content type is {content_type!r}; expected one line")
+    return part.filename or None, part.value, content_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +129,7 @@ def predict(
     """
     if files is not None and data is not None:
         raise TypeError("found data and files; expected one of them")
-    own_type, body = encode_form(files) if files is not None else encode_data(data)
+    own_type, body = encode_form(files) if files else encode_data(data)
     sent = merged({"content-type": own_type}, headers or {})
     if content_type:
         sent = merged(sent, {"content-type": content_type})
